@@ -1,0 +1,84 @@
+"""What the engine is built from: frozen dataclasses, units in the names. The edge (flags, environment) is `api`'s."""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lorasrv.errors import ConfigError
+
+BUILTIN_MODEL = "smollm2-135m"
+DTYPES = ("bfloat16", "float32")
+DEVICES = ("auto", "cpu")
+
+
+def default_store_dir() -> Path:
+    """Where adapters are kept unless `--store` says otherwise: the user's data directory."""
+    base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
+    return Path(base) / "lorasrv"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelOptions:
+    """Which base model, and in what form it is kept. `dtype` is that of adapters, and of the base if not quantized."""
+
+    model: str = BUILTIN_MODEL
+    quantization: str = "int8"
+    dtype: str = "bfloat16"
+    device: str = "auto"
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("--dtype", self.dtype, DTYPES)
+        _one_of("--device", self.device, DEVICES)
+        _positive("--max-model-len", self.max_model_len)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOptions:
+    """The one pool, and host memory beside it. `pool_bytes` None takes `pool_fraction` of what is free."""
+
+    pool_bytes: int | None = None
+    pool_fraction: float = 0.25
+    kv_dtype: str = "auto"
+    page_size_tokens: int = 16
+    host_cache_bytes: int = 1 << 30
+    max_lora_rank: int = 256
+
+    def __post_init__(self) -> None:
+        _one_of("--kv-dtype", self.kv_dtype, ("auto", *DTYPES))
+        _positive("--pool-bytes", self.pool_bytes)
+        _positive("--host-cache-bytes", self.host_cache_bytes)
+        _positive("--max-lora-rank", self.max_lora_rank)
+        if not 0.0 < self.pool_fraction <= 0.95:
+            raise ConfigError(f"pool fraction must be above 0 and at most 0.95, not {self.pool_fraction}")
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOptions:
+    """Limits of one step."""
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        _positive("--max-num-seqs", self.max_num_seqs)
+        _positive("--max-num-batched-tokens", self.max_num_batched_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything an engine is built from."""
+
+    model: ModelOptions = field(default_factory=ModelOptions)
+    memory: MemoryOptions = field(default_factory=MemoryOptions)
+    scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+
+
+def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{option} {value!r} is unknown; choose from {', '.join(choices)}")
+
+
+def _positive(option: str, value: int | None) -> None:
+    if value is not None and value <= 0:
+        raise ConfigError(f"{option} must be positive, not {value}")

@@ -1,0 +1,68 @@
+"""What can go wrong in the engine, for the caller to tell apart.
+
+    LorasrvError
+    ├── InvalidRequest (ValueError)        a field of the request is malformed or out of range; names the field
+    │   └── ContextLengthExceeded          prompt + max_tokens do not fit the context, or can never fit the pool
+    ├── ModelError                         the base model cannot be served
+    │   ├── ModelNotFound (FileNotFoundError)
+    │   ├── UnsupportedModel (ValueError)  architecture, tensor type or tokenizer that we do not know; lists what we do
+    │   └── CorruptModel (ValueError)      the file is damaged
+    ├── ConfigError (ValueError)           a server option is wrong; names the option and the choices
+    ├── AdapterLoadFailed                  a registered adapter could not be brought into the pool; says why
+    ├── EngineOverloaded                   no room now; carries `retry_after_s`
+    └── EngineDead (RuntimeError)          the engine thread has ended; nothing will be answered any more
+
+`adapter_store.errors` has a root of its own, as a leaf cannot import upward. A test gives each class an HTTP status.
+"""
+
+
+class LorasrvError(Exception):
+    """Root of everything the engine raises on purpose."""
+
+
+class InvalidRequest(LorasrvError, ValueError):
+    """A field of the request is malformed or out of range. `param` is the field's name on the wire."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The request can never fit: the context length, or the whole page pool, is too small for it."""
+
+
+class ModelError(LorasrvError):
+    """The base model cannot be served."""
+
+
+class ModelNotFound(ModelError, FileNotFoundError):
+    """Nothing to load at the given path or under the given name."""
+
+
+class UnsupportedModel(ModelError, ValueError):
+    """An architecture, tensor type or tokenizer that we do not know. The message lists the known ones."""
+
+
+class CorruptModel(ModelError, ValueError):
+    """The checkpoint is damaged: truncated, missing tensors, or shapes that contradict its own header."""
+
+
+class ConfigError(LorasrvError, ValueError):
+    """A server option is wrong. The message names the option, the value and the choices."""
+
+
+class AdapterLoadFailed(LorasrvError):
+    """A registered adapter could not be brought into the pool. Fails its own requests only."""
+
+
+class EngineOverloaded(LorasrvError):
+    """No room now; try again after `retry_after_s` seconds."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineDead(LorasrvError, RuntimeError):
+    """The engine thread has ended; nothing will be answered any more."""

@@ -1,0 +1,1 @@
+"""Kernels for batches whose rows belong to different LoRA adapters. Import `sgmv_kernels.ops`, nothing else."""

@@ -1,0 +1,5 @@
+"""What an op refuses before it reads or writes anything."""
+
+
+class KernelArgumentError(ValueError):
+    """An argument of an op is wrong: dtype, shape, alignment or range. The message names the argument."""

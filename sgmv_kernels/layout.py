@@ -1,0 +1,225 @@
+"""Where each panel of an adapter lies: the packed host form, and its place inside the pool's pages. No torch.
+
+At one (layer, site) an adapter is a list of *panels*, each contiguous and 128-byte aligned, in this order:
+
+    scale   fp32 [R]            alpha / r of every rank row, R the sum of the slices' ranks (0 panels if R is 0)
+    A       [<=16, in] each     the slices' lora_a stacked: R rank rows, 16 a panel
+    B       [<=16, out_s] each  each slice's lora_b transposed: r_s rank rows, 16 a panel
+
+True ranks, no padding: the last panel of a matrix is as short as its rank. The *packed* form lays a layer's panels end
+to end. In the pool they lie in the same order inside runs of consecutive pages; the same page ids serve every layer, so
+a run is as long as the widest layer needs. One run holds them all if the pool has one, else panels go to several runs
+and only a panel itself stays whole. (Pages shared by KV and adapters: S-LoRA; 16-rank panels: so that a program reads
+one table entry and then affine addresses.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+LAYOUT_VERSION = 1
+PANEL_RANKS = 16
+ALIGNMENT_BYTES = 128
+SCALE_BYTES = 4
+
+Run = tuple[int, int]
+"""(first page, number of pages), consecutive page ids."""
+
+
+LayerRanks = tuple[tuple[int, ...], ...]
+"""`[site][slice]`: ranks of one layer, 0 where the adapter has no weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteDims:
+    """Shape of one linear site: inputs, and the outputs of each slice that shares them."""
+
+    in_features: int
+    out_features: tuple[int, ...]
+
+    @property
+    def total_out(self) -> int:
+        return sum(self.out_features)
+
+
+@dataclass(frozen=True, slots=True)
+class SitePanels:
+    """Which panels of a layer belong to one site: indices into the layer's panel list, and the rank rows of each."""
+
+    ranks: tuple[int, ...]
+    scale: int
+    a: tuple[tuple[int, int], ...]
+    b: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def total_rank(self) -> int:
+        return sum(self.ranks)
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """Panels of one adapter: which there are, and how many bytes each takes.
+
+    Args:
+        sites: the base's linear sites, the same in every layer.
+        ranks: `ranks[layer][site][slice]`, 0 where the adapter has no weights.
+        itemsize: bytes of one stored weight (2 for bf16, 4 for float32).
+    """
+
+    sites: tuple[SiteDims, ...]
+    ranks: tuple[LayerRanks, ...]
+    itemsize: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def panels(self) -> tuple[tuple[SitePanels, ...], ...]:
+        """`panels[layer][site]`. Layers of equal ranks share one tuple."""
+        return tuple(_index_panels(layer) for layer in self.ranks)
+
+    @cached_property
+    def panel_bytes(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """Aligned size of every panel, one array a layer."""
+        return tuple(_layer_panel_bytes(self.sites, layer, self.itemsize) for layer in self.ranks)
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Bytes of the widest layer: the row length of the packed form."""
+        return max((int(sizes.sum()) for sizes in self.panel_bytes), default=0)
+
+    @cached_property
+    def packed_offsets(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """Byte offset of every panel inside its layer's packed row."""
+        return tuple(np.cumsum(sizes) - sizes for sizes in self.panel_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all panels of all layers, alignment included."""
+        return sum(int(sizes.sum()) for sizes in self.panel_bytes)
+
+    @property
+    def max_rank(self) -> int:
+        return max((r for layer in self.ranks for site in layer for r in site), default=0)
+
+    def num_pages(self, page_bytes: int) -> int:
+        """Pages of one run that holds the whole adapter."""
+        return -(-self.layer_bytes // page_bytes)
+
+    def place(self, runs: Sequence[Run], page_bytes: int) -> "PlacedAdapter | None":
+        """Put every layer's panels, in order, into `runs`; None if some layer does not fit."""
+        known: dict[int, npt.NDArray[np.int64] | None] = {}
+        offsets = []
+        for sizes in self.panel_bytes:
+            if id(sizes) not in known:
+                known[id(sizes)] = _fill_runs(sizes, runs, page_bytes)
+            placed = known[id(sizes)]
+            if placed is None:
+                return None
+            offsets.append(placed)
+        return PlacedAdapter(self, tuple(runs), page_bytes, tuple(offsets))
+
+
+@dataclass(frozen=True)
+class PlacedAdapter:
+    """An adapter inside the pool: `offsets[layer][panel]`, bytes from the start of that layer's slab."""
+
+    layout: AdapterLayout
+    runs: tuple[Run, ...]
+    page_bytes: int
+    offsets: tuple[npt.NDArray[np.int64], ...]
+
+    @property
+    def pages(self) -> list[int]:
+        return [page for first, count in self.runs for page in range(first, first + count)]
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the pages it holds, over all layers."""
+        return sum(count for _, count in self.runs) * self.page_bytes * self.layout.num_layers
+
+    def trimmed(self) -> "PlacedAdapter":
+        """The same places, without the pages at the end of each run that no layer reaches."""
+        ends = [max(self._end_inside(run, layer) for layer in range(self.layout.num_layers)) for run in self.runs]
+        pages = [-(-end // self.page_bytes) for end in ends]
+        runs = tuple((run[0], end - run[0]) for run, end in zip(self.runs, pages, strict=True) if end)
+        return PlacedAdapter(self.layout, runs, self.page_bytes, self.offsets)
+
+    def copies(self, layer: int) -> list[tuple[int, int, int]]:
+        """(packed offset, slab offset, bytes) of each contiguous piece of a layer, as few as there are."""
+        pieces: list[tuple[int, int, int]] = []
+        packed, sizes = self.layout.packed_offsets[layer], self.layout.panel_bytes[layer]
+        for source, target, size in zip(packed.tolist(), self.offsets[layer].tolist(), sizes.tolist(), strict=True):
+            if pieces and pieces[-1][1] + pieces[-1][2] == target:
+                pieces[-1] = (pieces[-1][0], pieces[-1][1], pieces[-1][2] + size)
+            else:
+                pieces.append((source, target, size))
+        return pieces
+
+    def _end_inside(self, run: Run, layer: int) -> int:
+        """Where the last panel of a layer inside a run ends, in bytes; 0 if the layer has none there."""
+        offsets, sizes = self.offsets[layer], self.layout.panel_bytes[layer]
+        inside = (offsets >= run[0] * self.page_bytes) & (offsets < sum(run) * self.page_bytes)
+        return int((offsets + sizes)[inside].max(initial=0))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _panel_rows(rank: int) -> list[int]:
+    return [min(PANEL_RANKS, rank - start) for start in range(0, rank, PANEL_RANKS)]
+
+
+@lru_cache(maxsize=1024)
+def _layer_panel_bytes(sites: tuple[SiteDims, ...], layer_ranks: LayerRanks, itemsize: int) -> npt.NDArray[np.int64]:
+    sizes: list[int] = []
+    for site, ranks in zip(sites, layer_ranks, strict=True):
+        total = sum(ranks)
+        if not total:
+            continue
+        sizes.append(_aligned(total * SCALE_BYTES))
+        sizes += [_aligned(n * site.in_features * itemsize) for n in _panel_rows(total)]
+        for rank, out in zip(ranks, site.out_features, strict=True):
+            sizes += [_aligned(n * out * itemsize) for n in _panel_rows(rank)]
+    return np.array(sizes, dtype=np.int64)
+
+
+@lru_cache(maxsize=1024)
+def _index_panels(layer_ranks: LayerRanks) -> tuple[SitePanels, ...]:
+    sites, first = [], 0
+    for ranks in layer_ranks:
+        total = sum(ranks)
+        if not total:
+            sites.append(SitePanels(ranks, -1, (), tuple(() for _ in ranks)))
+            continue
+        scale, index = first, first + 1
+        a = tuple((index + i, n) for i, n in enumerate(_panel_rows(total)))
+        index += len(a)
+        b = []
+        for rank in ranks:
+            b.append(tuple((index + i, n) for i, n in enumerate(_panel_rows(rank))))
+            index += len(b[-1])
+        sites.append(SitePanels(ranks, scale, a, tuple(b)))
+        first = index
+    return tuple(sites)
+
+
+def _fill_runs(sizes: npt.NDArray[np.int64], runs: Sequence[Run], page_bytes: int) -> npt.NDArray[np.int64] | None:
+    """Next fit: panels in order, each whole inside one run."""
+    offsets = np.empty(len(sizes), dtype=np.int64)
+    remaining = iter(runs)
+    position = end = 0
+    for i, size in enumerate(sizes.tolist()):
+        while position + size > end:
+            run = next(remaining, None)
+            if run is None:
+                return None
+            position, end = run[0] * page_bytes, (run[0] + run[1]) * page_bytes
+        offsets[i] = position
+        position += size
+    return offsets

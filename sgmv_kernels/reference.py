@@ -1,0 +1,90 @@
+"""The meaning of "correct": every op in fp32 torch, a short loop over dense tensors. Shared by tests and benches."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgmv_kernels.segments import BASE, Segments
+
+
+@dataclass(frozen=True)
+class DenseSlice:
+    """One slice of an adapter at one site, PEFT's orientation: lora_a [r, in], lora_b [out, r]."""
+
+    lora_a: Tensor
+    lora_b: Tensor
+    scaling: float
+
+
+def sgmv_reference(
+    y: Tensor, x: Tensor, segments: Segments, adapters: Sequence[Sequence[DenseSlice | None]], outs: Sequence[int]
+) -> Tensor:
+    """y [T, sum(outs)] fp32 plus every row's own delta; x [T, in]. `adapters[i][slice]`, None where it has no weights.
+
+    Semantics: y[t, slice] + scaling * (x[t] @ lora_a^T) @ lora_b^T
+    """
+    result = y.float().clone()
+    for s in range(len(segments)):
+        if segments.adapters[s] == BASE:
+            continue
+        rows = torch.from_numpy(segments.rows(s)).long()
+        start = 0
+        for dense, out in zip(adapters[segments.adapters[s]], outs, strict=True):
+            if dense is not None:
+                delta = x[rows].float() @ dense.lora_a.float().T @ dense.lora_b.float().T
+                result[rows, start : start + out] += dense.scaling * delta
+            start += out
+    return result
+
+
+def paged_attention_reference(
+    q: Tensor,
+    kv_pages: Tensor,
+    page_tables: Sequence[Sequence[int]],
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    scale: float,
+    window: int | None = None,
+) -> Tensor:
+    """Causal attention of T query rows over paged keys and values, one sequence at a time.
+
+    q [T, heads, D]; kv_pages [P, 2, kv_heads, page, D]; the last `query_lens[i]` of `kv_lens[i]` tokens are queries.
+    Semantics: out[t] = softmax(scale * q[t] . K[:pos + 1]) V[:pos + 1], with only the last `window` keys where given
+    """
+    out, start = torch.empty_like(q, dtype=torch.float32), 0
+    group = q.shape[1] // kv_pages.shape[2]
+    for table, n, length in zip(page_tables, query_lens, kv_lens, strict=True):
+        pages = kv_pages[torch.tensor(list(table))].float()
+        k, v = (pages[:, i].transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(group, 0) for i in (0, 1))
+        positions = torch.arange(length - n, length)[:, None]
+        keys = torch.arange(length)[None]
+        visible = keys <= positions if window is None else (keys <= positions) & (keys > positions - window)
+        scores = (q[start : start + n].float().transpose(0, 1) @ k.transpose(1, 2)) * scale
+        probs = scores.masked_fill(~visible, -math.inf).softmax(-1)
+        out[start : start + n] = (probs @ v).transpose(0, 1)
+        start += n
+    return out
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Semantics: x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+    return x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding in Hugging Face's half-split order. x [T, heads, D]; cos, sin [T, D / 2].
+
+    Semantics: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 the halves of the last dimension
+    """
+    x1, x2 = x.float().chunk(2, dim=-1)
+    c, s = cos[:, None].float(), sin[:, None].float()
+    return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1)
+
+
+def silu_mul_reference(gate_up: Tensor) -> Tensor:
+    """Semantics: silu(gate) * up, gate and up the halves of the last dimension."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

@@ -1,0 +1,91 @@
+"""Choices: greedy is the argmax, filters keep what they should, a seed fixes the text whatever shares the batch."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorasrv.errors import InvalidRequest
+from lorasrv.request import SamplingParams
+from lorasrv.sampler import sample
+
+PROBS = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
+LOGITS = PROBS.log()
+
+
+def _support(draws: int = 400, **params) -> set[int]:
+    p = SamplingParams(seed=11, **params)
+    return {sample(LOGITS[None], [p], [i])[0] for i in range(draws)}
+
+
+def test_greedy_is_the_argmax_at_any_tiny_temperature() -> None:
+    logits = torch.randn(4, 300)
+    params = [SamplingParams(temperature=t) for t in (0.0, 1e-40, 1e-6, 0.0)]
+    assert sample(logits, params, [0] * 4) == logits.argmax(-1).tolist()
+
+
+def test_filters_keep_exactly_what_they_should() -> None:
+    assert _support() == {0, 1, 2, 3, 4}
+    assert _support(top_k=2) == {1, 3}
+    assert _support(top_p=0.6) == {1, 3}
+    assert _support(top_p=0.66) == {1, 3, 4}
+    assert _support(min_p=0.45) == {1, 3, 4}
+    assert _support(top_k=4, top_p=0.89) == {1, 3, 4}
+    assert _support(top_p=1e-6) == {1}
+
+
+def test_frequencies_follow_the_distribution() -> None:
+    draws = 4000
+    p = SamplingParams(seed=5, temperature=1.0)
+    counts = torch.bincount(torch.tensor([sample(LOGITS[None], [p], [i])[0] for i in range(draws)]), minlength=5)
+    sigma = (PROBS * (1 - PROBS) * draws).sqrt()
+    assert ((counts - PROBS * draws).abs() < 4.5 * sigma).all()
+
+
+def test_temperature_sharpens() -> None:
+    cold = SamplingParams(seed=5, temperature=0.05)
+    assert {sample(LOGITS[None], [cold], [i])[0] for i in range(100)} == {1}
+
+
+@given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 5))
+def test_a_seed_fixes_the_token_whatever_shares_the_batch(seed: int, row: int) -> None:
+    logits = torch.randn(6, 500, generator=torch.Generator().manual_seed(1))
+    mine = SamplingParams(seed=seed, temperature=1.3, top_p=0.95)
+    alone = sample(logits[row : row + 1], [mine], [9])[0]
+    others = SamplingParams(seed=3, temperature=2.0)
+    params = [mine if i == row else others for i in range(6)]
+    assert sample(logits, params, [9 if i == row else i for i in range(6)])[row] == alone
+
+
+def test_a_nucleus_wider_than_the_candidates_is_exact() -> None:
+    logits = torch.zeros(1, 2000)
+    p = [SamplingParams(seed=1, top_p=0.9)]
+    drawn = {sample(logits, p, [i])[0] for i in range(300)}
+    assert len(drawn) > 200
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1.0),
+        ("temperature", math.nan),
+        ("temperature", 1e9),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("top_k", 2**40),
+        ("min_p", 1.5),
+        ("max_tokens", 0),
+        ("max_tokens", 2**31),
+        ("seed", 2**64),
+        ("stop", ("",)),
+        ("stop", ("x",) * 17),
+        ("stop", ("x" * 257,)),
+    ],
+)
+def test_out_of_range_names_the_field(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.param == field
