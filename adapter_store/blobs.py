@@ -1,0 +1,194 @@
+"""Weights on disk, named by their digest: written once, complete or not there at all.
+
+    root/blobs/sha256/<64 hex digits>
+    root/tmp/<uuid>                      uploads under way; wiped when the store opens
+
+Order of an upload: temporary file, verify, fsync, rename, fsync of the folder. Every change of the disk goes through
+`os` functions one by one, so that a test can fail or kill each of them.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import time
+import uuid
+from collections.abc import Iterator
+from io import BufferedReader
+from pathlib import Path
+
+from adapter_store.errors import BlobLengthMismatch, BlobNotFound, DigestMismatch, StoreFull, StoreUnusable
+
+UNREFERENCED_BLOB_AGE_S = 24 * 3600.0
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+
+
+@contextlib.contextmanager
+def disk_errors(doing: str) -> Iterator[None]:
+    """Turn what the disk says into StoreFull or StoreUnusable, without its path."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _FULL:
+            raise StoreFull(
+                f"no room on the store's disk while {doing}; nothing changed. Free some and retry"
+            ) from error
+        raise StoreUnusable(f"the store failed while {doing}: {error.strerror or type(error).__name__}") from error
+
+
+class BlobUpload:
+    """One blob on its way in. Used by one thread at a time; leaving the `with` block without `commit` drops it."""
+
+    def __init__(self, directory: "BlobDirectory", digest: str, length: int) -> None:
+        self._directory = directory
+        self._digest = digest
+        self._length = length
+        self._received = 0
+        self._hasher = hashlib.sha256()
+        self._path = directory.new_temporary_path()
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        with disk_errors("starting an upload"):
+            self._fd: int | None = os.open(self._path, flags, 0o600)
+
+    def __enter__(self) -> "BlobUpload":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Append bytes.
+
+        Raises:
+            BlobLengthMismatch: more than announced; the upload is dropped at once.
+            StoreFull, StoreUnusable: the disk refused them; the upload is dropped.
+        """
+        view = memoryview(data)
+        fd = self._open_fd()
+        if self._received + view.nbytes > self._length:
+            self.abort()
+            raise BlobLengthMismatch(self._length, self._received + view.nbytes)
+        try:
+            with disk_errors("writing an upload"):
+                _write_all(fd, view)
+        except Exception:
+            self.abort()
+            raise
+        self._hasher.update(view)
+        self._received += view.nbytes
+
+    def commit(self) -> None:
+        """Make the blob visible, durably.
+
+        Raises:
+            BlobLengthMismatch: fewer bytes than announced.
+            DigestMismatch: other bytes than announced.
+            StoreFull, StoreUnusable: the disk refused. In every case nothing is visible.
+        """
+        fd = self._open_fd()
+        try:
+            with disk_errors("finishing an upload"):
+                self._verify()
+                os.fsync(fd)
+                self._close()
+                self._directory.adopt(self._path, self._digest)
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Drop the upload; nothing happens after a commit or another abort."""
+        self._close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def _verify(self) -> None:
+        if self._received != self._length:
+            raise BlobLengthMismatch(self._length, self._received)
+        if (actual := self._hasher.hexdigest()) != self._digest:
+            raise DigestMismatch(self._digest, actual)
+
+    def _open_fd(self) -> int:
+        if self._fd is None:
+            raise ValueError("the upload is over")
+        return self._fd
+
+    def _close(self) -> None:
+        if self._fd is not None:
+            fd, self._fd = self._fd, None
+            os.close(fd)
+
+
+def _write_all(fd: int, view: memoryview) -> None:
+    view = view.cast("B")
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+class BlobDirectory:
+    """The folders `blobs/sha256` and `tmp` under the store's root. Holds no state: the disk is the state."""
+
+    def __init__(self, root: Path) -> None:
+        self._blobs = root / "blobs" / "sha256"
+        self._temporary = root / "tmp"
+        for directory in (self._blobs, self._temporary):
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for directory in (self._blobs, self._blobs.parent, root):
+            fsync_directory(directory)
+
+    def new_temporary_path(self) -> Path:
+        return self._temporary / uuid.uuid4().hex
+
+    def exists(self, digest: str) -> bool:
+        with disk_errors("looking for weights"):
+            return (self._blobs / digest).is_file()
+
+    def open(self, digest: str) -> BufferedReader:
+        """Open a blob for reading. Raises: BlobNotFound."""
+        try:
+            with disk_errors("opening weights"):
+                return os.fdopen(os.open(self._blobs / digest, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb")
+        except StoreUnusable as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                raise BlobNotFound(digest) from None
+            raise
+
+    def adopt(self, temporary: Path, digest: str) -> None:
+        """Rename a complete file into place and make the name durable. An old file of the digest is replaced:
+        uploading again repairs damaged weights."""
+        target = self._blobs / digest
+        is_new = not target.exists()
+        os.replace(temporary, target)
+        try:
+            fsync_directory(self._blobs)
+        except OSError:
+            # A name that may not survive a power loss must not be found by `exists`, or a version could name it.
+            if is_new:
+                os.unlink(target)
+            raise
+
+    def remove(self, digest: str) -> None:
+        """Delete a blob; one that is gone already is no error."""
+        with disk_errors("removing weights"), contextlib.suppress(FileNotFoundError):
+            os.unlink(self._blobs / digest)
+            fsync_directory(self._blobs)
+
+    def sweep(self, referenced: set[str], age_s: float = UNREFERENCED_BLOB_AGE_S) -> None:
+        """Remove unfinished uploads, and blobs that nothing names and that are older than `age_s`.
+
+        Only for the holder of the store's lock, before it takes uploads. The age spares a blob whose registration was
+        still to come when the server stopped.
+        """
+        for path in self._temporary.iterdir():
+            os.unlink(path)
+        for path in self._blobs.iterdir():
+            if path.name not in referenced and time.time() - path.stat().st_mtime > age_s:
+                os.unlink(path)
+
+
+def fsync_directory(path: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

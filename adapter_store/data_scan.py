@@ -1,0 +1,83 @@
+"""Every value of an adapter's data, looked at once in chunks: finite, small enough for bf16, and whether B is all zero.
+
+bf16 has no NumPy type: floats are tested by their bits, so one integer comparison serves each type.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import BinaryIO, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from adapter_store.errors import ProblemList, show
+from adapter_store.safetensors_header import FILE, SafetensorsHeader, TensorInfo
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _FloatBits:
+    """How to see a float as an unsigned integer: `magnitude` drops the sign, `limit` is the first value refused."""
+
+    integer: npt.DTypeLike
+    magnitude: int
+    limit: int
+    infinity: int
+
+
+# F32 is refused from the value that rounds to infinity in bf16, the type in which adapters are kept.
+_BITS: Mapping[str, _FloatBits] = {
+    "BF16": _FloatBits("<u2", 0x7FFF, 0x7F80, 0x7F80),
+    "F16": _FloatBits("<u2", 0x7FFF, 0x7C00, 0x7C00),
+    "F32": _FloatBits("<u4", 0x7FFFFFFF, 0x7F7F8000, 0x7F800000),
+}
+
+
+class Hasher(Protocol):
+    """What `hashlib` objects have."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DataFacts:
+    """What only the data tells: tensors whose values are all zero."""
+
+    zero_tensors: frozenset[str] = field(default_factory=frozenset)
+
+
+def scan_data(file: BinaryIO, header: SafetensorsHeader, hasher: Hasher, problems: ProblemList) -> DataFacts:
+    """Read the data from where `file` stands (its first byte) to the end, hashing it and testing every value."""
+    zero = {name for name, info in header.tensors.items() if _scan_tensor(file, name, info, hasher, problems)}
+    return DataFacts(frozenset(zero))
+
+
+def _scan_tensor(file: BinaryIO, name: str, info: TensorInfo, hasher: Hasher, problems: ProblemList) -> bool:
+    """Whether all values are zero; notes NaN, infinity and overflow, once a tensor."""
+    bits = _BITS[info.dtype]
+    highest = 0
+    left = info.end - info.start
+    while left:
+        chunk = file.read(min(left, CHUNK_BYTES))
+        if not chunk:
+            problems.add("truncated", FILE, "ended while it was read; upload it again")
+            return False
+        hasher.update(chunk)
+        left -= len(chunk)
+        highest = max(highest, _highest_magnitude(chunk, bits))
+    if highest >= bits.limit:
+        problems.add("non_finite", show(name)[1:-1], _complaint(highest, bits))
+    return highest == 0
+
+
+def _highest_magnitude(chunk: bytes, bits: _FloatBits) -> int:
+    """Bits of the largest magnitude: unsigned integers order as the floats do, infinities and NaN above all."""
+    values = np.frombuffer(chunk, dtype=bits.integer)
+    return int((values & np.asarray(bits.magnitude, dtype=values.dtype)).max())
+
+
+def _complaint(highest: int, bits: _FloatBits) -> str:
+    if highest < bits.infinity:
+        return "holds values too large for bf16 (3.39e38); the training diverged, upload an earlier checkpoint"
+    return "holds NaN or infinite values; the training diverged, upload an earlier checkpoint"

@@ -1,0 +1,125 @@
+"""Packed adapters in host memory, bounded by bytes. What they are is the caller's business."""
+
+import math
+import threading
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from cachetools import LRUCache
+
+V = TypeVar("V")
+
+
+@dataclass(frozen=True, slots=True)
+class HostCacheStats:
+    """Counts since the start, and bytes now. `bytes_used` includes `bytes_pinned`."""
+
+    entries: int
+    bytes_used: int
+    bytes_pinned: int
+    max_bytes: int
+    hits: int
+    misses: int
+    evictions: int
+
+
+@dataclass(slots=True)
+class _Entry(Generic[V]):
+    value: V
+    nbytes: int
+    pins: int = 0
+
+
+class HostCache(Generic[V]):
+    """Least recently used entries go first; pinned ones never. Safe to use from many threads.
+
+    Keys carry everything that makes two packings differ: (AdapterKey, layout version).
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        if max_bytes < 0:
+            raise ValueError(f"max_bytes must not be negative, not {max_bytes}")
+        self.max_bytes = max_bytes
+        self._lock = threading.Lock()
+        # The bound is kept here and not by cachetools, whose eviction knows no pins: pinned entries lie beside it.
+        self._unpinned: LRUCache[Hashable, _Entry[V]] = LRUCache(math.inf, getsizeof=lambda entry: entry.nbytes)
+        self._pinned: dict[Hashable, _Entry[V]] = {}
+        self._bytes_pinned = 0
+        self._hits = self._misses = self._evictions = 0
+
+    def get(self, key: Hashable) -> V | None:
+        """The value, now the most recently used; None if it is not here."""
+        with self._lock:
+            entry = self._pinned.get(key) or self._unpinned.get(key)
+            self._hits += entry is not None
+            self._misses += entry is None
+            return entry.value if entry else None
+
+    def put(self, key: Hashable, value: V, nbytes: int) -> bool:
+        """Keep a value of this size, evicting others; a key that is here already keeps its old value.
+
+        Returns False, and keeps nothing, where pinned entries leave no room.
+
+        Raises:
+            ValueError: it is larger than the whole cache.
+        """
+        if not 0 <= nbytes <= self.max_bytes:
+            raise ValueError(f"an entry of {nbytes} bytes does not fit a host cache of {self.max_bytes} bytes")
+        with self._lock:
+            if key in self._pinned or key in self._unpinned:
+                return True
+            if self._bytes_pinned + nbytes > self.max_bytes:
+                return False
+            while self._bytes_used() + nbytes > self.max_bytes:
+                self._unpinned.popitem()
+                self._evictions += 1
+            self._unpinned[key] = _Entry(value, nbytes)
+            return True
+
+    def pin(self, key: Hashable) -> bool:
+        """Keep an entry from eviction until it is unpinned as often; False if it is not here."""
+        with self._lock:
+            entry = self._pinned.get(key)
+            if entry is None:
+                entry = self._unpinned.pop(key, None)
+                if entry is None:
+                    return False
+                self._pinned[key] = entry
+                self._bytes_pinned += entry.nbytes
+            entry.pins += 1
+            return True
+
+    def unpin(self, key: Hashable) -> None:
+        """Undo one `pin`. Raises: KeyError: the entry is not pinned."""
+        with self._lock:
+            entry = self._pinned[key]
+            entry.pins -= 1
+            if entry.pins == 0:
+                del self._pinned[key]
+                self._bytes_pinned -= entry.nbytes
+                self._unpinned[key] = entry
+
+    def discard(self, key: Hashable) -> bool:
+        """Drop an entry; False if it is pinned or not here."""
+        with self._lock:
+            return self._unpinned.pop(key, None) is not None
+
+    def __contains__(self, key: Hashable) -> bool:
+        with self._lock:
+            return key in self._pinned or key in self._unpinned
+
+    def stats(self) -> HostCacheStats:
+        with self._lock:
+            return HostCacheStats(
+                entries=len(self._pinned) + len(self._unpinned),
+                bytes_used=self._bytes_used(),
+                bytes_pinned=self._bytes_pinned,
+                max_bytes=self.max_bytes,
+                hits=self._hits,
+                misses=self._misses,
+                evictions=self._evictions,
+            )
+
+    def _bytes_used(self) -> int:
+        return int(self._unpinned.currsize) + self._bytes_pinned

@@ -1,0 +1,102 @@
+"""Validated weights from disk to host memory: NumPy arrays in one writable buffer, digest checked on the way."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adapter_store.errors import AdapterCorrupt
+from adapter_store.safetensors_header import SafetensorsHeader, TensorInfo, parse_header
+from adapter_store.spec import AdapterSpec
+
+Array = npt.NDArray[Any]
+
+_NUMPY_TYPES: Mapping[str, str] = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTensors:
+    """One module's matrices: `a` [rank, in], `b` [out, rank]; delta = scaling * b @ a."""
+
+    rank: int
+    scaling: float
+    a: Array
+    b: Array
+
+
+class AdapterWeights(Mapping[tuple[int, str], LoraTensors]):
+    """(layer, module) -> matrices, in the order of `spec.modules`. Every array has the one type `dtype`.
+
+    BF16 values are their bits, as uint16 (NumPy has no bfloat16); F16 and F32 are NumPy's own.
+    """
+
+    def __init__(self, spec: AdapterSpec, tensors: Mapping[tuple[int, str], LoraTensors]) -> None:
+        self.spec = spec
+        self.dtype = spec.dtype
+        self._tensors = tensors
+
+    def __getitem__(self, site: tuple[int, str]) -> LoraTensors:
+        return self._tensors[site]
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def load_weights(path: Path, spec: AdapterSpec) -> AdapterWeights:
+    """Read a file whose spec is known.
+
+    Raises:
+        AdapterCorrupt: the bytes no longer have the digest that was validated.
+    """
+    with path.open("rb") as file:
+        data = read_verified(file, spec.weights_digest)
+    return weights_from_bytes(data, parse_header(data, len(data)), spec)
+
+
+def read_verified(file: BufferedReader, weights_digest: str) -> bytearray:
+    """The whole file, from its start, if it has this digest.
+
+    Raises:
+        AdapterCorrupt: it does not.
+    """
+    data = bytearray(os.fstat(file.fileno()).st_size)
+    length = file.readinto(data)
+    if length != len(data) or hashlib.sha256(data).hexdigest() != weights_digest:
+        raise AdapterCorrupt(
+            f"stored weights sha256:{weights_digest[:12]} are damaged: the disk returned other bytes than were "
+            "uploaded; upload the same file again to repair it"
+        )
+    return data
+
+
+def weights_from_bytes(data: bytearray, header: SafetensorsHeader, spec: AdapterSpec) -> AdapterWeights:
+    """Views into `data`, which they keep alive; a copy only where types are mixed or a tensor is not aligned."""
+    tensors = {}
+    for m in spec.modules:
+        a, b = (_array(data, header, header.tensors[name], spec.dtype) for name in (m.a_name, m.b_name))
+        tensors[m.layer, m.module] = LoraTensors(m.rank, m.scaling, a, b)
+    return AdapterWeights(spec, tensors)
+
+
+def _array(data: bytearray, header: SafetensorsHeader, info: TensorInfo, dtype: str) -> Array:
+    view = memoryview(data)[header.data_start + info.start : header.data_start + info.end]
+    array: Array = np.frombuffer(view, dtype=_NUMPY_TYPES[info.dtype]).reshape(info.shape)
+    if info.dtype != dtype:
+        return _widen(array, info.dtype)
+    return array if array.flags.aligned else array.copy()
+
+
+def _widen(array: Array, dtype: str) -> Array:
+    """To float32, exactly."""
+    if dtype == "BF16":
+        return (array.astype("<u4") << 16).view("<f4")
+    return array.astype("<f4")

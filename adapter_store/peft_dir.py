@@ -1,0 +1,104 @@
+"""A folder as PEFT saves it: find the two files that matter, name the rest. For whoever uploads; reads, never runs."""
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from adapter_store.errors import AdapterInvalid, Problem, show
+from adapter_store.manifest import MAX_CONFIG_BYTES, MLX_WAY_OUT, parse_config
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
+CHUNK_BYTES = 1 << 20
+
+_CONVERT = (
+    "load it with PEFT where it was trained and call save_pretrained(), which writes adapter_model.safetensors. "
+    "Pickles are never opened here"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PeftDir:
+    """What an upload needs. `subdirectory` names the folder it was found in, if not the one given; `ignored_files`
+    are the other files there, sorted."""
+
+    config: dict[str, object]
+    weights_path: Path
+    ignored_files: tuple[str, ...]
+    subdirectory: str | None = None
+
+
+def read_peft_dir(path: Path) -> PeftDir:
+    """Find an adapter in `path`, or one level down, where PEFT saves one that has a name of its own.
+
+    Raises:
+        AdapterInvalid: there is none, several, or one in a form that is not served; says how to convert it.
+    """
+    if not path.is_dir():
+        raise _refused("not_a_directory", path.name, f"is no folder; give the one that holds {CONFIG_NAME}")
+    if (path / CONFIG_NAME).is_file():
+        return _read(path, None)
+    nested = sorted(p.parent for p in path.glob(f"*/{CONFIG_NAME}") if p.is_file())
+    if len(nested) == 1:
+        return _read(nested[0], nested[0].name)
+    if nested:
+        names = ", ".join(show(p.name) for p in nested[:8])
+        raise _refused("several_adapters", CONFIG_NAME, f"is in {len(nested)} folders below: {names}; give one of them")
+    raise AdapterInvalid((_no_config(path),))
+
+
+def _read(folder: Path, subdirectory: str | None) -> PeftDir:
+    config_path, weights = folder / CONFIG_NAME, folder / WEIGHTS_NAME
+    with config_path.open("rb") as file:
+        config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
+    if not weights.is_file():
+        raise AdapterInvalid((_no_weights(folder),))
+    ignored = sorted(p.name for p in folder.iterdir() if p.name not in (CONFIG_NAME, WEIGHTS_NAME))
+    return PeftDir(config, weights, tuple(ignored), subdirectory)
+
+
+def _refused(code: str, field: str, message: str) -> AdapterInvalid:
+    return AdapterInvalid((Problem(code, field, message),))
+
+
+def _no_config(path: Path) -> Problem:
+    if (path / "adapters.safetensors").is_file():
+        return _mlx()
+    if any(path.glob("*.gguf")):
+        message = (
+            "a GGUF adapter is not served, it may lack rsLoRA and patterns; upload the PEFT folder it was made from"
+        )
+        return Problem("gguf_adapter", CONFIG_NAME, message)
+    return Problem("missing_config", CONFIG_NAME, "is missing; give the folder that PEFT's save_pretrained() wrote")
+
+
+def _no_weights(folder: Path) -> Problem:
+    if pickle := next((name for name in PICKLES if (folder / name).exists()), None):
+        return Problem("not_safetensors", pickle, f"is a pickle; {_CONVERT}")
+    if (folder / "adapters.safetensors").is_file():
+        return _mlx()
+    if (folder / f"{WEIGHTS_NAME}.index.json").is_file():
+        message = "is split into shards; join them into one file (safetensors.torch.load_file each, one save_file)"
+        return Problem("sharded_weights", WEIGHTS_NAME, message)
+    return Problem("missing_weights", WEIGHTS_NAME, f"is missing; {_CONVERT}")
+
+
+def _mlx() -> Problem:
+    message = f"is an MLX adapter; {MLX_WAY_OUT}"
+    return Problem("mlx_adapter", "adapters.safetensors", message)
+
+
+def digest_file(path: Path, progress: Callable[[int, int], None] | None = None) -> str:
+    """SHA-256 of a file, as hex. `progress` is told (bytes done, bytes in all) after every MiB."""
+    total = path.stat().st_size
+    hasher = hashlib.sha256()
+    done = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            hasher.update(chunk)
+            done += len(chunk)
+            if progress is not None:
+                progress(done, total)
+    return hasher.hexdigest()

@@ -1,0 +1,51 @@
+"""What the store tells about an id: plain frozen facts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from adapter_store.report import UploadReport
+from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRecord:
+    """One immutable version of an id. `bytes` counts the weights alone."""
+
+    version: int
+    key: AdapterKey
+    created_s: float
+    rank_max: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRecord:
+    """An id and its versions, oldest first. `key` is the current version's."""
+
+    adapter_id: AdapterId
+    current_version: int
+    key: AdapterKey
+    created_s: float
+    versions: tuple[VersionRecord, ...]
+
+    @classmethod
+    def of(
+        cls, adapter_id: AdapterId, current_version: int, created_s: float, versions: Sequence[VersionRecord]
+    ) -> "AdapterRecord":
+        key = next(v.key for v in versions if v.version == current_version)
+        return cls(adapter_id, current_version, key, created_s, tuple(versions))
+
+    def ref(self, version: VersionRecord | None = None) -> AdapterRef:
+        """A version of this id, resolved; the current one by default."""
+        if version is None:
+            return AdapterRef(self.adapter_id, self.current_version, self.key)
+        return AdapterRef(self.adapter_id, version.version, version.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Registration:
+    """What registering came to: `created` is False where the id had this content already."""
+
+    ref: AdapterRef
+    created: bool
+    report: UploadReport

@@ -1,0 +1,70 @@
+"""What a person calls an adapter: ids, and references to a version or a content of one."""
+
+import re
+import unicodedata
+from dataclasses import dataclass
+
+from adapter_store.errors import AdapterNotFound, InvalidAdapterId, InvalidDigest, show
+from adapter_store.spec import AdapterId
+
+MAX_ID_CHARS = 64
+MIN_KEY_DIGITS = 12
+VERBS = frozenset({"warm", "verify"})
+ID_RULE = "1 to 64 of a-z, 0-9, '.', '_' and '-', starting with a letter or digit"
+
+# Ours, not uploaded: no alternatives that overlap, so linear in the length of the text.
+_ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_KEY_PREFIX = re.compile(rf"[0-9a-f]{{{MIN_KEY_DIGITS},64}}")
+_VERSION = re.compile(r"[1-9][0-9]{0,17}")
+_NOT_ID = re.compile(r"[^a-z0-9._-]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """`mia`, `mia@3` or `mia@sha256:<12 to 64 hex digits of the AdapterKey>`, taken apart."""
+
+    adapter_id: AdapterId
+    version: int | None = None
+    key_prefix: str | None = None
+
+
+def parse_reference(text: str) -> Reference:
+    """Raises: AdapterNotFound: it has no form that could name an adapter."""
+    name, at, pin = text.partition("@")
+    if not _ID.fullmatch(name):
+        raise AdapterNotFound(text)
+    adapter_id = AdapterId(name)
+    if not at:
+        return Reference(adapter_id)
+    if _VERSION.fullmatch(pin):
+        return Reference(adapter_id, version=int(pin))
+    if pin.startswith("sha256:") and _KEY_PREFIX.fullmatch(pin.removeprefix("sha256:")):
+        return Reference(adapter_id, key_prefix=pin.removeprefix("sha256:"))
+    raise AdapterNotFound(text)
+
+
+def check_adapter_id(text: str, reserved: frozenset[str]) -> AdapterId:
+    """Raises: InvalidAdapterId: the id breaks the rule, or is one of `reserved`."""
+    if not _ID.fullmatch(text):
+        raise InvalidAdapterId(f"adapter id {show(text)} is not allowed: use {ID_RULE}", suggest_id(text, reserved))
+    if text in reserved:
+        raise InvalidAdapterId(f"adapter id {text!r} is taken by the server", suggest_id(text, reserved))
+    return AdapterId(text)
+
+
+def suggest_id(text: str, reserved: frozenset[str]) -> str | None:
+    """The valid id that `text` could be, None if nothing of it can stay."""
+    ascii_text = unicodedata.normalize("NFKD", text[:256]).encode("ascii", "ignore").decode()
+    slug = _NOT_ID.sub("-", ascii_text.lower()).strip("-._")[:MAX_ID_CHARS].rstrip("-._")
+    if slug in reserved:
+        slug = f"{slug[: MAX_ID_CHARS - 8]}-adapter"
+    return slug if slug and slug not in reserved else None
+
+
+def check_digest(text: str) -> str:
+    """The 64 hex digits, with or without `sha256:` before them. Raises: InvalidDigest: it is something else."""
+    digest = text.removeprefix("sha256:")
+    if not _DIGEST.fullmatch(digest):
+        raise InvalidDigest(text)
+    return digest

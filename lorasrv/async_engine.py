@@ -1,0 +1,264 @@
+"""One engine thread beside the event loop. Frozen messages without tensors cross between them, nothing else.
+
+The thread drains its inbox, steps, and hands all outputs of a step to the loop in one call; the loop makes text of
+them. Every accepted request ends with exactly one finished output, also when the engine dies.
+"""
+
+import asyncio
+import logging
+import queue
+import secrets
+import threading
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, replace
+
+from adapter_store.spec import AdapterKey
+from adapter_store.store import AdapterStore
+from lorasrv.adapter_loader import Loader, ThreadedLoader
+from lorasrv.build import BuiltModel, Progress, build
+from lorasrv.config import EngineConfig
+from lorasrv.detokenizer import Detokenizer
+from lorasrv.engine import Engine
+from lorasrv.errors import AdapterLoadFailed, EngineDead, InvalidRequest
+from lorasrv.loaders import open_checkpoint
+from lorasrv.output import OutputProcessor
+from lorasrv.request import AddRequest, EngineOutput, RequestId, RequestOutput, SamplingParams
+from lorasrv.tokenizer import Tokenizer
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    request_id: RequestId
+
+
+class _Wake:
+    """An adapter has arrived."""
+
+
+class _Stop:
+    """The server ends."""
+
+
+_Message = AddRequest | _Abort | _Wake | _Stop
+
+
+class RequestStream(AsyncIterator[RequestOutput]):
+    """The outputs of one accepted request. Closing it early aborts the request within one step.
+
+    Raises (from iteration):
+        AdapterLoadFailed: the adapter could not be brought in; nothing was generated.
+        EngineDead: the engine thread ended before the request did.
+    """
+
+    def __init__(self, engine: "AsyncEngine", request_id: RequestId, processor: OutputProcessor, prompt: int) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = prompt
+        self._engine = engine
+        self._processor = processor
+        self._outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._finished = False
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._finished and self._outputs.empty():
+            raise StopAsyncIteration
+        output = await self._outputs.get()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+    async def aclose(self) -> None:
+        """End the request if it has not ended."""
+        if not self._finished:
+            self._finished = True
+            self._engine.forget(self.request_id, abort=True)
+
+    def deliver(self, output: EngineOutput) -> None:
+        """Take one step's output, in the event loop."""
+        result = self._processor.process(output)
+        if result.finished:
+            self._finished = True
+            self._engine.forget(self.request_id, abort=output.finish_reason is None)
+        if result.error is not None and not result.num_generated_tokens:
+            self._outputs.put_nowait(AdapterLoadFailed(result.error))
+        else:
+            self._outputs.put_nowait(result)
+
+    def fail(self, error: Exception) -> None:
+        """No more outputs will come."""
+        self._finished = True
+        self._outputs.put_nowait(error)
+
+
+class AsyncEngine:
+    """The engine as a server sees it. Methods are for the event loop's thread."""
+
+    def __init__(self, model: BuiltModel, model_name: str) -> None:
+        self.model_name = model_name
+        self.spec = model.spec
+        self.tokenizer: Tokenizer = model.tokenizer
+        self.chat_template = model.chat_template
+        self.max_model_len = model.parts.max_model_len
+        self.page_size_tokens = model.parts.kv.page_size
+        self.error: str | None = None
+        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        loader: Loader | None = None
+        if model.parts.source is not None:
+            loader = ThreadedLoader(model.parts.source, lambda: self._inbox.put(_Wake()))
+        self._engine = Engine(model.parts, loader)
+        self.metrics = self._engine.metrics
+        self._streams: dict[RequestId, RequestStream] = {}
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @classmethod
+    def build(
+        cls, config: EngineConfig, store: AdapterStore | None = None, progress: Progress | None = None
+    ) -> "AsyncEngine":
+        """Load the model (seconds; call it in a thread). Raises ModelError or ConfigError."""
+        checkpoint = open_checkpoint(config.model.model)
+        try:
+            return cls(build(checkpoint, config, store, progress), checkpoint.name)
+        finally:
+            checkpoint.close()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests are being answered."""
+        return self._thread.is_alive() and self.error is None
+
+    async def start(self) -> None:
+        """Begin to answer requests."""
+        self._loop = asyncio.get_running_loop()
+        self._thread.start()
+
+    async def shutdown(self) -> None:
+        """End the engine thread; requests that still run end with an error."""
+        if self._thread.is_alive():
+            self._inbox.put(_Stop())
+            await asyncio.to_thread(self._thread.join)
+        self._engine.close()
+        self._fail_all("the server is shutting down")
+
+    async def add(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        adapter: AdapterKey | None = None,
+        request_id: str | None = None,
+        principal: str = "anonymous",
+    ) -> RequestStream:
+        """Accept a request, or refuse it here and now.
+
+        Args:
+            prompt: text, or token ids as they are.
+            sampling: `max_tokens` None takes the rest of the context.
+            adapter: which adapter answers; None is the base.
+        Raises:
+            InvalidRequest: the prompt is empty or names a token that does not exist.
+            ContextLengthExceeded: it can never fit.
+            EngineDead: nothing is answered any more.
+        """
+        if not self.is_alive:
+            raise EngineDead(self.error or "the engine is not running")
+        token_ids = await self._token_ids(prompt)
+        max_tokens = sampling.max_tokens or max(1, self.max_model_len - len(token_ids))
+        await asyncio.to_thread(self._engine.check_fits, len(token_ids), max_tokens, adapter)
+        if sampling.seed is None and not sampling.is_greedy:
+            sampling = replace(sampling, seed=secrets.randbits(63))
+        rid = RequestId(request_id or f"req-{secrets.token_hex(12)}")
+        processor = OutputProcessor(len(token_ids), sampling, Detokenizer(self.tokenizer))
+        stream = RequestStream(self, rid, processor, len(token_ids))
+        if rid in self._streams:
+            raise InvalidRequest(f"request id {rid} is in use", param="request_id")
+        self._streams[rid] = stream
+        self._inbox.put(AddRequest(rid, token_ids, max_tokens, sampling, adapter, principal))
+        return stream
+
+    async def generate(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        *,
+        adapter: AdapterKey | None = None,
+        request_id: str | None = None,
+        principal: str = "anonymous",
+    ) -> AsyncIterator[RequestOutput]:
+        """`add`, then its outputs; leaving the loop early aborts the request."""
+        stream = await self.add(prompt, sampling, adapter=adapter, request_id=request_id, principal=principal)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()
+
+    def forget(self, request_id: RequestId, *, abort: bool) -> None:
+        """A stream has ended; with `abort` the engine must end its request too."""
+        self._streams.pop(request_id, None)
+        if abort:
+            self._inbox.put(_Abort(request_id))
+
+    async def _token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            token_ids = tuple(await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens=True))
+        else:
+            token_ids = tuple(prompt)
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if not all(0 <= t < self.spec.vocab_size for t in token_ids):
+            raise InvalidRequest(f"token ids must lie in [0, {self.spec.vocab_size})", param="prompt")
+        return token_ids
+
+    # The engine thread.
+
+    def _run(self) -> None:
+        try:
+            idle = True
+            while self._drain_inbox(wait=idle):
+                outputs = self._engine.step()
+                idle = not self._engine.made_progress
+                if outputs:
+                    self._post(outputs)
+        except Exception as error:
+            _LOG.exception("the engine thread died")
+            assert self._loop is not None
+            self._loop.call_soon_threadsafe(self._fail_all, f"the engine died: {type(error).__name__}")
+
+    def _drain_inbox(self, *, wait: bool) -> bool:
+        """Act on every message; False once the server ends. Waits for the first one if there is nothing to compute."""
+        while wait or not self._inbox.empty():
+            message = self._inbox.get()
+            wait = False
+            match message:
+                case AddRequest():
+                    self._engine.add_request(message)
+                case _Abort():
+                    self._engine.abort(message.request_id)
+                case _Stop():
+                    return False
+                case _Wake():
+                    pass
+        return True
+
+    def _post(self, outputs: list[EngineOutput]) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._deliver, outputs)
+
+    # Back in the event loop.
+
+    def _deliver(self, outputs: list[EngineOutput]) -> None:
+        for output in outputs:
+            stream = self._streams.get(output.request_id)
+            if stream is not None:
+                stream.deliver(output)
+
+    def _fail_all(self, reason: str) -> None:
+        self.error = self.error or reason
+        for stream in list(self._streams.values()):
+            stream.fail(EngineDead(reason))
+        self._streams.clear()

@@ -1,0 +1,74 @@
+"""A scheduler's plan -> the tensors of one forward pass. Built afresh for every step; nothing here outlives it."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lorasrv.request import RequestId
+from lorasrv.scheduler import ScheduledRequest, SchedulerOutput
+from sgmv_kernels.layout import PlacedAdapter
+from sgmv_kernels.segments import BASE, Segments, build_segments
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """T rows of B sequences, those of one adapter together. Row t of the batch writes its key and value to slot
+    `kv_slots[t]` of page `kv_pages[t]`; `sample_rows` are the last rows of sequences that want a token.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    kv_pages: Tensor
+    kv_slots: Tensor
+    page_tables: npt.NDArray[np.int32]
+    query_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+    segments: Segments
+    adapters: tuple[PlacedAdapter, ...]
+    sample_rows: Tensor
+    sampled: tuple[ScheduledRequest, ...]
+
+    @property
+    def sampled_ids(self) -> tuple[RequestId, ...]:
+        return tuple(s.request_id for s in self.sampled)
+
+
+def build_batch(step: SchedulerOutput, page_size: int, device: torch.device) -> ForwardBatch:
+    """Order the sequences by adapter, so that a segment is a range of rows, and lay out their tokens."""
+    scheduled = sorted(step.scheduled, key=lambda s: s.adapter_key or "")
+    keys = sorted({s.adapter_key for s in scheduled if s.adapter_key is not None})
+    index = {key: i for i, key in enumerate(keys)}
+    lens = np.array([len(s.token_ids) for s in scheduled])
+    starts = np.array([s.start for s in scheduled])
+    tables = _page_tables(scheduled)
+    sequence = np.repeat(np.arange(len(scheduled)), lens)
+    positions = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens) + np.repeat(starts, lens)
+    rows = [BASE if s.adapter_key is None else index[s.adapter_key] for s in scheduled]
+    samples = np.array([s.samples for s in scheduled])
+
+    def to_device(array: npt.NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array.astype(np.int64)).to(device)
+
+    return ForwardBatch(
+        token_ids=to_device(np.array([t for s in scheduled for t in s.token_ids])),
+        positions=to_device(positions),
+        kv_pages=to_device(tables[sequence, positions // page_size]),
+        kv_slots=to_device(positions % page_size),
+        page_tables=tables,
+        query_lens=tuple(lens.tolist()),
+        kv_lens=tuple((starts + lens).tolist()),
+        segments=build_segments(np.repeat(np.array(rows, dtype=np.int32), lens)),
+        adapters=tuple(step.placements[key] for key in keys),
+        sample_rows=to_device((np.cumsum(lens) - 1)[samples]),
+        sampled=tuple(s for s in scheduled if s.samples),
+    )
+
+
+def _page_tables(scheduled: list[ScheduledRequest]) -> npt.NDArray[np.int32]:
+    tables = np.zeros((len(scheduled), max(len(s.page_table) for s in scheduled)), dtype=np.int32)
+    for row, s in zip(tables, scheduled, strict=True):
+        row[: len(s.page_table)] = s.page_table
+    return tables

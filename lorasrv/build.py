@@ -1,0 +1,97 @@
+"""From options to the parts of an engine: model, memory, pool, scheduler. The only place that puts them together."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from adapter_store.host_cache import HostCache
+from adapter_store.store import AdapterStore
+from lorasrv.adapter_cache import AdapterCache
+from lorasrv.adapter_loader import AdapterSource
+from lorasrv.chat_template import ChatTemplate
+from lorasrv.config import EngineConfig, MemoryOptions
+from lorasrv.device_memory import DeviceMemory, page_bytes
+from lorasrv.engine import EngineParts
+from lorasrv.errors import ConfigError
+from lorasrv.kv_cache import KVCacheManager
+from lorasrv.loaders import Checkpoint, WeightMeter
+from lorasrv.model_runner import ModelRunner
+from lorasrv.models.spec import ModelSpec
+from lorasrv.models.weights import load_weights
+from lorasrv.page_pool import PagePool
+from lorasrv.quant import get_format
+from lorasrv.scheduler import Scheduler
+from lorasrv.tokenizer import Tokenizer
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how much of it is, from 0 to 1."""
+
+MIN_POOL_PAGES = 4
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """A loaded model with everything around it that its checkpoint describes."""
+
+    parts: EngineParts
+    spec: ModelSpec
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+
+
+def build(
+    checkpoint: Checkpoint, config: EngineConfig, store: AdapterStore | None, progress: Progress | None = None
+) -> BuiltModel:
+    """Load the model and make an empty engine around it.
+
+    Raises:
+        ModelError: the checkpoint cannot be served.
+        ConfigError: an option does not fit this model or machine.
+    """
+    spec = checkpoint.spec
+    dtype = getattr(torch, config.model.dtype)
+    kv_dtype = dtype if config.memory.kv_dtype == "auto" else getattr(torch, config.memory.kv_dtype)
+    max_model_len = _max_model_len(config.model.max_model_len, spec)
+    weights = load_weights(checkpoint, get_format(config.model.quantization), dtype, WeightMeter(), progress)
+    source = checkpoint.tokenizer_source()
+    tokenizer = Tokenizer.from_source(source)
+    memory = _memory(config.memory, spec, kv_dtype)
+    pool = PagePool(memory.num_pages)
+    kv = KVCacheManager(pool, memory.page_size)
+    adapters = AdapterCache(pool, memory.page_bytes)
+    eos = frozenset(spec.eos_token_ids)
+    parts = EngineParts(
+        pool=pool,
+        kv=kv,
+        adapters=adapters,
+        scheduler=Scheduler(config.scheduler, pool, kv, adapters, eos),
+        runner=ModelRunner(weights, memory, dtype, max_model_len),
+        source=AdapterSource(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None,
+        max_model_len=max_model_len,
+        weight_bytes=weights.nbytes,
+        pool_bytes=memory.nbytes,
+    )
+    template = ChatTemplate.from_source(source) if source.chat_template else None
+    return BuiltModel(parts, spec, tokenizer, template)
+
+
+def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
+    if wanted is not None and wanted > spec.max_position:
+        raise ConfigError(f"--max-model-len {wanted} is more than the {spec.max_position} that the model was made for")
+    return wanted or spec.max_position
+
+
+def _memory(options: MemoryOptions, spec: ModelSpec, kv_dtype: torch.dtype) -> DeviceMemory:
+    block = page_bytes(spec, options.page_size_tokens, kv_dtype) * spec.num_layers
+    pool_bytes = options.pool_bytes or int(_free_bytes() * options.pool_fraction)
+    if pool_bytes < MIN_POOL_PAGES * block:
+        raise ConfigError(
+            f"--pool-bytes {pool_bytes} is too small: one page takes {block} bytes, and {MIN_POOL_PAGES} are the least"
+        )
+    return DeviceMemory(spec, pool_bytes // block, options.page_size_tokens, kv_dtype, torch.device("cpu"))
+
+
+def _free_bytes() -> int:
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

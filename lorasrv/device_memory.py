@@ -1,0 +1,63 @@
+"""The bytes behind the page ids: one preallocated buffer, `[layers, num_pages * page_bytes]`.
+
+The same page id names a block in every layer's slab, so neighbouring ids are neighbours in memory and a panel may span
+pages. No raw pointer leaves this module; views are good for one step.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorasrv.adapter_pack import PackedAdapter
+from lorasrv.models.spec import ModelSpec
+from sgmv_kernels.layout import PlacedAdapter
+
+KV = 2
+
+
+def page_bytes(spec: ModelSpec, page_size: int, kv_dtype: torch.dtype) -> int:
+    """Bytes of one page of one layer: `page_size` tokens of keys and values."""
+    return KV * spec.kv_width * page_size * kv_dtype.itemsize
+
+
+class DeviceMemory:
+    """The pool's tensor on a device, seen as KV pages or as raw slabs."""
+
+    def __init__(
+        self, spec: ModelSpec, num_pages: int, page_size: int, kv_dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.num_pages = num_pages
+        self.page_size = page_size
+        self.page_bytes = page_bytes(spec, page_size, kv_dtype)
+        self._slabs = _zeros((spec.num_layers, num_pages * self.page_bytes), device)
+        shape = (spec.num_layers, num_pages, KV, spec.num_kv_heads, page_size, spec.head_dim)
+        self._kv = self._slabs.view(kv_dtype).view(shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self._slabs.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self._slabs.device
+
+    def slab(self, layer: int) -> Tensor:
+        """[bytes] uint8: one layer of the pool."""
+        return self._slabs[layer]
+
+    def kv_pages(self, layer: int) -> Tensor:
+        """[P, 2, kv_heads, page, D]: one layer of the pool as keys and values."""
+        return self._kv[layer]
+
+    def write_adapter(self, packed: PackedAdapter, placed: PlacedAdapter) -> None:
+        """Copy an adapter's panels from host memory to their pages, the pieces that lie end to end as one."""
+        for layer in range(placed.layout.num_layers):
+            for source, target, size in placed.copies(layer):
+                self._slabs[layer, target : target + size].copy_(packed.data[layer, source : source + size])
+
+
+def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
+    """On the CPU through numpy's calloc: pages of memory are committed when first written, so a large pool is free."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, dtype=np.uint8))
+    return torch.zeros(shape, dtype=torch.uint8, device=device)

@@ -1,0 +1,149 @@
+"""Offline use: `LLM("smollm2-135m").generate(prompts, sampling, adapter_ids=[...])`, no server, no threads of ours."""
+
+import itertools
+import secrets
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
+
+from adapter_store.peft_dir import read_peft_dir
+from adapter_store.spec import AdapterKey, AdapterRef
+from adapter_store.store import AdapterStore
+from lorasrv.adapter_loader import InlineLoader
+from lorasrv.base_shapes import base_shapes
+from lorasrv.build import build
+from lorasrv.config import BUILTIN_MODEL, EngineConfig
+from lorasrv.detokenizer import Detokenizer
+from lorasrv.engine import Engine
+from lorasrv.errors import AdapterLoadFailed, InvalidRequest
+from lorasrv.loaders import open_checkpoint
+from lorasrv.output import OutputProcessor
+from lorasrv.request import AddRequest, Completion, RequestId, RequestOutput, SamplingParams
+
+
+@dataclass
+class _Answer:
+    processor: OutputProcessor
+    parts: list[RequestOutput] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        return bool(self.parts) and self.parts[-1].finished
+
+    def completion(self) -> Completion:
+        last = self.parts[-1]
+        assert last.finish_reason is not None
+        if last.error is not None:
+            raise AdapterLoadFailed(last.error)
+        return Completion(
+            text="".join(part.text for part in self.parts),
+            token_ids=[token for part in self.parts for token in part.token_ids],
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+            num_prompt_tokens=last.num_prompt_tokens,
+            timing=last.timing,
+        )
+
+
+class LLM:
+    """A base model and its adapters in this process.
+
+    Args:
+        model: built-in name, Hugging Face directory or .gguf file.
+        config: everything else; its `model.model` is replaced by `model`.
+        store: folder of registered adapters; None keeps them for the lifetime of this object.
+    """
+
+    def __init__(
+        self, model: str = BUILTIN_MODEL, config: EngineConfig | None = None, store: Path | None = None
+    ) -> None:
+        config = config or EngineConfig()
+        self._config = replace(config, model=replace(config.model, model=model))
+        self._folder = None if store else tempfile.TemporaryDirectory(prefix="lorasrv-")
+        checkpoint = open_checkpoint(model)
+        try:
+            root = store or Path(self._folder.name if self._folder else "")
+            shapes = base_shapes(checkpoint.spec)
+            self.store = AdapterStore(root, shapes, max_lora_rank=self._config.memory.max_lora_rank)
+            built = build(checkpoint, self._config, self.store)
+        finally:
+            checkpoint.close()
+        assert built.parts.source is not None
+        self.spec, self.tokenizer, self.chat_template = built.spec, built.tokenizer, built.chat_template
+        self._max_model_len = built.parts.max_model_len
+        self.engine = Engine(built.parts, InlineLoader(built.parts.source))
+        self._numbers = itertools.count()
+
+    def add_adapter(self, adapter_id: str, directory: Path | str) -> AdapterRef:
+        """Register a PEFT directory under a name; raises AdapterInvalid with every problem found."""
+        peft = read_peft_dir(Path(directory))
+        digest = self.store.add_blob(peft.weights_path)
+        return self.store.register(adapter_id, peft.config, digest).ref
+
+    def generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        adapter_ids: Sequence[str | None] | None = None,
+    ) -> list[Completion]:
+        """Answer all prompts in shared batches, in order.
+
+        Args:
+            prompts: texts or token ids.
+            sampling: one for all, or one a prompt.
+            adapter_ids: a reference for each prompt, None for the base.
+        Raises:
+            InvalidRequest, AdapterNotFound, AdapterLoadFailed: nothing is answered in part.
+        """
+        each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
+        messages = [self._message(*args) for args in zip(prompts, each, adapters, strict=True)]
+        answers = {m.request_id: self._answer(m) for m in messages}
+        for message in messages:
+            self.engine.add_request(message)
+        while self.engine.has_requests:
+            self._step(answers)
+        return [answers[m.request_id].completion() for m in messages]
+
+    def close(self) -> None:
+        """Let go of the store; a temporary one is removed."""
+        self.engine.close()
+        self.store.close()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _step(self, answers: dict[RequestId, _Answer]) -> None:
+        for output in self.engine.step():
+            answer = answers[output.request_id]
+            if answer.finished:
+                continue
+            part = answer.processor.process(output)
+            answer.parts.append(part)
+            if part.finished and output.finish_reason is None:
+                self.engine.abort(output.request_id)
+
+    def _message(self, prompt: str | Sequence[int], sampling: SamplingParams, adapter_id: str | None) -> AddRequest:
+        ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        key: AdapterKey | None = self.store.resolve(adapter_id).key if adapter_id is not None else None
+        max_tokens = sampling.max_tokens or max(1, self._max_model_len - len(ids))
+        self.engine.check_fits(len(ids), max_tokens, key)
+        if sampling.seed is None and not sampling.is_greedy:
+            sampling = replace(sampling, seed=secrets.randbits(63))
+        request_id = RequestId(f"offline-{next(self._numbers)}")
+        return AddRequest(request_id, tuple(ids), max_tokens, sampling, key)
+
+    def _answer(self, message: AddRequest) -> _Answer:
+        detokenizer = Detokenizer(self.tokenizer)
+        return _Answer(OutputProcessor(len(message.prompt_token_ids), message.sampling, detokenizer))

@@ -1,0 +1,87 @@
+"""GGML tensor types: how many bytes a block has, and its values in fp32. The formulas are ggml's.
+
+A block of a quantized type holds 32 neighbours of a row: an fp16 scale d, a minimum m or none, then the levels q.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lorasrv.errors import UnsupportedModel
+
+BLOCK = 32
+
+
+@dataclass(frozen=True, slots=True)
+class GgmlType:
+    """`decode` takes blocks [N, block_bytes] uint8 and gives their values [N, block_size], fp32 or as stored."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+    decode: Callable[[Tensor], Tensor]
+
+
+def _nibbles(q: Tensor) -> Tensor:
+    """[N, 16] uint8 -> [N, 32] fp32: low halves are the first sixteen values, high halves the rest."""
+    values = torch.empty((q.shape[0], BLOCK), dtype=torch.float32)
+    values[:, :16] = q & 15
+    values[:, 16:] = q >> 4
+    return values
+
+
+def _halves(columns: Tensor) -> Tensor:
+    return columns.contiguous().view(torch.float16).float()
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    """Semantics: d * (q - 8)."""
+    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_halves(blocks[:, :2]))
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    """Semantics: d * q + m."""
+    d_m = _halves(blocks[:, :4])
+    return _nibbles(blocks[:, 4:]).mul_(d_m[:, :1]).add_(d_m[:, 1:])
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    """Semantics: d * q."""
+    return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks[:, :2]))
+
+
+def _stored_as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda blocks: blocks.view(dtype).clone()
+
+
+_TYPES = {
+    0: GgmlType("F32", 1, 4, _stored_as(torch.float32)),
+    1: GgmlType("F16", 1, 2, _stored_as(torch.float16)),
+    2: GgmlType("Q4_0", BLOCK, 18, _q4_0),
+    3: GgmlType("Q4_1", BLOCK, 20, _q4_1),
+    8: GgmlType("Q8_0", BLOCK, 34, _q8_0),
+    30: GgmlType("BF16", 1, 2, _stored_as(torch.bfloat16)),
+}
+_OTHER_NAMES = {
+    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
+    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
+    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
+}  # fmt: skip
+
+
+def ggml_type(number: int, tensor: str) -> GgmlType:
+    """Raises UnsupportedModel naming the type, the tensor and the known types."""
+    if number not in _TYPES:
+        name = _OTHER_NAMES.get(number, f"number {number}")
+        known = ", ".join(kind.name for kind in _TYPES.values())
+        raise UnsupportedModel(f"tensor {tensor!r:.80} has GGUF type {name}, which is not supported; known: {known}")
+    return _TYPES[number]
+
+
+def decode(raw: npt.NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> Tensor:
+    """Stored bytes -> a new tensor of `shape`, fp32 or as stored."""
+    return kind.decode(torch.from_numpy(raw).view(-1, kind.block_bytes)).view(shape)

@@ -1,0 +1,104 @@
+"""A GGUF file as a checkpoint: canonical names, Hugging Face's row order, dequantized to fp32 a tensor at a time."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lorasrv.errors import CorruptModel, UnsupportedModel
+from lorasrv.loaders.checkpoint import check_shapes
+from lorasrv.loaders.ggml_types import decode
+from lorasrv.loaders.gguf_file import GgufFile
+from lorasrv.models.family import Family, detect, tensor_shapes
+from lorasrv.models.spec import ModelSpec
+from lorasrv.tokenizer_source import BpeVocabulary, TokenizerSource
+
+_CONTROL, _USER_DEFINED = 3, 4
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+class GgufCheckpoint:
+    """See `Checkpoint`.
+
+    Raises:
+        CorruptModel, UnsupportedModel: what `GgufFile` and `Family` raise, or tensors that do not fit the metadata.
+    """
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.name = name or path.stem
+        self._file = GgufFile(path)
+        meta = self._file.metadata
+        if meta.get("split.count", 1) != 1:
+            raise UnsupportedModel("a GGUF model split over several files is not supported; merge it first")
+        self._family: Family = detect(str(meta.get("general.architecture", "")))
+        self.spec = self._with_rope_factors(self._family.spec_from_gguf(meta, self._file.tensors.keys()))
+        self._stored = {name: self._family.gguf_name(name) for name in tensor_shapes(self.spec)}
+        found = {n: self._file.tensors[s].shape for n, s in self._stored.items() if s in self._file.tensors}
+        check_shapes(self.spec, found)
+
+    def names(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self._stored[name]
+        info = self._file.tensors[stored]
+        weight = decode(self._file.raw(stored), info.type, info.shape)
+        heads = self._family.permuted_heads(name, self.spec)
+        return weight if heads is None else _split_halves(weight, heads)
+
+    def tokenizer_source(self) -> TokenizerSource:
+        meta = self._file.metadata
+        model = meta.get("tokenizer.ggml.model")
+        if model != "gpt2":
+            raise UnsupportedModel(f"GGUF tokenizer model {model!r:.60} is not supported; known: gpt2 (byte-level BPE)")
+        tokens = _strings(meta, "tokens")
+        types = meta.get("tokenizer.ggml.token_type", [])
+        return TokenizerSource(
+            vocabulary=BpeVocabulary(
+                tokens=tokens,
+                merges=_strings(meta, "merges"),
+                pre=str(meta.get("tokenizer.ggml.pre", "default")),
+                control=tuple(i for i, kind in enumerate(types) if kind == _CONTROL),
+                user_defined=tuple(i for i, kind in enumerate(types) if kind == _USER_DEFINED),
+            ),
+            chat_template=meta.get("tokenizer.chat_template"),
+            eos_token_ids=self.spec.eos_token_ids,
+            bos_token_id=self.spec.bos_token_id,
+            add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", False)),
+            add_eos=bool(meta.get("tokenizer.ggml.add_eos_token", False)),
+            special=_special_tokens(meta, tokens),
+        )
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _with_rope_factors(self, spec: ModelSpec) -> ModelSpec:
+        info = self._file.tensors.get(_ROPE_FACTORS)
+        if info is None:
+            return spec
+        if info.shape != (spec.head_dim // 2,):
+            raise CorruptModel(f"tensor {_ROPE_FACTORS} is {list(info.shape)}, not [{spec.head_dim // 2}]")
+        factors = decode(self._file.raw(_ROPE_FACTORS), info.type, info.shape).float().tolist()
+        return replace(spec, rope=replace(spec.rope, kind="factors", factors=tuple(factors)))
+
+
+def _split_halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows of each head from rotated pairs (x0 y0 x1 y1...) to halves (x0 x1... y0 y1...), as Hugging Face rotates."""
+    pairs = weight.view(heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)
+
+
+def _strings(meta: dict[str, Any], key: str) -> tuple[str, ...]:
+    value = meta.get(f"tokenizer.ggml.{key}")
+    if not isinstance(value, list) or not all(type(item) is str for item in value):
+        raise CorruptModel(f"the GGUF metadata has no list of strings tokenizer.ggml.{key}")
+    return tuple(value)
+
+
+def _special_tokens(meta: dict[str, Any], tokens: tuple[str, ...]) -> dict[str, str]:
+    """bos_token, eos_token... -> text, as chat templates call them."""
+    keys = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
+    ids = {short: meta.get(f"tokenizer.ggml.{key}_token_id") for key, short in keys.items()}
+    return {f"{short}_token": tokens[i] for short, i in ids.items() if isinstance(i, int) and i < len(tokens)}

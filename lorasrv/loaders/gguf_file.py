@@ -1,0 +1,172 @@
+"""The GGUF container: metadata and tensor positions, read in one bounded pass over a memory map.
+
+The gguf package's reader takes 2.6 s for the 100,000 strings of a tokenizer, this one 0.1 s. Format: the GGUF
+specification of ggml, versions 2 and 3, little-endian.
+"""
+
+import mmap
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lorasrv.errors import CorruptModel, UnsupportedModel
+from lorasrv.loaders.ggml_types import GgmlType, ggml_type
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_DIMS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where one tensor lies. `shape` is row-major (GGUF stores it reversed), `offset` from the file's start."""
+
+    shape: tuple[int, ...]
+    type: GgmlType
+    offset: int
+    nbytes: int
+
+
+class GgufFile:
+    """An open GGUF file: `metadata`, `tensors`, and the raw bytes of each.
+
+    Raises:
+        CorruptModel: no GGUF, truncated, or lengths that point outside the file.
+        UnsupportedModel: an old version, big-endian, or a tensor type that we do not know.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._bytes = _map(path)
+        cursor = _Cursor(self._bytes)
+        num_tensors, num_keys = _read_header(cursor)
+        self.metadata: dict[str, Any] = {}
+        for _ in range(num_keys):
+            key = cursor.string()
+            self.metadata[key] = cursor.value(cursor.scalar("I"))
+        infos = [_read_info(cursor) for _ in range(num_tensors)]
+        align = self.metadata.get("general.alignment", 32)
+        if not isinstance(align, int) or align <= 0:
+            raise CorruptModel("the GGUF file's alignment is not a positive number")
+        start = -(-cursor.at // align) * align
+        self.tensors = {name: self._placed(name, shape, kind, start + at) for name, shape, kind, at in infos}
+
+    def raw(self, name: str) -> npt.NDArray[np.uint8]:
+        """The stored bytes of a tensor: a view of the memory map, writable only as a private copy."""
+        info = self.tensors[name]
+        return np.frombuffer(self._bytes, np.uint8, info.nbytes, info.offset)
+
+    def close(self) -> None:
+        """Let go of the map; views handed out keep it alive until they are gone."""
+        self._bytes = mmap.mmap(-1, 1)
+
+    def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
+        known = ggml_type(kind, name)
+        elements = int(np.prod(shape, dtype=object)) if shape else 1
+        if elements % known.block_size or (shape and shape[-1] % known.block_size):
+            raise CorruptModel(f"tensor {name}: {list(shape)} is not a multiple of {known.name} blocks")
+        nbytes = elements // known.block_size * known.block_bytes
+        if offset + nbytes > len(self._bytes):
+            raise CorruptModel(
+                f"the GGUF file is truncated: tensor {name} ends at byte {offset + nbytes} of {len(self._bytes)}"
+            )
+        return TensorInfo(shape, known, offset, nbytes)
+
+
+def _map(path: Path) -> mmap.mmap:
+    with path.open("rb") as file:
+        try:
+            # Copy-on-write, as torch refuses (with a warning) views of read-only memory. Nothing ever writes.
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except ValueError:
+            raise CorruptModel("the GGUF file is empty") from None
+
+
+def _read_header(cursor: "_Cursor") -> tuple[int, int]:
+    """(number of tensors, number of keys)."""
+    if cursor.take(4) != b"GGUF":
+        raise CorruptModel("not a GGUF file: it does not begin with GGUF")
+    version = cursor.scalar("I")
+    if version not in (2, 3):
+        raise UnsupportedModel(f"GGUF version {version} (or byte order) is not supported; known: 2, 3, little-endian")
+    return cursor.scalar("Q"), cursor.scalar("Q")
+
+
+def _read_info(cursor: "_Cursor") -> tuple[str, tuple[int, ...], int, int]:
+    """(name, shape, type, offset from the data's start)."""
+    name, num_dims = cursor.string(), cursor.scalar("I")
+    if num_dims > _MAX_DIMS:
+        raise CorruptModel(f"tensor {name!r:.80} claims {num_dims} dimensions")
+    shape = tuple(cursor.scalar("Q") for _ in range(num_dims))[::-1]
+    return name, shape, cursor.scalar("I"), cursor.scalar("Q")
+
+
+class _Cursor:
+    """Reads forward; anything that would pass the end is CorruptModel, before it is allocated."""
+
+    def __init__(self, data: mmap.mmap) -> None:
+        self._data = data
+        self.at = 0
+
+    def take(self, count: int) -> bytes:
+        if self.at + count > len(self._data):
+            raise CorruptModel(f"the GGUF file is truncated in its header, at byte {self.at} of {len(self._data)}")
+        self.at += count
+        return self._data[self.at - count : self.at]
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def string(self) -> str:
+        return _text(self.take(self.scalar("Q")))
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            return self._array(self.scalar("I"), self.scalar("Q"))
+        return self.scalar(_scalar_code(kind))
+
+    def _array(self, kind: int, count: int) -> list[Any]:
+        if kind == _STRING:
+            return self._strings(count)
+        if kind == _ARRAY:
+            raise UnsupportedModel("GGUF metadata with arrays of arrays is not supported")
+        code = np.dtype("<" + _scalar_code(kind))
+        return list(np.frombuffer(self.take(count * code.itemsize), code).tolist())
+
+    def _strings(self, count: int) -> list[str]:
+        """The hot loop of start-up: 100,000 strings, so no call a string but the decoding."""
+        data, at, end = self._data, self.at, len(self._data)
+        if count * 8 > end - at:
+            raise CorruptModel(f"the GGUF file is truncated: an array claims {count} strings")
+        unpack: Callable[[mmap.mmap, int], tuple[Any, ...]] = struct.Struct("<Q").unpack_from
+        strings: list[str] = []
+        try:
+            for _ in range(count):
+                stop = at + 8 + unpack(data, at)[0]
+                if stop > end:
+                    raise CorruptModel("the GGUF file is truncated inside an array of strings")
+                strings.append(data[at + 8 : stop].decode())
+                at = stop
+        except (struct.error, UnicodeDecodeError):
+            raise CorruptModel("the GGUF file is damaged inside an array of strings") from None
+        self.at = at
+        return strings
+
+
+def _scalar_code(kind: int) -> str:
+    if kind not in _SCALARS:
+        raise CorruptModel(f"the GGUF file is damaged: metadata of unknown kind {kind}")
+    return _SCALARS[kind]
+
+
+def _text(raw: bytes) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        raise CorruptModel("the GGUF file is damaged: a name is not UTF-8") from None

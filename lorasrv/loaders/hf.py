@@ -1,0 +1,158 @@
+"""A Hugging Face directory as a checkpoint: config.json and safetensors, in one file or sharded by an index."""
+
+import json
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from lorasrv.loaders.checkpoint import check_shapes
+from lorasrv.models.family import detect, tensor_shapes, token_ids
+from lorasrv.models.spec import ModelSpec
+from lorasrv.tokenizer_source import TokenizerJson, TokenizerSource
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = ("F32", "F16", "BF16")
+
+
+class HfCheckpoint:
+    """See `Checkpoint`. Files stay memory-mapped until `close`.
+
+    Raises:
+        ModelNotFound, CorruptModel, UnsupportedModel: a file is missing, damaged, or of a kind we do not know.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.name = path.resolve().name
+        config = _read_json(path / "config.json")
+        self.spec = self._with_generation_config(_spec(config))
+        self._files = ExitStack()
+        self._readers: dict[str, Any] = {}
+        try:
+            self._open_weights()
+            check_shapes(self.spec, {name: self._shape(name) for name in self._readers})
+        except BaseException:
+            self.close()
+            raise
+
+    def names(self) -> Iterable[str]:
+        return tensor_shapes(self.spec).keys()
+
+    def tensor(self, name: str) -> Tensor:
+        weight: Tensor = self._readers[name].get_tensor(name)
+        return weight
+
+    def tokenizer_source(self) -> TokenizerSource:
+        vocabulary = self._path / "tokenizer.json"
+        if not vocabulary.is_file():
+            raise UnsupportedModel("the model directory has no tokenizer.json; save it with a fast tokenizer")
+        config = _read_json(self._path / "tokenizer_config.json", missing_ok=True)
+        return TokenizerSource(
+            vocabulary=TokenizerJson(_read_text(vocabulary)),
+            chat_template=self._chat_template(config),
+            eos_token_ids=self.spec.eos_token_ids,
+            bos_token_id=self.spec.bos_token_id,
+            special=_special_tokens(config),
+        )
+
+    def close(self) -> None:
+        self._readers.clear()
+        self._files.close()
+
+    def _with_generation_config(self, spec: ModelSpec) -> ModelSpec:
+        """generation_config.json often lists end-of-turn tokens that config.json does not have."""
+        extra = _read_json(self._path / "generation_config.json", missing_ok=True).get("eos_token_id")
+        merged = dict.fromkeys((*spec.eos_token_ids, *token_ids(extra)))
+        return replace(spec, eos_token_ids=tuple(merged))
+
+    def _chat_template(self, config: dict[str, Any]) -> str | None:
+        """chat_template.jinja wins over tokenizer_config.json, where the value may be a list of named templates."""
+        file = self._path / "chat_template.jinja"
+        if file.is_file():
+            return _read_text(file)
+        template = config.get("chat_template")
+        if isinstance(template, list):
+            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = named.get("default")
+        return template if isinstance(template, str) else None
+
+    def _open_weights(self) -> None:
+        for file in self._weight_files():
+            try:
+                reader = self._files.enter_context(safe_open(self._path / file, framework="pt"))
+            except (SafetensorError, OSError) as e:
+                raise CorruptModel(f"{file} cannot be read: {_reason(e)}") from None
+            for name in reader.keys():  # noqa: SIM118 - a safetensors reader is no mapping
+                self._readers[name] = reader
+
+    def _weight_files(self) -> list[str]:
+        """Names of the safetensors files, all present."""
+        if (self._path / _INDEX).is_file():
+            files = _read_json(self._path / _INDEX).get("weight_map", {})
+            shards = sorted({str(file) for file in files.values()}) if isinstance(files, dict) else []
+            if not shards or any(Path(shard).name != shard for shard in shards):
+                raise CorruptModel(f"{_INDEX} has no weight_map of file names")
+        else:
+            shards = [_WEIGHTS]
+        missing = [shard for shard in shards if not (self._path / shard).is_file()]
+        if missing and any(self._path.glob("pytorch_model*.bin")):
+            raise UnsupportedModel("the model directory holds pickled weights (.bin); convert them to safetensors")
+        if missing:
+            raise CorruptModel(f"the model directory lacks {', '.join(missing[:3])}")
+        return shards
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        view = self._readers[name].get_slice(name)
+        if view.get_dtype() not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            raise UnsupportedModel(f"tensor {name!r:.80} is {view.get_dtype()}, which is not supported; known: {known}")
+        return tuple(view.get_shape())
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise CorruptModel("config.json names no architectures")
+    return detect(str(architectures[0])).spec_from_hf(config)
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token... -> text; a value may be the text or a table with `content`."""
+    special = {}
+    for key, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            special[key] = text
+    return special
+
+
+def _read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    if missing_ok and not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read_text(path))
+    except json.JSONDecodeError as e:
+        raise CorruptModel(f"{path.name} is not valid JSON: {e.msg} in line {e.lineno}") from None
+    if not isinstance(value, dict):
+        raise CorruptModel(f"{path.name} is not a JSON object")
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except FileNotFoundError:
+        raise ModelNotFound(f"the model directory lacks {path.name}") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise CorruptModel(f"{path.name} cannot be read: {_reason(e)}") from None
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, without the path that an OSError spells out."""
+    return (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)

@@ -1,0 +1,43 @@
+"""What the engine did, as plain numbers. The engine thread publishes, anyone reads; the edge gives them names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSnapshot:
+    """The state after one step. Totals count from the start; `last_step_s` is on the monotonic clock."""
+
+    requests_running: int = 0
+    requests_waiting: int = 0
+    requests_waiting_for_adapter: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_kv: int = 0
+    pages_adapters: int = 0
+    adapters_resident: int = 0
+    steps_total: int = 0
+    prompt_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    requests_finished_total: Mapping[str, int] = field(default_factory=dict)
+    preemptions_total: int = 0
+    adapter_loads_total: int = 0
+    adapter_load_failures_total: int = 0
+    adapter_evictions_total: int = 0
+    last_step_s: float = 0.0
+    weight_bytes: int = 0
+    pool_bytes: int = 0
+    host_cache_bytes: int = 0
+
+
+class EngineMetrics:
+    """The newest snapshot; replacing it is one assignment, so readers need no lock."""
+
+    def __init__(self, first: EngineSnapshot) -> None:
+        self._snapshot = first
+
+    def publish(self, snapshot: EngineSnapshot) -> None:
+        self._snapshot = snapshot
+
+    def snapshot(self) -> EngineSnapshot:
+        return self._snapshot

@@ -1,0 +1,44 @@
+"""A planned step -> sampled tokens. Owns the model and the pool's memory."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from adapter_store.spec import AdapterKey
+from lorasrv.adapter_pack import PackedAdapter
+from lorasrv.batch import build_batch
+from lorasrv.device_memory import DeviceMemory
+from lorasrv.models.decoder import Decoder
+from lorasrv.models.weights import ModelWeights
+from lorasrv.request import RequestId
+from lorasrv.sampler import sample
+from lorasrv.scheduler import SchedulerOutput
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """The token of every request that the step brought to its end."""
+
+    sampled: Mapping[RequestId, int]
+
+
+class ModelRunner:
+    """Runs steps on one device."""
+
+    def __init__(
+        self, weights: ModelWeights, memory: DeviceMemory, adapter_dtype: torch.dtype, max_model_len: int
+    ) -> None:
+        self._memory = memory
+        self._decoder = Decoder(weights, memory, adapter_dtype, max_model_len)
+
+    def run(self, step: SchedulerOutput, arrived: Mapping[AdapterKey, PackedAdapter]) -> ModelRunnerOutput:
+        """Fill the pages of adapters that the step brought in, then compute it."""
+        for key in step.copies:
+            self._memory.write_adapter(arrived[key], step.placements[key])
+        if not step.scheduled:
+            return ModelRunnerOutput({})
+        batch = build_batch(step, self._memory.page_size, self._memory.device)
+        logits = self._decoder.forward(batch)
+        tokens = sample(logits, [s.sampling for s in batch.sampled], [s.num_generated for s in batch.sampled])
+        return ModelRunnerOutput(dict(zip(batch.sampled_ids, tokens, strict=True)))

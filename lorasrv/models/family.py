@@ -1,0 +1,305 @@
+"""Model families as data: a TOML file says where a checkpoint keeps what a `ModelSpec` needs.
+
+How the rules are written: specs/llama.toml. Canonical tensor names, and row orders, are Hugging Face's.
+"""
+
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lorasrv.errors import ConfigError, CorruptModel, UnsupportedModel
+from lorasrv.models.rope_config import rope_from_config, rope_from_gguf
+from lorasrv.models.spec import ModelSpec
+
+SPEC_DIR = Path(__file__).parent / "specs"
+NORMS = ("rms",)
+ACTIVATIONS = {"silu": "silu", "swish": "silu"}
+"""Spelling in a checkpoint -> the decoder's name."""
+
+_FIELD_TYPES: dict[str, type] = {
+    "num_layers": int,
+    "hidden_size": int,
+    "intermediate_size": int,
+    "num_heads": int,
+    "num_kv_heads": int,
+    "head_dim": int,
+    "vocab_size": int,
+    "max_position": int,
+    "norm_eps": float,
+    "activation": str,
+    "qkv_bias": bool,
+    "attn_out_bias": bool,
+    "mlp_bias": bool,
+    "tied_head": bool,
+    "sliding_window": int,
+}
+_MAY_BE_ZERO = ("head_dim", "vocab_size", "sliding_window")
+_TYPE_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+
+Rule = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One TOML file, parsed. `config` and `gguf` are its two sections."""
+
+    name: str
+    norm: str
+    config: Mapping[str, Any]
+    gguf: Mapping[str, Any]
+
+    def spec_from_hf(self, config: Mapping[str, Any]) -> ModelSpec:
+        """Read the config.json of a Hugging Face directory.
+
+        Raises:
+            CorruptModel: a field is missing or of the wrong type.
+            UnsupportedModel: RoPE kind, activation or storage that we do not know, by name.
+        """
+        if config.get("quantization_config"):
+            raise UnsupportedModel("this checkpoint is quantized (quantization_config); give the original weights")
+        fields = self._fields(_Source("config.json", config), self.config["spec"])
+        windowed: tuple[bool, ...] = ()
+        if fields.get("sliding_window"):
+            windowed = self._windowed_layers(config, fields["num_layers"])
+        return self._build(
+            fields,
+            rope=rope_from_config(config, fields["max_position"]),
+            windowed_layers=windowed,
+            eos_token_ids=token_ids(config.get("eos_token_id")),
+            bos_token_id=next(iter(token_ids(config.get("bos_token_id"))), None),
+        )
+
+    def spec_from_gguf(self, meta: Mapping[str, Any], tensors: Collection[str] = ()) -> ModelSpec:
+        """Read GGUF metadata; `tensors` are the file's own tensor names, as biases show nowhere else.
+
+        Raises:
+            CorruptModel: a key is missing or of the wrong type.
+            UnsupportedModel: RoPE kind that we do not know, by name.
+        """
+        prefix = f"{meta.get('general.architecture')}."
+        source = _Source("the GGUF metadata", meta, prefix, tensors)
+        fields = self._fields(source, self.gguf["spec"])
+        fields["vocab_size"] = fields.get("vocab_size") or len(meta.get("tokenizer.ggml.tokens", ()))
+        spec = self._build(
+            fields,
+            rope=rope_from_gguf(meta, prefix),
+            eos_token_ids=token_ids([meta.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]),
+            bos_token_id=next(iter(token_ids(meta.get("tokenizer.ggml.bos_token_id"))), None),
+        )
+        rotated = meta.get(f"{prefix}rope.dimension_count", spec.head_dim)
+        if rotated != spec.head_dim:
+            raise UnsupportedModel(f"RoPE over {rotated} of {spec.head_dim} dimensions of a head is not supported")
+        return spec
+
+    def gguf_name(self, name: str) -> str:
+        """A canonical tensor name in GGUF's words. Raises KeyError for a name that the family has not."""
+        module, _, kind = name.rpartition(".")
+        layer, inner = split_layer(module)
+        template = self.gguf["tensors"][module if layer is None else f"model.layers.{{i}}.{inner}"]
+        return f"{template.replace('{i}', str(layer))}.{kind}"
+
+    def permuted_heads(self, name: str, spec: ModelSpec) -> int | None:
+        """Number of heads whose rows a GGUF of this family stores as rotated pairs; None where the order is ours."""
+        _, inner = split_layer(name.rpartition(".")[0])
+        field = self.gguf["permuted"].get(inner)
+        return None if field is None else int(getattr(spec, field))
+
+    def _fields(self, source: "_Source", rules: Mapping[str, Rule]) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for field, rule in rules.items():
+            fields[field] = source.resolve(field, rule, fields)
+        return fields
+
+    def _windowed_layers(self, config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+        """Which layers have the window; empty where all have."""
+        switch, kinds = self.config.get("window_switch"), self.config.get("window_layer_types")
+        if switch and not config.get(switch, False):
+            return (False,) * num_layers
+        if kinds and isinstance(config.get(kinds), list):
+            listed = tuple(kind == "sliding_attention" for kind in config[kinds])
+            if len(listed) != num_layers:
+                raise CorruptModel(f"config.json: {kinds} has {len(listed)} entries for {num_layers} layers")
+            return listed
+        first = self.config.get("window_first_layer")
+        if first is None:
+            return ()
+        start = config.get(first["key"], first["default"])
+        if type(start) is not int:
+            raise CorruptModel(f"config.json: {first['key']} must be a whole number, not {start!r:.60}")
+        return tuple(layer >= start for layer in range(num_layers))
+
+    def _build(self, fields: dict[str, Any], **rest: Any) -> ModelSpec:
+        activation = fields["activation"]
+        if activation not in ACTIVATIONS:
+            raise UnsupportedModel(f"activation {activation!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+        windowed = rest.get("windowed_layers", ())
+        no_window = windowed and not any(windowed)
+        fields |= {
+            "activation": ACTIVATIONS[activation],
+            "head_dim": fields["head_dim"] or fields["hidden_size"] // fields["num_heads"],
+            "sliding_window": None if no_window else fields.get("sliding_window") or None,
+        }
+        rest["windowed_layers"] = () if no_window else windowed
+        if fields["num_heads"] % fields["num_kv_heads"] or fields["head_dim"] % 2:
+            raise CorruptModel("the number of heads must be a multiple of key heads, and a head's size even")
+        if not fields["vocab_size"]:
+            raise CorruptModel("the checkpoint does not say how many tokens it knows")
+        return ModelSpec(family=self.name, **fields, **rest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where values come from: a mapping, how to call it in a message, and the tensor names beside it."""
+
+    label: str
+    values: Mapping[str, Any]
+    prefix: str = ""
+    tensors: Collection[str] = ()
+
+    def resolve(self, field: str, rule: Rule, known: Mapping[str, Any]) -> Any:
+        """Value of one field by its rule; see specs/llama.toml."""
+        table: Mapping[str, Any] = {"key": rule} if isinstance(rule, str) else rule
+        if "value" in table:
+            return table["value"]
+        if "tensor" in table:
+            return table["tensor"] in self.tensors
+        if "no_tensor" in table:
+            return table["no_tensor"] not in self.tensors
+        key = self.prefix + table["key"]
+        value = self.values.get(key)
+        if value is not None:
+            return self._checked(field, key, value)
+        if field == "sliding_window" and key in self.values:
+            return None
+        if "default_field" in table:
+            return known[table["default_field"]]
+        if "default" not in table:
+            raise CorruptModel(f"{self.label} lacks {key}")
+        return table["default"]
+
+    def _checked(self, field: str, key: str, value: Any) -> Any:
+        wanted = _FIELD_TYPES[field]
+        if wanted is float and type(value) is int:
+            value = float(value)
+        if type(value) is not wanted:
+            raise CorruptModel(f"{self.label}: {key} must be {_TYPE_WORDS[wanted]}, not {value!r:.60}")
+        if wanted in (int, float):
+            self._check_positive(field, key, value)
+        return value
+
+    def _check_positive(self, field: str, key: str, value: Any) -> None:
+        if not (value > 0 or (value == 0 and field in _MAY_BE_ZERO)):
+            raise CorruptModel(f"{self.label}: {key} must be positive, not {value}")
+
+
+class Families:
+    """The known families. `detect` takes an architecture as config.json or general.architecture spells it."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self.families = tuple(families)
+        self._hf = {a: family for family in families for a in family.config["architectures"]}
+        self._gguf = {a: family for family in families for a in family.gguf["architectures"]}
+
+    def detect(self, architecture: str) -> Family:
+        """Raises UnsupportedModel with the list of known architectures."""
+        family = self._hf.get(architecture) or self._gguf.get(architecture)
+        if family is None:
+            known = ", ".join(sorted(self._hf | self._gguf))
+            raise UnsupportedModel(f"architecture {architecture!r:.80} is not supported; known: {known}")
+        return family
+
+
+def load_families(extra_dirs: Sequence[Path] = ()) -> Families:
+    """Parse the built-in TOML files and those of `extra_dirs`; a later file of the same name wins.
+
+    Raises:
+        ConfigError: a file that is no family: names the file's stem and what is wrong.
+    """
+    tables: dict[str, dict[str, Any]] = {}
+    for directory in (SPEC_DIR, *extra_dirs):
+        for path in sorted(directory.glob("*.toml")):
+            try:
+                table = tomllib.loads(path.read_text("utf-8"))
+                tables[table["name"]] = table
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError) as e:
+                raise ConfigError(f"family file {path.name} is not valid: {e}") from None
+    return Families([_family(tables, name) for name in tables])
+
+
+@cache
+def builtin_families() -> Families:
+    """`load_families()`, once."""
+    return load_families()
+
+
+def detect(architecture: str) -> Family:
+    """The built-in family of an architecture. Raises UnsupportedModel, listing the known ones."""
+    return builtin_families().detect(architecture)
+
+
+def _family(tables: Mapping[str, dict[str, Any]], name: str) -> Family:
+    table = _inherit(tables, name, ())
+    if table.get("norm") not in NORMS:
+        raise ConfigError(f"family {name}: norm {table.get('norm')!r} is unknown; choose from {', '.join(NORMS)}")
+    for section in ("config", "gguf"):
+        unknown = table[section]["spec"].keys() - _FIELD_TYPES.keys()
+        if unknown:
+            raise ConfigError(f"family {name}: [{section}.spec] has unknown fields: {', '.join(sorted(unknown))}")
+    return Family(name, table["norm"], table["config"], table["gguf"])
+
+
+def _inherit(tables: Mapping[str, dict[str, Any]], name: str, heirs: tuple[str, ...]) -> dict[str, Any]:
+    """A family's table with its ancestors' filled in: sections, and their `spec` and `tensors`, key by key."""
+    if name not in tables or name in heirs:
+        raise ConfigError(f"family {heirs[-1] if heirs else name} extends {name}, which is unknown or its own heir")
+    table = tables[name]
+    if "extends" not in table:
+        return table
+    parent = _inherit(tables, table["extends"], (*heirs, name))
+    merged = {**parent, **table}
+    for section in ("config", "gguf"):
+        old, new = parent[section], table.get(section, {})
+        merged[section] = old | new
+        for inner in ("spec", "tensors"):
+            merged[section][inner] = old.get(inner, {}) | new.get(inner, {})
+    return merged
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """One id, a list of ids or nothing -> distinct ids in order."""
+    ids = value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(i for i in ids if type(i) is int and i >= 0))
+
+
+def split_layer(module: str) -> tuple[int | None, str]:
+    """`model.layers.3.mlp.up_proj` -> (3, "mlp.up_proj"); (None, module) outside the layers."""
+    if not module.startswith("model.layers."):
+        return None, module
+    layer, _, inner = module.removeprefix("model.layers.").partition(".")
+    return int(layer), inner
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape of every tensor that a checkpoint of this spec must hold."""
+    h = spec.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, h)}
+    for layer in range(spec.num_layers):
+        shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(spec))
+    shapes["model.norm.weight"] = (h,)
+    if not spec.tied_head:
+        shapes["lm_head.weight"] = (spec.vocab_size, h)
+    return shapes
+
+
+def _layer_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    biased = {"qkv": spec.qkv_bias, "o": spec.attn_out_bias, "gate_up": spec.mlp_bias, "down": spec.mlp_bias}
+    yield "input_layernorm.weight", (spec.hidden_size,)
+    yield "post_attention_layernorm.weight", (spec.hidden_size,)
+    for site in spec.sites():
+        for module, out in zip(site.modules, site.out_features, strict=True):
+            yield f"{module}.weight", (out, site.in_features)
+            if biased[site.name]:
+                yield f"{module}.bias", (out,)

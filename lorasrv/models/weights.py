@@ -1,0 +1,179 @@
+"""The model build: tensors leave the checkpoint one at a time, are packed into the runtime format, and are let go."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorasrv.loaders.checkpoint import Checkpoint, WeightMeter
+from lorasrv.models.family import split_layer
+from lorasrv.models.spec import ModelSpec, SiteShape
+from lorasrv.quant.format import Embedding, Linear, QuantFormat
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how far the whole is, 0 to 1."""
+
+_SAMPLE = 64
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. q/k/v and gate/up are stacked along their outputs, biases too; norms are [H] fp32."""
+
+    input_norm: Tensor
+    post_attn_norm: Tensor
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        """In the order of `ModelSpec.sites()`."""
+        return self.qkv, self.o, self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """A model in its runtime format. `fingerprint` is a sha256 over names, shapes and a sample of every tensor."""
+
+    spec: ModelSpec
+    embed: Embedding
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: Linear
+    fingerprint: str
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of all weights, shared ones counted once."""
+        linears = [linear for layer in self.layers for linear in layer.linears()]
+        norms = [self.final_norm] + [n for layer in self.layers for n in (layer.input_norm, layer.post_attn_norm)]
+        return self.embed.nbytes + self.head.nbytes + sum(x.nbytes for x in linears) + sum(n.nbytes for n in norms)
+
+    def dequantized(self, name: str) -> Tensor:
+        """One weight (no bias) by its canonical name, fp32: exactly what the arithmetic uses. Raises KeyError."""
+        outside = {"model.embed_tokens.weight": self.embed.dequantize, "lm_head.weight": self.head.dequantize}
+        if name in outside:
+            return outside[name]()
+        if name == "model.norm.weight":
+            return self.final_norm
+        layer, inner = split_layer(name.removesuffix(".weight"))
+        if layer is None:
+            raise KeyError(name)
+        return _slice(self.spec, self.layers[layer], inner)
+
+
+def _slice(spec: ModelSpec, layer: LayerWeights, module: str) -> Tensor:
+    norms = {"input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_attn_norm}
+    if module in norms:
+        return norms[module]
+    for site, linear in zip(spec.sites(), layer.linears(), strict=True):
+        if module in site.modules:
+            i = site.modules.index(module)
+            start = sum(site.out_features[:i])
+            return linear.dequantize()[start : start + site.out_features[i]]
+    raise KeyError(module)
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    fmt: QuantFormat,
+    dtype: torch.dtype,
+    meter: WeightMeter | None = None,
+    progress: Progress | None = None,
+    device: torch.device = CPU,
+) -> ModelWeights:
+    """Build a model in `fmt`; `dtype` is how unquantized weights are kept.
+
+    Live weight bytes, as `meter` counts them, stay below twice the result's plus one stacked tensor.
+    Raises:
+        CorruptModel: a tensor cannot be read.
+    """
+    return _Builder(checkpoint, fmt, dtype, meter or WeightMeter(), progress or _silent, device).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        fmt: QuantFormat,
+        dtype: torch.dtype,
+        meter: WeightMeter,
+        progress: Progress,
+        device: torch.device,
+    ) -> None:
+        self._checkpoint, self._spec = checkpoint, checkpoint.spec
+        self._names = frozenset(checkpoint.names())
+        self._format, self._dtype, self._device = fmt, dtype, device
+        self._meter, self._progress = meter, progress
+        self._hash = hashlib.sha256()
+
+    @torch.inference_mode()
+    def build(self) -> ModelWeights:
+        # The embedding is the largest tensor: first, while little else is alive.
+        self._progress("loading embeddings", 0.0)
+        embed = self._embedding()
+        head = self._format.tied_head(embed) if self._spec.tied_head else self._linear(["lm_head"])
+        if self._spec.tied_head:
+            self._meter.add(head.nbytes)
+        layers = tuple(self._layer(i) for i in range(self._spec.num_layers))
+        final_norm = self._norm("model.norm")
+        self._progress("loaded weights", 1.0)
+        return ModelWeights(self._spec, embed, layers, final_norm, head, self._hash.hexdigest())
+
+    def _layer(self, i: int) -> LayerWeights:
+        self._progress(f"loading layer {i + 1} of {self._spec.num_layers}", (i + 1) / (self._spec.num_layers + 1))
+        prefix = f"model.layers.{i}."
+        qkv, o, gate_up, down = (self._site(prefix, site) for site in self._spec.sites())
+        norms = self._norm(prefix + "input_layernorm"), self._norm(prefix + "post_attention_layernorm")
+        return LayerWeights(*norms, qkv, o, gate_up, down)
+
+    def _site(self, prefix: str, site: SiteShape) -> Linear:
+        return self._linear([prefix + module for module in site.modules])
+
+    def _linear(self, modules: Sequence[str]) -> Linear:
+        weight = self._stacked([f"{module}.weight" for module in modules])
+        biases = [f"{module}.bias" for module in modules]
+        bias = self._stacked(biases) if biases[0] in self._names else None
+        linear = self._format.linear(weight, bias, self._dtype)
+        self._exchange([weight] if bias is None else [weight, bias], linear.nbytes)
+        return linear
+
+    def _embedding(self) -> Embedding:
+        weight = self._read("model.embed_tokens.weight")
+        embedding = self._format.embedding(weight, self._dtype)
+        self._exchange([weight], embedding.nbytes)
+        return embedding
+
+    def _norm(self, module: str) -> Tensor:
+        return self._read(f"{module}.weight").float()
+
+    def _stacked(self, names: Sequence[str]) -> Tensor:
+        """Tensors along their first dimension, as one."""
+        parts = [self._read(name) for name in names]
+        if len(parts) == 1:
+            return parts[0]
+        stacked = torch.cat([part.float() for part in parts] if len({p.dtype for p in parts}) > 1 else parts)
+        self._meter.add(stacked.nbytes)
+        self._meter.release(sum(part.nbytes for part in parts))
+        return stacked
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self._checkpoint.tensor(name)
+        self._meter.add(tensor.nbytes)
+        flat = tensor.view(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLE)].float()
+        self._hash.update(f"{name}{list(tensor.shape)}".encode() + sample.numpy().tobytes())
+        return tensor.to(self._device)
+
+    def _exchange(self, sources: Sequence[Tensor], packed_bytes: int) -> None:
+        """The packed form has come to life beside its sources, which go now."""
+        self._meter.add(packed_bytes)
+        self._meter.release(sum(source.nbytes for source in sources))
+
+
+def _silent(what: str, done: float) -> None:
+    """No progress shown."""

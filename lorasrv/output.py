@@ -1,0 +1,65 @@
+"""Token ids -> the text that a caller sees. One of these for each request, in the server and offline alike.
+
+Text comes out in whole characters, and never a part of a stop string: a tail that may still become one is held back.
+"""
+
+from lorasrv.detokenizer import Detokenizer
+from lorasrv.request import EngineOutput, FinishReason, RequestOutput, SamplingParams
+
+
+class OutputProcessor:
+    """Text and ends of one request."""
+
+    def __init__(self, num_prompt_tokens: int, sampling: SamplingParams, detokenizer: Detokenizer) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._stop = sampling.stop
+        self._detokenizer = detokenizer
+        self._num_generated = 0
+        self._held = ""
+
+    def process(self, output: EngineOutput) -> RequestOutput:
+        """Add one step's tokens.
+
+        The result may be finished although `output` is not: a stop string was met, and the engine must be told to
+        abort. Nothing may be processed after a finished result.
+        """
+        self._num_generated += len(output.new_token_ids)
+        visible = output.new_token_ids[:-1] if output.stop_token_id is not None else output.new_token_ids
+        text = self._held + self._detokenizer.push(visible)
+        if output.finish_reason is not None:
+            text += self._detokenizer.flush()
+        at, stop = self._find_stop(text)
+        if stop is not None:
+            return self._result(output, text[:at], FinishReason.STOP, stop)
+        if output.finish_reason is not None:
+            return self._result(output, text, output.finish_reason, output.stop_token_id)
+        held = self._possible_stop_length(text)
+        self._held = text[len(text) - held :]
+        return self._result(output, text[: len(text) - held], None, None)
+
+    def _find_stop(self, text: str) -> tuple[int, str | None]:
+        """The first stop string in the text, and where it begins."""
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop)) >= 0]
+        return min(found, key=lambda f: f[0], default=(-1, None))
+
+    def _possible_stop_length(self, text: str) -> int:
+        """Length of the longest tail of the text that a stop string begins with."""
+        return max(
+            (n for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
+            default=0,
+        )
+
+    def _result(
+        self, output: EngineOutput, text: str, reason: FinishReason | None, stop_reason: str | int | None
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=output.request_id,
+            text=text,
+            token_ids=output.new_token_ids,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated,
+            timing=output.timing,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=output.error,
+        )

@@ -1,0 +1,174 @@
+"""Text to token ids and back, over the `tokenizers` library: from a tokenizer.json, or built from GGUF metadata."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from lorasrv.errors import CorruptModel, InvalidRequest, UnsupportedModel
+from lorasrv.tokenizer_source import BpeVocabulary, TokenizerJson, TokenizerSource
+
+
+class Tokenizer:
+    """A tokenizer and the ids that end or begin a text. Thread-safe: nothing changes after construction."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, source: TokenizerSource) -> None:
+        self._backend = backend
+        self.eos_token_ids = frozenset(source.eos_token_ids)
+        self.bos_token_id = source.bos_token_id
+        self.added_tokens: Mapping[str, bool] = {
+            token.content: token.special for token in backend.get_added_tokens_decoder().values()
+        }
+        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.decoding = _decoding(backend)
+
+    @classmethod
+    def from_source(cls, source: TokenizerSource) -> "Tokenizer":
+        """Raises UnsupportedModel (pre-tokenizer or decoder by name) or CorruptModel."""
+        vocabulary = source.vocabulary
+        if isinstance(vocabulary, TokenizerJson):
+            return cls(_parse(vocabulary.text), source)
+        return cls(_build(vocabulary, source), source)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text; special tokens written in it are recognised.
+
+        Raises:
+            InvalidRequest: lone surrogates, which are no text.
+        """
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except UnicodeEncodeError:
+            raise InvalidRequest("prompt has a lone surrogate (U+D800 to U+DFFF): not text", param="prompt") from None
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary spells it, None outside the vocabulary."""
+        return self._backend.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How tokens become text. `kind` is byte_level or byte_fallback; `space` stands for a blank in the latter, and
+    `strip_start` removes one from the beginning of the text.
+    """
+
+    kind: str
+    space: str = ""
+    strip_start: bool = False
+
+
+def _decoding(backend: tokenizers.Tokenizer) -> Decoding:
+    """Recognise the library's decoder, so that `Detokenizer` can do the same a token at a time."""
+    state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
+    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return Decoding("byte_level")
+    if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and kinds[3:] in ([], ["Strip"]):
+        replace, strip = steps[0], steps[3:]
+        plain_strip = all((s["content"], s["start"], s["stop"]) == (" ", 1, 0) for s in strip)
+        if replace["content"] == " " and "String" in replace["pattern"] and plain_strip:
+            return Decoding("byte_fallback", replace["pattern"]["String"], bool(strip))
+    raise UnsupportedModel(
+        f"tokenizer decoder {'+'.join(kinds)} is not supported; known: ByteLevel, Replace+ByteFallback+Fuse(+Strip)"
+    )
+
+
+def _parse(text: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as e:  # the library raises bare Exception for whatever is wrong with the file
+        raise CorruptModel(f"tokenizer.json is not valid: {e}") from None
+
+
+# GGUF ---------------------------------------------------------------------------------------------------------------
+
+_LETTERS_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LETTERS_QWEN2 = _LETTERS_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def _byte_level(use_regex: bool) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"), _byte_level(use_regex=False)]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _PreKind:
+    """One value of tokenizer.ggml.pre, as the published tokenizer.json of its model defines it."""
+
+    pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
+    normalizer: Callable[[], normalizers.Normalizer] | None = None
+    ignore_merges: bool = False
+
+
+_PRE_KINDS = {
+    "gpt-2": _PreKind(lambda: _byte_level(use_regex=True)),
+    "llama-bpe": _PreKind(lambda: _split(_LETTERS_LLAMA3), ignore_merges=True),
+    "qwen2": _PreKind(lambda: _split(_LETTERS_QWEN2), normalizers.NFC),
+    "smollm": _PreKind(
+        lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)])
+    ),
+}
+
+
+def _build(vocabulary: BpeVocabulary, source: TokenizerSource) -> tokenizers.Tokenizer:
+    if vocabulary.pre not in _PRE_KINDS:
+        known = ", ".join(_PRE_KINDS)
+        raise UnsupportedModel(f"GGUF pre-tokenizer {vocabulary.pre!r:.60} is not supported; known: {known}")
+    kind = _PRE_KINDS[vocabulary.pre]
+    backend = tokenizers.Tokenizer(_bpe(vocabulary, kind.ignore_merges))
+    backend.pre_tokenizer = kind.pre_tokenizer()
+    if kind.normalizer is not None:
+        backend.normalizer = kind.normalizer()
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(_added(vocabulary, vocabulary.control, special=True))
+    backend.add_tokens(_added(vocabulary, vocabulary.user_defined, special=False))
+    backend.post_processor = _around(vocabulary, source)
+    return backend
+
+
+def _bpe(vocabulary: BpeVocabulary, ignore_merges: bool) -> models.BPE:
+    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
+    merges: list[Any] = [tuple(merge.split(" ")) for merge in vocabulary.merges]
+    try:
+        return models.BPE(vocab=ids, merges=merges, ignore_merges=ignore_merges)
+    except Exception as e:  # the library raises bare Exception: a merge of tokens that do not exist
+        raise CorruptModel(f"the GGUF vocabulary and merges do not fit together: {e}") from None
+
+
+def _added(vocabulary: BpeVocabulary, ids: Sequence[int], *, special: bool) -> list[tokenizers.AddedToken]:
+    return [tokenizers.AddedToken(vocabulary.tokens[i], special=special, normalized=False) for i in ids]
+
+
+def _around(vocabulary: BpeVocabulary, source: TokenizerSource) -> processors.PostProcessor:
+    """Adds the begin and end tokens that the metadata asks for."""
+    begin = source.bos_token_id if source.add_bos else None
+    end = source.eos_token_ids[0] if source.add_eos and source.eos_token_ids else None
+    if any(i is not None and i >= len(vocabulary.tokens) for i in (begin, end)):
+        raise CorruptModel("the GGUF metadata names a begin or end token outside the vocabulary")
+    used = [(vocabulary.tokens[i], i) for i in dict.fromkeys((begin, end)) if i is not None]
+    parts = [
+        *([vocabulary.tokens[begin]] if begin is not None else []),
+        "$A",
+        *([vocabulary.tokens[end]] if end is not None else []),
+    ]
+    return processors.TemplateProcessing(single=parts, special_tokens=used)

@@ -1,0 +1,218 @@
+"""Builders shared by the tests of `lorasrv`: tiny Hugging Face checkpoints with random weights, and the built-in base."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from lorasrv.errors import ModelNotFound
+from lorasrv.loaders import Checkpoint, open_checkpoint
+from lorasrv.models.family import detect
+from lorasrv.tokenizer import Tokenizer
+from lorasrv.tokenizer_source import TokenizerSource
+
+DATA = Path(__file__).parent / "data"
+VOCAB = 384
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.fixture(scope="session")
+def corpus() -> list[str]:
+    """The committed strings on which tokenizers are compared."""
+    lines = (DATA / "tokenizer_corpus.txt").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def builtin() -> Iterator[Checkpoint]:
+    """The built-in base model, opened once."""
+    try:
+        checkpoint = open_checkpoint("smollm2-135m")
+    except ModelNotFound as e:
+        pytest.skip(str(e))
+    yield checkpoint
+    checkpoint.close()
+
+
+@pytest.fixture(scope="session")
+def builtin_source(builtin: Checkpoint) -> TokenizerSource:
+    return builtin.tokenizer_source()
+
+
+@pytest.fixture(scope="session")
+def builtin_tokenizer(builtin_source: TokenizerSource) -> Tokenizer:
+    return Tokenizer.from_source(builtin_source)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer_file(tmp_path_factory: pytest.TempPathFactory, corpus: list[str]) -> Path:
+    """A real tokenizer.json: byte-level BPE of Qwen2's kind, trained on the corpus, with ChatML's special tokens."""
+    backend = Backend(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    backend.train_from_iterator(corpus, trainer)
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    backend.save(str(file))
+    return file
+
+
+@pytest.fixture(scope="session")
+def write_gguf() -> Callable[..., Path]:
+    """(Hugging Face directory, target file, type such as "Q4_1", extra metadata) -> the file, as llama.cpp converts it:
+    q and k permuted for llama, norms and biases in fp32, one quantized type for the rest. Written by the gguf package.
+    """
+    return _write_gguf
+
+
+def _write_gguf(source: Path, target: Path, kind: str, **extra: object) -> Path:
+    import gguf
+    from safetensors.torch import load_file
+
+    config = json.loads((source / "config.json").read_text())
+    arch = "qwen2" if config["model_type"] == "qwen2" else "llama"
+    family = detect(arch)
+    writer = gguf.GGUFWriter(target, arch)
+    _add_metadata(writer, config, source)
+    for key, value in extra.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        values = tensor.float().numpy()
+        module = name.split(".")[-2]
+        if arch == "llama" and module in heads:
+            shape = values.shape
+            values = values.reshape(heads[module], 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
+        wanted = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+        writer.add_tensor(family.gguf_name(name), gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def _add_metadata(writer: Any, config: dict[str, Any], source: Path) -> None:
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    model = json.loads((source / "tokenizer.json").read_text("utf-8"))["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(sorted(model["vocab"], key=model["vocab"].get))
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(model["vocab"]) - len(SPECIAL)))
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_chat_template(CHATML)
+
+
+TinyCheckpoint = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def tiny_hf_checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_file: Path
+) -> dict[str, TinyCheckpoint]:
+    """Family -> factory(**config changes) -> a Hugging Face directory: seeded random fp32 weights and the tokenizer.
+
+    llama has grouped heads and an untied head; mistral a sliding window of 8 tokens and a head_dim of its own; qwen2
+    qkv biases and a tied head. `shard_bytes` splits the weights, `dtype` casts them. The same arguments give the same
+    directory: treat it as read-only, copy what you damage.
+    """
+    built: dict[str, Path] = {}
+
+    def factory(family: str) -> TinyCheckpoint:
+        def build(*, seed: int = 0, dtype: str = "float32", shard_bytes: int | None = None, **changes: object) -> Path:
+            key = json.dumps([family, seed, dtype, shard_bytes, changes], sort_keys=True)
+            if key not in built:
+                path = tmp_path_factory.mktemp(f"tiny-{family}-")
+                _save_tiny(path, family, seed, dtype, shard_bytes, changes)
+                (path / "tokenizer.json").write_bytes(tiny_tokenizer_file.read_bytes())
+                _save_tokenizer_config(path)
+                built[key] = path
+            return built[key]
+
+        return build
+
+    return {family: factory(family) for family in ("llama", "mistral", "qwen2")}
+
+
+def _save_tiny(
+    path: Path, family: str, seed: int, dtype: str, shard_bytes: int | None, changes: dict[str, object]
+) -> None:
+    import transformers
+
+    common: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 112,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.15,
+    }
+    own: dict[str, dict[str, object]] = {
+        "llama": {"tie_word_embeddings": False},
+        "mistral": {"tie_word_embeddings": False, "sliding_window": 8, "head_dim": 24},
+        "qwen2": {"tie_word_embeddings": True},
+    }
+    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
+    config = getattr(transformers, f"{names[family]}Config")(**{**common, **own[family], **changes})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{names[family]}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    size = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
+    model.to(getattr(torch, dtype)).save_pretrained(path, **size)
+
+
+def _save_tokenizer_config(path: Path) -> None:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": CHATML,
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 512,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))

@@ -1,0 +1,152 @@
+"""The decoder's logits against transformers, and with adapters against PEFT, on tiny random models of every family."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapter_store.store import AdapterStore
+from lorasrv.adapter_pack import pack_adapter
+from lorasrv.base_shapes import adapter_layout, base_shapes
+from lorasrv.batch import build_batch
+from lorasrv.device_memory import DeviceMemory
+from lorasrv.loaders import open_checkpoint
+from lorasrv.models.decoder import Decoder
+from lorasrv.models.weights import load_weights
+from lorasrv.quant import get_format
+from lorasrv.request import RequestId, SamplingParams
+from lorasrv.scheduler import ScheduledRequest, SchedulerOutput
+
+PAGE_SIZE, PAGES = 4, 640
+ROPE_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CASES = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1}),
+    ("llama", {"rope_parameters": ROPE_LLAMA3}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    ("mistral", {}),
+    ("qwen2", {}),
+]
+IDS = ["llama", "llama-mqa-bias-tied", "llama3-rope", "linear-rope", "mistral-window", "qwen2-bias-tied"]
+CONFIGS = {
+    "qv": {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
+    "all": {
+        "r": 20,
+        "lora_alpha": 10,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "rank_pattern": {"k_proj": 3, "layers.1.mlp.down_proj": 7},
+    },
+    "rs": {"r": 5, "lora_alpha": 8, "use_rslora": True, "target_modules": ["o_proj", "up_proj"]},
+}
+
+
+def _save_adapters(directory: Path, out: Path) -> dict[str, Path]:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    saved = {}
+    for i, (name, config) in enumerate(CONFIGS.items()):
+        torch.manual_seed(100 + i)
+        base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        peft = get_peft_model(base, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **config))
+        peft.save_pretrained(out / name)
+        saved[name] = out / name
+    return saved
+
+
+def _oracle(directory: Path, adapter: Path | None, ids: list[int]) -> torch.Tensor:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        return model.eval()(torch.tensor([ids])).logits[0]
+
+
+class _Served:
+    """A decoder over a small pool, stepped by hand: logits of the last row of each sequence."""
+
+    def __init__(self, directory: Path, adapters: dict[str, Path], store: Path, dtype: torch.dtype) -> None:
+        checkpoint = open_checkpoint(str(directory))
+        weights = load_weights(checkpoint, get_format("none"), torch.float32)
+        self.memory = DeviceMemory(weights.spec, PAGES, PAGE_SIZE, torch.float32, torch.device("cpu"))
+        self.decoder = Decoder(weights, self.memory, dtype, 512)
+        self.placed = {}
+        with AdapterStore(store, base_shapes(weights.spec)) as registered:
+            end = PAGES
+            for name, folder in adapters.items():
+                key = _register(registered, name, folder)
+                layout = adapter_layout(weights.spec, registered.spec(key), dtype.itemsize)
+                end -= layout.num_pages(self.memory.page_bytes)
+                placed = layout.place([(end, layout.num_pages(self.memory.page_bytes))], self.memory.page_bytes)
+                packed = pack_adapter(weights.spec, layout, registered.load(key), dtype)
+                self.memory.write_adapter(packed, placed)
+                self.placed[name] = (key, placed)
+
+    def logits(self, shares: list[tuple[str | None, list[int], int, tuple[int, ...]]]) -> dict[int, torch.Tensor]:
+        """(adapter, tokens, start, page table) of each sequence -> its logits, by its place in the list."""
+        scheduled = tuple(
+            ScheduledRequest(
+                RequestId(str(i)), tuple(tokens), start, table, self.placed[name][0] if name else None, True,
+                SamplingParams(), 0,
+            )
+            for i, (name, tokens, start, table) in enumerate(shares)
+        )  # fmt: skip
+        step = SchedulerOutput(scheduled, dict(self.placed.values()), (), (), 0)
+        batch = build_batch(step, PAGE_SIZE, torch.device("cpu"))
+        return dict(zip([int(i) for i in batch.sampled_ids], self.decoder.forward(batch), strict=True))
+
+
+def _register(store: AdapterStore, name: str, folder: Path) -> str:
+    import hashlib
+    import json
+
+    data = (folder / "adapter_model.safetensors").read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    with store.open_blob(digest, len(data)) as blob:
+        blob.write(data)
+        blob.commit()
+    return store.register(name, json.loads((folder / "adapter_config.json").read_text()), digest).ref.key
+
+
+@pytest.mark.parametrize(("family", "changes"), CASES, ids=IDS)
+def test_mixed_batch_of_chunks_equals_transformers_and_peft(
+    tiny_hf_checkpoints, tmp_path: Path, family: str, changes: dict[str, object]
+) -> None:
+    """Base and three adapters of mixed ranks, prompts in two chunks of different lengths, all in the same two steps."""
+    directory = tiny_hf_checkpoints[family](**changes)
+    adapters = _save_adapters(directory, tmp_path)
+    served = _Served(directory, adapters, tmp_path / "store", torch.float32)
+    generator = torch.Generator().manual_seed(7)
+    work = []
+    for i, name in enumerate([None, "qv", "all", "rs", None, "all"]):
+        ids = torch.randint(3, 384, (9 + 4 * i,), generator=generator).tolist()
+        work.append((name, ids, tuple(range(i * 10, i * 10 + 10))))
+    first = served.logits([(name, ids[: 3 + i], 0, table) for i, (name, ids, table) in enumerate(work)])
+    second = served.logits([(name, ids[3 + i :], 3 + i, table) for i, (name, ids, table) in enumerate(work)])
+    for i, (name, ids, _) in enumerate(work):
+        want = _oracle(directory, adapters[name] if name else None, ids)
+        torch.testing.assert_close(first[i], want[2 + i], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(second[i], want[-1], rtol=1e-3, atol=1e-4)
+        if name is not None:
+            assert (_oracle(directory, None, ids)[-1] - want[-1]).abs().max() > 0.1, "the adapter changes nothing"
+
+
+def test_bf16_panels_stay_within_tolerance(tiny_hf_checkpoints, tmp_path: Path) -> None:
+    directory = tiny_hf_checkpoints["llama"]()
+    adapters = _save_adapters(directory, tmp_path)
+    served = _Served(directory, adapters, tmp_path / "store", torch.bfloat16)
+    ids = list(range(10, 30))
+    for i, name in enumerate(adapters):
+        got = served.logits([(name, ids, 0, tuple(range(i * 10, i * 10 + 10)))])[0]
+        want = _oracle(directory, adapters[name], ids)[-1]
+        assert (got - want).norm() / want.norm() < 2e-2
