@@ -132,7 +132,7 @@ class Manifest:
 
     def scaling(self, module_name: str) -> float:
         """Factor of `lora_b @ lora_a` for a module, as PEFT computes it."""
-        alpha = next((a for pattern, a in self.alpha_pattern[::-1] if pattern.matches(module_name)), self.lora_alpha)
+        alpha = next((a for pattern, a in self.alpha_pattern if pattern.matches(module_name)), self.lora_alpha)
         rank = self.rank(module_name)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 

@@ -37,6 +37,7 @@ from adapter_store.errors import (
 from adapter_store.index import Content, Index
 from adapter_store.loader import AdapterWeights, read_verified, weights_from_bytes
 from adapter_store.manifest import canonical_json
+from adapter_store.peft_dir import CHUNK_BYTES, digest_file
 from adapter_store.records import AdapterRecord, Registration, VersionRecord
 from adapter_store.references import VERBS, Reference, check_adapter_id, check_digest, parse_reference
 from adapter_store.report import UploadReport
@@ -123,6 +124,20 @@ class AdapterStore:
             raise BlobTooLarge(length, self.max_blob_bytes)
         self._check_open()
         return BlobUpload(self._blobs, hex_digest, length)
+
+    def add_blob(self, path: Path) -> str:
+        """Copy a local weights file into the store; returns its digest.
+
+        Raises:
+            BlobTooLarge, StoreFull, StoreUnusable: as `open_blob`.
+            DigestMismatch, BlobLengthMismatch: the file changed while it was read.
+        """
+        digest = digest_file(path)
+        with path.open("rb") as file, self.open_blob(digest, path.stat().st_size) as upload:
+            while chunk := file.read(CHUNK_BYTES):
+                upload.write(chunk)
+            upload.commit()
+        return digest
 
     # -- names
 

@@ -5,14 +5,17 @@ from lorasrv.models.spec import ModelSpec
 from sgmv_kernels.layout import AdapterLayout, LayerRanks, SiteDims
 
 
-def base_shapes(spec: ModelSpec) -> BaseShapes:
-    """Every linear module of a layer with its (in, out), for `adapter_store` to validate against."""
+def base_shapes(spec: ModelSpec, name: str = "") -> BaseShapes:
+    """Every linear module of a layer with its (in, out), for `adapter_store` to validate against.
+
+    `name` is what the base is called; an adapter that says it was trained on another gets a warning.
+    """
     modules = {
         module: (site.in_features, out)
         for site in spec.sites()
         for module, out in zip(site.modules, site.out_features, strict=True)
     }
-    return BaseShapes(family=spec.family, num_layers=spec.num_layers, modules=modules)
+    return BaseShapes(family=spec.family, num_layers=spec.num_layers, modules=modules, name=name)
 
 
 def site_dims(spec: ModelSpec) -> tuple[SiteDims, ...]:

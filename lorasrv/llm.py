@@ -65,7 +65,7 @@ class LLM:
         checkpoint = open_checkpoint(model)
         try:
             root = store or Path(self._folder.name if self._folder else "")
-            shapes = base_shapes(checkpoint.spec)
+            shapes = base_shapes(checkpoint.spec, checkpoint.name)
             self.store = AdapterStore(root, shapes, max_lora_rank=self._config.memory.max_lora_rank)
             built = build(checkpoint, self._config, self.store)
         finally:

@@ -98,7 +98,7 @@ def changes(store: AdapterStore) -> None:
 def child(root: Path, k: int) -> None:
     store = AdapterStore(root, BASE)
     killer = Killer(k)
-    blobs_module.os = PatchedOs(killer)  # type: ignore[assignment]
+    setattr(blobs_module, "os", PatchedOs(killer))  # noqa: B010 - mypy knows that the module's `os` is a module
     index: Index = store._index
     index._db.execute("PRAGMA synchronous = OFF")
     index._db = PatchedDb(index._db, killer)  # type: ignore[assignment]

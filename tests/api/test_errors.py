@@ -1,0 +1,61 @@
+"""Every exception that we raise on purpose has its HTTP answer, and none tells what it should not."""
+
+import pytest
+from fastapi.exceptions import RequestValidationError
+
+from adapter_store.errors import AdapterError, AdapterInvalid, Problem, StoreUnusable
+from api.errors import ANSWERS, answer_for, describe, field_name
+from lorasrv.errors import LorasrvError, ModelNotFound
+
+
+def family(root: type[Exception]) -> list[type[Exception]]:
+    return [root, *(found for child in root.__subclasses__() for found in family(child))]
+
+
+@pytest.mark.parametrize("kind", [*family(LorasrvError), *family(AdapterError)], ids=lambda kind: kind.__name__)
+def test_every_class_has_an_answer_of_its_own(kind: type[Exception]) -> None:
+    answer = ANSWERS[kind]
+    assert 400 <= answer.status <= 599
+    assert answer.code
+    assert answer.status != 409 or not answer.retry, "openai-python repeats a 409"
+    if answer.status in (429, 503):
+        assert answer.retry_after_s or not answer.retry
+
+
+def test_a_new_subclass_is_answered_as_its_ancestor() -> None:
+    class TooManyRanks(AdapterInvalid):
+        pass
+
+    assert answer_for(TooManyRanks) is ANSWERS[AdapterInvalid]
+
+
+def test_what_nobody_foresaw_is_a_bare_500() -> None:
+    failure = describe(ZeroDivisionError("/secret/path"))
+    assert failure.status == 500
+    assert "/secret" not in str(failure.body)
+
+
+@pytest.mark.parametrize("error", [StoreUnusable("store /srv/x cannot be used"), ModelNotFound("/srv/x is missing")])
+def test_paths_of_the_operator_stay_here(error: Exception) -> None:
+    assert "/srv" not in str(describe(error).body)
+
+
+def test_every_problem_of_an_adapter_is_listed() -> None:
+    problems = (Problem("bad_rank", "r", "must be positive"), Problem("non_finite", "x.lora_A", "holds NaN"))
+    failure = describe(AdapterInvalid(problems))
+    assert failure.status == 422
+    assert failure.body["error"]["code"] == "invalid_adapter"
+    assert failure.body["error"]["param"] == "r"
+    assert failure.body["error"]["details"] == [problem.to_dict() for problem in problems]
+
+
+def test_field_names_are_the_clients_own() -> None:
+    assert field_name(("body", "messages", 0, "content", "list[TextPart]", 1, "type")) == "messages[0].content[1].type"
+    assert field_name(("body", "prompt", "str")) == "prompt"
+    assert field_name(("body",)) == ""
+
+
+def test_many_validation_errors_are_counted() -> None:
+    problems = [{"loc": ("body", f"field{i}"), "msg": "wrong"} for i in range(9)]
+    message = describe(RequestValidationError(problems)).body["error"]["message"]
+    assert message == "field0: wrong; field1: wrong; field2: wrong; and 6 more"

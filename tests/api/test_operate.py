@@ -1,0 +1,112 @@
+"""Models, health, figures; and that every route answers what it does not do in the OpenAI shape."""
+
+import re
+import time
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from api.metrics import COUNTERS, GAUGES
+from lorasrv.metrics import EngineSnapshot
+
+
+class TestModels:
+    def test_base_first_then_adapters(self, server, make_adapter) -> None:
+        for name in ("zoe", "amy"):
+            server.upload(make_adapter(), name)
+        body = server.http.get("/v1/models").json()
+        base, amy, zoe = body["data"]
+        assert (base["id"], base["parent"], base["max_model_len"]) == ("tiny-base", None, 512)
+        assert (amy["id"], zoe["id"]) == ("amy", "zoe")
+        assert amy["parent"] == "tiny-base"
+        assert amy["root"].startswith("sha256:")
+        assert {model["object"] for model in body["data"]} == {"model"}
+
+    def test_pages_and_search(self, server, make_adapter) -> None:
+        for name in ("a1", "a2", "b1"):
+            server.upload(make_adapter(), name)
+        ids = lambda query: [m["id"] for m in server.http.get(f"/v1/models?{query}").json()["data"]]  # noqa: E731
+        assert ids("search=A") == ["tiny-base", "a1", "a2"]
+        assert ids("limit=2") == ["tiny-base", "a1"]
+        assert ids("limit=2&after=a1") == ["a2", "b1"]
+        assert server.http.get("/v1/models?limit=3").json()["has_more"]
+        assert server.http.get("/v1/models?limit=0").json()["error"]["param"] == "limit"
+
+    def test_one(self, server, make_adapter) -> None:
+        server.upload(make_adapter(), "mia")
+        assert server.http.get("/v1/models/tiny-base").json()["parent"] is None
+        by_version = server.http.get("/v1/models/mia@1").json()
+        assert (by_version["id"], by_version["root"]) == ("mia@1", server.http.get("/v1/models/mia").json()["root"])
+        response = server.http.get("/v1/models/mio")
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+        assert "mia" in response.json()["error"]["message"]
+
+    def test_served_name(self, make_server) -> None:
+        server = make_server(served_model_name="house-model")
+        assert server.http.get("/v1/models").json()["data"][0]["id"] == "house-model"
+        assert server.chat(model="house-model").status_code == 200
+        assert server.chat(model="tiny-base").status_code == 404
+
+
+class TestHealth:
+    def test_alive(self, server) -> None:
+        assert server.http.get("/health").status_code == 200
+        assert server.http.get("/ready").json() == {"status": "ready", "model": "tiny-base"}
+
+    def test_dead(self, server, engine) -> None:
+        engine.is_alive = False
+        assert server.http.get("/health").status_code == 503
+        assert server.http.get("/ready").headers["retry-after"] == "10"
+
+    def test_stalled_is_not_idle(self, server, engine) -> None:
+        long_ago = time.monotonic() - 1000
+        engine.metrics.publish(EngineSnapshot(requests_running=0, last_step_s=long_ago))
+        assert server.http.get("/health").status_code == 200
+        engine.metrics.publish(EngineSnapshot(requests_running=1, last_step_s=long_ago))
+        assert server.http.get("/health").json()["status"] == "engine stalled"
+        engine.metrics.publish(EngineSnapshot(requests_running=1, last_step_s=time.monotonic()))
+        assert server.http.get("/health").status_code == 200
+
+
+class TestFigures:
+    def test_every_figure_of_the_engine(self, server, engine) -> None:
+        response = server.http.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain")
+        families = {family.name: family for family in text_string_to_metric_families(response.text)}
+        values = {name: [sample.value for sample in family.samples] for name, family in families.items()}
+        assert values["lorasrv_pages_total"] == [10]
+        assert values["lorasrv_pages_free"] == [7]
+        assert values["lorasrv_up"] == [1]
+        assert families["lorasrv_requests_finished"].samples[0].labels == {"reason": "stop"}
+        assert all(name.startswith("lorasrv") for name in families)
+
+    def test_no_field_of_the_snapshot_is_forgotten(self) -> None:
+        shown = {*GAUGES, *(f"{name}_total" for name in COUNTERS), "requests_finished_total", "last_step_s"}
+        assert shown == set(EngineSnapshot.__dataclass_fields__)
+
+    def test_version_and_info(self, server) -> None:
+        assert re.fullmatch(r"\d+\.\d+\.\d+", server.http.get("/version").json()["version"])
+        info = server.http.get("/info").json()
+        assert (info["model_id"], info["max_total_tokens"]) == ("tiny-base", 512)
+
+
+class TestWhatIsNotThere:
+    ROUTES = ("/v1/models", "/v1/adapters", "/v1/chat/completions", "/v1/completions", "/health", "/metrics")
+
+    @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
+    def test_every_method_has_an_answer_in_shape(self, server, method: str) -> None:
+        for path in self.ROUTES:
+            response = server.http.request(method, path)
+            assert response.status_code in (200, 400, 405, 415), (method, path)
+            if response.status_code != 200:
+                assert response.json()["error"]["type"] == "invalid_request_error"
+            if response.status_code == 405:
+                assert response.headers["allow"]
+
+    @pytest.mark.parametrize(
+        "path", ["/v1/embeddings", "//v1/models", "/v1/models/", "/v1/../metrics2", "/docs", "/v1/models/a/b"]
+    )
+    def test_unknown_paths(self, server, path: str) -> None:
+        response = server.http.get(path)
+        assert response.status_code == 404
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}

@@ -1,0 +1,257 @@
+"""The engine behind an event loop, on a tiny model with real adapters: every accepted request ends exactly once."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapter_store.spec import AdapterKey
+from adapter_store.store import AdapterStore
+from lorasrv.async_engine import AsyncEngine
+from lorasrv.base_shapes import base_shapes
+from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
+from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded, EngineDead, InvalidRequest
+from lorasrv.llm import LLM
+from lorasrv.loaders import open_checkpoint
+from lorasrv.request import AdapterTier, FinishReason, RequestOutput, SamplingParams
+
+NAMES = ("one", "two", "three")
+PROMPT = list(range(10, 30))
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_hf_checkpoints) -> Path:
+    return tiny_hf_checkpoints["llama"]()
+
+
+@pytest.fixture(scope="module")
+def adapter_dirs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folders = {}
+    for i, name in enumerate(NAMES):
+        torch.manual_seed(i)
+        config = LoraConfig(r=2 + 3 * i, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        folders[name] = tmp_path_factory.mktemp("adapters") / name
+        get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folders[name])
+    return folders
+
+
+def _config(model: Path, pool_bytes: int = 4 << 20) -> EngineConfig:
+    return EngineConfig(
+        model=ModelOptions(model=str(model), quantization="none", dtype="float32"),
+        memory=MemoryOptions(pool_bytes=pool_bytes),
+    )
+
+
+@pytest.fixture
+def store(model: Path, adapter_dirs: dict[str, Path], tmp_path: Path) -> Iterator[AdapterStore]:
+    from adapter_store.peft_dir import read_peft_dir
+
+    checkpoint = open_checkpoint(str(model))
+    with AdapterStore(tmp_path / "store", base_shapes(checkpoint.spec)) as store:
+        for name, folder in adapter_dirs.items():
+            peft = read_peft_dir(folder)
+            store.register(name, peft.config, store.add_blob(peft.weights_path))
+        yield store
+
+
+@pytest.fixture
+def serve(model: Path, store: AdapterStore) -> Callable[..., None]:
+    """serve(scenario) runs `await scenario(engine)` with a live engine, then checks that nothing is held any more."""
+
+    def run(scenario: Callable[[AsyncEngine], Awaitable[None]], *, settles: bool = True) -> None:
+        async def main() -> None:
+            engine = AsyncEngine.build(_config(model), store)
+            await engine.start()
+            try:
+                await scenario(engine)
+                if settles:
+                    await _settled(engine)
+            finally:
+                await engine.shutdown()
+            engine._engine.check_integrity()
+
+        asyncio.run(main())
+
+    return run
+
+
+async def _settled(engine: AsyncEngine) -> None:
+    for _ in range(500):
+        snapshot = engine.metrics.snapshot()
+        if not snapshot.requests_running + snapshot.requests_waiting + snapshot.requests_waiting_for_adapter:
+            break
+        await asyncio.sleep(0.01)
+    assert snapshot.pages_kv == 0
+    assert snapshot.requests_running == snapshot.requests_waiting == 0
+
+
+async def _collect(engine: AsyncEngine, sampling: SamplingParams, key: AdapterKey | None) -> list[RequestOutput]:
+    return [output async for output in engine.generate(PROMPT, sampling, adapter=key)]
+
+
+def _tokens(outputs: list[RequestOutput]) -> list[int]:
+    assert [o.finished for o in outputs].count(True) == 1
+    assert outputs[-1].finished
+    return [token for output in outputs for token in output.token_ids]
+
+
+def test_base_and_adapters_at_once_equal_each_alone(serve, store, model, adapter_dirs) -> None:
+    with LLM(str(model), _config(model)) as llm:
+        for name, folder in adapter_dirs.items():
+            llm.add_adapter(name, folder)
+        alone = [list(llm.generate([PROMPT], GREEDY, [n])[0].token_ids) for n in (None, *NAMES)]
+    assert len({tuple(tokens) for tokens in alone}) == 4, "each adapter must say something of its own"
+
+    async def scenario(engine: AsyncEngine) -> None:
+        keys = [None, *(store.resolve(n).key for n in NAMES)]
+        answers = await asyncio.gather(*(_collect(engine, GREEDY, key) for key in keys))
+        assert [_tokens(outputs) for outputs in answers] == alone
+        assert [outputs[-1].timing.tier for outputs in answers] == [None, *[AdapterTier.DISK] * 3]
+        again = await _collect(engine, GREEDY, keys[1])
+        assert again[-1].timing.tier is AdapterTier.RESIDENT
+
+    serve(scenario)
+
+
+def test_closing_a_stream_aborts_it(serve, store) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        endless = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+        stream = await engine.add(PROMPT, endless, adapter=store.resolve("one").key)
+        await anext(stream)
+        await stream.aclose()
+        await _settled(engine)
+        assert engine.metrics.snapshot().requests_finished_total == {"abort": 1}
+        assert engine.metrics.snapshot().generated_tokens_total < 400
+
+    serve(scenario)
+
+
+def test_refusals_name_the_field_and_the_numbers(serve) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        with pytest.raises(InvalidRequest, match="empty"):
+            await engine.add([], GREEDY)
+        with pytest.raises(InvalidRequest, match=r"\[0, 384\)"):
+            await engine.add([5, 384], GREEDY)
+        with pytest.raises(InvalidRequest):
+            await engine.add([-1], GREEDY)
+        with pytest.raises(ContextLengthExceeded, match=r"512 tokens.*521: 20 of the prompt and 501"):
+            await engine.add(PROMPT, SamplingParams(max_tokens=501))
+        exactly = await engine.add(PROMPT, SamplingParams(max_tokens=492, temperature=0.0))
+        await exactly.aclose()
+
+    serve(scenario)
+
+
+def test_a_request_larger_than_the_pool_is_refused(model: Path) -> None:
+    engine = AsyncEngine.build(_config(model, pool_bytes=120_000))
+
+    async def main() -> None:
+        await engine.start()
+        with pytest.raises(ContextLengthExceeded, match=r"pool has .* pages, but the request needs"):
+            await engine.add(PROMPT, SamplingParams(max_tokens=400))
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_a_damaged_adapter_fails_its_own_requests_only(serve, store, tmp_path: Path) -> None:
+    key = store.resolve("two").key
+    blob = next(p for p in (tmp_path / "store").rglob("*") if p.name.endswith(store.spec(key).weights_digest))
+    data = bytearray(blob.read_bytes())
+    data[-3] ^= 1
+    blob.chmod(0o600)
+    blob.write_bytes(data)
+
+    async def scenario(engine: AsyncEngine) -> None:
+        good, bad = await asyncio.gather(
+            _collect(engine, GREEDY, store.resolve("one").key),
+            _collect(engine, GREEDY, key),
+            return_exceptions=True,
+        )
+        assert isinstance(bad, AdapterLoadFailed)
+        assert "damaged" in str(bad)
+        assert str(tmp_path) not in str(bad)
+        assert isinstance(good, list)
+        assert len(_tokens(good)) == 12
+        assert engine.is_alive
+
+    serve(scenario)
+
+
+def test_a_dead_engine_ends_every_stream_and_refuses_new_ones(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        streams = [await engine.add(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True)) for _ in range(3)]
+        await anext(streams[0])
+        monkeypatch.setattr(engine._engine._parts.runner, "run", _broken)
+        for stream in streams:
+            with pytest.raises(EngineDead):
+                async for _ in stream:
+                    pass
+        assert not engine.is_alive
+        with pytest.raises(EngineDead):
+            await engine.add(PROMPT, GREEDY)
+
+    serve(scenario, settles=False)
+
+
+def _broken(*_: object) -> None:
+    raise RuntimeError("forced")
+
+
+def test_shutdown_ends_streams_with_an_error(model: Path) -> None:
+    engine = AsyncEngine.build(_config(model))
+
+    async def main() -> None:
+        await engine.start()
+        stream = await engine.add(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True))
+        await anext(stream)
+        await engine.shutdown()
+        with pytest.raises(EngineDead, match="shutting down"):
+            async for _ in stream:
+                pass
+
+    asyncio.run(main())
+
+
+def test_a_seed_repeats_and_no_seed_does_not(serve) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        seeded = SamplingParams(max_tokens=12, temperature=1.5, seed=42, ignore_eos=True)
+        free = SamplingParams(max_tokens=12, temperature=1.5, ignore_eos=True)
+        alone = _tokens(await _collect(engine, seeded, None))
+        mixed = await asyncio.gather(*(_collect(engine, p, None) for p in (free, seeded, free, seeded)))
+        tokens = [_tokens(outputs) for outputs in mixed]
+        assert tokens[1] == tokens[3] == alone
+        assert tokens[0] != tokens[2]
+
+    serve(scenario)
+
+
+def test_a_stop_string_ends_the_request_in_the_engine_too(serve) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        whole = await _collect(engine, SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True), None)
+        text = "".join(o.text for o in whole)
+        stop = text[20:24]
+        cut = await _collect(
+            engine, SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True, stop=(stop,)), None
+        )
+        assert "".join(o.text for o in cut) == text[: text.index(stop)]
+        assert cut[-1].finish_reason is FinishReason.STOP
+        assert cut[-1].stop_reason == stop
+
+    serve(scenario)
+
+
+def test_two_requests_with_one_id_are_refused(serve) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        first = await engine.add(PROMPT, GREEDY, request_id="same")
+        with pytest.raises(InvalidRequest, match="in use"):
+            await engine.add(PROMPT, GREEDY, request_id="same")
+        await first.aclose()
+
+    serve(scenario)

@@ -1,0 +1,36 @@
+"""The wheel holds the four packages, all of their modules and data, and nothing else at the top level."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("adapter_store", "api", "lorasrv", "sgmv_kernels")
+
+
+@pytest.fixture(scope="module")
+def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    out = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(out), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    with zipfile.ZipFile(next(out.glob("*.whl"))) as wheel:
+        return set(wheel.namelist())
+
+
+def test_top_level_names(wheel_names: set[str]) -> None:
+    top = {name.split("/")[0] for name in wheel_names}
+    assert {name for name in top if not name.endswith(".dist-info")} == set(PACKAGES)
+
+
+def test_every_module_and_data_file_is_inside(wheel_names: set[str]) -> None:
+    wanted = {
+        path.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for pattern in ("*.py", "py.typed", "*.toml")
+        for path in (ROOT / package).rglob(pattern)
+    }
+    assert wanted <= wheel_names
+    assert any(name.endswith("specs/llama.toml") for name in wanted)
