@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lorasrv.request import RequestId
-from lorasrv.scheduler import ScheduledRequest, SchedulerOutput
+from lorasrv.step import ScheduledRequest, SchedulerOutput
 from sgmv_kernels.layout import PlacedAdapter
 from sgmv_kernels.segments import BASE, Segments, build_segments
 

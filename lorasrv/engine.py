@@ -16,7 +16,8 @@ from lorasrv.metrics import EngineMetrics, EngineSnapshot
 from lorasrv.model_runner import ModelRunner
 from lorasrv.page_pool import PagePool
 from lorasrv.request import AddRequest, EngineOutput, RequestId
-from lorasrv.scheduler import Scheduler, SchedulerOutput
+from lorasrv.scheduler import Scheduler
+from lorasrv.step import SchedulerOutput
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lorasrv.models.decoder import Decoder
 from lorasrv.models.weights import ModelWeights
 from lorasrv.request import RequestId
 from lorasrv.sampler import sample
-from lorasrv.scheduler import SchedulerOutput
+from lorasrv.step import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)

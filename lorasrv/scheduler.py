@@ -26,34 +26,9 @@ from lorasrv.request import (
     RequestId,
     RequestStatus,
     RequestTiming,
-    SamplingParams,
 )
-from sgmv_kernels.layout import AdapterLayout, PlacedAdapter
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One request's share of a step: compute `token_ids`, which stand at positions from `start` on."""
-
-    request_id: RequestId
-    token_ids: tuple[int, ...]
-    start: int
-    page_table: tuple[int, ...]
-    adapter_key: AdapterKey | None
-    samples: bool
-    sampling: SamplingParams
-    num_generated: int
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerOutput:
-    """One step as plain data. `copies` are adapters to be written into the pool before the step reads them."""
-
-    scheduled: tuple[ScheduledRequest, ...]
-    placements: Mapping[AdapterKey, PlacedAdapter]
-    copies: tuple[AdapterKey, ...]
-    loads: tuple[AdapterKey, ...]
-    num_preempted: int
+from lorasrv.step import ScheduledRequest, SchedulerOutput
+from sgmv_kernels.layout import AdapterLayout
 
 
 @dataclass(slots=True)

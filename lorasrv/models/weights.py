@@ -115,10 +115,7 @@ class _Builder:
     def build(self) -> ModelWeights:
         # The embedding is the largest tensor: first, while little else is alive.
         self._progress("loading embeddings", 0.0)
-        embed = self._embedding()
-        head = self._format.tied_head(embed) if self._spec.tied_head else self._linear(["lm_head"])
-        if self._spec.tied_head:
-            self._meter.add(head.nbytes)
+        embed, head = self._ends()
         layers = tuple(self._layer(i) for i in range(self._spec.num_layers))
         final_norm = self._norm("model.norm")
         self._progress("loaded weights", 1.0)
@@ -142,11 +139,17 @@ class _Builder:
         self._exchange([weight] if bias is None else [weight, bias], linear.nbytes)
         return linear
 
-    def _embedding(self) -> Embedding:
+    def _ends(self) -> tuple[Embedding, Linear]:
+        """The embedding, and the head that may be tied to it."""
         weight = self._read("model.embed_tokens.weight")
         embedding = self._format.embedding(weight, self._dtype)
-        self._exchange([weight], embedding.nbytes)
-        return embedding
+        if not self._spec.tied_head:
+            self._exchange([weight], embedding.nbytes)
+            del weight
+            return embedding, self._linear(["lm_head"])
+        head = self._format.tied_head(embedding, weight, self._dtype)
+        self._exchange([weight], embedding.nbytes + head.nbytes)
+        return embedding, head
 
     def _norm(self, module: str) -> Tensor:
         return self._read(f"{module}.weight").float()

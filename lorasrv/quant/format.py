@@ -58,6 +58,8 @@ class QuantFormat(Protocol):
         """weight [V, H], floats of any kind."""
         ...
 
-    def tied_head(self, embedding: Embedding) -> Linear:
-        """The output head over the values of an embedding that this format made; copied only if it must be repacked."""
+    def tied_head(self, embedding: Embedding, weight: Tensor, dtype: torch.dtype) -> Linear:
+        """The head of a model whose head is its embedding, made of `weight` by this format: over the same stored bytes
+        where the format can, else a copy of its own.
+        """
         ...

@@ -49,6 +49,7 @@ class NoneFormat:
     def embedding(self, weight: Tensor, dtype: torch.dtype) -> Embedding:
         return FloatEmbedding(weight.to(dtype))
 
-    def tied_head(self, embedding: Embedding) -> Linear:
+    def tied_head(self, embedding: Embedding, weight: Tensor, dtype: torch.dtype) -> Linear:
+        del weight, dtype
         assert isinstance(embedding, FloatEmbedding)
         return FloatLinear(embedding.weight, None, shared=True)

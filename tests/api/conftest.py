@@ -2,9 +2,11 @@
 
 import asyncio
 import hashlib
+import io
 import itertools
 import json
 import socket
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -23,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from adapter_store.spec import AdapterKey, BaseShapes
 from adapter_store.store import AdapterStore
 from api.app import create_app
+from api.cli.main import main
 from api.settings import ServerSettings
 from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded, EngineDead, InvalidRequest
 from lorasrv.metrics import EngineMetrics, EngineSnapshot
@@ -281,3 +284,20 @@ def make_adapter(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., SimpleNamespace]:
+    """Runs the `lorasrv` command in this process: code, out, err."""
+
+    def run(*arguments: object, stdin: str = "") -> SimpleNamespace:
+        monkeypatch.setattr(sys, "argv", ["lorasrv", *map(str, arguments)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            main()
+        out, err = capsys.readouterr()
+        assert "Traceback" not in out + err
+        return SimpleNamespace(code=int(exit_.value.code or 0), out=out, err=err)
+
+    return run

@@ -14,7 +14,7 @@ from lorasrv.models.decoder import Decoder
 from lorasrv.models.weights import load_weights
 from lorasrv.quant import get_format
 from lorasrv.request import RequestId, SamplingParams
-from lorasrv.scheduler import ScheduledRequest, SchedulerOutput
+from lorasrv.step import ScheduledRequest, SchedulerOutput
 from lorasrv.tokenizer import Tokenizer
 
 TEXT = Path(__file__).parents[1] / "lorasrv" / "data" / "devils_dictionary.txt"

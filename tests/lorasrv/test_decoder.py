@@ -15,7 +15,7 @@ from lorasrv.models.decoder import Decoder
 from lorasrv.models.weights import load_weights
 from lorasrv.quant import get_format
 from lorasrv.request import RequestId, SamplingParams
-from lorasrv.scheduler import ScheduledRequest, SchedulerOutput
+from lorasrv.step import ScheduledRequest, SchedulerOutput
 
 PAGE_SIZE, PAGES = 4, 640
 ROPE_LLAMA3 = {

@@ -13,7 +13,8 @@ from lorasrv.config import SchedulerOptions
 from lorasrv.kv_cache import KVCacheManager
 from lorasrv.page_pool import PagePool
 from lorasrv.request import AddRequest, EngineOutput, FinishReason, RequestId, SamplingParams
-from lorasrv.scheduler import Scheduler, SchedulerOutput
+from lorasrv.scheduler import Scheduler
+from lorasrv.step import SchedulerOutput
 from sgmv_kernels.layout import AdapterLayout, SiteDims
 
 PAGE_SIZE = 4

@@ -1,0 +1,169 @@
+"""The command line against a running server: what it prints, where, and its exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from api.client import Client, Refused, ServerUnreachable
+
+
+class TestAdapters:
+    def test_upload_show_list_rm(self, cli, server, make_adapter) -> None:
+        to_server = ("--server", server.url)
+        folder = make_adapter()
+        (folder / "training_args.bin").write_bytes(b"x")
+        done = cli("upload", folder, "--id", "mia", *to_server)
+        assert done.code == 0
+        assert done.out.startswith("registered mia@1  ")
+        assert "4 of 4 modules in 2 layers, rank 2, scaling 2, F32" in done.out
+        assert "not used: training_args.bin" in done.err
+        assert "hashing done" in done.err
+        assert "sending done" in done.err
+        assert cli("upload", folder, "--id", "mia", *to_server).out.startswith("unchanged: mia@1")
+        [row] = cli("list", *to_server).out.splitlines()
+        assert row.split("\t")[:2] == ["mia", "1"]
+        assert "version 1: " in cli("show", "mia", *to_server).out
+        assert cli("rm", "mia", *to_server).out == "removed mia (1 version)\n"
+        gone = cli("show", "mia", *to_server)
+        assert (gone.code, gone.out) == (1, "")
+        assert gone.err == "lorasrv: adapter 'mia' does not exist\n"
+
+    def test_json(self, cli, server, make_adapter) -> None:
+        options = ("--json", "--server", server.url)
+        done = json.loads(cli("upload", make_adapter(), "--id", "mia", *options).out)
+        assert (done["version"], done["report"]["modules_matched"]) == (1, 4)
+        assert [a["id"] for a in json.loads(cli("list", *options).out)] == ["mia"]
+        assert json.loads(cli("show", "mia", *options).out)["digest"] == done["digest"]
+        assert json.loads(cli("rm", "mia@1", *options).out)["deleted"]
+
+    def test_refused_with_every_problem(self, cli, server, make_adapter) -> None:
+        folder = make_adapter(use_dora=True, lora_bias=True)
+        refused = cli("upload", folder, "--id", "mia", "--server", server.url)
+        assert (refused.code, refused.out) == (1, "")
+        assert "lorasrv: the adapter is refused" in refused.err
+        assert "use_dora" in refused.err
+        assert "lora_bias" in refused.err
+
+    def test_a_bad_id_comes_with_a_good_one(self, cli, server, make_adapter) -> None:
+        refused = cli("upload", make_adapter(), "--id", "Mia!", "--server", server.url)
+        assert refused.code == 1
+        assert "try 'mia'" in refused.err
+
+    def test_if_not_exists(self, cli, server, make_adapter) -> None:
+        command = ("upload", make_adapter(), "--id", "mia", "--if-not-exists", "--server", server.url)
+        assert cli(*command).code == 0
+        assert cli(*command).code == 1
+
+    def test_no_adapter_there(self, cli, server, tmp_path) -> None:
+        for folder in (tmp_path / "nowhere", tmp_path):
+            refused = cli("upload", folder, "--id", "mia", "--server", server.url)
+            assert refused.code == 1
+            assert refused.err.count("\n") == 2
+
+
+class TestTalk:
+    def test_generate(self, cli, server, engine) -> None:
+        done = cli(
+            "generate", "hi", "--system", "be kind", "--temperature", "0", "--max-tokens", "5", "--server", server.url
+        )
+        assert (done.code, done.out, done.err) == (0, "Hello\n", "")
+        assert bytes(engine.added[0].prompt) == b"system:be kind\nuser:hi"
+        assert (engine.added[0].sampling.temperature, engine.added[0].sampling.max_tokens) == (0, 5)
+
+    def test_generate_json_says_who(self, cli, server, make_adapter) -> None:
+        server.upload(make_adapter(), "mia")
+        done = cli("generate", "-", "-a", "mia", "--json", "--server", server.url, stdin="from a pipe")
+        answer = json.loads(done.out)
+        assert answer["text"].startswith("I am ")
+        assert (answer["adapter_id"], answer["adapter_tier"], answer["finish_reason"]) == ("mia", "disk", "stop")
+        assert answer["usage"]["prompt_tokens"] == len("user:from a pipe")
+
+    def test_chat_remembers(self, cli, server, engine) -> None:
+        done = cli("chat", "--server", server.url, stdin="one\ntwo\n")
+        assert (done.code, done.out) == (0, "Hello wörld\nHello wörld\n")
+        assert bytes(engine.added[1].prompt).decode() == "user:one\nassistant:Hello wörld\nuser:two"
+
+    def test_unknown_adapter(self, cli, server) -> None:
+        refused = cli("chat", "nobody", "--server", server.url, stdin="hi\n")
+        assert (refused.code, refused.err) == (1, "lorasrv: the model 'nobody' does not exist\n")
+
+    def test_error_in_a_stream(self, cli, server, engine) -> None:
+        engine.die_after = 2
+        refused = cli("generate", "hi", "--server", server.url)
+        assert (refused.code, refused.err) == (1, "lorasrv: the engine died: Test\n")
+
+
+class TestExitCodes:
+    @pytest.mark.parametrize(
+        "arguments",
+        [["fly"], ["list", "--what"], ["upload"], ["serve", "--port", "x"], ["generate", "x", "--max-tokens", "0"]],
+    )
+    def test_usage(self, cli, arguments: list[str]) -> None:
+        assert cli(*arguments).code == 2
+
+    @pytest.mark.parametrize(
+        ("options", "says"),
+        [
+            (["--host", "0.0.0.0"], "--insecure"),
+            (["--pool-bytes", "lots"], "--pool-bytes"),
+            (["--port", "70000"], "--port"),
+            (["--dtype", "float8"], "--dtype"),
+            (["--max-num-seqs", "0"], "--max-num-seqs"),
+        ],
+    )
+    def test_serve_refuses_wrong_values_in_one_line(self, cli, options: list[str], says: str) -> None:
+        done = cli("serve", "--port", "0", *options)
+        assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+        assert says in done.err
+
+    @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://nowhere.invalid", "gopher://x", "127.0.0.1:1", ""])
+    def test_unreachable(self, cli, url: str, tmp_path) -> None:
+        for command in (["list"], ["rm", "mia"], ["generate", "hi"], ["chat"]):
+            done = cli(*command, "--server", url)
+            assert (done.code, done.out, done.err.count("\n")) == (3, "", 1), done.err
+
+    def test_something_else_answers(self, cli, server, dispatcher) -> None:
+        async def other(scope, receive, send) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"<html>"})
+
+        dispatcher[0].app = other
+        done = cli("list", "--server", server.url)
+        assert (done.code, done.err.count("\n")) == (3, 1)
+        assert "not lorasrv" in done.err
+
+    def test_a_bug_is_one_line_too(self, cli, monkeypatch) -> None:
+        def bug(*_: object) -> None:
+            raise ZeroDivisionError("oops")
+
+        monkeypatch.setattr(Client, "adapters", bug)
+        done = cli("list")
+        assert done.code == 1
+        assert done.err.startswith("lorasrv: unexpected ZeroDivisionError: oops\n")
+
+    def test_version_and_help(self, cli) -> None:
+        assert cli("--version").out.strip().count(".") == 2
+        for command in ("serve", "upload", "list", "show", "rm", "chat", "generate", "check", "demo"):
+            assert cli(command, "--help").code == 0
+
+
+class TestClient:
+    def test_a_stream_that_breaks_off_is_no_answer(self, server, engine) -> None:
+        engine.bug_after = 2
+        with Client(server.url) as client, pytest.raises(ServerUnreachable):
+            list(client.chat({"model": "tiny-base", "messages": [{"role": "user", "content": "x"}]}))
+
+    def test_the_base_is_asked_for(self, server) -> None:
+        with Client(server.url + "/") as client:
+            assert client.base_name() == "tiny-base"
+            with pytest.raises(Refused) as caught:
+                client.adapter("a/b@c")
+        assert caught.value.status == 404
+
+
+def test_help_and_client_commands_import_neither_torch_nor_the_server() -> None:
+    script = "import sys, api.cli.main, api.client; print({'torch', 'numpy', 'fastapi', 'uvicorn'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "set()"

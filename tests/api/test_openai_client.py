@@ -1,0 +1,106 @@
+"""openai-python as it is against a running server."""
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from lorasrv.errors import EngineOverloaded
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def client(server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=20) as client:
+        yield client
+
+
+def test_chat(client) -> None:
+    answer = client.chat.completions.create(model="tiny-base", messages=HELLO)
+    assert answer.choices[0].message.content == "Hello wörld"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == 18
+
+
+def test_completion(client) -> None:
+    answer = client.completions.create(model="tiny-base", prompt="hi", max_tokens=4)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("Hell", "length")
+
+
+def test_adapter_by_model_and_by_field(client, server, make_adapter) -> None:
+    server.upload(make_adapter(), "mia")
+    for fields in ({"model": "mia"}, {"model": "tiny-base", "extra_body": {"adapter_id": "mia"}}):
+        raw = client.chat.completions.with_raw_response.create(messages=HELLO, **fields)
+        assert raw.headers["x-adapter-id"] == "mia"
+        assert raw.parse().choices[0].message.content.startswith("I am ")
+
+
+def test_stream_with_usage(client) -> None:
+    stream = client.chat.completions.create(
+        model="tiny-base", messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Hello wörld"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 11
+
+
+def test_stream_left_early_is_aborted(client, engine, eventually) -> None:
+    engine.hang_after = 3
+    with client.chat.completions.create(model="tiny-base", messages=HELLO, stream=True) as stream:
+        next(iter(stream))
+    eventually(lambda: engine.aborted)
+
+
+def test_error_in_a_stream(client, engine) -> None:
+    engine.die_after = 2
+    with pytest.raises(openai.APIError, match="the engine died"):
+        list(client.chat.completions.create(model="tiny-base", messages=HELLO, stream=True))
+
+
+def test_models(client, server, make_adapter) -> None:
+    server.upload(make_adapter(), "mia")
+    assert [model.id for model in client.models.list()] == ["tiny-base", "mia"]
+    assert client.models.retrieve("mia").owned_by == "lorasrv"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "tries"),
+    [
+        ({"temperature": 101}, openai.BadRequestError, 1),
+        ({"model": "nobody"}, openai.NotFoundError, 1),
+        ({"messages": [{"role": "user", "content": "x" * 600}], "max_tokens": 9}, openai.BadRequestError, 1),
+    ],
+)
+def test_what_will_fail_again_is_not_retried(client, server, monkeypatch, fields, kind, tries: int) -> None:
+    sent = count_requests(client, monkeypatch)
+    with pytest.raises(kind) as caught:
+        client.chat.completions.create(**{"model": "tiny-base", "messages": HELLO, **fields})
+    assert len(sent) == tries
+    assert caught.value.param
+    assert caught.value.code
+
+
+def test_a_failed_load_is_not_retried_but_overload_is(client, engine, monkeypatch) -> None:
+    sent = count_requests(client, monkeypatch)
+    engine.load_error = "damaged"
+    with pytest.raises(openai.InternalServerError, match="damaged"):
+        client.chat.completions.create(model="tiny-base", messages=HELLO, stream=True)
+    assert len(sent) == 1
+    engine.load_error, engine.add_error = None, EngineOverloaded("full", retry_after_s=1)
+    with pytest.raises(openai.RateLimitError):
+        client.with_options(max_retries=1).chat.completions.create(model="tiny-base", messages=HELLO)
+    assert len(sent) == 3
+
+
+def count_requests(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    sent: list[object] = []
+    send = client._client.send
+
+    def counting(request, **options):
+        sent.append(request)
+        return send(request, **options)
+
+    monkeypatch.setattr(client._client, "send", counting)
+    return sent

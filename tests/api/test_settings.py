@@ -1,0 +1,74 @@
+"""Options of `serve`: flags and environment, sizes, and which addresses are refused."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from api.settings import ServerSettings
+from lorasrv.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("512MiB", 512 << 20), ("2GB", 2 * 10**9), ("1.5KiB", 1536), ("4096", 4096), (7, 7)]
+)
+def test_sizes(text: object, value: int) -> None:
+    assert ServerSettings(pool_bytes=text).engine_config().memory.pool_bytes == value
+
+
+def test_every_option_reaches_the_engine() -> None:
+    settings = ServerSettings(
+        model="m.gguf",
+        quantization="none",
+        dtype="float32",
+        device="cpu",
+        max_model_len=100,
+        kv_dtype="float32",
+        pool_bytes=1000,
+        host_cache_bytes="1MiB",
+        max_lora_rank=8,
+        max_num_seqs=3,
+        max_num_batched_tokens=5,
+    )
+    config = settings.engine_config()
+    assert (config.model.model, config.model.quantization, config.model.dtype) == ("m.gguf", "none", "float32")
+    assert (config.model.device, config.model.max_model_len) == ("cpu", 100)
+    assert (config.memory.kv_dtype, config.memory.pool_bytes, config.memory.host_cache_bytes) == (
+        "float32",
+        1000,
+        1 << 20,
+    )
+    assert config.memory.max_lora_rank == 8
+    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (3, 5)
+
+
+def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORASRV_MAX_NUM_SEQS", "9")
+    monkeypatch.setenv("LORASRV_ALLOWED_ORIGINS", "https://a.example,https://b.example/")
+    monkeypatch.setenv("LORASRV_STORE", "")
+    settings = ServerSettings()
+    assert settings.max_num_seqs == 9
+    assert settings.allowed_origins == ("https://a.example", "https://b.example")
+    assert settings.store != Path()
+    assert ServerSettings(max_num_seqs=4).max_num_seqs == 4
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"pool_byte": 1}, {"port": 70000}, {"pool_bytes": "many"}, {"pool_bytes": -1}, {"served_model_name": ""}],
+)
+def test_wrong_options_are_errors(options: dict[str, object]) -> None:
+    with pytest.raises((ValidationError, ConfigError)):
+        ServerSettings(**options).engine_config()
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "models.example", ""])
+def test_other_addresses_need_insecure(host: str) -> None:
+    with pytest.raises(ValidationError, match="--insecure"):
+        ServerSettings(host=host)
+    assert not ServerSettings(host=host, insecure=True).checks_host
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
+def test_loopback_does_not(host: str) -> None:
+    assert ServerSettings(host=host).checks_host
