@@ -135,6 +135,10 @@ class BlobDirectory:
         for directory in (self._blobs, self._blobs.parent, root):
             fsync_directory(directory)
 
+    @property
+    def is_writable(self) -> bool:
+        return os.access(self._temporary, os.W_OK | os.X_OK)
+
     def new_temporary_path(self) -> Path:
         return self._temporary / uuid.uuid4().hex
 

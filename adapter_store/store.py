@@ -105,6 +105,11 @@ class AdapterStore:
             self._closed = True
             self._undo.close()
 
+    @property
+    def is_writable(self) -> bool:
+        """Whether uploads can be taken now: open, and its folder is there and on a writable disk."""
+        return not self._closed and self._blobs.is_writable
+
     # -- blobs
 
     def blob_exists(self, digest: str) -> bool:

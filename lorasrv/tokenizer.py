@@ -42,7 +42,7 @@ class Tokenizer:
         """
         try:
             return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        except UnicodeEncodeError:
+        except (TypeError, UnicodeEncodeError):  # which of them is up to the version of the library
             raise InvalidRequest("prompt has a lone surrogate (U+D800 to U+DFFF): not text", param="prompt") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

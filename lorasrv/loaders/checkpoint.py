@@ -52,6 +52,14 @@ class WeightMeter:
         self.live_bytes -= nbytes
 
 
+def check_num_layers(spec: ModelSpec, num_tensors: int) -> None:
+    """Before anything is made for each layer: a damaged count of 2^31 layers would take all memory.
+
+    Raises CorruptModel."""
+    if spec.num_layers > num_tensors:
+        raise CorruptModel(f"the checkpoint claims {spec.num_layers} layers, but has {num_tensors} tensors")
+
+
 def check_shapes(spec: ModelSpec, found: dict[str, tuple[int, ...]]) -> None:
     """Every tensor of the spec is there and has its shape. Raises CorruptModel with the first few that do not."""
     wanted = tensor_shapes(spec)

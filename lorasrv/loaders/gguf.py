@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from lorasrv.errors import CorruptModel, UnsupportedModel
-from lorasrv.loaders.checkpoint import check_shapes
+from lorasrv.loaders.checkpoint import check_num_layers, check_shapes
 from lorasrv.loaders.ggml_types import decode
 from lorasrv.loaders.gguf_file import GgufFile
 from lorasrv.models.family import Family, detect, tensor_shapes
@@ -34,6 +34,7 @@ class GgufCheckpoint:
             raise UnsupportedModel("a GGUF model split over several files is not supported; merge it first")
         self._family: Family = detect(str(meta.get("general.architecture", "")))
         self.spec = self._with_rope_factors(self._family.spec_from_gguf(meta, self._file.tensors.keys()))
+        check_num_layers(self.spec, len(self._file.tensors))
         self._stored = {name: self._family.gguf_name(name) for name in tensor_shapes(self.spec)}
         found = {n: self._file.tensors[s].shape for n, s in self._stored.items() if s in self._file.tensors}
         check_shapes(self.spec, found)

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
-from lorasrv.loaders.checkpoint import check_shapes
+from lorasrv.loaders.checkpoint import check_num_layers, check_shapes
 from lorasrv.models.family import detect, tensor_shapes, token_ids
 from lorasrv.models.spec import ModelSpec
 from lorasrv.tokenizer_source import TokenizerJson, TokenizerSource
@@ -36,6 +36,7 @@ class HfCheckpoint:
         self._readers: dict[str, Any] = {}
         try:
             self._open_weights()
+            check_num_layers(self.spec, len(self._readers))
             check_shapes(self.spec, {name: self._shape(name) for name in self._readers})
         except BaseException:
             self.close()

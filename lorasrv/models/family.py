@@ -36,6 +36,8 @@ _FIELD_TYPES: dict[str, type] = {
     "tied_head": bool,
     "sliding_window": int,
 }
+_MAX_LAYERS = 4096
+"""A damaged count must not become a tuple of 2^31 entries."""
 _MAY_BE_ZERO = ("head_dim", "vocab_size", "sliding_window")
 _TYPE_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
@@ -193,6 +195,8 @@ class _Source:
     def _check_positive(self, field: str, key: str, value: Any) -> None:
         if not (value > 0 or (value == 0 and field in _MAY_BE_ZERO)):
             raise CorruptModel(f"{self.label}: {key} must be positive, not {value}")
+        if field == "num_layers" and value > _MAX_LAYERS:
+            raise CorruptModel(f"{self.label}: {key} {value} is more than {_MAX_LAYERS}")
 
 
 class Families:

@@ -103,6 +103,7 @@ class FakeEngine:
         self.error: str | None = None
         self.text = "Hello wörld"
         self.piece_chars = 1
+        self.ignores_adapters = False
         self.reason = FinishReason.STOP
         self.error_at_end: str | None = None
         self.hang_after: int | None = None
@@ -140,7 +141,7 @@ class FakeEngine:
             raise ContextLengthExceeded(f"{len(ids)} + {sampling.max_tokens} > {CONTEXT}", param="max_tokens")
         rid = RequestId(request_id or f"req-{next(self._numbers)}")
         self.added.append(SimpleNamespace(id=rid, prompt=ids, sampling=sampling, adapter=adapter, principal=principal))
-        text = self.text if adapter is None else f"I am {adapter[:12]}"
+        text = self.text if adapter is None or self.ignores_adapters else f"I am {adapter[:12]}"
         return FakeStream(self, rid, self._outputs(rid, text, len(ids), sampling, adapter))
 
     def _outputs(
@@ -151,7 +152,10 @@ class FakeEngine:
         timing = RequestTiming(queue_ms=1.5, load_ms=0.0 if adapter is None else 2.5)
         timing = timing if adapter is None else replace(timing, tier=AdapterTier.DISK)
         pieces = [cut[i : i + self.piece_chars] for i in range(0, len(cut), self.piece_chars)]
-        outputs = [RequestOutput(rid, piece, (i,), prompt, i + 1, timing) for i, piece in enumerate(pieces)]
+        # `_` is a token whose text is held back, as that of half a character is.
+        outputs = [
+            RequestOutput(rid, piece.replace("_", ""), (i,), prompt, i + 1, timing) for i, piece in enumerate(pieces)
+        ]
         outputs[-1] = replace(outputs[-1], finish_reason=reason, error=self.error_at_end)
         return outputs
 

@@ -17,7 +17,7 @@ class TestAdapters:
         done = cli("upload", folder, "--id", "mia", *to_server)
         assert done.code == 0
         assert done.out.startswith("registered mia@1  ")
-        assert "4 of 4 modules in 2 layers, rank 2, scaling 2, F32" in done.out
+        assert "4 of 4 modules matched in 2 layers, rank 2, scaling 2, F32" in done.out
         assert "not used: training_args.bin" in done.err
         assert "hashing done" in done.err
         assert "sending done" in done.err
@@ -113,8 +113,8 @@ class TestExitCodes:
             (["--max-num-seqs", "0"], "--max-num-seqs"),
         ],
     )
-    def test_serve_refuses_wrong_values_in_one_line(self, cli, options: list[str], says: str) -> None:
-        done = cli("serve", "--port", "0", *options)
+    def test_serve_refuses_wrong_values_in_one_line(self, cli, tmp_path, options: list[str], says: str) -> None:
+        done = cli("serve", "--port", "0", "--model", "nowhere.gguf", "--store", tmp_path, *options)
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
         assert says in done.err
 
@@ -167,3 +167,33 @@ def test_help_and_client_commands_import_neither_torch_nor_the_server() -> None:
     script = "import sys, api.cli.main, api.client; print({'torch', 'numpy', 'fastapi', 'uvicorn'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "set()"
+
+
+class TestCheck:
+    @pytest.fixture(autouse=True)
+    def tiny_base(self, store, monkeypatch) -> None:
+        monkeypatch.setattr("api.cli.check._shapes", lambda model: store.base)
+
+    def test_good(self, cli, make_adapter) -> None:
+        folder = make_adapter("given/run-1").parent
+        (folder / "run-1" / "optimizer.pt").write_bytes(b"x")
+        done = cli("check", folder)
+        assert done.code == 0
+        assert done.out.startswith("ok  ")
+        assert "4 of 4 modules matched" in done.out
+        assert done.err.splitlines() == ["found in sub-folder run-1", "not used: optimizer.pt"]
+        assert json.loads(cli("check", folder, "--json").out)["report"]["rank_max"] == 2
+
+    def test_bad(self, cli, make_adapter) -> None:
+        folder = make_adapter(use_dora=True, rank=4)
+        done = cli("check", folder, "--max-lora-rank", 3, "--json")
+        assert done.code == 1
+        codes = {problem["field"] for problem in json.loads(done.out)["problems"]}
+        assert "use_dora" in codes
+        assert len(codes) > 1
+        assert done.err.startswith("lorasrv: the adapter is refused\n  ")
+
+    def test_the_digest_is_the_servers(self, cli, server, make_adapter) -> None:
+        folder = make_adapter()
+        uploaded = server.upload(folder, "mia").json()["digest"]
+        assert uploaded == "sha256:" + json.loads(cli("check", folder, "--json").out)["report"]["digest"]

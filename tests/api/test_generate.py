@@ -136,6 +136,21 @@ class TestStreams:
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == [*range(1, 12), 11]
 
+    def test_tokens_without_text_make_no_chunk_but_count(self, server, engine) -> None:
+        engine.text = "a__b"
+        options = {"include_usage": True}
+        *chunks, last = events(server.complete(stream=True, stream_options=options).text)
+        assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b"]
+        assert last["usage"]["completion_tokens"] == 4
+        whole = server.complete().json()
+        assert (whole["choices"][0]["text"], whole["usage"]["completion_tokens"]) == ("ab", 4)
+
+    def test_continuous_usage_counts_tokens_without_text(self, server, engine) -> None:
+        engine.text = "a_b"
+        options = {"continuous_usage_stats": True}
+        chunks = events(server.complete(stream=True, stream_options=options).text)
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
+
     def test_a_failed_load_has_its_true_status(self, server, engine) -> None:
         engine.load_error = "the weights are damaged"
         for stream in (True, False):

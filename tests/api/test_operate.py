@@ -2,6 +2,7 @@
 
 import re
 import time
+from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -57,6 +58,14 @@ class TestHealth:
         engine.is_alive = False
         assert server.http.get("/health").status_code == 503
         assert server.http.get("/ready").headers["retry-after"] == "10"
+
+    def test_a_store_that_takes_no_uploads_is_alive_but_not_ready(self, server, tmp_path: Path) -> None:
+        root = tmp_path / "store"
+        (root / "tmp").rename(root / "gone")
+        assert server.http.get("/health").status_code == 200
+        assert server.http.get("/ready").json() == {"status": "store not writable"}
+        (root / "gone").rename(root / "tmp")
+        assert server.http.get("/ready").status_code == 200
 
     def test_stalled_is_not_idle(self, server, engine) -> None:
         long_ago = time.monotonic() - 1000

@@ -9,12 +9,12 @@ import sys
 import threading
 import tomllib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 PERSONA_BOTS = Path(__file__).parents[2] / "examples" / "persona_bots"
+LORASRV = Path(sys.executable).parent / "lorasrv"
 READY_SECONDS = 120.0
 
 
@@ -32,23 +32,48 @@ def heldout() -> list[str]:
     return [json.loads(line)["messages"][0]["content"] for line in lines]
 
 
-@dataclass
 class ServerProcess:
-    """`lorasrv serve` as a user starts it."""
+    """`lorasrv serve` as a user starts it; its lines are read in the background."""
 
-    process: subprocess.Popen[str]
-    url: str
-    lines: list[str]
+    def __init__(self, *arguments: str) -> None:
+        self.lines: list[str] = []
+        self._found: queue.Queue[str | None] = queue.Queue()
+        self._process = subprocess.Popen(
+            [str(LORASRV), "serve", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "NO_COLOR": "1"},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        url = self._found.get(timeout=READY_SECONDS)
+        assert url is not None, "the server ended before it was ready:\n" + "".join(self.lines)
+        self.url = url
 
     def stop(self) -> int:
-        self.process.terminate()
-        return self.process.wait(timeout=30)
+        """SIGTERM, and its exit code; again is harmless."""
+        if self._process.poll() is None:
+            self._process.terminate()
+        code = self._process.wait(timeout=30)
+        self._reader.join()
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        return code
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self.lines.append(line)
+            if match := re.search(r"http://127\.0\.0\.1:\d+", line):
+                self._found.put(match.group())
+        self._found.put(None)
 
 
 def run_cli(*arguments: str, timeout: float = 120.0) -> subprocess.CompletedProcess[str]:
     """The `lorasrv` command in a process of its own, output as lines without colours."""
     return subprocess.run(
-        [sys.executable, "-P", "-m", "api.cli.main", *arguments],
+        [str(LORASRV), *arguments],
         capture_output=True,
         text=True,
         timeout=timeout,
@@ -68,34 +93,9 @@ def start_server() -> Iterator[Callable[..., ServerProcess]]:
     started: list[ServerProcess] = []
 
     def start(store: Path, *flags: str) -> ServerProcess:
-        command = [sys.executable, "-P", "-m", "api.cli.main", "serve", "--port", "0", "--store", str(store), *flags]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env={**os.environ, "NO_COLOR": "1"}
-        )
-        server = ServerProcess(process, "", [])
-        server.url = _wait_until_ready(server)
-        started.append(server)
-        return server
+        started.append(ServerProcess("--port", "0", "--store", str(store), *flags))
+        return started[-1]
 
     yield start
     for server in started:
-        if server.process.poll() is None:
-            server.stop()
-
-
-def _wait_until_ready(server: ServerProcess) -> str:
-    """Read the process's lines until one says where it listens; go on reading in the background."""
-    found: queue.Queue[str | None] = queue.Queue()
-
-    def read() -> None:
-        assert server.process.stdout is not None
-        for line in server.process.stdout:
-            server.lines.append(line)
-            if match := re.search(r"http://127\.0\.0\.1:\d+", line):
-                found.put(match.group())
-        found.put(None)
-
-    threading.Thread(target=read, daemon=True).start()
-    url = found.get(timeout=READY_SECONDS)
-    assert url is not None, "the server ended before it was ready:\n" + "".join(server.lines)
-    return url
+        server.stop()

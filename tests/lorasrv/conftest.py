@@ -1,4 +1,4 @@
-"""Builders shared by the tests of `lorasrv`: tiny Hugging Face checkpoints with random weights, and the built-in base."""
+"""Shared builders: tiny Hugging Face checkpoints with random weights, GGUF files of them, and the built-in base."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -20,8 +20,8 @@ DATA = Path(__file__).parent / "data"
 VOCAB = 384
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
-    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']}}"
+    "{{'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 _QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

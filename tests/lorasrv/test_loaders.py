@@ -5,6 +5,7 @@ import re
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def test_gguf_undoes_the_permutation_of_q_and_k(
     source = tiny_hf_checkpoints[family](intermediate_size=96, sliding_window=None)
     wanted, ours = open_checkpoint(str(source)), open_checkpoint(str(write_gguf(source, tmp_path / "m.gguf", "F32")))
     expected, got = state_dict_fp32(wanted), state_dict_fp32(ours)
-    wanted.close(), ours.close()
+    wanted.close()
+    ours.close()
     assert got.keys() == expected.keys()
     assert all(torch.equal(got[name], expected[name]) for name in expected)
 
@@ -97,7 +99,9 @@ def test_gguf_rope_factors_reach_the_spec(
 
 
 def test_unknown_tensor_types_are_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModel, match="'blk.0.x' has GGUF type Q6_K.*known: F32, F16, Q4_0, Q4_1, Q8_0, BF16"):
+    with pytest.raises(
+        UnsupportedModel, match=r"'blk\.0\.x' has GGUF type Q6_K.*known: F32, F16, Q4_0, Q4_1, Q8_0, BF16"
+    ):
         ggml_type(14, "blk.0.x")
     with pytest.raises(UnsupportedModel, match="number 999"):
         ggml_type(999, "t")
@@ -131,10 +135,8 @@ def test_damaged_gguf_headers_raise_only_model_errors(
         raw[data.draw(st.integers(4, 12_000))] = data.draw(st.integers(0, 255))
     path = tmp_path_factory.getbasetemp() / "damaged.gguf"
     path.write_bytes(raw)
-    try:
+    with suppress(ModelError):
         open_checkpoint(str(path)).close()
-    except ModelError:
-        pass
 
 
 def patched(path: Path, offset: int, fmt: str, value: int) -> bytes:
@@ -201,7 +203,8 @@ def test_sharded_weights_equal_one_file(tiny_hf_checkpoints: Tiny) -> None:
     assert len(list(sharded.glob("*.safetensors"))) > 2
     a, b = open_checkpoint(str(whole)), open_checkpoint(str(sharded))
     ours, wanted = state_dict_fp32(b), state_dict_fp32(a)
-    a.close(), b.close()
+    a.close()
+    b.close()
     assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
     assert ours["lm_head.weight"] is ours["model.embed_tokens.weight"]
 
@@ -274,6 +277,11 @@ def pickled(path: Path) -> None:
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
 
 
+def more_layers(path: Path) -> None:
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 99}))
+
+
 NORM = "model.norm.weight"
 
 
@@ -287,6 +295,7 @@ NORM = "model.norm.weight"
         (write("config.json", '{"architectures": ["XForCausalLM"]}'), UnsupportedModel, "'XForCausalLM'"),
         (write("generation_config.json", "nul"), CorruptModel, r"generation_config\.json is not valid JSON"),
         (remove("model.safetensors"), CorruptModel, r"lacks model\.safetensors"),
+        (more_layers, CorruptModel, "claims 99 layers, but has 30 tensors"),
         (pickled, UnsupportedModel, "convert them to safetensors"),
         (truncate("model.safetensors", 5), CorruptModel, r"model\.safetensors cannot be read"),
         (truncate("model.safetensors", 60_000), CorruptModel, r"model\.safetensors cannot be read"),
@@ -331,10 +340,14 @@ def test_gguf_and_directory_tokenize_alike(llama_dir: Path, llama_gguf: Path, co
     ours, wanted = (Tokenizer.from_source(c.tokenizer_source()) for c in (b, a))
     assert [ours.encode(text) for text in corpus] == [wanted.encode(text) for text in corpus]
     assert b.tokenizer_source().special == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
-    a.close(), b.close()
+    a.close()
+    b.close()
 
 
 def test_meter_keeps_the_peak() -> None:
     meter = WeightMeter()
-    meter.add(10), meter.add(5), meter.release(12), meter.add(1)
+    meter.add(10)
+    meter.add(5)
+    meter.release(12)
+    meter.add(1)
     assert (meter.live_bytes, meter.peak_bytes) == (4, 15)

@@ -1,0 +1,17 @@
+"""Where a server is, and what counts as this machine."""
+
+import ipaddress
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 8000
+DEFAULT_SERVER = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a bind address or a Host name (without port) can only mean this machine."""
+    if host.lower() == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,109 @@
+"""The HTTP application: one factory, no state outside it."""
+
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+
+from adapter_store.errors import AdapterError
+from adapter_store.store import AdapterStore
+from api.errors import answer_for, describe
+from api.guard import Envelope, LoopbackGuard
+from api.metrics import EngineCollector
+from api.routes import adapters, generate, models, operate
+from api.services import Services
+from api.settings import ServerSettings
+from api.sse import ClientGone
+from lorasrv import __version__
+from lorasrv.errors import LorasrvError
+
+if TYPE_CHECKING:
+    from lorasrv.async_engine import AsyncEngine
+
+CLIENT_CLOSED_REQUEST = 499
+EXPOSED_HEADERS = (
+    "x-request-id",
+    "x-adapter-id",
+    "x-adapter-version",
+    "x-adapter-digest",
+    "x-adapter-tier",
+    "x-queue-ms",
+    "x-load-ms",
+)
+
+
+def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSettings) -> FastAPI:
+    """An application around a built engine, which it starts and shuts down; the store stays its giver's to close."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await engine.start()
+        try:
+            yield
+        finally:
+            await engine.shutdown()
+
+    app = FastAPI(
+        title="lorasrv",
+        version=__version__,
+        lifespan=lifespan,
+        middleware=_middleware(settings),
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.services = Services(engine, store, settings, started_s=int(time.time()))
+    app.state.registry = CollectorRegistry()
+    app.state.registry.register(EngineCollector(engine, app.state.services.base_name))
+    for module in (generate, models, adapters, operate):
+        app.include_router(module.router)
+    for kind, handler in _HANDLERS.items():
+        app.add_exception_handler(kind, handler)
+    return app
+
+
+def _middleware(settings: ServerSettings) -> list[Middleware]:
+    """Outermost first."""
+    around = [
+        Middleware(Envelope),
+        Middleware(LoopbackGuard, allowed_origins=settings.allowed_origins, checks_host=settings.checks_host),
+    ]
+    if settings.allowed_origins:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
+        )
+        around.append(cors)
+    return around
+
+
+async def _answer_error(_: Request, error: Exception) -> Response:
+    if answer_for(type(error)).status == 500 and not isinstance(error, HTTPException | RequestValidationError):
+        raise error
+    return describe(error).response()
+
+
+async def _answer_nobody(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+_HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Response]]] = {
+    HTTPException: _answer_error,
+    RequestValidationError: _answer_error,
+    LorasrvError: _answer_error,
+    AdapterError: _answer_error,
+    ClientGone: _answer_nobody,
+    ClientDisconnect: _answer_nobody,
+}

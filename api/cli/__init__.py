@@ -1,0 +1,1 @@
+"""The `lorasrv` command."""

@@ -1,0 +1,113 @@
+"""How the command line talks: results on stdout, everything else on stderr; bars for people, plain lines for files."""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DIGEST_CHARS = 12
+
+
+class ExitCode(IntEnum):
+    """What scripts may rely on."""
+
+    DONE = 0
+    REFUSED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+
+
+class CliError(Exception):
+    """Ends the command with one clear line; `details` are more lines below it."""
+
+    def __init__(self, message: str, *, details: list[str] | None = None, code: ExitCode = ExitCode.REFUSED) -> None:
+        super().__init__(message)
+        self.details = details or []
+        self.code = code
+
+
+def out() -> "Console":
+    """Where results go. Made anew each time: tests and pipes replace sys.stdout."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), highlight=False)
+
+
+def err() -> "Console":
+    """Where progress and complaints go."""
+    from rich.console import Console
+
+    return Console(file=sys.stderr, soft_wrap=True, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on stdout, at once: whoever reads a pipe waits for it."""
+    print(json.dumps(value, ensure_ascii=False), flush=True)
+
+
+def say(text: str) -> None:
+    """A line of result, as it is: no markup, no wrapping."""
+    print(text, flush=True)
+
+
+def note(text: str) -> None:
+    """A line for whoever watches."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def short_digest(digest: str) -> str:
+    """Enough of a digest to tell contents apart, and to pin one by."""
+    return digest.removeprefix("sha256:")[:DIGEST_CHARS]
+
+
+class Steps(Protocol):
+    """Told how far a slow thing has come: what is done, how much of it, and how much there is."""
+
+    def __call__(self, what: str, done: float, total: float) -> None: ...
+
+
+@contextmanager
+def progress(*, in_bytes: bool = False) -> Iterator[Steps]:
+    """A bar on a terminal; elsewhere a line when a step begins, at each quarter, and when it is done."""
+    if sys.stderr.isatty():
+        yield from _bar(in_bytes)
+    else:
+        yield _Lines()
+
+
+def _bar(in_bytes: bool) -> Iterator[Steps]:
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    amount = DownloadColumn() if in_bytes else TextColumn("{task.percentage:>3.0f} %")
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), amount, TimeElapsedColumn())
+    with Progress(*columns, console=err()) as bar:
+        tasks: dict[str, Any] = {}
+
+        def step(what: str, done: float, total: float) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield step
+
+
+class _Lines:
+    """Progress for logs."""
+
+    def __init__(self) -> None:
+        self._quarters: dict[str, int] = {}
+
+    def __call__(self, what: str, done: float, total: float) -> None:
+        quarter = int(4 * done / total) if total else 4
+        if self._quarters.get(what, -1) >= quarter:
+            return
+        if what not in self._quarters:
+            note(f"{what} ...")
+        if quarter:
+            note(f"{what}: {25 * quarter} %" if quarter < 4 else f"{what} done")
+        self._quarters[what] = quarter

@@ -1,0 +1,97 @@
+"""serve: options to settings, settings to a server."""
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from api.cli.console import CliError, ExitCode, print_json, progress, say
+from api.cli.options import JsonOption
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+    from api.server import Ready
+
+_MODEL, _MEMORY, _STEP, _NET = "Model", "Memory", "Scheduling", "Network"
+
+
+def _text(text: str, panel: str) -> Any:
+    return typer.Option(help=text, rich_help_panel=panel, show_default=False)
+
+
+def serve(
+    model: Annotated[
+        str | None, _text("Built-in name, .gguf file or Hugging Face folder. [default: smollm2-135m]", _MODEL)
+    ] = None,
+    quantization: Annotated[
+        str | None, _text("Format of the base's weights: int8 or none. [default: int8]", _MODEL)
+    ] = None,
+    dtype: Annotated[str | None, _text("Of adapters, and of the base with none: bfloat16 or float32.", _MODEL)] = None,
+    device: Annotated[str | None, _text("auto, cpu or cuda.", _MODEL)] = None,
+    served_model_name: Annotated[str | None, _text("What clients call the base.", _MODEL)] = None,
+    max_model_len: Annotated[
+        int | None, _text("Most tokens of prompt and answer. [default: the model's]", _MODEL)
+    ] = None,
+    store: Annotated[Path | None, _text("Folder of adapters. [default: ~/.local/share/lorasrv]", _MEMORY)] = None,
+    kv_dtype: Annotated[str | None, _text("Of the KV cache: auto, bfloat16 or float32.", _MEMORY)] = None,
+    pool_bytes: Annotated[
+        str | None, _text("Memory of KV and adapters, e.g. 2GiB. [default: a quarter of what is free]", _MEMORY)
+    ] = None,
+    host_cache_bytes: Annotated[str | None, _text("Host memory for adapters. [default: 1GiB]", _MEMORY)] = None,
+    max_lora_rank: Annotated[int | None, _text("Highest rank to accept. [default: 256]", _MEMORY)] = None,
+    max_num_seqs: Annotated[int | None, _text("Most requests in a step. [default: 64]", _STEP)] = None,
+    max_num_batched_tokens: Annotated[int | None, _text("Most tokens in a step. [default: 512]", _STEP)] = None,
+    host: Annotated[str | None, _text("Address to listen on. [default: 127.0.0.1]", _NET)] = None,
+    port: Annotated[int | None, _text("Port; 0 takes a free one. [default: 8000]", _NET)] = None,
+    allowed_origins: Annotated[
+        list[str] | None, _text("Origins whose web pages may use the server; may be repeated.", _NET)
+    ] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Serve other machines without keys.", rich_help_panel=_NET)
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Serve a base model and its adapters. Every option can also be set as LORASRV_NAME in the environment."""
+    given = {name: value for name, value in locals().items() if name != "as_json"}
+    # By identity: 0 equals False, and --port 0 is an answer.
+    options = {name: value for name, value in given.items() if value is not None and value is not False}
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    from pydantic import ValidationError
+
+    from api.server import run
+    from api.settings import ServerSettings
+
+    try:
+        settings = ServerSettings(**options)
+    except ValidationError as error:
+        raise CliError(_complaints(error), code=ExitCode.USAGE) from None
+    try:
+        with progress() as step:
+            run(settings, lambda what, share: step(what, share, 1.0), lambda ready: _print_ready(ready, as_json))
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        place = f"{settings.host}:{settings.port}"
+        raise CliError(f"cannot listen on {place}: {error.strerror or error}; --port 0 takes a free port") from None
+
+
+def _print_ready(ready: "Ready", as_json: bool) -> None:
+    if as_json:
+        from dataclasses import asdict
+
+        print_json({"event": "ready", **asdict(ready)})
+        return
+    pool = f"pool {ready.pool_bytes / 2**20:.0f} MiB ({ready.pages} pages)"
+    say(f"ready: {ready.url}  model {ready.model} ({ready.quantization})  {pool}  in {ready.seconds:.1f} s")
+
+
+def _complaints(error: "ValidationError") -> str:
+    """One line: each wrong option and why."""
+    lines = []
+    for problem in error.errors():
+        flag = "".join(f"--{part}".replace("_", "-") for part in problem["loc"][:1])
+        message = problem["msg"].removeprefix("Value error, ")
+        lines.append(f"{flag}: {message}" if flag else message)
+    return "; ".join(lines)

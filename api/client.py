@@ -1,0 +1,197 @@
+"""A small client of the server, for the command line: uploads, lists, streams. No torch, no engine."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote, urlsplit
+
+import httpx2
+
+from adapter_store.peft_dir import PeftDir, digest_file
+from api.address import DEFAULT_SERVER, is_loopback
+
+CHUNK_BYTES = 1 << 20
+# An answer may wait long for its first token on a busy server; connecting may not.
+TIMEOUT = httpx2.Timeout(600.0, connect=5.0)
+
+ByteProgress = Callable[[str, int, int], None]
+"""Called with what is done (hashing, sending), bytes done and bytes in all."""
+
+
+class ServerUnreachable(Exception):
+    """Nothing answers at the server's address, or it stopped answering."""
+
+
+class Refused(Exception):
+    """The server said no. `error` is the body's error object."""
+
+    def __init__(self, status: int, error: Mapping[str, Any]) -> None:
+        super().__init__(str(error.get("message") or f"the server answered {status}"))
+        self.status = status
+        self.error = error
+
+    @property
+    def problems(self) -> list[str]:
+        """Every problem of a refused adapter, a line each."""
+        return [problem_line(problem) for problem in self.error.get("details") or []]
+
+
+def problem_line(problem: Mapping[str, Any]) -> str:
+    """`where: what is wrong (code)`."""
+    where = f"{problem['field']}: " if problem["field"] else ""
+    return f"{where}{problem['message']} ({problem['code']})"
+
+
+@dataclass
+class StreamedAnswer:
+    """An answer as it arrives: iterate for pieces of text; the rest is known when the iteration ends."""
+
+    headers: Mapping[str, str]
+    events: Iterator[Mapping[str, Any]]
+    usage: dict[str, Any] = field(default_factory=dict)
+    finish_reason: str | None = None
+
+    def __iter__(self) -> Iterator[str]:
+        for payload in self.events:
+            if "error" in payload:
+                raise Refused(500, payload["error"])
+            self.usage = payload.get("usage") or self.usage
+            for choice in payload["choices"]:
+                self.finish_reason = choice["finish_reason"] or self.finish_reason
+                if text := choice["delta"].get("content"):
+                    yield text
+
+
+class Client:
+    """One server. Its methods return parsed JSON.
+
+    Raises (all methods):
+        ServerUnreachable, Refused.
+    """
+
+    def __init__(self, url: str = DEFAULT_SERVER) -> None:
+        self.url = url.rstrip("/")
+        # A proxy from the environment has no business with this machine's own address.
+        trust_env = not is_loopback(urlsplit(self.url).hostname or "")
+        self._http = httpx2.Client(base_url=self.url, timeout=TIMEOUT, trust_env=trust_env)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._http.close()
+
+    def base_name(self) -> str:
+        """What the server calls its base."""
+        return str(self._json("GET", "/v1/models", params={"limit": 1})["data"][0]["id"])
+
+    def adapters(self) -> list[dict[str, Any]]:
+        adapters: list[dict[str, Any]] = self._json("GET", "/v1/adapters")["data"]
+        return adapters
+
+    def adapter(self, adapter_id: str) -> dict[str, Any]:
+        return self._json("GET", f"/v1/adapters/{quote(adapter_id, safe='')}")
+
+    def delete(self, reference: str) -> dict[str, Any]:
+        return self._json("DELETE", f"/v1/adapters/{quote(reference, safe='')}")
+
+    def upload(
+        self, peft: PeftDir, adapter_id: str, *, if_not_exists: bool = False, progress: ByteProgress | None = None
+    ) -> dict[str, Any]:
+        """Hash the weights, send them, register them; the server's report."""
+        tell = progress or (lambda *_: None)
+        digest = digest_file(peft.weights_path, lambda done, total: tell("hashing", done, total))
+        length = peft.weights_path.stat().st_size
+        self._json(
+            "PUT",
+            f"/v1/blobs/sha256:{digest}",
+            content=_read_chunks(peft.weights_path, lambda done: tell("sending", done, length)),
+            headers={"content-length": str(length), "content-type": "application/octet-stream"},
+        )
+        body = {
+            "id": adapter_id,
+            "config": peft.config,
+            "weights": f"sha256:{digest}",
+            "if_not_exists": if_not_exists,
+        }
+        return self._json("POST", "/v1/adapters", json=body)
+
+    def chat(self, body: Mapping[str, Any]) -> StreamedAnswer:
+        """Ask, streaming; `body` as OpenAI has it, without the stream fields."""
+        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        request = self._http.build_request("POST", "/v1/chat/completions", json=asked)
+        with _reaching(self.url):
+            response = self._http.send(request, stream=True)
+            if response.status_code >= 400:
+                response.read()
+                raise _refusal(response)
+        return StreamedAnswer(dict(response.headers), self._events(response))
+
+    def _events(self, response: httpx2.Response) -> Iterator[Mapping[str, Any]]:
+        try:
+            with _reaching(self.url):
+                for line in response.iter_lines():
+                    if line == "data: [DONE]":
+                        return
+                    if line.startswith("data: "):
+                        yield json.loads(line[len("data: ") :])
+                raise ServerUnreachable(f"the server at {self.url} closed the stream before its end")
+        finally:
+            response.close()
+
+    def _json(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+        with _reaching(self.url):
+            response = self._http.request(method, path, **request)
+        if response.status_code >= 400:
+            raise _refusal(response)
+        try:
+            content = response.json()
+        except ValueError:
+            raise ServerUnreachable(f"what answers at {self.url} is not lorasrv") from None
+        assert isinstance(content, dict)
+        return content
+
+
+class _reaching:  # noqa: N801 - used as a statement
+    """Turns what the network says into ServerUnreachable."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
+            raise ServerUnreachable(f"no server answers at {self._url}; start one with: lorasrv serve") from None
+        if isinstance(error, httpx2.InvalidURL | httpx2.UnsupportedProtocol):
+            raise ServerUnreachable(f"{self._url} is no server address; expected http://HOST:PORT") from None
+        if isinstance(error, httpx2.HTTPError):
+            reason = str(error) or type(error).__name__
+            raise ServerUnreachable(f"the server at {self._url} stopped answering: {reason}") from None
+
+
+def _refusal(response: httpx2.Response) -> Refused:
+    try:
+        error = response.json()["error"]
+    except (ValueError, KeyError, TypeError):
+        error = None
+    if not isinstance(error, dict):
+        error = {"message": f"the server answered {response.status_code} {response.reason_phrase}"}
+    return Refused(response.status_code, error)
+
+
+def _read_chunks(path: Path, progress: Callable[[int], None]) -> Iterator[bytes]:
+    done = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
+            done += len(chunk)
+            progress(done)

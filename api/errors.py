@@ -1,0 +1,180 @@
+"""Which exception is which HTTP answer. The only place that knows; a test walks all exception classes through it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from adapter_store import errors as store_errors
+from lorasrv import errors as engine_errors
+
+MAX_SHOWN_PROBLEMS = 3
+INVALID = "invalid_request_error"
+SERVER = "server_error"
+INTERNAL_MESSAGE = "internal error; the server's log tells more under this request's x-request-id"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """How a class of exceptions is answered.
+
+    `retry` False sends `x-should-retry: false`: openai-python repeats every 409, 429 and 5xx that does not, and a
+    failure that will come again would cost three times the work. `message` replaces the exception's own where that
+    one may hold a path or other matters of the operator.
+    """
+
+    status: int
+    code: str
+    type: str = INVALID
+    param: str | None = None
+    retry: bool = True
+    retry_after_s: float | None = None
+    message: str | None = None
+
+
+ANSWERS: Mapping[type[Exception], Answer] = {
+    engine_errors.LorasrvError: Answer(500, "internal_error", SERVER, message=INTERNAL_MESSAGE),
+    engine_errors.InvalidRequest: Answer(400, "invalid_value"),
+    engine_errors.ContextLengthExceeded: Answer(400, "context_length_exceeded"),
+    engine_errors.ModelError: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
+    engine_errors.ModelNotFound: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
+    engine_errors.UnsupportedModel: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
+    engine_errors.CorruptModel: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
+    engine_errors.ConfigError: Answer(500, "config_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
+    engine_errors.AdapterLoadFailed: Answer(503, "adapter_load_failed", SERVER, retry=False),
+    engine_errors.EngineOverloaded: Answer(429, "server_overloaded", "rate_limit_error", retry_after_s=1.0),
+    engine_errors.EngineDead: Answer(503, "engine_dead", SERVER, retry_after_s=10.0),
+    store_errors.AdapterError: Answer(500, "internal_error", SERVER, message=INTERNAL_MESSAGE),
+    store_errors.AdapterNotFound: Answer(404, "model_not_found", param="model"),
+    store_errors.InvalidAdapterId: Answer(400, "invalid_adapter_id", param="id"),
+    store_errors.AdapterInvalid: Answer(422, "invalid_adapter"),
+    store_errors.AdapterExists: Answer(409, "adapter_exists", param="id", retry=False),
+    store_errors.AdapterCorrupt: Answer(503, "adapter_corrupt", SERVER, retry=False),
+    store_errors.InvalidDigest: Answer(400, "invalid_digest", param="digest"),
+    store_errors.BlobNotFound: Answer(404, "blob_not_found", param="weights"),
+    store_errors.BlobTooLarge: Answer(413, "blob_too_large"),
+    store_errors.BlobLengthMismatch: Answer(400, "length_mismatch"),
+    store_errors.DigestMismatch: Answer(400, "digest_mismatch"),
+    store_errors.StoreFull: Answer(
+        507, "store_full", SERVER, retry=False, message="the disk of the adapter store is full; nothing was stored"
+    ),
+    store_errors.StoreLocked: Answer(
+        503, "store_locked", SERVER, retry_after_s=10.0, message="another server uses the adapter store"
+    ),
+    store_errors.StoreUnusable: Answer(
+        503,
+        "store_unusable",
+        SERVER,
+        retry=False,
+        message="the adapter store cannot be used; the server's log says why",
+    ),
+}
+
+
+class ApiError(HTTPException):
+    """An answer that the HTTP layer itself decides on."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
+        self.code = code
+        self.param = param
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An exception as HTTP says it: status, headers and the OpenAI-shaped body."""
+
+    status: int
+    body: dict[str, Any]
+    headers: Mapping[str, str]
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, dict(self.headers))
+
+
+def describe(error: Exception, *, param: str | None = None) -> Failure:
+    """Any exception as an answer; `param` overrides the field that it is about."""
+    if isinstance(error, HTTPException):
+        return _describe_http(error)
+    if isinstance(error, RequestValidationError):
+        return _describe_validation(error)
+    answer = answer_for(type(error))
+    message = answer.message or str(error)
+    shown = param or getattr(error, "param", None) or answer.param
+    body = error_body(message, answer.type, shown, answer.code)
+    if isinstance(error, store_errors.AdapterInvalid):
+        body["error"]["details"] = [problem.to_dict() for problem in error.problems]
+        body["error"]["param"] = error.problems[0].field or None
+    return Failure(answer.status, body, _retry_headers(answer, error))
+
+
+def answer_for(kind: type[BaseException]) -> Answer:
+    """The answer of the nearest known ancestor; what nobody foresaw is an internal error."""
+    for ancestor in kind.__mro__:
+        if ancestor in ANSWERS:
+            return ANSWERS[ancestor]
+    return Answer(500, "internal_error", SERVER, message=INTERNAL_MESSAGE)
+
+
+def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """The OpenAI error shape."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def _retry_headers(answer: Answer, error: Exception) -> dict[str, str]:
+    seconds = getattr(error, "retry_after_s", answer.retry_after_s)
+    headers = {} if seconds is None else {"retry-after": str(max(1, round(seconds)))}
+    return headers if answer.retry else {**headers, "x-should-retry": "false"}
+
+
+_HTTP_CODES = {
+    400: "invalid_value",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    411: "length_required",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+}
+
+
+def _describe_http(error: HTTPException) -> Failure:
+    code = error.code if isinstance(error, ApiError) else _HTTP_CODES.get(error.status_code)
+    param = error.param if isinstance(error, ApiError) else None
+    kind = INVALID if error.status_code < 500 else SERVER
+    body = error_body(str(error.detail), kind, param, code)
+    return Failure(error.status_code, body, dict(error.headers or {}))
+
+
+def _describe_validation(error: RequestValidationError) -> Failure:
+    """400 and not FastAPI's 422: clients made for OpenAI's API look for that."""
+    problems = [(field_name(problem["loc"]), problem["msg"]) for problem in error.errors()]
+    shown = [f"{name}: {message}" if name else message for name, message in problems[:MAX_SHOWN_PROBLEMS]]
+    if len(problems) > MAX_SHOWN_PROBLEMS:
+        shown.append(f"and {len(problems) - MAX_SHOWN_PROBLEMS} more")
+    return Failure(400, error_body("; ".join(shown), INVALID, problems[0][0] or None, "invalid_value"), {})
+
+
+def field_name(location: tuple[int | str, ...]) -> str:
+    """A field's name as the client wrote it: `messages[0].role`. Names of union branches are left out."""
+    name = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in _BRANCHES:
+            name += f".{part}" if name else part
+    return name
+
+
+_BRANCHES = frozenset({"str", "int", "float", "bool", "constrained"})

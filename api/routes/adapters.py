@@ -1,0 +1,119 @@
+"""Uploading, listing and removing adapters."""
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
+
+from adapter_store.blobs import BlobUpload
+from adapter_store.records import AdapterRecord, Registration
+from api.errors import ApiError
+from api.json_body import JsonRoute
+from api.schemas.adapters import AdapterBody
+from api.services import ServicesDep
+
+router = APIRouter(route_class=JsonRoute)
+
+# A hop to a worker thread costs about 50 us: not for every 64 KiB that the socket brings.
+WRITE_BYTES = 1 << 20
+
+NotBuilt = Annotated[Literal["false", "0", ""] | None, "a switch that is refused unless it is off"]
+
+
+@router.put("/v1/blobs/sha256:{digest}")
+async def put_blob(digest: str, request: Request, services: ServicesDep) -> JSONResponse:
+    """Store weights under their digest. Bytes that are there already are written once more: that repairs a bad disk."""
+    length = _content_length(request)
+    known = await run_in_threadpool(services.store.blob_exists, digest)
+    upload = await run_in_threadpool(services.store.open_blob, digest, length)
+    try:
+        await _receive(request, upload)
+        await run_in_threadpool(upload.commit)
+    finally:
+        # Not in a thread: a cancelled request (the client went away) may not wait for one. It closes and unlinks.
+        upload.abort()
+    body = {"object": "blob", "digest": f"sha256:{digest}", "bytes": length, "created": not known}
+    return JSONResponse(body, 200 if known else 201)
+
+
+@router.post("/v1/adapters")
+async def register(body: AdapterBody, services: ServicesDep) -> JSONResponse:
+    """Check uploaded weights and give them an id: 201 for a new version, 200 if the id had this content already."""
+    body.refuse_unbuilt()
+    done: Registration = await run_in_threadpool(
+        services.store.register, body.id, body.config, body.weights, if_not_exists=body.if_not_exists
+    )
+    content = {
+        "object": "adapter",
+        "id": done.ref.adapter_id,
+        "version": done.ref.version,
+        "digest": f"sha256:{done.ref.key}",
+        "created": done.created,
+        "report": done.report.to_dict(),
+    }
+    return JSONResponse(content, 201 if done.created else 200)
+
+
+@router.get("/v1/adapters")
+async def list_adapters(services: ServicesDep) -> dict[str, Any]:
+    """Every id with its versions."""
+    records = await run_in_threadpool(services.store.list_adapters)
+    return {"object": "list", "data": [_as_json(record) for record in records]}
+
+
+@router.get("/v1/adapters/{adapter_id}")
+async def show_adapter(adapter_id: str, services: ServicesDep) -> dict[str, Any]:
+    """One id with its versions and the upload report of the current one."""
+    record = await run_in_threadpool(services.store.get, adapter_id)
+    report = await run_in_threadpool(services.store.report, record.key)
+    return {**_as_json(record), "report": report.to_dict()}
+
+
+@router.delete("/v1/adapters/{reference}", status_code=202)
+async def delete_adapter(
+    reference: str, services: ServicesDep, wait: NotBuilt = None, force: NotBuilt = None
+) -> dict[str, Any]:
+    """Forget an id, or one version (`mia@3`). Running requests finish on what they started with."""
+    removed = await run_in_threadpool(services.store.delete, reference)
+    return {"object": "adapter.deleted", "id": reference, "deleted": True, "versions_removed": removed}
+
+
+async def _receive(request: Request, upload: BlobUpload) -> None:
+    pending = bytearray()
+    async for chunk in request.stream():
+        pending += chunk
+        if len(pending) >= WRITE_BYTES:
+            await run_in_threadpool(upload.write, bytes(pending))
+            pending.clear()
+    await run_in_threadpool(upload.write, bytes(pending))
+
+
+def _content_length(request: Request) -> int:
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError(415, "compressed bodies are not accepted", code="unsupported_media_type")
+    text = request.headers.get("content-length", "")
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        raise ApiError(411, "Content-Length is required: how many bytes the file has", code="length_required")
+    return int(text)
+
+
+def _as_json(record: AdapterRecord) -> dict[str, Any]:
+    versions = [
+        {
+            "version": v.version,
+            "digest": f"sha256:{v.key}",
+            "created": int(v.created_s),
+            "rank": v.rank_max,
+            "bytes": v.bytes,
+        }
+        for v in record.versions
+    ]
+    return {
+        "object": "adapter",
+        "id": record.adapter_id,
+        "version": record.current_version,
+        "digest": f"sha256:{record.key}",
+        "created": int(record.created_s),
+        "versions": versions,
+    }

@@ -1,0 +1,149 @@
+"""A serving process: address, store, model, HTTP, in the order in which failing early is cheapest."""
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import TYPE_CHECKING
+
+import uvicorn
+
+from api.app import create_app
+from api.settings import ServerSettings
+from lorasrv.config import EngineConfig
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from adapter_store.store import AdapterStore
+    from lorasrv.async_engine import AsyncEngine
+
+# Streams get this long to end by themselves when the server is told to stop.
+GRACE_S = 5
+Progress = Callable[[str, float], None]
+"""Told what is being done and how much of it is, from 0 to 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What a server that has just begun to answer tells whoever started it."""
+
+    url: str
+    model: str
+    quantization: str
+    pool_bytes: int
+    pages: int
+    seconds: float
+
+
+def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready], None]) -> None:
+    """Serve until SIGINT or SIGTERM, then end cleanly; both also end a server that is still loading.
+
+    Raises:
+        LorasrvError, AdapterError: model, options or store do not serve.
+        OSError: the address cannot be had.
+    """
+    started = time.monotonic()
+    config = settings.engine_config()
+    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        with bind(settings.host, settings.port) as listener:
+            _serve(settings, config, listener, progress, on_ready, started)
+    except KeyboardInterrupt:
+        return
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Take the address at once, before seconds go into loading; until it listens, clients are refused."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _serve(
+    settings: ServerSettings,
+    config: EngineConfig,
+    listener: socket.socket,
+    progress: Progress,
+    on_ready: Callable[[Ready], None],
+    started: float,
+) -> None:
+    progress("importing torch", 0.0)
+    # Before torch: its OpenMP threads would otherwise spin between steps, and starve the event loop on few cores.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from lorasrv.async_engine import AsyncEngine
+
+    progress("importing torch", 1.0)
+    with _open_store(settings) as store:
+        # One bar for the whole load, not one for each of its layers.
+        engine = AsyncEngine.build(config, store, lambda _, share: progress("loading the model", share))
+        app = create_app(engine, store, settings)
+
+        def tell_ready() -> None:
+            on_ready(_ready(settings, engine, listener, time.monotonic() - started))
+
+        _Uvicorn(app, tell_ready).run(sockets=[listener])
+
+
+def _open_store(settings: ServerSettings) -> "AdapterStore":
+    from adapter_store.store import AdapterStore
+    from lorasrv.base_shapes import base_shapes
+    from lorasrv.loaders import open_checkpoint
+
+    checkpoint = open_checkpoint(settings.model)
+    try:
+        name = settings.served_model_name or checkpoint.name
+        shapes = replace(base_shapes(checkpoint.spec), name=name)
+    finally:
+        checkpoint.close()
+    return AdapterStore(
+        settings.store.expanduser(), shapes, max_lora_rank=settings.max_lora_rank, reserved_ids=frozenset({name})
+    )
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn that says when it has begun to answer."""
+
+    def __init__(self, app: "FastAPI", on_started: Callable[[], None]) -> None:
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+        )
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_started()
+
+
+def _ready(settings: ServerSettings, engine: "AsyncEngine", listener: socket.socket, seconds: float) -> Ready:
+    host, port = listener.getsockname()[:2]
+    snapshot = engine.metrics.snapshot()
+    return Ready(
+        url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
+        model=settings.served_model_name or engine.model_name,
+        quantization=settings.quantization,
+        pool_bytes=snapshot.pool_bytes,
+        pages=snapshot.pages_total,
+        seconds=round(seconds, 2),
+    )
+
+
+def _interrupt(_: int, __: FrameType | None) -> None:
+    # While uvicorn serves it has handlers of its own; it raises the signal again, to these, once it has shut down.
+    raise KeyboardInterrupt

@@ -1,0 +1,83 @@
+"""What `lorasrv serve` is told, by flags or by LORASRV_* variables, and what the engine is built from."""
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from api.address import DEFAULT_HOST, DEFAULT_PORT, is_loopback
+from lorasrv.config import (
+    BUILTIN_MODEL,
+    EngineConfig,
+    MemoryOptions,
+    ModelOptions,
+    SchedulerOptions,
+    default_store_dir,
+)
+
+DEFAULT_ALLOWED_ORIGINS: tuple[str, ...] = ()
+
+_MODEL = ModelOptions()
+_MEMORY = MemoryOptions()
+_SCHEDULER = SchedulerOptions()
+
+
+class ServerSettings(BaseSettings):
+    """Every option of `serve`. Field names are the flags' with underscores; sizes take 512MiB, 2GB or plain bytes."""
+
+    model_config = SettingsConfigDict(env_prefix="LORASRV_", extra="forbid", frozen=True, env_ignore_empty=True)
+
+    model: str = BUILTIN_MODEL
+    quantization: str = _MODEL.quantization
+    dtype: str = _MODEL.dtype
+    device: str = _MODEL.device
+    served_model_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+    max_model_len: int | None = None
+    store: Path = Field(default_factory=default_store_dir)
+    host: str = DEFAULT_HOST
+    port: Annotated[int, Field(ge=0, le=65535)] = DEFAULT_PORT
+    kv_dtype: str = _MEMORY.kv_dtype
+    pool_bytes: ByteSize | None = None
+    host_cache_bytes: ByteSize = ByteSize(_MEMORY.host_cache_bytes)
+    max_lora_rank: int = _MEMORY.max_lora_rank
+    max_num_seqs: int = _SCHEDULER.max_num_seqs
+    max_num_batched_tokens: int = _SCHEDULER.max_num_batched_tokens
+    allowed_origins: Annotated[tuple[str, ...], NoDecode] = DEFAULT_ALLOWED_ORIGINS
+    insecure: bool = False
+
+    @field_validator("allowed_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, value: object) -> object:
+        """One string may hold several origins, separated by commas."""
+        parts = [value] if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple):
+            return value
+        return tuple(origin.strip().rstrip("/") for part in parts for origin in str(part).split(",") if origin.strip())
+
+    @model_validator(mode="after")
+    def _address_is_guarded(self) -> Self:
+        if not self.insecure and not is_loopback(self.host):
+            raise ValueError(
+                f"--host {self.host} opens the server to other machines without any key; "
+                "add --insecure if that is what you want, or leave --host at 127.0.0.1"
+            )
+        return self
+
+    @property
+    def checks_host(self) -> bool:
+        """Whether requests must name a loopback Host: only programs of this machine are served."""
+        return is_loopback(self.host) and not self.insecure
+
+    def engine_config(self) -> EngineConfig:
+        """Raises: ConfigError: a value is out of range; names the flag."""
+        return EngineConfig(
+            model=ModelOptions(self.model, self.quantization, self.dtype, self.device, self.max_model_len),
+            memory=MemoryOptions(
+                pool_bytes=None if self.pool_bytes is None else int(self.pool_bytes),
+                kv_dtype=self.kv_dtype,
+                host_cache_bytes=int(self.host_cache_bytes),
+                max_lora_rank=self.max_lora_rank,
+            ),
+            scheduler=SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens),
+        )
