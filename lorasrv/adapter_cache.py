@@ -1,7 +1,7 @@
 """Which adapters are resident in the pool, on which pages, and who needs them there. The one owner of residency.
 
-A pinned adapter is never evicted; the others are a cache, least recently used first out. An evicted adapter still has
-its host copy, so eviction is always allowed.
+A pinned adapter is never evicted; the others are a cache, least recently used first out. An evicted adapter comes back
+from its host copy, or from the store.
 """
 
 from collections import OrderedDict
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
 from lorasrv.page_pool import PagePool
-from sgmv_kernels.layout import AdapterLayout, PlacedAdapter, Run
+from sgmv_kernels.layout import AdapterLayout, PlacedAdapter
 
 
 @dataclass(slots=True)
@@ -68,7 +68,7 @@ class AdapterCache:
         if self._pool.num_free + self._num_idle_pages() < needed:
             return None
         while True:
-            if self._pool.num_free >= needed and (placed := self._try_place(layout)):
+            if self._pool.num_free >= needed and (placed := self._try_place(layout, keep_free)):
                 self._residents[key] = _Resident(placed)
                 return placed
             if not self.evict_idle():
@@ -96,23 +96,27 @@ class AdapterCache:
     def _num_idle_pages(self) -> int:
         return sum(count for r in self._residents.values() if not r.pins for _, count in r.placed.runs)
 
-    def _try_place(self, layout: AdapterLayout) -> PlacedAdapter | None:
+    def _try_place(self, layout: AdapterLayout, keep_free: int) -> PlacedAdapter | None:
         run = self._pool.allocate_run(self.pages_for(layout))
         if run is not None:
             placed = layout.place([run], self._page_bytes)
             assert placed is not None, "one run of the layout's own size always fits"
             return placed
-        return self._place_in_pieces(layout)
+        return self._place_in_pieces(layout, keep_free)
 
-    def _place_in_pieces(self, layout: AdapterLayout) -> PlacedAdapter | None:
-        """Split at panel borders over the longest free runs, as few as will do."""
-        runs: list[Run] = []
-        for run in sorted(self._pool.free_runs_from_top(), key=lambda r: -r[1]):
-            runs.append(run)
-            placed = layout.place(runs, self._page_bytes)
-            if placed is not None:
-                placed = placed.trimmed()
-                for used in placed.runs:
-                    self._pool.take_run(used)
-                return placed
-        return None
+    def _place_in_pieces(self, layout: AdapterLayout, keep_free: int) -> PlacedAdapter | None:
+        """Split at panel borders over the longest free runs. Ends of runs are lost, so it may take a few pages more.
+
+        Runs come longest first, so a panel that does not fit the next one fits none: there is at most one a panel.
+        """
+        num_panels = max(len(sizes) for sizes in layout.panel_bytes)
+        runs = sorted(self._pool.free_runs_from_top(), key=lambda run: -run[1])[:num_panels]
+        placed = layout.place(runs, self._page_bytes)
+        if placed is None:
+            return None
+        placed = placed.trimmed()
+        if self._pool.num_free - len(placed.pages) < keep_free:
+            return None
+        for used in placed.runs:
+            self._pool.take_run(used)
+        return placed

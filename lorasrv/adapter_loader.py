@@ -20,11 +20,11 @@ from adapter_store.store import AdapterStore
 from lorasrv.adapter_pack import PackedAdapter, pack_adapter
 from lorasrv.base_shapes import adapter_layout
 from lorasrv.models.spec import ModelSpec
-from lorasrv.request import AdapterTier
 from sgmv_kernels.layout import LAYOUT_VERSION, AdapterLayout
 
 _LOG = logging.getLogger(__name__)
 NUM_LOADER_THREADS = 2
+NUM_CACHED_LAYOUTS = 1024
 
 
 class AdapterSource:
@@ -37,15 +37,15 @@ class AdapterSource:
         self._host_cache = host_cache
         self._spec = spec
         self._dtype = dtype
-        self.layout = lru_cache(maxsize=65536)(self._layout)
+        self.layout = lru_cache(maxsize=NUM_CACHED_LAYOUTS)(self._layout)
 
     @property
     def host_cache_bytes(self) -> int:
         return self._host_cache.stats().bytes_used
 
-    def tier(self, key: AdapterKey) -> AdapterTier:
-        """Where an adapter that is not resident would come from."""
-        return AdapterTier.HOST if self._cache_key(key) in self._host_cache else AdapterTier.DISK
+    def cached(self, key: AdapterKey) -> PackedAdapter | None:
+        """The packed adapter if it is in host memory; never waits for a disk."""
+        return self._host_cache.get(self._cache_key(key))
 
     def fetch(self, key: AdapterKey) -> PackedAdapter:
         """The packed adapter, from host memory if it is there.
@@ -54,7 +54,7 @@ class AdapterSource:
             AdapterError: it is not in the store any more, or damaged.
             OSError: the disk failed.
         """
-        cached = self._host_cache.get(self._cache_key(key))
+        cached = self.cached(key)
         if cached is not None:
             return cached
         packed = pack_adapter(self._spec, self.layout(key), self._store.load(key), self._dtype)

@@ -5,6 +5,7 @@ them. Every accepted request ends with exactly one finished output, also when th
 """
 
 import asyncio
+import itertools
 import logging
 import queue
 import secrets
@@ -19,7 +20,7 @@ from lorasrv.build import BuiltModel, Progress, build
 from lorasrv.config import EngineConfig
 from lorasrv.detokenizer import Detokenizer
 from lorasrv.engine import Engine
-from lorasrv.errors import AdapterLoadFailed, EngineDead, InvalidRequest
+from lorasrv.errors import AdapterLoadFailed, EngineDead, EngineOverloaded, InvalidRequest
 from lorasrv.loaders import open_checkpoint
 from lorasrv.output import OutputProcessor
 from lorasrv.request import AddRequest, EngineOutput, RequestId, RequestOutput, SamplingParams
@@ -29,8 +30,11 @@ _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Abort:
+class _End:
+    """A stream has ended before its request: the client left, or a stop string was met."""
+
     request_id: RequestId
+    stopped: bool
 
 
 class _Wake:
@@ -41,7 +45,7 @@ class _Stop:
     """The server ends."""
 
 
-_Message = AddRequest | _Abort | _Wake | _Stop
+_Message = AddRequest | _End | _Wake | _Stop
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
@@ -57,7 +61,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         self.num_prompt_tokens = prompt
         self._engine = engine
         self._processor = processor
-        self._outputs: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+        self._outputs: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
         self._finished = False
 
     def __aiter__(self) -> "RequestStream":
@@ -67,6 +71,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
         if self._finished and self._outputs.empty():
             raise StopAsyncIteration
         output = await self._outputs.get()
+        if output is None:
+            raise StopAsyncIteration
         if isinstance(output, Exception):
             raise output
         return output
@@ -75,14 +81,18 @@ class RequestStream(AsyncIterator[RequestOutput]):
         """End the request if it has not ended."""
         if not self._finished:
             self._finished = True
-            self._engine.forget(self.request_id, abort=True)
+            self._engine.forget(self.request_id)
+            self._engine.end(self.request_id, stopped=False)
+            self._outputs.put_nowait(None)
 
     def deliver(self, output: EngineOutput) -> None:
         """Take one step's output, in the event loop."""
         result = self._processor.process(output)
         if result.finished:
             self._finished = True
-            self._engine.forget(self.request_id, abort=output.finish_reason is None)
+            self._engine.forget(self.request_id)
+            if output.finish_reason is None:
+                self._engine.end(self.request_id, stopped=True)
         if result.error is not None and not result.num_generated_tokens:
             self._outputs.put_nowait(AdapterLoadFailed(result.error))
         else:
@@ -97,7 +107,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 class AsyncEngine:
     """The engine as a server sees it. Methods are for the event loop's thread."""
 
-    def __init__(self, model: BuiltModel, model_name: str) -> None:
+    def __init__(self, model: BuiltModel, model_name: str, max_queued: int) -> None:
         self.model_name = model_name
         self.spec = model.spec
         self.tokenizer: Tokenizer = model.tokenizer
@@ -105,6 +115,8 @@ class AsyncEngine:
         self.max_model_len = model.parts.max_model_len
         self.page_size_tokens = model.parts.kv.page_size
         self.error: str | None = None
+        self._max_queued = max_queued
+        self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         loader: Loader | None = None
         if model.parts.source is not None:
@@ -122,7 +134,8 @@ class AsyncEngine:
         """Load the model (seconds; call it in a thread). Raises ModelError or ConfigError."""
         checkpoint = open_checkpoint(config.model.model)
         try:
-            return cls(build(checkpoint, config, store, progress), checkpoint.name)
+            built = build(checkpoint, config, store, progress)
+            return cls(built, checkpoint.name, config.scheduler.max_num_queued_seqs)
         finally:
             checkpoint.close()
 
@@ -141,8 +154,8 @@ class AsyncEngine:
         if self._thread.is_alive():
             self._inbox.put(_Stop())
             await asyncio.to_thread(self._thread.join)
-        self._engine.close()
         self._fail_all("the server is shutting down")
+        await asyncio.to_thread(self._engine.close)
 
     async def add(
         self,
@@ -157,25 +170,27 @@ class AsyncEngine:
 
         Args:
             prompt: text, or token ids as they are.
-            sampling: `max_tokens` None takes the rest of the context.
+            sampling: `max_tokens` None takes the rest of the context, or of the pool.
+            request_id: a label for logs; the engine's own id is made unique.
             adapter: which adapter answers; None is the base.
         Raises:
             InvalidRequest: the prompt is empty or names a token that does not exist.
             ContextLengthExceeded: it can never fit.
+            EngineOverloaded: too many are queued.
             EngineDead: nothing is answered any more.
         """
-        if not self.is_alive:
-            raise EngineDead(self.error or "the engine is not running")
         token_ids = await self._token_ids(prompt)
-        max_tokens = sampling.max_tokens or max(1, self.max_model_len - len(token_ids))
-        await asyncio.to_thread(self._engine.check_fits, len(token_ids), max_tokens, adapter)
+        max_tokens = await asyncio.to_thread(self._fitting_max_tokens, len(token_ids), sampling.max_tokens, adapter)
         if sampling.seed is None and not sampling.is_greedy:
             sampling = replace(sampling, seed=secrets.randbits(63))
-        rid = RequestId(request_id or f"req-{secrets.token_hex(12)}")
+        rid = RequestId(f"{request_id or 'req'}#{next(self._numbers)}")
         processor = OutputProcessor(len(token_ids), sampling, Detokenizer(self.tokenizer))
         stream = RequestStream(self, rid, processor, len(token_ids))
-        if rid in self._streams:
-            raise InvalidRequest(f"request id {rid} is in use", param="request_id")
+        # Nothing is awaited from here on, so that no stream is registered after the last one was told of the end.
+        if not self.is_alive:
+            raise EngineDead(self.error or "the engine is not running")
+        if len(self._streams) >= self._max_queued:
+            raise EngineOverloaded(f"{len(self._streams)} requests are queued already", retry_after_s=1.0)
         self._streams[rid] = stream
         self._inbox.put(AddRequest(rid, token_ids, max_tokens, sampling, adapter, principal))
         return stream
@@ -197,11 +212,18 @@ class AsyncEngine:
         finally:
             await stream.aclose()
 
-    def forget(self, request_id: RequestId, *, abort: bool) -> None:
-        """A stream has ended; with `abort` the engine must end its request too."""
+    def forget(self, request_id: RequestId) -> None:
+        """A stream takes no more outputs."""
         self._streams.pop(request_id, None)
-        if abort:
-            self._inbox.put(_Abort(request_id))
+
+    def end(self, request_id: RequestId, *, stopped: bool) -> None:
+        """Have the engine end a request before its next step."""
+        self._inbox.put(_End(request_id, stopped))
+
+    def _fitting_max_tokens(self, num_prompt_tokens: int, wanted: int | None, adapter: AdapterKey | None) -> int:
+        max_tokens = wanted or self._engine.max_new_tokens(num_prompt_tokens, adapter)
+        self._engine.check_fits(num_prompt_tokens, max_tokens, adapter)
+        return max_tokens
 
     async def _token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if isinstance(prompt, str):
@@ -237,8 +259,8 @@ class AsyncEngine:
             match message:
                 case AddRequest():
                     self._engine.add_request(message)
-                case _Abort():
-                    self._engine.abort(message.request_id)
+                case _End():
+                    (self._engine.stop if message.stopped else self._engine.abort)(message.request_id)
                 case _Stop():
                     return False
                 case _Wake():
@@ -254,8 +276,16 @@ class AsyncEngine:
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             stream = self._streams.get(output.request_id)
-            if stream is not None:
+            if stream is None:
+                continue
+            try:
                 stream.deliver(output)
+            except Exception as error:
+                # One stream's text must not cost the others of this step their outputs.
+                _LOG.exception("request %s failed", output.request_id)
+                self.forget(output.request_id)
+                self.end(output.request_id, stopped=False)
+                stream.fail(error)
 
     def _fail_all(self, reason: str) -> None:
         self.error = self.error or reason

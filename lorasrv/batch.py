@@ -7,10 +7,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from lorasrv.request import RequestId
+from lorasrv.device_memory import DeviceMemory
 from lorasrv.step import ScheduledRequest, SchedulerOutput
-from sgmv_kernels.layout import PlacedAdapter
-from sgmv_kernels.segments import BASE, Segments, build_segments
+from sgmv_kernels import ops
+from sgmv_kernels.ops import AttentionPlan, SgmvPlan
+from sgmv_kernels.segments import BASE, build_segments
 
 
 @dataclass(frozen=True)
@@ -23,21 +24,15 @@ class ForwardBatch:
     positions: Tensor
     kv_pages: Tensor
     kv_slots: Tensor
-    page_tables: npt.NDArray[np.int32]
-    query_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    segments: Segments
-    adapters: tuple[PlacedAdapter, ...]
+    attention: AttentionPlan
+    lora: SgmvPlan
     sample_rows: Tensor
     sampled: tuple[ScheduledRequest, ...]
 
-    @property
-    def sampled_ids(self) -> tuple[RequestId, ...]:
-        return tuple(s.request_id for s in self.sampled)
 
-
-def build_batch(step: SchedulerOutput, page_size: int, device: torch.device) -> ForwardBatch:
+def build_batch(step: SchedulerOutput, memory: DeviceMemory, adapter_dtype: torch.dtype) -> ForwardBatch:
     """Order the sequences by adapter, so that a segment is a range of rows, and lay out their tokens."""
+    page_size = memory.page_size
     scheduled = sorted(step.scheduled, key=lambda s: s.adapter_key or "")
     keys = sorted({s.adapter_key for s in scheduled if s.adapter_key is not None})
     index = {key: i for i, key in enumerate(keys)}
@@ -50,18 +45,19 @@ def build_batch(step: SchedulerOutput, page_size: int, device: torch.device) -> 
     samples = np.array([s.samples for s in scheduled])
 
     def to_device(array: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(device)
+        return torch.from_numpy(array.astype(np.int64)).to(memory.device)
 
     return ForwardBatch(
         token_ids=to_device(np.array([t for s in scheduled for t in s.token_ids])),
         positions=to_device(positions),
         kv_pages=to_device(tables[sequence, positions // page_size]),
         kv_slots=to_device(positions % page_size),
-        page_tables=tables,
-        query_lens=tuple(lens.tolist()),
-        kv_lens=tuple((starts + lens).tolist()),
-        segments=build_segments(np.repeat(np.array(rows, dtype=np.int32), lens)),
-        adapters=tuple(step.placements[key] for key in keys),
+        attention=ops.plan_attention(tables, lens.tolist(), (starts + lens).tolist(), page_size, memory.num_pages),
+        lora=ops.plan_sgmv(
+            build_segments(np.repeat(np.array(rows, dtype=np.int32), lens)),
+            [step.placements[key] for key in keys],
+            adapter_dtype,
+        ),
         sample_rows=to_device((np.cumsum(lens) - 1)[samples]),
         sampled=tuple(s for s in scheduled if s.samples),
     )

@@ -1,8 +1,10 @@
 """From options to the parts of an engine: model, memory, pool, scheduler. The only place that puts them together."""
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -51,13 +53,14 @@ def build(
         ConfigError: an option does not fit this model or machine.
     """
     spec = checkpoint.spec
+    device = torch.device("cpu" if config.model.device == "auto" else config.model.device)
     dtype = getattr(torch, config.model.dtype)
     kv_dtype = dtype if config.memory.kv_dtype == "auto" else getattr(torch, config.memory.kv_dtype)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
-    weights = load_weights(checkpoint, get_format(config.model.quantization), dtype, WeightMeter(), progress)
+    weights = load_weights(checkpoint, get_format(config.model.quantization), dtype, WeightMeter(), progress, device)
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
-    memory = _memory(config.memory, spec, kv_dtype)
+    memory = _memory(config.memory, spec, kv_dtype, device)
     pool = PagePool(memory.num_pages)
     kv = KVCacheManager(pool, memory.page_size)
     adapters = AdapterCache(pool, memory.page_bytes)
@@ -83,15 +86,30 @@ def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
     return wanted or spec.max_position
 
 
-def _memory(options: MemoryOptions, spec: ModelSpec, kv_dtype: torch.dtype) -> DeviceMemory:
+def _memory(options: MemoryOptions, spec: ModelSpec, kv_dtype: torch.dtype, device: torch.device) -> DeviceMemory:
     block = page_bytes(spec, options.page_size_tokens, kv_dtype) * spec.num_layers
     pool_bytes = options.pool_bytes or int(_free_bytes() * options.pool_fraction)
     if pool_bytes < MIN_POOL_PAGES * block:
         raise ConfigError(
             f"--pool-bytes {pool_bytes} is too small: one page takes {block} bytes, and {MIN_POOL_PAGES} are the least"
         )
-    return DeviceMemory(spec, pool_bytes // block, options.page_size_tokens, kv_dtype, torch.device("cpu"))
+    return DeviceMemory(spec, pool_bytes // block, options.page_size_tokens, kv_dtype, device)
 
 
 def _free_bytes() -> int:
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Memory that can be taken without swapping: the kernel's estimate, and the container's limit if there is one."""
+    available = _figure(Path("/proc/meminfo"), r"MemAvailable:\s+(\d+) kB")
+    if available is None:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    group = Path("/sys/fs/cgroup")
+    limit, used = (_figure(group / name, r"(\d+)") for name in ("memory.max", "memory.current"))
+    free = available * 1024
+    return free if limit is None or used is None else min(free, max(0, limit - used))
+
+
+def _figure(path: Path, pattern: str) -> int | None:
+    try:
+        found = re.search(pattern, path.read_text())
+    except OSError:
+        return None
+    return int(found.group(1)) if found else None

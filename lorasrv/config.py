@@ -47,6 +47,7 @@ class MemoryOptions:
     def __post_init__(self) -> None:
         _one_of("--kv-dtype", self.kv_dtype, ("auto", *DTYPES))
         _positive("--pool-bytes", self.pool_bytes)
+        _positive("page size in tokens", self.page_size_tokens)
         _positive("--host-cache-bytes", self.host_cache_bytes)
         _positive("--max-lora-rank", self.max_lora_rank)
         if not 0.0 < self.pool_fraction <= 0.95:
@@ -55,14 +56,16 @@ class MemoryOptions:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """Limits of one step."""
+    """Limits of one step, and of the requests that are accepted at a time."""
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    max_num_queued_seqs: int = 4096
 
     def __post_init__(self) -> None:
         _positive("--max-num-seqs", self.max_num_seqs)
         _positive("--max-num-batched-tokens", self.max_num_batched_tokens)
+        _positive("most queued requests", self.max_num_queued_seqs)
 
 
 @dataclass(frozen=True, slots=True)

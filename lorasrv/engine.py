@@ -10,12 +10,12 @@ from adapter_store.spec import AdapterKey
 from lorasrv.adapter_cache import AdapterCache
 from lorasrv.adapter_loader import AdapterSource, Loader
 from lorasrv.adapter_pack import PackedAdapter
-from lorasrv.errors import ContextLengthExceeded
+from lorasrv.errors import ContextLengthExceeded, InvalidRequest
 from lorasrv.kv_cache import KVCacheManager
 from lorasrv.metrics import EngineMetrics, EngineSnapshot
 from lorasrv.model_runner import ModelRunner
 from lorasrv.page_pool import PagePool
-from lorasrv.request import AddRequest, EngineOutput, RequestId
+from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestStatus
 from lorasrv.scheduler import Scheduler
 from lorasrv.step import SchedulerOutput
 
@@ -58,11 +58,18 @@ class Engine:
         """Whether the last step changed anything; if not, only a message or a load can."""
         return self._made_progress
 
+    def max_new_tokens(self, num_prompt_tokens: int, adapter: AdapterKey | None) -> int:
+        """The rest of the context, or of the pool if that is smaller; at least one. Safe to call from any thread."""
+        pages = self._parts.pool.num_pages - self._adapter_pages(adapter)
+        room = min(self._parts.max_model_len, pages * self._parts.kv.page_size)
+        return max(1, room - num_prompt_tokens)
+
     def check_fits(self, num_prompt_tokens: int, max_tokens: int, adapter: AdapterKey | None) -> None:
         """Refuse a request that could never run, however empty the pool. Safe to call from any thread.
 
         Raises:
             ContextLengthExceeded: with the numbers.
+            InvalidRequest: it names an adapter, but there is no store.
         """
         total = num_prompt_tokens + max_tokens
         if total > self._parts.max_model_len:
@@ -72,9 +79,7 @@ class Engine:
                 param="max_tokens" if num_prompt_tokens < self._parts.max_model_len else "messages",
             )
         kv_pages = self._parts.kv.pages_for(total)
-        adapter_pages = 0
-        if adapter is not None and self._parts.source is not None:
-            adapter_pages = self._parts.adapters.pages_for(self._parts.source.layout(adapter))
+        adapter_pages = self._adapter_pages(adapter)
         if kv_pages + adapter_pages > self._parts.pool.num_pages:
             raise ContextLengthExceeded(
                 f"the pool has {self._parts.pool.num_pages} pages, but the request needs {kv_pages + adapter_pages}: "
@@ -85,15 +90,24 @@ class Engine:
 
     def add_request(self, message: AddRequest) -> None:
         """Queue a request that `check_fits` has passed."""
-        tier = None
-        if message.adapter_key is not None:
-            assert self._parts.source is not None, "a request names an adapter, but there is no store"
-            tier = self._parts.source.tier(message.adapter_key)
-        self._scheduler.add(message, tier)
+        key, source = message.adapter_key, self._parts.source
+        if key is None:
+            self._scheduler.add(message)
+            return
+        assert source is not None, "check_fits refuses adapters without a store"
+        packed = source.cached(key)
+        self._scheduler.add(message, AdapterTier.DISK if packed is None else AdapterTier.HOST)
+        if packed is not None:
+            self._arrived[key] = packed
+            self._scheduler.adapter_loaded(key, packed.layout)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request before the next step; nothing happens if it has ended."""
-        self._scheduler.abort(request_id)
+        self._scheduler.end(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def stop(self, request_id: RequestId) -> None:
+        """As `abort`, of a request whose text has met a stop string."""
+        self._scheduler.end(request_id, RequestStatus.FINISHED_STOPPED)
 
     def step(self) -> list[EngineOutput]:
         """Compute one batch, and say what it brought for each request."""
@@ -112,6 +126,13 @@ class Engine:
     def close(self) -> None:
         if self._loader is not None:
             self._loader.close()
+
+    def _adapter_pages(self, adapter: AdapterKey | None) -> int:
+        if adapter is None:
+            return 0
+        if self._parts.source is None:
+            raise InvalidRequest("this engine has no store of adapters", param="adapter_id")
+        return self._parts.adapters.pages_for(self._parts.source.layout(adapter))
 
     def _take_loads(self) -> None:
         for result in self._loader.poll() if self._loader is not None else ():

@@ -72,7 +72,6 @@ class LLM:
             checkpoint.close()
         assert built.parts.source is not None
         self.spec, self.tokenizer, self.chat_template = built.spec, built.tokenizer, built.chat_template
-        self._max_model_len = built.parts.max_model_len
         self.engine = Engine(built.parts, InlineLoader(built.parts.source))
         self._numbers = itertools.count()
 
@@ -101,10 +100,15 @@ class LLM:
         adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
         messages = [self._message(*args) for args in zip(prompts, each, adapters, strict=True)]
         answers = {m.request_id: self._answer(m) for m in messages}
-        for message in messages:
-            self.engine.add_request(message)
-        while self.engine.has_requests:
-            self._step(answers)
+        try:
+            for message in messages:
+                self.engine.add_request(message)
+            while self.engine.has_requests:
+                self._step(answers)
+        finally:
+            # After an interrupt, nothing may be left for the next call to trip over.
+            for message in messages:
+                self.engine.abort(message.request_id)
         return [answers[m.request_id].completion() for m in messages]
 
     def close(self) -> None:
@@ -124,20 +128,20 @@ class LLM:
 
     def _step(self, answers: dict[RequestId, _Answer]) -> None:
         for output in self.engine.step():
-            answer = answers[output.request_id]
-            if answer.finished:
+            answer = answers.get(output.request_id)
+            if answer is None or answer.finished:
                 continue
             part = answer.processor.process(output)
             answer.parts.append(part)
             if part.finished and output.finish_reason is None:
-                self.engine.abort(output.request_id)
+                self.engine.stop(output.request_id)
 
     def _message(self, prompt: str | Sequence[int], sampling: SamplingParams, adapter_id: str | None) -> AddRequest:
         ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
         key: AdapterKey | None = self.store.resolve(adapter_id).key if adapter_id is not None else None
-        max_tokens = sampling.max_tokens or max(1, self._max_model_len - len(ids))
+        max_tokens = sampling.max_tokens or self.engine.max_new_tokens(len(ids), key)
         self.engine.check_fits(len(ids), max_tokens, key)
         if sampling.seed is None and not sampling.is_greedy:
             sampling = replace(sampling, seed=secrets.randbits(63))

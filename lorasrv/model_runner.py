@@ -18,7 +18,7 @@ from lorasrv.step import SchedulerOutput
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The token of every request that the step brought to its end."""
+    """The token of every request whose tokens are all computed; a request whose logits are no numbers has none."""
 
     sampled: Mapping[RequestId, int]
 
@@ -30,7 +30,8 @@ class ModelRunner:
         self, weights: ModelWeights, memory: DeviceMemory, adapter_dtype: torch.dtype, max_model_len: int
     ) -> None:
         self._memory = memory
-        self._decoder = Decoder(weights, memory, adapter_dtype, max_model_len)
+        self._adapter_dtype = adapter_dtype
+        self._decoder = Decoder(weights, memory, max_model_len)
 
     def run(self, step: SchedulerOutput, arrived: Mapping[AdapterKey, PackedAdapter]) -> ModelRunnerOutput:
         """Fill the pages of adapters that the step brought in, then compute it."""
@@ -38,7 +39,12 @@ class ModelRunner:
             self._memory.write_adapter(arrived[key], step.placements[key])
         if not step.scheduled:
             return ModelRunnerOutput({})
-        batch = build_batch(step, self._memory.page_size, self._memory.device)
+        batch = build_batch(step, self._memory, self._adapter_dtype)
         logits = self._decoder.forward(batch)
-        tokens = sample(logits, [s.sampling for s in batch.sampled], [s.num_generated for s in batch.sampled])
-        return ModelRunnerOutput(dict(zip(batch.sampled_ids, tokens, strict=True)))
+        # The weights of one adapter may overflow; its requests fail, the step's others do not.
+        finite = torch.isfinite(logits.sum(dim=-1))
+        good = [s for s, is_finite in zip(batch.sampled, finite.tolist(), strict=True) if is_finite]
+        if len(good) < len(batch.sampled):
+            logits = logits[finite]
+        tokens = sample(logits, [s.sampling for s in good], [s.num_generated for s in good])
+        return ModelRunnerOutput(dict(zip((s.request_id for s in good), tokens, strict=True)))

@@ -13,6 +13,8 @@ class OutputProcessor:
     def __init__(self, num_prompt_tokens: int, sampling: SamplingParams, detokenizer: Detokenizer) -> None:
         self._num_prompt_tokens = num_prompt_tokens
         self._stop = sampling.stop
+        longest = max((len(stop) for stop in sampling.stop), default=0)
+        self._beginnings = [tuple(s[:n] for s in sampling.stop if len(s) > n) for n in range(1, longest)]
         self._detokenizer = detokenizer
         self._num_generated = 0
         self._held = ""
@@ -44,10 +46,7 @@ class OutputProcessor:
 
     def _possible_stop_length(self, text: str) -> int:
         """Length of the longest tail of the text that a stop string begins with."""
-        return max(
-            (n for stop in self._stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
-            default=0,
-        )
+        return max((n for n, beginnings in enumerate(self._beginnings, 1) if text.endswith(beginnings)), default=0)
 
     def _result(
         self, output: EngineOutput, text: str, reason: FinishReason | None, stop_reason: str | int | None

@@ -105,7 +105,6 @@ class Request:
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     sampling: SamplingParams
-    eos_token_ids: frozenset[int]
     adapter_key: AdapterKey | None = None
     principal: str = "anonymous"
     arrival_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Logits -> the next token of each row. One device-to-host copy a step.
+"""Logits -> the next token of each row. Greedy rows cost one device-to-host copy together.
 
 A random choice depends on the request's seed and on how many tokens it has, on nothing else: the same request gives the
 same text whatever shares its batch, and after a preemption.
@@ -19,7 +19,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequ
     """Choose a token for each row.
 
     Args:
-        logits: [B, V] fp32.
+        logits: [B, V] fp32, finite.
         params: how to choose, one a row; `seed` must be set unless greedy.
         num_generated: tokens that each row's request has so far: its position in the seed's random stream.
     """
@@ -44,7 +44,8 @@ def _draw(logits: Tensor, p: SamplingParams, count: int) -> Tensor:
         probs = torch.where(probs >= p.min_p * probs.max(), probs, 0.0)
     cumulative = probs.double().cumsum(0)
     at = torch.searchsorted(cumulative, _uniform(p.seed, count) * cumulative[-1], right=True)
-    at = at.clamp(max=int(probs.nonzero()[-1]))
+    if int(at) == probs.numel():  # the draw was rounded up to the whole
+        at = probs.nonzero()[-1, 0]
     return at if candidates is None else candidates[at]
 
 

@@ -55,9 +55,6 @@ class _Plan:
         self.counts[request.request_id] = count
         self.budget -= count
 
-    def give_back(self, request: Request) -> None:
-        self.budget += self.counts.pop(request.request_id, 0)
-
 
 class Scheduler:
     """Owns every request's state. Mutated by the engine thread only."""
@@ -99,7 +96,7 @@ class Scheduler:
 
     @property
     def on_host(self) -> Set[AdapterKey]:
-        """Adapters that have arrived and wait for pages."""
+        """Adapters whose host copy is held, as a request that lives needs them."""
         return self._on_host.keys()
 
     @property
@@ -115,7 +112,6 @@ class Scheduler:
             prompt_token_ids=message.prompt_token_ids,
             max_tokens=message.max_tokens,
             sampling=message.sampling,
-            eos_token_ids=self._eos,
             adapter_key=key,
             principal=message.principal,
             arrival_s=self._clock(),
@@ -124,11 +120,11 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._waiting.append(request)
 
-    def abort(self, request_id: RequestId) -> None:
-        """End a request now; nothing happens if it has ended already."""
+    def end(self, request_id: RequestId, status: RequestStatus) -> None:
+        """End a request now, aborted or stopped by its text; nothing happens if it has ended already."""
         request = self._requests.get(request_id)
         if request is not None:
-            self._finish(request, RequestStatus.FINISHED_ABORTED)
+            self._finish(request, status)
 
     def fail(self, request_id: RequestId, error: str) -> None:
         """End a request with an error; nothing happens if it has ended already."""
@@ -172,14 +168,14 @@ class Scheduler:
         )
 
     def update_from_output(self, step: SchedulerOutput, sampled: Mapping[RequestId, int]) -> list[EngineOutput]:
-        """Append the sampled tokens and end what has ended. Requests aborted during the step are left alone."""
+        """Append the sampled tokens and end what has ended; a request without its token has failed."""
         for share in step.scheduled:
             request = self._requests.get(share.request_id)
             if request is None:
                 continue
             request.num_computed_tokens += len(share.token_ids)
             if share.samples:
-                self._append(request, sampled[share.request_id])
+                self._take_sampled(request, sampled.get(share.request_id))
         return self.take_outputs()
 
     def take_outputs(self) -> list[EngineOutput]:
@@ -216,7 +212,6 @@ class Scheduler:
             if self._adapters.evict_idle():
                 continue
             victim = self._running[-1]
-            plan.give_back(victim)
             self._preempt(victim)
             if victim is request:
                 return False
@@ -254,11 +249,15 @@ class Scheduler:
         if key is None or key in self._adapters or key in self._on_host:
             return True
         request.status = RequestStatus.WAITING_FOR_ADAPTER
-        request.load_started_s = request.load_started_s or self._clock()
-        if key not in self._loading and len(self._loading) + len(self._on_host) < self._options.max_num_seqs:
+        if key not in self._loading and self._num_arriving() < self._options.max_num_seqs:
             self._loading.add(key)
             plan.loads.append(key)
+        if key in self._loading and request.load_started_s is None:
+            request.load_started_s = self._clock()
         return False
+
+    def _num_arriving(self) -> int:
+        return len(self._loading) + sum(key not in self._adapters for key in self._on_host)
 
     def _start(self, request: Request, plan: _Plan) -> bool:
         """Take pages for all of the request's tokens, and its adapter's; each running request keeps one to grow."""
@@ -270,9 +269,7 @@ class Scheduler:
             self._adapters.pin(key)
         while self._pool.num_free < needed:
             if not self._adapters.evict_idle():
-                if key is not None:
-                    self._adapters.unpin(key)
-                return False
+                return self._start_over(request, plan)
         allocated = self._kv.allocate(request.request_id, request.num_tokens)
         assert allocated, "pages were counted before they were taken"
         self._waiting.remove(request)
@@ -280,12 +277,23 @@ class Scheduler:
         self._mark_running(request)
         return True
 
+    def _start_over(self, request: Request, plan: _Plan) -> bool:
+        """There is no room. If nobody runs, only the request's own adapter is left: placed in pieces it may hold more
+        pages than its size, so it goes, and comes back in one run."""
+        key = request.adapter_key
+        if key is None:
+            return False
+        self._adapters.unpin(key)
+        if self._running:
+            return False
+        self._adapters.evict_idle()
+        return self._adapter_is_near(request, plan) and self._start(request, plan)
+
     def _bring_in(self, key: AdapterKey, keep_free: int, plan: _Plan) -> bool:
         if key in self._adapters:
             return True
         if self._adapters.place(key, self._on_host[key], keep_free=keep_free) is None:
             return False
-        del self._on_host[key]
         plan.copies.append(key)
         return True
 
@@ -296,12 +304,19 @@ class Scheduler:
             self.counters.prompt_tokens += request.num_prompt_tokens
 
     def _forget_unwanted(self) -> None:
-        """Adapters that arrived for requests which have ended meanwhile."""
+        """Host copies are held for as long as a request of theirs lives: one that is preempted must find its adapter
+        again, though the store may have let go of it."""
         if self._on_host:
-            wanted = {r.adapter_key for r in self._waiting}
+            wanted = {r.adapter_key for r in self._requests.values()}
             self._on_host = {key: layout for key, layout in self._on_host.items() if key in wanted}
 
     # Ends.
+
+    def _take_sampled(self, request: Request, token: int | None) -> None:
+        if token is None:
+            self.fail(request.request_id, "the model's values are no numbers; the adapter's weights are too large")
+        else:
+            self._append(request, token)
 
     def _append(self, request: Request, token: int) -> None:
         request.token_ids.append(token)
@@ -317,7 +332,7 @@ class Scheduler:
         if token in sampling.stop_token_ids:
             request.stop_token_id = token
             return RequestStatus.FINISHED_STOPPED
-        if not sampling.ignore_eos and token in request.eos_token_ids:
+        if not sampling.ignore_eos and token in self._eos:
             return RequestStatus.FINISHED_STOPPED
         if request.num_generated_tokens >= request.max_tokens:
             return RequestStatus.FINISHED_LENGTH
@@ -356,7 +371,7 @@ class Scheduler:
     def _timing(self, request: Request) -> RequestTiming:
         begun = request.scheduled_s if request.scheduled_s is not None else self._clock()
         return RequestTiming(
-            queue_ms=(begun - request.arrival_s) * 1e3,
+            queue_ms=max(0.0, begun - request.arrival_s - request.load_s) * 1e3,
             load_ms=request.load_s * 1e3,
             tier=request.tier,
             num_preemptions=request.num_preemptions,

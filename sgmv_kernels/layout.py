@@ -97,15 +97,6 @@ class AdapterLayout:
         """Byte offset of every panel inside its layer's packed row."""
         return tuple(np.cumsum(sizes) - sizes for sizes in self.panel_bytes)
 
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of all panels of all layers, alignment included."""
-        return sum(int(sizes.sum()) for sizes in self.panel_bytes)
-
-    @property
-    def max_rank(self) -> int:
-        return max((r for layer in self.ranks for site in layer for r in site), default=0)
-
     def num_pages(self, page_bytes: int) -> int:
         """Pages of one run that holds the whole adapter."""
         return -(-self.layer_bytes // page_bytes)
@@ -137,14 +128,10 @@ class PlacedAdapter:
     def pages(self) -> list[int]:
         return [page for first, count in self.runs for page in range(first, first + count)]
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes of the pages it holds, over all layers."""
-        return sum(count for _, count in self.runs) * self.page_bytes * self.layout.num_layers
-
     def trimmed(self) -> "PlacedAdapter":
         """The same places, without the pages at the end of each run that no layer reaches."""
-        ends = [max(self._end_inside(run, layer) for layer in range(self.layout.num_layers)) for run in self.runs]
+        distinct = {id(o): (o, s) for o, s in zip(self.offsets, self.layout.panel_bytes, strict=True)}.values()
+        ends = [max(self._end_inside(run, *layer) for layer in distinct) for run in self.runs]
         pages = [-(-end // self.page_bytes) for end in ends]
         runs = tuple((run[0], end - run[0]) for run, end in zip(self.runs, pages, strict=True) if end)
         return PlacedAdapter(self.layout, runs, self.page_bytes, self.offsets)
@@ -160,9 +147,8 @@ class PlacedAdapter:
                 pieces.append((source, target, size))
         return pieces
 
-    def _end_inside(self, run: Run, layer: int) -> int:
+    def _end_inside(self, run: Run, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> int:
         """Where the last panel of a layer inside a run ends, in bytes; 0 if the layer has none there."""
-        offsets, sizes = self.offsets[layer], self.layout.panel_bytes[layer]
         inside = (offsets >= run[0] * self.page_bytes) & (offsets < sum(run) * self.page_bytes)
         return int((offsets + sizes)[inside].max(initial=0))
 

@@ -38,11 +38,6 @@ class Segments:
         """The rows of one segment."""
         return self.permutation[self.indptr[segment] : self.indptr[segment + 1]]
 
-    def packed(self) -> Int32:
-        """All of it in one buffer, for one copy to a device: S, T, then adapters, indptr, permutation."""
-        head = np.array([len(self), self.num_rows], dtype=np.int32)
-        return np.concatenate([head, self.adapters, self.indptr, self.permutation])
-
 
 def build_segments(row_adapters: Sequence[int] | Int32) -> Segments:
     """Group rows by adapter, rows of one adapter in their given order.

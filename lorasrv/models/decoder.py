@@ -24,13 +24,10 @@ GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": ops.silu_mul
 class Decoder:
     """Forward passes over paged keys and values; writes this step's own."""
 
-    def __init__(
-        self, weights: ModelWeights, memory: DeviceMemory, adapter_dtype: torch.dtype, max_model_len: int
-    ) -> None:
+    def __init__(self, weights: ModelWeights, memory: DeviceMemory, max_model_len: int) -> None:
         self._weights = weights
         self._spec = weights.spec
         self._memory = memory
-        self._adapter_dtype = adapter_dtype
         self._activation = GATED_ACTIVATIONS[weights.spec.activation]
         rope, head_dim = weights.spec.rope, weights.spec.head_dim
         self._cos, self._sin = rope_tables(rope, head_dim, max_model_len, memory.device)
@@ -57,15 +54,8 @@ class Decoder:
         q, k = ops.rope_(q, *rotation), ops.rope_(k, *rotation)
         pages = self._memory.kv_pages(layer)
         ops.write_kv(k, v, pages, batch.kv_pages, batch.kv_slots)
-        attended = ops.paged_attention(
-            q.contiguous(),
-            pages,
-            batch.page_tables,
-            batch.query_lens,
-            batch.kv_lens,
-            spec.head_dim**-0.5,
-            spec.window(layer),
-        )
+        scale = spec.head_dim**-0.5
+        attended = ops.paged_attention(q.contiguous(), pages, batch.attention, scale, spec.window(layer))
         return self._linear(weights.o, attended.flatten(1), layer, OUT, batch)
 
     def _mlp(self, x: Tensor, layer: int, batch: ForwardBatch) -> Tensor:
@@ -76,7 +66,5 @@ class Decoder:
 
     def _linear(self, linear: Linear, x: Tensor, layer: int, site: int, batch: ForwardBatch) -> Tensor:
         y = linear(x)
-        if batch.adapters:
-            slab = self._memory.slab(layer)
-            ops.sgmv(y, x, slab, self._adapter_dtype, batch.segments, batch.adapters, layer, site)
+        ops.sgmv(y, x, self._memory.slab(layer), batch.lora, layer, site)
         return y

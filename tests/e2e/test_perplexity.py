@@ -29,12 +29,12 @@ def perplexity(quantization: str, dtype: torch.dtype) -> float:
     weights = load_weights(checkpoint, get_format(quantization), dtype)
     pages = CHUNK // PAGE_SIZE
     memory = DeviceMemory(checkpoint.spec, pages, PAGE_SIZE, torch.float32, CPU)
-    decoder = Decoder(weights, memory, torch.float32, CHUNK)
+    decoder = Decoder(weights, memory, CHUNK)
     total = 0.0
     for i in range(CHUNKS):
         chunk = ids[i * CHUNK : (i + 1) * CHUNK]
         share = ScheduledRequest(RequestId("p"), tuple(chunk), 0, tuple(range(pages)), None, True, SamplingParams(), 0)
-        batch = build_batch(SchedulerOutput((share,), {}, (), (), 0), PAGE_SIZE, CPU)
+        batch = build_batch(SchedulerOutput((share,), {}, (), (), 0), memory, torch.float32)
         logits = decoder.forward(replace(batch, sample_rows=torch.arange(CHUNK - 1)))
         total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(chunk[1:]), reduction="sum"))
     return math.exp(total / (CHUNKS * (CHUNK - 1)))

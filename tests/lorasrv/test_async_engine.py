@@ -247,11 +247,64 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(serve) -> None:
     serve(scenario)
 
 
-def test_two_requests_with_one_id_are_refused(serve) -> None:
+def test_a_label_may_be_used_twice_and_answers_do_not_mix(serve) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         first = await engine.add(PROMPT, GREEDY, request_id="same")
-        with pytest.raises(InvalidRequest, match="in use"):
-            await engine.add(PROMPT, GREEDY, request_id="same")
+        second = await engine.add(PROMPT[:5], GREEDY, request_id="same")
         await first.aclose()
+        assert len(_tokens([output async for output in second])) == 12
 
     serve(scenario)
+
+
+def test_weights_that_overflow_fail_their_own_request_only(serve, store, adapter_dirs, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    from adapter_store.peft_dir import read_peft_dir
+
+    peft = read_peft_dir(adapter_dirs["one"])
+    huge = {name: torch.full_like(t, 1e30) for name, t in load_file(peft.weights_path).items()}
+    save_file(huge, tmp_path / "huge.safetensors")
+    key = store.register("huge", peft.config, store.add_blob(tmp_path / "huge.safetensors")).ref.key
+
+    async def scenario(engine: AsyncEngine) -> None:
+        for sampling in (GREEDY, SamplingParams(max_tokens=5, top_p=0.9, min_p=0.1, seed=1)):
+            good, bad = await asyncio.gather(
+                _collect(engine, GREEDY, None), _collect(engine, sampling, key), return_exceptions=True
+            )
+            assert isinstance(bad, AdapterLoadFailed)
+            assert "no numbers" in str(bad)
+            assert isinstance(good, list)
+            assert len(_tokens(good)) == 12
+        assert engine.is_alive
+
+    serve(scenario)
+
+
+def test_a_death_while_a_request_is_admitted_is_told(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine dies between the first look and the inbox: the request must not wait for ever."""
+
+    async def scenario(engine: AsyncEngine) -> None:
+        def die(*_: object) -> int:
+            engine.error = "died meanwhile"
+            return 5
+
+        monkeypatch.setattr(engine, "_fitting_max_tokens", die)
+        with pytest.raises(EngineDead, match="meanwhile"):
+            await engine.add(PROMPT, GREEDY)
+
+    serve(scenario, settles=False)
+
+
+def test_without_max_tokens_a_small_pool_is_the_limit(model: Path) -> None:
+    engine = AsyncEngine.build(_config(model, pool_bytes=240_000))
+
+    async def main() -> None:
+        await engine.start()
+        outputs = [o async for o in engine.generate(PROMPT, SamplingParams(temperature=0.0, ignore_eos=True))]
+        snapshot = engine.metrics.snapshot()
+        assert outputs[-1].finish_reason is FinishReason.LENGTH
+        assert len(PROMPT) + outputs[-1].num_generated_tokens == snapshot.pages_total * engine.page_size_tokens < 512
+        await engine.shutdown()
+
+    asyncio.run(main())

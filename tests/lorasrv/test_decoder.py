@@ -79,7 +79,8 @@ class _Served:
         checkpoint = open_checkpoint(str(directory))
         weights = load_weights(checkpoint, get_format("none"), torch.float32)
         self.memory = DeviceMemory(weights.spec, PAGES, PAGE_SIZE, torch.float32, torch.device("cpu"))
-        self.decoder = Decoder(weights, self.memory, dtype, 512)
+        self.dtype = dtype
+        self.decoder = Decoder(weights, self.memory, 512)
         self.placed = {}
         with AdapterStore(store, base_shapes(weights.spec)) as registered:
             end = PAGES
@@ -102,8 +103,8 @@ class _Served:
             for i, (name, tokens, start, table) in enumerate(shares)
         )  # fmt: skip
         step = SchedulerOutput(scheduled, dict(self.placed.values()), (), (), 0)
-        batch = build_batch(step, PAGE_SIZE, torch.device("cpu"))
-        return dict(zip([int(i) for i in batch.sampled_ids], self.decoder.forward(batch), strict=True))
+        batch = build_batch(step, self.memory, self.dtype)
+        return dict(zip([int(s.request_id) for s in batch.sampled], self.decoder.forward(batch), strict=True))
 
 
 def _register(store: AdapterStore, name: str, folder: Path) -> str:

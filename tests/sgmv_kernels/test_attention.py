@@ -25,13 +25,18 @@ def _case(query_lens, kv_lens, heads, kv_heads, dim, dtype):
     return torch.randn(sum(query_lens), heads, dim), kv, padded, tables
 
 
+def _attend(q, kv, padded, query_lens, kv_lens, scale, window=None):
+    plan = ops.plan_attention(padded, query_lens, kv_lens, PAGE, len(kv))
+    return ops.paged_attention(q, kv, plan, scale, window)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("window", [None, 7, 40])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (8, 1, 80)])
 def test_matches_reference(heads: int, kv_heads: int, dim: int, window: int | None, dtype: torch.dtype) -> None:
     query_lens, kv_lens = [1, 20, 1, 33, 5, 1], [1, 20, 57, 33, 50, 16]
     q, kv, padded, tables = _case(query_lens, kv_lens, heads, kv_heads, dim, dtype)
-    got = ops.paged_attention(q, kv, padded, query_lens, kv_lens, dim**-0.5, window)
+    got = _attend(q, kv, padded, query_lens, kv_lens, dim**-0.5, window)
     want = paged_attention_reference(q, kv, tables, query_lens, kv_lens, dim**-0.5, window)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
@@ -39,7 +44,7 @@ def test_matches_reference(heads: int, kv_heads: int, dim: int, window: int | No
 def test_large_logits_are_safe() -> None:
     q, kv, padded, tables = _case([1, 4], [30, 4], 4, 2, 64, torch.float32)
     q = q * 1e4
-    got = ops.paged_attention(q, kv, padded, [1, 4], [30, 4], 1.0)
+    got = _attend(q, kv, padded, [1, 4], [30, 4], 1.0)
     assert got.isfinite().all()
     torch.testing.assert_close(got, paged_attention_reference(q, kv, tables, [1, 4], [30, 4], 1.0))
 
@@ -47,14 +52,14 @@ def test_large_logits_are_safe() -> None:
 def test_bad_arguments() -> None:
     q, kv, padded, _ = _case([1, 4], [30, 4], 4, 2, 64, torch.float32)
     with pytest.raises(ops.KernelArgumentError, match="sum to the rows"):
-        ops.paged_attention(q, kv, padded, [1, 3], [30, 4], 1.0)
+        _attend(q, kv, padded, [1, 3], [30, 4], 1.0)
     with pytest.raises(ops.KernelArgumentError, match="at most kv_lens"):
-        ops.paged_attention(q, kv, padded, [1, 4], [30, 3], 1.0)
+        _attend(q, kv, padded, [1, 4], [30, 3], 1.0)
     with pytest.raises(ops.KernelArgumentError, match="too short"):
-        ops.paged_attention(q, kv, padded, [1, 4], [33, 4], 1.0)
+        _attend(q, kv, padded, [1, 4], [33, 4], 1.0)
     padded[0, 1] = 999
     with pytest.raises(ops.KernelArgumentError, match="outside the pool"):
-        ops.paged_attention(q, kv, padded, [1, 4], [30, 4], 1.0)
+        _attend(q, kv, padded, [1, 4], [30, 4], 1.0)
 
 
 def test_write_kv_touches_its_slots_only() -> None:

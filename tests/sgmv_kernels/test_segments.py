@@ -19,9 +19,3 @@ def test_every_row_is_in_its_adapters_segment_once(adapters: list[int]) -> None:
         assert len(rows) > 0
         assert np.all(np.diff(rows) > 0)
         assert all(adapters[row] == segments.adapters[s] for row in rows)
-
-
-def test_packed_is_one_buffer() -> None:
-    packed = build_segments([2, -1, 2]).packed()
-    assert packed.dtype == np.int32
-    assert packed.tolist() == [2, 3, -1, 2, 0, 1, 3, 1, 0, 2]

@@ -35,7 +35,7 @@ def _run(pool, rows, site: int, layer: int):
     adapters = [per_layer[layer][site] for per_layer in pool.dense]
     expected = sgmv_reference(y, x, segments, adapters, SITES[site].out_features)
     base = y.clone()
-    ops.sgmv(y, x, pool.slabs[layer], pool.dtype, segments, pool.placed, layer, site)
+    ops.sgmv(y, x, pool.slabs[layer], ops.plan_sgmv(segments, pool.placed, pool.dtype), layer, site)
     return y, expected, base
 
 
@@ -88,7 +88,7 @@ def test_linear_matches_peft(make_pool) -> None:
     x = torch.randn(5, 64)
     y = peft.base_layer(x).detach()
     base = y.clone()
-    ops.sgmv(y, x, pool.slabs[0], torch.float32, build_segments([0] * 5), pool.placed, 0, 0)
+    ops.sgmv(y, x, pool.slabs[0], ops.plan_sgmv(build_segments([0] * 5), pool.placed, torch.float32), 0, 0)
     torch.testing.assert_close(y, peft(x).detach(), rtol=1e-4, atol=1e-4)
     assert not torch.allclose(y, base)
 
@@ -109,15 +109,18 @@ def test_linear_matches_peft(make_pool) -> None:
 def test_bad_arguments_are_named_before_anything_is_written(make_pool, change: dict, message: str) -> None:
     pool = make_pool((SiteDims(64, (96,)),), torch.float32, 1, 1024, 64)
     pool.add([[6]], [(3, 20)])
-    arguments = {
-        "y": torch.zeros(2, 96),
-        "x": torch.zeros(2, 64),
-        "slab": pool.slabs[0],
-        "dtype": torch.float32,
-        "segments": build_segments([0, -1]),
-        "adapters": pool.placed,
-        "layer": 0,
-        "site": 0,
-    }
+    arguments = {"y": torch.zeros(2, 96), "x": torch.zeros(2, 64), "slab": pool.slabs[0]}
+    planned = {"segments": build_segments([0, -1]), "adapters": pool.placed, "dtype": torch.float32}
+    planned |= {name: value for name, value in change.items() if name in planned}
+    arguments |= {name: value for name, value in change.items() if name in arguments}
     with pytest.raises(ops.KernelArgumentError, match=message):
-        ops.sgmv(**(arguments | change))
+        ops.sgmv(**arguments, plan=ops.plan_sgmv(**planned), layer=0, site=0)
+
+
+def test_adapters_of_another_base_are_refused(make_pool) -> None:
+    one = make_pool((SiteDims(64, (96,)),), torch.float32, 1, 1024, 64)
+    other = make_pool((SiteDims(64, (80,)),), torch.float32, 1, 1024, 64)
+    one.add([[6]], [(3, 20)])
+    other.add([[6]], [(3, 20)])
+    with pytest.raises(ops.KernelArgumentError, match="same sites"):
+        ops.plan_sgmv(build_segments([0, 1]), [*one.placed, *other.placed], torch.float32)
