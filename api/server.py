@@ -79,8 +79,9 @@ def _serve(
     started: float,
 ) -> None:
     progress("importing torch", 0.0)
-    # Before torch: its OpenMP threads would otherwise spin between steps, and starve the event loop on few cores.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # Before torch: its OpenMP threads would spin for ages between products, and starve the event loop on few cores;
+    # asleep at once (OMP_WAIT_POLICY=PASSIVE) they cost a step three times its time. docs/benchmarks.md has figures.
+    os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     from lorasrv.async_engine import AsyncEngine
 
     progress("importing torch", 1.0)
