@@ -117,17 +117,17 @@ def test_greedy_tokens_equal_transformers_and_peft(oracle, llm, prompts, answers
 
 @pytest.mark.slow
 def test_a_turbulent_mixed_batch_equals_each_request_alone(
-    oracle, prompts, answers, personas, capsys: pytest.CaptureFixture[str]
+    oracle, prompts, personas, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Base and personas, mixed lengths, arriving at different steps, chunked; one aborted; a pool so small that some
     are preempted. What is left equals the same requests run one at a time."""
     names: list[str | None] = [None, *personas]
     config = EngineConfig(
         model=ModelOptions(quantization="none", dtype="float32"),
-        memory=MemoryOptions(pool_bytes=75 << 20),
+        memory=MemoryOptions(pool_bytes=40 << 20),
         scheduler=SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=48),
     )
-    work = [(names[i % 4], prompts[i] + prompts[i][: 7 * (i % 5)], 16 + 4 * (i % 9)) for i in range(12)]
+    work = [(names[i % 4], prompts[i] + prompts[i][: 7 * (i % 5)], 48 + 6 * (i % 5)) for i in range(12)]
     with LLM(config=config) as llm:
         for name, folder in personas.items():
             llm.add_adapter(name, folder)
