@@ -20,6 +20,7 @@ from adapter_store.store import AdapterStore
 from lorasrv.adapter_pack import PackedAdapter, pack_adapter
 from lorasrv.base_shapes import adapter_layout
 from lorasrv.models.spec import ModelSpec
+from lorasrv.threads import compute_alone
 from sgmv_kernels.layout import LAYOUT_VERSION, AdapterLayout
 
 _LOG = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ class ThreadedLoader:
         self._source = source
         self._on_ready = on_ready
         self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
-        self._threads = ThreadPoolExecutor(NUM_LOADER_THREADS, thread_name_prefix="adapter-loader")
+        self._threads = ThreadPoolExecutor(NUM_LOADER_THREADS, "adapter-loader", initializer=compute_alone)
 
     def submit(self, key: AdapterKey) -> None:
         self._threads.submit(self._run, key)

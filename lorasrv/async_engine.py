@@ -24,6 +24,7 @@ from lorasrv.errors import AdapterLoadFailed, EngineDead, EngineOverloaded, Inva
 from lorasrv.loaders import open_checkpoint
 from lorasrv.output import OutputProcessor
 from lorasrv.request import AddRequest, EngineOutput, RequestId, RequestOutput, SamplingParams
+from lorasrv.threads import compute_alone, compute_in_parallel
 from lorasrv.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class AsyncEngine:
         cls, config: EngineConfig, store: AdapterStore | None = None, progress: Progress | None = None
     ) -> "AsyncEngine":
         """Load the model (seconds; call it in a thread). Raises ModelError or ConfigError."""
+        compute_alone()
         checkpoint = open_checkpoint(config.model.model)
         try:
             built = build(checkpoint, config, store, progress)
@@ -239,6 +241,7 @@ class AsyncEngine:
     # The engine thread.
 
     def _run(self) -> None:
+        compute_in_parallel()
         try:
             idle = True
             while self._drain_inbox(wait=idle):

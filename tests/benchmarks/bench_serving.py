@@ -83,7 +83,7 @@ def lorasrv(folder: Path, adapters: list[Path], flags: list[str]) -> Iterator[Se
         start_s = time.perf_counter() - begin
         for adapter in adapters:
             upload = [command[0], "upload", str(adapter), "--id", adapter.name, "--server", url, "--json"]
-            subprocess.run(upload, check=True, stdout=subprocess.DEVNULL)
+            subprocess.run(upload, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         yield Served(url, "smollm2-135m", start_s, server.pid)
 
 

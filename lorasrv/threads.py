@@ -1,0 +1,21 @@
+"""Which threads compute in parallel: the engine's, and no other.
+
+Every thread that runs a parallel product gets an OpenMP team of its own. As soon as all teams together outnumber the
+processors, libgomp lets waiting threads sleep at once instead of spinning for a moment, and a step of hundreds of small
+products takes four times as long (docs/benchmarks.md). So whoever loads models or adapters computes alone.
+"""
+
+import torch
+
+ENGINE_THREADS = torch.get_num_threads()
+"""The processors that torch found, or OMP_NUM_THREADS."""
+
+
+def compute_alone() -> None:
+    """The calling thread has no team from now on. Before its first product."""
+    torch.set_num_threads(1)
+
+
+def compute_in_parallel() -> None:
+    """The calling thread is the engine's."""
+    torch.set_num_threads(ENGINE_THREADS)
