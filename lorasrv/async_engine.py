@@ -8,10 +8,9 @@ import asyncio
 import itertools
 import logging
 import queue
-import secrets
 import threading
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
@@ -20,7 +19,7 @@ from lorasrv.build import BuiltModel, Progress, build
 from lorasrv.config import EngineConfig
 from lorasrv.detokenizer import Detokenizer
 from lorasrv.engine import Engine
-from lorasrv.errors import AdapterLoadFailed, EngineDead, EngineOverloaded, InvalidRequest
+from lorasrv.errors import AdapterLoadFailed, EngineDead, EngineOverloaded
 from lorasrv.loaders import open_checkpoint
 from lorasrv.output import OutputProcessor
 from lorasrv.request import AddRequest, EngineOutput, RequestId, RequestOutput, SamplingParams
@@ -181,20 +180,18 @@ class AsyncEngine:
             EngineOverloaded: too many are queued.
             EngineDead: nothing is answered any more.
         """
-        token_ids = await self._token_ids(prompt)
-        max_tokens = await asyncio.to_thread(self._fitting_max_tokens, len(token_ids), sampling.max_tokens, adapter)
-        if sampling.seed is None and not sampling.is_greedy:
-            sampling = replace(sampling, seed=secrets.randbits(63))
         rid = RequestId(f"{request_id or 'req'}#{next(self._numbers)}")
-        processor = OutputProcessor(len(token_ids), sampling, Detokenizer(self.tokenizer))
-        stream = RequestStream(self, rid, processor, len(token_ids))
+        message = await asyncio.to_thread(self._admit, rid, prompt, sampling, adapter, principal)
+        num_prompt_tokens = len(message.prompt_token_ids)
+        processor = OutputProcessor(num_prompt_tokens, sampling, Detokenizer(self.tokenizer))
+        stream = RequestStream(self, rid, processor, num_prompt_tokens)
         # Nothing is awaited from here on, so that no stream is registered after the last one was told of the end.
         if not self.is_alive:
             raise EngineDead(self.error or "the engine is not running")
         if len(self._streams) >= self._max_queued:
             raise EngineOverloaded(f"{len(self._streams)} requests are queued already", retry_after_s=1.0)
         self._streams[rid] = stream
-        self._inbox.put(AddRequest(rid, token_ids, max_tokens, sampling, adapter, principal))
+        self._inbox.put(message)
         return stream
 
     async def generate(
@@ -222,21 +219,16 @@ class AsyncEngine:
         """Have the engine end a request before its next step."""
         self._inbox.put(_End(request_id, stopped))
 
-    def _fitting_max_tokens(self, num_prompt_tokens: int, wanted: int | None, adapter: AdapterKey | None) -> int:
-        max_tokens = wanted or self._engine.max_new_tokens(num_prompt_tokens, adapter)
-        self._engine.check_fits(num_prompt_tokens, max_tokens, adapter)
-        return max_tokens
-
-    async def _token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            token_ids = tuple(await asyncio.to_thread(self.tokenizer.encode, prompt, add_special_tokens=True))
-        else:
-            token_ids = tuple(prompt)
-        if not token_ids:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if not all(0 <= t < self.spec.vocab_size for t in token_ids):
-            raise InvalidRequest(f"token ids must lie in [0, {self.spec.vocab_size})", param="prompt")
-        return token_ids
+    def _admit(
+        self,
+        request_id: RequestId,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        adapter: AdapterKey | None,
+        principal: str,
+    ) -> AddRequest:
+        ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+        return self._engine.admit(request_id, ids, sampling, adapter, principal)
 
     # The engine thread.
 

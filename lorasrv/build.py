@@ -73,6 +73,7 @@ def build(
         runner=ModelRunner(weights, memory, dtype, max_model_len),
         source=AdapterSource(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None,
         max_model_len=max_model_len,
+        vocab_size=spec.vocab_size,
         weight_bytes=weights.nbytes,
         pool_bytes=memory.nbytes,
     )

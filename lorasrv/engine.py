@@ -3,8 +3,10 @@
 Everything in here belongs to the one thread that calls `step`; loads run wherever the `Loader` runs them.
 """
 
+import secrets
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from adapter_store.spec import AdapterKey
 from lorasrv.adapter_cache import AdapterCache
@@ -15,7 +17,7 @@ from lorasrv.kv_cache import KVCacheManager
 from lorasrv.metrics import EngineMetrics, EngineSnapshot
 from lorasrv.model_runner import ModelRunner
 from lorasrv.page_pool import PagePool
-from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestStatus
+from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestStatus, SamplingParams
 from lorasrv.scheduler import Scheduler
 from lorasrv.step import SchedulerOutput
 
@@ -31,6 +33,7 @@ class EngineParts:
     runner: ModelRunner
     source: AdapterSource | None
     max_model_len: int
+    vocab_size: int
     weight_bytes: int
     pool_bytes: int
 
@@ -63,6 +66,31 @@ class Engine:
         pages = self._parts.pool.num_pages - self._adapter_pages(adapter)
         room = min(self._parts.max_model_len, pages * self._parts.kv.page_size)
         return max(1, room - num_prompt_tokens)
+
+    def admit(
+        self,
+        request_id: RequestId,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        adapter: AdapterKey | None,
+        principal: str = "anonymous",
+    ) -> AddRequest:
+        """The message for `add_request`, or a refusal. Safe to call from any thread.
+
+        `max_tokens` None takes the rest of the context or of the pool; a random request gets a seed.
+        Raises:
+            InvalidRequest: the prompt is empty or names a token that does not exist.
+            ContextLengthExceeded: it can never fit.
+        """
+        if not token_ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if not all(0 <= t < self._parts.vocab_size for t in token_ids):
+            raise InvalidRequest(f"token ids must lie in [0, {self._parts.vocab_size})", param="prompt")
+        max_tokens = sampling.max_tokens or self.max_new_tokens(len(token_ids), adapter)
+        self.check_fits(len(token_ids), max_tokens, adapter)
+        if sampling.seed is None and not sampling.is_greedy:
+            sampling = replace(sampling, seed=secrets.randbits(63))
+        return AddRequest(request_id, tuple(token_ids), max_tokens, sampling, adapter, principal)
 
     def check_fits(self, num_prompt_tokens: int, max_tokens: int, adapter: AdapterKey | None) -> None:
         """Refuse a request that could never run, however empty the pool. Safe to call from any thread.

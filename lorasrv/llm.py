@@ -1,7 +1,6 @@
 """Offline use: `LLM("smollm2-135m").generate(prompts, sampling, adapter_ids=[...])`, no server, no threads of ours."""
 
 import itertools
-import secrets
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +16,7 @@ from lorasrv.build import build
 from lorasrv.config import BUILTIN_MODEL, EngineConfig
 from lorasrv.detokenizer import Detokenizer
 from lorasrv.engine import Engine
-from lorasrv.errors import AdapterLoadFailed, InvalidRequest
+from lorasrv.errors import AdapterLoadFailed
 from lorasrv.loaders import open_checkpoint
 from lorasrv.output import OutputProcessor
 from lorasrv.request import AddRequest, Completion, RequestId, RequestOutput, SamplingParams
@@ -137,16 +136,9 @@ class LLM:
                 self.engine.stop(output.request_id)
 
     def _message(self, prompt: str | Sequence[int], sampling: SamplingParams, adapter_id: str | None) -> AddRequest:
-        ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise InvalidRequest("the prompt is empty", param="prompt")
+        ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
         key: AdapterKey | None = self.store.resolve(adapter_id).key if adapter_id is not None else None
-        max_tokens = sampling.max_tokens or self.engine.max_new_tokens(len(ids), key)
-        self.engine.check_fits(len(ids), max_tokens, key)
-        if sampling.seed is None and not sampling.is_greedy:
-            sampling = replace(sampling, seed=secrets.randbits(63))
-        request_id = RequestId(f"offline-{next(self._numbers)}")
-        return AddRequest(request_id, tuple(ids), max_tokens, sampling, key)
+        return self.engine.admit(RequestId(f"offline-{next(self._numbers)}"), ids, sampling, key)
 
     def _answer(self, message: AddRequest) -> _Answer:
         detokenizer = Detokenizer(self.tokenizer)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,8 +12,8 @@ from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.async_engine import AsyncEngine
 from lorasrv.base_shapes import base_shapes
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
-from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded, EngineDead, InvalidRequest
+from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded, EngineDead, EngineOverloaded, InvalidRequest
 from lorasrv.llm import LLM
 from lorasrv.loaders import open_checkpoint
 from lorasrv.request import AdapterTier, FinishReason, RequestOutput, SamplingParams
@@ -243,6 +244,8 @@ def test_a_stop_string_ends_the_request_in_the_engine_too(serve) -> None:
         assert "".join(o.text for o in cut) == text[: text.index(stop)]
         assert cut[-1].finish_reason is FinishReason.STOP
         assert cut[-1].stop_reason == stop
+        await _settled(engine)
+        assert engine.metrics.snapshot().requests_finished_total == {"length": 1, "stop": 1}
 
     serve(scenario)
 
@@ -285,15 +288,66 @@ def test_a_death_while_a_request_is_admitted_is_told(serve, monkeypatch: pytest.
     """The engine dies between the first look and the inbox: the request must not wait for ever."""
 
     async def scenario(engine: AsyncEngine) -> None:
-        def die(*_: object) -> int:
-            engine.error = "died meanwhile"
-            return 5
+        admit = engine._admit
 
-        monkeypatch.setattr(engine, "_fitting_max_tokens", die)
+        def die(*arguments: object) -> object:
+            engine.error = "died meanwhile"
+            return admit(*arguments)
+
+        monkeypatch.setattr(engine, "_admit", die)
         with pytest.raises(EngineDead, match="meanwhile"):
             await engine.add(PROMPT, GREEDY)
 
     serve(scenario, settles=False)
+
+
+def test_more_requests_than_are_queued_are_told_to_come_back(model: Path) -> None:
+    config = replace(_config(model), scheduler=SchedulerOptions(max_num_queued_seqs=1))
+    engine = AsyncEngine.build(config)
+
+    async def main() -> None:
+        await engine.start()
+        first = await engine.add(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True))
+        with pytest.raises(EngineOverloaded) as caught:
+            await engine.add(PROMPT, GREEDY)
+        assert caught.value.retry_after_s > 0
+        await first.aclose()
+        await (await engine.add(PROMPT, GREEDY)).aclose()
+        await engine.shutdown()
+
+    asyncio.run(main())
+
+
+def test_only_the_engine_thread_computes_in_parallel(serve) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        assert torch.get_num_threads() == 1
+        assert await asyncio.to_thread(torch.get_num_threads) == 1
+
+    serve(scenario)
+
+
+def test_offline_refuses_what_the_server_refuses_and_survives_it(model: Path) -> None:
+    with LLM(str(model), _config(model)) as llm:
+        with pytest.raises(InvalidRequest, match=r"\[0, 384\)"):
+            llm.generate([[384]], GREEDY)
+        with pytest.raises(InvalidRequest, match="empty"):
+            llm.generate([PROMPT, []], GREEDY)
+        assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 12
+        llm.engine.check_integrity()
+
+
+def test_an_interrupted_generate_leaves_nothing_behind(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(str(model), _config(model)) as llm:
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "_step", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([PROMPT] * 3, GREEDY)
+        assert not llm.engine.has_requests
+        assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 12
+
+
+def _interrupted(_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def test_without_max_tokens_a_small_pool_is_the_limit(model: Path) -> None:
