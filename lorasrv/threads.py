@@ -13,9 +13,15 @@ ENGINE_THREADS = torch.get_num_threads()
 
 def compute_alone() -> None:
     """The calling thread has no team from now on. Before its first product."""
-    torch.set_num_threads(1)
+    _settle(1)
 
 
 def compute_in_parallel() -> None:
     """The calling thread is the engine's."""
-    torch.set_num_threads(ENGINE_THREADS)
+    _settle(ENGINE_THREADS)
+
+
+def _settle(count: int) -> None:
+    # A thread's first question or product takes over the count that any thread has set last; so ask first, then set.
+    torch.get_num_threads()
+    torch.set_num_threads(count)

@@ -10,6 +10,7 @@ import torch
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
+from lorasrv.adapter_loader import ThreadedLoader
 from lorasrv.async_engine import AsyncEngine
 from lorasrv.base_shapes import base_shapes
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
@@ -17,6 +18,7 @@ from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded, EngineDead,
 from lorasrv.llm import LLM
 from lorasrv.loaders import open_checkpoint
 from lorasrv.request import AdapterTier, FinishReason, RequestOutput, SamplingParams
+from lorasrv.threads import ENGINE_THREADS
 
 NAMES = ("one", "two", "three")
 PROMPT = list(range(10, 30))
@@ -318,10 +320,18 @@ def test_more_requests_than_are_queued_are_told_to_come_back(model: Path) -> Non
     asyncio.run(main())
 
 
-def test_only_the_engine_thread_computes_in_parallel(serve) -> None:
+def test_only_the_engine_thread_computes_in_parallel(serve, store, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(engine: AsyncEngine) -> None:
-        assert torch.get_num_threads() == 1
-        assert await asyncio.to_thread(torch.get_num_threads) == 1
+        run, seen = engine._engine._parts.runner.run, []
+        monkeypatch.setattr(
+            engine._engine._parts.runner, "run", lambda *step: seen.append(torch.get_num_threads()) or run(*step)
+        )
+        await _collect(engine, GREEDY, store.resolve("one").key)
+        loader = engine._engine._loader
+        assert isinstance(loader, ThreadedLoader)
+        assert loader._threads.submit(torch.get_num_threads).result() == 1
+        assert torch.get_num_threads() == 1, "this thread has built the model"
+        assert set(seen) == {ENGINE_THREADS}
 
     serve(scenario)
 
