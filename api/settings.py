@@ -32,6 +32,7 @@ class ServerSettings(BaseSettings):
     quantization: str = _MODEL.quantization
     dtype: str = _MODEL.dtype
     device: str = _MODEL.device
+    kernels: str = _MODEL.kernels
     served_model_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     max_model_len: int | None = None
     store: Path = Field(default_factory=default_store_dir)
@@ -72,7 +73,9 @@ class ServerSettings(BaseSettings):
     def engine_config(self) -> EngineConfig:
         """Raises: ConfigError: a value is out of range; names the flag."""
         return EngineConfig(
-            model=ModelOptions(self.model, self.quantization, self.dtype, self.device, self.max_model_len),
+            model=ModelOptions(
+                self.model, self.quantization, self.dtype, self.device, self.kernels, self.max_model_len
+            ),
             memory=MemoryOptions(
                 pool_bytes=None if self.pool_bytes is None else int(self.pool_bytes),
                 kv_dtype=self.kv_dtype,

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from lorasrv.device_memory import DeviceMemory
 from lorasrv.step import ScheduledRequest, SchedulerOutput
-from sgmv_kernels import ops
-from sgmv_kernels.ops import AttentionPlan, SgmvPlan
+from sgmv_kernels.ops import AttentionPlan, Ops, SgmvPlan
 from sgmv_kernels.segments import BASE, build_segments
 
 
@@ -30,7 +29,7 @@ class ForwardBatch:
     sampled: tuple[ScheduledRequest, ...]
 
 
-def build_batch(step: SchedulerOutput, memory: DeviceMemory, adapter_dtype: torch.dtype) -> ForwardBatch:
+def build_batch(step: SchedulerOutput, memory: DeviceMemory, adapter_dtype: torch.dtype, ops: Ops) -> ForwardBatch:
     """Order the sequences by adapter, so that a segment is a range of rows, and lay out their tokens."""
     page_size = memory.page_size
     scheduled = sorted(step.scheduled, key=lambda s: s.adapter_key or "")

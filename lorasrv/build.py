@@ -26,6 +26,7 @@ from lorasrv.page_pool import PagePool
 from lorasrv.quant import get_format
 from lorasrv.scheduler import Scheduler
 from lorasrv.tokenizer import Tokenizer
+from sgmv_kernels.ops import KernelsUnavailable, Ops
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is, from 0 to 1."""
@@ -57,6 +58,8 @@ def build(
     dtype = getattr(torch, config.model.dtype)
     kv_dtype = dtype if config.memory.kv_dtype == "auto" else getattr(torch, config.memory.kv_dtype)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
+    ops = _ops(config.model.kernels, device)
+    ops.warm_up([dtype, kv_dtype])
     weights = load_weights(checkpoint, get_format(config.model.quantization), dtype, WeightMeter(), progress, device)
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
@@ -70,7 +73,7 @@ def build(
         kv=kv,
         adapters=adapters,
         scheduler=Scheduler(config.scheduler, pool, kv, adapters, eos),
-        runner=ModelRunner(weights, memory, dtype, max_model_len),
+        runner=ModelRunner(weights, memory, dtype, max_model_len, ops),
         source=AdapterSource(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
@@ -79,6 +82,13 @@ def build(
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
     return BuiltModel(parts, spec, tokenizer, template)
+
+
+def _ops(kernels: str, device: torch.device) -> Ops:
+    try:
+        return Ops(device, None if kernels == "auto" else kernels)
+    except KernelsUnavailable as error:
+        raise ConfigError(f"--kernels: {error}; use --kernels auto or torch") from error
 
 
 def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:

@@ -9,6 +9,7 @@ from lorasrv.errors import ConfigError
 BUILTIN_MODEL = "smollm2-135m"
 DTYPES = ("bfloat16", "float32")
 DEVICES = ("auto", "cpu")
+KERNELS = ("auto", "torch", "numba")
 
 
 def default_store_dir() -> Path:
@@ -25,11 +26,13 @@ class ModelOptions:
     quantization: str = "int8"
     dtype: str = "bfloat16"
     device: str = "auto"
+    kernels: str = "auto"
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--device", self.device, DEVICES)
+        _one_of("--kernels", self.kernels, KERNELS)
         _positive("--max-model-len", self.max_model_len)
 
 

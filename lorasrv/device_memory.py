@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lorasrv.adapter_pack import PackedAdapter
 from lorasrv.models.spec import ModelSpec
+from sgmv_kernels.kv_pages import KV, KvPages, kv_pages
 from sgmv_kernels.layout import PlacedAdapter
-
-KV = 2
 
 
 def page_bytes(spec: ModelSpec, page_size: int, kv_dtype: torch.dtype) -> int:
@@ -30,8 +29,7 @@ class DeviceMemory:
         self.page_size = page_size
         self.page_bytes = page_bytes(spec, page_size, kv_dtype)
         self._slabs = _zeros((spec.num_layers, num_pages * self.page_bytes), device)
-        shape = (spec.num_layers, num_pages, KV, spec.num_kv_heads, page_size, spec.head_dim)
-        self._kv = self._slabs.view(kv_dtype).view(shape)
+        self._kv = [kv_pages(slab, kv_dtype, spec.num_kv_heads, page_size, spec.head_dim) for slab in self._slabs]
 
     @property
     def nbytes(self) -> int:
@@ -45,8 +43,8 @@ class DeviceMemory:
         """[bytes] uint8: one layer of the pool."""
         return self._slabs[layer]
 
-    def kv_pages(self, layer: int) -> Tensor:
-        """[P, 2, kv_heads, page, D]: one layer of the pool as keys and values."""
+    def kv_pages(self, layer: int) -> KvPages:
+        """One layer of the pool as keys and values."""
         return self._kv[layer]
 
     def write_adapter(self, packed: PackedAdapter, placed: PlacedAdapter) -> None:

@@ -14,6 +14,7 @@ from lorasrv.models.weights import ModelWeights
 from lorasrv.request import RequestId
 from lorasrv.sampler import sample
 from lorasrv.step import SchedulerOutput
+from sgmv_kernels.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +28,17 @@ class ModelRunner:
     """Runs steps on one device."""
 
     def __init__(
-        self, weights: ModelWeights, memory: DeviceMemory, adapter_dtype: torch.dtype, max_model_len: int
+        self,
+        weights: ModelWeights,
+        memory: DeviceMemory,
+        adapter_dtype: torch.dtype,
+        max_model_len: int,
+        ops: Ops,
     ) -> None:
         self._memory = memory
         self._adapter_dtype = adapter_dtype
-        self._decoder = Decoder(weights, memory, max_model_len)
+        self._ops = ops
+        self._decoder = Decoder(weights, memory, max_model_len, ops)
 
     def run(self, step: SchedulerOutput, arrived: Mapping[AdapterKey, PackedAdapter]) -> ModelRunnerOutput:
         """Fill the pages of adapters that the step brought in, then compute it."""
@@ -39,7 +46,7 @@ class ModelRunner:
             self._memory.write_adapter(arrived[key], step.placements[key])
         if not step.scheduled:
             return ModelRunnerOutput({})
-        batch = build_batch(step, self._memory, self._adapter_dtype)
+        batch = build_batch(step, self._memory, self._adapter_dtype, self._ops)
         logits = self._decoder.forward(batch)
         # The weights of one adapter may overflow; its requests fail, the step's others do not.
         finite = torch.isfinite(logits.sum(dim=-1))

@@ -1,13 +1,14 @@
 """Paged attention in plain torch: single-token queries in padded products, longer chunks one by one."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from sgmv_kernels.backend import AttentionPlan
+from sgmv_kernels.kv_pages import KvPages
 
 MAX_PADDING = 2
 """Sequences share a product if the longest has at most so many times the pages of the shortest."""
@@ -32,91 +33,98 @@ class Chunk:
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPlan:
-    """A step's sequences as `paged_attention` takes them, the same for every layer. See `ops.plan_attention`."""
+class TorchSequences:
+    """A step's sequences by how they are computed."""
 
-    num_rows: int
     singles: tuple[SingleQueries, ...]
     chunks: tuple[Chunk, ...]
 
 
-def plan_attention_torch(
-    page_tables: npt.NDArray[np.int32], query_lens: Sequence[int], kv_lens: Sequence[int], page_size: int
-) -> AttentionPlan:
-    """See `ops.plan_attention`; arguments are checked there."""
-    starts = (np.cumsum(query_lens) - np.asarray(query_lens)).tolist()
-    pages = [-(-length // page_size) for length in kv_lens]
+def prepare(plan: AttentionPlan, device: torch.device) -> TorchSequences:
+    """Group the sequences."""
+    starts, lens = plan.query_starts.tolist(), plan.kv_lens.tolist()
+    query_lens = np.diff(plan.query_starts).tolist()
+    pages = [-(-length // plan.page_size) for length in lens]
     groups: list[list[int]] = []
     for i in sorted((i for i, n in enumerate(query_lens) if n == 1), key=lambda i: pages[i]):
         if groups and pages[i] <= MAX_PADDING * pages[groups[-1][0]]:
             groups[-1].append(i)
         else:
             groups.append([i])
+    tables = torch.from_numpy(plan.page_tables).to(device, torch.int64)
     singles = tuple(
         SingleQueries(
-            rows=torch.tensor([starts[i] for i in group]),
-            tables=torch.from_numpy(page_tables[group, : pages[group[-1]]].astype(np.int64)),
-            lens=torch.tensor([kv_lens[i] for i in group]),
+            rows=torch.tensor([starts[i] for i in group], device=device),
+            tables=tables[group, : pages[group[-1]]],
+            lens=torch.tensor([lens[i] for i in group], device=device),
         )
         for group in groups
     )
     chunks = tuple(
-        Chunk(
-            rows=slice(starts[i], starts[i] + n),
-            table=torch.from_numpy(page_tables[i : i + 1, : pages[i]].astype(np.int64)),
-            length=kv_lens[i],
-        )
+        Chunk(slice(starts[i], starts[i] + n), tables[i : i + 1, : pages[i]], lens[i])
         for i, n in enumerate(query_lens)
         if n > 1
     )
-    return AttentionPlan(sum(query_lens), singles, chunks)
+    return TorchSequences(singles, chunks)
 
 
-def paged_attention_torch(q: Tensor, kv_pages: Tensor, plan: AttentionPlan, scale: float, window: int | None) -> Tensor:
-    """See `ops.paged_attention`."""
+def attention_torch(
+    q: Tensor, kv: KvPages, plan: AttentionPlan, scale: float, window: int | None, alibi_slopes: Tensor | None
+) -> Tensor:
+    """See `ops.Ops.paged_attention`."""
     out = torch.empty_like(q)
-    for group in plan.singles:
-        out[group.rows] = _single_queries(q[group.rows], kv_pages, group, scale, window)
-    for chunk in plan.chunks:
-        out[chunk.rows] = _chunk(q[chunk.rows], kv_pages, chunk, scale, window)
+    sequences: TorchSequences = plan.prepared
+    for group in sequences.singles:
+        out[group.rows] = _single_queries(q[group.rows].float(), kv, group, scale, window, alibi_slopes).to(q.dtype)
+    for chunk in sequences.chunks:
+        out[chunk.rows] = _chunk(q[chunk.rows].float(), kv, chunk, scale, window, alibi_slopes).to(q.dtype)
     return out
 
 
-def _gather(kv_pages: Tensor, tables: Tensor) -> Tensor:
-    """Pages of B sequences as fp32 [2, B, kv_heads, pages * page, D]."""
-    b, n = tables.shape
-    _, _, heads, page, d = kv_pages.shape
-    gathered: Tensor = kv_pages[tables].permute(2, 0, 3, 1, 4, 5).to(torch.float32)
-    return gathered.reshape(2, b, heads, n * page, d)
+def _gather(kv: KvPages, tables: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys [B, kv_heads, D, pages * page] and values [B, kv_heads, pages * page, D] of B sequences, fp32."""
+    keys = kv.keys[tables].permute(0, 2, 3, 1, 4).float().flatten(3)
+    values = kv.values[tables].permute(0, 2, 1, 3, 4).float().flatten(2, 3)
+    return keys, values
 
 
-def _single_queries(q: Tensor, kv_pages: Tensor, group: SingleQueries, scale: float, window: int | None) -> Tensor:
+def _single_queries(
+    q: Tensor, kv: KvPages, group: SingleQueries, scale: float, window: int | None, slopes: Tensor | None
+) -> Tensor:
     """q [B, heads, D] -> [B, heads, D]. The heads that share a key head stand where query positions would."""
     b, heads, d = q.shape
-    kv_heads, lens = kv_pages.shape[2], group.lens[:, None]
-    k, v = _gather(kv_pages, group.tables)
-    position = torch.arange(k.shape[2])[None]
+    lens = group.lens[:, None]
+    keys, values = _gather(kv, group.tables)
+    position = torch.arange(keys.shape[3], device=q.device)[None]
     visible = position < lens
     if window is not None:
         visible &= position >= lens - window
     # A page's unwritten slots may hold any bit pattern, NaN too, and 0 * NaN is NaN.
-    v.masked_fill_(~visible[:, None, :, None], 0.0)
-    grouped = q.view(b, kv_heads, heads // kv_heads, d)
-    scores = (grouped @ k.transpose(2, 3)).mul_(scale).masked_fill_(~visible[:, None, None], float("-inf"))
-    out: Tensor = scores.softmax(-1) @ v
+    values.masked_fill_(~visible[:, None, :, None], 0.0)
+    grouped = q.view(b, kv.num_heads, heads // kv.num_heads, d)
+    scores = (grouped @ keys).mul_(scale)
+    if slopes is not None:
+        distance = (position - (lens - 1)).float()[:, None, None]
+        scores += slopes.view(1, kv.num_heads, -1, 1) * distance
+    scores = scores.masked_fill_(~visible[:, None, None], float("-inf"))
+    out: Tensor = scores.softmax(-1) @ values
     return out.reshape(b, heads, d)
 
 
-def _chunk(q: Tensor, kv_pages: Tensor, chunk: Chunk, scale: float, window: int | None) -> Tensor:
+def _chunk(q: Tensor, kv: KvPages, chunk: Chunk, scale: float, window: int | None, slopes: Tensor | None) -> Tensor:
     """q [n, heads, D] -> [n, heads, D]."""
     n, length = q.shape[0], chunk.length
-    k, v = (t[:, :, :length] for t in _gather(kv_pages, chunk.table))
+    keys, values = _gather(kv, chunk.table)
+    k, v = keys[..., :length].transpose(2, 3), values[:, :, :length]
     query = q.transpose(0, 1)[None]
-    if n == length and window is None:
+    if n == length and window is None and slopes is None:
         out = F.scaled_dot_product_attention(query, k, v, is_causal=True, scale=scale, enable_gqa=True)
     else:
-        positions = torch.arange(length - n, length)[:, None]
-        keys = torch.arange(length)[None]
-        visible = keys <= positions if window is None else (keys <= positions) & (keys > positions - window)
-        out = F.scaled_dot_product_attention(query, k, v, attn_mask=visible, scale=scale, enable_gqa=True)
+        positions = torch.arange(length - n, length, device=q.device)[:, None]
+        keys_at = torch.arange(length, device=q.device)[None]
+        visible = keys_at <= positions if window is None else (keys_at <= positions) & (keys_at > positions - window)
+        bias = torch.zeros((n, length), device=q.device).masked_fill_(~visible, float("-inf"))
+        if slopes is not None:
+            bias = bias + slopes[:, None, None] * (keys_at - positions).float()
+        out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)

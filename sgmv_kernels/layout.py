@@ -24,6 +24,10 @@ LAYOUT_VERSION = 1
 PANEL_RANKS = 16
 ALIGNMENT_BYTES = 128
 SCALE_BYTES = 4
+MAX_RANK = 256
+"""Most rank rows of one slice that kernels are made and tested for."""
+MAX_SLICES = 3
+RECORD_INTS = 1 + MAX_SLICES
 
 Run = tuple[int, int]
 """(first page, number of pages), consecutive page ids."""
@@ -97,6 +101,16 @@ class AdapterLayout:
         """Byte offset of every panel inside its layer's packed row."""
         return tuple(np.cumsum(sizes) - sizes for sizes in self.panel_bytes)
 
+    @cached_property
+    def records(self) -> npt.NDArray[np.int32]:
+        """[L, sites, 4]: index of the first panel of a site in its layer, then the rank of each slice. See `tables`."""
+        return np.stack([_layer_records(layer) for layer in self.ranks])
+
+    @property
+    def max_rank(self) -> int:
+        """The highest rank of any slice."""
+        return int(self.records[..., 1:].max(initial=0))
+
     def num_pages(self, page_bytes: int) -> int:
         """Pages of one run that holds the whole adapter."""
         return -(-self.layer_bytes // page_bytes)
@@ -127,6 +141,33 @@ class PlacedAdapter:
     @property
     def pages(self) -> list[int]:
         return [page for first, count in self.runs for page in range(first, first + count)]
+
+    @cached_property
+    def panels(self) -> npt.NDArray[np.int32]:
+        """Panel offsets in units of `ALIGNMENT_BYTES`, end to end, those of layers that lie alike once."""
+        if any((offsets % ALIGNMENT_BYTES).any() for offsets in self._distinct.values()):
+            raise ValueError("a panel is misaligned")
+        if self.layout.max_rank > MAX_RANK:
+            raise ValueError(f"rank {self.layout.max_rank} is over the limit of {MAX_RANK}")
+        return (np.concatenate(list(self._distinct.values())) // ALIGNMENT_BYTES).astype(np.int32)
+
+    @cached_property
+    def layer_starts(self) -> npt.NDArray[np.int32]:
+        """[L]: where each layer's offsets begin in `panels`."""
+        sizes = np.array([len(offsets) for offsets in self._distinct.values()])
+        starts = dict(zip(self._distinct, (np.cumsum(sizes) - sizes).tolist(), strict=True))
+        return np.array([starts[id(offsets)] for offsets in self.offsets], dtype=np.int32)
+
+    @cached_property
+    def extent(self) -> tuple[int, int]:
+        """(first byte, end) of all panels in a slab."""
+        layers = {id(o): (o, s) for o, s in zip(self.offsets, self.layout.panel_bytes, strict=True)}.values()
+        first = min((int(offsets.min()) for offsets, _ in layers if len(offsets)), default=0)
+        return first, max((int((offsets + sizes).max()) for offsets, sizes in layers if len(offsets)), default=0)
+
+    @cached_property
+    def _distinct(self) -> dict[int, npt.NDArray[np.int64]]:
+        return {id(offsets): offsets for offsets in self.offsets}
 
     def trimmed(self) -> "PlacedAdapter":
         """The same places, without the pages at the end of each run that no layer reaches."""
@@ -193,6 +234,15 @@ def _index_panels(layer_ranks: LayerRanks) -> tuple[SitePanels, ...]:
         sites.append(SitePanels(ranks, scale, a, tuple(b)))
         first = index
     return tuple(sites)
+
+
+@lru_cache(maxsize=1024)
+def _layer_records(layer_ranks: LayerRanks) -> npt.NDArray[np.int32]:
+    records = np.zeros((len(layer_ranks), RECORD_INTS), dtype=np.int32)
+    for record, panels in zip(records, _index_panels(layer_ranks), strict=True):
+        record[0] = max(0, panels.scale)
+        record[1 : 1 + len(panels.ranks)] = panels.ranks
+    return records
 
 
 def _fill_runs(sizes: npt.NDArray[np.int64], runs: Sequence[Run], page_bytes: int) -> npt.NDArray[np.int64] | None:

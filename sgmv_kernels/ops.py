@@ -1,174 +1,310 @@
-"""Public ops: argument checks and dispatch by device. For arithmetic, others import this module and no other.
+"""Public ops: argument checks, then the kernels of the chosen backend. For arithmetic, others import no other module.
 
-Shapes: T token rows, S segments, R rank rows, P pages, B sequences, D head dim.
+Shapes: T token rows, S segments, R rank rows, P pages, B sequences, D head dim, H hidden, F intermediate.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from sgmv_kernels.attention_torch import AttentionPlan, paged_attention_torch, plan_attention_torch
+from sgmv_kernels.backend import (
+    KERNELS,
+    AttentionPlan,
+    KernelsUnavailable,
+    SgmvPlan,
+    choose_backend,
+    load_backend,
+    plan_of,
+)
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.layout import PlacedAdapter
-from sgmv_kernels.segments import BASE, Segments
-from sgmv_kernels.sgmv_torch import sgmv_torch
+from sgmv_kernels.kv_pages import KvPages
+from sgmv_kernels.layout import MAX_SLICES, PlacedAdapter
+from sgmv_kernels.segments import BASE, Int32, Segments
+from sgmv_kernels.tables import build_tables
 
 __all__ = [
+    "KERNELS",
     "AttentionPlan",
     "KernelArgumentError",
+    "KernelsUnavailable",
+    "KvPages",
+    "Ops",
     "SgmvPlan",
-    "paged_attention",
-    "plan_attention",
-    "plan_sgmv",
-    "rms_norm",
-    "rope_",
-    "sgmv",
-    "silu_mul",
-    "write_kv",
 ]
 
-
-@dataclass(frozen=True, slots=True)
-class SgmvPlan:
-    """A step's rows and adapters, checked once for all layers and sites. See `plan_sgmv`."""
-
-    segments: Segments
-    adapters: tuple[PlacedAdapter, ...]
-    dtype: torch.dtype
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def plan_sgmv(segments: Segments, adapters: Sequence[PlacedAdapter], dtype: torch.dtype) -> SgmvPlan:
-    """Check what is the same for every `sgmv` of a step.
+class Ops:
+    """The ops on one device. Plans are made once a step, and hold for every layer.
 
     Args:
-        segments: rows by adapter; `segments.adapters` index into `adapters`.
-        adapters: the placed adapters of this step, ranks mixed freely.
-        dtype: how panels are stored, bfloat16 or float32.
+        device: where the tensors are.
+        kernels: one of `KERNELS`; None takes the fastest that run on the device.
     Raises:
-        KernelArgumentError: an index, dtype or site does not fit.
+        KernelsUnavailable: the kernels that were asked for cannot run here.
     """
-    _require(dtype in (torch.bfloat16, torch.float32), f"dtype {dtype} of panels must be bfloat16 or float32")
-    highest = int(segments.adapters.max(initial=BASE))
-    _require(highest < len(adapters), f"segments name adapter {highest}, but there are {len(adapters)}")
-    for adapter in adapters:
-        _require(adapter.layout.itemsize == dtype.itemsize, "adapters must be packed in the pool's adapter dtype")
-        _require(adapter.layout.sites == adapters[0].layout.sites, "adapters must be made for the same sites")
-    return SgmvPlan(segments, tuple(adapters), dtype)
+
+    def __init__(self, device: torch.device, kernels: str | None = None) -> None:
+        self.device = device
+        self._backend = choose_backend(device) if kernels is None else load_backend(kernels)
+
+    @property
+    def name(self) -> str:
+        """Which kernels these are."""
+        return self._backend.name
+
+    def warm_up(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Compile what panels and pages of these dtypes need, so that no request waits for it."""
+        self._backend.warm_up(dtypes)
+
+    def plan_sgmv(self, segments: Segments, adapters: Sequence[PlacedAdapter], dtype: torch.dtype) -> SgmvPlan:
+        """Check what is the same for every `sgmv_` of a step, and lay it out for the kernels.
+
+        Args:
+            segments: rows by adapter, as `build_segments` makes them; `segments.adapters` index into `adapters`.
+            adapters: the placed adapters of this step, ranks mixed freely.
+            dtype: how panels are stored.
+        Raises:
+            KernelArgumentError: an index, dtype, rank, offset or site does not fit.
+        """
+        _require(dtype in FLOATS, f"dtype {dtype} of panels must be bfloat16, float16 or float32")
+        _check_segments(segments)
+        highest = int(segments.adapters.max(initial=BASE))
+        _require(highest < len(adapters), f"segments name adapter {highest}, but there are {len(adapters)}")
+        for adapter in adapters:
+            _check_adapter(adapter, dtype)
+            _require(adapter.layout.sites == adapters[0].layout.sites, "adapters must be made for the same sites")
+            _require(adapter.layout.num_layers == adapters[0].layout.num_layers, "adapters must have the same layers")
+        tables = build_tables(segments, adapters)
+        prepared = self._backend.prepare_sgmv(tables, dtype, self.device)
+        return SgmvPlan(tables, dtype, segments.num_rows, prepared)
+
+    def shrink(self, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
+        """Project every row to the rank of its own adapter; the first half of `sgmv_`.
+
+        Semantics: sum over planes of v[:, p, :r] = x[t] @ A^T; p the place of row t in the permutation, A [r, in] the
+        stacked lora_a of row t's adapter, unscaled. Rows and columns that no adapter owns hold anything.
+
+        Args: as `sgmv_`.
+        Returns: [planes, T, most R of the step at this site] fp32; a backend may split the sum over planes.
+        Raises:
+            KernelArgumentError: as `sgmv_`.
+        Source: split sums without atomics, SGLang's `triton_v2` planes.
+        """
+        self._check_rows(x, "x", plan, slab)
+        if plan.tables.num_segments:
+            _check_columns(x, "x", plan.tables.sites[site].in_features, site)
+        return self._backend.shrink(x, slab, plan, layer, site)
+
+    def expand_(self, y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
+        """Project every row from the rank of its own adapter and add it to y; the second half of `sgmv_`.
+
+        Semantics: y[t, slice] += (scale * sum over planes of v[:, p])[slice's ranks] @ B[slice]; p the place of row t
+        in the permutation, scale [R] = alpha / r (or alpha / sqrt r) of every rank row
+
+        Args:
+            v: [planes, T, R] fp32, from `shrink` with the same plan, layer and site.
+            Others as `sgmv_`.
+        Raises:
+            KernelArgumentError: as `sgmv_`, or v does not fit.
+        """
+        self._check_rows(y, "y", plan, slab)
+        if not plan.tables.num_segments:
+            return
+        _check_columns(y, "y", plan.tables.sites[site].total_out, site)
+        rank = plan.tables.max_rank(layer, site)
+        fits = v.dtype == torch.float32 and v.dim() == 3 and v.shape[1] == plan.num_rows and v.shape[2] >= rank
+        _require(fits and v.is_contiguous(), f"v must be contiguous float32 [planes, {plan.num_rows}, >= {rank}]")
+        self._backend.expand_(y, v, slab, plan, layer, site)
+
+    def sgmv_(self, y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
+        """Add every row's own adapter delta to the output of a base linear, in place, all slices in one call.
+
+        Semantics: y[t, slice] += (scale * (x[t] @ A^T))[slice's ranks] @ B[slice], A and B of row t's adapter, if any
+
+        Args:
+            y: [T, sum of slice widths], the base linear's output, contiguous; written in place.
+            x: [T, in], its input, contiguous, of y's dtype: fp32 on the CPU, fp32, bf16 or fp16 on a GPU.
+            slab: [bytes] uint8, one layer of the pool.
+            plan: the step's rows and adapters.
+            layer, site: which panels to read.
+        Sums are fp32, and a row's result does not depend on the rows beside it.
+        Raises:
+            KernelArgumentError: a shape or dtype does not fit; nothing has been written.
+        Source: SGMV of Punica (Chen et al. 2023), true ranks and pages shared with KV after S-LoRA (Sheng et al. 2023).
+        """
+        self._check_rows(x, "x", plan, slab)
+        self._check_rows(y, "y", plan, slab)
+        _require(x.dtype == y.dtype, "x and y must have the same dtype")
+        if not plan.tables.num_segments:
+            return
+        _check_columns(x, "x", plan.tables.sites[site].in_features, site)
+        _check_columns(y, "y", plan.tables.sites[site].total_out, site)
+        self._backend.sgmv_(y, x, slab, plan, layer, site)
+
+    def plan_attention(
+        self,
+        page_tables: Int32,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        page_size: int,
+        num_pages: int,
+    ) -> AttentionPlan:
+        """Check a step's sequences and lay them out, once for all layers.
+
+        Args:
+            page_tables: [B, max pages] int32 page ids in order; entries past a sequence's pages are ignored.
+            query_lens: rows of each sequence; they are its last positions.
+            kv_lens: keys of each sequence, this step's included.
+            page_size: tokens a page.
+            num_pages: pages of the pool.
+        Raises:
+            KernelArgumentError: lengths that contradict each other, or a page id outside the pool.
+        """
+        _require(page_tables.dtype == np.int32 and page_tables.ndim == 2, "page_tables must be int32 [B, pages]")
+        same = len(page_tables) == len(query_lens) == len(kv_lens)
+        _require(same, "page_tables, query_lens and kv_lens must have one entry a sequence")
+        for table, n, length in zip(page_tables, query_lens, kv_lens, strict=True):
+            _require(0 < n <= length, f"query_lens {n} must be positive and at most kv_lens {length}")
+            used = table[: -(-length // page_size)]
+            _require(len(used) * page_size >= length, f"page_tables too short for {length} tokens")
+            _require(used.min() >= 0 and used.max() < num_pages, "page_tables name a page outside the pool")
+        plan = plan_of(np.ascontiguousarray(page_tables), query_lens, kv_lens, page_size)
+        return replace(plan, prepared=self._backend.prepare_attention(plan, self.device))
+
+    def paged_attention(
+        self,
+        q: Tensor,
+        kv: KvPages,
+        plan: AttentionPlan,
+        scale: float,
+        window: int | None = None,
+        alibi_slopes: Tensor | None = None,
+    ) -> Tensor:
+        """Causal attention of prefill chunks and single-token decodes in one call, over paged keys and values.
+
+        Semantics: out[t] = softmax(scale * q[t] . K[j] + slope * (j - pos(t)), j <= pos(t)) V, the last `window` keys
+        only where given; query head h reads key head h // (heads / kv_heads); a row without a visible key gives zeros
+
+        Args:
+            q: [T, heads, D] contiguous; the rows of sequence i follow those of i - 1. fp32 on the CPU.
+            kv: one layer of the pool.
+            plan: the step's sequences.
+            alibi_slopes: [heads] fp32, or None for 0.
+        Returns: [T, heads, D] in q's dtype.
+        Raises:
+            KernelArgumentError: shapes that do not fit.
+        Source: paged KV of vLLM (Kwon et al. 2023); online softmax of FlashAttention-2 (Dao 2023); key and value
+            splits for long contexts of Flash-Decoding (Dao et al. 2023); ALiBi (Press et al. 2022).
+        """
+        self._check_activation(q, "q")
+        _require(q.dim() == 3 and q.is_contiguous(), "q must be contiguous [T, heads, D]")
+        _require(q.shape[1] % kv.num_heads == 0, "query heads must be a multiple of key heads")
+        _require(q.shape[2] == kv.head_dim, f"q has head dim {q.shape[2]}, the pages have {kv.head_dim}")
+        _require(plan.num_rows == q.shape[0], "query_lens must sum to the rows of q")
+        _require(plan.page_size == kv.page_size, f"plan is for pages of {plan.page_size} tokens, not {kv.page_size}")
+        _require(window is None or window > 0, f"window must be positive, not {window}")
+        if alibi_slopes is not None:
+            fits = alibi_slopes.shape == q.shape[1:2] and alibi_slopes.dtype == torch.float32
+            _require(fits, "alibi_slopes must be float32 [heads]")
+        return self._backend.attention(q, kv, plan, scale, window, alibi_slopes)
+
+    def rope_write_kv(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor) -> Tensor:
+        """Rotate queries and keys, store keys and values; what lies between the q/k/v linear and attention.
+
+        Semantics: q, k, v = split(qkv); (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for every head of q and k, x1
+        and x2 its halves; keys[pages[t], :, :, slots[t]] = k[t]; values[pages[t], :, slots[t]] = v[t]
+
+        Args:
+            qkv: [T, (heads + 2 kv_heads) * D] contiguous, fp32 on the CPU.
+            cos, sin: [T, D / 2] fp32.
+            kv: one layer of the pool; written at this step's slots, which are distinct.
+            pages, slots: [T] int64.
+        Returns: q [T, heads, D], contiguous.
+        Raises:
+            KernelArgumentError: shapes or dtypes that do not fit.
+        Source: rotary embedding (Su et al. 2021) in Hugging Face's half-split order.
+        """
+        self._check_activation(qkv, "qkv")
+        dim, rows = kv.head_dim, len(qkv)
+        _require(qkv.dim() == 2 and qkv.is_contiguous(), "qkv must be contiguous [T, width]")
+        heads = qkv.shape[1] // dim - 2 * kv.num_heads
+        _require(qkv.shape[1] % dim == 0 and heads > 0, f"qkv has {qkv.shape[1]} columns, which is no number of heads")
+        for name, table in (("cos", cos), ("sin", sin)):
+            fits = table.shape == (rows, dim // 2) and table.dtype == torch.float32 and table.is_contiguous()
+            _require(fits, f"{name} must be contiguous float32 [{rows}, {dim // 2}]")
+        for name, index in (("pages", pages), ("slots", slots)):
+            _require(index.shape == (rows,) and index.dtype == torch.int64, f"{name} must be int64 [{rows}]")
+        return self._backend.rope_write_kv(qkv, cos, sin, kv, pages, slots)
+
+    def add_rms_norm_(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+        """Add to the residual stream in place, and norm the sum.
+
+        Semantics: x += delta; x / sqrt(mean(x^2) + eps) * weight
+
+        Args:
+            x: [T, H] contiguous; written in place if `delta` is given.
+            delta: [T, H] contiguous of x's dtype, or None for 0.
+            weight: [H] fp32.
+        Returns: [T, H] in x's dtype, a new tensor.
+        Raises:
+            KernelArgumentError: shapes or dtypes that do not fit.
+        """
+        self._check_activation(x, "x")
+        _require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
+        fits = weight.shape == x.shape[1:] and weight.dtype == torch.float32
+        _require(fits, f"weight must be float32 [{x.shape[1]}]")
+        if delta is not None:
+            fits = delta.shape == x.shape and delta.dtype == x.dtype and delta.is_contiguous()
+            _require(fits, "delta must be like x")
+        return self._backend.add_rms_norm_(x, delta, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Semantics: silu(gate) * up, gate and up the halves of the last dimension. gate_up [T, 2F] -> [T, F]."""
+        self._check_activation(gate_up, "gate_up")
+        fits = gate_up.dim() == 2 and gate_up.is_contiguous() and gate_up.shape[1] % 2 == 0
+        _require(fits, "gate_up must be contiguous [T, 2F]")
+        return self._backend.silu_mul(gate_up)
+
+    def _check_activation(self, x: Tensor, name: str) -> None:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._backend.activations)
+        _require(x.dtype in self._backend.activations, f"{name} must be {names} for these kernels, not {x.dtype}")
+
+    def _check_rows(self, x: Tensor, name: str, plan: SgmvPlan, slab: Tensor) -> None:
+        self._check_activation(x, name)
+        _require(x.dim() == 2 and x.is_contiguous(), f"{name} must be contiguous [T, columns]")
+        _require(len(x) == plan.num_rows, f"{name} has {len(x)} rows, the plan has {plan.num_rows}: not the same rows")
+        _require(slab.dtype == torch.uint8 and slab.dim() == 1, "slab must be one-dimensional uint8")
+        _require(slab.numel() >= plan.tables.slab_bytes, "slab ends before the panels of the plan's adapters do")
 
 
-def sgmv(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
-    """Add every row's own adapter delta to the output of a base linear, in place.
-
-    Semantics: y[t, slice] += (scale * (x[t] @ A^T))[slice's ranks] @ B[slice], A and B of row t's adapter, if any
-
-    Args:
-        y: [T, sum of slice widths] fp32, the base linear's output; written in place.
-        x: [T, in] fp32, its input.
-        slab: [bytes] uint8, one layer of the pool.
-        plan: the step's rows and adapters.
-        layer, site: which panels to read.
-    Raises:
-        KernelArgumentError: a shape or dtype does not fit; nothing has been written.
-    Source: SGMV of Punica (Chen et al. 2023), true ranks and pages shared with KV after S-LoRA (Sheng et al. 2023).
-    """
-    _require(x.dtype == torch.float32 and y.dtype == torch.float32, "x and y must be float32")
-    _require(slab.dtype == torch.uint8 and slab.dim() == 1, "slab must be one-dimensional uint8")
-    _require(x.shape[0] == y.shape[0] == plan.segments.num_rows, "x, y and the plan must have the same rows")
-    if not plan.adapters:
-        return
-    dims = plan.adapters[0].layout.sites[site]
-    _require(x.shape[1] == dims.in_features, f"x has {x.shape[1]} columns, site {site} takes {dims.in_features}")
-    _require(y.shape[1] == dims.total_out, f"y has {y.shape[1]} columns, site {site} gives {dims.total_out}")
-    sgmv_torch(y, x, slab, plan.dtype, plan.segments, plan.adapters, layer, site)
+def _check_columns(x: Tensor, name: str, columns: int, site: int) -> None:
+    _require(x.shape[1] == columns, f"{name} has {x.shape[1]} columns, site {site} has {columns}")
 
 
-def plan_attention(
-    page_tables: npt.NDArray[np.int32],
-    query_lens: Sequence[int],
-    kv_lens: Sequence[int],
-    page_size: int,
-    num_pages: int,
-) -> AttentionPlan:
-    """Check a step's sequences and lay them out, once for all layers.
-
-    Args:
-        page_tables: [B, max pages] int32 page ids in order; entries past a sequence's pages are ignored.
-        query_lens: rows of each sequence; they are its last positions.
-        kv_lens: keys of each sequence, this step's included.
-        page_size: tokens a page.
-        num_pages: pages of the pool.
-    Raises:
-        KernelArgumentError: lengths that contradict each other, or a page id outside the pool.
-    """
-    for table, n, length in zip(page_tables, query_lens, kv_lens, strict=True):
-        _require(0 < n <= length, f"query_lens {n} must be positive and at most kv_lens {length}")
-        used = table[: -(-length // page_size)]
-        _require(len(used) * page_size >= length, f"page_tables too short for {length} tokens")
-        _require(used.min() >= 0 and used.max() < num_pages, "page_tables name a page outside the pool")
-    return plan_attention_torch(page_tables, query_lens, kv_lens, page_size)
+def _check_segments(segments: Segments) -> None:
+    indptr, rows = segments.indptr, segments.num_rows
+    whole = len(indptr) == len(segments) + 1 and indptr[0] == 0 and indptr[-1] == rows and (np.diff(indptr) >= 0).all()
+    _require(whole, "segments.indptr must rise from 0 to the number of rows")
+    once = np.array_equal(np.bincount(segments.permutation, minlength=rows), np.ones(rows)) if rows else True
+    _require(once, "segments.permutation must hold every row once: segments overlap or leave rows out")
+    _require((segments.adapters >= BASE).all(), "segments.adapters must be indices, or BASE")
 
 
-def paged_attention(
-    q: Tensor, kv_pages: Tensor, plan: AttentionPlan, scale: float, window: int | None = None
-) -> Tensor:
-    """Causal attention of prefill chunks and single-token decodes in one call, over paged keys and values.
-
-    Semantics: out[t] = softmax(scale * q[t] . K[:pos(t) + 1]) V[:pos(t) + 1], the last `window` keys only where given;
-    query head h reads key head h // (heads / kv_heads)
-
-    Args:
-        q: [T, heads, D] fp32; the rows of sequence i follow those of i - 1.
-        kv_pages: [P, 2, kv_heads, page, D] bf16 or fp32, keys then values of one layer.
-        plan: the step's sequences.
-    Returns: [T, heads, D] fp32.
-    Raises:
-        KernelArgumentError: shapes that do not fit.
-    Source: paged KV of vLLM (Kwon et al. 2023).
-    """
-    _require(q.dtype == torch.float32 and q.dim() == 3, "q must be float32 [T, heads, D]")
-    _require(q.shape[1] % kv_pages.shape[2] == 0, "query heads must be a multiple of key heads")
-    _require(plan.num_rows == q.shape[0], "query_lens must sum to the rows of q")
-    return paged_attention_torch(q, kv_pages, plan, scale, window)
+def _check_adapter(adapter: PlacedAdapter, dtype: torch.dtype) -> None:
+    layout = adapter.layout
+    _require(layout.itemsize == dtype.itemsize, "adapters must be packed in the pool's adapter dtype")
+    _require(all(len(site.out_features) <= MAX_SLICES for site in layout.sites), f"a site has over {MAX_SLICES} slices")
+    try:
+        _require(len(adapter.panels) == 0 or adapter.extent[0] >= 0, "adapters must have panels inside the pool")
+    except ValueError as error:
+        raise KernelArgumentError(f"adapters: {error}") from error
 
 
-def write_kv(k: Tensor, v: Tensor, kv_pages: Tensor, pages: Tensor, slots: Tensor) -> None:
-    """Store this step's keys and values. k, v [T, kv_heads, D]; row t goes to slot `slots[t]` of page `pages[t]`.
-
-    Semantics: kv_pages[pages[t], 0, :, slots[t]] = k[t]; kv_pages[pages[t], 1, :, slots[t]] = v[t]
-    """
-    kv_pages[pages, 0, :, slots] = k.to(kv_pages.dtype)
-    kv_pages[pages, 1, :, slots] = v.to(kv_pages.dtype)
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Semantics: x / sqrt(mean(x^2) + eps) * weight. x [T, H] fp32, weight [H] fp32."""
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
-
-
-def rope_(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate in place, Hugging Face's half-split order. x [T, heads, D] fp32; cos, sin [T, 1, D / 2] fp32.
-
-    Semantics: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin)
-    """
-    half = x.shape[-1] // 2
-    x1, x2 = x[..., :half], x[..., half:]
-    rotated = x1 * cos - x2 * sin
-    x[..., half:] = x2 * cos + x1 * sin
-    x[..., :half] = rotated
-    return x
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Semantics: silu(gate) * up, gate and up the halves of the last dimension. gate_up [T, 2F] -> [T, F], fp32."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate).mul_(up)
-
-
-def _require(holds: bool, message: str) -> None:
+def _require(holds: object, message: str) -> None:
     if not holds:
         raise KernelArgumentError(message)

@@ -42,27 +42,34 @@ def sgmv_reference(
 
 def paged_attention_reference(
     q: Tensor,
-    kv_pages: Tensor,
+    keys: Tensor,
+    values: Tensor,
     page_tables: Sequence[Sequence[int]],
     query_lens: Sequence[int],
     kv_lens: Sequence[int],
     scale: float,
     window: int | None = None,
+    alibi_slopes: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of T query rows over paged keys and values, one sequence at a time.
 
-    q [T, heads, D]; kv_pages [P, 2, kv_heads, page, D]; the last `query_lens[i]` of `kv_lens[i]` tokens are queries.
-    Semantics: out[t] = softmax(scale * q[t] . K[:pos + 1]) V[:pos + 1], with only the last `window` keys where given
+    q [T, heads, D]; keys [P, kv_heads, D, page]; values [P, kv_heads, page, D]; the last `query_lens[i]` of
+    `kv_lens[i]` tokens are queries.
+    Semantics: out[t] = softmax(scale * q[t] . K[j] + slope * (j - pos(t)), j <= pos(t)) V, with only the last `window`
+    keys where given
     """
     out, start = torch.empty_like(q, dtype=torch.float32), 0
-    group = q.shape[1] // kv_pages.shape[2]
+    group = q.shape[1] // keys.shape[1]
     for table, n, length in zip(page_tables, query_lens, kv_lens, strict=True):
-        pages = kv_pages[torch.tensor(list(table))].float()
-        k, v = (pages[:, i].transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(group, 0) for i in (0, 1))
+        ids = torch.tensor(list(table))
+        k = keys[ids].float().permute(1, 0, 3, 2).flatten(1, 2)[:, :length].repeat_interleave(group, 0)
+        v = values[ids].float().transpose(0, 1).flatten(1, 2)[:, :length].repeat_interleave(group, 0)
         positions = torch.arange(length - n, length)[:, None]
-        keys = torch.arange(length)[None]
-        visible = keys <= positions if window is None else (keys <= positions) & (keys > positions - window)
+        at = torch.arange(length)[None]
+        visible = at <= positions if window is None else (at <= positions) & (at > positions - window)
         scores = (q[start : start + n].float().transpose(0, 1) @ k.transpose(1, 2)) * scale
+        if alibi_slopes is not None:
+            scores = scores + alibi_slopes[:, None, None] * (at - positions)
         probs = scores.masked_fill(~visible, -math.inf).softmax(-1)
         out[start : start + n] = (probs @ v).transpose(0, 1)
         start += n

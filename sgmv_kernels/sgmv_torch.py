@@ -3,76 +3,90 @@
 Panels that lie end to end are read as one matrix, so that an adapter in one run costs one product a matrix.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from sgmv_kernels.layout import PlacedAdapter, SiteDims
-from sgmv_kernels.segments import BASE, Segments
+from sgmv_kernels.backend import SgmvPlan
+from sgmv_kernels.layout import ALIGNMENT_BYTES, PANEL_RANKS
+from sgmv_kernels.tables import SgmvTables
 
 
-def sgmv_torch(
-    y: Tensor,
-    x: Tensor,
-    slab: Tensor,
-    dtype: torch.dtype,
-    segments: Segments,
-    adapters: Sequence[PlacedAdapter],
-    layer: int,
-    site: int,
-) -> None:
-    """See `sgmv_kernels.ops.sgmv`."""
-    for s in range(len(segments)):
-        index = int(segments.adapters[s])
-        if index == BASE or not adapters[index].layout.panels[layer][site].total_rank:
-            continue
-        rows = segments.rows(s)
-        first, last = int(rows[0]), int(rows[-1])
-        if last - first == len(rows) - 1:
-            _add_delta(y[first : last + 1], x[first : last + 1], slab, dtype, adapters[index], layer, site)
-        else:
-            at = torch.from_numpy(rows).to(y.device)
-            delta = torch.zeros((len(rows), y.shape[1]), dtype=y.dtype, device=y.device)
-            _add_delta(delta, x.index_select(0, at), slab, dtype, adapters[index], layer, site)
-            y.index_add_(0, at, delta)
+def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The permutation, on the device."""
+    del dtype
+    return torch.from_numpy(tables.permutation).to(device, torch.int64)
 
 
-def _add_delta(
-    y: Tensor, x: Tensor, slab: Tensor, dtype: torch.dtype, adapter: PlacedAdapter, layer: int, site: int
-) -> None:
-    """y [n, out] += the delta of one adapter for rows x [n, in]."""
-    panels, offsets = adapter.layout.panels[layer][site], adapter.offsets[layer]
-    dims: SiteDims = adapter.layout.sites[site]
-    shrunk = [x @ a.float().T for a in _matrices(slab, dtype, panels.a, offsets, dims.in_features)]
-    scale = _view(slab, torch.float32, int(offsets[panels.scale]), 1, panels.total_rank)
-    v = (shrunk[0] if len(shrunk) == 1 else torch.cat(shrunk, dim=1)) * scale
-    rank_start = out_start = 0
-    for slice_panels, out in zip(panels.b, dims.out_features, strict=True):
-        columns = y[:, out_start : out_start + out]
-        for b in _matrices(slab, dtype, slice_panels, offsets, out):
-            columns.addmm_(v[:, rank_start : rank_start + b.shape[0]], b.float())
-            rank_start += b.shape[0]
-        out_start += out
+def shrink_torch(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
+    """See `ops.Ops.shrink`: one plane."""
+    v = x.new_zeros(
+        (1, len(x), plan.tables.max_rank(layer, site) if plan.tables.num_segments else 0), dtype=torch.float32
+    )
+    for begin, end, record in _segments(plan.tables, layer, site):
+        rows = x[plan.prepared[begin:end]].float()
+        rank = 0
+        for a in _matrices(slab, plan, record[0] + 1, sum(record[1:]), x.shape[1]):
+            v[0, begin:end, rank : rank + len(a)] = rows @ a.float().T
+            rank += len(a)
+    return v
 
 
-def _matrices(
-    slab: Tensor, dtype: torch.dtype, panels: Sequence[tuple[int, int]], offsets: npt.NDArray[np.int64], width: int
-) -> Iterator[Tensor]:
-    """Views [rows, width] of the panels, those that lie end to end as one."""
+def expand_torch_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
+    """See `ops.Ops.expand_`."""
+    dims = plan.tables.sites[site]
+    for begin, end, record in _segments(plan.tables, layer, site):
+        total = sum(record[1:])
+        scale = _view(slab, torch.float32, _offset(plan, record[0]), 1, total)
+        scaled = v[:, begin:end, :total].sum(0) * scale
+        delta = y.new_zeros((end - begin, dims.total_out), dtype=torch.float32)
+        rank = column = 0
+        panel = record[0] + 1 + _num_panels(total)
+        for width, slice_rank in zip(dims.out_features, record[1:], strict=False):
+            for b in _matrices(slab, plan, panel, slice_rank, width):
+                delta[:, column : column + width].addmm_(scaled[:, rank : rank + len(b)], b.float())
+                rank += len(b)
+            panel += _num_panels(slice_rank)
+            column += width
+        y.index_add_(0, plan.prepared[begin:end], delta.to(y.dtype))
+
+
+def sgmv_torch_(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
+    """See `ops.Ops.sgmv_`."""
+    expand_torch_(y, shrink_torch(x, slab, plan, layer, site), slab, plan, layer, site)
+
+
+def _segments(tables: SgmvTables, layer: int, site: int) -> Iterator[tuple[int, int, list[int]]]:
+    """(first place, end, record) of the segments that have weights at this site."""
+    if not tables.num_segments:
+        return
+    for (begin, end), record in zip(tables.bounds.tolist(), tables.records[layer, site].tolist(), strict=True):
+        if end > begin and any(record[1:]):
+            yield begin, end, record
+
+
+def _num_panels(rank: int) -> int:
+    return -(-rank // PANEL_RANKS)
+
+
+def _offset(plan: SgmvPlan, panel: int) -> int:
+    return int(plan.tables.panels[panel]) * ALIGNMENT_BYTES
+
+
+def _matrices(slab: Tensor, plan: SgmvPlan, panel: int, rank: int, width: int) -> Iterator[Tensor]:
+    """Views [rows, width] of `rank` rows in consecutive panels, those that lie end to end as one."""
     start = rows = 0
-    for index, count in panels:
-        offset = int(offsets[index])
-        if rows and offset == start + rows * width * dtype.itemsize:
+    for i in range(_num_panels(rank)):
+        offset, count = _offset(plan, panel + i), min(PANEL_RANKS, rank - i * PANEL_RANKS)
+        if rows and offset == start + rows * width * plan.dtype.itemsize:
             rows += count
             continue
         if rows:
-            yield _view(slab, dtype, start, rows, width)
+            yield _view(slab, plan.dtype, start, rows, width)
         start, rows = offset, count
     if rows:
-        yield _view(slab, dtype, start, rows, width)
+        yield _view(slab, plan.dtype, start, rows, width)
 
 
 def _view(slab: Tensor, dtype: torch.dtype, offset_bytes: int, rows: int, width: int) -> Tensor:

@@ -30,6 +30,7 @@ def serve(
     ] = None,
     dtype: Annotated[str | None, _text("Of adapters, and of the base with none: bfloat16 or float32.", _MODEL)] = None,
     device: Annotated[str | None, _text("auto, cpu or cuda.", _MODEL)] = None,
+    kernels: Annotated[str | None, _text("auto, numba or torch. [default: auto]", _MODEL)] = None,
     served_model_name: Annotated[str | None, _text("What clients call the base.", _MODEL)] = None,
     max_model_len: Annotated[
         int | None, _text("Most tokens of prompt and answer. [default: the model's]", _MODEL)

@@ -3,8 +3,6 @@
 Base linear first, then SGMV adds each row's own adapter. Activations are fp32; T rows, H hidden, V vocabulary.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -13,22 +11,21 @@ from lorasrv.device_memory import DeviceMemory
 from lorasrv.models.rope import rope_tables
 from lorasrv.models.weights import ModelWeights
 from lorasrv.quant import Linear
-from sgmv_kernels import ops
+from sgmv_kernels.ops import Ops
 
 QKV, OUT, GATE_UP, DOWN = range(4)
 """Indices of `ModelSpec.sites()`."""
-
-GATED_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": ops.silu_mul}
 
 
 class Decoder:
     """Forward passes over paged keys and values; writes this step's own."""
 
-    def __init__(self, weights: ModelWeights, memory: DeviceMemory, max_model_len: int) -> None:
+    def __init__(self, weights: ModelWeights, memory: DeviceMemory, max_model_len: int, ops: Ops) -> None:
         self._weights = weights
         self._spec = weights.spec
         self._memory = memory
-        self._activation = GATED_ACTIVATIONS[weights.spec.activation]
+        self._ops = ops
+        self._activation = {"silu": ops.silu_mul}[weights.spec.activation]
         rope, head_dim = weights.spec.rope, weights.spec.head_dim
         self._cos, self._sin = rope_tables(rope, head_dim, max_model_len, memory.device)
 
@@ -36,35 +33,34 @@ class Decoder:
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [rows that sample, V] fp32."""
         rotation = self._cos[batch.positions], self._sin[batch.positions]
-        x = self._weights.embed(batch.token_ids)
-        for layer in range(self._spec.num_layers):
-            x = x + self._attention(x, layer, batch, rotation)
-            x = x + self._mlp(x, layer, batch)
+        x, delta = self._weights.embed(batch.token_ids), None
+        for layer, weights in enumerate(self._weights.layers):
+            normed = self._ops.add_rms_norm_(x, delta, weights.input_norm, self._spec.norm_eps)
+            delta = self._attention(normed, layer, batch, rotation)
+            normed = self._ops.add_rms_norm_(x, delta, weights.post_attn_norm, self._spec.norm_eps)
+            delta = self._mlp(normed, layer, batch)
         if not batch.sampled:
             return x.new_empty((0, self._spec.vocab_size))
-        x = ops.rms_norm(x[batch.sample_rows], self._weights.final_norm, self._spec.norm_eps)
-        return self._weights.head(x)
+        last = x[batch.sample_rows]
+        if delta is not None:
+            delta = delta[batch.sample_rows]
+        return self._weights.head(self._ops.add_rms_norm_(last, delta, self._weights.final_norm, self._spec.norm_eps))
 
     def _attention(self, x: Tensor, layer: int, batch: ForwardBatch, rotation: tuple[Tensor, Tensor]) -> Tensor:
         spec, weights = self._spec, self._weights.layers[layer]
-        x = ops.rms_norm(x, weights.input_norm, spec.norm_eps)
-        qkv = self._linear(weights.qkv, x, layer, QKV, batch)
-        q, k, v = torch.split(qkv, [spec.q_width, spec.kv_width, spec.kv_width], dim=-1)
-        q, k, v = (t.view(len(t), -1, spec.head_dim) for t in (q, k, v))
-        q, k = ops.rope_(q, *rotation), ops.rope_(k, *rotation)
         pages = self._memory.kv_pages(layer)
-        ops.write_kv(k, v, pages, batch.kv_pages, batch.kv_slots)
+        qkv = self._linear(weights.qkv, x, layer, QKV, batch)
+        q = self._ops.rope_write_kv(qkv, *rotation, pages, batch.kv_pages, batch.kv_slots)
         scale = spec.head_dim**-0.5
-        attended = ops.paged_attention(q.contiguous(), pages, batch.attention, scale, spec.window(layer))
+        attended = self._ops.paged_attention(q, pages, batch.attention, scale, spec.window(layer))
         return self._linear(weights.o, attended.flatten(1), layer, OUT, batch)
 
     def _mlp(self, x: Tensor, layer: int, batch: ForwardBatch) -> Tensor:
         weights = self._weights.layers[layer]
-        x = ops.rms_norm(x, weights.post_attn_norm, self._spec.norm_eps)
         gated = self._activation(self._linear(weights.gate_up, x, layer, GATE_UP, batch))
         return self._linear(weights.down, gated, layer, DOWN, batch)
 
     def _linear(self, linear: Linear, x: Tensor, layer: int, site: int, batch: ForwardBatch) -> Tensor:
         y = linear(x)
-        ops.sgmv(y, x, self._memory.slab(layer), batch.lora, layer, site)
+        self._ops.sgmv_(y, x, self._memory.slab(layer), batch.lora, layer, site)
         return y

@@ -10,10 +10,10 @@ from lorasrv.models.spec import RopeSpec
 
 
 def rope_tables(rope: RopeSpec, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [length, 1, head_dim / 2] fp32."""
+    """(cos, sin), each [length, head_dim / 2] fp32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     frequencies = _SCALINGS[rope.kind](torch.reciprocal(rope.theta**exponents), rope)
-    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)[:, None]
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
     return angles.cos().to(device), angles.sin().to(device)
 
 

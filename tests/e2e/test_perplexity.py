@@ -16,6 +16,7 @@ from lorasrv.quant import get_format
 from lorasrv.request import RequestId, SamplingParams
 from lorasrv.step import ScheduledRequest, SchedulerOutput
 from lorasrv.tokenizer import Tokenizer
+from sgmv_kernels.ops import Ops
 
 TEXT = Path(__file__).parents[1] / "lorasrv" / "data" / "devils_dictionary.txt"
 CHUNK, CHUNKS, PAGE_SIZE = 512, 40, 16
@@ -29,12 +30,13 @@ def perplexity(quantization: str, dtype: torch.dtype) -> float:
     weights = load_weights(checkpoint, get_format(quantization), dtype)
     pages = CHUNK // PAGE_SIZE
     memory = DeviceMemory(checkpoint.spec, pages, PAGE_SIZE, torch.float32, CPU)
-    decoder = Decoder(weights, memory, CHUNK)
+    ops = Ops(CPU)
+    decoder = Decoder(weights, memory, CHUNK, ops)
     total = 0.0
     for i in range(CHUNKS):
         chunk = ids[i * CHUNK : (i + 1) * CHUNK]
         share = ScheduledRequest(RequestId("p"), tuple(chunk), 0, tuple(range(pages)), None, True, SamplingParams(), 0)
-        batch = build_batch(SchedulerOutput((share,), {}, (), (), 0), memory, torch.float32)
+        batch = build_batch(SchedulerOutput((share,), {}, (), (), 0), memory, torch.float32, ops)
         logits = decoder.forward(replace(batch, sample_rows=torch.arange(CHUNK - 1)))
         total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(chunk[1:]), reduction="sum"))
     return math.exp(total / (CHUNKS * (CHUNK - 1)))

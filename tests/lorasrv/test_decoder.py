@@ -16,8 +16,10 @@ from lorasrv.models.weights import load_weights
 from lorasrv.quant import get_format
 from lorasrv.request import RequestId, SamplingParams
 from lorasrv.step import ScheduledRequest, SchedulerOutput
+from sgmv_kernels.ops import Ops
 
 PAGE_SIZE, PAGES = 4, 640
+KERNELS = ("torch",)
 ROPE_LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -75,12 +77,15 @@ def _oracle(directory: Path, adapter: Path | None, ids: list[int]) -> torch.Tens
 class _Served:
     """A decoder over a small pool, stepped by hand: logits of the last row of each sequence."""
 
-    def __init__(self, directory: Path, adapters: dict[str, Path], store: Path, dtype: torch.dtype) -> None:
+    def __init__(
+        self, directory: Path, adapters: dict[str, Path], store: Path, dtype: torch.dtype, kernels: str
+    ) -> None:
         checkpoint = open_checkpoint(str(directory))
         weights = load_weights(checkpoint, get_format("none"), torch.float32)
         self.memory = DeviceMemory(weights.spec, PAGES, PAGE_SIZE, torch.float32, torch.device("cpu"))
         self.dtype = dtype
-        self.decoder = Decoder(weights, self.memory, 512)
+        self.ops = Ops(torch.device("cpu"), kernels)
+        self.decoder = Decoder(weights, self.memory, 512, self.ops)
         self.placed = {}
         with AdapterStore(store, base_shapes(weights.spec)) as registered:
             end = PAGES
@@ -103,7 +108,7 @@ class _Served:
             for i, (name, tokens, start, table) in enumerate(shares)
         )  # fmt: skip
         step = SchedulerOutput(scheduled, dict(self.placed.values()), (), (), 0)
-        batch = build_batch(step, self.memory, self.dtype)
+        batch = build_batch(step, self.memory, self.dtype, self.ops)
         return dict(zip([int(s.request_id) for s in batch.sampled], self.decoder.forward(batch), strict=True))
 
 
@@ -119,14 +124,15 @@ def _register(store: AdapterStore, name: str, folder: Path) -> str:
     return store.register(name, json.loads((folder / "adapter_config.json").read_text()), digest).ref.key
 
 
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(("family", "changes"), CASES, ids=IDS)
 def test_mixed_batch_of_chunks_equals_transformers_and_peft(
-    tiny_hf_checkpoints, tmp_path: Path, family: str, changes: dict[str, object]
+    tiny_hf_checkpoints, tmp_path: Path, family: str, changes: dict[str, object], kernels: str
 ) -> None:
     """Base and three adapters of mixed ranks, prompts in two chunks of different lengths, all in the same two steps."""
     directory = tiny_hf_checkpoints[family](**changes)
     adapters = _save_adapters(directory, tmp_path)
-    served = _Served(directory, adapters, tmp_path / "store", torch.float32)
+    served = _Served(directory, adapters, tmp_path / "store", torch.float32, kernels)
     generator = torch.Generator().manual_seed(7)
     work = []
     for i, name in enumerate([None, "qv", "all", "rs", None, "all"]):
@@ -142,10 +148,11 @@ def test_mixed_batch_of_chunks_equals_transformers_and_peft(
             assert (_oracle(directory, None, ids)[-1] - want[-1]).abs().max() > 0.1, "the adapter changes nothing"
 
 
-def test_bf16_panels_stay_within_tolerance(tiny_hf_checkpoints, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_bf16_panels_stay_within_tolerance(tiny_hf_checkpoints, tmp_path: Path, kernels: str) -> None:
     directory = tiny_hf_checkpoints["llama"]()
     adapters = _save_adapters(directory, tmp_path)
-    served = _Served(directory, adapters, tmp_path / "store", torch.bfloat16)
+    served = _Served(directory, adapters, tmp_path / "store", torch.bfloat16, kernels)
     ids = list(range(10, 30))
     for i, name in enumerate(adapters):
         got = served.logits([(name, ids, 0, tuple(range(i * 10, i * 10 + 10)))])[0]

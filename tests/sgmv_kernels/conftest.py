@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from sgmv_kernels.layout import AdapterLayout, PlacedAdapter, SiteDims
+from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import DenseSlice
 
+BACKENDS = ("torch",)
 LAWS = ("distinct", "uniform", "zipf:1.5", "identical", "skewed", "base")
 
 
@@ -76,6 +78,12 @@ class KernelPool:
     def _put(self, layer: int, placed: PlacedAdapter, panel: int, values: torch.Tensor) -> None:
         at = int(placed.offsets[layer][panel])
         self.slabs[layer, at : at + values.nbytes] = values.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.fixture(params=BACKENDS)
+def ops(request: pytest.FixtureRequest) -> Ops:
+    """The ops through each set of kernels that runs here."""
+    return Ops(torch.device("cpu"), request.param)
 
 
 @pytest.fixture

@@ -1,25 +1,76 @@
-"""RMSNorm, rotary embedding and gated SiLU against their references."""
+"""RMSNorm with its residual, rotary embedding with the write of keys and values, gated SiLU, against references."""
 
+import pytest
 import torch
 
-from sgmv_kernels import ops
+from sgmv_kernels.kv_pages import kv_pages
+from sgmv_kernels.ops import KernelArgumentError, Ops
 from sgmv_kernels.reference import rms_norm_reference, rope_reference, silu_mul_reference
 
-
-def test_rms_norm() -> None:
-    x, weight = torch.randn(5, 576) * 30, torch.randn(576)
-    torch.testing.assert_close(ops.rms_norm(x, weight, 1e-5), rms_norm_reference(x, weight, 1e-5))
+PAGE = 16
 
 
-def test_rope_in_place_also_on_a_view() -> None:
-    wide = torch.randn(5, 3 * 64 + 10)
-    x = wide[:, :192].unflatten(-1, (3, 64))
-    angle = torch.rand(5, 32) * 6
-    want = rope_reference(x, angle.cos(), angle.sin())
-    assert ops.rope_(x, angle.cos()[:, None], angle.sin()[:, None]) is x
-    torch.testing.assert_close(x, want)
+@pytest.mark.parametrize("width", [576, 100, 7])
+@pytest.mark.parametrize("residual", [False, True])
+def test_add_rms_norm(ops: Ops, width: int, residual: bool) -> None:
+    x, weight = torch.randn(5, width) * 30, torch.randn(width)
+    delta = torch.randn(5, width) if residual else None
+    total = x + delta if residual else x.clone()
+    got = ops.add_rms_norm_(x, delta, weight, 1e-5)
+    torch.testing.assert_close(got, rms_norm_reference(total, weight, 1e-5))
+    torch.testing.assert_close(x, total, rtol=0, atol=0)
 
 
-def test_silu_mul() -> None:
-    gate_up = torch.randn(5, 96)
-    torch.testing.assert_close(ops.silu_mul(gate_up), silu_mul_reference(gate_up))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (4, 2, 80), (2, 2, 8)])
+def test_rope_write_kv(ops: Ops, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    rows, pages, slots = 5, torch.tensor([2, 0, 1, 1, 2]), torch.tensor([5, 15, 0, 1, 6])
+    kv = kv_pages(torch.full((3 * 2 * kv_heads * PAGE * dim * dtype.itemsize,), 0xFF, dtype=torch.uint8), dtype,
+                  kv_heads, PAGE, dim)  # fmt: skip
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim)
+    angle = torch.rand(rows, dim // 2) * 6
+    cos, sin = angle.cos(), angle.sin()
+    got = ops.rope_write_kv(qkv.clone(), cos, sin, kv, pages, slots)
+    q, k, v = qkv.view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+    torch.testing.assert_close(got, rope_reference(q, cos, sin))
+    for t in range(rows):
+        key = kv.keys[pages[t], :, :, slots[t]].float()
+        expected = rope_reference(k, cos, sin)[t]
+        torch.testing.assert_close(key, expected, **({} if dtype == torch.float32 else {"rtol": 8e-3, "atol": 1e-5}))
+        assert torch.equal(kv.values[pages[t], :, slots[t]], v[t].to(dtype))
+    assert int(kv.keys.isfinite().sum()) == int(kv.values.isfinite().sum()) == rows * kv_heads * dim
+
+
+def test_bf16_keys_are_rounded_to_nearest_even(ops: Ops) -> None:
+    kv = kv_pages(torch.zeros(2 * PAGE * 8 * 2, dtype=torch.uint8), torch.bfloat16, 1, PAGE, 8)
+    qkv = torch.cat((torch.zeros(1, 16), torch.randn(1, 8)), dim=1)
+    qkv[0, 16:20] = torch.tensor([1.00390625, 1.01171875, float("nan"), float("inf")])
+    ops.rope_write_kv(qkv, torch.ones(1, 4), torch.zeros(1, 4), kv, torch.tensor([0]), torch.tensor([3]))
+    torch.testing.assert_close(kv.values[0, 0, 3], qkv[0, 16:].bfloat16(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("width", [48, 1536, 13])
+def test_silu_mul(ops: Ops, width: int) -> None:
+    gate_up = torch.randn(5, 2 * width) * 10
+    gate_up[0, :4] = torch.tensor([-1e4, 1e4, -90.0, 0.0])
+    torch.testing.assert_close(ops.silu_mul(gate_up), silu_mul_reference(gate_up), rtol=1e-5, atol=1e-6)
+
+
+def test_bad_arguments(ops: Ops) -> None:
+    x = torch.zeros(2, 8)
+    with pytest.raises(KernelArgumentError, match="weight must be"):
+        ops.add_rms_norm_(x, None, torch.zeros(7), 1e-5)
+    with pytest.raises(KernelArgumentError, match="delta must be"):
+        ops.add_rms_norm_(x, torch.zeros(1, 8), torch.zeros(8), 1e-5)
+    with pytest.raises(KernelArgumentError, match="x must be float32"):
+        ops.add_rms_norm_(x.double(), None, torch.zeros(8), 1e-5)
+    with pytest.raises(KernelArgumentError, match="gate_up"):
+        ops.silu_mul(torch.zeros(2, 7))
+    kv = kv_pages(torch.zeros(2 * PAGE * 8 * 4, dtype=torch.uint8), torch.float32, 1, PAGE, 8)
+    index, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4)
+    with pytest.raises(KernelArgumentError, match="number of heads"):
+        ops.rope_write_kv(torch.zeros(2, 20), table, table, kv, index, index)
+    with pytest.raises(KernelArgumentError, match="cos"):
+        ops.rope_write_kv(torch.zeros(2, 24), table[:1], table, kv, index, index)
+    with pytest.raises(KernelArgumentError, match="slots"):
+        ops.rope_write_kv(torch.zeros(2, 24), table, table, kv, index, index[:1])

@@ -1,0 +1,106 @@
+"""What computes: one set of kernels, for a device or by name. `ops.py` checks arguments, then calls these."""
+
+import importlib
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgmv_kernels.kv_pages import KvPages
+from sgmv_kernels.segments import Int32
+from sgmv_kernels.tables import SgmvTables
+
+KERNELS = ("torch", "numba", "triton")
+logger = logging.getLogger(__name__)
+
+
+class KernelsUnavailable(Exception):
+    """A set of kernels cannot run on this machine; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class SgmvPlan:
+    """A step's rows and adapters, checked once for all layers and sites.
+
+    `dtype` is how panels are stored; `num_rows` T; `prepared` what a backend made of the tables.
+    """
+
+    tables: SgmvTables
+    dtype: torch.dtype
+    num_rows: int
+    prepared: Any
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionPlan:
+    """A step's B sequences, checked once for all layers.
+
+    `page_tables [B, max pages]`; `query_starts [B + 1]`: the rows of each sequence, its last positions; `kv_lens [B]`:
+    its keys, this step's included; `prepared` what a backend made of them.
+    """
+
+    page_tables: Int32
+    query_starts: Int32
+    kv_lens: Int32
+    page_size: int
+    prepared: Any
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.query_starts[-1])
+
+
+@dataclass(frozen=True)
+class Backend:
+    """Functions of one set of kernels; arguments are checked. What each does: the method of its name in `ops.Ops`."""
+
+    name: str
+    activations: tuple[torch.dtype, ...]
+    prepare_sgmv: Callable[[SgmvTables, torch.dtype, torch.device], Any]
+    shrink: Callable[[Tensor, Tensor, SgmvPlan, int, int], Tensor]
+    expand_: Callable[[Tensor, Tensor, Tensor, SgmvPlan, int, int], None]
+    sgmv_: Callable[[Tensor, Tensor, Tensor, SgmvPlan, int, int], None]
+    prepare_attention: Callable[[AttentionPlan, torch.device], Any]
+    attention: Callable[[Tensor, KvPages, AttentionPlan, float, int | None, Tensor | None], Tensor]
+    rope_write_kv: Callable[[Tensor, Tensor, Tensor, KvPages, Tensor, Tensor], Tensor]
+    add_rms_norm_: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
+    silu_mul: Callable[[Tensor], Tensor]
+    warm_up: Callable[[Sequence[torch.dtype]], None]
+
+
+@cache
+def load_backend(name: str) -> Backend:
+    """The kernels called `name`, imported only now.
+
+    Raises:
+        KernelsUnavailable: they cannot run here.
+    """
+    if name not in KERNELS:
+        raise KernelsUnavailable(f"kernels {name!r} are unknown; choose from {', '.join(KERNELS)}")
+    try:
+        module = importlib.import_module(f"sgmv_kernels.backend_{name}")
+    except ImportError as error:
+        raise KernelsUnavailable(f"kernels {name!r} cannot run here: {error}") from error
+    backend: Backend = module.BACKEND
+    return backend
+
+
+def choose_backend(device: torch.device) -> Backend:
+    """The fastest kernels for a device; plain torch, with a line in the log, where those cannot run."""
+    wanted = "triton" if device.type == "cuda" else "numba" if device.type == "cpu" else "torch"
+    try:
+        return load_backend(wanted)
+    except KernelsUnavailable as error:
+        logger.warning("%s; using plain torch, which is slower", error)
+        return load_backend("torch")
+
+
+def plan_of(page_tables: Int32, query_lens: Sequence[int], kv_lens: Sequence[int], page_size: int) -> AttentionPlan:
+    """The plan without what a backend makes of it."""
+    starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
+    return AttentionPlan(page_tables, starts, np.asarray(kv_lens, dtype=np.int32), page_size, None)

@@ -1,0 +1,21 @@
+"""The plain torch kernels: any device, and what the faster ones are measured against."""
+
+import torch
+
+from sgmv_kernels import attention_torch, pointwise_torch, sgmv_torch
+from sgmv_kernels.backend import Backend
+
+BACKEND = Backend(
+    name="torch",
+    activations=(torch.float32, torch.bfloat16, torch.float16),
+    prepare_sgmv=sgmv_torch.prepare,
+    shrink=sgmv_torch.shrink_torch,
+    expand_=sgmv_torch.expand_torch_,
+    sgmv_=sgmv_torch.sgmv_torch_,
+    prepare_attention=attention_torch.prepare,
+    attention=attention_torch.attention_torch,
+    rope_write_kv=pointwise_torch.rope_write_kv_torch,
+    add_rms_norm_=pointwise_torch.add_rms_norm_torch_,
+    silu_mul=pointwise_torch.silu_mul_torch,
+    warm_up=lambda dtypes: None,
+)

@@ -1,0 +1,36 @@
+"""What lies between the linears, in plain torch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgmv_kernels.kv_pages import KvPages
+
+
+def rope_write_kv_torch(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor) -> Tensor:
+    """See `ops.Ops.rope_write_kv`."""
+    heads = qkv.view(len(qkv), -1, kv.head_dim)
+    q, k, v = torch.split(heads, [heads.shape[1] - 2 * kv.num_heads, kv.num_heads, kv.num_heads], dim=1)
+    q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+    kv.keys[pages, :, :, slots] = k.to(kv.dtype)
+    kv.values[pages, :, slots] = v.to(kv.dtype)
+    return q
+
+
+def add_rms_norm_torch_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.Ops.add_rms_norm_`."""
+    if delta is not None:
+        x.add_(delta)
+    return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+
+
+def silu_mul_torch(gate_up: Tensor) -> Tensor:
+    """See `ops.Ops.silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x1, x2 = x.float().chunk(2, dim=-1)
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1).to(x.dtype)
