@@ -95,9 +95,8 @@ class Ops:
             KernelArgumentError: as `sgmv_`.
         Source: split sums without atomics, SGLang's `triton_v2` planes.
         """
-        self._check_rows(x, "x", plan, slab)
-        if plan.tables.num_segments:
-            _check_columns(x, "x", plan.tables.sites[site].in_features, site)
+        self._check_slab(slab, plan)
+        self._check_rows(x, "x", plan, _dims(plan, site)[0])
         return self._backend.shrink(x, slab, plan, layer, site)
 
     def expand_(self, y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
@@ -112,10 +111,10 @@ class Ops:
         Raises:
             KernelArgumentError: as `sgmv_`, or v does not fit.
         """
-        self._check_rows(y, "y", plan, slab)
+        self._check_slab(slab, plan)
+        self._check_rows(y, "y", plan, _dims(plan, site)[1])
         if not plan.tables.num_segments:
             return
-        _check_columns(y, "y", plan.tables.sites[site].total_out, site)
         rank = plan.tables.max_rank(layer, site)
         fits = v.dtype == torch.float32 and v.dim() == 3 and v.shape[1] == plan.num_rows and v.shape[2] >= rank
         _require(fits and v.is_contiguous(), f"v must be contiguous float32 [planes, {plan.num_rows}, >= {rank}]")
@@ -137,14 +136,13 @@ class Ops:
             KernelArgumentError: a shape or dtype does not fit; nothing has been written.
         Source: SGMV of Punica (Chen et al. 2023), true ranks and pages shared with KV after S-LoRA (Sheng et al. 2023).
         """
-        self._check_rows(x, "x", plan, slab)
-        self._check_rows(y, "y", plan, slab)
+        inputs, outputs = _dims(plan, site)
+        self._check_slab(slab, plan)
+        self._check_rows(x, "x", plan, inputs)
+        self._check_rows(y, "y", plan, outputs)
         _require(x.dtype == y.dtype, "x and y must have the same dtype")
-        if not plan.tables.num_segments:
-            return
-        _check_columns(x, "x", plan.tables.sites[site].in_features, site)
-        _check_columns(y, "y", plan.tables.sites[site].total_out, site)
-        self._backend.sgmv_(y, x, slab, plan, layer, site)
+        if plan.tables.num_segments:
+            self._backend.sgmv_(y, x, slab, plan, layer, site)
 
     def plan_attention(
         self,
@@ -271,19 +269,32 @@ class Ops:
         return self._backend.silu_mul(gate_up)
 
     def _check_activation(self, x: Tensor, name: str) -> None:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._backend.activations)
-        _require(x.dtype in self._backend.activations, f"{name} must be {names} for these kernels, not {x.dtype}")
+        if x.dtype not in self._backend.activations:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._backend.activations)
+            raise KernelArgumentError(f"{name} must be {names} for these kernels, not {x.dtype}")
 
-    def _check_rows(self, x: Tensor, name: str, plan: SgmvPlan, slab: Tensor) -> None:
+    def _check_rows(self, x: Tensor, name: str, plan: SgmvPlan, columns: int) -> None:
         self._check_activation(x, name)
-        _require(x.dim() == 2 and x.is_contiguous(), f"{name} must be contiguous [T, columns]")
-        _require(len(x) == plan.num_rows, f"{name} has {len(x)} rows, the plan has {plan.num_rows}: not the same rows")
-        _require(slab.dtype == torch.uint8 and slab.dim() == 1, "slab must be one-dimensional uint8")
-        _require(slab.numel() >= plan.tables.slab_bytes, "slab ends before the panels of the plan's adapters do")
+        if x.dim() != 2 or not x.is_contiguous():
+            raise KernelArgumentError(f"{name} must be contiguous [T, columns]")
+        if x.shape[0] != plan.num_rows:
+            raise KernelArgumentError(f"{name} has {x.shape[0]} rows, the plan has {plan.num_rows}: not the same rows")
+        if x.shape[1] != columns and plan.tables.num_segments:
+            raise KernelArgumentError(f"{name} has {x.shape[1]} columns, the site has {columns}")
+
+    def _check_slab(self, slab: Tensor, plan: SgmvPlan) -> None:
+        if slab.dtype != torch.uint8 or slab.dim() != 1:
+            raise KernelArgumentError("slab must be one-dimensional uint8")
+        if slab.numel() < plan.tables.slab_bytes:
+            raise KernelArgumentError("slab ends before the panels of the plan's adapters do")
 
 
-def _check_columns(x: Tensor, name: str, columns: int, site: int) -> None:
-    _require(x.shape[1] == columns, f"{name} has {x.shape[1]} columns, site {site} has {columns}")
+def _dims(plan: SgmvPlan, site: int) -> tuple[int, int]:
+    """(inputs, outputs) of a site; any of a plan without adapters."""
+    if not plan.tables.num_segments:
+        return 0, 0
+    dims = plan.tables.sites[site]
+    return dims.in_features, dims.total_out
 
 
 def _check_segments(segments: Segments) -> None:

@@ -11,7 +11,7 @@ from sgmv_kernels.layout import AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import DenseSlice
 
-BACKENDS = ("torch",)
+BACKENDS = ("torch", "numba")
 LAWS = ("distinct", "uniform", "zipf:1.5", "identical", "skewed", "base")
 
 

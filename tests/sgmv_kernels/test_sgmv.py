@@ -99,7 +99,7 @@ def test_linear_matches_peft(ops: Ops, make_pool) -> None:
         ({"x": torch.zeros(2, 64, dtype=torch.bfloat16)}, "x must be float32|same dtype|x must be"),
         ({"x": torch.zeros(2, 63)}, "x has 63 columns"),
         ({"x": torch.zeros(3, 64)}, "same rows"),
-        ({"y": torch.zeros(2, 95)}, "y has 95 columns, site 0 has 96"),
+        ({"y": torch.zeros(2, 95)}, "y has 95 columns, the site has 96"),
         ({"dtype": torch.float64}, "dtype"),
         ({"dtype": torch.bfloat16}, "packed"),
         ({"segments": build_segments([0, 1])}, "name adapter 1"),

@@ -1,0 +1,111 @@
+"""Compiled kernels, and the threads that run them: torch's own OpenMP team.
+
+A kernel is a C function of one address, `args`: an array of int64 whose first element is a counter. Every thread of the
+team runs the kernel and takes tasks from the counter until none is left, so that tasks of unequal size balance. Numba's
+own `parallel=True` would bring a second OpenMP library with a second team, whose idle threads spin on the processors
+that torch's need, or none where the system has no such library; so kernels go to the library that torch has loaded.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import stat
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+import torch
+
+Arguments = ctypes.Array[ctypes.c_int64]
+logger = logging.getLogger(__name__)
+_TEAM_LIBRARIES = ("libgomp", "libiomp5", "libomp")
+_SOURCES = "*_numba.py", "simd_ir.py"
+
+
+@cache
+def compiled(function: Callable[[Any], None]) -> int:
+    """The address of a kernel, compiled now or read from the cache on disk."""
+    directory = _cache_directory()
+    if directory is not None:
+        numba.config.CACHE_DIR = str(directory)
+    kernel = numba.cfunc("void(voidptr)", cache=directory is not None, nogil=True, error_model="numpy")(function)
+    _KEPT.append(kernel)
+    address: int = kernel.address
+    return address
+
+
+_KEPT: list[Any] = []
+"""A kernel's code lives as long as its object."""
+
+
+def arguments(*args: int) -> Arguments:
+    """A kernel's `args`, the counter first; elements may be changed between runs."""
+    return (ctypes.c_int64 * (len(args) + 1))(0, *args)
+
+
+def run(kernel: int, threads: int, block: Arguments) -> None:
+    """Run a kernel in `threads` threads of the calling thread's team and wait."""
+    block[0] = 0
+    start = _team()
+    if start is None or threads == 1:
+        _KERNEL(kernel)(block)
+    else:
+        start(kernel, block, threads, 0)
+
+
+def team_size() -> int:
+    """Threads that the calling thread may use: torch's setting, 1 where there is no OpenMP library to share."""
+    return 1 if _team() is None else torch.get_num_threads()
+
+
+_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def _team() -> Callable[..., None] | None:
+    """GOMP_parallel(function, argument, threads, flags) of the OpenMP library that torch has loaded."""
+    for path in _loaded_libraries():
+        try:
+            start = ctypes.CDLL(path).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        start.restype = None
+        return start  # type: ignore[no-any-return]
+    logger.warning("torch's OpenMP library was not found: kernels run in one thread")
+    return None
+
+
+def _loaded_libraries() -> list[str]:
+    """OpenMP libraries of this process, those that came with torch first."""
+    home = str(Path(torch.__file__).parent)
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[5] for line in lines if line.count(" ") > 4 and "/" in line}
+    found = sorted(path for path in paths if Path(path).name.startswith(_TEAM_LIBRARIES))
+    return sorted(found, key=lambda path: not path.startswith(home))
+
+
+@cache
+def _cache_directory() -> Path | None:
+    """Where compiled code is kept: one folder a version of these sources, for its owner only; None if it cannot be."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorasrv" / "kernels"
+    sources = sorted(path for pattern in _SOURCES for path in Path(__file__).parent.glob(pattern))
+    version = hashlib.sha256(b"".join(path.read_bytes() for path in sources) + numba.__version__.encode())
+    directory = base / version.hexdigest()[:16]
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        directory.chmod(0o700)
+        status = directory.stat()
+    except OSError as error:
+        logger.warning("compiled kernels cannot be kept in %s: %s; every start compiles them anew", directory, error)
+        return None
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) != 0o700:
+        logger.warning("%s does not belong to this user alone: every start compiles kernels anew", directory)
+        return None
+    return directory
