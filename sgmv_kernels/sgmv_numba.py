@@ -24,9 +24,9 @@ BLOCK_ROWS = 32
 """Most rows of a task: its outputs stay in the second-level cache while its panels pass through."""
 SHRINK, EXPAND = 1, 2
 TASK_INTS = 5
-PHASES, NUM_TASKS, TASKS, PERMUTATION, RECORDS, PANELS, NUM_PANELS, SLAB = range(1, 9)
-X, X_WIDTH, PARTED, Y, Y_WIDTH, V, V_WIDTH, WIDTHS = range(9, 17)
-"""Places in the kernel's arguments, after the counter."""
+PHASES, NUM_TASKS, TASKS, PERMUTATION, RECORDS, PANELS, NUM_PANELS, SLAB = range(2, 10)
+X, X_WIDTH, PARTED, Y, Y_WIDTH, V, V_WIDTH, WIDTHS = range(10, 18)
+"""Places in the kernel's arguments, after the counters."""
 NUM_ARGS = WIDTHS + MAX_SLICES
 FETCH_BYTES = 1024
 _PANEL = ALIGNMENT_BYTES

@@ -99,6 +99,15 @@ class Emitter:
         function = ir.FunctionType(self.float, [self.float] * len(values))
         return self.b.call(cgutils.get_or_insert_function(self.b.module, function, f"llvm.{name}.{suffix}"), values)
 
+    def bf16_bits(self, value: Value) -> Value:
+        """fp32 to the bits of bf16, in the lower half of an int32: nearest, ties to even; NaN stays NaN."""
+        b = self.b
+        bits = b.bitcast(value, self.int)
+        odd = b.and_(b.lshr(bits, self.const_int(16)), self.const_int(1))
+        rounded = b.lshr(b.add(bits, b.add(odd, self.const_int(0x7FFF))), self.const_int(16))
+        quiet = b.or_(b.lshr(bits, self.const_int(16)), self.const_int(0x40))
+        return b.select(b.fcmp_unordered("uno", value, value), quiet, rounded)
+
     def fma(self, x: Value, y: Value, z: Value) -> Value:
         return self.call("fma", x, y, z)
 

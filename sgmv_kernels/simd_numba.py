@@ -5,6 +5,7 @@ out (`simd_ir`). All functions take addresses and byte strides as int64; vectors
 summed in an order that depends on its own length only, so that it is the same whatever is computed beside it.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from sgmv_kernels.simd_ir import F32, I32, I64, LANES, Emitter, Value, c64, each, itemsize_of, loop_of
@@ -23,6 +25,7 @@ PAIRS = 2
 """Pairs of vectors that a dot product takes at a time: enough sums to hide the latency of one."""
 CACHE_LINE = 64
 
+_I16 = ir.IntType(16)
 _A, _F = types.int64, types.float32
 Intrinsic = Callable[..., Any]
 
@@ -103,12 +106,12 @@ def make_dot(rows: int, fetch: bool = False) -> Intrinsic:
     return dot
 
 
-def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False) -> Intrinsic:
+def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, parted: bool = False) -> Intrinsic:
     """mul(a, as_, n, m, ms, columns, c, cs, ahead, kind): c[i, o] (+)= sum over k < n of a[i, k] * m[k, o].
 
     i < `rows` rows of a and c (fp32, `as_` and `cs` bytes apart), k < n rows of m (of `kind`, `ms` bytes apart), o <
     columns, taken `pairs` pairs of vectors at a time, then one, then number by number. `add` tells whether c counts, or
-    is replaced. With `fetch`, as many bytes as m has are fetched into the cache from `ahead` on meanwhile.
+    is replaced; `parted`, that c is in the order of `part` and stays so. With `fetch`, as many bytes as m has are fetched into the cache from `ahead` on meanwhile.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -143,9 +146,11 @@ def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False) -> Intrinsic
                 begin: list[Value] = [emit.const(0.0)] * (rows * width)
                 if add:
                     begin = [emit.load(row, place) for row in c_rows for place in places]
-                    begin = begin if width == 1 else _by_pairs(begin, lambda x, y: emit.parted(x, y, kind))
+                    if width > 1 and not parted:
+                        begin = _by_pairs(begin, lambda x, y: emit.parted(x, y, kind))
                 sums = loop_of(b, c64(0), n, 1, begin, body)
-                sums = sums if width == 1 else _by_pairs(sums, lambda x, y: emit.joined(x, y, kind))
+                if width > 1 and not parted:
+                    sums = _by_pairs(sums, lambda x, y: emit.joined(x, y, kind))
                 for i, row in enumerate(c_rows):
                     for v, place in enumerate(places):
                         emit.store(sums[i * width + v], row, place)
@@ -164,6 +169,177 @@ def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False) -> Intrinsic
 
 def _by_pairs(values: list[Value], change: Callable[[Value, Value], tuple[Value, Value]]) -> list[Value]:
     return [v for first, second in zip(values[::2], values[1::2], strict=True) for v in change(first, second)]
+
+
+@intrinsic
+def unpart(typingctx, x, n, factor, out, kind):  # type: ignore[no-untyped-def]
+    """out[h] = x[h] * factor for h < n, x in the order of `part`."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, factor, out = args[:4]
+        step = 2 * LANES
+        whole = b.mul(b.sdiv(n, c64(step)), c64(step))
+        emit, one = Emitter(b, LANES), Emitter(b, 1)
+        factors = emit.splat(factor)
+
+        def pairs(at: Value, _: list[Value]) -> list[Value]:
+            second = b.add(at, c64(LANES))
+            values = emit.joined(emit.load(x, at), emit.load(x, second), sig.args[4])
+            emit.store(b.fmul(values[0], factors), out, at)
+            emit.store(b.fmul(values[1], factors), out, second)
+            return []
+
+        def rest(at: Value, _: list[Value]) -> list[Value]:
+            one.store(b.fmul(one.load(x, at), factor), out, at)
+            return []
+
+        loop_of(b, c64(0), whole, step, [], pairs)
+        loop_of(b, whole, n, 1, [], rest)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _F, _A, kind), codegen
+
+
+@intrinsic
+def scaled(typingctx, x, n, factor, out):  # type: ignore[no-untyped-def]
+    """out[h] = x[h] * factor for h < n; out may be x."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, factor, out = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            emit.store(b.fmul(emit.load(x, at), emit.splat(factor)), out, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _F, _A), codegen
+
+
+@intrinsic
+def row_max(typingctx, x, n):  # type: ignore[no-untyped-def]
+    """The largest of n numbers, -inf of none."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            return [emit.call("maxnum", emit.load(args[0], at), state[0])]
+
+        (wide, first), (one, rest) = each(b, args[1], body, (-math.inf,))
+        return one.call("maxnum", wide.max(first[0]), rest[0])
+
+    return _F(_A, _A), codegen
+
+
+@intrinsic
+def exp_sum(typingctx, x, n, maximum):  # type: ignore[no-untyped-def]
+    """x[h] = exp(x[h] - maximum) in place; returns the sum."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            power = emit.exp(b.fsub(emit.load(args[0], at), emit.splat(args[2])))
+            emit.store(power, args[0], at)
+            return [b.fadd(state[0], power)]
+
+        (wide, first), (_, rest) = each(b, args[1], body, (0.0,))
+        return b.fadd(wide.sum(first[0]), rest[0])
+
+    return _F(_A, _A, _F), codegen
+
+
+@intrinsic
+def exp_of(typingctx, x):  # type: ignore[no-untyped-def]
+    """exp of one number, as `exp_sum` computes it."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        return Emitter(b, 1).exp(args[0])
+
+    return _F(_F), codegen
+
+
+@intrinsic
+def add_square_sum(typingctx, x, delta, n):  # type: ignore[no-untyped-def]
+    """x[h] += delta[h] for h < n, if delta is an address and not 0; returns the sum of squares of x."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, delta, n = args
+        result = cgutils.alloca_once(b, F32)
+
+        def square(added: bool) -> None:
+            def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+                value = emit.load(x, at)
+                if added:
+                    value = b.fadd(value, emit.load(delta, at))
+                    emit.store(value, x, at)
+                return [emit.fma(value, value, state[0])]
+
+            (wide, first), (_, rest) = each(b, n, body, (0.0,))
+            b.store(b.fadd(wide.sum(first[0]), rest[0]), result)
+
+        with b.if_else(b.icmp_signed("!=", delta, c64(0))) as (then, otherwise):
+            with then:
+                square(True)
+            with otherwise:
+                square(False)
+        return b.load(result)
+
+    return _F(_A, _A, _A), codegen
+
+
+@intrinsic
+def weighted(typingctx, x, weight, n, factor, out):  # type: ignore[no-untyped-def]
+    """out[h] = x[h] * factor * weight[h] for h < n."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, weight, n, factor, out = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            value = b.fmul(emit.load(x, at), emit.splat(factor))
+            emit.store(b.fmul(value, emit.load(weight, at)), out, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A, _F, _A), codegen
+
+
+@intrinsic
+def silu_times(typingctx, gate, up, n, out):  # type: ignore[no-untyped-def]
+    """out[h] = gate[h] / (1 + exp(-gate[h])) * up[h] for h < n."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        gate, up, n, out = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            g = emit.load(gate, at)
+            total = b.fadd(emit.const(1.0), emit.exp(b.fneg(g)))
+            emit.store(b.fmul(b.fdiv(g, total), emit.load(up, at)), out, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A, _A), codegen
+
+
+@intrinsic
+def put_kind(typingctx, address, index, value, kind):  # type: ignore[no-untyped-def]
+    """Store one number as `kind`, rounded to nearest even."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        address, index, value = args[:3]
+        kind, one = sig.args[3], Emitter(b, 1)
+        if kind == types.float32:
+            one.store(value, address, index)
+        elif kind == types.int16:
+            half = ir.HalfType()
+            b.store(b.fptrunc(value, half), one.at(address, index, 2, half), align=2)
+        else:
+            b.store(b.trunc(one.bf16_bits(value), _I16), one.at(address, index, 2, _I16), align=2)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _F, kind), codegen
 
 
 @intrinsic

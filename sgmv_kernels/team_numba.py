@@ -1,7 +1,8 @@
 """Compiled kernels, and the threads that run them: torch's own OpenMP team.
 
-A kernel is a C function of one address, `args`: an array of int64 whose first element is a counter. Every thread of the
-team runs the kernel and takes tasks from the counter until none is left, so that tasks of unequal size balance. Numba's
+A kernel is a C function of one address, `args`: an array of int64 whose first two elements are counters. Every thread of
+the team runs the kernel and takes tasks from the first until none is left, so that tasks of unequal size balance; from
+the second it takes its own number, for a place in scratch memory. Numba's
 own `parallel=True` would bring a second OpenMP library with a second team, whose idle threads spin on the processors
 that torch's need, or none where the system has no such library; so kernels go to the library that torch has loaded.
 """
@@ -42,13 +43,13 @@ _KEPT: list[Any] = []
 
 
 def arguments(*args: int) -> Arguments:
-    """A kernel's `args`, the counter first; elements may be changed between runs."""
-    return (ctypes.c_int64 * (len(args) + 1))(0, *args)
+    """A kernel's `args`, the two counters first; elements may be changed between runs."""
+    return (ctypes.c_int64 * (len(args) + 2))(0, 0, *args)
 
 
 def run(kernel: int, threads: int, block: Arguments) -> None:
     """Run a kernel in `threads` threads of the calling thread's team and wait."""
-    block[0] = 0
+    block[0] = block[1] = 0
     start = _team()
     if start is None or threads == 1:
         _KERNEL(kernel)(block)
