@@ -5,6 +5,7 @@ head go through together, so that a loaded key or value serves every one of them
 multiples of `BLOCK_TOKENS`, so that a row's sums do not depend on which rows share its task.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -131,6 +132,12 @@ def _tasks(query_lens: Int32, kv_lens: Int32, rows: int, kv_heads: int, threads:
         for first_head, last_head in spans
     ]
     return np.array(tasks, dtype=np.int32).reshape(-1, TASK_INTS)
+
+
+def warm_up(dtypes: Sequence[torch.dtype]) -> None:
+    """Compile what these dtypes need."""
+    for dtype in dtypes:
+        _kernel(dtype)
 
 
 @cache

@@ -4,8 +4,15 @@ from collections.abc import Sequence
 
 import torch
 
-from sgmv_kernels import attention_numba, pointwise_torch, sgmv_numba
+from sgmv_kernels import attention_numba, pointwise_numba, sgmv_numba
 from sgmv_kernels.backend import Backend
+
+
+def warm_up(dtypes: Sequence[torch.dtype]) -> None:
+    """Compile every kernel, or read it from the cache."""
+    for module in (sgmv_numba, attention_numba, pointwise_numba):
+        module.warm_up(dtypes)
+
 
 BACKEND = Backend(
     name="numba",
@@ -16,8 +23,8 @@ BACKEND = Backend(
     sgmv_=sgmv_numba.sgmv_numba_,
     prepare_attention=attention_numba.prepare,
     attention=attention_numba.attention_numba,
-    rope_write_kv=pointwise_torch.rope_write_kv_torch,
-    add_rms_norm_=pointwise_torch.add_rms_norm_torch_,
-    silu_mul=pointwise_torch.silu_mul_torch,
-    warm_up=lambda dtypes: None,
+    rope_write_kv=pointwise_numba.rope_write_kv_numba,
+    add_rms_norm_=pointwise_numba.add_rms_norm_numba_,
+    silu_mul=pointwise_numba.silu_mul_numba,
+    warm_up=warm_up,
 )

@@ -218,7 +218,7 @@ class Ops:
         and x2 its halves; keys[pages[t], :, :, slots[t]] = k[t]; values[pages[t], :, slots[t]] = v[t]
 
         Args:
-            qkv: [T, (heads + 2 kv_heads) * D] contiguous, fp32 on the CPU.
+            qkv: [T, (heads + 2 kv_heads) * D] contiguous, fp32 on the CPU. Holds anything afterwards.
             cos, sin: [T, D / 2] fp32.
             kv: one layer of the pool; written at this step's slots, which are distinct.
             pages, slots: [T] int64.

@@ -4,6 +4,7 @@ A task is a block of rows of one segment, and all its slices or one; it shrinks 
 costs one parallel region and no barrier. Largest tasks first; threads take them as they come free.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -147,6 +148,12 @@ def _launch(phases: int, y: Tensor, x: Tensor, v: Tensor, slab: Tensor, plan: Sg
     args[RECORDS] = tables.records + (layer * len(tables.arguments) + site) * tables.record_bytes
     args[SLAB], args[X], args[Y] = slab.data_ptr(), x.data_ptr(), y.data_ptr()
     run(tables.kernel, tables.threads[site], args)
+
+
+def warm_up(dtypes: Sequence[torch.dtype]) -> None:
+    """Compile what these dtypes need."""
+    for dtype in dtypes:
+        _kernel(dtype)
 
 
 @cache

@@ -324,6 +324,26 @@ def silu_times(typingctx, gate, up, n, out):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def rotated(typingctx, x, cos, sin, half, out):  # type: ignore[no-untyped-def]
+    """out = (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 the halves of x; out may be x."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, cos, sin, half, out = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            second = b.add(at, half)
+            x1, x2, c, s = emit.load(x, at), emit.load(x, second), emit.load(cos, at), emit.load(sin, at)
+            emit.store(b.fsub(b.fmul(x1, c), b.fmul(x2, s)), out, at)
+            emit.store(b.fadd(b.fmul(x2, c), b.fmul(x1, s)), out, second)
+            return state
+
+        each(b, half, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A, _A, _A), codegen
+
+
+@intrinsic
 def put_kind(typingctx, address, index, value, kind):  # type: ignore[no-untyped-def]
     """Store one number as `kind`, rounded to nearest even."""
 

@@ -19,7 +19,7 @@ from lorasrv.step import ScheduledRequest, SchedulerOutput
 from sgmv_kernels.ops import Ops
 
 PAGE_SIZE, PAGES = 4, 640
-KERNELS = ("torch",)
+KERNELS = ("torch", "numba")
 ROPE_LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
