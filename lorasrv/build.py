@@ -59,6 +59,8 @@ def build(
     kv_dtype = dtype if config.memory.kv_dtype == "auto" else getattr(torch, config.memory.kv_dtype)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
     ops = _ops(config.model.kernels, device)
+    if progress:
+        progress("loading kernels; the first start on a machine compiles them, which takes 15 to 30 seconds", 0.0)
     ops.warm_up([dtype, kv_dtype])
     weights = load_weights(checkpoint, get_format(config.model.quantization), dtype, WeightMeter(), progress, device)
     source = checkpoint.tokenizer_source()

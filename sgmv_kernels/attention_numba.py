@@ -1,25 +1,43 @@
-"""Paged attention on the CPU: pages are read in place, bf16, fp16 or fp32, with an online softmax; no gather.
+"""The attention kernel, for Numba: what one thread does with the tasks of `attention_cpu`.
 
-A task is a block of query rows of one sequence, and some of its key heads. The rows of all query heads that share a key
-head go through together, so that a loaded key or value serves every one of them. Keys come in blocks that begin at
-multiples of `BLOCK_TOKENS`, so that a row's sums do not depend on which rows share its task.
+A page's keys fetch the next page's while they are computed with, the last ones the first values, and so on.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray, njit
-from torch import Tensor
 
-from sgmv_kernels.backend import AttentionPlan
-from sgmv_kernels.kv_pages import KvPages
-from sgmv_kernels.segments import Int32
+from sgmv_kernels.attention_cpu import (
+    BLOCK,
+    DIM,
+    HEADS,
+    KEYS,
+    KV_HEADS,
+    LENS,
+    NUM_ARGS,
+    NUM_TASKS,
+    OUT,
+    PAGE,
+    PAGE_BYTES,
+    ROWS,
+    SCALE,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SLOPES,
+    STARTS,
+    TABLE_WIDTH,
+    TABLES,
+    TASK_INTS,
+    TASKS,
+    VALUES,
+    WINDOW,
+    Q,
+)
 from sgmv_kernels.simd_numba import (
-    KINDS,
+    BF16,
+    FP16,
+    FP32,
     exp_of,
     exp_sum,
     f32,
@@ -32,133 +50,21 @@ from sgmv_kernels.simd_numba import (
     take_next,
     unpart,
 )
-from sgmv_kernels.team_numba import Arguments, arguments, compiled, run, team_size
-
-BLOCK_TOKENS = 128
-"""Keys of one round of the online softmax: what rescales sums is paid once a block."""
-TASK_ROWS = 24
-"""Rows of a task, query rows times query heads of a key head: their sums stay in the first-level cache."""
-TASK_INTS = 5
-NUM_TASKS, TASKS, TABLES, TABLE_WIDTH, STARTS, LENS, PAGE, Q, HEADS, KV_HEADS = range(2, 12)
-DIM, KEYS, VALUES, PAGE_BYTES, OUT, SCALE, WINDOW, SLOPES, SCRATCH, SCRATCH_BYTES, ROWS, BLOCK = range(12, 24)
-"""Places in the kernel's arguments, after the counters. SCALE holds a float64."""
-NUM_ARGS = BLOCK + 1
 
 _keys_1, _keys_2, _keys_3, _keys_6 = (make_mul(n, 1, add=False, fetch=True) for n in (1, 2, 3, 6))
 _values_1, _values_2, _values_3, _values_6 = (make_mul(n, 1, add=True, fetch=True, parted=True) for n in (1, 2, 3, 6))
 
 
-@dataclass(frozen=True, slots=True)
-class NumbaSequences:
-    """A step's sequences; what depends on the heads of a model is added at the first layer."""
-
-    query_lens: Int32
-    arguments: dict[tuple[int, int, int], Arguments]
-    kept: list[object]
+def bf16(raw: Any) -> None:
+    _work(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64), BF16)
 
 
-def prepare(plan: AttentionPlan, device: torch.device) -> NumbaSequences:
-    """Nothing but the lengths: tasks depend on the heads."""
-    del device
-    return NumbaSequences(np.diff(plan.query_starts), {}, [])
+def fp16(raw: Any) -> None:
+    _work(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64), FP16)
 
 
-def attention_numba(
-    q: Tensor, kv: KvPages, plan: AttentionPlan, scale: float, window: int | None, alibi_slopes: Tensor | None
-) -> Tensor:
-    """See `ops.Ops.paged_attention`."""
-    sequences: NumbaSequences = plan.prepared
-    heads = q.shape[1]
-    shape = heads, kv.num_heads, kv.head_dim
-    if shape not in sequences.arguments:
-        sequences.arguments[shape] = _arguments(plan, sequences, *shape)
-    args = sequences.arguments[shape]
-    out = torch.empty_like(q)
-    args[Q], args[OUT], args[KEYS], args[VALUES] = (
-        q.data_ptr(),
-        out.data_ptr(),
-        kv.keys.data_ptr(),
-        kv.values.data_ptr(),
-    )
-    args[PAGE_BYTES] = kv.keys.stride(0) * kv.keys.itemsize
-    args[SCALE] = np.float64(scale).view(np.int64).item()
-    args[WINDOW] = window or 0
-    args[SLOPES] = 0 if alibi_slopes is None else alibi_slopes.data_ptr()
-    run(_kernel(kv.dtype), min(team_size(), args[NUM_TASKS]), args)
-    return out
-
-
-def _arguments(plan: AttentionPlan, sequences: NumbaSequences, heads: int, kv_heads: int, dim: int) -> Arguments:
-    group = heads // kv_heads
-    rows = max(1, TASK_ROWS // group)
-    threads = team_size()
-    tasks = _tasks(sequences.query_lens, plan.kv_lens, rows, kv_heads, threads)
-    block = -(-BLOCK_TOKENS // plan.page_size) * plan.page_size
-    # Queries, sums, scores, then the maximum and the sum of every row.
-    scratch_bytes = 4 * rows * group * (2 * dim + block + 2)
-    scratch_bytes = -(-scratch_bytes // 128) * 128
-    scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
-    sequences.kept.extend((tasks, scratch))
-    return arguments(
-        len(tasks),
-        tasks.ctypes.data,
-        plan.page_tables.ctypes.data,
-        plan.page_tables.shape[1],
-        plan.query_starts.ctypes.data,
-        plan.kv_lens.ctypes.data,
-        plan.page_size,
-        0,
-        heads,
-        kv_heads,
-        dim,
-        *(0,) * 7,
-        scratch.data_ptr(),
-        scratch_bytes,
-        rows * group,
-        block,
-    )
-
-
-def _tasks(query_lens: Int32, kv_lens: Int32, rows: int, kv_heads: int, threads: int) -> Int32:
-    """[N, 5]: sequence, first and last key head, first and last query row; those with most work first."""
-    blocks = -(-query_lens // rows)
-    apart = int(blocks.sum()) < 4 * threads
-    spans = [(h, h + 1) for h in range(kv_heads)] if apart else [(0, kv_heads)]
-    work = np.minimum(query_lens, rows) * kv_lens
-    tasks = [
-        (s, first_head, last_head, begin, min(n, begin + rows))
-        for s, n in ((s, int(query_lens[s])) for s in np.argsort(-work, kind="stable").tolist())
-        for begin in range(0, n, rows)
-        for first_head, last_head in spans
-    ]
-    return np.array(tasks, dtype=np.int32).reshape(-1, TASK_INTS)
-
-
-def warm_up(dtypes: Sequence[torch.dtype]) -> None:
-    """Compile what these dtypes need."""
-    for dtype in dtypes:
-        _kernel(dtype)
-
-
-@cache
-def _kernel(dtype: torch.dtype) -> int:
-    return compiled(_ENTRIES[dtype])
-
-
-def _bf16(raw: Any) -> None:
-    _work(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64), _BF16)
-
-
-def _fp16(raw: Any) -> None:
-    _work(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64), _FP16)
-
-
-def _fp32(raw: Any) -> None:
-    _work(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64), _FP32)
-
-
-_BF16, _FP16, _FP32 = (KINDS[t] for t in (torch.bfloat16, torch.float16, torch.float32))
-_ENTRIES = {torch.bfloat16: _bf16, torch.float16: _fp16, torch.float32: _fp32}
+def fp32(raw: Any) -> None:
+    _work(carray(raw, (NUM_ARGS,), np.int64), carray(raw, (NUM_ARGS,), np.float64), FP32)
 
 
 @njit
@@ -178,7 +84,7 @@ def _work(args, floats, kind):  # type: ignore[no-untyped-def]
 @njit
 def _attend(args, scale, scratch, sequence, head, begin, end, kind):  # type: ignore[no-untyped-def]
     """Query rows `begin` to `end` of a sequence, with the query heads that share one key head."""
-    dim, heads, page, block = args[DIM], args[HEADS], args[PAGE], args[BLOCK]
+    dim, heads, block = args[DIM], args[HEADS], args[BLOCK]
     group = heads // args[KV_HEADS]
     rows = (end - begin) * group
     queries, sums = scratch, scratch + 4 * dim * args[ROWS]

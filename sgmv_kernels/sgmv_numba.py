@@ -1,180 +1,70 @@
-"""SGMV on the CPU: panels are read in place from the pool, bf16, fp16 or fp32, summed in fp32; no gather, no copy.
+"""The SGMV kernel, for Numba: what one thread does with the tasks of `sgmv_cpu`.
 
-A task is a block of rows of one segment, and all its slices or one; it shrinks and expands in one go, so that a site
-costs one parallel region and no barrier. Largest tasks first; threads take them as they come free.
+A panel fetches the panel after it while it is computed with, and the last one what the next task begins with: reading
+and arithmetic take about as long, and would else take turns.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from numba import carray, njit
-from torch import Tensor
 
-from sgmv_kernels.backend import SgmvPlan
 from sgmv_kernels.layout import ALIGNMENT_BYTES, MAX_SLICES, PANEL_RANKS, RECORD_INTS
-from sgmv_kernels.segments import Int32
-from sgmv_kernels.simd_numba import KINDS, f32, i32, i64, itemsize, make_dot, make_mul, part, put_f32, take_next
-from sgmv_kernels.tables import SgmvTables
-from sgmv_kernels.team_numba import Arguments, arguments, compiled, run, team_size
+from sgmv_kernels.sgmv_cpu import (
+    EXPAND,
+    NUM_ARGS,
+    NUM_PANELS,
+    NUM_TASKS,
+    PANELS,
+    PARTED,
+    PERMUTATION,
+    PHASES,
+    RECORDS,
+    SHRINK,
+    SLAB,
+    TASK_INTS,
+    TASKS,
+    V_WIDTH,
+    WIDTHS,
+    X_WIDTH,
+    Y_WIDTH,
+    V,
+    X,
+    Y,
+)
+from sgmv_kernels.simd_numba import (
+    BF16,
+    FP16,
+    FP32,
+    f32,
+    i32,
+    i64,
+    itemsize,
+    make_dot,
+    make_mul,
+    part,
+    put_f32,
+    take_next,
+)
 
-BLOCK_ROWS = 32
-"""Most rows of a task: its outputs stay in the second-level cache while its panels pass through."""
-SHRINK, EXPAND = 1, 2
-TASK_INTS = 5
-PHASES, NUM_TASKS, TASKS, PERMUTATION, RECORDS, PANELS, NUM_PANELS, SLAB = range(2, 10)
-X, X_WIDTH, PARTED, Y, Y_WIDTH, V, V_WIDTH, WIDTHS = range(10, 18)
-"""Places in the kernel's arguments, after the counters."""
-NUM_ARGS = WIDTHS + MAX_SLICES
 FETCH_BYTES = 1024
+"""How far ahead of itself a matrix is fetched: measured best of 0.5 to 8 KB."""
 _PANEL = ALIGNMENT_BYTES
 
 _dot_1, _dot_3 = make_dot(1, fetch=True), make_dot(3)
 _mul_1, _mul_3 = make_mul(1, 2, add=True, fetch=True), make_mul(3, 2, add=True)
 
 
-@dataclass(frozen=True, slots=True)
-class NumbaTables:
-    """A step for the kernel: what of its arguments stays the same, `arguments[site]`, and what those point to.
-
-    `ranks[layer][site]` is the most rank rows of a segment; `v` [T, most ranks] fp32 scratch; `record_bytes` those of a
-    (layer, site).
-    """
-
-    kernel: int
-    threads: list[int]
-    arguments: list[Arguments]
-    records: int
-    record_bytes: int
-    ranks: list[list[int]]
-    v: Tensor
-    kept: tuple[object, ...]
+def bf16(raw: Any) -> None:
+    _work(carray(raw, (NUM_ARGS,), np.int64), BF16)
 
 
-def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> NumbaTables:
-    """Cut segments into tasks, and lay out the kernel's arguments."""
-    del device
-    threads, num_sites = team_size(), len(tables.sites)
-    counts = {len(site.out_features) for site in tables.sites}
-    tasks = {n: _tasks(tables, n, threads) for n in counts}
-    permutation, records, panels = map(np.ascontiguousarray, (tables.permutation, tables.records, tables.panels))
-    ranks = records[..., 1:].sum(axis=-1).max(axis=-1, initial=0)
-    v = torch.empty((len(permutation), int(ranks.max(initial=0))), dtype=torch.float32)
-    parted = torch.empty((len(permutation), max((site.in_features for site in tables.sites), default=0)))
-    blocks = []
-    for site in tables.sites:
-        own = tasks[len(site.out_features)]
-        widths = (*site.out_features, 0, 0)[:MAX_SLICES]
-        blocks.append(
-            arguments(
-                SHRINK | EXPAND,
-                len(own),
-                own.ctypes.data,
-                permutation.ctypes.data,
-                0,
-                panels.ctypes.data,
-                len(panels),
-                0,
-                0,
-                site.in_features,
-                parted.data_ptr(),
-                0,
-                site.total_out,
-                v.data_ptr(),
-                v.shape[1],
-                *widths,
-            )
-        )
-    return NumbaTables(
-        kernel=_kernel(dtype),
-        threads=[min(threads, len(tasks[len(site.out_features)])) for site in tables.sites],
-        arguments=blocks,
-        records=records.ctypes.data,
-        record_bytes=records.nbytes // max(1, len(records) * num_sites),
-        ranks=ranks.tolist(),
-        v=v,
-        kept=(parted, tasks, permutation, records, panels),
-    )
+def fp16(raw: Any) -> None:
+    _work(carray(raw, (NUM_ARGS,), np.int64), FP16)
 
 
-def _tasks(tables: SgmvTables, slices: int, threads: int) -> Int32:
-    """Whole segments, in blocks of rows; their slices apart if there are few."""
-    lengths = np.diff(tables.bounds).ravel()
-    ranks = tables.records[..., 1:].sum(axis=(0, 1, 3))
-    share = max(1, -(-int(lengths.sum()) // threads))
-    rows = min(BLOCK_ROWS, share)
-    blocks = -(-lengths // rows)
-    apart = slices if int(blocks.sum()) < 2 * threads else 1
-    made = []
-    for s in np.argsort(-ranks * np.minimum(lengths, rows), kind="stable").tolist():
-        begin, end = tables.bounds[s].tolist()
-        size = -(-(end - begin) // max(1, int(blocks[s])))
-        for first in range(begin, end, max(1, size)):
-            last = min(end, first + size)
-            made += [(s, first, last, *span) for span in (_spans(slices, apart))]
-    return np.array(made, dtype=np.int32).reshape(-1, TASK_INTS)
-
-
-def _spans(slices: int, apart: int) -> list[tuple[int, int]]:
-    return [(i, i + 1) for i in range(slices)] if apart > 1 else [(0, slices)]
-
-
-def shrink_numba(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
-    """See `ops.Ops.shrink`: one plane."""
-    v = torch.empty((1, len(x), plan.tables.max_rank(layer, site) if plan.tables.num_segments else 0))
-    _launch(SHRINK, x, x, v, slab, plan, layer, site)
-    return v
-
-
-def expand_numba_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
-    """See `ops.Ops.expand_`."""
-    _launch(EXPAND, y, y, v.sum(0), slab, plan, layer, site)
-
-
-def sgmv_numba_(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
-    """See `ops.Ops.sgmv_`."""
-    _launch(SHRINK | EXPAND, y, x, plan.prepared.v, slab, plan, layer, site)
-
-
-def _launch(phases: int, y: Tensor, x: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
-    tables: NumbaTables = plan.prepared
-    if not tables.arguments or not tables.ranks[layer][site]:
-        return
-    args = tables.arguments[site]
-    args[PHASES], args[V], args[V_WIDTH] = phases, v.data_ptr(), v.shape[-1]
-    args[RECORDS] = tables.records + (layer * len(tables.arguments) + site) * tables.record_bytes
-    args[SLAB], args[X], args[Y] = slab.data_ptr(), x.data_ptr(), y.data_ptr()
-    run(tables.kernel, tables.threads[site], args)
-
-
-def warm_up(dtypes: Sequence[torch.dtype]) -> None:
-    """Compile what these dtypes need."""
-    for dtype in dtypes:
-        _kernel(dtype)
-
-
-@cache
-def _kernel(dtype: torch.dtype) -> int:
-    return compiled(_ENTRIES[dtype])
-
-
-def _bf16(raw: Any) -> None:
-    _work(carray(raw, (NUM_ARGS,), np.int64), KINDS_BF16)
-
-
-def _fp16(raw: Any) -> None:
-    _work(carray(raw, (NUM_ARGS,), np.int64), KINDS_FP16)
-
-
-def _fp32(raw: Any) -> None:
-    _work(carray(raw, (NUM_ARGS,), np.int64), KINDS_FP32)
-
-
-KINDS_BF16, KINDS_FP16, KINDS_FP32 = (KINDS[t] for t in (torch.bfloat16, torch.float16, torch.float32))
-_ENTRIES = {torch.bfloat16: _bf16, torch.float16: _fp16, torch.float32: _fp32}
+def fp32(raw: Any) -> None:
+    _work(carray(raw, (NUM_ARGS,), np.int64), FP32)
 
 
 @njit
@@ -273,7 +163,7 @@ def _shrink(args, kind, record, begin, end, first, last, first_slice):  # type: 
 
 @njit
 def _expand(args, kind, record, begin, end, first, last, first_slice, last_slice):  # type: ignore[no-untyped-def]
-    """y += (scale * v) B for some slices, whose rank rows are `first` to `last`. Each panel fetches the one after it."""
+    """y += (scale * v) B for some slices, rank rows `first` to `last`. Each panel fetches the one after it."""
     permutation, panels, slab = args[PERMUTATION], args[PANELS], args[SLAB]
     y, y_bytes = args[Y], 4 * args[Y_WIDTH]
     v, v_bytes = args[V], 4 * args[V_WIDTH]

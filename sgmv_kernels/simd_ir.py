@@ -5,6 +5,7 @@ machine. A matrix has a *kind* of number, told by a Numba type: uint16 for bf16,
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -213,5 +214,5 @@ def each(
     for lanes, start, end in ((LANES, c64(0), whole), (1, whole, n)):
         emit = Emitter(b, lanes)
         state = [emit.const(value) for value in initial]
-        states.append((emit, loop_of(b, start, end, lanes, state, lambda i, s, e=emit: body(e, i, s))))
+        states.append((emit, loop_of(b, start, end, lanes, state, partial(body, emit))))
     return states

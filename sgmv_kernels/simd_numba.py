@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
@@ -18,8 +17,8 @@ from numba.extending import intrinsic
 
 from sgmv_kernels.simd_ir import F32, I32, I64, LANES, Emitter, Value, c64, each, itemsize_of, loop_of
 
-KINDS = {torch.bfloat16: np.uint16(0), torch.float16: np.int16(0), torch.float32: np.float32(0)}
-"""The number that tells a kernel how a matrix is stored, by its type."""
+BF16, FP16, FP32 = np.uint16(0), np.int16(0), np.float32(0)
+"""Numbers that tell a kernel how a matrix is stored, by their types."""
 
 PAIRS = 2
 """Pairs of vectors that a dot product takes at a time: enough sums to hide the latency of one."""
@@ -103,7 +102,8 @@ def make_dot(rows: int, fetch: bool = False) -> Intrinsic:
     def dot(typingctx, x, xs, a, n, out, os, ahead, kind):  # type: ignore[no-untyped-def]
         return types.void(_A, _A, _A, _A, _A, _A, _A, kind), codegen
 
-    return dot
+    made: Intrinsic = dot
+    return made
 
 
 def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, parted: bool = False) -> Intrinsic:
@@ -111,7 +111,8 @@ def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, parted: bool
 
     i < `rows` rows of a and c (fp32, `as_` and `cs` bytes apart), k < n rows of m (of `kind`, `ms` bytes apart), o <
     columns, taken `pairs` pairs of vectors at a time, then one, then number by number. `add` tells whether c counts, or
-    is replaced; `parted`, that c is in the order of `part` and stays so. With `fetch`, as many bytes as m has are fetched into the cache from `ahead` on meanwhile.
+    is replaced; `parted`, that c is in the order of `part` and stays so. With `fetch`, as many bytes as m has are
+    fetched into the cache from `ahead` on meanwhile.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -164,7 +165,8 @@ def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, parted: bool
     def mul(typingctx, a, as_, n, m, ms, columns, c, cs, ahead, kind):  # type: ignore[no-untyped-def]
         return types.void(_A, _A, _A, _A, _A, _A, _A, _A, _A, kind), codegen
 
-    return mul
+    made: Intrinsic = mul
+    return made
 
 
 def _by_pairs(values: list[Value], change: Callable[[Value, Value], tuple[Value, Value]]) -> list[Value]:

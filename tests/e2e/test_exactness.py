@@ -21,17 +21,22 @@ PROMPTS = 20
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
 
 
-def _config(**scheduler: int) -> EngineConfig:
+def _config(kernels: str, **scheduler: int) -> EngineConfig:
     return EngineConfig(
-        model=ModelOptions(quantization="none", dtype="float32"),
+        model=ModelOptions(quantization="none", dtype="float32", kernels=kernels),
         memory=MemoryOptions(pool_bytes=700 << 20),
         scheduler=SchedulerOptions(**scheduler),
     )
 
 
+@pytest.fixture(scope="module", params=["numba", "torch"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def llm(personas: dict[str, Path]) -> Iterator[LLM]:
-    with LLM(config=_config(max_num_seqs=20)) as llm:
+def llm(kernels: str, personas: dict[str, Path]) -> Iterator[LLM]:
+    with LLM(config=_config(kernels, max_num_seqs=20)) as llm:
         for name, folder in personas.items():
             llm.add_adapter(name, folder)
         yield llm
@@ -94,7 +99,9 @@ def _first_difference(logits: torch.Tensor, prompt: list[int], answer: list[int]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [None, 0, 1, 2], ids=["base", "persona1", "persona2", "persona3"])
-def test_greedy_tokens_equal_transformers_and_peft(oracle, llm, prompts, answers, personas, which, capsys) -> None:
+def test_greedy_tokens_equal_transformers_and_peft(
+    oracle, llm, prompts, answers, personas, which, kernels, capsys
+) -> None:
     from peft import PeftModel
 
     name = None if which is None else list(personas)[which]
@@ -110,20 +117,20 @@ def test_greedy_tokens_equal_transformers_and_peft(oracle, llm, prompts, answers
             model.unload()
     parted = [gap for gap in gaps if gap is not None]
     with capsys.disabled():
-        print(f"\n{name or 'base'}: {len(gaps) - len(parted)} of {len(gaps)} prompts equal, parted at ties: {parted}")
+        print(f"\n{kernels}, {name or 'base'}: {len(gaps) - len(parted)} of {len(gaps)} equal, parted at ties: {parted}")
     assert all(gap < MAX_TIE for gap in parted)
     assert name is None or answers[name] != answers[None], "the persona says what the base says"
 
 
 @pytest.mark.slow
 def test_a_turbulent_mixed_batch_equals_each_request_alone(
-    oracle, prompts, personas, capsys: pytest.CaptureFixture[str]
+    oracle, prompts, personas, kernels, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Base and personas, mixed lengths, arriving at different steps, chunked; one aborted; a pool so small that some
     are preempted. What is left equals the same requests run one at a time."""
     names: list[str | None] = [None, *personas]
     config = EngineConfig(
-        model=ModelOptions(quantization="none", dtype="float32"),
+        model=ModelOptions(quantization="none", dtype="float32", kernels=kernels),
         memory=MemoryOptions(pool_bytes=40 << 20),
         scheduler=SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=48),
     )
@@ -138,7 +145,7 @@ def test_a_turbulent_mixed_batch_equals_each_request_alone(
     compared = [(i, a, t) for i, (a, t) in enumerate(zip(alone, together, strict=True)) if i != 5]
     ties = [_tie(oracle, personas, work[i], a, t) for i, a, t in compared if a != t]
     with capsys.disabled():
-        print(f"\nmixed batch: {len(compared) - len(ties)} of {len(compared)} requests equal, parted at ties: {ties}")
+        print(f"\n{kernels}, mixed batch: {len(compared) - len(ties)} of {len(compared)} equal, parted at ties: {ties}")
     assert all(gap < MAX_TIE for gap in ties)
     assert len(together[5]) < work[5][2], "the aborted request was cut short"
 

@@ -1,0 +1,135 @@
+"""Machine code of the CPU's kernels: compiled by Numba once a machine, kept on disk, loaded without Numba afterwards.
+
+A kernel is a C function of one address, written as a Python function in a module named `*_numba.py`. Importing Numba
+and reading its own cache took 2.2 s of every start, half of what a start may take; loading object code takes a tenth.
+Kernels raise nothing, so what Numba's error paths would call need not be there.
+"""
+
+import ctypes
+import hashlib
+import importlib
+import importlib.metadata
+import logging
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+logger = logging.getLogger(__name__)
+_SOURCES = "*_numba.py", "*_cpu.py", "simd_ir.py", "layout.py", "kernel_code.py"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectCode:
+    """A kernel as relocatable code: the function's symbol, and the symbols that it needs from outside."""
+
+    symbol: str
+    needed: tuple[str, ...]
+    code: bytes
+
+
+def numba_version() -> str:
+    """Raises: ImportError: Numba is not installed."""
+    return importlib.metadata.version("numba")
+
+
+@cache
+def address_of(module: str, function: str) -> int:
+    """The address of a kernel: from the disk, or compiled now, which takes seconds."""
+    directory = _cache_directory()
+    path = None if directory is None else directory / f"{module}.{function}"
+    stored = None if path is None else _read(path)
+    if stored is None:
+        stored = _compile(module, function)
+        if path is not None:
+            _write(path, stored)
+    engine = _engine()
+    for name in stored.needed:
+        _provide(name)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(stored.code))
+    engine.finalize_object()
+    address: int = engine.get_function_address(stored.symbol)
+    return address
+
+
+def _compile(module: str, function: str) -> ObjectCode:
+    """Raises: ImportError: Numba is not installed."""
+    import numba
+
+    logger.info("compiling %s.%s, once on this machine", module, function)
+    source = getattr(importlib.import_module(f"sgmv_kernels.{module}"), function)
+    kernel = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(source)
+    library = kernel._library
+    outside = (*library._final_module.functions, *library._final_module.global_variables)
+    needed = tuple(v.name for v in outside if v.is_declaration and not v.name.startswith("llvm."))
+    _, _, (code, _) = library.serialize_using_object_code()
+    return ObjectCode(kernel.native_name, needed, code)
+
+
+@cache
+def _engine() -> Any:
+    """What links object code into this process."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+
+
+def _provide(name: str) -> None:
+    """Give a symbol to LLVM: the process's own, or the end of the process for Numba's helpers for exceptions."""
+    if llvm.address_of_symbol(name) is None:
+        process = ctypes.CDLL(None)
+        function = getattr(process, name, process.abort)
+        llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
+
+
+def _read(path: Path) -> ObjectCode | None:
+    """A stored kernel; None if there is none, or not a whole one."""
+    try:
+        digest, rest = path.read_bytes().split(b"\n", 1)
+        symbol, needed, code = rest.split(b"\n", 2)
+    except (OSError, ValueError):
+        return None
+    whole = hashlib.sha256(rest).hexdigest().encode() == digest
+    return ObjectCode(symbol.decode(), tuple(needed.decode().split()), code) if whole else None
+
+
+def _write(path: Path, stored: ObjectCode) -> None:
+    """Whole or not at all: another process may read or write the same file."""
+    rest = b"\n".join((stored.symbol.encode(), " ".join(stored.needed).encode(), stored.code))
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
+    os.replace(file.name, path)
+
+
+@cache
+def _cache_directory() -> Path | None:
+    """One folder a processor and version of these sources, for its owner only; None if it cannot be."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorasrv" / "kernels"
+    directory = base / _version()
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = directory.stat()
+    except OSError as error:
+        logger.warning("compiled kernels cannot be kept in %s: %s; every start compiles them anew", directory, error)
+        return None
+    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
+        logger.warning("%s is open to other users: every start compiles kernels anew", directory)
+        return None
+    return directory
+
+
+def _version() -> str:
+    """Changes with whatever the code depends on."""
+    known = hashlib.sha256()
+    for path in sorted(path for pattern in _SOURCES for path in Path(__file__).parent.glob(pattern)):
+        known.update(path.read_bytes())
+    features = llvm.get_host_cpu_features().flatten()
+    known.update(f"{numba_version()} {llvmlite.__version__} {llvm.get_host_cpu_name()} {features}".encode())
+    return known.hexdigest()[:16]

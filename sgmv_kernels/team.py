@@ -1,0 +1,70 @@
+"""The threads that run the CPU's kernels: torch's own OpenMP team.
+
+A kernel's one argument is the address of an array of int64 whose first two elements are counters. Every thread of the
+team runs the kernel and takes tasks from the first until none is left, so that tasks of unequal size balance; from the
+second it takes its own number, for a place in scratch memory. Numba's `parallel=True` would bring a second OpenMP
+library with a second team, whose idle threads spin on the processors that torch's need, and nothing where the system
+has no such library; so kernels go to the library that torch has loaded.
+"""
+
+import ctypes
+import logging
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+Arguments = ctypes.Array[ctypes.c_int64]
+logger = logging.getLogger(__name__)
+_TEAM_LIBRARIES = ("libgomp", "libiomp5", "libomp")
+
+
+def arguments(*args: int) -> Arguments:
+    """A kernel's `args`, the two counters first; elements may be changed between runs."""
+    return (ctypes.c_int64 * (len(args) + 2))(0, 0, *args)
+
+
+def run(kernel: int, threads: int, block: Arguments) -> None:
+    """Run a kernel in `threads` threads of the calling thread's team and wait."""
+    block[0] = block[1] = 0
+    start = _team()
+    if start is None or threads == 1:
+        _KERNEL(kernel)(block)
+    else:
+        start(kernel, block, threads, 0)
+
+
+def team_size() -> int:
+    """Threads that the calling thread may use: torch's setting, 1 where there is no OpenMP library to share."""
+    return 1 if _team() is None else torch.get_num_threads()
+
+
+_KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@cache
+def _team() -> Callable[..., None] | None:
+    """GOMP_parallel(function, argument, threads, flags) of the OpenMP library that torch has loaded."""
+    for path in _loaded_libraries():
+        try:
+            start = ctypes.CDLL(path).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
+        start.restype = None
+        return start
+    logger.warning("torch's OpenMP library was not found: kernels run in one thread")
+    return None
+
+
+def _loaded_libraries() -> list[str]:
+    """OpenMP libraries of this process, those that came with torch first."""
+    home = str(Path(torch.__file__).parent)
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return []
+    paths = {line.split(maxsplit=5)[5] for line in lines if line.count(" ") > 4 and "/" in line}
+    found = sorted(path for path in paths if Path(path).name.startswith(_TEAM_LIBRARIES))
+    return sorted(found, key=lambda path: not path.startswith(home))

@@ -1,0 +1,95 @@
+"""Kernels on disk: compiled once, loaded without Numba, never from a file that is not whole or a folder of others."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgmv_kernels import kernel_code
+
+NORM = """
+import logging, sys, torch
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+from sgmv_kernels.ops import Ops
+ops = Ops(torch.device("cpu"))
+x = torch.randn(3, 40)
+assert torch.allclose(ops.add_rms_norm_(x, None, torch.ones(40), 1e-5), torch.nn.functional.rms_norm(x, (40,)), 1e-4)
+print(ops.name, "numba" in sys.modules)
+"""
+
+
+def _run(code: str, cache: Path, **env: str) -> tuple[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)} | env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip(), done.stderr
+
+
+def _stored(cache: Path) -> Path:
+    (kernel,) = (cache / "lorasrv" / "kernels").rglob("pointwise_numba.norm")
+    return kernel
+
+
+def test_the_second_start_needs_no_numba(tmp_path: Path) -> None:
+    out, log = _run(NORM, tmp_path)
+    assert out == "numba True"
+    assert "compiling pointwise_numba.norm" in log
+    out, log = _run(NORM, tmp_path)
+    assert out == "numba False"
+    assert "compiling" not in log
+    assert _stored(tmp_path).parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: data[:-1] + b"x", lambda data: b""])
+def test_a_damaged_file_is_compiled_anew(tmp_path: Path, damage) -> None:
+    _run(NORM, tmp_path)
+    stored = _stored(tmp_path)
+    whole = stored.read_bytes()
+    stored.write_bytes(damage(whole))
+    out, log = _run(NORM, tmp_path)
+    assert out == "numba True"
+    assert "compiling" in log
+    assert len(stored.read_bytes()) == len(whole)
+
+
+def test_a_folder_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
+    _run(NORM, tmp_path)
+    _stored(tmp_path).parent.chmod(0o770)
+    out, log = _run(NORM, tmp_path)
+    assert out == "numba True"
+    assert "open to other users" in log
+
+
+def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
+    (tmp_path / "lorasrv").write_text("a file where a folder should be")
+    out, log = _run(NORM, tmp_path)
+    assert out == "numba True"
+    assert "cannot be kept" in log
+
+
+def test_without_numba_plain_torch_computes_and_says_so(tmp_path: Path) -> None:
+    hidden = (
+        "import importlib.metadata as m; m.version = lambda name: (_ for _ in ()).throw(m.PackageNotFoundError(name))"
+    )
+    out, log = _run(hidden + NORM, tmp_path)
+    assert out == "torch False"
+    assert log.count("using plain torch") == 1
+
+
+def test_the_version_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kernel_code._version()
+    monkeypatch.setattr(kernel_code, "_SOURCES", ("simd_ir.py",))
+    assert kernel_code._version() != before
+
+
+def test_compiling_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert kernel_code._compile("pointwise_numba", "silu").code
+    assert "compiling pointwise_numba.silu, once on this machine" in caplog.text
