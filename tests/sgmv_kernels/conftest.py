@@ -77,7 +77,8 @@ class KernelPool:
 
     def _put(self, layer: int, placed: PlacedAdapter, panel: int, values: torch.Tensor) -> None:
         at = int(placed.offsets[layer][panel])
-        self.slabs[layer, at : at + values.nbytes] = values.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+        dense = values.clone(memory_format=torch.contiguous_format).view(-1)
+        self.slabs[layer, at : at + values.nbytes] = dense.view(torch.uint8)
 
 
 @pytest.fixture(params=BACKENDS)

@@ -1,0 +1,236 @@
+"""Time and memory speed of the CPU's kernels, beside the plain torch path and PEFT's loop, in one process.
+
+python tests/benchmarks/bench_kernels.py --rows 1,16,32,64
+
+Shapes are SmolLM2-135M's, adapters of rank 16 on all seven linears in bf16. "Share" is of the read bandwidth that the
+same threads reach in the same run, over bytes that each workload must read once: panels of distinct adapters, or keys
+and values. Each figure is the least of several rounds; the probe runs before and after, its best counts.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from sgmv_kernels.kernel_code import address_of
+from sgmv_kernels.kv_pages import KvPages, kv_pages
+from sgmv_kernels.layout import AdapterLayout, PlacedAdapter, SiteDims
+from sgmv_kernels.ops import Ops
+from sgmv_kernels.segments import build_segments
+from sgmv_kernels.team import arguments, run, team_size
+
+SITES = (SiteDims(576, (576, 192, 192)), SiteDims(576, (576,)), SiteDims(576, (1536, 1536)), SiteDims(1536, (576,)))
+LAYERS, RANK, PAGE_BYTES = 30, 16, 12288
+HEADS, KV_HEADS, DIM, PAGE = 9, 3, 64, 16
+CPU = torch.device("cpu")
+CHUNK = 1 << 20
+COLD_BYTES = 256 << 20
+"""Workloads walk over so many bytes before they come back to the first: far more than a cache holds."""
+
+
+def read_bandwidth(buffer: torch.Tensor) -> float:
+    """Bytes a second of reading a buffer front to back with all threads, each number once."""
+    kernel = address_of("probe_numba", "read")
+    chunks = buffer.numel() // CHUNK
+    args = arguments(chunks, buffer.data_ptr(), CHUNK, 0)
+    return chunks * CHUNK / least(lambda: run(kernel, team_size(), args), rounds=9)
+
+
+def least(work: Callable[[], object], rounds: int) -> float:
+    """Seconds of the fastest round."""
+    seconds = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds)
+
+
+@dataclass
+class Panels:
+    """Adapters of one rank in a pool of their own."""
+
+    slabs: torch.Tensor
+    placed: list[PlacedAdapter]
+
+    @classmethod
+    def make(cls, count: int) -> "Panels":
+        layout = AdapterLayout(SITES, (((RANK,) * 3, (RANK,), (RANK,) * 2, (RANK,)),) * LAYERS, 2)
+        pages = layout.num_pages(PAGE_BYTES)
+        slabs = torch.empty((LAYERS, count * pages * PAGE_BYTES), dtype=torch.uint8)
+        for slab in slabs:
+            slab.view(torch.bfloat16).normal_(0, 0.02)
+        placed = [layout.place([(i * pages, pages)], PAGE_BYTES) for i in range(count)]
+        return cls(slabs, [p for p in placed if p is not None])
+
+    @property
+    def adapter_bytes(self) -> int:
+        return LAYERS * self.placed[0].layout.layer_bytes
+
+
+def by_law(law: str, rows: int, adapters: int) -> np.ndarray:
+    """The adapter of every row, by Punica's laws of popularity."""
+    if law == "distinct":
+        return np.arange(rows) % adapters
+    if law == "identical":
+        return np.zeros(rows, dtype=np.int64)
+    rng = np.random.default_rng(1)
+    weights = np.ones(adapters) if law == "uniform" else (1 + np.arange(adapters)) ** -1.5
+    return rng.choice(adapters, rows, p=weights / weights.sum())
+
+
+def sgmv_seconds(ops: Ops, panels: Panels, row_adapters: np.ndarray, rounds: int) -> float:
+    """One step's deltas, all layers and sites, the plan included."""
+    rows = len(row_adapters)
+    segments = build_segments(row_adapters.astype(np.int32))
+    xs = [torch.randn(rows, dims.in_features) for dims in SITES]
+    ys = [torch.zeros(rows, dims.total_out) for dims in SITES]
+    slabs = list(panels.slabs)
+
+    def step() -> None:
+        plan = ops.plan_sgmv(segments, panels.placed, torch.bfloat16)
+        for layer, slab in enumerate(slabs):
+            for site in range(len(SITES)):
+                ops.sgmv_(ys[site], xs[site], slab, plan, layer, site)
+
+    step()
+    return least(step, rounds)
+
+
+def peft_seconds(row_adapters: np.ndarray, rounds: int) -> float:
+    """PEFT's loop over the adapters of a batch (`adapter_names`), its linears less their base: one layer, times 30."""
+    from peft import LoraConfig, get_peft_model
+
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for i, dims in enumerate(SITES):
+                for j, out in enumerate(dims.out_features):
+                    setattr(self, f"linear{i}{j}", torch.nn.Linear(dims.in_features, out, bias=False))
+
+        def forward(self, xs: Sequence[torch.Tensor]) -> None:
+            for i, dims in enumerate(SITES):
+                for j in range(len(dims.out_features)):
+                    getattr(self, f"linear{i}{j}")(xs[i])
+
+    names = [f"a{i}" for i in row_adapters]
+    config = LoraConfig(r=RANK, target_modules=r"linear\d\d", init_lora_weights=False)
+    bare = Layer().eval()
+    xs = [torch.randn(len(names), dims.in_features) for dims in SITES]
+    with torch.inference_mode():
+        bare(xs)
+        base = least(lambda: bare(xs), rounds)
+    model = get_peft_model(bare, config, adapter_name=names[0]).eval()
+    for name in dict.fromkeys(names[1:]):
+        if name != names[0]:
+            model.add_adapter(name, config)
+    with torch.inference_mode():
+        model(xs, adapter_names=names)
+        return LAYERS * (least(lambda: model(xs, adapter_names=names), rounds) - base)
+
+
+def attention_case(sequences: int, length: int) -> tuple[list[KvPages], np.ndarray]:
+    """(layers of cold pages, page tables in random order)."""
+    pages = -(-length // PAGE) * sequences
+    slab_bytes = pages * 2 * KV_HEADS * PAGE * DIM * 2
+    layers = [
+        kv_pages(torch.randn(slab_bytes // 2).to(torch.bfloat16).view(torch.uint8), torch.bfloat16, KV_HEADS, PAGE, DIM)
+        for _ in range(max(2, min(64, COLD_BYTES // slab_bytes)))
+    ]
+    order = np.random.default_rng(0).permutation(pages).astype(np.int32)
+    return layers, order.reshape(sequences, -1)
+
+
+def attention_seconds(ops: Ops, case: tuple[list[KvPages], np.ndarray], queries: int, length: int) -> float:
+    """One layer, the plan not included: a step makes it once for all layers."""
+    layers, tables = case
+    q = torch.randn(len(tables) * queries, HEADS, DIM)
+    lens = [length] * len(tables)
+    plan = ops.plan_attention(tables, [queries] * len(tables), lens, PAGE, layers[0].num_pages)
+
+    def work() -> None:
+        for kv in layers:
+            ops.paged_attention(q, kv, plan, DIM**-0.5)
+
+    work()
+    return least(work, 5) / len(layers)
+
+
+def pointwise(ops: Ops, plain: Ops, rows: int) -> list[tuple[str, float, float]]:
+    """(op, seconds of the kernels, seconds of torch)."""
+    x, delta, weight = torch.randn(rows, 576), torch.zeros(rows, 576), torch.ones(576)
+    gate_up, qkv = torch.randn(rows, 3072), torch.randn(rows, (HEADS + 2 * KV_HEADS) * DIM)
+    cos, sin = torch.rand(rows, DIM // 2), torch.rand(rows, DIM // 2)
+    layers, _ = attention_case(4, 1024)
+    pages, slots = torch.arange(rows) // PAGE, torch.arange(rows) % PAGE
+    works: list[tuple[str, Callable[[Ops], object]]] = [
+        ("add_rms_norm_", lambda o: o.add_rms_norm_(x, delta, weight, 1e-5)),
+        ("silu_mul", lambda o: o.silu_mul(gate_up)),
+        ("rope_write_kv", lambda o: o.rope_write_kv(qkv, cos, sin, layers[0], pages, slots)),
+    ]
+
+    def seconds(work: Callable[[Ops], object], o: Ops) -> float:
+        return least(lambda: [work(o) for _ in range(50)], 7) / 50
+
+    return [(name, seconds(work, ops), seconds(work, plain)) for name, work in works]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,4,16,32,64")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    a = parser.parse_args()
+    torch.set_num_threads(a.threads)
+    torch.manual_seed(0)
+    rows = [int(n) for n in a.rows.split(",")]
+    ops, plain = Ops(CPU), Ops(CPU, "torch")
+    panels = Panels.make(max(rows))
+    probes = [read_bandwidth(panels.slabs.view(-1))]
+    found: list[tuple[str, str, float, int, float, float | None]] = []
+    for n in rows:
+        for law in ("distinct", "uniform", "zipf", "identical"):
+            adapters = by_law(law, n, n)
+            size = len(set(adapters.tolist())) * panels.adapter_bytes
+            ours, torchs = sgmv_seconds(ops, panels, adapters, 15), sgmv_seconds(plain, panels, adapters, 2)
+            peft = peft_seconds(adapters, 3) if law == "distinct" else None
+            found.append((f"SGMV, {n} rows", law, ours, size, torchs, peft))
+            if n == 1:
+                break
+    for sequences, length, queries in (
+        (1, 512, 1),
+        (16, 512, 1),
+        (32, 128, 1),
+        (4, 2048, 1),
+        (1, 8192, 1),
+        (1, 512, 512),
+    ):
+        case = attention_case(sequences, length)
+        size = sequences * length * 2 * KV_HEADS * DIM * 2
+        ours, torchs = (attention_seconds(o, case, queries, length) for o in (ops, plain))
+        what = "decode" if queries == 1 else f"prefill of {queries}"
+        found.append((f"attention, {sequences} x {length}", what, ours, size, torchs, None))
+    probes.append(read_bandwidth(panels.slabs.view(-1)))
+    probe = max(probes)
+    print(
+        f"\nread bandwidth {probe / 1e9:.1f} GB/s ({', '.join(f'{p / 1e9:.1f}' for p in probes)}), {a.threads} threads"
+    )
+    print("SGMV: a step of 30 layers x 4 sites; attention: one layer. PEFT: its own loop, without the base linears.\n")
+    print("| work | law | ms | GB/s | share | torch ms | PEFT ms |\n|---|---|---|---|---|---|---|")
+    for name, law, seconds, size, torchs, peft in found:
+        speed = size / seconds
+        beside = "–" if peft is None else f"{1e3 * peft:.0f}"
+        print(
+            f"| {name} | {law} | {1e3 * seconds:.2f} | {speed / 1e9:.1f} | {speed / probe:.0%} "
+            f"| {1e3 * torchs:.1f} | {beside} |"
+        )
+    print("\n| op | rows | µs | torch µs |\n|---|---|---|---|")
+    for n in (1, 16, 256):
+        for name, ours, torchs in pointwise(ops, plain, n):
+            print(f"| {name} | {n} | {1e6 * ours:.1f} | {1e6 * torchs:.1f} |")
+
+
+if __name__ == "__main__":
+    main()

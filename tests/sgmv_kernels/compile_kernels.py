@@ -1,0 +1,110 @@
+"""Compiles every Triton kernel for sm90 as its op would launch it; needs no GPU. Run by test_triton_compile.py.
+
+`JITFunction.run` is replaced by one that compiles the launch for a named target, so that what the interpreter does not
+check is checked: shapes of `tl.dot`, types, shared memory. Prints a line a kernel.
+"""
+
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from sgmv_kernels import attention_triton, pointwise_triton, sgmv_triton
+from sgmv_kernels.backend import SgmvPlan, plan_of
+from sgmv_kernels.kv_pages import kv_pages
+from sgmv_kernels.layout import AdapterLayout, SiteDims
+from sgmv_kernels.segments import build_segments
+from sgmv_kernels.tables import build_tables
+
+SM90 = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024
+TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+CPU = torch.device("cpu")
+seen: set[Any] = set()
+
+
+def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    """Stands in for `JITFunction.run`, with its rules: 1 becomes a constant, multiples of 16 are known as such."""
+    names = kernel.arg_names
+    values = dict(zip(names, args, strict=False)) | {name: v for name, v in options.items() if name in names}
+    signature, constants, attrs = {}, {}, {}
+    for i, name in enumerate(names):
+        value, plain = values[name], not kernel.params[i].do_not_specialize
+        if isinstance(value, torch.Tensor):
+            signature[name], attrs[i,] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        elif kernel.params[i].is_constexpr or (plain and type(value) is int and value == 1):
+            signature[name], constants[i,] = "constexpr", value
+        elif isinstance(value, float):
+            signature[name] = "fp32"
+        else:
+            signature[name] = "i32"
+            if plain and value % 16 == 0:
+                attrs[i,] = [["tt.divisibility", 16]]
+    launch = {name: options[name] for name in ("num_warps", "num_stages") if name in options}
+    key = (kernel.__name__, str(signature), str(constants), str(attrs), str(launch))
+    if key in seen:
+        return
+    seen.add(key)
+    made = triton.compile(ASTSource(kernel, signature, constants, attrs), target=SM90, options=launch)
+    print(kernel.__name__, f"{made.metadata.shared} bytes of shared memory", launch, flush=True)
+    assert made.metadata.shared <= SHARED_BYTES
+
+
+def compile_sgmv(active: torch.dtype, stored: torch.dtype, rows: int, dims: SiteDims, rank: int) -> None:
+    layout = AdapterLayout((dims,), ((tuple(rank for _ in dims.out_features),),), stored.itemsize)
+    placed = layout.place([(0, layout.num_pages(1024))], 1024)
+    assert placed is not None
+    tables = build_tables(build_segments([0] * rows), [placed])
+    plan = SgmvPlan(tables, stored, rows, sgmv_triton.prepare(tables, stored, CPU))
+    x, y = torch.zeros(rows, dims.in_features, dtype=active), torch.zeros(rows, dims.total_out, dtype=active)
+    sgmv_triton.sgmv_(y, x, torch.zeros(layout.num_pages(1024) * 1024, dtype=torch.uint8), plan, 0, 0)
+
+
+def compile_attention(active: torch.dtype, stored: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
+    slab = torch.zeros(20 * 2 * kv_heads * 16 * dim * stored.itemsize, dtype=torch.uint8)
+    kv = kv_pages(slab, stored, kv_heads, 16, dim)
+    plan = plan_of(np.zeros((2, 20), dtype=np.int32), [1, 70], [300, 300], 16)
+    prepared = attention_triton.prepare(plan, CPU)
+    plan = type(plan)(plan.page_tables, plan.query_starts, plan.kv_lens, 16, prepared)
+    q = torch.zeros(71, heads, dim, dtype=active)
+    attention_triton.attention(q, kv, plan, 0.1, 100, torch.zeros(heads))
+
+
+def compile_pointwise(dtype: torch.dtype) -> None:
+    kv = kv_pages(torch.zeros(2 * 2 * 8 * 16 * 128 * 2, dtype=torch.uint8), torch.bfloat16, 8, 16, 128)
+    for rows in (1, 20):
+        index = torch.arange(rows)
+        angle = torch.zeros(rows, 64)
+        pointwise_triton.rope_write_kv(torch.zeros(rows, 48 * 128, dtype=dtype), angle, angle, kv, index, index)
+    x = torch.zeros(2, 4096, dtype=dtype)
+    pointwise_triton.add_rms_norm_(x, x, torch.zeros(4096), 1e-5)
+    pointwise_triton.add_rms_norm_(x, None, torch.zeros(4096), 1e-5)
+    pointwise_triton.silu_mul(torch.zeros(2, 2 * 14336, dtype=dtype))
+
+
+def main() -> None:
+    triton.JITFunction.run = compile_launch
+    bf16, fp32 = torch.bfloat16, torch.float32
+    llama, small = SiteDims(4096, (4096, 1024, 1024)), SiteDims(576, (576, 192, 192))
+    for rows in (1, 1100):
+        compile_sgmv(bf16, bf16, rows, llama, 16)
+    compile_sgmv(fp32, fp32, 16, small, 8)
+    compile_sgmv(torch.float16, bf16, 300, small, 64)
+    compile_attention(bf16, bf16, 32, 8, 128)
+    compile_attention(fp32, fp32, 9, 3, 80)
+    compile_pointwise(bf16)
+    print(len(seen), "kernels compiled")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
