@@ -43,13 +43,12 @@ from sgmv_kernels.simd_numba import (
     f32,
     i32,
     itemsize,
-    make_mul,
     put_f32,
     row_max,
     scaled,
     take_next,
-    unpart,
 )
+from sgmv_kernels.simd_products_numba import make_mul, unpart
 
 _keys_1, _keys_2, _keys_3, _keys_6 = (make_mul(n, 1, add=False, fetch=True) for n in (1, 2, 3, 6))
 _values_1, _values_2, _values_3, _values_6 = (make_mul(n, 1, add=True, fetch=True, parted=True) for n in (1, 2, 3, 6))

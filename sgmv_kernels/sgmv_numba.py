@@ -40,12 +40,10 @@ from sgmv_kernels.simd_numba import (
     i32,
     i64,
     itemsize,
-    make_dot,
-    make_mul,
-    part,
     put_f32,
     take_next,
 )
+from sgmv_kernels.simd_products_numba import make_dot, make_mul, part
 
 FETCH_BYTES = 1024
 """How far ahead of itself a matrix is fetched: measured best of 0.5 to 8 KB."""
