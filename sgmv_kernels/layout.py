@@ -106,6 +106,11 @@ class AdapterLayout:
         """[L, sites, 4]: index of the first panel of a site in its layer, then the rank of each slice. See `tables`."""
         return np.stack([_layer_records(layer) for layer in self.ranks])
 
+    @cached_property
+    def max_slices(self) -> int:
+        """The most slices of any site."""
+        return max((len(site.out_features) for site in self.sites), default=0)
+
     @property
     def max_rank(self) -> int:
         """The highest rank of any slice."""

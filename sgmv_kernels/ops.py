@@ -76,9 +76,7 @@ class Ops:
         highest = int(segments.adapters.max(initial=BASE))
         _require(highest < len(adapters), f"segments name adapter {highest}, but there are {len(adapters)}")
         for adapter in adapters:
-            _check_adapter(adapter, dtype)
-            _require(adapter.layout.sites == adapters[0].layout.sites, "adapters must be made for the same sites")
-            _require(adapter.layout.num_layers == adapters[0].layout.num_layers, "adapters must have the same layers")
+            _check_adapter(adapter, adapters[0], dtype)
         tables = build_tables(segments, adapters)
         prepared = self._backend.prepare_sgmv(tables, dtype, self.device)
         return SgmvPlan(tables, dtype, segments.num_rows, prepared)
@@ -306,10 +304,12 @@ def _check_segments(segments: Segments) -> None:
     _require((segments.adapters >= BASE).all(), "segments.adapters must be indices, or BASE")
 
 
-def _check_adapter(adapter: PlacedAdapter, dtype: torch.dtype) -> None:
+def _check_adapter(adapter: PlacedAdapter, first: PlacedAdapter, dtype: torch.dtype) -> None:
     layout = adapter.layout
     _require(layout.itemsize == dtype.itemsize, "adapters must be packed in the pool's adapter dtype")
-    _require(all(len(site.out_features) <= MAX_SLICES for site in layout.sites), f"a site has over {MAX_SLICES} slices")
+    _require(layout.sites == first.layout.sites, "adapters must be made for the same sites")
+    _require(layout.num_layers == first.layout.num_layers, "adapters must have the same layers")
+    _require(layout.max_slices <= MAX_SLICES, f"a site of an adapter has over {MAX_SLICES} slices")
     try:
         _require(len(adapter.panels) == 0 or adapter.extent[0] >= 0, "adapters must have panels inside the pool")
     except ValueError as error:

@@ -7,6 +7,7 @@ costs one parallel region and no barrier. Largest tasks first; threads take them
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from sgmv_kernels.segments import Int32
 from sgmv_kernels.tables import SgmvTables
 from sgmv_kernels.team import Arguments, arguments, run, team_size
 
+Int64 = npt.NDArray[np.int64]
 BLOCK_ROWS = 32
 """Most rows of a task: its outputs stay in the second-level cache while its panels pass through."""
 SHRINK, EXPAND = 1, 2
@@ -50,17 +52,18 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
     """Cut segments into tasks, and lay out the kernel's arguments."""
     del device
     threads, num_sites = team_size(), len(tables.sites)
-    counts = {len(site.out_features) for site in tables.sites}
-    tasks = {n: _tasks(tables, n, threads) for n in counts}
+    ranks_of = tables.records[..., 1:].sum(axis=-1)
+    blocks = _blocks(tables.bounds, ranks_of.sum(axis=(0, 1)), threads)
+    tasks = {n: _tasks(blocks, n, threads) for n in {len(site.out_features) for site in tables.sites}}
+    ranks = ranks_of.max(axis=-1, initial=0)
     permutation, records, panels = map(np.ascontiguousarray, (tables.permutation, tables.records, tables.panels))
-    ranks = records[..., 1:].sum(axis=-1).max(axis=-1, initial=0)
     v = torch.empty((len(permutation), int(ranks.max(initial=0))), dtype=torch.float32)
     parted = torch.empty((len(permutation), max((site.in_features for site in tables.sites), default=0)))
-    blocks = []
+    made: list[Arguments] = []
     for site in tables.sites:
         own = tasks[len(site.out_features)]
         widths = (*site.out_features, 0, 0)[:MAX_SLICES]
-        blocks.append(
+        made.append(
             arguments(
                 SHRINK | EXPAND,
                 len(own),
@@ -83,7 +86,7 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
     return CpuTables(
         kernel=kernel_of(dtype),
         threads=[min(threads, len(tasks[len(site.out_features)])) for site in tables.sites],
-        arguments=blocks,
+        arguments=made,
         records=records.ctypes.data,
         record_bytes=records.nbytes // max(1, len(records) * num_sites),
         ranks=ranks.tolist(),
@@ -92,26 +95,29 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
     )
 
 
-def _tasks(tables: SgmvTables, slices: int, threads: int) -> Int32:
-    """Whole segments, in blocks of rows; their slices apart if there are few."""
-    lengths = np.diff(tables.bounds).ravel()
-    ranks = tables.records[..., 1:].sum(axis=(0, 1, 3))
-    share = max(1, -(-int(lengths.sum()) // threads))
-    rows = min(BLOCK_ROWS, share)
-    blocks = -(-lengths // rows)
-    apart = slices if int(blocks.sum()) < 2 * threads else 1
-    made = []
-    for s in np.argsort(-ranks * np.minimum(lengths, rows), kind="stable").tolist():
-        begin, end = tables.bounds[s].tolist()
-        size = -(-(end - begin) // max(1, int(blocks[s])))
-        for first in range(begin, end, max(1, size)):
-            last = min(end, first + size)
-            made += [(s, first, last, *span) for span in (_spans(slices, apart))]
-    return np.array(made, dtype=np.int32).reshape(-1, TASK_INTS)
+def _blocks(bounds: Int32, ranks: Int64, threads: int) -> Int32:
+    """[N, 3]: segment, first and last place of blocks of rows; those with most work first."""
+    lengths = np.diff(bounds).ravel()
+    rows = min(BLOCK_ROWS, max(1, -(-int(lengths.sum()) // threads)))
+    pieces = -(-lengths // rows)
+    size = -(-lengths // np.maximum(1, pieces))
+    order = np.argsort(-ranks * size, kind="stable")
+    segment = np.repeat(order, pieces[order])
+    ends = np.cumsum(pieces[order])
+    within = np.arange(len(segment)) - np.repeat(ends - pieces[order], pieces[order])
+    begin = bounds[segment, 0] + within * size[segment]
+    end = np.minimum(begin + size[segment], bounds[segment, 1])
+    return np.stack((segment, begin, end), axis=-1).astype(np.int32)
 
 
-def _spans(slices: int, apart: int) -> list[tuple[int, int]]:
-    return [(i, i + 1) for i in range(slices)] if apart > 1 else [(0, slices)]
+def _tasks(blocks: Int32, slices: int, threads: int) -> Int32:
+    """[N', 5]: blocks with a first and last slice: all slices, or each apart if there are few blocks."""
+    apart = slices if len(blocks) < 2 * threads else 1
+    tasks = np.empty((len(blocks), apart, TASK_INTS), dtype=np.int32)
+    tasks[:, :, :3] = blocks[:, None]
+    tasks[:, :, 3] = np.arange(apart)
+    tasks[:, :, 4] = tasks[:, :, 3] + 1 if apart > 1 else slices
+    return tasks.reshape(-1, TASK_INTS)
 
 
 def shrink_cpu(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
