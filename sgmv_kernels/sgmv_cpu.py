@@ -23,8 +23,8 @@ BLOCK_ROWS = 32
 """Most rows of a task: its outputs stay in the second-level cache while its panels pass through."""
 SHRINK, EXPAND = 1, 2
 TASK_INTS = 5
-PHASES, NUM_TASKS, TASKS, PERMUTATION, RECORDS, PANELS, NUM_PANELS, SLAB = range(2, 10)
-X, X_WIDTH, PARTED, Y, Y_WIDTH, V, V_WIDTH, WIDTHS = range(10, 18)
+PHASES, NUM_TASKS, TASKS, PERMUTATION, RECORDS, PANELS, SLAB = range(2, 9)
+X, X_WIDTH, PARTED, Y, Y_WIDTH, V, V_WIDTH, SCRATCH, SCRATCH_BYTES, WIDTHS = range(9, 19)
 """Places in the kernel's arguments, after the counters."""
 NUM_ARGS = WIDTHS + MAX_SLICES
 ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -59,6 +59,8 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
     permutation, records, panels = map(np.ascontiguousarray, (tables.permutation, tables.records, tables.panels))
     v = torch.empty((len(permutation), int(ranks.max(initial=0))), dtype=torch.float32)
     parted = torch.empty((len(permutation), max((site.in_features for site in tables.sites), default=0)))
+    widest = max((width for site in tables.sites for width in site.out_features), default=0)
+    scratch = torch.empty(threads * widest)
     made: list[Arguments] = []
     for site in tables.sites:
         own = tasks[len(site.out_features)]
@@ -71,7 +73,6 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
                 permutation.ctypes.data,
                 0,
                 panels.ctypes.data,
-                len(panels),
                 0,
                 0,
                 site.in_features,
@@ -80,6 +81,8 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
                 site.total_out,
                 v.data_ptr(),
                 v.shape[1],
+                scratch.data_ptr(),
+                4 * widest,
                 *widths,
             )
         )
@@ -91,7 +94,7 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
         record_bytes=records.nbytes // max(1, len(records) * num_sites),
         ranks=ranks.tolist(),
         v=v,
-        kept=(parted, tasks, permutation, records, panels),
+        kept=(parted, scratch, tasks, permutation, records, panels),
     )
 
 

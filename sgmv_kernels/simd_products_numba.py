@@ -1,4 +1,4 @@
-"""Products for Numba kernels: a vector with the rows of a bf16, fp16 or fp32 matrix, or with its columns.
+"""Products for Numba kernels: vectors with the rows of a bf16, fp16 or fp32 matrix, or with its columns.
 
 Numba's own loops over bf16 reach a quarter of the memory's speed, as LLVM finds no vectors in them; so they are spelled
 out (`simd_ir`). All functions take addresses and byte strides as int64; vectors and results are fp32. Every result is
@@ -96,6 +96,41 @@ def make_dot(rows: int, fetch: bool = False) -> Intrinsic:
 
     made: Intrinsic = dot
     return made
+
+
+@intrinsic
+def axpy(typingctx, factor, m, n, y, ahead, kind):  # type: ignore[no-untyped-def]
+    """y[o] += factor * m[o] for o < n, y in the order of `part`; as many bytes as m has are fetched from `ahead` on."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        factor, m, n, y, ahead = args[:5]
+        kind = sig.args[5]
+        size = itemsize_of(kind)
+        begin: Value = c64(0)
+        for lanes, unroll in ((LANES, 2 * PAIRS), (LANES, 2), (1, 1)):
+            emit, step = Emitter(b, lanes), lanes * unroll
+            end = b.add(begin, b.mul(b.sdiv(b.sub(n, begin), c64(step)), c64(step)))
+            factors = emit.splat(factor)
+
+            def body(
+                at: Value, _: list[Value], emit: Emitter = emit, unroll: int = unroll, factors: Value = factors
+            ) -> list[Value]:
+                for line in range(0, unroll * emit.lanes * size if unroll > 2 else 0, CACHE_LINE):
+                    emit.fetch(b.add(b.add(ahead, b.mul(at, c64(size))), c64(line)))
+                places = [b.add(at, c64(u * emit.lanes)) for u in range(unroll)]
+                if unroll == 1:
+                    values = [emit.load_kind(m, at, kind)]
+                else:
+                    values = [v for place in places[::2] for v in emit.load_pair(m, place, kind)]
+                for value, place in zip(values, places, strict=True):
+                    emit.store(emit.fma(value, factors, emit.load(y, place)), y, place)
+                return []
+
+            loop_of(b, begin, end, step, [], body)
+            begin = end
+        return ctx.get_dummy_value()
+
+    return types.void(_F, _A, _A, _A, _A, kind), codegen
 
 
 def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, parted: bool = False) -> Intrinsic:
