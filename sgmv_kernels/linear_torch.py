@@ -104,7 +104,7 @@ def int8_linear(x: Tensor, weight: Int8Weight) -> Tensor:
         raise KernelArgumentError(f"x must be float32 [T, {weight.in_features}], not {x.dtype} {list(x.shape)}")
     if isinstance(weight, PlainInt8):
         return F.linear(x, weight.values.to(x.dtype)).mul_(weight.scales)
-    unit = torch.linalg.vector_norm(x, math.inf, dim=1, keepdim=True).clamp_min_(_TINY).div_(weight.levels)
+    unit = x.abs().amax(dim=1, keepdim=True).clamp_min_(_TINY).div_(weight.levels)
     return _product(x / unit, weight.packed, weight.levels).mul_(unit)
 
 

@@ -124,8 +124,14 @@ def _register(store: AdapterStore, name: str, folder: Path) -> str:
     return store.register(name, json.loads((folder / "adapter_config.json").read_text()), digest).ref.key
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
-@pytest.mark.parametrize(("family", "changes"), CASES, ids=IDS)
+@pytest.mark.parametrize(
+    ("family", "changes", "kernels"),
+    [
+        *(pytest.param(*case, k, id=f"{name}-{k}") for case, name in zip(CASES, IDS, strict=True) for k in KERNELS),
+        pytest.param("llama", {}, "triton", id="llama-triton", marks=pytest.mark.slow),
+        pytest.param("mistral", {}, "triton", id="mistral-window-triton", marks=pytest.mark.slow),
+    ],
+)
 def test_mixed_batch_of_chunks_equals_transformers_and_peft(
     tiny_hf_checkpoints, tmp_path: Path, family: str, changes: dict[str, object], kernels: str
 ) -> None:
