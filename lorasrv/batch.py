@@ -15,14 +15,12 @@ from sgmv_kernels.segments import BASE, build_segments
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """T rows of B sequences, those of one adapter together. Row t of the batch writes its key and value to slot
-    `kv_slots[t]` of page `kv_pages[t]`; `sample_rows` are the last rows of sequences that want a token.
+    """T rows of B sequences, those of one adapter together; `sample_rows` are the last rows of sequences that want a
+    token.
     """
 
     token_ids: Tensor
     positions: Tensor
-    kv_pages: Tensor
-    kv_slots: Tensor
     attention: AttentionPlan
     lora: SgmvPlan
     sample_rows: Tensor
@@ -38,7 +36,6 @@ def build_batch(step: SchedulerOutput, memory: DeviceMemory, adapter_dtype: torc
     lens = np.array([len(s.token_ids) for s in scheduled])
     starts = np.array([s.start for s in scheduled])
     tables = _page_tables(scheduled)
-    sequence = np.repeat(np.arange(len(scheduled)), lens)
     positions = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens) + np.repeat(starts, lens)
     rows = [BASE if s.adapter_key is None else index[s.adapter_key] for s in scheduled]
     samples = np.array([s.samples for s in scheduled])
@@ -49,8 +46,6 @@ def build_batch(step: SchedulerOutput, memory: DeviceMemory, adapter_dtype: torc
     return ForwardBatch(
         token_ids=to_device(np.array([t for s in scheduled for t in s.token_ids])),
         positions=to_device(positions),
-        kv_pages=to_device(tables[sequence, positions // page_size]),
-        kv_slots=to_device(positions % page_size),
         attention=ops.plan_attention(tables, lens.tolist(), (starts + lens).tolist(), page_size, memory.num_pages),
         lora=ops.plan_sgmv(
             build_segments(np.repeat(np.array(rows, dtype=np.int32), lens)),

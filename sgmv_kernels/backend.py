@@ -41,13 +41,17 @@ class AttentionPlan:
     """A step's B sequences, checked once for all layers.
 
     `page_tables [B, max pages]`; `query_starts [B + 1]`: the rows of each sequence, its last positions; `kv_lens [B]`:
-    its keys, this step's included; `prepared` what a backend made of them.
+    its keys, this step's included; `num_pages` that page ids stay below; `write_pages`, `write_slots` [T] int64, on the
+    device: where each row's own key and value go; `prepared` what a backend made of them.
     """
 
     page_tables: Int32
     query_starts: Int32
     kv_lens: Int32
     page_size: int
+    num_pages: int
+    write_pages: Tensor
+    write_slots: Tensor
     prepared: Any
 
     @property
@@ -100,7 +104,20 @@ def choose_backend(device: torch.device) -> Backend:
         return load_backend("torch")
 
 
-def plan_of(page_tables: Int32, query_lens: Sequence[int], kv_lens: Sequence[int], page_size: int) -> AttentionPlan:
+def plan_of(
+    page_tables: Int32,
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    page_size: int,
+    num_pages: int,
+    device: torch.device,
+) -> AttentionPlan:
     """The plan without what a backend makes of it."""
-    starts = np.concatenate(([0], np.cumsum(query_lens))).astype(np.int32)
-    return AttentionPlan(page_tables, starts, np.asarray(kv_lens, dtype=np.int32), page_size, None)
+    queries, lens = np.asarray(query_lens, dtype=np.int32), np.asarray(kv_lens, dtype=np.int32)
+    ends = np.cumsum(queries, dtype=np.int32)
+    sequence = np.repeat(np.arange(len(queries)), queries)
+    position = np.arange(len(sequence)) + (lens - ends)[sequence]
+    pages, slots = page_tables[sequence, position // page_size], position % page_size
+    write_pages, write_slots = (torch.from_numpy(a.astype(np.int64)).to(device) for a in (pages, slots))
+    starts = np.concatenate((np.zeros(1, dtype=np.int32), ends))
+    return AttentionPlan(page_tables, starts, lens, page_size, num_pages, write_pages, write_slots, None)

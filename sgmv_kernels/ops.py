@@ -169,7 +169,8 @@ class Ops:
             used = table[: -(-length // page_size)]
             _require(len(used) * page_size >= length, f"page_tables too short for {length} tokens")
             _require(used.min() >= 0 and used.max() < num_pages, "page_tables name a page outside the pool")
-        plan = plan_of(np.ascontiguousarray(page_tables), query_lens, kv_lens, page_size)
+        tables = np.ascontiguousarray(page_tables)
+        plan = plan_of(tables, query_lens, kv_lens, page_size, num_pages, self.device)
         return replace(plan, prepared=self._backend.prepare_attention(plan, self.device))
 
     def paged_attention(
@@ -202,24 +203,24 @@ class Ops:
         _require(q.shape[1] % kv.num_heads == 0, "query heads must be a multiple of key heads")
         _require(q.shape[2] == kv.head_dim, f"q has head dim {q.shape[2]}, the pages have {kv.head_dim}")
         _require(plan.num_rows == q.shape[0], "query_lens must sum to the rows of q")
-        _require(plan.page_size == kv.page_size, f"plan is for pages of {plan.page_size} tokens, not {kv.page_size}")
+        _check_pages(kv, plan)
         _require(window is None or window > 0, f"window must be positive, not {window}")
         if alibi_slopes is not None:
             fits = alibi_slopes.shape == q.shape[1:2] and alibi_slopes.dtype == torch.float32
             _require(fits, "alibi_slopes must be float32 [heads]")
         return self._backend.attention(q, kv, plan, scale, window, alibi_slopes)
 
-    def rope_write_kv(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor) -> Tensor:
+    def rope_write_kv(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, plan: AttentionPlan) -> Tensor:
         """Rotate queries and keys, store keys and values; what lies between the q/k/v linear and attention.
 
         Semantics: q, k, v = split(qkv); (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for every head of q and k, x1
-        and x2 its halves; keys[pages[t], :, :, slots[t]] = k[t]; values[pages[t], :, slots[t]] = v[t]
+        and x2 its halves; keys[page, :, :, slot] = k[t], values[page, :, slot] = v[t] at row t's place in the plan
 
         Args:
             qkv: [T, (heads + 2 kv_heads) * D] contiguous, fp32 on the CPU. Holds anything afterwards.
             cos, sin: [T, D / 2] fp32.
-            kv: one layer of the pool; written at this step's slots, which are distinct.
-            pages, slots: [T] int64.
+            kv: one layer of the pool.
+            plan: the step's sequences.
         Returns: q [T, heads, D], contiguous.
         Raises:
             KernelArgumentError: shapes or dtypes that do not fit.
@@ -233,9 +234,9 @@ class Ops:
         for name, table in (("cos", cos), ("sin", sin)):
             fits = table.shape == (rows, dim // 2) and table.dtype == torch.float32 and table.is_contiguous()
             _require(fits, f"{name} must be contiguous float32 [{rows}, {dim // 2}]")
-        for name, index in (("pages", pages), ("slots", slots)):
-            _require(index.shape == (rows,) and index.dtype == torch.int64, f"{name} must be int64 [{rows}]")
-        return self._backend.rope_write_kv(qkv, cos, sin, kv, pages, slots)
+        _check_pages(kv, plan)
+        _require(plan.num_rows == rows, "query_lens must sum to the rows of qkv")
+        return self._backend.rope_write_kv(qkv, cos, sin, kv, plan.write_pages, plan.write_slots)
 
     def add_rms_norm_(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
         """Add to the residual stream in place, and norm the sum.
@@ -314,6 +315,18 @@ def _check_adapter(adapter: PlacedAdapter, first: PlacedAdapter, dtype: torch.dt
         _require(len(adapter.panels) == 0 or adapter.extent[0] >= 0, "adapters must have panels inside the pool")
     except ValueError as error:
         raise KernelArgumentError(f"adapters: {error}") from error
+
+
+def _check_pages(kv: KvPages, plan: AttentionPlan) -> None:
+    if plan.page_size != kv.page_size:
+        raise KernelArgumentError(f"plan is for pages of {plan.page_size} tokens, not {kv.page_size}")
+    if plan.num_pages > kv.num_pages:
+        raise KernelArgumentError(f"plan is for {plan.num_pages} pages, but there are {kv.num_pages}")
+    per_head = kv.head_dim * kv.page_size
+    keys, values = kv.keys.stride(), kv.values.stride()
+    dense = keys[1:] == (per_head, kv.page_size, 1) and values[1:] == (per_head, kv.head_dim, 1)
+    if not dense or keys[0] != values[0]:
+        raise KernelArgumentError("keys and values must be dense inside their pages, and pages equally far apart")
 
 
 def _require(holds: object, message: str) -> None:

@@ -50,7 +50,7 @@ class Decoder:
         spec, weights = self._spec, self._weights.layers[layer]
         pages = self._memory.kv_pages(layer)
         qkv = self._linear(weights.qkv, x, layer, QKV, batch)
-        q = self._ops.rope_write_kv(qkv, *rotation, pages, batch.kv_pages, batch.kv_slots)
+        q = self._ops.rope_write_kv(qkv, *rotation, pages, batch.attention)
         scale = spec.head_dim**-0.5
         attended = self._ops.paged_attention(q, pages, batch.attention, scale, spec.window(layer))
         return self._linear(weights.o, attended.flatten(1), layer, OUT, batch)

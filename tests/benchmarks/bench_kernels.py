@@ -18,7 +18,7 @@ import torch
 from sgmv_kernels.kernel_code import address_of
 from sgmv_kernels.kv_pages import KvPages, kv_pages
 from sgmv_kernels.layout import AdapterLayout, PlacedAdapter, SiteDims
-from sgmv_kernels.ops import Ops
+from sgmv_kernels.ops import AttentionPlan, Ops
 from sgmv_kernels.segments import build_segments
 from sgmv_kernels.team import arguments, run, team_size
 
@@ -165,11 +165,16 @@ def pointwise(ops: Ops, plain: Ops, rows: int) -> list[tuple[str, float, float]]
     gate_up, qkv = torch.randn(rows, 3072), torch.randn(rows, (HEADS + 2 * KV_HEADS) * DIM)
     cos, sin = torch.rand(rows, DIM // 2), torch.rand(rows, DIM // 2)
     layers, _ = attention_case(4, 1024)
-    pages, slots = torch.arange(rows) // PAGE, torch.arange(rows) % PAGE
+    tables = np.arange(rows, dtype=np.int32)[:, None] % layers[0].num_pages
+
+    def plan(o: Ops) -> AttentionPlan:
+        return o.plan_attention(tables, [1] * rows, [7] * rows, PAGE, layers[0].num_pages)
+
+    plans = {id(o): plan(o) for o in (ops, plain)}
     works: list[tuple[str, Callable[[Ops], object]]] = [
         ("add_rms_norm_", lambda o: o.add_rms_norm_(x, delta, weight, 1e-5)),
         ("silu_mul", lambda o: o.silu_mul(gate_up)),
-        ("rope_write_kv", lambda o: o.rope_write_kv(qkv, cos, sin, layers[0], pages, slots)),
+        ("rope_write_kv", lambda o: o.rope_write_kv(qkv, cos, sin, layers[0], plans[id(o)])),
     ]
 
     def seconds(work: Callable[[Ops], object], o: Ops) -> float:

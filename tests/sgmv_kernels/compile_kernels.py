@@ -5,6 +5,7 @@ check is checked: shapes of `tl.dot`, types, shared memory. Prints a line a kern
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -73,9 +74,9 @@ def compile_sgmv(active: torch.dtype, stored: torch.dtype, rows: int, dims: Site
 def compile_attention(active: torch.dtype, stored: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     slab = torch.zeros(20 * 2 * kv_heads * 16 * dim * stored.itemsize, dtype=torch.uint8)
     kv = kv_pages(slab, stored, kv_heads, 16, dim)
-    plan = plan_of(np.zeros((2, 20), dtype=np.int32), [1, 70], [300, 300], 16)
+    plan = plan_of(np.zeros((2, 20), dtype=np.int32), [1, 70], [300, 300], 16, 20, CPU)
     prepared = attention_triton.prepare(plan, CPU)
-    plan = type(plan)(plan.page_tables, plan.query_starts, plan.kv_lens, 16, prepared)
+    plan = replace(plan, prepared=prepared)
     q = torch.zeros(71, heads, dim, dtype=active)
     attention_triton.attention(q, kv, plan, 0.1, 100, torch.zeros(heads))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sgmv_kernels.layout import AdapterLayout, PlacedAdapter, SiteDims
-from sgmv_kernels.ops import Ops
+from sgmv_kernels.ops import AttentionPlan, Ops
 from sgmv_kernels.reference import DenseSlice
 
 BACKENDS = ("torch", "numba")
@@ -85,6 +85,17 @@ class KernelPool:
 def ops(request: pytest.FixtureRequest) -> Ops:
     """The ops through each set of kernels that runs here."""
     return Ops(torch.device("cpu"), request.param)
+
+
+def plan_at(ops: Ops, pages: torch.Tensor, slots: torch.Tensor, page: int, num_pages: int) -> AttentionPlan:
+    """Sequences of one new token each, whose keys go to these pages and slots."""
+    tables = pages.numpy().astype(np.int32)[:, None]
+    return ops.plan_attention(tables, [1] * len(tables), (slots + 1).tolist(), page, num_pages)
+
+
+@pytest.fixture
+def plan_for() -> Callable[..., AttentionPlan]:
+    return plan_at
 
 
 @pytest.fixture

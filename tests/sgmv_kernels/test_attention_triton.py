@@ -156,7 +156,7 @@ def test_a_capacity_takes_other_sequences(ops: Ops, short_parts: None) -> None:
     kv = KvPages(case.kv.keys.to(DEVICE), case.kv.values.to(DEVICE))
     for order in ([1, 0, 3], [2], [3, 1], [0, 1, 2]):
         lens = ([case.query_lens[i] for i in order], [case.kv_lens[i] for i in order])
-        plan = plan_of(case.tables[order], *lens, case.kv.page_size)
+        plan = plan_of(case.tables[order], *lens, case.kv.page_size, case.kv.num_pages, DEVICE)
         if held is None:
             held = AttentionTables(plan, DEVICE, most)
         else:
@@ -166,4 +166,4 @@ def test_a_capacity_takes_other_sequences(ops: Ops, short_parts: None) -> None:
         got = attention_triton.attention(q, kv, replace(plan, prepared=held), SCALE, None, None)
         assert torch.equal(got.cpu(), case.attend(ops, only=order))
     with pytest.raises(CapacityExceeded, match="sequences"):
-        held.update(plan_of(np.zeros((5, 1), dtype=np.int32), [1] * 5, [1] * 5, 16))
+        held.update(plan_of(np.zeros((5, 1), dtype=np.int32), [1] * 5, [1] * 5, 16, 1, DEVICE))

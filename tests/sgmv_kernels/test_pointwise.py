@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sgmv_kernels.kv_pages import kv_pages
+from sgmv_kernels.kv_pages import KvPages, kv_pages
 from sgmv_kernels.ops import KernelArgumentError, Ops
 from sgmv_kernels.reference import rms_norm_reference, rope_reference, silu_mul_reference
 
@@ -23,14 +23,14 @@ def test_add_rms_norm(ops: Ops, width: int, residual: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (4, 2, 80), (2, 2, 8)])
-def test_rope_write_kv(ops: Ops, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+def test_rope_write_kv(ops: Ops, plan_for, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
     rows, pages, slots = 5, torch.tensor([2, 0, 1, 1, 2]), torch.tensor([5, 15, 0, 1, 6])
     kv = kv_pages(torch.full((3 * 2 * kv_heads * PAGE * dim * dtype.itemsize,), 0xFF, dtype=torch.uint8), dtype,
                   kv_heads, PAGE, dim)  # fmt: skip
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim)
     angle = torch.rand(rows, dim // 2) * 6
     cos, sin = angle.cos(), angle.sin()
-    got = ops.rope_write_kv(qkv.clone(), cos, sin, kv, pages, slots)
+    got = ops.rope_write_kv(qkv.clone(), cos, sin, kv, plan_for(ops, pages, slots, PAGE, 3))
     q, k, v = qkv.view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     torch.testing.assert_close(got, rope_reference(q, cos, sin))
     for t in range(rows):
@@ -41,11 +41,12 @@ def test_rope_write_kv(ops: Ops, heads: int, kv_heads: int, dim: int, dtype: tor
     assert int(kv.keys.isfinite().sum()) == int(kv.values.isfinite().sum()) == rows * kv_heads * dim
 
 
-def test_bf16_keys_are_rounded_to_nearest_even(ops: Ops) -> None:
+def test_bf16_keys_are_rounded_to_nearest_even(ops: Ops, plan_for) -> None:
     kv = kv_pages(torch.zeros(2 * PAGE * 8 * 2, dtype=torch.uint8), torch.bfloat16, 1, PAGE, 8)
     qkv = torch.cat((torch.zeros(1, 16), torch.randn(1, 8)), dim=1)
     qkv[0, 16:20] = torch.tensor([1.00390625, 1.01171875, float("nan"), float("inf")])
-    ops.rope_write_kv(qkv, torch.ones(1, 4), torch.zeros(1, 4), kv, torch.tensor([0]), torch.tensor([3]))
+    plan = plan_for(ops, torch.tensor([0]), torch.tensor([3]), PAGE, 1)
+    ops.rope_write_kv(qkv, torch.ones(1, 4), torch.zeros(1, 4), kv, plan)
     torch.testing.assert_close(kv.values[0, 0, 3], qkv[0, 16:].bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
@@ -56,7 +57,7 @@ def test_silu_mul(ops: Ops, width: int) -> None:
     torch.testing.assert_close(ops.silu_mul(gate_up), silu_mul_reference(gate_up), rtol=1e-5, atol=1e-6)
 
 
-def test_bad_arguments(ops: Ops) -> None:
+def test_bad_arguments(ops: Ops, plan_for) -> None:
     x = torch.zeros(2, 8)
     with pytest.raises(KernelArgumentError, match="weight must be"):
         ops.add_rms_norm_(x, None, torch.zeros(7), 1e-5)
@@ -67,10 +68,18 @@ def test_bad_arguments(ops: Ops) -> None:
     with pytest.raises(KernelArgumentError, match="gate_up"):
         ops.silu_mul(torch.zeros(2, 7))
     kv = kv_pages(torch.zeros(2 * PAGE * 8 * 4, dtype=torch.uint8), torch.float32, 1, PAGE, 8)
-    index, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4)
+    two, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4)
+    plan = plan_for(ops, two, two, PAGE, 1)
     with pytest.raises(KernelArgumentError, match="number of heads"):
-        ops.rope_write_kv(torch.zeros(2, 20), table, table, kv, index, index)
+        ops.rope_write_kv(torch.zeros(2, 20), table, table, kv, plan)
     with pytest.raises(KernelArgumentError, match="cos"):
-        ops.rope_write_kv(torch.zeros(2, 24), table[:1], table, kv, index, index)
-    with pytest.raises(KernelArgumentError, match="slots"):
-        ops.rope_write_kv(torch.zeros(2, 24), table, table, kv, index, index[:1])
+        ops.rope_write_kv(torch.zeros(2, 24), table[:1], table, kv, plan)
+    with pytest.raises(KernelArgumentError, match="sum to the rows"):
+        ops.rope_write_kv(torch.zeros(2, 24), table, table, kv, plan_for(ops, two[:1], two[:1], PAGE, 1))
+    with pytest.raises(KernelArgumentError, match="plan is for 9 pages, but there are 1"):
+        ops.rope_write_kv(torch.zeros(2, 24), table, table, kv, plan_for(ops, two, two, PAGE, 9))
+    with pytest.raises(KernelArgumentError, match="pages of 8 tokens"):
+        ops.rope_write_kv(torch.zeros(2, 24), table, table, kv, plan_for(ops, two, two, 8, 1))
+    turned = KvPages(kv.keys.transpose(2, 3).contiguous().transpose(2, 3), kv.values)
+    with pytest.raises(KernelArgumentError, match="dense"):
+        ops.rope_write_kv(torch.zeros(2, 24), table, table, turned, plan)

@@ -7,6 +7,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
+import numpy as np
 import pytest
 
 from sgmv_kernels.kv_pages import KvPages, kv_pages
@@ -45,8 +46,9 @@ def test_add_rms_norm(ops: Ops, width: int, residual: bool, dtype: torch.dtype) 
 def rotated(ops: Ops, qkv, cos, sin, kv: KvPages, pages, slots) -> tuple[torch.Tensor, KvPages]:
     """q, and the pages as they are afterwards."""
     there = KvPages(kv.keys.to(DEVICE), kv.values.to(DEVICE))
-    arguments = [t.to(DEVICE) for t in (qkv, cos, sin)], [t.to(DEVICE) for t in (pages, slots)]
-    q = ops.rope_write_kv(*arguments[0], there, *arguments[1])
+    tables = pages.numpy().astype(np.int32)[:, None]
+    plan = ops.plan_attention(tables, [1] * len(tables), (slots + 1).tolist(), PAGE, kv.num_pages)
+    q = ops.rope_write_kv(*(t.to(DEVICE) for t in (qkv, cos, sin)), there, plan)
     return q.cpu(), KvPages(there.keys.cpu(), there.values.cpu())
 
 

@@ -161,7 +161,7 @@ def test_an_attention_graph_replays_with_other_sequences(ops: Ops) -> None:
     most = AttentionCapacity(4, 256, 64, 0, 4, 64)
     steps = [[kv_lens[i] for i in order] for order in ((0, 1, 2, 3), (4, 5, 6, 7), (2, 2, 2, 2))]
     orders = [[0, 1, 2, 3], [4, 5, 6, 7], [2, 2, 2, 2]]
-    plan = plan_of(tables[orders[0]], [1] * 4, steps[0], 16)
+    plan = plan_of(tables[orders[0]], [1] * 4, steps[0], 16, 1, CUDA)
     held = AttentionTables(plan, CUDA, most)
     planned = replace(plan, prepared=held)
     attention_triton.attention(q, kv, planned, 0.1, None, None)
@@ -169,7 +169,7 @@ def test_an_attention_graph_replays_with_other_sequences(ops: Ops) -> None:
     with torch.cuda.graph(graph):
         out = attention_triton.attention(q, kv, planned, 0.1, None, None)
     for order, lens in zip(orders, steps, strict=True):
-        held.update(plan_of(tables[order], [1] * 4, lens, 16))
+        held.update(plan_of(tables[order], [1] * 4, lens, 16, 1, CUDA))
         graph.replay()
         eager = ops.plan_attention(tables[order], [1] * 4, lens, 16, kv.num_pages)
         assert torch.equal(out, ops.paged_attention(q, kv, eager, 0.1))

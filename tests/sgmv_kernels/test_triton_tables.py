@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -35,7 +36,7 @@ def test_chunks_hold_every_row_once(counts: list[int], block_m: int) -> None:
 )
 def test_work_covers_every_query_and_key_once(lens: list[tuple[int, int]], group: int, split_tokens: int) -> None:
     query_lens, kv_lens = [n for n, _ in lens], [n + more for n, more in lens]
-    plan = plan_of(np.zeros((len(lens), 100), dtype=np.int32), query_lens, kv_lens, 16)
+    plan = plan_of(np.zeros((len(lens), 100), dtype=np.int32), query_lens, kv_lens, 16, 1, torch.device("cpu"))
     shape = Shape(max(1, 16 // group), max(1, 128 // group), split_tokens, 64)
     work = cut(plan, shape, group)
     covered = {(i, row): [] for i, n in enumerate(query_lens) for row in range(n)}
