@@ -35,6 +35,7 @@ class CpuSequences:
     """A step's sequences; what depends on the heads of a model is added at the first layer."""
 
     query_lens: Int32
+    threads: int
     arguments: dict[tuple[int, int, int], Arguments]
     kept: list[object]
 
@@ -42,7 +43,7 @@ class CpuSequences:
 def prepare(plan: AttentionPlan, device: torch.device) -> CpuSequences:
     """Nothing but the lengths: tasks depend on the heads."""
     del device
-    return CpuSequences(np.diff(plan.query_starts), {}, [])
+    return CpuSequences(np.diff(plan.query_starts), team_size(), {}, [])
 
 
 def attention_cpu(
@@ -66,14 +67,14 @@ def attention_cpu(
     args[SCALE] = np.float64(scale).view(np.int64).item()
     args[WINDOW] = window or 0
     args[SLOPES] = 0 if alibi_slopes is None else alibi_slopes.data_ptr()
-    run(kernel_of(kv.dtype), min(team_size(), args[NUM_TASKS]), args)
+    run(kernel_of(kv.dtype), args, sequences.threads, args[NUM_TASKS])
     return out
 
 
 def _arguments(plan: AttentionPlan, sequences: CpuSequences, heads: int, kv_heads: int, dim: int) -> Arguments:
     group = heads // kv_heads
     rows = max(1, TASK_ROWS // group)
-    threads = team_size()
+    threads = sequences.threads
     tasks = _tasks(sequences.query_lens, plan.kv_lens, rows, kv_heads, threads)
     block = -(-BLOCK_TOKENS // plan.page_size) * plan.page_size
     # Queries, sums, scores, then the maximum and the sum of every row.

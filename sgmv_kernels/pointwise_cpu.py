@@ -61,8 +61,8 @@ def rope_write_kv_cpu(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages:
 
 
 def _run(entry: str, rows: int, *args: int) -> None:
-    threads = min(team_size(), rows // ROWS) or 1
-    run(kernel_of(entry), threads, arguments(rows, *args, *(0,) * (NUM_ARGS - 3 - len(args))))
+    block = arguments(rows, *args, *(0,) * (NUM_ARGS - 3 - len(args)))
+    run(kernel_of(entry), block, team_size(), rows // ROWS)
 
 
 def kernel_of(entry: str) -> int:

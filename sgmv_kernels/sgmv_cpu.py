@@ -39,7 +39,7 @@ class CpuTables:
     """
 
     kernel: int
-    threads: list[int]
+    threads: int
     arguments: list[Arguments]
     records: int
     record_bytes: int
@@ -88,7 +88,7 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
         )
     return CpuTables(
         kernel=kernel_of(dtype),
-        threads=[min(threads, len(tasks[len(site.out_features)])) for site in tables.sites],
+        threads=threads,
         arguments=made,
         records=records.ctypes.data,
         record_bytes=records.nbytes // max(1, len(records) * num_sites),
@@ -148,7 +148,7 @@ def _launch(phases: int, y: Tensor, x: Tensor, v: Tensor, slab: Tensor, plan: Sg
     args[PHASES], args[V], args[V_WIDTH] = phases, v.data_ptr(), v.shape[-1]
     args[RECORDS] = tables.records + (layer * len(tables.arguments) + site) * tables.record_bytes
     args[SLAB], args[X], args[Y] = slab.data_ptr(), x.data_ptr(), y.data_ptr()
-    run(tables.kernel, tables.threads[site], args)
+    run(tables.kernel, args, tables.threads, args[NUM_TASKS])
 
 
 def kernel_of(dtype: torch.dtype) -> int:

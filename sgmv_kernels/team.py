@@ -25,11 +25,14 @@ def arguments(*args: int) -> Arguments:
     return (ctypes.c_int64 * (len(args) + 2))(0, 0, *args)
 
 
-def run(kernel: int, threads: int, block: Arguments) -> None:
-    """Run a kernel in `threads` threads of the calling thread's team and wait."""
+def run(kernel: int, block: Arguments, threads: int, tasks: int) -> None:
+    """Run a kernel over so many tasks and wait: in the whole team of `threads`, or in this thread if there is one task.
+
+    Never in a part of the team: OpenMP would end the other threads, and start them anew for the next.
+    """
     block[0] = block[1] = 0
     start = _team()
-    if start is None or threads == 1:
+    if start is None or threads == 1 or tasks <= 1:
         _KERNEL(kernel)(block)
     else:
         start(kernel, block, threads, 0)

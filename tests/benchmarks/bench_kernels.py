@@ -36,7 +36,7 @@ def read_bandwidth(buffer: torch.Tensor) -> float:
     kernel = address_of("probe_numba", "read")
     chunks = buffer.numel() // CHUNK
     args = arguments(chunks, buffer.data_ptr(), CHUNK, 0)
-    return chunks * CHUNK / least(lambda: run(kernel, team_size(), args), rounds=9)
+    return chunks * CHUNK / least(lambda: run(kernel, args, team_size(), chunks), rounds=9)
 
 
 def least(work: Callable[[], object], rounds: int) -> float:

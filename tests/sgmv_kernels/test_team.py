@@ -3,10 +3,12 @@
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from sgmv_kernels import team
+from sgmv_kernels.kv_pages import kv_pages
 from sgmv_kernels.ops import Ops
 
 
@@ -65,3 +67,15 @@ def test_two_threads_of_the_process_may_run_kernels_at_once() -> None:
     for worker in workers:
         worker.join()
     assert wrong == []
+
+
+def test_a_plan_keeps_its_threads(threads) -> None:
+    """Scratch memory is made for the threads that there are when a step is planned."""
+    ops = Ops(torch.device("cpu"))
+    threads(1)
+    plan = ops.plan_attention(np.arange(12, dtype=np.int32).reshape(12, 1), [1] * 12, [16] * 12, 16, 12)
+    kv = kv_pages(torch.randn(12 * 2 * 2 * 16 * 32).view(torch.uint8), torch.float32, 2, 16, 32)
+    q = torch.randn(12, 4, 32)
+    expected = ops.paged_attention(q, kv, plan, 0.2)
+    threads(5)
+    assert torch.equal(ops.paged_attention(q, kv, plan, 0.2), expected)
