@@ -58,10 +58,9 @@ def build(
     dtype = getattr(torch, config.model.dtype)
     kv_dtype = dtype if config.memory.kv_dtype == "auto" else getattr(torch, config.memory.kv_dtype)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
-    ops = _ops(config.model.kernels, device)
     if progress:
         progress("loading kernels; the first start on a machine compiles them, which takes 15 to 30 seconds", 0.0)
-    ops.warm_up([dtype, kv_dtype])
+    ops = _ops(config.model.kernels, device, [dtype, kv_dtype])
     weights = load_weights(checkpoint, get_format(config.model.quantization), dtype, WeightMeter(), progress, device)
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
@@ -86,9 +85,11 @@ def build(
     return BuiltModel(parts, spec, tokenizer, template)
 
 
-def _ops(kernels: str, device: torch.device) -> Ops:
+def _ops(kernels: str, device: torch.device, dtypes: list[torch.dtype]) -> Ops:
     try:
-        return Ops(device, None if kernels == "auto" else kernels)
+        ops = Ops(device, None if kernels == "auto" else kernels)
+        ops.warm_up(dtypes)
+        return ops
     except KernelsUnavailable as error:
         raise ConfigError(f"--kernels: {error}; use --kernels auto or torch") from error
 

@@ -105,7 +105,7 @@ def _attend(args, scale, scratch, sequence, head, begin, end, kind):  # type: ig
     at = first // block * block
     while at < last:
         stop = min(at + block, last)
-        _score(args, kind, queries, scores, sequence, head, rows, at, stop)
+        _score(args, kind, queries, scores, sequence, head, rows, at, max(at, first), stop)
         for i in range(rows):
             position = offset + begin + i // group
             slope = f32(args[SLOPES], head * group + i % group) if args[SLOPES] else np.float32(0)
@@ -120,7 +120,7 @@ def _attend(args, scale, scratch, sequence, head, begin, end, kind):  # type: ig
                 stop,
                 slope,
             )
-        _collect(args, kind, scores, sums, sequence, head, rows, at, stop)
+        _collect(args, kind, scores, sums, sequence, head, rows, at, max(at, first), stop)
         at = stop
     for r in range(begin, end):
         for g in range(group):
@@ -134,24 +134,31 @@ def _attend(args, scale, scratch, sequence, head, begin, end, kind):  # type: ig
 
 @njit
 def _soften(args, scores, sums, maximum, total, position, at, stop, slope):  # type: ignore[no-untyped-def]
-    """Turn one row's scores into weights, and bring its sums to the new maximum."""
-    n = stop - at
-    if slope != 0:
-        for j in range(n):
-            put_f32(scores, j, f32(scores, j) + slope * np.float32(at + j - position))
-    for j in range(max(0, position + 1 - at), n):
+    """Turn one row's scores into weights, and bring its sums to the new maximum.
+
+    Scores beyond the block's end count as unseen, so that the sum has the same order wherever the block ends.
+    """
+    padded = min(args[BLOCK], (stop - at + 31) // 32 * 32)
+    low = max(0, position - args[WINDOW] + 1 - at) if args[WINDOW] else np.int64(0)
+    high = min(stop - at, position + 1 - at)
+    for j in range(min(low, padded)):
         put_f32(scores, j, np.float32(-np.inf))
-    if args[WINDOW]:
-        for j in range(min(n, position - args[WINDOW] + 1 - at)):
-            put_f32(scores, j, np.float32(-np.inf))
-    before = f32(maximum, 0)
-    now = max(before, row_max(scores, n))
-    if now == np.float32(-np.inf):
-        for j in range(n):
+    for j in range(max(0, high), padded):
+        put_f32(scores, j, np.float32(-np.inf))
+    if high <= low:
+        for j in range(padded):
             put_f32(scores, j, np.float32(0))
         return
-    added = exp_sum(scores, n, now)
-    if now > before:
+    if slope != 0:
+        for j in range(low, high):
+            put_f32(scores, j, f32(scores, j) + slope * np.float32(at + j - position))
+    before = f32(maximum, 0)
+    now = max(before, row_max(scores, padded))
+    if now == np.float32(-np.inf):
+        # Every score is NaN, which a maximum does not see, or -inf; what follows keeps a NaN.
+        now = np.float32(0)
+    added = exp_sum(scores, padded, now)
+    if now != before:
         factor = exp_of(before - now)
         scaled(sums, args[DIM], factor, sums)
         put_f32(total, 0, f32(total, 0) * factor)
@@ -167,17 +174,17 @@ def _page_of(args, base, sequence, head, token, kind):  # type: ignore[no-untype
 
 
 @njit
-def _score(args, kind, queries, scores, sequence, head, rows, at, stop):  # type: ignore[no-untyped-def]
+def _score(args, kind, queries, scores, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
     """scores[i, j] = query i . key j; each page fetches the next one, the last one the first values."""
     page, dim, stride = args[PAGE], args[DIM], 4 * args[BLOCK]
-    token = at
+    token = first // page * page
     while token < stop:
         n = min(page, stop - token)
         keys = _page_of(args, args[KEYS], sequence, head, token, kind)
         ahead = (
             _page_of(args, args[KEYS], sequence, head, token + page, kind)
             if token + page < stop
-            else _page_of(args, args[VALUES], sequence, head, at, kind)
+            else _page_of(args, args[VALUES], sequence, head, first, kind)
         )
         out, width = scores + 4 * (token - at), page * itemsize(kind)
         i = np.int64(0)
@@ -200,15 +207,16 @@ def _score(args, kind, queries, scores, sequence, head, rows, at, stop):  # type
 
 
 @njit
-def _collect(args, kind, weights, sums, sequence, head, rows, at, stop):  # type: ignore[no-untyped-def]
+def _collect(args, kind, weights, sums, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
     """sums[i] += weight[i, j] * value j; each page fetches the next one, the last one the next block's keys."""
-    page, dim, stride = args[PAGE], args[DIM], 4 * args[BLOCK]
-    token = at
+    page, dim, stride, width = args[PAGE], args[DIM], 4 * args[BLOCK], args[DIM] * itemsize(kind)
+    token = first
     while token < stop:
-        n = min(page, stop - token)
-        values = _page_of(args, args[VALUES], sequence, head, token, kind)
-        ahead = _page_of(args, args[VALUES] if token + page < stop else args[KEYS], sequence, head, token + page, kind)
-        out, width = weights + 4 * (token - at), dim * itemsize(kind)
+        inside = token % page
+        n = min(page - inside, stop - token)
+        values = _page_of(args, args[VALUES], sequence, head, token, kind) + inside * width
+        ahead = _page_of(args, args[VALUES] if token + n < stop else args[KEYS], sequence, head, token + n, kind)
+        out = weights + 4 * (token - at)
         i = np.int64(0)
         while i < rows:
             a, c, left = out + stride * i, sums + 4 * dim * i, rows - i

@@ -92,7 +92,8 @@ def _provide(name: str) -> None:
 def _read(path: Path) -> ObjectCode | None:
     """A stored kernel; None if there is none, or not a whole one."""
     try:
-        digest, rest = path.read_bytes().split(b"\n", 1)
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            digest, rest = file.read().split(b"\n", 1)
         symbol, needed, code = rest.split(b"\n", 2)
     except (OSError, ValueError):
         return None
@@ -103,26 +104,33 @@ def _read(path: Path) -> ObjectCode | None:
 def _write(path: Path, stored: ObjectCode) -> None:
     """Whole or not at all: another process may read or write the same file."""
     rest = b"\n".join((stored.symbol.encode(), " ".join(stored.needed).encode(), stored.code))
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
-    os.replace(file.name, path)
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder) / path.name
+            whole.write_bytes(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
+            os.replace(whole, path)
+    except OSError as error:
+        logger.warning("a compiled kernel cannot be kept: %s; the next start compiles it anew", error)
 
 
 @cache
 def _cache_directory() -> Path | None:
     """One folder a processor and version of these sources, for its owner only; None if it cannot be."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lorasrv" / "kernels"
-    directory = base / _version()
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.stat()
-    except OSError as error:
-        logger.warning("compiled kernels cannot be kept in %s: %s; every start compiles them anew", directory, error)
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base.mkdir(parents=True, exist_ok=True)
+        for part, forbidden in (("lorasrv", 0o022), ("kernels", 0o022), (_version(), 0o077)):
+            base = base / part
+            base.mkdir(mode=0o700, exist_ok=True)
+            status = base.lstat()
+            others = stat.S_IMODE(status.st_mode) & forbidden
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or others:
+                logger.warning("%s is open to other users: every start compiles kernels anew", base)
+                return None
+    except (OSError, RuntimeError) as error:
+        logger.warning("compiled kernels cannot be kept: %s; every start compiles them anew", error)
         return None
-    if status.st_uid != os.getuid() or stat.S_IMODE(status.st_mode) & 0o077:
-        logger.warning("%s is open to other users: every start compiles kernels anew", directory)
-        return None
-    return directory
+    return base
 
 
 def _version() -> str:

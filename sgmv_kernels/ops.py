@@ -3,6 +3,7 @@
 Shapes: T token rows, S segments, R rank rows, P pages, B sequences, D head dim, H hidden, F intermediate.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -35,6 +36,7 @@ __all__ = [
     "SgmvPlan",
 ]
 
+logger = logging.getLogger(__name__)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -50,7 +52,10 @@ class Ops:
 
     def __init__(self, device: torch.device, kernels: str | None = None) -> None:
         self.device = device
+        self._chosen = kernels is not None
         self._backend = choose_backend(device) if kernels is None else load_backend(kernels)
+        if self._backend.name == "numba" and device.type != "cpu":
+            raise KernelsUnavailable("kernels 'numba' run on the CPU only")
 
     @property
     def name(self) -> str:
@@ -58,8 +63,18 @@ class Ops:
         return self._backend.name
 
     def warm_up(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Compile what panels and pages of these dtypes need, so that no request waits for it."""
-        self._backend.warm_up(dtypes)
+        """Compile what panels and pages of these dtypes need, so that no request waits for it.
+
+        Raises:
+            KernelsUnavailable: the kernels that were asked for do not compile; where none were, plain torch takes over.
+        """
+        try:
+            self._backend.warm_up(dtypes)
+        except Exception as error:
+            if self._chosen:
+                raise KernelsUnavailable(f"kernels {self.name!r} cannot run here: {error}") from error
+            logger.warning("kernels %r cannot run here: %s; using plain torch, which is slower", self.name, error)
+            self._backend = load_backend("torch")
 
     def plan_sgmv(self, segments: Segments, adapters: Sequence[PlacedAdapter], dtype: torch.dtype) -> SgmvPlan:
         """Check what is the same for every `sgmv_` of a step, and lay it out for the kernels.
@@ -94,7 +109,7 @@ class Ops:
         Source: split sums without atomics, SGLang's `triton_v2` planes.
         """
         self._check_slab(slab, plan)
-        self._check_rows(x, "x", plan, _dims(plan, site)[0])
+        self._check_rows(x, "x", plan, _dims(plan, layer, site)[0])
         return self._backend.shrink(x, slab, plan, layer, site)
 
     def expand_(self, y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
@@ -110,7 +125,7 @@ class Ops:
             KernelArgumentError: as `sgmv_`, or v does not fit.
         """
         self._check_slab(slab, plan)
-        self._check_rows(y, "y", plan, _dims(plan, site)[1])
+        self._check_rows(y, "y", plan, _dims(plan, layer, site)[1])
         if not plan.tables.num_segments:
             return
         rank = plan.tables.max_rank(layer, site)
@@ -134,7 +149,7 @@ class Ops:
             KernelArgumentError: a shape or dtype does not fit; nothing has been written.
         Source: SGMV of Punica (Chen et al. 2023), true ranks and pages shared with KV after S-LoRA (Sheng et al. 2023).
         """
-        inputs, outputs = _dims(plan, site)
+        inputs, outputs = _dims(plan, layer, site)
         self._check_slab(slab, plan)
         self._check_rows(x, "x", plan, inputs)
         self._check_rows(y, "y", plan, outputs)
@@ -164,12 +179,15 @@ class Ops:
         _require(page_tables.dtype == np.int32 and page_tables.ndim == 2, "page_tables must be int32 [B, pages]")
         same = len(page_tables) == len(query_lens) == len(kv_lens)
         _require(same, "page_tables, query_lens and kv_lens must have one entry a sequence")
-        for table, n, length in zip(page_tables, query_lens, kv_lens, strict=True):
+        _require(page_size > 0, f"page_size must be positive, not {page_size}")
+        for n, length in zip(query_lens, kv_lens, strict=True):
             _require(0 < n <= length, f"query_lens {n} must be positive and at most kv_lens {length}")
-            used = table[: -(-length // page_size)]
-            _require(len(used) * page_size >= length, f"page_tables too short for {length} tokens")
-            _require(used.min() >= 0 and used.max() < num_pages, "page_tables name a page outside the pool")
-        tables = np.ascontiguousarray(page_tables)
+        longest = max(kv_lens, default=0)
+        _require(page_tables.shape[1] * page_size >= longest, f"page_tables too short for {longest} tokens")
+        used = np.arange(page_tables.shape[1]) * page_size < np.asarray(kv_lens)[:, None]
+        inside = (page_tables >= 0) & (page_tables < num_pages)
+        _require((inside | ~used).all(), "page_tables name a page outside the pool")
+        tables = page_tables.copy()
         plan = plan_of(tables, query_lens, kv_lens, page_size, num_pages, self.device)
         return replace(plan, prepared=self._backend.prepare_attention(plan, self.device))
 
@@ -207,7 +225,7 @@ class Ops:
         _require(window is None or window > 0, f"window must be positive, not {window}")
         if alibi_slopes is not None:
             fits = alibi_slopes.shape == q.shape[1:2] and alibi_slopes.dtype == torch.float32
-            _require(fits, "alibi_slopes must be float32 [heads]")
+            _require(fits and alibi_slopes.is_contiguous(), "alibi_slopes must be contiguous float32 [heads]")
         return self._backend.attention(q, kv, plan, scale, window, alibi_slopes)
 
     def rope_write_kv(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, plan: AttentionPlan) -> Tensor:
@@ -230,6 +248,7 @@ class Ops:
         dim, rows = kv.head_dim, len(qkv)
         _require(qkv.dim() == 2 and qkv.is_contiguous(), "qkv must be contiguous [T, width]")
         heads = qkv.shape[1] // dim - 2 * kv.num_heads
+        _require(dim % 2 == 0, f"head dim {dim} must be even")
         _require(qkv.shape[1] % dim == 0 and heads > 0, f"qkv has {qkv.shape[1]} columns, which is no number of heads")
         for name, table in (("cos", cos), ("sin", sin)):
             fits = table.shape == (rows, dim // 2) and table.dtype == torch.float32 and table.is_contiguous()
@@ -253,8 +272,8 @@ class Ops:
         """
         self._check_activation(x, "x")
         _require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
-        fits = weight.shape == x.shape[1:] and weight.dtype == torch.float32
-        _require(fits, f"weight must be float32 [{x.shape[1]}]")
+        fits = weight.shape == x.shape[1:] and weight.dtype == torch.float32 and weight.is_contiguous()
+        _require(fits, f"weight must be contiguous float32 [{x.shape[1]}]")
         if delta is not None:
             fits = delta.shape == x.shape and delta.dtype == x.dtype and delta.is_contiguous()
             _require(fits, "delta must be like x")
@@ -271,6 +290,8 @@ class Ops:
         if x.dtype not in self._backend.activations:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._backend.activations)
             raise KernelArgumentError(f"{name} must be {names} for these kernels, not {x.dtype}")
+        if x.device.type != self.device.type:
+            raise KernelArgumentError(f"{name} is on {x.device}, these kernels are for {self.device}")
 
     def _check_rows(self, x: Tensor, name: str, plan: SgmvPlan, columns: int) -> None:
         self._check_activation(x, name)
@@ -282,25 +303,33 @@ class Ops:
             raise KernelArgumentError(f"{name} has {x.shape[1]} columns, the site has {columns}")
 
     def _check_slab(self, slab: Tensor, plan: SgmvPlan) -> None:
-        if slab.dtype != torch.uint8 or slab.dim() != 1:
-            raise KernelArgumentError("slab must be one-dimensional uint8")
+        if slab.dtype != torch.uint8 or slab.dim() != 1 or not slab.is_contiguous():
+            raise KernelArgumentError("slab must be contiguous one-dimensional uint8")
+        if slab.device.type != self.device.type:
+            raise KernelArgumentError(f"slab is on {slab.device}, these kernels are for {self.device}")
         if slab.numel() < plan.tables.slab_bytes:
             raise KernelArgumentError("slab ends before the panels of the plan's adapters do")
 
 
-def _dims(plan: SgmvPlan, site: int) -> tuple[int, int]:
+def _dims(plan: SgmvPlan, layer: int, site: int) -> tuple[int, int]:
     """(inputs, outputs) of a site; any of a plan without adapters."""
     if not plan.tables.num_segments:
         return 0, 0
+    if not 0 <= layer < len(plan.tables.records) or not 0 <= site < len(plan.tables.sites):
+        layers, sites = plan.tables.records.shape[:2]
+        raise KernelArgumentError(f"layer {layer}, site {site}: the adapters have {layers} layers, {sites} sites")
     dims = plan.tables.sites[site]
     return dims.in_features, dims.total_out
 
 
 def _check_segments(segments: Segments) -> None:
+    arrays = (segments.permutation, segments.indptr, segments.adapters)
+    _require(all(a.dtype == np.int32 and a.ndim == 1 for a in arrays), "segments must be int32 arrays of one dimension")
     indptr, rows = segments.indptr, segments.num_rows
     whole = len(indptr) == len(segments) + 1 and indptr[0] == 0 and indptr[-1] == rows and (np.diff(indptr) >= 0).all()
     _require(whole, "segments.indptr must rise from 0 to the number of rows")
-    once = np.array_equal(np.bincount(segments.permutation, minlength=rows), np.ones(rows)) if rows else True
+    inside = not rows or (int(segments.permutation.min()) >= 0 and int(segments.permutation.max()) < rows)
+    once = inside and bool((np.bincount(segments.permutation, minlength=rows) == 1).all())
     _require(once, "segments.permutation must hold every row once: segments overlap or leave rows out")
     _require((segments.adapters >= BASE).all(), "segments.adapters must be indices, or BASE")
 
@@ -322,6 +351,9 @@ def _check_pages(kv: KvPages, plan: AttentionPlan) -> None:
         raise KernelArgumentError(f"plan is for pages of {plan.page_size} tokens, not {kv.page_size}")
     if plan.num_pages > kv.num_pages:
         raise KernelArgumentError(f"plan is for {plan.num_pages} pages, but there are {kv.num_pages}")
+    _require(kv.dtype in FLOATS and kv.values.dtype == kv.dtype, "keys and values must have one dtype of 16 or 32 bits")
+    shape = (kv.num_pages, kv.num_heads, kv.page_size, kv.head_dim)
+    _require(kv.values.shape == shape, "values must have the pages, heads, tokens and dims of the keys")
     per_head = kv.head_dim * kv.page_size
     keys, values = kv.keys.stride(), kv.values.stride()
     dense = keys[1:] == (per_head, kv.page_size, 1) and values[1:] == (per_head, kv.head_dim, 1)

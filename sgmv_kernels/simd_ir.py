@@ -156,8 +156,9 @@ class Emitter:
         return self.fold(value, lambda emit, x, y: emit.call("maxnum", x, y))
 
     def exp(self, x: Value) -> Value:
-        """e^x to 2 units in the last place, 0 below -87.3 (Cephes' expf polynomial)."""
+        """e^x to 2 units in the last place, 0 below -87.3, NaN of NaN (Cephes' expf polynomial)."""
         b = self.b
+        before = x
         small = b.fcmp_ordered("<", x, self.const(-87.3))
         x = self.call("maxnum", self.call("minnum", x, self.const(88.7)), self.const(-87.3))
         n = self.call("floor", self.fma(x, self.const(1.4426950408889634), self.const(0.5)))
@@ -170,7 +171,8 @@ class Emitter:
         # 2^127 is the largest power: 88.7 gives 2^128 by n, so one factor of 2 stays outside.
         exponent = b.shl(b.add(b.fptosi(n, self.int), self.const_int(126)), self.const_int(23))
         y = b.fmul(b.fmul(y, b.bitcast(exponent, self.float)), self.const(2.0))
-        return b.select(small, self.const(0.0), y)
+        y = b.select(small, self.const(0.0), y)
+        return b.select(b.fcmp_unordered("uno", before, before), before, y)
 
 
 def itemsize_of(kind: Any) -> int:

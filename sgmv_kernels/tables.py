@@ -47,7 +47,7 @@ def build_tables(segments: Segments, adapters: Sequence[PlacedAdapter]) -> SgmvT
     bounds = np.stack((segments.indptr[:-1][own], segments.indptr[1:][own]), axis=-1)
     if not placed:
         nothing = np.zeros((0, 0, 0, RECORD_INTS), dtype=np.int32)
-        return SgmvTables((), segments.permutation, bounds, nothing, np.zeros(0, dtype=np.int32), 0)
+        return SgmvTables((), segments.permutation.copy(), bounds, nothing, np.zeros(0, dtype=np.int32), 0)
     records = np.stack([adapter.layout.records for adapter in placed], axis=2)
     start = 0
     for s, adapter in enumerate(placed):
@@ -55,7 +55,7 @@ def build_tables(segments: Segments, adapters: Sequence[PlacedAdapter]) -> SgmvT
         start += len(adapter.panels)
     return SgmvTables(
         sites=placed[0].layout.sites,
-        permutation=segments.permutation,
+        permutation=segments.permutation.copy(),
         bounds=bounds,
         records=records,
         panels=np.concatenate([adapter.panels for adapter in placed]),

@@ -101,6 +101,38 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(ops: Ops) -> None:
     assert torch.equal(case.attend(ops, 0.125), together[8:])
 
 
+def test_a_row_has_the_same_bits_in_any_chunk(ops: Ops) -> None:
+    if ops.name == "torch":
+        pytest.skip("matrix products of torch differ in the last bits by shape")
+    case = make_case([150], [150], 6, 2, 64, torch.bfloat16)
+    whole, q = case.attend(ops, 0.125), case.q
+    for begin, end in ((0, 1), (0, 37), (37, 38), (37, 149), (120, 130), (149, 150)):
+        case.q, case.query_lens, case.kv_lens = q[begin:end].contiguous(), [end - begin], [end]
+        assert torch.equal(case.attend(ops, 0.125), whole[begin:end]), (begin, end)
+
+
+def test_nan_stays_nan(ops: Ops) -> None:
+    """A request whose adapter overflows must fail, not answer something."""
+    case = make_case([1, 9], [40, 30], 4, 2, 64, torch.float32)
+    case.q[0, 1] = float("nan")
+    case.q[3] = float("inf")
+    got = case.attend(ops, 0.125)
+    assert got[0, 1].isnan().all()
+    assert got[3].isnan().any()
+    assert got[[1, 2, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("window", [5, 8, 20])
+def test_keys_and_values_before_the_window_are_not_seen(ops: Ops, window: int) -> None:
+    case = make_case([1], [40], 4, 2, 64, torch.float32)
+    want = case.reference(0.125, window)
+    for t in range(40 - window):
+        page = case.tables[0, t // PAGE]
+        case.kv.keys[page, :, :, t % PAGE] = float("nan")
+        case.kv.values[page, :, t % PAGE] = float("nan")
+    torch.testing.assert_close(case.attend(ops, 0.125, window), want, rtol=1e-4, atol=1e-5)
+
+
 def test_bad_arguments(ops: Ops) -> None:
     case = make_case([1, 4], [30, 4], 4, 2, 64, torch.float32)
     with pytest.raises(KernelArgumentError, match="sum to the rows"):
@@ -115,6 +147,15 @@ def test_bad_arguments(ops: Ops) -> None:
         case.attend(ops, 1.0, window=0)
     with pytest.raises(KernelArgumentError, match="alibi_slopes"):
         case.attend(ops, 1.0, slopes=torch.ones(3))
+    with pytest.raises(KernelArgumentError, match="alibi_slopes must be contiguous"):
+        case.attend(ops, 1.0, slopes=torch.ones(1).expand(4))
+    kv, case.kv = case.kv, KvPages(case.kv.keys, case.kv.values[:1])
+    with pytest.raises(KernelArgumentError, match="values must have"):
+        case.attend(ops, 1.0)
+    case.kv = KvPages(kv.keys.double(), kv.values.double())
+    with pytest.raises(KernelArgumentError, match="one dtype"):
+        case.attend(ops, 1.0)
+    case.kv = kv
     case.tables[0, 1] = 999
     with pytest.raises(KernelArgumentError, match="outside the pool"):
         case.attend(ops, 1.0)

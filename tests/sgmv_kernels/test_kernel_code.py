@@ -47,7 +47,7 @@ def test_the_second_start_needs_no_numba(tmp_path: Path) -> None:
     assert _stored(tmp_path).parent.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: data[:-1] + b"x", lambda data: b""])
+@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: data[:-1] + b"x"])
 def test_a_damaged_file_is_compiled_anew(tmp_path: Path, damage) -> None:
     _run(NORM, tmp_path)
     stored = _stored(tmp_path)
@@ -72,6 +72,21 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
     out, log = _run(NORM, tmp_path)
     assert out == "numba True"
     assert "cannot be kept" in log
+
+
+def test_without_a_home_it_runs(tmp_path: Path) -> None:
+    lost = "import pathlib\ndef lost(): raise RuntimeError('no home')\npathlib.Path.home = lost\n"
+    out, log = _run(lost + NORM, tmp_path, XDG_CACHE_HOME="")
+    assert out == "numba True"
+    assert "cannot be kept: no home" in log
+
+
+def test_a_numba_that_does_not_import_leaves_plain_torch(tmp_path: Path) -> None:
+    broken = "import sys\nsys.modules['numba'] = None\n"
+    warm = NORM.replace("x = torch", "ops.warm_up([torch.float32])\nx = torch")
+    out, log = _run(broken + warm, tmp_path)
+    assert out.startswith("torch")
+    assert log.count("using plain torch") == 1
 
 
 def test_without_numba_plain_torch_computes_and_says_so(tmp_path: Path) -> None:

@@ -61,6 +61,8 @@ def test_bad_arguments(ops: Ops, plan_for) -> None:
     x = torch.zeros(2, 8)
     with pytest.raises(KernelArgumentError, match="weight must be"):
         ops.add_rms_norm_(x, None, torch.zeros(7), 1e-5)
+    with pytest.raises(KernelArgumentError, match="weight must be contiguous"):
+        ops.add_rms_norm_(x, None, torch.zeros(1).expand(8), 1e-5)
     with pytest.raises(KernelArgumentError, match="delta must be"):
         ops.add_rms_norm_(x, torch.zeros(1, 8), torch.zeros(8), 1e-5)
     with pytest.raises(KernelArgumentError, match="x must be float32"):

@@ -224,6 +224,12 @@ def test_linear_matches_peft(ops: Ops, make_pool) -> None:
         ({"slab": torch.zeros(4096, dtype=torch.uint8)}, "slab ends before"),
         ({"y": torch.zeros(2, 192)[:, ::2]}, "y must be contiguous"),
         ({"segments": _segments([0, 0], [0, 1, 2], [0, -1])}, "every row once"),
+        ({"segments": _segments([-1, 0], [0, 1, 2], [0, -1])}, "every row once"),
+        ({"segments": replace(build_segments([0, -1]), permutation=np.arange(2))}, "int32"),
+        ({"layer": -1}, "layer -1, site 0: the adapters have 1 layers, 1 sites"),
+        ({"site": 1}, "layer 0, site 1"),
+        ({"slab": torch.zeros(131072, dtype=torch.uint8)[::2]}, "slab must be contiguous"),
+        ({"x": torch.zeros(2, 64, device="meta")}, "x is on meta"),
         ({"segments": _segments([0, 1], [0, 2, 1], [0, -1])}, "indptr must rise"),
         ({"segments": _segments([0, 1], [0, 1, 2], [0, -2])}, "indices, or BASE"),
     ],
@@ -234,9 +240,10 @@ def test_bad_arguments_are_named_before_anything_is_written(ops: Ops, make_pool,
     arguments = {"y": torch.zeros(2, 96), "x": torch.zeros(2, 64), "slab": pool.slabs[0]}
     planned = {"segments": build_segments([0, -1]), "adapters": pool.placed, "dtype": torch.float32}
     planned |= {name: value for name, value in change.items() if name in planned}
+    arguments |= {"layer": 0, "site": 0}
     arguments |= {name: value for name, value in change.items() if name in arguments}
     with pytest.raises(KernelArgumentError, match=message):
-        ops.sgmv_(**arguments, plan=ops.plan_sgmv(**planned), layer=0, site=0)
+        ops.sgmv_(**arguments, plan=ops.plan_sgmv(**planned))
 
 
 def test_adapters_of_another_base_are_refused(ops: Ops, make_pool) -> None:
