@@ -58,7 +58,7 @@ def build(
     dtype = getattr(torch, config.model.dtype)
     kv_dtype = dtype if config.memory.kv_dtype == "auto" else getattr(torch, config.memory.kv_dtype)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
-    if progress:
+    if progress and config.model.kernels != "torch":
         progress("loading kernels; the first start on a machine compiles them, which takes 15 to 30 seconds", 0.0)
     ops = _ops(config.model.kernels, device, [dtype, kv_dtype])
     weights = load_weights(checkpoint, get_format(config.model.quantization), dtype, WeightMeter(), progress, device)

@@ -22,7 +22,7 @@ import llvmlite
 import llvmlite.binding as llvm
 
 logger = logging.getLogger(__name__)
-_SOURCES = "*_numba.py", "*_cpu.py", "simd_ir.py", "layout.py", "kernel_code.py"
+_SOURCES = "*_numba.py", "*_cpu.py", "simd_ir.py", "layout.py", "kernel_code.py", "team.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +82,19 @@ def _engine() -> Any:
 
 
 def _provide(name: str) -> None:
-    """Give a symbol to LLVM: the process's own, or the end of the process for Numba's helpers for exceptions."""
-    if llvm.address_of_symbol(name) is None:
-        process = ctypes.CDLL(None)
-        function = getattr(process, name, process.abort)
-        llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
+    """Give a symbol to LLVM: the process's own, or the end of the process for Numba's helpers for exceptions.
+
+    Raises: ImportError: nothing has this symbol.
+    """
+    if llvm.address_of_symbol(name) is not None:
+        return
+    process = ctypes.CDLL(None)
+    function = getattr(process, name, None)
+    if function is None:
+        if not name.startswith(("numba_", "NRT_")):
+            raise ImportError(f"a compiled kernel needs {name!r}, which this process does not have")
+        function = process.abort
+    llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
 
 
 def _read(path: Path) -> ObjectCode | None:
@@ -138,6 +146,7 @@ def _version() -> str:
     known = hashlib.sha256()
     for path in sorted(path for pattern in _SOURCES for path in Path(__file__).parent.glob(pattern)):
         known.update(path.read_bytes())
+    known.update(repr(sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))).encode())
     features = llvm.get_host_cpu_features().flatten()
     known.update(f"{numba_version()} {llvmlite.__version__} {llvm.get_host_cpu_name()} {features}".encode())
     return known.hexdigest()[:16]
