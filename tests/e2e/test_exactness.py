@@ -30,7 +30,7 @@ def _config(kernels: str, **scheduler: int) -> EngineConfig:
     )
 
 
-@pytest.fixture(scope="module", params=["numba", "torch"])
+@pytest.fixture(scope="module", params=["numba", pytest.param("torch", marks=pytest.mark.long)])
 def kernels(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

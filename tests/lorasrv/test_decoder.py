@@ -129,7 +129,7 @@ def _register(store: AdapterStore, name: str, folder: Path) -> str:
     [
         *(pytest.param(*case, k, id=f"{name}-{k}") for case, name in zip(CASES, IDS, strict=True) for k in KERNELS),
         pytest.param("llama", {}, "triton", id="llama-triton", marks=pytest.mark.slow),
-        pytest.param("mistral", {}, "triton", id="mistral-window-triton", marks=pytest.mark.slow),
+        pytest.param("mistral", {}, "triton", id="mistral-window-triton", marks=pytest.mark.long),
     ],
 )
 def test_mixed_batch_of_chunks_equals_transformers_and_peft(

@@ -11,7 +11,7 @@ import pytest
 SCRIPT = Path(__file__).with_name("compile_kernels.py")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_kernels_compile_for_sm90(tmp_path: Path) -> None:
     """In a process of its own: under the interpreter nothing is compiled."""
