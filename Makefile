@@ -30,7 +30,7 @@ demo: $(VENV)/.served
 test: setup
 	$(BIN)/python -m pytest
 
-# What takes too long for everyday use: exactness through every backend, kernels compiled for a GPU that need not be there.
+# What takes too long for everyday use: perplexity, exactness through every backend, kernels compiled for absent GPUs.
 test-long: setup
 	$(BIN)/python -m pytest -m long
 

@@ -42,7 +42,7 @@ def perplexity(quantization: str, dtype: torch.dtype) -> float:
     return math.exp(total / (CHUNKS * (CHUNK - 1)))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_int8_costs_at_most_two_percent(capsys: pytest.CaptureFixture[str]) -> None:
     exact = perplexity("none", torch.float32)
     int8 = perplexity("int8", torch.bfloat16)
