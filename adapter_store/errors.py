@@ -6,6 +6,7 @@
     ├── AdapterInvalid (ValueError)        config or weights refused; carries every problem found
     ├── AdapterExists                      the id is taken and the caller asked for a new one
     ├── AdapterCorrupt                     stored weights are missing or no longer have their digest
+    ├── LoadCancelled                      nobody wants the weights any more; never leaves the server
     ├── InvalidDigest (ValueError)         not 64 hex digits
     ├── BlobNotFound (LookupError)         no weights of that digest were uploaded
     ├── BlobTooLarge (ValueError)          longer than any adapter of this base can be; carries the limit
@@ -121,6 +122,10 @@ class AdapterExists(AdapterError):
 
 class AdapterCorrupt(AdapterError):
     """Stored weights are missing or no longer have their digest. Uploading the same file again repairs it."""
+
+
+class LoadCancelled(AdapterError):
+    """Reading weights has stopped half-way because nobody wants them any more."""
 
 
 class InvalidDigest(AdapterError, ValueError):

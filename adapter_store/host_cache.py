@@ -32,7 +32,8 @@ class _Entry(Generic[V]):
 
 
 class HostCache(Generic[V]):
-    """Least recently used entries go first; pinned ones never. Safe to use from many threads.
+    """Every entry is pinned while somebody works with it; the others go, least recently used first, when the bytes
+    exceed `max_bytes`. Whoever pins bounds what is pinned. Safe to use from many threads.
 
     Keys carry everything that makes two packings differ: (AdapterKey, layout version).
     """
@@ -48,50 +49,28 @@ class HostCache(Generic[V]):
         self._bytes_pinned = 0
         self._hits = self._misses = self._evictions = 0
 
-    def get(self, key: Hashable) -> V | None:
-        """The value, now the most recently used; None if it is not here."""
+    def get_pinned(self, key: Hashable) -> V | None:
+        """The value, with one pin more; None if it is not here."""
         with self._lock:
-            entry = self._pinned.get(key) or self._unpinned.get(key)
+            entry = self._take(key)
             self._hits += entry is not None
             self._misses += entry is None
             return entry.value if entry else None
 
-    def put(self, key: Hashable, value: V, nbytes: int) -> bool:
-        """Keep a value of this size, evicting others; a key that is here already keeps its old value.
-
-        Returns False, and keeps nothing, where pinned entries leave no room.
-
-        Raises:
-            ValueError: it is larger than the whole cache.
+    def put_pinned(self, key: Hashable, value: V, nbytes: int) -> V:
+        """Keep a value of this size, with one pin, and let others go for it. What is here already stays, and is
+        returned.
         """
-        if not 0 <= nbytes <= self.max_bytes:
-            raise ValueError(f"an entry of {nbytes} bytes does not fit a host cache of {self.max_bytes} bytes")
         with self._lock:
-            if key in self._pinned or key in self._unpinned:
-                return True
-            if self._bytes_pinned + nbytes > self.max_bytes:
-                return False
-            while self._bytes_used() + nbytes > self.max_bytes:
-                self._unpinned.popitem()
-                self._evictions += 1
-            self._unpinned[key] = _Entry(value, nbytes)
-            return True
-
-    def pin(self, key: Hashable) -> bool:
-        """Keep an entry from eviction until it is unpinned as often; False if it is not here."""
-        with self._lock:
-            entry = self._pinned.get(key)
+            entry = self._take(key)
             if entry is None:
-                entry = self._unpinned.pop(key, None)
-                if entry is None:
-                    return False
-                self._pinned[key] = entry
-                self._bytes_pinned += entry.nbytes
-            entry.pins += 1
-            return True
+                entry = self._pinned[key] = _Entry(value, nbytes, pins=1)
+                self._bytes_pinned += nbytes
+                self._shrink()
+            return entry.value
 
     def unpin(self, key: Hashable) -> None:
-        """Undo one `pin`. Raises: KeyError: the entry is not pinned."""
+        """Undo one pin. Raises: KeyError: the entry is not pinned."""
         with self._lock:
             entry = self._pinned[key]
             entry.pins -= 1
@@ -99,11 +78,7 @@ class HostCache(Generic[V]):
                 del self._pinned[key]
                 self._bytes_pinned -= entry.nbytes
                 self._unpinned[key] = entry
-
-    def discard(self, key: Hashable) -> bool:
-        """Drop an entry; False if it is pinned or not here."""
-        with self._lock:
-            return self._unpinned.pop(key, None) is not None
+                self._shrink()
 
     def __contains__(self, key: Hashable) -> bool:
         with self._lock:
@@ -120,6 +95,22 @@ class HostCache(Generic[V]):
                 misses=self._misses,
                 evictions=self._evictions,
             )
+
+    def _take(self, key: Hashable) -> _Entry[V] | None:
+        entry = self._pinned.get(key)
+        if entry is None:
+            entry = self._unpinned.pop(key, None)
+            if entry is None:
+                return None
+            self._pinned[key] = entry
+            self._bytes_pinned += entry.nbytes
+        entry.pins += 1
+        return entry
+
+    def _shrink(self) -> None:
+        while self._bytes_used() > self.max_bytes and self._unpinned:
+            self._unpinned.popitem()
+            self._evictions += 1
 
     def _bytes_used(self) -> int:
         return int(self._unpinned.currsize) + self._bytes_pinned

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from adapter_store.errors import AdapterCorrupt
+from adapter_store.errors import AdapterCorrupt, LoadCancelled
 from adapter_store.safetensors_header import SafetensorsHeader, TensorInfo, parse_header
 from adapter_store.spec import AdapterSpec
 
 Array = npt.NDArray[Any]
 
+READ_BYTES = 4 << 20
 _NUMPY_TYPES: Mapping[str, str] = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 
 
@@ -62,15 +63,28 @@ def load_weights(path: Path, spec: AdapterSpec) -> AdapterWeights:
     return weights_from_bytes(data, parse_header(data, len(data)), spec)
 
 
-def read_verified(file: BufferedReader, weights_digest: str) -> bytearray:
+def read_verified(
+    file: BufferedReader, weights_digest: str, should_stop: Callable[[], bool] = lambda: False
+) -> bytearray:
     """The whole file, from its start, if it has this digest.
 
     Raises:
         AdapterCorrupt: it does not.
+        LoadCancelled: `should_stop` said so, between two chunks.
     """
     data = bytearray(os.fstat(file.fileno()).st_size)
-    length = file.readinto(data)
-    if length != len(data) or hashlib.sha256(data).hexdigest() != weights_digest:
+    sha256 = hashlib.sha256()
+    length = 0
+    with memoryview(data) as view:
+        while length < len(data):
+            if should_stop():
+                raise LoadCancelled("the load was cancelled")
+            count = file.readinto(view[length : length + READ_BYTES])
+            if not count:
+                break
+            sha256.update(view[length : length + count])
+            length += count
+    if length != len(data) or sha256.hexdigest() != weights_digest:
         raise AdapterCorrupt(
             f"stored weights sha256:{weights_digest[:12]} are damaged: the disk returned other bytes than were "
             "uploaded; upload the same file again to repair it"

@@ -16,7 +16,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
@@ -299,15 +299,16 @@ class AdapterStore:
                 read_verified(file, content.weights_digest)
                 raise
 
-    def load(self, key: AdapterKey) -> AdapterWeights:
+    def load(self, key: AdapterKey, should_stop: Callable[[], bool] = lambda: False) -> AdapterWeights:
         """Read a content's weights; the digest is verified, and the spec checked, before anything is handed out.
 
         Raises:
             AdapterNotFound, AdapterCorrupt, AdapterInvalid: as `spec`.
+            LoadCancelled: `should_stop` said so meanwhile.
         """
         content = self._content(key)
         with self._open_stored(content) as file, disk_errors("reading weights"):
-            data = read_verified(file, content.weights_digest)
+            data = read_verified(file, content.weights_digest, should_stop)
         header = parse_header(data, header_cap_bytes(self.base))
         return weights_from_bytes(data, header, self._spec(content, header))
 

@@ -1,88 +1,186 @@
 """Which adapters are resident in the pool, on which pages, and who needs them there. The one owner of residency.
 
-A pinned adapter is never evicted; the others are a cache, least recently used first out. An evicted adapter comes back
-from its host copy, or from the store.
+An adapter that is being copied in, or that a running request pins, stays. The others are a cache: the one whose return
+would cost least for the pages it holds goes first. Its worth is uses x seconds to bring it back / pages, on top of a
+clock that rises with every eviction, so that old fame fades (greedy-dual-size-frequency, Cherkasova 1998).
 """
 
-from collections import OrderedDict
-from collections.abc import Iterator
+import heapq
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
 from lorasrv.page_pool import PagePool
-from sgmv_kernels.layout import AdapterLayout, PlacedAdapter
+from sgmv_kernels.layout import AdapterLayout, PlacedAdapter, Run
+
+MAX_COUNTED_USES = 64
+
+SecondsToReturn = Callable[[AdapterKey, AdapterLayout], float]
+"""What it would cost to have an adapter back in the pool once it has left."""
 
 
 @dataclass(slots=True)
 class _Resident:
     placed: PlacedAdapter
+    is_ready: bool = False
     pins: int = 0
+    uses: int = 0
+    worth: float = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it could be evicted."""
+        return self.is_ready and not self.pins
 
 
 class AdapterCache:
-    """Adapters in the pool, in order of last use."""
+    """Adapters in the pool. Mutated by the engine thread only.
 
-    def __init__(self, pool: PagePool, page_bytes: int) -> None:
-        self._pool = pool
+    Args:
+        pool: where their pages come from.
+        page_bytes: of one layer of a page.
+        seconds_to_return: the cost of evicting one.
+        on_arrival, on_departure: told when an adapter becomes ready, and when it leaves.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        page_bytes: int,
+        seconds_to_return: SecondsToReturn = lambda _, layout: float(layout.nbytes),
+        on_arrival: Callable[[AdapterKey], None] = lambda _: None,
+        on_departure: Callable[[AdapterKey], None] = lambda _: None,
+    ) -> None:
+        self.pool = pool
         self._page_bytes = page_bytes
-        self._residents: OrderedDict[AdapterKey, _Resident] = OrderedDict()
+        self._seconds_to_return = seconds_to_return
+        self._on_arrival, self._on_departure = on_arrival, on_departure
+        self._residents: dict[AdapterKey, _Resident] = {}
+        self._queue: list[tuple[float, AdapterKey]] = []
+        self._clock = 0.0
+        self.num_pages = 0
+        self.num_idle_pages = 0
         self.num_evictions = 0
 
     def __contains__(self, key: AdapterKey) -> bool:
+        """Whether it has pages, be they filled or not."""
         return key in self._residents
 
     def __len__(self) -> int:
         return len(self._residents)
 
     @property
-    def num_pages(self) -> int:
-        """Pages of all resident adapters."""
-        return sum(count for resident in self._residents.values() for _, count in resident.placed.runs)
+    def num_filling(self) -> int:
+        """Adapters whose pages are being filled."""
+        return sum(not resident.is_ready for resident in self._residents.values())
+
+    def is_ready(self, key: AdapterKey) -> bool:
+        """Whether a step may read it."""
+        resident = self._residents.get(key)
+        return resident is not None and resident.is_ready
 
     def placed(self, key: AdapterKey) -> PlacedAdapter:
         """Where a resident adapter lies now. Valid for this step only: ask again at the next."""
         return self._residents[key].placed
 
     def pin(self, key: AdapterKey) -> None:
-        """One more running request needs this resident adapter; it becomes the most recently used."""
-        self._residents[key].pins += 1
-        self._residents.move_to_end(key)
+        """One more running request needs this adapter, which is ready."""
+        resident = self._residents[key]
+        assert resident.is_ready, f"adapter {key} is not there yet"
+        if not resident.pins:
+            self.num_idle_pages -= resident.placed.num_pages
+        resident.pins += 1
+        resident.uses = min(resident.uses + 1, MAX_COUNTED_USES)
 
     def unpin(self, key: AdapterKey) -> None:
         resident = self._residents[key]
         assert resident.pins > 0, f"adapter {key} is not pinned"
         resident.pins -= 1
-        self._residents.move_to_end(key)
+        if not resident.pins:
+            self._idle_again(key, resident)
 
     def pages_for(self, layout: AdapterLayout) -> int:
         return layout.num_pages(self._page_bytes)
 
     def place(self, key: AdapterKey, layout: AdapterLayout, *, keep_free: int = 0) -> PlacedAdapter | None:
-        """Find pages for an adapter, evicting idle ones; None if even then it does not fit beside `keep_free` pages.
+        """Find pages for an adapter: one run, else pieces; None if neither is free beside `keep_free` pages.
 
-        Nothing is evicted unless the idle pages are enough in number. The caller must fill the pages before a step
-        reads them.
+        Nothing may read the pages before they are filled and `filled` was called.
         """
         assert key not in self._residents, f"adapter {key} is resident already"
-        needed = self.pages_for(layout) + keep_free
-        if self._pool.num_free + self._num_idle_pages() < needed:
-            return None
-        while True:
-            if self._pool.num_free >= needed and (placed := self._try_place(layout, keep_free)):
-                self._residents[key] = _Resident(placed)
-                return placed
-            if not self.evict_idle():
-                return None
+        placed = self._place_in_one(layout, keep_free) or self._place_in_pieces(layout, keep_free)
+        if placed is not None:
+            self._residents[key] = _Resident(placed)
+            self.num_pages += placed.num_pages
+        return placed
 
-    def evict_idle(self) -> bool:
-        """Give back the pages of the least recently used adapter that nobody pins; False if there is none."""
+    def filled(self, key: AdapterKey) -> None:
+        """The adapter's pages hold its weights now."""
+        resident = self._residents[key]
+        assert not resident.is_ready, f"adapter {key} was there already"
+        resident.is_ready = True
+        self._idle_again(key, resident)
+        self._on_arrival(key)
+
+    def abandon(self, key: AdapterKey) -> None:
+        """The copy has failed; the pages are free again."""
+        resident = self._residents[key]
+        assert not resident.is_ready, f"adapter {key} is in use"
+        self._remove(key, resident)
+
+    def evict_idle(self, is_spared: Callable[[AdapterKey], bool] = lambda _: False) -> bool:
+        """Give back the pages of the adapter that is worth least, of those that nobody pins; False if there is none."""
+        passed_over = []
+        victim = None
+        while self._queue and victim is None:
+            worth, key = heapq.heappop(self._queue)
+            resident = self._residents.get(key)
+            if resident is None or not resident.is_idle or resident.worth != worth:
+                continue  # an entry of the past
+            if is_spared(key):
+                passed_over.append((worth, key))
+            else:
+                victim = key
+        for entry in passed_over:
+            heapq.heappush(self._queue, entry)
+        if victim is None:
+            return False
+        self._clock = max(self._clock, self._residents[victim].worth)
+        self.evict(victim)
+        return True
+
+    def evict(self, key: AdapterKey) -> None:
+        """Give back the pages of an adapter that nobody pins."""
+        resident = self._residents[key]
+        assert resident.is_idle, f"adapter {key} is in use"
+        self.num_idle_pages -= resident.placed.num_pages
+        self._remove(key, resident)
+        self.num_evictions += 1
+        self._on_departure(key)
+
+    def num_idle_pages_of(self, are_meant: Callable[[AdapterKey], bool]) -> int:
+        """Pages of those idle adapters."""
+        return sum(r.placed.num_pages for key, r in self._residents.items() if r.is_idle and are_meant(key))
+
+    def residents(self) -> Iterator[tuple[AdapterKey, PlacedAdapter, bool, int]]:
+        """(key, place, ready, pins) of each."""
         for key, resident in self._residents.items():
-            if not resident.pins:
-                self._pool.release(resident.placed.pages)
-                del self._residents[key]
-                self.num_evictions += 1
-                return True
-        return False
+            yield key, resident.placed, resident.is_ready, resident.pins
+
+    def movable_runs(self) -> dict[Run, AdapterKey]:
+        """Runs of pages that may be moved between steps."""
+        return {run: key for key, r in self._residents.items() if r.is_ready for run in r.placed.runs}
+
+    def fixed_runs(self) -> dict[Run, AdapterKey]:
+        """Runs of pages that are being filled."""
+        return {run: key for key, r in self._residents.items() if not r.is_ready for run in r.placed.runs}
+
+    def move(self, moved_runs: Mapping[Run, Run]) -> None:
+        """Runs lie elsewhere now: old -> new, of equal length."""
+        for resident in self._residents.values():
+            own = {run: moved_runs[run] for run in resident.placed.runs if run in moved_runs}
+            if own:
+                resident.placed = resident.placed.moved(own)
 
     def references(self) -> Iterator[int]:
         """Every page id that a resident adapter holds, for `PagePool.check_integrity`."""
@@ -93,16 +191,41 @@ class AdapterCache:
         """Adapters with at least one pin."""
         return {key: resident.pins for key, resident in self._residents.items() if resident.pins}
 
-    def _num_idle_pages(self) -> int:
-        return sum(count for r in self._residents.values() if not r.pins for _, count in r.placed.runs)
+    def check_integrity(self) -> None:
+        """Raises: AssertionError: pages do not add up, or an idle adapter could never be evicted."""
+        residents = self._residents.items()
+        idle = {key: r for key, r in residents if r.is_idle}
+        assert self.num_pages == sum(r.placed.num_pages for _, r in residents), "adapter pages do not add up"
+        assert self.num_idle_pages == sum(r.placed.num_pages for r in idle.values()), "idle pages do not add up"
+        assert all(r.is_ready for _, r in residents if r.pins), "an adapter is in use before it is there"
+        queued = set(self._queue)
+        assert all((r.worth, key) in queued for key, r in idle.items()), "an idle adapter is not in the queue"
 
-    def _try_place(self, layout: AdapterLayout, keep_free: int) -> PlacedAdapter | None:
-        run = self._pool.allocate_run(self.pages_for(layout))
-        if run is not None:
-            placed = layout.place([run], self._page_bytes)
-            assert placed is not None, "one run of the layout's own size always fits"
-            return placed
-        return self._place_in_pieces(layout, keep_free)
+    def _idle_again(self, key: AdapterKey, resident: _Resident) -> None:
+        pages = resident.placed.num_pages
+        seconds = self._seconds_to_return(key, resident.placed.layout)
+        resident.worth = self._clock + max(1, resident.uses) * seconds / max(1, pages)
+        self.num_idle_pages += pages
+        heapq.heappush(self._queue, (resident.worth, key))
+        if len(self._queue) > 4 * len(self._residents) + 64:
+            self._queue = [(r.worth, k) for k, r in self._residents.items() if r.is_idle]
+            heapq.heapify(self._queue)
+
+    def _remove(self, key: AdapterKey, resident: _Resident) -> None:
+        del self._residents[key]
+        self.num_pages -= resident.placed.num_pages
+        self.pool.release(resident.placed.pages)
+
+    def _place_in_one(self, layout: AdapterLayout, keep_free: int) -> PlacedAdapter | None:
+        pages = self.pages_for(layout)
+        if self.pool.num_free < pages + keep_free:
+            return None
+        run = self.pool.allocate_run(pages)
+        if run is None:
+            return None
+        placed = layout.place([run], self._page_bytes)
+        assert placed is not None, "one run of the layout's own size always fits"
+        return placed
 
     def _place_in_pieces(self, layout: AdapterLayout, keep_free: int) -> PlacedAdapter | None:
         """Split at panel borders over the longest free runs. Ends of runs are lost, so it may take a few pages more.
@@ -110,13 +233,13 @@ class AdapterCache:
         Runs come longest first, so a panel that does not fit the next one fits none: there is at most one a panel.
         """
         num_panels = max(len(sizes) for sizes in layout.panel_bytes)
-        runs = sorted(self._pool.free_runs_from_top(), key=lambda run: -run[1])[:num_panels]
+        runs = heapq.nlargest(num_panels, self.pool.free_runs(), key=lambda run: (run[1], run[0]))
         placed = layout.place(runs, self._page_bytes)
         if placed is None:
             return None
         placed = placed.trimmed()
-        if self._pool.num_free - len(placed.pages) < keep_free:
+        if self.pool.num_free - placed.num_pages < keep_free:
             return None
         for used in placed.runs:
-            self._pool.take_run(used)
+            self.pool.take_run(used)
         return placed

@@ -1,148 +1,213 @@
-"""Adapters from the store to host memory, packed on the way: inline for offline use, in threads for a server.
+"""The hands of `AdapterTiers`: disk -> host memory -> pool, inline for offline use, in threads for a server.
 
-The engine submits and polls; it never waits. A load that fails is a result like any other, with the reason.
+The engine orders and polls; it never waits. What fails is a report like any other, with the reason. Loads have threads
+of their own, so that a slow disk holds up neither copies nor, up to `NUM_LOAD_THREADS` of them, other loads.
 """
 
 import logging
 import queue
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from enum import Enum
 from typing import Protocol
 
-import torch
-
-from adapter_store.errors import AdapterError
-from adapter_store.host_cache import HostCache
+from adapter_store.errors import AdapterError, LoadCancelled
 from adapter_store.spec import AdapterKey
-from adapter_store.store import AdapterStore
-from lorasrv.adapter_pack import PackedAdapter, pack_adapter
-from lorasrv.base_shapes import adapter_layout
-from lorasrv.models.spec import ModelSpec
+from lorasrv.adapter_pack import PackedAdapter
+from lorasrv.adapter_source import AdapterSource
 from lorasrv.threads import compute_alone
-from sgmv_kernels.layout import LAYOUT_VERSION, AdapterLayout
+from sgmv_kernels.layout import PlacedAdapter
 
 _LOG = logging.getLogger(__name__)
-NUM_LOADER_THREADS = 2
-NUM_CACHED_LAYOUTS = 1024
+NUM_LOAD_THREADS = 8
+
+WriteAdapter = Callable[[PackedAdapter, PlacedAdapter], None]
+"""Fills an adapter's pages; returns once they may be read."""
 
 
-class AdapterSource:
-    """Store and host cache behind one door. Called from loader threads and from the event loop's workers at once."""
+class Done(Enum):
+    """What a report is about."""
 
-    def __init__(
-        self, store: AdapterStore, host_cache: HostCache[PackedAdapter], spec: ModelSpec, dtype: torch.dtype
-    ) -> None:
-        self._store = store
-        self._host_cache = host_cache
-        self._spec = spec
-        self._dtype = dtype
-        self.layout = lru_cache(maxsize=NUM_CACHED_LAYOUTS)(self._layout)
-
-    @property
-    def host_cache_bytes(self) -> int:
-        return self._host_cache.stats().bytes_used
-
-    def cached(self, key: AdapterKey) -> PackedAdapter | None:
-        """The packed adapter if it is in host memory; never waits for a disk."""
-        return self._host_cache.get(self._cache_key(key))
-
-    def fetch(self, key: AdapterKey) -> PackedAdapter:
-        """The packed adapter, from host memory if it is there.
-
-        Raises:
-            AdapterError: it is not in the store any more, or damaged.
-            OSError: the disk failed.
-        """
-        cached = self.cached(key)
-        if cached is not None:
-            return cached
-        packed = pack_adapter(self._spec, self.layout(key), self._store.load(key), self._dtype)
-        if packed.nbytes <= self._host_cache.max_bytes:
-            self._host_cache.put(self._cache_key(key), packed, packed.nbytes)
-        return packed
-
-    def _layout(self, key: AdapterKey) -> AdapterLayout:
-        """How an adapter lies in pages; known from its ranks, without reading its weights."""
-        return adapter_layout(self._spec, self._store.spec(key), self._dtype.itemsize)
-
-    def _cache_key(self, key: AdapterKey) -> tuple[AdapterKey, int, str]:
-        return (key, LAYOUT_VERSION, str(self._dtype))
+    LOADED = "loaded"
+    COPIED = "copied"
+    FAILED = "failed"
 
 
 @dataclass(frozen=True, slots=True)
-class LoadResult:
-    """A finished load: the packed adapter, or why there is none."""
+class LoaderReport:
+    """A finished part of the way. `seconds` it took; `from_disk` tells whether a load had to read it."""
 
     key: AdapterKey
-    packed: PackedAdapter | None
-    error: str | None = None
+    done: Done
+    seconds: float = 0.0
+    nbytes: int = 0
+    from_disk: bool = False
+    error: str = ""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One adapter's way, from its load to the end of its copy. The host copy is pinned in between."""
+
+    key: AdapterKey
+    cancelled: bool = False
+    packed: PackedAdapter | None = None
 
 
 class Loader(Protocol):
-    """Brings adapters to host memory."""
+    """Brings adapters to host memory and from there to the pool."""
 
-    def submit(self, key: AdapterKey) -> None:
-        """Begin a load. Its result comes from `poll`, once."""
+    def load(self, key: AdapterKey) -> None:
+        """Begin to bring an adapter to host memory, and keep it there until it is copied or cancelled."""
 
-    def poll(self) -> list[LoadResult]:
-        """Loads that have finished since the last call; never waits."""
+    def copy(self, key: AdapterKey, placed: PlacedAdapter) -> None:
+        """Begin to fill its pages."""
+
+    def cancel(self, key: AdapterKey) -> None:
+        """Nobody wants it any more: no report will come."""
+
+    def poll(self) -> list[LoaderReport]:
+        """What has finished since the last call; never waits."""
 
     def close(self) -> None:
-        """Begin no more loads and forget the queued ones."""
+        """Begin nothing more and forget what is queued."""
 
 
 class InlineLoader:
-    """Loads at once, in the caller's thread."""
+    """Does everything at once, in the caller's thread."""
 
-    def __init__(self, source: AdapterSource) -> None:
-        self._source = source
-        self._results: list[LoadResult] = []
+    def __init__(self, source: AdapterSource, write: WriteAdapter) -> None:
+        self._work = _Work(source, write)
+        self._jobs: dict[AdapterKey, _Job] = {}
+        self._reports: list[LoaderReport] = []
 
-    def submit(self, key: AdapterKey) -> None:
-        self._results.append(_load(self._source, key))
+    def load(self, key: AdapterKey) -> None:
+        job = self._jobs[key] = _Job(key)
+        self._reports.append(self._work.load(job))
 
-    def poll(self) -> list[LoadResult]:
-        results, self._results = self._results, []
-        return results
+    def copy(self, key: AdapterKey, placed: PlacedAdapter) -> None:
+        self._reports.append(self._work.copy(self._jobs.pop(key), placed))
+
+    def cancel(self, key: AdapterKey) -> None:
+        self._work.let_go(self._jobs.pop(key))
+        self._reports = [report for report in self._reports if report.key != key]
+
+    def poll(self) -> list[LoaderReport]:
+        reports, self._reports = self._reports, []
+        for report in reports:
+            if report.done is Done.FAILED:
+                self._jobs.pop(report.key, None)
+        return reports
 
     def close(self) -> None:
-        self._results.clear()
+        for job in self._jobs.values():
+            self._work.let_go(job)
+        self._jobs.clear()
 
 
 class ThreadedLoader:
-    """Loads in a few threads; calls `on_ready` (from them) whenever a result can be polled."""
+    """Works in threads; calls `on_ready` (from them) whenever a report can be polled.
 
-    def __init__(self, source: AdapterSource, on_ready: Callable[[], None]) -> None:
-        self._source = source
+    Everything but the work itself happens in the thread that calls, the engine's.
+    """
+
+    def __init__(self, source: AdapterSource, write: WriteAdapter, on_ready: Callable[[], None]) -> None:
+        self._work = _Work(source, write)
         self._on_ready = on_ready
-        self._results: queue.SimpleQueue[LoadResult] = queue.SimpleQueue()
-        self._threads = ThreadPoolExecutor(NUM_LOADER_THREADS, "adapter-loader", initializer=compute_alone)
+        self._jobs: dict[AdapterKey, _Job] = {}
+        self._reports: queue.SimpleQueue[tuple[_Job, LoaderReport]] = queue.SimpleQueue()
+        self._load_threads = ThreadPoolExecutor(NUM_LOAD_THREADS, "adapter-load", initializer=compute_alone)
+        self._copy_thread = ThreadPoolExecutor(1, "adapter-copy", initializer=compute_alone)
 
-    def submit(self, key: AdapterKey) -> None:
-        self._threads.submit(self._run, key)
+    def load(self, key: AdapterKey) -> None:
+        assert key not in self._jobs, f"adapter {key} is on its way"
+        job = self._jobs[key] = _Job(key)
+        self._load_threads.submit(self._run, job, lambda: self._work.load(job))
 
-    def poll(self) -> list[LoadResult]:
-        return [self._results.get_nowait() for _ in range(self._results.qsize())]
+    def copy(self, key: AdapterKey, placed: PlacedAdapter) -> None:
+        job = self._jobs[key]
+        self._copy_thread.submit(self._run, job, lambda: self._work.copy(job, placed))
+
+    def cancel(self, key: AdapterKey) -> None:
+        job = self._jobs.pop(key)
+        job.cancelled = True
+        # A load that still runs lets go when its report is polled.
+        if job.packed is not None:
+            self._work.let_go(job)
+
+    def poll(self) -> list[LoaderReport]:
+        reports = []
+        for _ in range(self._reports.qsize()):
+            job, report = self._reports.get_nowait()
+            if job.cancelled:
+                self._work.let_go(job)
+                continue
+            if report.done is not Done.LOADED:
+                del self._jobs[report.key]
+            reports.append(report)
+        return reports
 
     def close(self) -> None:
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        for job in self._jobs.values():
+            job.cancelled = True
+        for threads in (self._load_threads, self._copy_thread):
+            threads.shutdown(wait=True, cancel_futures=True)
+        self.poll()
 
-    def _run(self, key: AdapterKey) -> None:
-        self._results.put(_load(self._source, key))
+    def _run(self, job: _Job, work: Callable[[], LoaderReport]) -> None:
+        self._reports.put((job, work()))
         self._on_ready()
 
 
-def _load(source: AdapterSource, key: AdapterKey) -> LoadResult:
+class _Work:
+    """The two parts of the way, and the pin on the host copy between them."""
+
+    def __init__(self, source: AdapterSource, write: WriteAdapter) -> None:
+        self._source = source
+        self._write = write
+
+    def load(self, job: _Job) -> LoaderReport:
+        begun = time.perf_counter()
+
+        def read() -> LoaderReport:
+            packed, from_disk = self._source.fetch_pinned(job.key, lambda: job.cancelled)
+            job.packed = packed
+            return LoaderReport(job.key, Done.LOADED, time.perf_counter() - begun, packed.nbytes, from_disk)
+
+        return _reported(job.key, read)
+
+    def copy(self, job: _Job, placed: PlacedAdapter) -> LoaderReport:
+        begun = time.perf_counter()
+
+        def write() -> LoaderReport:
+            assert job.packed is not None, "an adapter is loaded before it is copied"
+            self._write(job.packed, placed)
+            return LoaderReport(job.key, Done.COPIED, time.perf_counter() - begun, job.packed.nbytes)
+
+        try:
+            return _reported(job.key, write)
+        finally:
+            self.let_go(job)
+
+    def let_go(self, job: _Job) -> None:
+        if job.packed is not None:
+            self._source.unpin(job.key)
+            job.packed = None
+
+
+def _reported(key: AdapterKey, work: Callable[[], LoaderReport]) -> LoaderReport:
     try:
-        return LoadResult(key, source.fetch(key))
+        return work()
+    except LoadCancelled:
+        return LoaderReport(key, Done.FAILED, error="cancelled")
     except AdapterError as error:
-        return LoadResult(key, None, str(error))
+        return LoaderReport(key, Done.FAILED, error=str(error))
     except OSError as error:
         _LOG.exception("reading adapter %s failed", key)
-        return LoadResult(key, None, f"reading the adapter failed: {error.strerror}")
+        return LoaderReport(key, Done.FAILED, error=f"reading the adapter failed: {error.strerror}")
     except Exception:
         # A bad adapter must not take a loader thread and every later load with it; the log has the trace.
         _LOG.exception("loading adapter %s failed", key)
-        return LoadResult(key, None, "loading the adapter failed; the server's log says why")
+        return LoaderReport(key, Done.FAILED, error="loading the adapter failed; the server's log says why")

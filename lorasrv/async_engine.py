@@ -11,22 +11,34 @@ import queue
 import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any, Unpack
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.adapter_loader import Loader, ThreadedLoader
+from lorasrv.admission import RequestOptions, further_choices
 from lorasrv.build import BuiltModel, Progress, build
 from lorasrv.config import EngineConfig
 from lorasrv.detokenizer import Detokenizer
 from lorasrv.engine import Engine
-from lorasrv.errors import AdapterLoadFailed, EngineDead, EngineOverloaded
+from lorasrv.errors import AdapterCold, AdapterLoadFailed, EngineDead, EngineOverloaded
 from lorasrv.loaders import open_checkpoint
 from lorasrv.output import OutputProcessor
+from lorasrv.pool_map import PoolMap
+from lorasrv.questions import Answer, AskTier, DescribePool, PinAdapter, Question, Reached, WarmAdapter
 from lorasrv.request import AddRequest, EngineOutput, RequestId, RequestOutput, SamplingParams
 from lorasrv.threads import compute_alone, compute_in_parallel
 from lorasrv.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ask:
+    """A question, whose answer comes back under this number; None: nobody waits for it any more."""
+
+    number: int
+    question: Question | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +57,7 @@ class _Stop:
     """The server ends."""
 
 
-_Message = AddRequest | _End | _Wake | _Stop
+_Message = AddRequest | _Ask | _End | _Wake | _Stop
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
@@ -53,6 +65,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     Raises (from iteration):
         AdapterLoadFailed: the adapter could not be brought in; nothing was generated.
+        AdapterCold: it is not in the pool and the request would not wait.
         EngineDead: the engine thread ended before the request did.
     """
 
@@ -93,7 +106,9 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._engine.forget(self.request_id)
             if output.finish_reason is None:
                 self._engine.end(self.request_id, stopped=True)
-        if result.error is not None and not result.num_generated_tokens:
+        if result.error is not None and result.retry_after_s is not None:
+            self._outputs.put_nowait(AdapterCold(result.error, retry_after_s=result.retry_after_s))
+        elif result.error is not None and not result.num_generated_tokens:
             self._outputs.put_nowait(AdapterLoadFailed(result.error))
         else:
             self._outputs.put_nowait(result)
@@ -113,17 +128,19 @@ class AsyncEngine:
         self.tokenizer: Tokenizer = model.tokenizer
         self.chat_template = model.chat_template
         self.max_model_len = model.parts.max_model_len
-        self.page_size_tokens = model.parts.kv.page_size
+        self.page_size_tokens = model.parts.books.kv.page_size
         self.error: str | None = None
         self._max_queued = max_queued
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         loader: Loader | None = None
         if model.parts.source is not None:
-            loader = ThreadedLoader(model.parts.source, lambda: self._inbox.put(_Wake()))
+            write = model.parts.runner.write_adapter
+            loader = ThreadedLoader(model.parts.source, write, lambda: self._inbox.put(_Wake()))
         self._engine = Engine(model.parts, loader)
         self.metrics = self._engine.metrics
         self._streams: dict[RequestId, RequestStream] = {}
+        self._questions: dict[int, asyncio.Future[Any]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -163,9 +180,8 @@ class AsyncEngine:
         prompt: str | Sequence[int],
         sampling: SamplingParams,
         *,
-        adapter: AdapterKey | None = None,
         request_id: str | None = None,
-        principal: str = "anonymous",
+        **options: Unpack[RequestOptions],
     ) -> RequestStream:
         """Accept a request, or refuse it here and now.
 
@@ -173,43 +189,103 @@ class AsyncEngine:
             prompt: text, or token ids as they are.
             sampling: `max_tokens` None takes the rest of the context, or of the pool.
             request_id: a label for logs; the engine's own id is made unique.
-            adapter: which adapter answers; None is the base.
         Raises:
-            InvalidRequest: the prompt is empty or names a token that does not exist.
+            InvalidRequest: the prompt is empty or names a token that does not exist, or the adapter fits nowhere.
             ContextLengthExceeded: it can never fit.
+            AdapterError: the adapter is not in the store any more, or damaged.
             EngineOverloaded: too many are queued.
             EngineDead: nothing is answered any more.
         """
-        rid = RequestId(f"{request_id or 'req'}#{next(self._numbers)}")
-        message = await asyncio.to_thread(self._admit, rid, prompt, sampling, adapter, principal)
-        num_prompt_tokens = len(message.prompt_token_ids)
-        processor = OutputProcessor(num_prompt_tokens, sampling, Detokenizer(self.tokenizer))
-        stream = RequestStream(self, rid, processor, num_prompt_tokens)
+        return (await self.add_choices(prompt, sampling, 1, request_id=request_id, **options))[0]
+
+    async def add_choices(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        count: int,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[RequestStream]:
+        """As `add`, for several answers to one prompt, whose pages they share. A seed counts up from choice to choice.
+
+        Raises: as `add`; then none of them is accepted.
+        """
+        label = request_id or "req"
+        rids = [RequestId(f"{label}#{next(self._numbers)}") for _ in range(count)]
+        messages = await asyncio.to_thread(self._admit, rids, prompt, sampling, options)
         # Nothing is awaited from here on, so that no stream is registered after the last one was told of the end.
         if not self.is_alive:
             raise EngineDead(self.error or "the engine is not running")
-        if len(self._streams) >= self._max_queued:
+        if len(self._streams) + count > self._max_queued:
             raise EngineOverloaded(f"{len(self._streams)} requests are queued already", retry_after_s=1.0)
-        self._streams[rid] = stream
-        self._inbox.put(message)
-        return stream
+        streams = [self._open(message) for message in messages]
+        for message in messages:
+            self._inbox.put(message)
+        return streams
 
     async def generate(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
         *,
-        adapter: AdapterKey | None = None,
         request_id: str | None = None,
-        principal: str = "anonymous",
+        **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
         """`add`, then its outputs; leaving the loop early aborts the request."""
-        stream = await self.add(prompt, sampling, adapter=adapter, request_id=request_id, principal=principal)
+        stream = await self.add(prompt, sampling, request_id=request_id, **options)
         try:
             async for output in stream:
                 yield output
         finally:
             await stream.aclose()
+
+    async def warm(self, adapter: AdapterKey, deadline_s: float) -> Reached:
+        """Bring an adapter to the pool before the deadline; says where it is when it is there, or at the deadline.
+
+        Raises:
+            InvalidRequest: it fits nowhere.
+            AdapterLoadFailed, AdapterError: it cannot be brought in.
+            EngineDead: nothing is answered any more.
+        """
+        layout = await asyncio.to_thread(self._engine.admission.layout, adapter)
+        try:
+            async with asyncio.timeout(deadline_s):
+                reached: Reached = await self._ask(WarmAdapter(adapter, layout, deadline_s))
+        except TimeoutError:
+            reached = await self._ask(AskTier(adapter))
+        return reached
+
+    async def pin(self, adapter: AdapterKey, *, pinned: bool) -> Reached:
+        """Keep an adapter in the pool until it is unpinned, or let it go. Raises: as `warm`, or it is one too many."""
+        layout = await asyncio.to_thread(self._engine.admission.layout, adapter)
+        reached: Reached = await self._ask(PinAdapter(adapter, layout, pinned))
+        return reached
+
+    async def pool_map(self) -> PoolMap:
+        """Who holds which pages. Raises: EngineDead."""
+        described: PoolMap = await self._ask(DescribePool())
+        return described
+
+    async def _ask(self, question: Question) -> Any:
+        """The answer's content; if it is an exception, that is raised."""
+        if not self.is_alive:
+            raise EngineDead(self.error or "the engine is not running")
+        number = next(self._numbers)
+        future = self._questions[number] = asyncio.get_running_loop().create_future()
+        self._inbox.put(_Ask(number, question))
+        try:
+            return await future
+        finally:
+            if self._questions.pop(number, None) is not None:
+                self._inbox.put(_Ask(number, None))
+
+    def _open(self, message: AddRequest) -> RequestStream:
+        num_prompt_tokens = len(message.prompt_token_ids)
+        processor = OutputProcessor(num_prompt_tokens, message.sampling, Detokenizer(self.tokenizer))
+        stream = RequestStream(self, message.request_id, processor, num_prompt_tokens)
+        self._streams[message.request_id] = stream
+        return stream
 
     def forget(self, request_id: RequestId) -> None:
         """A stream takes no more outputs."""
@@ -221,14 +297,14 @@ class AsyncEngine:
 
     def _admit(
         self,
-        request_id: RequestId,
+        request_ids: Sequence[RequestId],
         prompt: str | Sequence[int],
         sampling: SamplingParams,
-        adapter: AdapterKey | None,
-        principal: str,
-    ) -> AddRequest:
+        options: RequestOptions,
+    ) -> list[AddRequest]:
         ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
-        return self._engine.admit(request_id, ids, sampling, adapter, principal)
+        first = self._engine.admission.admit(request_ids[0], ids, sampling, **options)
+        return [first, *further_choices(first, request_ids[1:])]
 
     # The engine thread.
 
@@ -238,9 +314,10 @@ class AsyncEngine:
             idle = True
             while self._drain_inbox(wait=idle):
                 outputs = self._engine.step()
+                answers = self._engine.take_answers()
                 idle = not self._engine.made_progress
-                if outputs:
-                    self._post(outputs)
+                if outputs or answers:
+                    self._post(outputs, answers)
         except Exception as error:
             _LOG.exception("the engine thread died")
             assert self._loop is not None
@@ -254,6 +331,11 @@ class AsyncEngine:
             match message:
                 case AddRequest():
                     self._engine.add_request(message)
+                case _Ask():
+                    if message.question is None:
+                        self._engine.forget_question(message.number)
+                    else:
+                        self._engine.ask(message.number, message.question)
                 case _End():
                     (self._engine.stop if message.stopped else self._engine.abort)(message.request_id)
                 case _Stop():
@@ -262,13 +344,15 @@ class AsyncEngine:
                     pass
         return True
 
-    def _post(self, outputs: list[EngineOutput]) -> None:
+    def _post(self, outputs: list[EngineOutput], answers: list[Answer]) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._deliver, outputs)
+        self._loop.call_soon_threadsafe(self._deliver, outputs, answers)
 
     # Back in the event loop.
 
-    def _deliver(self, outputs: list[EngineOutput]) -> None:
+    def _deliver(self, outputs: list[EngineOutput], answers: list[Answer]) -> None:
+        for answer in answers:
+            self._reply(answer)
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:
@@ -282,8 +366,19 @@ class AsyncEngine:
                 self.end(output.request_id, stopped=False)
                 stream.fail(error)
 
+    def _reply(self, answer: Answer) -> None:
+        future = self._questions.pop(answer.number, None)
+        if future is None or future.done():
+            return
+        if isinstance(answer.content, Exception):
+            future.set_exception(answer.content)
+        else:
+            future.set_result(answer.content)
+
     def _fail_all(self, reason: str) -> None:
         self.error = self.error or reason
+        for number in list(self._questions):
+            self._reply(Answer(number, EngineDead(reason)))
         for stream in list(self._streams.values()):
             stream.fail(EngineDead(reason))
         self._streams.clear()

@@ -10,19 +10,17 @@ import torch
 
 from adapter_store.host_cache import HostCache
 from adapter_store.store import AdapterStore
-from lorasrv.adapter_cache import AdapterCache
-from lorasrv.adapter_loader import AdapterSource
+from lorasrv.adapter_source import AdapterSource
 from lorasrv.chat_template import ChatTemplate
 from lorasrv.config import EngineConfig, MemoryOptions
 from lorasrv.device_memory import DeviceMemory, page_bytes
 from lorasrv.engine import EngineParts
 from lorasrv.errors import ConfigError
-from lorasrv.kv_cache import KVCacheManager
 from lorasrv.loaders import Checkpoint, WeightMeter
 from lorasrv.model_runner import ModelRunner
 from lorasrv.models.spec import ModelSpec
 from lorasrv.models.weights import load_weights
-from lorasrv.page_pool import PagePool
+from lorasrv.pool_books import PoolBooks, PoolGeometry
 from lorasrv.quant import get_format
 from lorasrv.scheduler import Scheduler
 from lorasrv.tokenizer import Tokenizer
@@ -65,17 +63,15 @@ def build(
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
     memory = _memory(config.memory, spec, kv_dtype, device)
-    pool = PagePool(memory.num_pages)
-    kv = KVCacheManager(pool, memory.page_size)
-    adapters = AdapterCache(pool, memory.page_bytes)
-    eos = frozenset(spec.eos_token_ids)
+    adapters = AdapterSource(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None
+    is_on_host = adapters.is_on_host if adapters else lambda _: False
+    geometry = PoolGeometry(memory.num_pages, memory.page_size, memory.page_bytes, spec.num_layers)
+    books = PoolBooks.make(geometry, config.memory, config.scheduler.preemption, is_on_host)
     parts = EngineParts(
-        pool=pool,
-        kv=kv,
-        adapters=adapters,
-        scheduler=Scheduler(config.scheduler, pool, kv, adapters, eos),
+        books=books,
+        scheduler=Scheduler(config.scheduler, books, frozenset(spec.eos_token_ids), is_on_host),
         runner=ModelRunner(weights, memory, dtype, max_model_len, ops),
-        source=AdapterSource(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None,
+        source=adapters,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         weight_bytes=weights.nbytes,

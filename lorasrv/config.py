@@ -10,6 +10,7 @@ BUILTIN_MODEL = "smollm2-135m"
 DTYPES = ("bfloat16", "float32")
 DEVICES = ("auto", "cpu")
 KERNELS = ("auto", "torch", "numba")
+PREEMPTIONS = ("auto", "recompute", "swap")
 
 
 def default_store_dir() -> Path:
@@ -38,7 +39,11 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """The one pool, and host memory beside it. `pool_bytes` None takes `pool_fraction` of what is free."""
+    """The one pool, and host memory beside it. `pool_bytes` None takes `pool_fraction` of what is free.
+
+    `adapter_floor_fraction` of the pool's pages stay with adapters while only new requests' keys and values want them.
+    `adapter_pool_fraction` splits the pool for good, as other servers do; None, the default, shares all of it.
+    """
 
     pool_bytes: int | None = None
     pool_fraction: float = 0.25
@@ -46,6 +51,10 @@ class MemoryOptions:
     page_size_tokens: int = 16
     host_cache_bytes: int = 1 << 30
     max_lora_rank: int = 256
+    swap_bytes: int = 1 << 28
+    prefix_caching: bool = True
+    adapter_floor_fraction: float = 0.125
+    adapter_pool_fraction: float | None = None
 
     def __post_init__(self) -> None:
         _one_of("--kv-dtype", self.kv_dtype, ("auto", *DTYPES))
@@ -53,8 +62,14 @@ class MemoryOptions:
         _positive("page size in tokens", self.page_size_tokens)
         _positive("--host-cache-bytes", self.host_cache_bytes)
         _positive("--max-lora-rank", self.max_lora_rank)
+        if self.swap_bytes < 0:
+            raise ConfigError(f"--swap-bytes must not be negative, not {self.swap_bytes}; 0 turns swapping off")
         if not 0.0 < self.pool_fraction <= 0.95:
             raise ConfigError(f"pool fraction must be above 0 and at most 0.95, not {self.pool_fraction}")
+        if not 0.0 <= self.adapter_floor_fraction < 1.0:
+            raise ConfigError(f"adapter floor must be at least 0 and below 1, not {self.adapter_floor_fraction}")
+        if self.adapter_pool_fraction is not None and not 0.0 < self.adapter_pool_fraction < 1.0:
+            raise ConfigError(f"--adapter-pool-fraction must be above 0 and below 1, not {self.adapter_pool_fraction}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +79,10 @@ class SchedulerOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_num_queued_seqs: int = 4096
+    preemption: str = "auto"
 
     def __post_init__(self) -> None:
+        _one_of("--preemption", self.preemption, PREEMPTIONS)
         _positive("--max-num-seqs", self.max_num_seqs)
         _positive("--max-num-batched-tokens", self.max_num_batched_tokens)
         _positive("most queued requests", self.max_num_queued_seqs)

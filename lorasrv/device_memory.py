@@ -4,12 +4,16 @@ The same page id names a block in every layer's slab, so neighbouring ids are ne
 pages. No raw pointer leaves this module; views are good for one step.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from lorasrv.adapter_pack import PackedAdapter
 from lorasrv.models.spec import ModelSpec
+from lorasrv.request import RequestId
+from lorasrv.step import CopyPages, DropSwap, PageOp, SwapIn, SwapOut
 from sgmv_kernels.kv_pages import KV, KvPages, kv_pages
 from sgmv_kernels.layout import PlacedAdapter
 
@@ -29,6 +33,7 @@ class DeviceMemory:
         self.page_size = page_size
         self.page_bytes = page_bytes(spec, page_size, kv_dtype)
         self._slabs = _zeros((spec.num_layers, num_pages * self.page_bytes), device)
+        self._swapped: dict[RequestId, Tensor] = {}
         self._kv = [kv_pages(slab, kv_dtype, spec.num_kv_heads, page_size, spec.head_dim) for slab in self._slabs]
 
     @property
@@ -47,8 +52,34 @@ class DeviceMemory:
         """One layer of the pool as keys and values."""
         return self._kv[layer]
 
+    def apply(self, ops: Sequence[PageOp]) -> int:
+        """Do page operations in their order; returns how many bytes went to or came from host memory."""
+        pages = self._slabs.view(len(self._slabs), self.num_pages, self.page_bytes)
+        swapped = 0
+        for op in ops:
+            match op:
+                case CopyPages():
+                    sources, targets = (self._ids(ids) for ids in zip(*op.copies, strict=True))
+                    pages[:, targets] = pages[:, sources]
+                case SwapOut():
+                    self._swapped[op.request_id] = pages[:, self._ids(op.pages)].cpu()
+                    swapped += self._swapped[op.request_id].nbytes
+                case SwapIn():
+                    kept = self._swapped.pop(op.request_id)
+                    pages[:, self._ids(op.pages)] = kept.to(self.device)
+                    swapped += kept.nbytes
+                case DropSwap():
+                    del self._swapped[op.request_id]
+        return swapped
+
+    def _ids(self, pages: Sequence[int]) -> Tensor:
+        return torch.tensor(pages, dtype=torch.int64, device=self.device)
+
     def write_adapter(self, packed: PackedAdapter, placed: PlacedAdapter) -> None:
-        """Copy an adapter's panels from host memory to their pages, the pieces that lie end to end as one."""
+        """Copy an adapter's panels from host memory to their pages, the pieces that lie end to end as one.
+
+        May run in another thread than the steps: nothing else touches these pages before it is done.
+        """
         for layer in range(placed.layout.num_layers):
             for source, target, size in placed.copies(layer):
                 self._slabs[layer, target : target + size].copy_(packed.data[layer, source : source + size])

@@ -1,34 +1,31 @@
-"""The synchronous heart: add, abort, step. No asyncio, no threads, no text.
+"""The synchronous heart: add, abort, ask, step. No asyncio, no threads, no text.
 
 Everything in here belongs to the one thread that calls `step`; loads run wherever the `Loader` runs them.
 """
 
-import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
-from lorasrv.adapter_cache import AdapterCache
-from lorasrv.adapter_loader import AdapterSource, Loader
-from lorasrv.adapter_pack import PackedAdapter
-from lorasrv.errors import ContextLengthExceeded, InvalidRequest
-from lorasrv.kv_cache import KVCacheManager
+from lorasrv.adapter_loader import Done, Loader, LoaderReport
+from lorasrv.adapter_source import AdapterSource
+from lorasrv.admission import Admission
+from lorasrv.errors import AdapterLoadFailed
 from lorasrv.metrics import EngineMetrics, EngineSnapshot
 from lorasrv.model_runner import ModelRunner
-from lorasrv.page_pool import PagePool
-from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestStatus, SamplingParams
+from lorasrv.pool_books import PoolBooks
+from lorasrv.pool_map import describe_pool
+from lorasrv.questions import Answer, AskTier, DescribePool, PinAdapter, Question, Reached, WarmAdapter
+from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestStatus
 from lorasrv.scheduler import Scheduler
-from lorasrv.step import SchedulerOutput
+from lorasrv.step import AdapterOrders, SchedulerOutput
 
 
 @dataclass(frozen=True)
 class EngineParts:
     """What an engine is put together from; `lorasrv.build` makes them."""
 
-    pool: PagePool
-    kv: KVCacheManager
-    adapters: AdapterCache
+    books: PoolBooks
     scheduler: Scheduler
     runner: ModelRunner
     source: AdapterSource | None
@@ -38,15 +35,27 @@ class EngineParts:
     pool_bytes: int
 
 
+@dataclass(slots=True)
+class _LoadCounters:
+    from_disk: int = 0
+    from_host: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+
+
 class Engine:
     """One model, one pool, one batch after another."""
 
     def __init__(self, parts: EngineParts, loader: Loader | None) -> None:
         self._parts = parts
         self._scheduler = parts.scheduler
+        self._books = parts.books
         self._loader = loader
-        self._arrived: dict[AdapterKey, PackedAdapter] = {}
-        self._steps = self._loads = self._load_failures = 0
+        self.admission = Admission(parts.books, parts.source, parts.max_model_len, parts.vocab_size)
+        self._asked_to_warm: dict[int, tuple[AdapterKey, float]] = {}
+        self._answers: list[Answer] = []
+        self._loads = _LoadCounters()
+        self._steps = 0
         self._last_step_s = 0.0
         self._made_progress = False
         self.metrics = EngineMetrics(self._snapshot())
@@ -61,73 +70,9 @@ class Engine:
         """Whether the last step changed anything; if not, only a message or a load can."""
         return self._made_progress
 
-    def max_new_tokens(self, num_prompt_tokens: int, adapter: AdapterKey | None) -> int:
-        """The rest of the context, or of the pool if that is smaller; at least one. Safe to call from any thread."""
-        pages = self._parts.pool.num_pages - self._adapter_pages(adapter)
-        room = min(self._parts.max_model_len, pages * self._parts.kv.page_size)
-        return max(1, room - num_prompt_tokens)
-
-    def admit(
-        self,
-        request_id: RequestId,
-        token_ids: Sequence[int],
-        sampling: SamplingParams,
-        adapter: AdapterKey | None,
-        principal: str = "anonymous",
-    ) -> AddRequest:
-        """The message for `add_request`, or a refusal. Safe to call from any thread.
-
-        `max_tokens` None takes the rest of the context or of the pool; a random request gets a seed.
-        Raises:
-            InvalidRequest: the prompt is empty or names a token that does not exist.
-            ContextLengthExceeded: it can never fit.
-        """
-        if not token_ids:
-            raise InvalidRequest("the prompt is empty", param="prompt")
-        if not all(0 <= t < self._parts.vocab_size for t in token_ids):
-            raise InvalidRequest(f"token ids must lie in [0, {self._parts.vocab_size})", param="prompt")
-        max_tokens = sampling.max_tokens or self.max_new_tokens(len(token_ids), adapter)
-        self.check_fits(len(token_ids), max_tokens, adapter)
-        if sampling.seed is None and not sampling.is_greedy:
-            sampling = replace(sampling, seed=secrets.randbits(63))
-        return AddRequest(request_id, tuple(token_ids), max_tokens, sampling, adapter, principal)
-
-    def check_fits(self, num_prompt_tokens: int, max_tokens: int, adapter: AdapterKey | None) -> None:
-        """Refuse a request that could never run, however empty the pool. Safe to call from any thread.
-
-        Raises:
-            ContextLengthExceeded: with the numbers.
-            InvalidRequest: it names an adapter, but there is no store.
-        """
-        total = num_prompt_tokens + max_tokens
-        if total > self._parts.max_model_len:
-            raise ContextLengthExceeded(
-                f"the context holds {self._parts.max_model_len} tokens, but the request asks for {total}: "
-                f"{num_prompt_tokens} of the prompt and {max_tokens} to generate (max_tokens)",
-                param="max_tokens" if num_prompt_tokens < self._parts.max_model_len else "messages",
-            )
-        kv_pages = self._parts.kv.pages_for(total)
-        adapter_pages = self._adapter_pages(adapter)
-        if kv_pages + adapter_pages > self._parts.pool.num_pages:
-            raise ContextLengthExceeded(
-                f"the pool has {self._parts.pool.num_pages} pages, but the request needs {kv_pages + adapter_pages}: "
-                f"{kv_pages} for {total} tokens and {adapter_pages} for the adapter; lower max_tokens "
-                "or start the server with a larger --pool-bytes",
-                param="max_tokens",
-            )
-
     def add_request(self, message: AddRequest) -> None:
-        """Queue a request that `check_fits` has passed."""
-        key, source = message.adapter_key, self._parts.source
-        if key is None:
-            self._scheduler.add(message)
-            return
-        assert source is not None, "check_fits refuses adapters without a store"
-        packed = source.cached(key)
-        self._scheduler.add(message, AdapterTier.DISK if packed is None else AdapterTier.HOST)
-        if packed is not None:
-            self._arrived[key] = packed
-            self._scheduler.adapter_loaded(key, packed.layout)
+        """Queue a request that `Admission` has passed."""
+        self._scheduler.add(message)
 
     def abort(self, request_id: RequestId) -> None:
         """End a request before the next step; nothing happens if it has ended."""
@@ -137,12 +82,32 @@ class Engine:
         """As `abort`, of a request whose text has met a stop string."""
         self._scheduler.end(request_id, RequestStatus.FINISHED_STOPPED)
 
+    def ask(self, number: int, question: Question) -> None:
+        """Have a question answered, by `take_answers`, under this number: at once, or when the adapter has come."""
+        match question:
+            case DescribePool():
+                self._answer(number, describe_pool(self._books, self._scheduler))
+            case AskTier():
+                self._answer(number, Reached(self._scheduler.tier(question.key)))
+            case WarmAdapter():
+                self._warm(number, question)
+            case PinAdapter():
+                self._pin(number, question)
+
+    def take_answers(self) -> list[Answer]:
+        """Answers since the last call."""
+        answers, self._answers = self._answers, []
+        return answers
+
     def step(self) -> list[EngineOutput]:
         """Compute one batch, and say what it brought for each request."""
-        self._take_loads()
+        self._take_reports()
         step = self._scheduler.schedule()
-        self._begin_loads(step.loads)
-        output = self._parts.runner.run(step, self._arrived)
+        self._arrange(step)
+        self._give_orders(step.orders)
+        begun = time.perf_counter()
+        output = self._parts.runner.run(step)
+        self._books.costs.observe_step(step.num_tokens, time.perf_counter() - begun)
         outputs = self._scheduler.update_from_output(step, output.sampled)
         self._finish_step(step)
         return outputs
@@ -155,57 +120,125 @@ class Engine:
         if self._loader is not None:
             self._loader.close()
 
-    def _adapter_pages(self, adapter: AdapterKey | None) -> int:
-        if adapter is None:
-            return 0
-        if self._parts.source is None:
-            raise InvalidRequest("this engine has no store of adapters", param="adapter_id")
-        return self._parts.adapters.pages_for(self._parts.source.layout(adapter))
+    # Adapters on their way.
 
-    def _take_loads(self) -> None:
-        for result in self._loader.poll() if self._loader is not None else ():
-            if result.packed is None:
-                self._load_failures += 1
-                self._scheduler.adapter_failed(result.key, result.error or "loading the adapter failed")
-            else:
-                self._loads += 1
-                self._arrived[result.key] = result.packed
-                self._scheduler.adapter_loaded(result.key, result.packed.layout)
+    def _take_reports(self) -> None:
+        for report in self._loader.poll() if self._loader is not None else ():
+            match report.done:
+                case Done.LOADED:
+                    self._count_load(report)
+                    self._books.tiers.loaded(report.key)
+                case Done.COPIED:
+                    self._books.costs.copy.observe(report.seconds, report.nbytes)
+                    self._scheduler.adapter_copied(report.key)
+                    self._reached(report.key)
+                case Done.FAILED:
+                    self._loads.failures += 1
+                    self._scheduler.adapter_failed(report.key, report.error)
+                    self._reached(report.key, AdapterLoadFailed(report.error))
 
-    def _begin_loads(self, keys: tuple[AdapterKey, ...]) -> None:
-        for key in keys:
-            assert self._loader is not None
-            self._loader.submit(key)
+    def _count_load(self, report: LoaderReport) -> None:
+        self._loads.seconds += report.seconds
+        if report.from_disk:
+            self._loads.from_disk += 1
+            self._books.costs.load.observe(report.seconds, report.nbytes)
+        else:
+            self._loads.from_host += 1
+
+    def _arrange(self, step: SchedulerOutput) -> None:
+        begun = time.perf_counter()
+        swapped = self._parts.runner.arrange(step.page_ops)
+        self._books.costs.page_copy.observe(time.perf_counter() - begun, swapped)
+
+    def _give_orders(self, orders: AdapterOrders) -> None:
+        if self._loader is None:
+            return
+        for key in orders.cancels:
+            self._loader.cancel(key)
+        for key in orders.loads:
+            self._loader.load(key)
+        for key, placed in orders.copies:
+            self._loader.copy(key, placed)
+
+    # Questions.
+
+    def _answer(self, number: int, content: object) -> None:
+        self._answers.append(Answer(number, content))
+
+    def _warm(self, number: int, question: WarmAdapter) -> None:
+        now = time.monotonic()
+        self._books.tiers.promise(question.key, question.layout, now + question.deadline_s)
+        if self._scheduler.tier(question.key) is AdapterTier.RESIDENT:
+            self._answer(number, Reached(AdapterTier.RESIDENT))
+        else:
+            self._asked_to_warm[number] = (question.key, now)
+
+    def _pin(self, number: int, question: PinAdapter) -> None:
+        tiers = self._books.tiers
+        if not question.pinned:
+            tiers.let_go(question.key)
+        elif not tiers.is_held(question.key):
+            error = self.admission.check_pin(question.layout)
+            if error is not None:
+                self._answer(number, error)
+                return
+            tiers.promise(question.key, question.layout, None)
+        self._answer(number, Reached(self._scheduler.tier(question.key)))
+
+    def _reached(self, key: AdapterKey, error: AdapterLoadFailed | None = None) -> None:
+        for number, (wanted, begun) in list(self._asked_to_warm.items()):
+            if wanted == key:
+                del self._asked_to_warm[number]
+                took = time.monotonic() - begun
+                self._answer(number, error or Reached(AdapterTier.RESIDENT, took * 1e3))
+
+    def forget_question(self, number: int) -> None:
+        """Nobody waits for this answer any more."""
+        self._asked_to_warm.pop(number, None)
+
+    # Figures.
 
     def _finish_step(self, step: SchedulerOutput) -> None:
-        for key in self._arrived.keys() - self._scheduler.on_host:
-            del self._arrived[key]
         self._made_progress = bool(step.scheduled) or step.num_preempted > 0
         self._steps += bool(step.scheduled)
         self._last_step_s = time.monotonic()
         self.metrics.publish(self._snapshot())
 
     def _snapshot(self) -> EngineSnapshot:
-        parts, scheduler, counters = self._parts, self._scheduler, self._scheduler.counters
+        books, counters = self._books, self._scheduler.counters
+        fragmentation = books.adapter_pool.fragmentation
+        host = self._parts.source.host_stats() if self._parts.source is not None else None
         return EngineSnapshot(
-            requests_running=scheduler.num_running,
-            requests_waiting=scheduler.num_waiting,
-            requests_waiting_for_adapter=scheduler.num_waiting_for_adapter,
-            pages_total=parts.pool.num_pages,
-            pages_free=parts.pool.num_free,
-            pages_kv=parts.kv.num_pages,
-            pages_adapters=parts.adapters.num_pages,
-            adapters_resident=len(parts.adapters),
+            requests_running=self._scheduler.num_running,
+            requests_waiting=self._scheduler.num_waiting,
+            requests_waiting_for_adapter=self._scheduler.num_waiting_for_adapter,
+            pages_total=books.geometry.num_pages,
+            pages_free=books.num_free,
+            pages_kv=books.num_kv_pages,
+            pages_prefix=books.num_resting_prefix_pages,
+            pages_adapters=books.adapters.num_pages,
+            free_runs=fragmentation.free_runs,
+            longest_free_run=fragmentation.longest_free_run,
+            adapters_resident=len(books.adapters),
+            adapters_arriving=books.tiers.num_arriving,
             steps_total=self._steps,
             prompt_tokens_total=counters.prompt_tokens,
+            cached_tokens_total=counters.cached_tokens,
             generated_tokens_total=counters.generated_tokens,
             requests_finished_total=dict(counters.finished),
             preemptions_total=counters.preemptions,
-            adapter_loads_total=self._loads,
-            adapter_load_failures_total=self._load_failures,
-            adapter_evictions_total=parts.adapters.num_evictions,
+            swaps_total=counters.swaps,
+            moved_pages_total=books.reclaimer.num_moved_pages,
+            copied_pages_total=books.kv.num_copies,
+            adapter_loads_disk_total=self._loads.from_disk,
+            adapter_loads_host_total=self._loads.from_host,
+            adapter_load_seconds_total=self._loads.seconds,
+            adapter_load_failures_total=self._loads.failures,
+            adapter_evictions_total=books.adapters.num_evictions,
+            prefix_evictions_total=books.prefixes.num_evictions if books.prefixes is not None else 0,
             last_step_s=self._last_step_s,
-            weight_bytes=parts.weight_bytes,
-            pool_bytes=parts.pool_bytes,
-            host_cache_bytes=parts.source.host_cache_bytes if parts.source is not None else 0,
+            weight_bytes=self._parts.weight_bytes,
+            pool_bytes=self._parts.pool_bytes,
+            host_cache_bytes=host.bytes_used if host else 0,
+            swap_bytes=books.swap.nbytes,
         )

@@ -9,6 +9,7 @@
     │   └── CorruptModel (ValueError)      the file is damaged
     ├── ConfigError (ValueError)           a server option is wrong; names the option and the choices
     ├── AdapterLoadFailed                  a registered adapter could not be brought into the pool; says why
+    ├── AdapterCold                        the adapter is not in the pool and the caller would not wait; `retry_after_s`
     ├── EngineOverloaded                   no room now; carries `retry_after_s`
     └── EngineDead (RuntimeError)          the engine thread has ended; nothing will be answered any more
 
@@ -54,6 +55,14 @@ class ConfigError(LorasrvError, ValueError):
 
 class AdapterLoadFailed(LorasrvError):
     """A registered adapter could not be brought into the pool. Fails its own requests only."""
+
+
+class AdapterCold(LorasrvError):
+    """The adapter is not in the pool and the request would not wait. It is brought in; try again in `retry_after_s`."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class EngineOverloaded(LorasrvError):

@@ -71,7 +71,8 @@ class LLM:
             checkpoint.close()
         assert built.parts.source is not None
         self.spec, self.tokenizer, self.chat_template = built.spec, built.tokenizer, built.chat_template
-        self.engine = Engine(built.parts, InlineLoader(built.parts.source))
+        loader = InlineLoader(built.parts.source, built.parts.runner.write_adapter)
+        self.engine = Engine(built.parts, loader)
         self._numbers = itertools.count()
 
     def add_adapter(self, adapter_id: str, directory: Path | str) -> AdapterRef:
@@ -138,7 +139,7 @@ class LLM:
     def _message(self, prompt: str | Sequence[int], sampling: SamplingParams, adapter_id: str | None) -> AddRequest:
         ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
         key: AdapterKey | None = self.store.resolve(adapter_id).key if adapter_id is not None else None
-        return self.engine.admit(RequestId(f"offline-{next(self._numbers)}"), ids, sampling, key)
+        return self.engine.admission.admit(RequestId(f"offline-{next(self._numbers)}"), ids, sampling, key)
 
     def _answer(self, message: AddRequest) -> _Answer:
         detokenizer = Detokenizer(self.tokenizer)

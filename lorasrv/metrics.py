@@ -14,20 +14,32 @@ class EngineSnapshot:
     pages_total: int = 0
     pages_free: int = 0
     pages_kv: int = 0
+    pages_prefix: int = 0
     pages_adapters: int = 0
+    free_runs: int = 0
+    longest_free_run: int = 0
     adapters_resident: int = 0
+    adapters_arriving: int = 0
     steps_total: int = 0
     prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
     generated_tokens_total: int = 0
     requests_finished_total: Mapping[str, int] = field(default_factory=dict)
     preemptions_total: int = 0
-    adapter_loads_total: int = 0
+    swaps_total: int = 0
+    moved_pages_total: int = 0
+    copied_pages_total: int = 0
+    adapter_loads_disk_total: int = 0
+    adapter_loads_host_total: int = 0
+    adapter_load_seconds_total: float = 0.0
     adapter_load_failures_total: int = 0
     adapter_evictions_total: int = 0
+    prefix_evictions_total: int = 0
     last_step_s: float = 0.0
     weight_bytes: int = 0
     pool_bytes: int = 0
     host_cache_bytes: int = 0
+    swap_bytes: int = 0
 
 
 class EngineMetrics:

@@ -1,19 +1,18 @@
 """A planned step -> sampled tokens. Owns the model and the pool's memory."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from adapter_store.spec import AdapterKey
-from lorasrv.adapter_pack import PackedAdapter
+from lorasrv.adapter_loader import WriteAdapter
 from lorasrv.batch import build_batch
 from lorasrv.device_memory import DeviceMemory
 from lorasrv.models.decoder import Decoder
 from lorasrv.models.weights import ModelWeights
 from lorasrv.request import RequestId
 from lorasrv.sampler import sample
-from lorasrv.step import SchedulerOutput
+from lorasrv.step import PageOp, SchedulerOutput
 from sgmv_kernels.ops import Ops
 
 
@@ -40,10 +39,17 @@ class ModelRunner:
         self._ops = ops
         self._decoder = Decoder(weights, memory, max_model_len, ops)
 
-    def run(self, step: SchedulerOutput, arrived: Mapping[AdapterKey, PackedAdapter]) -> ModelRunnerOutput:
-        """Fill the pages of adapters that the step brought in, then compute it."""
-        for key in step.copies:
-            self._memory.write_adapter(arrived[key], step.placements[key])
+    @property
+    def write_adapter(self) -> WriteAdapter:
+        """How loaders fill an adapter's pages, in a thread of theirs."""
+        return self._memory.write_adapter
+
+    def arrange(self, ops: Sequence[PageOp]) -> int:
+        """Move, copy and swap pages as the step wants them; returns how many bytes went to or came from host memory."""
+        return self._memory.apply(ops) if ops else 0
+
+    def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute a step whose pages are arranged."""
         if not step.scheduled:
             return ModelRunnerOutput({})
         batch = build_batch(step, self._memory, self._adapter_dtype, self._ops)

@@ -61,4 +61,5 @@ class OutputProcessor:
             finish_reason=reason,
             stop_reason=stop_reason,
             error=output.error,
+            retry_after_s=output.retry_after_s,
         )

@@ -11,11 +11,13 @@ from typing import NewType
 
 from adapter_store.spec import AdapterKey
 from lorasrv.errors import InvalidRequest
+from sgmv_kernels.layout import AdapterLayout
 
 RequestId = NewType("RequestId", str)
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
+MAX_CHOICES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,7 @@ class RequestStatus(IntEnum):
     FINISHED_LENGTH = 5
     FINISHED_ABORTED = 6
     FINISHED_ERROR = 7
+    FINISHED_REFUSED = 8
 
     @property
     def is_finished(self) -> bool:
@@ -84,6 +87,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+    REFUSED = "refused"
 
 
 class AdapterTier(StrEnum):
@@ -94,33 +98,51 @@ class AdapterTier(StrEnum):
     DISK = "disk"
 
 
+class OnCold(StrEnum):
+    """What to do with a request whose adapter is not in the pool when it arrives."""
+
+    WAIT = "wait"
+    FALLBACK_BASE = "fallback_base"
+    REJECT = "reject"
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence: its tokens and how far they are computed. Owned by the `Scheduler`, nobody else writes it.
 
-    `num_computed_tokens` chases `len(token_ids)`: there is no prefill and no decode phase.
+    `num_computed_tokens` chases `len(token_ids)`: there is no prefill and no decode phase. `num_swapped_pages` pages of
+    what is computed lie in host memory.
     """
 
-    request_id: RequestId
-    prompt_token_ids: tuple[int, ...]
-    max_tokens: int
-    sampling: SamplingParams
-    adapter_key: AdapterKey | None = None
-    principal: str = "anonymous"
+    message: "AddRequest"
     arrival_s: float = 0.0
+    adapter_key: AdapterKey | None = None
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_swapped_pages: int = 0
     num_preemptions: int = 0
     tier: AdapterTier | None = None
+    fell_back: bool = False
     scheduled_s: float | None = None
     load_started_s: float | None = None
     load_s: float = 0.0
     stop_token_id: int | None = None
     error: str | None = None
+    retry_after_s: float | None = None
 
     def __post_init__(self) -> None:
-        self.token_ids = list(self.prompt_token_ids)
+        self.token_ids = list(self.message.prompt_token_ids)
+        self.adapter_key = self.message.adapter_key
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.message.request_id
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.message.sampling
 
     @property
     def num_tokens(self) -> int:
@@ -129,21 +151,52 @@ class Request:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
+        return len(self.message.prompt_token_ids)
 
     @property
     def num_generated_tokens(self) -> int:
-        return len(self.token_ids) - len(self.prompt_token_ids)
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Most tokens that this request can come to hold."""
-        return len(self.prompt_token_ids) + self.max_tokens
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:
         """None while tokens may still follow."""
         return _FINISH_REASONS.get(self.status)
+
+    def load_begins(self, now_s: float) -> None:
+        """The request waits for its adapter from now on."""
+        self.status = RequestStatus.WAITING_FOR_ADAPTER
+        if self.load_started_s is None:
+            self.load_started_s = now_s
+
+    def load_ends(self, now_s: float) -> None:
+        """Its adapter is there."""
+        if self.load_started_s is not None:
+            self.load_s += now_s - self.load_started_s
+            self.load_started_s = None
+            self.status = RequestStatus.WAITING
+
+    def output(self, new_token_ids: tuple[int, ...], now_s: float) -> "EngineOutput":
+        """What the caller is told: these tokens, and the end if this is it."""
+        return EngineOutput(
+            request_id=self.request_id,
+            new_token_ids=new_token_ids,
+            finish_reason=self.finish_reason,
+            timing=self._timing(now_s),
+            stop_token_id=self.stop_token_id,
+            error=self.error,
+            retry_after_s=self.retry_after_s,
+        )
+
+    def _timing(self, now_s: float) -> "RequestTiming":
+        begun = self.scheduled_s if self.scheduled_s is not None else now_s
+        return RequestTiming(
+            queue_ms=max(0.0, begun - self.arrival_s - self.load_s) * 1e3,
+            load_ms=self.load_s * 1e3,
+            tier=self.tier,
+            num_preemptions=self.num_preemptions,
+            num_cached_tokens=self.num_cached_tokens,
+            fell_back=self.fell_back,
+        )
 
 
 _FINISH_REASONS = {
@@ -151,29 +204,43 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_LENGTH: FinishReason.LENGTH,
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+    RequestStatus.FINISHED_REFUSED: FinishReason.REFUSED,
 }
 
 
 @dataclass(frozen=True, slots=True)
 class AddRequest:
-    """The message that brings a request to the engine: frozen, no tensors, so that any transport can carry it."""
+    """The message that brings a request to the engine: frozen, no tensors, so that any transport can carry it.
+
+    `fork_of` is the first choice of the same prompt, whose pages this one shares. `cache_salt` keeps its prefix pages
+    from those who have another.
+    """
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
     max_tokens: int
     sampling: SamplingParams
     adapter_key: AdapterKey | None = None
+    layout: AdapterLayout | None = None
     principal: str = "anonymous"
+    on_cold: OnCold = OnCold.WAIT
+    cache_salt: str = ""
+    fork_of: RequestId | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Where the time before the first token went, and where the adapter was found."""
+    """Where the time before the first token went, where the adapter was found, and what was not computed again.
+
+    `num_cached_tokens` of the prompt lay in the pool already. `fell_back`: the base answered, as the request allowed.
+    """
 
     queue_ms: float = 0.0
     load_ms: float = 0.0
     tier: AdapterTier | None = None
     num_preemptions: int = 0
+    num_cached_tokens: int = 0
+    fell_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +253,7 @@ class EngineOutput:
     timing: RequestTiming
     stop_token_id: int | None = None
     error: str | None = None
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +273,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    retry_after_s: float | None = None
 
     @property
     def finished(self) -> bool:

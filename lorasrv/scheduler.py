@@ -3,32 +3,36 @@
 There is no prefill and no decode phase: `num_computed_tokens` chases `num_tokens` under a token budget, so a long
 prompt is computed in chunks beside the single tokens of running requests (the insight of vLLM's v1 scheduler).
 
-A request whose adapter is not resident is `WAITING_FOR_ADAPTER`: its load runs elsewhere and nobody else waits for it.
-Requests are admitted in order of arrival. One that could run but for pages holds back later ones, which would only take
-more of them; when pages run out, idle adapters go first, then the newest running request is preempted and recomputed.
+A request whose adapter is not in the pool is `WAITING_FOR_ADAPTER`: it comes nearer by the work of others
+(`AdapterTiers`) and nobody else waits for it. Requests are admitted in order of arrival. One that could run but for
+pages holds back later ones, which would only take more of them; their adapters are still brought near, with pages that
+nobody needs (prefetch). When pages run out, others give way (`Reclaimer`), at last the newest running request: it is
+swapped to host memory or computed again, whichever costs less.
 """
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
-from lorasrv.adapter_cache import AdapterCache
 from lorasrv.config import SchedulerOptions
-from lorasrv.kv_cache import KVCacheManager
-from lorasrv.page_pool import PagePool
+from lorasrv.pool_books import PoolBooks
+from lorasrv.reclaim import Need
 from lorasrv.request import (
     AdapterTier,
     AddRequest,
     EngineOutput,
+    OnCold,
     Request,
     RequestId,
     RequestStatus,
-    RequestTiming,
 )
-from lorasrv.step import ScheduledRequest, SchedulerOutput
+from lorasrv.step import CopyPages, DropSwap, PageOp, ScheduledRequest, SchedulerOutput, SwapIn, SwapOut
 from sgmv_kernels.layout import AdapterLayout
+
+WARM_AFTER_REFUSAL_S = 30.0
+"""A cold adapter that a request was refused for is brought in, and spared this long for its return."""
 
 
 @dataclass(slots=True)
@@ -36,7 +40,9 @@ class SchedulerCounters:
     """What happened since the start."""
 
     preemptions: int = 0
+    swaps: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     finished: dict[str, int] = field(default_factory=dict)
 
@@ -47,8 +53,6 @@ class _Plan:
 
     budget: int
     counts: dict[RequestId, int] = field(default_factory=dict)
-    copies: list[AdapterKey] = field(default_factory=list)
-    loads: list[AdapterKey] = field(default_factory=list)
 
     def take(self, request: Request) -> None:
         count = min(request.num_tokens - request.num_computed_tokens, self.budget)
@@ -57,30 +61,36 @@ class _Plan:
 
 
 class Scheduler:
-    """Owns every request's state. Mutated by the engine thread only."""
+    """Owns every request's state. Mutated by the engine thread only.
+
+    Args:
+        books: the pool's accounts.
+        is_on_host: whether an adapter is in host memory, which tells in what tier it was found.
+    """
 
     def __init__(
         self,
         options: SchedulerOptions,
-        pool: PagePool,
-        kv: KVCacheManager,
-        adapters: AdapterCache,
+        books: PoolBooks,
         eos_token_ids: frozenset[int],
+        is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
-        self._pool = pool
-        self._kv = kv
-        self._adapters = adapters
+        self._books = books
+        self._kv, self._adapters = books.kv, books.adapters
+        self._reclaimer, self._tiers = books.reclaimer, books.tiers
         self._eos = eos_token_ids
+        self._is_on_host = is_on_host
         self._clock = clock
         self._requests: dict[RequestId, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
-        self._loading: set[AdapterKey] = set()
-        self._on_host: dict[AdapterKey, AdapterLayout] = {}
+        self._wanted: Counter[AdapterKey] = Counter()
+        self._page_ops: list[PageOp] = []
         self._outbox: list[EngineOutput] = []
         self.counters = SchedulerCounters()
+        self._reclaimer.is_wanted = self._is_wanted
 
     @property
     def num_running(self) -> int:
@@ -88,37 +98,40 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return sum(r.status is not RequestStatus.WAITING_FOR_ADAPTER for r in self._waiting)
+        return len(self._waiting) - self.num_waiting_for_adapter
 
     @property
     def num_waiting_for_adapter(self) -> int:
         return sum(r.status is RequestStatus.WAITING_FOR_ADAPTER for r in self._waiting)
 
     @property
-    def on_host(self) -> Set[AdapterKey]:
-        """Adapters whose host copy is held, as a request that lives needs them."""
-        return self._on_host.keys()
-
-    @property
     def has_requests(self) -> bool:
         return bool(self._requests)
 
-    def add(self, message: AddRequest, tier: AdapterTier | None = None) -> None:
-        """Queue a request that can fit. `tier` says where its adapter was found, if it is not resident."""
+    def requests(self) -> list[Request]:
+        """Those that live, the running ones first. For reading."""
+        return [*self._running, *self._waiting]
+
+    def tier(self, key: AdapterKey) -> AdapterTier:
+        """Where an adapter is now."""
+        if self._adapters.is_ready(key):
+            return AdapterTier.RESIDENT
+        return AdapterTier.HOST if self._is_on_host(key) else AdapterTier.DISK
+
+    def add(self, message: AddRequest) -> None:
+        """Queue a request that can fit, or refuse it if its adapter is cold and it would not wait."""
         assert message.request_id not in self._requests, f"request {message.request_id} exists already"
-        key = message.adapter_key
-        request = Request(
-            request_id=message.request_id,
-            prompt_token_ids=message.prompt_token_ids,
-            max_tokens=message.max_tokens,
-            sampling=message.sampling,
-            adapter_key=key,
-            principal=message.principal,
-            arrival_s=self._clock(),
-            tier=AdapterTier.RESIDENT if key is not None and key in self._adapters else tier,
-        )
+        request = Request(message, arrival_s=self._clock())
         self._requests[request.request_id] = request
         self._waiting.append(request)
+        key, layout = message.adapter_key, message.layout
+        if key is None:
+            return
+        assert layout is not None, "an adapter's layout is known when its request is admitted"
+        request.tier = self.tier(key)
+        self._wanted[key] += 1
+        if request.tier is not AdapterTier.RESIDENT and message.on_cold is not OnCold.WAIT:
+            self._answer_cold(request, key, layout)
 
     def end(self, request_id: RequestId, status: RequestStatus) -> None:
         """End a request now, aborted or stopped by its text; nothing happens if it has ended already."""
@@ -133,19 +146,16 @@ class Scheduler:
             request.error = error
             self._finish(request, RequestStatus.FINISHED_ERROR)
 
-    def adapter_loaded(self, key: AdapterKey, layout: AdapterLayout) -> None:
-        """A load that `SchedulerOutput.loads` asked for has reached host memory."""
-        self._loading.discard(key)
-        self._on_host[key] = layout
+    def adapter_copied(self, key: AdapterKey) -> None:
+        """A copy that the step's orders asked for has filled its pages."""
+        self._tiers.copied(key)
         for request in self._waiting:
-            if request.adapter_key == key and request.load_started_s is not None:
-                request.load_s += self._clock() - request.load_started_s
-                request.load_started_s = None
-                request.status = RequestStatus.WAITING
+            if request.adapter_key == key:
+                request.load_ends(self._clock())
 
     def adapter_failed(self, key: AdapterKey, error: str) -> None:
         """A load failed: the requests that wait for it end with the reason, nobody else notices."""
-        self._loading.discard(key)
+        self._tiers.failed(key)
         for request in [r for r in self._waiting if r.adapter_key == key]:
             self.fail(request.request_id, error)
 
@@ -154,16 +164,18 @@ class Scheduler:
         plan = _Plan(budget=self._options.max_num_batched_tokens)
         preemptions = self.counters.preemptions
         self._schedule_running(plan)
-        self._forget_unwanted()
-        if self.counters.preemptions == preemptions:
-            self._admit(plan)
+        self._tiers.forget_unwanted(self._is_wanted)
+        keep_free = self._admit(plan) if self.counters.preemptions == preemptions else 0
+        self._tiers.keep_promises(keep_free + self._pages_to_grow())
+        self._page_ops += self._reclaimer.take_moves()
         chosen = [r for r in self._running if r.request_id in plan.counts]
         keys = {r.adapter_key for r in chosen if r.adapter_key is not None}
+        page_ops, self._page_ops = self._page_ops, []
         return SchedulerOutput(
             scheduled=tuple(self._share(r, plan.counts[r.request_id]) for r in chosen),
-            placements={key: self._adapters.placed(key) for key in (*keys, *plan.copies)},
-            copies=tuple(plan.copies),
-            loads=tuple(plan.loads),
+            placements={key: self._adapters.placed(key) for key in keys},
+            page_ops=tuple(page_ops),
+            orders=self._tiers.take_orders(),
             num_preempted=self.counters.preemptions - preemptions,
         )
 
@@ -174,6 +186,9 @@ class Scheduler:
             if request is None:
                 continue
             request.num_computed_tokens += len(share.token_ids)
+            failed = share.samples and share.request_id not in sampled
+            if not failed:
+                self._kv.keep_computed(request.request_id, request.token_ids, request.num_computed_tokens)
             if share.samples:
                 self._take_sampled(request, sampled.get(share.request_id))
         return self.take_outputs()
@@ -189,13 +204,15 @@ class Scheduler:
         Raises:
             AssertionError: they do not.
         """
-        self._pool.check_integrity([*self._kv.references(), *self._adapters.references()])
-        expected: dict[AdapterKey, int] = {}
-        for request in self._running:
-            if request.adapter_key is not None:
-                expected[request.adapter_key] = expected.get(request.adapter_key, 0) + 1
-        assert self._adapters.pins() == expected, "adapter pins differ from the running requests"
+        self._books.check_integrity()
+        pins = Counter(r.adapter_key for r in self._running if r.adapter_key is not None)
+        assert self._adapters.pins() == pins, "adapter pins differ from the running requests"
         assert set(self._requests) == {r.request_id for r in (*self._waiting, *self._running)}, "a request is lost"
+        wanted = Counter(r.adapter_key for r in self._requests.values() if r.adapter_key is not None)
+        assert self._wanted == wanted, "wanted adapters differ from the requests"
+        swapped = {r.request_id: r.num_swapped_pages for r in self._waiting if r.num_swapped_pages}
+        assert dict(self._books.swap.holders()) == swapped, "swapped pages differ from the waiting requests"
+        assert self._kv.holders().keys() == {r.request_id for r in self._running}, "tables differ from those that run"
 
     # Running requests first, so that nobody who has begun is delayed by somebody new.
 
@@ -203,112 +220,173 @@ class Scheduler:
         for request in list(self._running):
             if not plan.budget:
                 break
-            if request.status is RequestStatus.RUNNING and self._make_room(request, plan):
+            if request.status is RequestStatus.RUNNING and self._make_room(request):
                 plan.take(request)
 
-    def _make_room(self, request: Request, plan: _Plan) -> bool:
+    def _make_room(self, request: Request) -> bool:
         """Pages for all tokens of a running request; False if the request itself had to give way."""
-        while not self._kv.allocate(request.request_id, request.num_tokens):
-            if self._adapters.evict_idle():
-                continue
+        while not self._grow(request, Need.PROGRESS, keep_free=0):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
+    def _grow(self, request: Request, need: Need, keep_free: int, ahead: Set[AdapterKey] = frozenset()) -> bool:
+        """Take the pages that all known tokens of a request need; False if others do not give way so far."""
+        rid, computed = request.request_id, request.num_computed_tokens
+        missing = self._kv.missing_pages(rid, computed, request.num_tokens)
+        if missing and not self._reclaimer.room_for_kv(missing + keep_free, need, ahead.__contains__):
+            return False
+        copies = self._kv.allocate(rid, computed, request.num_tokens)
+        assert copies is not None, "pages were counted before they were taken"
+        if copies:
+            self._page_ops.append(CopyPages(copies))
+        return True
+
     def _preempt(self, request: Request) -> None:
-        """Take back everything but the tokens; they are computed again when the request's turn comes."""
+        """Take back everything but the tokens: what is computed goes to host memory, or is computed again later."""
+        pages = self._kv.page_table(request.request_id)[: self._kv.pages_for(request.num_computed_tokens)]
+        if self._books.swap.is_worth_it(len(pages), request.num_computed_tokens):
+            self._books.swap.take(request.request_id, len(pages))
+            self._page_ops.append(SwapOut(request.request_id, pages))
+            request.num_swapped_pages = len(pages)
+            self.counters.swaps += 1
+        else:
+            request.num_computed_tokens = 0
         self._running.remove(request)
         self._release(request)
         request.status = RequestStatus.PREEMPTED
-        request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.counters.preemptions += 1
         self._waiting.appendleft(request)
 
     # Admission, in order of arrival.
 
-    def _admit(self, plan: _Plan) -> None:
+    def _admit(self, plan: _Plan) -> int:
+        """Start what can start. Returns the pages that the first request without room waits for."""
+        keep_free = 0
         blocked = False
+        ahead: set[AdapterKey] = set()
         for request in list(self._waiting):
-            if not self._adapter_is_near(request, plan):
-                continue
-            blocked = blocked or not plan.budget or len(self._running) >= self._options.max_num_seqs
-            if not blocked and self._start(request, plan):
-                plan.take(request)
+            key = request.adapter_key
+            if key is not None and not self._adapters.is_ready(key):
+                has_room = self._bring_near(request, key, ahead, keep_free if blocked else None)
+            elif self._waits_for_parent(request):
+                has_room = True
+            elif not blocked and plan.budget and len(self._running) < self._options.max_num_seqs:
+                has_room = self._start(request, ahead)
             else:
-                blocked = True
+                has_room, blocked = True, True
+            if request.status is RequestStatus.RUNNING:
+                plan.take(request)
+                continue
+            if not has_room and not blocked:
+                blocked, keep_free = True, self._pages_to_start(request)
+            if key is not None:
+                ahead.add(key)
+            if blocked and len(ahead) >= self._options.max_num_seqs:
+                break
+        return keep_free
 
-    def _adapter_is_near(self, request: Request, plan: _Plan) -> bool:
-        """Whether the request's adapter is resident or in host memory; if not, ask for its load once.
+    def _need(self) -> Need:
+        return Need.ADMISSION if self._running else Need.PROGRESS
 
-        At most `max_num_seqs` adapters are on their way at a time: each holds host memory until it is placed.
+    def _pages_to_grow(self) -> int:
+        """Pages that new ones leave to those that run: one each."""
+        return len(self._running)
+
+    def _pages_to_start(self, request: Request) -> int:
+        return self._kv.pages_for(request.num_tokens)
+
+    def _bring_near(
+        self, request: Request, key: AdapterKey, ahead: Set[AdapterKey], keep_free: int | None = None
+    ) -> bool:
+        """Have the request's adapter come nearer; False if there is no room for it. Behind a blocked request, which
+        waits for `keep_free` pages, it only takes what nobody needs.
         """
-        key = request.adapter_key
-        if key is None or key in self._adapters or key in self._on_host:
-            return True
-        request.status = RequestStatus.WAITING_FOR_ADAPTER
-        if key not in self._loading and self._num_arriving() < self._options.max_num_seqs:
-            self._loading.add(key)
-            plan.loads.append(key)
-        if key in self._loading and request.load_started_s is None:
-            request.load_started_s = self._clock()
-        return False
+        layout = request.message.layout
+        assert layout is not None, "an adapter's layout is known when its request is admitted"
+        request.load_begins(self._clock())
+        need = self._need() if keep_free is None else Need.AHEAD
+        pages = self._pages_to_grow() + (self._pages_to_start(request) if keep_free is None else keep_free)
+        came = self._tiers.bring(key, layout, pages, need, ahead.__contains__)
+        self._page_ops += self._reclaimer.take_moves()
+        return came
 
-    def _num_arriving(self) -> int:
-        return len(self._loading) + sum(key not in self._adapters for key in self._on_host)
+    def _waits_for_parent(self, request: Request) -> bool:
+        """Whether a further choice still waits for the first one to compute their prompt, which they will share."""
+        parent = self._requests.get(request.message.fork_of) if request.message.fork_of is not None else None
+        if parent is None or request.num_computed_tokens or request.num_preemptions:
+            return False
+        return parent.num_computed_tokens < request.num_prompt_tokens - 1 and parent.num_preemptions == 0
 
-    def _start(self, request: Request, plan: _Plan) -> bool:
-        """Take pages for all of the request's tokens, and its adapter's; each running request keeps one to grow."""
+    def _start(self, request: Request, ahead: Set[AdapterKey]) -> bool:
+        """Take pages for all of the request's tokens; each running request keeps one to grow."""
         key = request.adapter_key
-        needed = self._kv.missing_pages(request.request_id, request.num_tokens) + len(self._running)
+        self._kv.open(request.request_id, key, request.message.cache_salt)
         if key is not None:
-            if not self._bring_in(key, needed, plan):
-                return False
             self._adapters.pin(key)
-        while self._pool.num_free < needed:
-            if not self._adapters.evict_idle():
-                return self._start_over(request, plan)
-        allocated = self._kv.allocate(request.request_id, request.num_tokens)
-        assert allocated, "pages were counted before they were taken"
+        num_shared = 0 if request.num_swapped_pages else self._share_pages(request)
+        request.num_computed_tokens += num_shared
+        if not self._grow(request, self._need(), self._pages_to_grow(), ahead):
+            request.num_computed_tokens -= num_shared
+            self._release(request)
+            self._start_over(request, ahead)
+            return False
         self._waiting.remove(request)
         self._running.append(request)
-        self._mark_running(request)
-        return True
-
-    def _start_over(self, request: Request, plan: _Plan) -> bool:
-        """There is no room. If nobody runs, only the request's own adapter is left: placed in pieces it may hold more
-        pages than its size, so it goes, and comes back in one run."""
-        key = request.adapter_key
-        if key is None:
-            return False
-        self._adapters.unpin(key)
-        if self._running:
-            return False
-        self._adapters.evict_idle()
-        return self._adapter_is_near(request, plan) and self._start(request, plan)
-
-    def _bring_in(self, key: AdapterKey, keep_free: int, plan: _Plan) -> bool:
-        if key in self._adapters:
-            return True
-        if self._adapters.place(key, self._on_host[key], keep_free=keep_free) is None:
-            return False
-        plan.copies.append(key)
-        return True
-
-    def _mark_running(self, request: Request) -> None:
+        self._swap_in(request)
         request.status = RequestStatus.RUNNING
         if request.scheduled_s is None:
             request.scheduled_s = self._clock()
+            request.num_cached_tokens = num_shared
             self.counters.prompt_tokens += request.num_prompt_tokens
+            self.counters.cached_tokens += num_shared
+        return True
 
-    def _forget_unwanted(self) -> None:
-        """Host copies are held for as long as a request of theirs lives: one that is preempted must find its adapter
-        again, though the store may have let go of it."""
-        if self._on_host:
-            wanted = {r.adapter_key for r in self._requests.values()}
-            self._on_host = {key: layout for key, layout in self._on_host.items() if key in wanted}
+    def _share_pages(self, request: Request) -> int:
+        """Pages that hold the request's beginning already; returns how many tokens need not be computed."""
+        parent = self._requests.get(request.message.fork_of) if request.message.fork_of is not None else None
+        shared = request.num_prompt_tokens - 1
+        if parent is None or parent.status is not RequestStatus.RUNNING or parent.num_computed_tokens < shared:
+            return self._kv.attach_prefix(request.request_id, request.token_ids)
+        self._kv.fork(parent.request_id, request.request_id, shared)
+        return shared
+
+    def _start_over(self, request: Request, ahead: Set[AdapterKey]) -> None:
+        """There is no room. If nobody runs and nobody comes, only the request's own adapter is left: placed in pieces
+        it may hold more pages than its size, so it goes, and comes back in one run."""
+        key = request.adapter_key
+        if key is not None and not self._running and not self._adapters.num_filling:
+            self._adapters.evict(key)
+            self._bring_near(request, key, ahead)
+
+    def _swap_in(self, request: Request) -> None:
+        if request.num_swapped_pages:
+            pages = self._kv.page_table(request.request_id)[: request.num_swapped_pages]
+            self._page_ops.append(SwapIn(request.request_id, pages))
+            self._books.swap.give_back(request.request_id)
+            request.num_swapped_pages = 0
+
+    def _answer_cold(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
+        """The adapter is brought in all the same, so that the next request finds it."""
+        self._tiers.promise(key, layout, self._clock() + WARM_AFTER_REFUSAL_S)
+        if request.message.on_cold is OnCold.FALLBACK_BASE:
+            self._lose_interest(key)
+            request.adapter_key, request.fell_back = None, True
+            return
+        request.retry_after_s = self._tiers.expected_s(layout, on_host=request.tier is AdapterTier.HOST)
+        request.error = f"the adapter is not in the pool yet ({request.tier}); it is being brought in"
+        self._finish(request, RequestStatus.FINISHED_REFUSED)
+
+    def _is_wanted(self, key: AdapterKey) -> bool:
+        return key in self._wanted or self._tiers.is_promised(key)
+
+    def _lose_interest(self, key: AdapterKey) -> None:
+        self._wanted[key] -= 1
+        if not self._wanted[key]:
+            del self._wanted[key]
 
     # Ends.
 
@@ -334,7 +412,7 @@ class Scheduler:
             return RequestStatus.FINISHED_STOPPED
         if not sampling.ignore_eos and token in self._eos:
             return RequestStatus.FINISHED_STOPPED
-        if request.num_generated_tokens >= request.max_tokens:
+        if request.num_generated_tokens >= request.message.max_tokens:
             return RequestStatus.FINISHED_LENGTH
         return None
 
@@ -344,6 +422,11 @@ class Scheduler:
             self._release(request)
         else:
             self._waiting.remove(request)
+        if request.num_swapped_pages:
+            self._books.swap.give_back(request.request_id)
+            self._page_ops.append(DropSwap(request.request_id))
+        if request.adapter_key is not None:
+            self._lose_interest(request.adapter_key)
         request.status = status
         del self._requests[request.request_id]
         reason = request.finish_reason
@@ -357,25 +440,7 @@ class Scheduler:
             self._adapters.unpin(request.adapter_key)
 
     def _emit(self, request: Request, new_tokens: tuple[int, ...]) -> None:
-        self._outbox.append(
-            EngineOutput(
-                request_id=request.request_id,
-                new_token_ids=new_tokens,
-                finish_reason=request.finish_reason,
-                timing=self._timing(request),
-                stop_token_id=request.stop_token_id,
-                error=request.error,
-            )
-        )
-
-    def _timing(self, request: Request) -> RequestTiming:
-        begun = request.scheduled_s if request.scheduled_s is not None else self._clock()
-        return RequestTiming(
-            queue_ms=max(0.0, begun - request.arrival_s - request.load_s) * 1e3,
-            load_ms=request.load_s * 1e3,
-            tier=request.tier,
-            num_preemptions=request.num_preemptions,
-        )
+        self._outbox.append(request.output(new_tokens, self._clock()))
 
     def _share(self, request: Request, count: int) -> ScheduledRequest:
         start = request.num_computed_tokens

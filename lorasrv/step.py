@@ -6,10 +6,64 @@ answered with another user's adapter, vllm#47724).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
 from lorasrv.request import RequestId, SamplingParams
 from sgmv_kernels.layout import PlacedAdapter
+
+
+class PageCopy(NamedTuple):
+    """One page, in every layer."""
+
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPages:
+    """Copy pages inside the pool; all sources are read before a target is written."""
+
+    copies: tuple[PageCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapOut:
+    """Keep a preempted request's pages in host memory."""
+
+    request_id: RequestId
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SwapIn:
+    """Bring them back, in order, to these pages."""
+
+    request_id: RequestId
+    pages: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DropSwap:
+    """They are not needed any more."""
+
+    request_id: RequestId
+
+
+PageOp = CopyPages | SwapOut | SwapIn | DropSwap
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterOrders:
+    """What the loader is to do beside the step.
+
+    `loads` bring adapters to host memory; `copies` fill pages of the pool from there, which nothing reads before the
+    copy is done; `cancels` are loads and host copies that nobody wants any more.
+    """
+
+    loads: tuple[AdapterKey, ...] = ()
+    copies: tuple[tuple[AdapterKey, PlacedAdapter], ...] = ()
+    cancels: tuple[AdapterKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +82,17 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """A whole step. `copies` are adapters to be written into the pool before the step reads them."""
+    """A whole step. `page_ops` are done in their order, before the loader gets its orders and before anything is
+    computed: pages that they free may be what an order fills.
+    """
 
     scheduled: tuple[ScheduledRequest, ...]
     placements: Mapping[AdapterKey, PlacedAdapter]
-    copies: tuple[AdapterKey, ...]
-    loads: tuple[AdapterKey, ...]
+    page_ops: tuple[PageOp, ...]
+    orders: AdapterOrders
     num_preempted: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows to compute."""
+        return sum(len(share.token_ids) for share in self.scheduled)

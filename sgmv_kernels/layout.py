@@ -13,7 +13,7 @@ and only a panel itself stays whole. (Pages shared by KV and adapters: S-LoRA; 1
 one table entry and then affine addresses.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -112,6 +112,11 @@ class AdapterLayout:
         return max((len(site.out_features) for site in self.sites), default=0)
 
     @property
+    def nbytes(self) -> int:
+        """Size of the packed form."""
+        return self.num_layers * self.layer_bytes
+
+    @property
     def max_rank(self) -> int:
         """The highest rank of any slice."""
         return int(self.records[..., 1:].max(initial=0))
@@ -147,6 +152,10 @@ class PlacedAdapter:
     def pages(self) -> list[int]:
         return [page for first, count in self.runs for page in range(first, first + count)]
 
+    @property
+    def num_pages(self) -> int:
+        return sum(count for _, count in self.runs)
+
     @cached_property
     def panels(self) -> npt.NDArray[np.int32]:
         """Panel offsets in units of `ALIGNMENT_BYTES`, end to end, those of layers that lie alike once."""
@@ -181,6 +190,16 @@ class PlacedAdapter:
         pages = [-(-end // self.page_bytes) for end in ends]
         runs = tuple((run[0], end - run[0]) for run, end in zip(self.runs, pages, strict=True) if end)
         return PlacedAdapter(self.layout, runs, self.page_bytes, self.offsets)
+
+    def moved(self, runs: Mapping[Run, Run]) -> "PlacedAdapter":
+        """The same panels after some of its runs were moved, whole, to other pages: old run -> new run."""
+        known = {id(offsets): offsets.copy() for offsets in self.offsets}
+        for old, new in runs.items():
+            for offsets, target in zip(self._distinct.values(), known.values(), strict=True):
+                inside = (offsets >= old[0] * self.page_bytes) & (offsets < sum(old) * self.page_bytes)
+                target[inside] += (new[0] - old[0]) * self.page_bytes
+        places = tuple(runs.get(run, run) for run in self.runs)
+        return PlacedAdapter(self.layout, places, self.page_bytes, tuple(known[id(o)] for o in self.offsets))
 
     def copies(self, layer: int) -> list[tuple[int, int, int]]:
         """(packed offset, slab offset, bytes) of each contiguous piece of a layer, as few as there are."""

@@ -329,7 +329,7 @@ def test_only_the_engine_thread_computes_in_parallel(serve, store, monkeypatch: 
         await _collect(engine, GREEDY, store.resolve("one").key)
         loader = engine._engine._loader
         assert isinstance(loader, ThreadedLoader)
-        assert loader._threads.submit(torch.get_num_threads).result() == 1
+        assert loader._load_threads.submit(torch.get_num_threads).result() == 1
         assert torch.get_num_threads() == 1, "this thread has built the model"
         assert set(seen) == {ENGINE_THREADS}
 

@@ -7,25 +7,69 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from lorasrv.page_pool import PagePool
+from lorasrv.page_pool import Fragmentation, PagePool
 
-PAGES = 24
+PAGES = 44
 
 
 def test_low_end_and_high_end_meet_in_the_middle() -> None:
     pool = PagePool(10)
-    assert pool.allocate_low(3) == [0, 1, 2]
+    assert pool.allocate_singles(3) == [0, 1, 2]
     assert pool.allocate_run(4) == (6, 4)
     assert pool.allocate_run(4) is None
-    assert pool.allocate_low(4) is None
+    assert pool.allocate_singles(4) is None
     assert pool.num_free == 3
     pool.release([1])
-    assert pool.allocate_low(2) == [1, 3]
+    assert pool.allocate_singles(2) == [1, 3]
+
+
+def test_single_pages_fill_partly_used_superblocks_first() -> None:
+    pool = PagePool(64)
+    pages = pool.allocate_singles(20)
+    assert pages == list(range(20))
+    pool.release([1, 2, 3, 4, 5, 6, 9, 12])
+    assert pool.allocate_singles(3) == [1, 2, 3], "the lowest superblock that is partly used"
+    assert pool.allocate_singles(5) == [4, 5, 6, 9, 12]
+    assert pool.allocate_singles(1) == [20]
+    assert pool.fragmentation.longest_free_run == 43
+
+
+def test_a_run_comes_from_the_shortest_that_holds_it() -> None:
+    pool = PagePool(200)
+    pages = pool.allocate_singles(120)
+    assert pages is not None
+    pool.release(range(10, 19))
+    pool.release(range(40, 46))
+    assert pool.allocate_run(6) == (40, 6), "exactly fits"
+    assert pool.allocate_run(7) == (12, 7), "cut off at the upper end"
+    assert pool.allocate_run(70) == (130, 70)
+    assert pool.allocate_run(11) is None
+    assert pool.fragmentation.free_runs == 2
+
+
+def test_a_pool_may_begin_anywhere() -> None:
+    pool = PagePool(10, first=5)
+    assert pool.allocate_singles(10) == list(range(5, 15))
+    pool.check_integrity(range(5, 15))
+    assert pool.allocate_singles(1) is None
+    pool.release(range(5, 15))
+    assert pool.allocate_run(10) == (5, 10)
+
+
+def test_moved_pages_take_their_references_along() -> None:
+    pool = PagePool(8)
+    old = pool.allocate_singles(2)
+    new = pool.allocate_run(2)
+    assert old == [0, 1]
+    assert new == (6, 2)
+    pool.share([0])
+    pool.move({0: 6, 1: 7})
+    pool.check_integrity([6, 6, 7])
 
 
 def test_a_shared_page_is_free_when_the_last_holder_lets_go() -> None:
     pool = PagePool(2)
-    pages = pool.allocate_low(1)
+    pages = pool.allocate_singles(1)
     assert pages == [0]
     pool.share(pages)
     pool.release(pages)
@@ -38,7 +82,7 @@ def test_a_shared_page_is_free_when_the_last_holder_lets_go() -> None:
 
 def test_integrity_check_bites() -> None:
     pool = PagePool(4)
-    pool.allocate_low(2)
+    pool.allocate_singles(2)
     with pytest.raises(AssertionError, match="wrong reference count"):
         pool.check_integrity([0])
     with pytest.raises(AssertionError, match="wrong reference count"):
@@ -56,15 +100,15 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(count=st.integers(0, 8))
     def low(self, count: int) -> None:
         before = self.pool.num_free
-        pages = self.pool.allocate_low(count)
+        pages = self.pool.allocate_singles(count)
         assert (pages is None) == (count > before)
         if pages is not None:
-            assert pages == sorted(set(pages))
+            assert len(pages) == len(set(pages)) == count
             self.holders.append(pages)
 
     @rule(count=st.integers(1, 8))
     def run(self, count: int) -> None:
-        longest = max((n for _, n in self.pool.free_runs_from_top()), default=0)
+        longest = max((n for _, n in self.pool.free_runs()), default=0)
         run = self.pool.allocate_run(count)
         assert (run is None) == (count > longest)
         if run is not None:
@@ -72,12 +116,31 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def take_part_of_a_run(self, data: st.DataObject) -> None:
-        runs = self.pool.free_runs_from_top()
+        runs = self.pool.free_runs()
         if runs:
             first, count = data.draw(st.sampled_from(runs))
             length = data.draw(st.integers(1, count))
             self.pool.take_run((first, length))
             self.holders.append(list(range(first, first + length)))
+
+    @rule(data=st.data())
+    def take_a_page(self, data: st.DataObject) -> None:
+        free = [page for first, count in self.pool.free_runs() for page in range(first, first + count)]
+        if free:
+            page = data.draw(st.sampled_from(free))
+            self.pool.take_page(page)
+            self.holders.append([page])
+
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        pages = sorted({page for pages in self.holders for page in pages})
+        chosen = data.draw(st.lists(st.sampled_from(pages), max_size=4, unique=True)) if pages else []
+        new = self.pool.allocate_singles(len(chosen))
+        if new is None:
+            return
+        moves = dict(zip(chosen, new, strict=True))
+        self.pool.move(moves)
+        self.holders = [[moves.get(page, page) for page in pages] for pages in self.holders]
 
     @rule(data=st.data())
     def share(self, data: st.DataObject) -> None:
@@ -94,9 +157,10 @@ class PoolMachine(RuleBasedStateMachine):
     @invariant()
     def adds_up(self) -> None:
         self.pool.check_integrity([page for pages in self.holders for page in pages])
-        runs = self.pool.free_runs_from_top()
+        runs = sorted(self.pool.free_runs())
         assert sum(n for _, n in runs) == self.pool.num_free
-        assert all(a[0] > b[0] + b[1] for a, b in itertools.pairwise(runs))
+        assert all(a[0] + a[1] < b[0] for a, b in itertools.pairwise(runs))
+        assert self.pool.fragmentation == Fragmentation(len(runs), max((n for _, n in runs), default=0))
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)

@@ -3,15 +3,9 @@
 import itertools
 from dataclasses import dataclass, field
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
-
 from adapter_store.spec import AdapterKey
-from lorasrv.adapter_cache import AdapterCache
-from lorasrv.config import SchedulerOptions
-from lorasrv.kv_cache import KVCacheManager
-from lorasrv.page_pool import PagePool
+from lorasrv.config import MemoryOptions, SchedulerOptions
+from lorasrv.pool_books import PoolBooks, PoolGeometry
 from lorasrv.request import AddRequest, EngineOutput, FinishReason, RequestId, RequestStatus, SamplingParams
 from lorasrv.scheduler import Scheduler
 from lorasrv.step import SchedulerOutput
@@ -35,29 +29,43 @@ class Bench:
     pages: int = 64
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 16
+    preemption: str = "recompute"
+    memory: MemoryOptions = MemoryOptions(host_cache_bytes=1 << 20, swap_bytes=1 << 16, prefix_caching=False)  # noqa: RUF009
     outputs: list[EngineOutput] = field(default_factory=list)
     steps: list[SchedulerOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.pool = PagePool(self.pages)
-        self.kv = KVCacheManager(self.pool, PAGE_SIZE)
-        self.adapters = AdapterCache(self.pool, PAGE_BYTES)
+        geometry = PoolGeometry(self.pages, PAGE_SIZE, PAGE_BYTES, num_layers=1)
+        self.books = PoolBooks.make(geometry, self.memory, self.preemption, lambda key: key in self.on_host)
+        self.pool, self.kv, self.adapters = self.books.kv_pool, self.books.kv, self.books.adapters
         options = SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens)
         self.time = itertools.count()
         self.scheduler = Scheduler(
-            options, self.pool, self.kv, self.adapters, frozenset({EOS}), lambda: float(next(self.time))
+            options,
+            self.books,
+            frozenset({EOS}),
+            lambda key: key in self.on_host,
+            lambda: float(next(self.time)),
         )
+        self.on_host: set[AdapterKey] = set()
         self.loading: set[AdapterKey] = set()
+        self.copying: set[AdapterKey] = set()
 
-    def add(self, name: str, prompt: int = 3, max_tokens: int = 4, key: AdapterKey | None = None, **sampling) -> None:
-        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling)
-        self.scheduler.add(AddRequest(RequestId(name), tuple(range(10, 10 + prompt)), max_tokens, params, key))
+    def add(self, name: str, prompt: int = 3, max_tokens: int = 4, key: AdapterKey | None = None, **fields) -> None:
+        message = {n: fields.pop(n) for n in ("on_cold", "cache_salt", "fork_of") if n in fields}
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **fields)
+        layout = None if key is None else _layout(key)
+        ids = tuple(range(10, 10 + prompt))
+        self.scheduler.add(AddRequest(RequestId(name), ids, max_tokens, params, key, layout, **message))
 
     def step(self, token: int = 7) -> SchedulerOutput:
         step = self.scheduler.schedule()
         assert step.num_preempted >= 0
-        assert sum(len(s.token_ids) for s in step.scheduled) <= self.max_num_batched_tokens
-        self.loading.update(step.loads)
+        assert step.num_tokens <= self.max_num_batched_tokens
+        orders = step.orders
+        self.loading = (self.loading | set(orders.loads)) - set(orders.cancels)
+        self.on_host -= set(orders.cancels)
+        self.copying |= {key for key, _ in orders.copies}
         sampled = {s.request_id: token for s in step.scheduled if s.samples}
         self.outputs += self.scheduler.update_from_output(step, sampled)
         self.steps.append(step)
@@ -66,7 +74,33 @@ class Bench:
 
     def load(self, key: AdapterKey) -> None:
         self.loading.discard(key)
-        self.scheduler.adapter_loaded(key, _layout(key))
+        self.on_host.add(key)
+        self.books.tiers.loaded(key)
+
+    def copy(self, key: AdapterKey) -> None:
+        self.copying.discard(key)
+        self.scheduler.adapter_copied(key)
+
+    def bring(self, key: AdapterKey) -> SchedulerOutput:
+        """An adapter that is loading gets to the pool; returns the step that copies it."""
+        self.load(key)
+        step = self.step()
+        assert [k for k, _ in step.orders.copies] == [key]
+        self.copy(key)
+        return step
+
+    def run(self, steps: int = 3000) -> None:
+        """Until nobody waits; loads and copies take a step each."""
+        for _ in range(steps):
+            if not self.scheduler.has_requests:
+                self.outputs += self.scheduler.take_outputs()
+                return
+            for key in sorted(self.loading):
+                self.load(key)
+            for key in sorted(self.copying):
+                self.copy(key)
+            self.step()
+        raise AssertionError("requests wait for ever")
 
     def ends(self) -> dict[str, FinishReason]:
         ended = [o for o in self.outputs if o.finish_reason is not None]
@@ -141,16 +175,19 @@ def test_pool_exhaustion_preempts_the_newest_and_nobody_fails() -> None:
 def test_a_request_waits_for_its_adapter_and_nobody_else_does() -> None:
     bench = Bench()
     bench.add("cold", key=KEYS[0])
-    bench.add("base")
+    bench.add("base", max_tokens=9)
     step = bench.step()
     assert _names(step) == ["base"]
-    assert step.loads == (KEYS[0],)
+    assert step.orders.loads == (KEYS[0],)
     assert bench.scheduler.num_waiting_for_adapter == 1
     bench.add("cold too", key=KEYS[0])
-    assert bench.step().loads == (), "one load for two requests"
+    assert bench.step().orders.loads == (), "one load for two requests"
     bench.load(KEYS[0])
     step = bench.step()
-    assert step.copies == (KEYS[0],)
+    assert [key for key, _ in step.orders.copies] == [KEYS[0]]
+    assert _names(bench.step()) == ["base"], "nobody reads what is being copied"
+    bench.copy(KEYS[0])
+    step = bench.step()
     assert sorted(_names(step)) == ["base", "cold", "cold too"]
     assert bench.adapters.pins() == {KEYS[0]: 2}
 
@@ -161,30 +198,42 @@ def test_a_failed_load_fails_its_own_requests_only() -> None:
     bench.add("good", key=KEYS[1], max_tokens=1)
     bench.step()
     bench.scheduler.adapter_failed(KEYS[0], "corrupt")
-    bench.load(KEYS[1])
+    bench.bring(KEYS[1])
     bench.step()
     assert bench.ends() == {"bad": FinishReason.ERROR, "good": FinishReason.LENGTH}
     assert next(o.error for o in bench.outputs if o.request_id == "bad") == "corrupt"
     bench.add("again", key=KEYS[0])
-    assert bench.step().loads == (KEYS[0],), "a later request tries again"
+    assert bench.step().orders.loads == (KEYS[0],), "a later request tries again"
 
 
-def test_cancel_during_load_forgets_the_adapter_when_it_arrives() -> None:
+def test_a_cancelled_request_takes_its_load_along_wherever_it_is() -> None:
     bench = Bench()
-    bench.add("gone", key=KEYS[0])
+    for state in ("loading", "on host"):
+        bench.add(state, key=KEYS[0])
+        bench.step()
+        if state == "on host":
+            bench.load(KEYS[0])
+        bench.scheduler.end(RequestId(state), RequestStatus.FINISHED_ABORTED)
+        step = bench.step()
+        assert step.orders.cancels == (KEYS[0],)
+        assert step.orders.copies == ()
+        assert bench.books.tiers.num_arriving == 0
+    bench.add("copying", key=KEYS[0])
     bench.step()
-    bench.scheduler.end(RequestId("gone"), RequestStatus.FINISHED_ABORTED)
     bench.load(KEYS[0])
-    assert bench.step().copies == ()
-    assert not bench.scheduler.on_host
-    assert bench.ends() == {"gone": FinishReason.ABORT}
+    bench.step()
+    bench.scheduler.end(RequestId("copying"), RequestStatus.FINISHED_ABORTED)
+    assert bench.step().orders.cancels == (), "its pages are being written"
+    bench.copy(KEYS[0])
+    assert bench.adapters.is_ready(KEYS[0])
+    assert set(bench.ends().values()) == {FinishReason.ABORT}
 
 
 def test_idle_adapters_make_room_for_growing_requests() -> None:
     bench = Bench(pages=12)
     bench.add("persona", max_tokens=1, key=KEYS[3])
     bench.step()
-    bench.load(KEYS[3])
+    bench.bring(KEYS[3])
     bench.step()
     assert KEYS[3] in bench.adapters
     bench.add("greedy", prompt=4, max_tokens=44)
@@ -205,8 +254,7 @@ def test_an_adapter_without_room_holds_back_later_requests_until_it_fits() -> No
     bench.load(KEYS[5])
     bench.add("later", prompt=2, max_tokens=2)
     assert _names(bench.step()) == ["running"]
-    for _ in range(12):
-        bench.step()
+    bench.run()
     assert set(bench.ends()) == {"running", "persona", "later"}
 
 
@@ -224,81 +272,13 @@ def test_an_adapter_placed_in_pieces_gives_way_to_itself() -> None:
     most = (24 - size) * PAGE_SIZE - 3
     bench.add("X", prompt=3, max_tokens=most, key=KEYS[4])
     bench.step()
-    bench.load(KEYS[4])
+    bench.bring(KEYS[4])
     bench.step()
     assert bench.adapters.num_pages > size, "the pool was meant to be too scattered for one run"
     for i in range(0, 8, 2):
         bench.scheduler.end(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
     bench.add("base", prompt=3, max_tokens=2)
-    for _ in range(200):
-        for key in bench.step().loads:
-            bench.load(key)
+    bench.run()
     assert bench.tokens("X") == most
     assert bench.ends()["X"] is FinishReason.LENGTH
     assert bench.ends()["base"] is FinishReason.LENGTH
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """Any order of arrivals, steps, loads, failures and aborts: pages add up and every request ends exactly once."""
-
-    requests = Bundle("requests")
-
-    @initialize(pages=st.integers(14, 40), seqs=st.integers(1, 5), budget=st.integers(1, 20))
-    def begin(self, pages: int, seqs: int, budget: int) -> None:
-        self.bench = Bench(pages=pages, max_num_seqs=seqs, max_num_batched_tokens=budget)
-        self.count = 0
-
-    @rule(
-        target=requests,
-        prompt=st.integers(1, 12),
-        max_tokens=st.integers(1, 12),
-        key=st.sampled_from([None, *KEYS]),
-    )
-    def add(self, prompt: int, max_tokens: int, key: AdapterKey | None) -> str:
-        name = f"r{self.count}"
-        self.count += 1
-        self.bench.add(name, prompt, max_tokens, key)
-        return name
-
-    @rule(token=st.sampled_from([7, 7, 7, EOS]))
-    def step(self, token: int) -> None:
-        self.bench.step(token)
-
-    @rule(data=st.data())
-    def load(self, data: st.DataObject) -> None:
-        if self.bench.loading:
-            self.bench.load(data.draw(st.sampled_from(sorted(self.bench.loading))))
-
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        if self.bench.loading:
-            key = data.draw(st.sampled_from(sorted(self.bench.loading)))
-            self.bench.loading.discard(key)
-            self.bench.scheduler.adapter_failed(key, "broken")
-
-    @rule(name=requests)
-    def abort(self, name: str) -> None:
-        self.bench.scheduler.end(RequestId(name), RequestStatus.FINISHED_ABORTED)
-
-    @invariant()
-    def adds_up(self) -> None:
-        if hasattr(self, "bench"):
-            self.bench.scheduler.check_integrity()
-
-    def teardown(self) -> None:
-        if not hasattr(self, "bench"):
-            return
-        for _ in range(2000):
-            if not self.bench.scheduler.has_requests:
-                break
-            for key in sorted(self.bench.loading):
-                self.bench.load(key)
-            self.bench.step()
-        self.bench.outputs += self.bench.scheduler.take_outputs()
-        assert len(self.bench.ends()) == self.count
-        assert self.bench.kv.num_pages == 0
-        assert not self.bench.adapters.pins()
-
-
-SchedulerMachine.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
-test_scheduler_machine = SchedulerMachine.TestCase

@@ -1,0 +1,96 @@
+"""The pool as an operator sees it: which pages are free, whose the others are."""
+
+from dataclasses import dataclass
+
+from adapter_store.spec import AdapterKey
+from lorasrv.pool_books import PoolBooks
+from lorasrv.request import RequestId
+from lorasrv.scheduler import Scheduler
+from sgmv_kernels.layout import Run
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPages:
+    """A running request's keys and values. `shared` of the pages are also in other tables or in the prefix cache."""
+
+    request_id: RequestId
+    adapter: AdapterKey | None
+    pages: int
+    shared: int
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPages:
+    """An adapter with pages: ready or still copying; `requests` run on it; it uses `bytes_used` of `bytes_held`."""
+
+    key: AdapterKey
+    state: str
+    pages: int
+    runs: tuple[Run, ...]
+    bytes_used: int
+    bytes_held: int
+    requests: int
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMap:
+    """One moment between two steps. free + kv + prefix + adapters = total pages."""
+
+    pages_total: int
+    pages_free: int
+    pages_kv: int
+    pages_prefix: int
+    pages_adapters: int
+    page_tokens: int
+    block_bytes: int
+    free_runs: int
+    longest_free_run: int
+    moved_pages: int
+    requests: tuple[RequestPages, ...]
+    adapters: tuple[AdapterPages, ...]
+    swap_bytes: int
+
+
+def describe_pool(books: PoolBooks, scheduler: Scheduler) -> PoolMap:
+    """The map of this moment."""
+    fragmentation = books.adapter_pool.fragmentation
+    return PoolMap(
+        pages_total=books.geometry.num_pages,
+        pages_free=books.num_free,
+        pages_kv=books.num_kv_pages,
+        pages_prefix=books.num_resting_prefix_pages,
+        pages_adapters=books.adapters.num_pages,
+        page_tokens=books.geometry.page_size,
+        block_bytes=books.geometry.block_bytes,
+        free_runs=fragmentation.free_runs,
+        longest_free_run=fragmentation.longest_free_run,
+        moved_pages=books.reclaimer.num_moved_pages,
+        requests=_requests(books, scheduler),
+        adapters=_adapters(books),
+        swap_bytes=books.swap.nbytes,
+    )
+
+
+def _requests(books: PoolBooks, scheduler: Scheduler) -> tuple[RequestPages, ...]:
+    adapters = {request.request_id: request.adapter_key for request in scheduler.requests()}
+    return tuple(
+        RequestPages(rid, adapters[rid], len(pages), sum(books.kv_pool.refcount(page) > 1 for page in pages))
+        for rid, pages in books.kv.holders().items()
+    )
+
+
+def _adapters(books: PoolBooks) -> tuple[AdapterPages, ...]:
+    return tuple(
+        AdapterPages(
+            key=key,
+            state="ready" if is_ready else "copying",
+            pages=placed.num_pages,
+            runs=placed.runs,
+            bytes_used=placed.layout.nbytes,
+            bytes_held=placed.num_pages * books.geometry.block_bytes,
+            requests=pins,
+            pinned=books.tiers.is_held(key),
+        )
+        for key, placed, is_ready, pins in books.adapters.residents()
+    )

@@ -1,0 +1,167 @@
+"""Whole KV pages kept after their request, found again by what they were computed from.
+
+A page's key is a hash chained over (adapter content, tenant salt, every token up to the page's end): never a name, so a
+re-uploaded adapter meets none of its forerunner's keys and values (vllm#42125, llama.cpp#26207), and never less than
+the whole past. Pages are immutable once they are here; the cache holds one reference of its own to each.
+
+A page that only the cache holds *rests*, and may be dropped: the least recently used first, the tail of a prompt before
+its head, and first of all those of adapters that have left the pool, which nobody can use before the adapter is back
+(the dependency that FASTLIBRA describes).
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from adapter_store.spec import AdapterKey
+from lorasrv.page_pool import PagePool
+
+
+def root_hash(adapter: AdapterKey | None, salt: str) -> bytes:
+    """Where the chain of an adapter's (or the base's) pages begins. Both parts have their length in front."""
+    parts = (b"" if adapter is None else adapter.encode(), salt.encode("utf-8", "surrogatepass"))
+    return hashlib.sha256(b"".join(len(part).to_bytes(8, "little") + part for part in parts)).digest()
+
+
+def page_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of a page that holds `token_ids`, behind the page or root whose key is `parent`."""
+    return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    digest: bytes
+    adapter: AdapterKey | None
+
+
+class PrefixCache:
+    """Pages by hash. Mutated by the engine thread only."""
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+        self._pages: dict[bytes, int] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._resting: OrderedDict[int, None] = OrderedDict()
+        self._stranded: OrderedDict[int, None] = OrderedDict()
+        self._by_adapter: dict[AdapterKey, set[int]] = {}
+        self._absent: set[AdapterKey] = set()
+        self.num_evictions = 0
+
+    def __len__(self) -> int:
+        """Pages in the cache, resting or in use."""
+        return len(self._entries)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._entries
+
+    @property
+    def num_resting(self) -> int:
+        """Pages that could be dropped though their adapter is there."""
+        return len(self._resting)
+
+    @property
+    def num_stranded(self) -> int:
+        """Pages that nobody can use before their adapter is back."""
+        return len(self._stranded)
+
+    def find(self, digest: bytes) -> int | None:
+        """The page of this hash, now with one reference more, which is the caller's."""
+        page = self._pages.get(digest)
+        if page is not None:
+            self._pool.share((page,))
+            self._resting.pop(page, None)
+            self._stranded.pop(page, None)
+        return page
+
+    def keep(self, digest: bytes, page: int, adapter: AdapterKey | None) -> bool:
+        """Take a reference to a full page; False if another page of the same content is here already."""
+        if digest in self._pages:
+            return False
+        assert page not in self._entries, f"page {page} is in the cache under another hash"
+        self._pool.share((page,))
+        self._pages[digest] = page
+        self._entries[page] = _Entry(digest, adapter)
+        if adapter is not None:
+            self._by_adapter.setdefault(adapter, set()).add(page)
+        return True
+
+    def let_rest(self, page: int) -> None:
+        """Somebody has let go of a page; if nobody else holds it, it may be dropped, after those that rest already."""
+        entry = self._entries.get(page)
+        if entry is not None and self._pool.refcount(page) == 1:
+            (self._stranded if entry.adapter in self._absent else self._resting)[page] = None
+
+    def drop_stranded(self) -> bool:
+        """Give back the oldest page whose adapter has left; False if there is none."""
+        return self._drop_oldest(self._stranded)
+
+    def drop_resting(self) -> bool:
+        """Give back the oldest page that rests; False if there is none."""
+        return self._drop_oldest(self._resting)
+
+    def adapter_left(self, adapter: AdapterKey) -> None:
+        """The pool holds this adapter no more."""
+        if adapter in self._by_adapter:
+            self._absent.add(adapter)
+            self._transfer(adapter, self._resting, self._stranded)
+
+    def adapter_came(self, adapter: AdapterKey) -> None:
+        """The pool holds this adapter (again)."""
+        self._absent.discard(adapter)
+        self._transfer(adapter, self._stranded, self._resting)
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Pages lie elsewhere now: old id -> new id."""
+        for old in moves.keys() & self._entries.keys():
+            entry = self._entries.pop(old)
+            self._entries[moves[old]] = entry
+            self._pages[entry.digest] = moves[old]
+            if entry.adapter is not None:
+                pages = self._by_adapter[entry.adapter]
+                pages.discard(old)
+                pages.add(moves[old])
+        self._resting = _renamed(self._resting, moves)
+        self._stranded = _renamed(self._stranded, moves)
+
+    def references(self) -> Iterator[int]:
+        """Every page id that the cache holds, for `PagePool.check_integrity`."""
+        yield from self._entries
+
+    def check_integrity(self) -> None:
+        """Hashes and pages are one to one, and exactly the pages that nobody else holds may be dropped."""
+        assert {entry.digest: page for page, entry in self._entries.items()} == self._pages, "prefix pages differ"
+        alone = {page for page in self._entries if self._pool.refcount(page) == 1}
+        assert alone == self._resting.keys() | self._stranded.keys(), "resting pages differ"
+        assert not self._resting.keys() & self._stranded.keys(), "a page rests twice"
+        assert all(self._entries[page].adapter in self._absent for page in self._stranded), "a page is not stranded"
+        assert not any(self._entries[page].adapter in self._absent for page in self._resting), "a page is stranded"
+        by_adapter = {page for pages in self._by_adapter.values() for page in pages}
+        assert by_adapter == {p for p, entry in self._entries.items() if entry.adapter is not None}
+
+    def _drop_oldest(self, pages: OrderedDict[int, None]) -> bool:
+        if not pages:
+            return False
+        page, _ = pages.popitem(last=False)
+        entry = self._entries.pop(page)
+        del self._pages[entry.digest]
+        if entry.adapter is not None:
+            of_adapter = self._by_adapter[entry.adapter]
+            of_adapter.discard(page)
+            if not of_adapter:
+                del self._by_adapter[entry.adapter]
+                self._absent.discard(entry.adapter)
+        self._pool.release((page,))
+        self.num_evictions += 1
+        return True
+
+    def _transfer(self, adapter: AdapterKey, source: OrderedDict[int, None], target: OrderedDict[int, None]) -> None:
+        pages = self._by_adapter.get(adapter, set())
+        for page in [page for page in source if page in pages] if pages else ():
+            del source[page]
+            target[page] = None
+
+
+def _renamed(pages: OrderedDict[int, None], moves: Mapping[int, int]) -> OrderedDict[int, None]:
+    return OrderedDict((moves.get(page, page), None) for page in pages) if pages.keys() & moves.keys() else pages

@@ -1,0 +1,56 @@
+"""What the edge asks the engine beside requests, and the answers: frozen, so that any transport can carry them."""
+
+from dataclasses import dataclass
+
+from adapter_store.spec import AdapterKey
+from lorasrv.request import AdapterTier
+from sgmv_kernels.layout import AdapterLayout
+
+
+@dataclass(frozen=True, slots=True)
+class DescribePool:
+    """Who holds which pages? Answered by a `PoolMap`."""
+
+
+@dataclass(frozen=True, slots=True)
+class AskTier:
+    """Where is an adapter now? Answered by `Reached`."""
+
+    key: AdapterKey
+
+
+@dataclass(frozen=True, slots=True)
+class WarmAdapter:
+    """Bring an adapter to the pool, and spare it for `deadline_s`. Answered by `Reached` when it is there."""
+
+    key: AdapterKey
+    layout: AdapterLayout
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PinAdapter:
+    """Bring an adapter to the pool and keep it there, or let it go. Answered by `Reached`, at once."""
+
+    key: AdapterKey
+    layout: AdapterLayout
+    pinned: bool
+
+
+Question = DescribePool | AskTier | WarmAdapter | PinAdapter
+
+
+@dataclass(frozen=True, slots=True)
+class Reached:
+    """Where an adapter is, and how long it took to get there."""
+
+    tier: AdapterTier
+    load_ms: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`content` is what the question says, or the exception that refuses it."""
+
+    number: int
+    content: object
