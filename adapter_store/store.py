@@ -17,16 +17,15 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from io import BufferedReader
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from adapter_store.blobs import BlobDirectory, BlobUpload, disk_errors, fsync_directory
+from adapter_store.contents import ContentReader
 from adapter_store.errors import (
     AdapterCorrupt,
     AdapterExists,
-    AdapterInvalid,
     AdapterNotFound,
     BlobNotFound,
     BlobTooLarge,
@@ -35,15 +34,14 @@ from adapter_store.errors import (
     StoreUnusable,
 )
 from adapter_store.index import Content, Index
-from adapter_store.loader import AdapterWeights, read_verified, weights_from_bytes
+from adapter_store.loader import AdapterWeights
 from adapter_store.manifest import canonical_json
 from adapter_store.peft_dir import CHUNK_BYTES, digest_file
 from adapter_store.records import AdapterRecord, Registration, VersionRecord
 from adapter_store.references import VERBS, Reference, check_adapter_id, check_digest, parse_reference
 from adapter_store.report import UploadReport
-from adapter_store.safetensors_header import SafetensorsHeader, header_cap_bytes, parse_header, read_header
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes
-from adapter_store.validate import CheckedAdapter, check_adapter, max_adapter_bytes, validate_adapter
+from adapter_store.validate import CheckedAdapter, check_adapter, max_adapter_bytes
 
 NEAR_NAMES = 3
 
@@ -75,6 +73,7 @@ class AdapterStore:
             undo.callback(os.close, _lock_root(root))
             self._blobs = BlobDirectory(root)
             self._index = Index(root / "index.sqlite3")
+            self._contents = ContentReader(self._blobs, base, max_lora_rank, self._content)
             undo.callback(self._index.close)
             self._records = self._read_records()
             self._blobs.sweep(self._index.referenced_digests())
@@ -288,16 +287,7 @@ class AdapterStore:
             AdapterCorrupt: its weights are damaged or gone.
             AdapterInvalid: this server's limits are tighter than those it was accepted under.
         """
-        content = self._content(key)
-        cap = header_cap_bytes(self.base)
-        with self._open_stored(content) as file, disk_errors("reading weights"):
-            try:
-                header = read_header(file, os.fstat(file.fileno()).st_size, cap)
-                return self._spec(content, header)
-            except AdapterInvalid:
-                file.seek(0)
-                read_verified(file, content.weights_digest)
-                raise
+        return self._contents.spec(self._content(key))
 
     def load(self, key: AdapterKey, should_stop: Callable[[], bool] = lambda: False) -> AdapterWeights:
         """Read a content's weights; the digest is verified, and the spec checked, before anything is handed out.
@@ -306,11 +296,7 @@ class AdapterStore:
             AdapterNotFound, AdapterCorrupt, AdapterInvalid: as `spec`.
             LoadCancelled: `should_stop` said so meanwhile.
         """
-        content = self._content(key)
-        with self._open_stored(content) as file, disk_errors("reading weights"):
-            data = read_verified(file, content.weights_digest, should_stop)
-        header = parse_header(data, header_cap_bytes(self.base))
-        return weights_from_bytes(data, header, self._spec(content, header))
+        return self._contents.load(self._content(key), should_stop)
 
     def _content(self, key: AdapterKey) -> Content:
         with self._lock:
@@ -319,23 +305,6 @@ class AdapterStore:
         if content is None:
             raise AdapterNotFound(key)
         return content
-
-    def _open_stored(self, content: Content) -> BufferedReader:
-        try:
-            return self._blobs.open(content.weights_digest)
-        except BlobNotFound:
-            self._content(content.key)  # deleted meanwhile: not found, rather than corrupt
-            digest = content.weights_digest[:12]
-            raise AdapterCorrupt(f"stored weights sha256:{digest} are gone; upload the same file again") from None
-
-    def _spec(self, content: Content, header: SafetensorsHeader) -> AdapterSpec:
-        digest = content.weights_digest
-        spec = validate_adapter(content.config, header, self.base, self.max_lora_rank, weights_digest=digest)
-        if spec.key != content.key:
-            raise AdapterCorrupt(
-                f"the index describes sha256:{digest[:12]} otherwise than its weights do; upload it again"
-            )
-        return spec
 
     def _check_open(self) -> None:
         if self._closed:

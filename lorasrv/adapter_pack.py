@@ -1,6 +1,8 @@
 """PEFT's matrices -> panels in host memory, once for each adapter and layout: what the pool's pages are filled from."""
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,6 +12,11 @@ from torch import Tensor
 from adapter_store.loader import AdapterWeights, LoraTensors
 from lorasrv.models.spec import ModelSpec
 from sgmv_kernels.layout import AdapterLayout, SitePanels
+
+Array = npt.NDArray[Any]
+Bytes = npt.NDArray[np.uint8]
+Panels = tuple[tuple[int, int], ...]
+"""(index in the layer, rank rows) of each panel of one matrix."""
 
 
 @dataclass(frozen=True)
@@ -25,42 +32,56 @@ class PackedAdapter:
 
 
 def pack_adapter(spec: ModelSpec, layout: AdapterLayout, weights: AdapterWeights, dtype: torch.dtype) -> PackedAdapter:
-    """Lay an adapter's panels end to end, layer by layer, weights rounded to `dtype`."""
-    data = torch.zeros((layout.num_layers, layout.layer_bytes), dtype=torch.uint8)
+    """Lay an adapter's panels end to end, layer by layer, weights rounded to `dtype`.
+
+    In NumPy, whose calls cost a fraction of torch's: while a loader thread is between two copies, the engine waits for
+    the interpreter.
+    """
+    data = np.zeros((layout.num_layers, layout.layer_bytes), dtype=np.uint8)
     for layer in range(layout.num_layers):
         offsets = layout.packed_offsets[layer].tolist()
         for site, panels in zip(spec.sites(), layout.panels[layer], strict=True):
             if panels.total_rank:
                 tensors = [weights.get((layer, module)) for module in site.modules]
                 _pack_site(data[layer], offsets, panels, tensors, dtype)
-    return PackedAdapter(layout, data)
+    return PackedAdapter(layout, torch.from_numpy(data))
 
 
 def _pack_site(
-    row: Tensor, offsets: list[int], panels: SitePanels, tensors: list[LoraTensors | None], dtype: torch.dtype
+    row: Bytes, offsets: list[int], panels: SitePanels, tensors: list[LoraTensors | None], dtype: torch.dtype
 ) -> None:
-    present = [t for t in tensors if t is not None]
-    scales = torch.cat([torch.full((t.rank,), t.scaling, dtype=torch.float32) for t in present])
-    _write(row, offsets[panels.scale], scales)
-    _write_panels(row, offsets, panels.a, torch.cat([_tensor(t.a, dtype) for t in present]))
+    scales = _target(row, offsets[panels.scale], (panels.total_rank,), np.dtype("<f4"))
+    first = 0
     for slice_panels, tensor in zip(panels.b, tensors, strict=True):
         if tensor is not None:
-            _write_panels(row, offsets, slice_panels, _tensor(tensor.b, dtype).T)
+            last = first + tensor.rank
+            scales[first:last] = tensor.scaling
+            _write_panels(row, offsets, panels.a, first, _converted(tensor.a, dtype))
+            _write_panels(row, offsets, slice_panels, 0, _converted(tensor.b, dtype).T)
+            first = last
 
 
-def _write_panels(row: Tensor, offsets: list[int], panels: tuple[tuple[int, int], ...], matrix: Tensor) -> None:
+def _write_panels(row: Bytes, offsets: list[int], panels: Panels, first: int, matrix: Array) -> None:
+    """Put the rows of a matrix into those panels' rows that begin at `first`."""
     start = 0
     for index, count in panels:
-        _write(row, offsets[index], matrix[start : start + count])
+        begin, end = max(first, start), min(first + len(matrix), start + count)
+        if begin < end:
+            target = _target(row, offsets[index], (count, matrix.shape[1]), matrix.dtype)
+            target[begin - start : end - start] = matrix[begin - first : end - first]
         start += count
 
 
-def _write(row: Tensor, offset: int, values: Tensor) -> None:
-    values = values.contiguous()
-    row[offset : offset + values.nbytes] = values.view(-1).view(torch.uint8)
+def _target(row: Bytes, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Bytes of a packed row seen as numbers."""
+    return row[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
-def _tensor(array: npt.NDArray[np.generic], dtype: torch.dtype) -> Tensor:
-    """A stored matrix as torch; bf16 arrives as its bits in uint16."""
+def _converted(array: Array, dtype: torch.dtype) -> Array:
+    """A stored matrix in the adapter dtype; bf16 is its bits in uint16, here and there."""
+    is_bf16 = array.dtype == np.uint16
+    if is_bf16 and dtype == torch.bfloat16:
+        return array
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return (tensor.view(torch.bfloat16) if tensor.dtype == torch.uint16 else tensor).to(dtype)
+    tensor = (tensor.view(torch.bfloat16) if is_bf16 else tensor).to(dtype)
+    return (tensor.view(torch.uint16) if dtype == torch.bfloat16 else tensor).numpy()
