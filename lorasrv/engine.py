@@ -17,7 +17,7 @@ from lorasrv.pool_books import PoolBooks
 from lorasrv.pool_map import describe_pool
 from lorasrv.questions import Answer, AskTier, DescribePool, PinAdapter, Question, Reached, WarmAdapter
 from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestStatus
-from lorasrv.scheduler import Scheduler
+from lorasrv.scheduler import WARM_GRACE_S, Scheduler
 from lorasrv.step import AdapterOrders, SchedulerOutput
 
 
@@ -167,7 +167,7 @@ class Engine:
 
     def _warm(self, number: int, question: WarmAdapter) -> None:
         now = time.monotonic()
-        self._books.tiers.promise(question.key, question.layout, now + question.deadline_s)
+        self._books.tiers.promise(question.key, question.layout, now + question.deadline_s + WARM_GRACE_S)
         if self._scheduler.tier(question.key) is AdapterTier.RESIDENT:
             self._answer(number, Reached(AdapterTier.RESIDENT))
         else:

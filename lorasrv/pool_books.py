@@ -70,8 +70,8 @@ class PoolBooks:
             adapter_pool,
             geometry.page_bytes,
             seconds_to_return,
-            prefixes.adapter_came if prefixes else lambda _: None,
-            prefixes.adapter_left if prefixes else lambda _: None,
+            prefixes.adapter_came if prefixes is not None else lambda _: None,
+            prefixes.adapter_left if prefixes is not None else lambda _: None,
         )
         floor = int(options.adapter_floor_fraction * geometry.num_pages)
         reclaimer = Reclaimer(kv_pool, kv, adapters, prefixes, floor)
@@ -90,7 +90,7 @@ class PoolBooks:
     @property
     def num_resting_prefix_pages(self) -> int:
         """Cached pages that no request uses now."""
-        return self.prefixes.num_resting + self.prefixes.num_stranded if self.prefixes else 0
+        return 0 if self.prefixes is None else self.prefixes.num_resting + self.prefixes.num_stranded
 
     @property
     def num_kv_pages(self) -> int:
@@ -110,7 +110,7 @@ class PoolBooks:
         Raises:
             AssertionError: they do not.
         """
-        of_kv = [*self.kv.references(), *(self.prefixes.references() if self.prefixes else ())]
+        of_kv = [*self.kv.references(), *(self.prefixes.references() if self.prefixes is not None else ())]
         of_adapters = list(self.adapters.references())
         if self.kv_pool is self.adapter_pool:
             self.kv_pool.check_integrity(of_kv + of_adapters)
@@ -118,7 +118,7 @@ class PoolBooks:
             self.kv_pool.check_integrity(of_kv)
             self.adapter_pool.check_integrity(of_adapters)
         if self.prefixes is not None:
-            self.prefixes.check_integrity()
+            self.prefixes.check_integrity(self.adapters.is_ready)
         self.adapters.check_integrity()
         self.tiers.check_integrity()
         assert self.num_kv_pages == self.kv.num_pages, "KV pages do not add up"

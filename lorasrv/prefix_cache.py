@@ -12,7 +12,7 @@ its head, and first of all those of adapters that have left the pool, which nobo
 import hashlib
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
@@ -49,7 +49,8 @@ class PrefixCache:
         self._absent: set[AdapterKey] = set()
         self.num_evictions = 0
 
-    def __len__(self) -> int:
+    @property
+    def num_pages(self) -> int:
         """Pages in the cache, resting or in use."""
         return len(self._entries)
 
@@ -129,8 +130,11 @@ class PrefixCache:
         """Every page id that the cache holds, for `PagePool.check_integrity`."""
         yield from self._entries
 
-    def check_integrity(self) -> None:
+    def check_integrity(self, is_resident: Callable[[AdapterKey], bool] | None = None) -> None:
         """Hashes and pages are one to one, and exactly the pages that nobody else holds may be dropped."""
+        for adapter in self._by_adapter if is_resident is not None else ():
+            assert is_resident is not None
+            assert is_resident(adapter) != (adapter in self._absent), f"adapter {adapter} is here or not?"
         assert {entry.digest: page for page, entry in self._entries.items()} == self._pages, "prefix pages differ"
         alone = {page for page in self._entries if self._pool.refcount(page) == 1}
         assert alone == self._resting.keys() | self._stranded.keys(), "resting pages differ"

@@ -21,7 +21,7 @@ class AskTier:
 
 @dataclass(frozen=True, slots=True)
 class WarmAdapter:
-    """Bring an adapter to the pool, and spare it for `deadline_s`. Answered by `Reached` when it is there."""
+    """Bring an adapter to the pool, and spare it until `deadline_s` and a grace from now. Answered when it is there."""
 
     key: AdapterKey
     layout: AdapterLayout

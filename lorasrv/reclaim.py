@@ -150,9 +150,10 @@ class Reclaimer:
         if pool.num_free < pages + keep_free:
             return False
         moves = clear_run(pool, pages, self._adapters.movable_runs(), self._adapters.fixed_runs())
-        if moves is not None:
-            self._follow(moves)
-        return moves is not None
+        if moves is None or not moves.pages:
+            return False
+        self._follow(moves)
+        return True
 
     def _follow(self, moves: Moves) -> None:
         """Bring the other accounts after pages that were moved, and note the copies that are due."""

@@ -31,8 +31,8 @@ from lorasrv.request import (
 from lorasrv.step import CopyPages, DropSwap, PageOp, ScheduledRequest, SchedulerOutput, SwapIn, SwapOut
 from sgmv_kernels.layout import AdapterLayout
 
-WARM_AFTER_REFUSAL_S = 30.0
-"""A cold adapter that a request was refused for is brought in, and spared this long for its return."""
+WARM_GRACE_S = 30.0
+"""An adapter that was warmed, or that a request was refused for, is spared this long for the request to come."""
 
 
 @dataclass(slots=True)
@@ -371,7 +371,7 @@ class Scheduler:
 
     def _answer_cold(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
         """The adapter is brought in all the same, so that the next request finds it."""
-        self._tiers.promise(key, layout, self._clock() + WARM_AFTER_REFUSAL_S)
+        self._tiers.promise(key, layout, self._clock() + WARM_GRACE_S)
         if request.message.on_cold is OnCold.FALLBACK_BASE:
             self._lose_interest(key)
             request.adapter_key, request.fell_back = None, True

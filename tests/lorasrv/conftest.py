@@ -10,6 +10,9 @@ import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
+from adapter_store.peft_dir import read_peft_dir
+from adapter_store.store import AdapterStore
+from lorasrv.base_shapes import base_shapes
 from lorasrv.loaders import Checkpoint, open_checkpoint
 from lorasrv.models.family import detect
 from lorasrv.tokenizer import Tokenizer
@@ -212,3 +215,36 @@ def _save_tokenizer_config(path: Path) -> None:
         "model_max_length": 512,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="session")
+def model(tiny_hf_checkpoints: dict[str, TinyCheckpoint]) -> Path:
+    """The tiny llama."""
+    return tiny_hf_checkpoints["llama"]()
+
+
+@pytest.fixture(scope="session")
+def adapter_dirs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """PEFT's own adapters for it: `one`, `two`, `three`, of ranks 2, 5 and 8 on all linears."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folders = {}
+    for i, name in enumerate(("one", "two", "three")):
+        torch.manual_seed(i)
+        config = LoraConfig(r=2 + 3 * i, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        folders[name] = tmp_path_factory.mktemp("adapters") / name
+        get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture
+def store(model: Path, adapter_dirs: dict[str, Path], tmp_path: Path) -> Iterator[AdapterStore]:
+    """A store of the tiny llama that holds them."""
+    checkpoint = open_checkpoint(str(model))
+    with AdapterStore(tmp_path / "store", base_shapes(checkpoint.spec)) as store:
+        for name, folder in adapter_dirs.items():
+            peft = read_peft_dir(folder)
+            store.register(name, peft.config, store.add_blob(peft.weights_path))
+        yield store
+    checkpoint.close()

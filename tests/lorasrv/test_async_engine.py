@@ -1,7 +1,7 @@
 """The engine behind an event loop, on a tiny model with real adapters: every accepted request ends exactly once."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +12,9 @@ from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.adapter_loader import ThreadedLoader
 from lorasrv.async_engine import AsyncEngine
-from lorasrv.base_shapes import base_shapes
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded, EngineDead, EngineOverloaded, InvalidRequest
 from lorasrv.llm import LLM
-from lorasrv.loaders import open_checkpoint
 from lorasrv.request import AdapterTier, FinishReason, RequestOutput, SamplingParams
 from lorasrv.threads import ENGINE_THREADS
 
@@ -25,42 +23,11 @@ PROMPT = list(range(10, 30))
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
 
-@pytest.fixture(scope="module")
-def model(tiny_hf_checkpoints) -> Path:
-    return tiny_hf_checkpoints["llama"]()
-
-
-@pytest.fixture(scope="module")
-def adapter_dirs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    folders = {}
-    for i, name in enumerate(NAMES):
-        torch.manual_seed(i)
-        config = LoraConfig(r=2 + 3 * i, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-        folders[name] = tmp_path_factory.mktemp("adapters") / name
-        get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folders[name])
-    return folders
-
-
 def _config(model: Path, pool_bytes: int = 4 << 20) -> EngineConfig:
     return EngineConfig(
         model=ModelOptions(model=str(model), quantization="none", dtype="float32"),
         memory=MemoryOptions(pool_bytes=pool_bytes),
     )
-
-
-@pytest.fixture
-def store(model: Path, adapter_dirs: dict[str, Path], tmp_path: Path) -> Iterator[AdapterStore]:
-    from adapter_store.peft_dir import read_peft_dir
-
-    checkpoint = open_checkpoint(str(model))
-    with AdapterStore(tmp_path / "store", base_shapes(checkpoint.spec)) as store:
-        for name, folder in adapter_dirs.items():
-            peft = read_peft_dir(folder)
-            store.register(name, peft.config, store.add_blob(peft.weights_path))
-        yield store
 
 
 @pytest.fixture

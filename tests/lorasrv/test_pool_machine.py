@@ -283,7 +283,7 @@ class PoolMachine(RuleBasedStateMachine):
     def scatter(self, data: st.DataObject) -> None:
         """Move some pages of keys and values to wherever, so that free pages lie scattered."""
         books = self.world.books
-        used = sorted({*books.kv.references(), *(books.prefixes.references() if books.prefixes else ())})
+        used = sorted({*books.kv.references(), *(books.prefixes.references() if books.prefixes is not None else ())})
         free = sorted(page for first, n in books.kv_pool.free_runs() for page in range(first, first + n))
         count = data.draw(st.integers(0, min(4, len(used), len(free))))
         old = data.draw(st.permutations(used))[:count]
