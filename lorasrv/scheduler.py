@@ -28,7 +28,8 @@ from lorasrv.request import (
     RequestId,
     RequestStatus,
 )
-from lorasrv.step import CopyPages, DropSwap, PageOp, ScheduledRequest, SchedulerOutput, SwapIn, SwapOut
+from lorasrv.request_memory import RequestMemory
+from lorasrv.step import ScheduledRequest, SchedulerOutput
 from sgmv_kernels.layout import AdapterLayout
 
 WARM_GRACE_S = 30.0
@@ -79,7 +80,8 @@ class Scheduler:
         self._options = options
         self._books = books
         self._kv, self._adapters = books.kv, books.adapters
-        self._reclaimer, self._tiers = books.reclaimer, books.tiers
+        self._tiers = books.tiers
+        self._memory = RequestMemory(books)
         self._eos = eos_token_ids
         self._is_on_host = is_on_host
         self._clock = clock
@@ -87,10 +89,9 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._wanted: Counter[AdapterKey] = Counter()
-        self._page_ops: list[PageOp] = []
         self._outbox: list[EngineOutput] = []
         self.counters = SchedulerCounters()
-        self._reclaimer.is_wanted = self._is_wanted
+        books.reclaimer.is_wanted = self._is_wanted
 
     @property
     def num_running(self) -> int:
@@ -167,14 +168,15 @@ class Scheduler:
         self._tiers.forget_unwanted(self._is_wanted)
         keep_free = self._admit(plan) if self.counters.preemptions == preemptions else 0
         self._tiers.keep_promises(keep_free + self._pages_to_grow())
-        self._page_ops += self._reclaimer.take_moves()
+        self._memory.note_moves()
         chosen = [r for r in self._running if r.request_id in plan.counts]
         keys = {r.adapter_key for r in chosen if r.adapter_key is not None}
-        page_ops, self._page_ops = self._page_ops, []
         return SchedulerOutput(
-            scheduled=tuple(self._share(r, plan.counts[r.request_id]) for r in chosen),
+            scheduled=tuple(
+                ScheduledRequest.of(r, plan.counts[r.request_id], self._kv.page_table(r.request_id)) for r in chosen
+            ),
             placements={key: self._adapters.placed(key) for key in keys},
-            page_ops=tuple(page_ops),
+            page_ops=self._memory.take_ops(),
             orders=self._tiers.take_orders(),
             num_preempted=self.counters.preemptions - preemptions,
         )
@@ -225,40 +227,21 @@ class Scheduler:
 
     def _make_room(self, request: Request) -> bool:
         """Pages for all tokens of a running request; False if the request itself had to give way."""
-        while not self._grow(request, Need.PROGRESS, keep_free=0):
+        while not self._memory.grow(request, Need.PROGRESS):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
                 return False
         return True
 
-    def _grow(self, request: Request, need: Need, keep_free: int, ahead: Set[AdapterKey] = frozenset()) -> bool:
-        """Take the pages that all known tokens of a request need; False if others do not give way so far."""
-        rid, computed = request.request_id, request.num_computed_tokens
-        missing = self._kv.missing_pages(rid, computed, request.num_tokens)
-        if missing and not self._reclaimer.room_for_kv(missing + keep_free, need, ahead.__contains__):
-            return False
-        copies = self._kv.allocate(rid, computed, request.num_tokens)
-        assert copies is not None, "pages were counted before they were taken"
-        if copies:
-            self._page_ops.append(CopyPages(copies))
-        return True
-
     def _preempt(self, request: Request) -> None:
-        """Take back everything but the tokens: what is computed goes to host memory, or is computed again later."""
-        pages = self._kv.page_table(request.request_id)[: self._kv.pages_for(request.num_computed_tokens)]
-        if self._books.swap.is_worth_it(len(pages), request.num_computed_tokens):
-            self._books.swap.take(request.request_id, len(pages))
-            self._page_ops.append(SwapOut(request.request_id, pages))
-            request.num_swapped_pages = len(pages)
-            self.counters.swaps += 1
-        else:
-            request.num_computed_tokens = 0
+        """Take back everything but the tokens."""
+        self._memory.give_way(request)
         self._running.remove(request)
-        self._release(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self.counters.preemptions += 1
+        self.counters.swaps += request.num_swapped_pages > 0
         self._waiting.appendleft(request)
 
     # Admission, in order of arrival.
@@ -311,48 +294,34 @@ class Scheduler:
         need = self._need() if keep_free is None else Need.AHEAD
         pages = self._pages_to_grow() + (self._pages_to_start(request) if keep_free is None else keep_free)
         came = self._tiers.bring(key, layout, pages, need, ahead.__contains__)
-        self._page_ops += self._reclaimer.take_moves()
+        self._memory.note_moves()
         return came
 
-    def _waits_for_parent(self, request: Request) -> bool:
-        """Whether a further choice still waits for the first one to compute their prompt, which they will share."""
+    def _parent(self, request: Request) -> Request | None:
+        """The first choice of the same prompt, where a further one has begun nothing of its own yet."""
         parent = self._requests.get(request.message.fork_of) if request.message.fork_of is not None else None
-        if parent is None or request.num_computed_tokens or request.num_preemptions:
+        return None if parent is None or parent.num_preemptions or request.num_preemptions else parent
+
+    def _waits_for_parent(self, request: Request) -> bool:
+        """Whether the first choice is still to compute the prompt, which the further ones will share."""
+        parent = self._parent(request)
+        if parent is None:
             return False
-        return parent.num_computed_tokens < request.num_prompt_tokens - 1 and parent.num_preemptions == 0
+        return parent.status is not RequestStatus.RUNNING or parent.num_computed_tokens < request.num_prompt_tokens - 1
 
     def _start(self, request: Request, ahead: Set[AdapterKey]) -> bool:
         """Take pages for all of the request's tokens; each running request keeps one to grow."""
-        key = request.adapter_key
-        self._kv.open(request.request_id, key, request.message.cache_salt)
-        if key is not None:
-            self._adapters.pin(key)
-        num_shared = 0 if request.num_swapped_pages else self._share_pages(request)
-        request.num_computed_tokens += num_shared
-        if not self._grow(request, self._need(), self._pages_to_grow(), ahead):
-            request.num_computed_tokens -= num_shared
-            self._release(request)
+        if not self._memory.start(request, self._parent(request), self._need(), self._pages_to_grow(), ahead):
             self._start_over(request, ahead)
             return False
         self._waiting.remove(request)
         self._running.append(request)
-        self._swap_in(request)
         request.status = RequestStatus.RUNNING
         if request.scheduled_s is None:
             request.scheduled_s = self._clock()
-            request.num_cached_tokens = num_shared
             self.counters.prompt_tokens += request.num_prompt_tokens
-            self.counters.cached_tokens += num_shared
+            self.counters.cached_tokens += request.num_cached_tokens
         return True
-
-    def _share_pages(self, request: Request) -> int:
-        """Pages that hold the request's beginning already; returns how many tokens need not be computed."""
-        parent = self._requests.get(request.message.fork_of) if request.message.fork_of is not None else None
-        shared = request.num_prompt_tokens - 1
-        if parent is None or parent.status is not RequestStatus.RUNNING or parent.num_computed_tokens < shared:
-            return self._kv.attach_prefix(request.request_id, request.token_ids)
-        self._kv.fork(parent.request_id, request.request_id, shared)
-        return shared
 
     def _start_over(self, request: Request, ahead: Set[AdapterKey]) -> None:
         """There is no room. If nobody runs and nobody comes, only the request's own adapter is left: placed in pieces
@@ -361,13 +330,6 @@ class Scheduler:
         if key is not None and not self._running and not self._adapters.num_filling:
             self._adapters.evict(key)
             self._bring_near(request, key, ahead)
-
-    def _swap_in(self, request: Request) -> None:
-        if request.num_swapped_pages:
-            pages = self._kv.page_table(request.request_id)[: request.num_swapped_pages]
-            self._page_ops.append(SwapIn(request.request_id, pages))
-            self._books.swap.give_back(request.request_id)
-            request.num_swapped_pages = 0
 
     def _answer_cold(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
         """The adapter is brought in all the same, so that the next request finds it."""
@@ -419,12 +381,10 @@ class Scheduler:
     def _finish(self, request: Request, status: RequestStatus, new_tokens: Sequence[int] = ()) -> None:
         if request in self._running:
             self._running.remove(request)
-            self._release(request)
+            self._memory.release(request)
         else:
             self._waiting.remove(request)
-        if request.num_swapped_pages:
-            self._books.swap.give_back(request.request_id)
-            self._page_ops.append(DropSwap(request.request_id))
+        self._memory.drop_swap(request)
         if request.adapter_key is not None:
             self._lose_interest(request.adapter_key)
         request.status = status
@@ -434,23 +394,5 @@ class Scheduler:
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
         self._emit(request, tuple(new_tokens))
 
-    def _release(self, request: Request) -> None:
-        self._kv.free(request.request_id)
-        if request.adapter_key is not None:
-            self._adapters.unpin(request.adapter_key)
-
     def _emit(self, request: Request, new_tokens: tuple[int, ...]) -> None:
         self._outbox.append(request.output(new_tokens, self._clock()))
-
-    def _share(self, request: Request, count: int) -> ScheduledRequest:
-        start = request.num_computed_tokens
-        return ScheduledRequest(
-            request_id=request.request_id,
-            token_ids=tuple(request.token_ids[start : start + count]),
-            start=start,
-            page_table=self._kv.page_table(request.request_id),
-            adapter_key=request.adapter_key,
-            samples=start + count == request.num_tokens,
-            sampling=request.sampling,
-            num_generated=request.num_generated_tokens,
-        )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
-from lorasrv.request import RequestId, SamplingParams
+from lorasrv.request import Request, RequestId, SamplingParams
 from sgmv_kernels.layout import PlacedAdapter
 
 
@@ -78,6 +78,21 @@ class ScheduledRequest:
     samples: bool
     sampling: SamplingParams
     num_generated: int
+
+    @classmethod
+    def of(cls, request: Request, count: int, page_table: tuple[int, ...]) -> "ScheduledRequest":
+        """The next `count` tokens of a request."""
+        start = request.num_computed_tokens
+        return cls(
+            request_id=request.request_id,
+            token_ids=tuple(request.token_ids[start : start + count]),
+            start=start,
+            page_table=page_table,
+            adapter_key=request.adapter_key,
+            samples=start + count == request.num_tokens,
+            sampling=request.sampling,
+            num_generated=request.num_generated_tokens,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -294,14 +294,14 @@ class PoolMachine(RuleBasedStateMachine):
         if moves:
             books.kv_pool.move(moves)
             books.reclaimer._follow(Moves(moves, {}))
-            self.world.scheduler._page_ops += books.reclaimer.take_moves()
+            self.world.scheduler._memory.note_moves()
 
     @rule(more=st.integers(1, 4))
     def move(self, more: int) -> None:
         """Make a run that is longer than any there is."""
         reclaimer = self.world.books.reclaimer
         reclaimer._compact(self.world.books.adapter_pool.fragmentation.longest_free_run + more, keep_free=0)
-        self.world.scheduler._page_ops += reclaimer.take_moves()
+        self.world.scheduler._memory.note_moves()
 
     @invariant()
     def adds_up(self) -> None:

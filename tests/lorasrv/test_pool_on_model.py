@@ -188,7 +188,7 @@ def _throw_about(engine: Engine, number: int) -> None:
     for part in (Moves(moves, {}), Moves({}, runs)):
         if part.pages:
             books.reclaimer._follow(part)
-    scheduler._page_ops += books.reclaimer.take_moves()
+    scheduler._memory.note_moves()
 
 
 def test_other_weights_under_the_same_name_meet_none_of_the_old_ones_pages(serve, store, adapter_dirs, alone) -> None:
