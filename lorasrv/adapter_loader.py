@@ -172,6 +172,8 @@ class _Work:
         begun = time.perf_counter()
 
         def read() -> LoaderReport:
+            if job.cancelled:
+                raise LoadCancelled("cancelled before it began")
             packed, from_disk = self._source.fetch_pinned(job.key, lambda: job.cancelled)
             job.packed = packed
             return LoaderReport(job.key, Done.LOADED, time.perf_counter() - begun, packed.nbytes, from_disk)
