@@ -1,0 +1,240 @@
+"""Ways to take a guard away, so that a test can show that the storm catches it. The list is in `test_storm.py`."""
+
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from adapter_store.errors import AdapterNotFound
+from adapter_store.spec import AdapterKey
+from adapter_store.store import AdapterStore
+from lorasrv import batch, kv_cache, model_runner
+from lorasrv.adapter_cache import AdapterCache
+from lorasrv.adapter_pack import PackedAdapter
+from lorasrv.adapter_source import AdapterSource
+from lorasrv.device_memory import DeviceMemory
+from lorasrv.engine import Engine
+from lorasrv.page_pool import PagePool
+from lorasrv.request import FinishReason, Request
+from lorasrv.scheduler import Scheduler
+from lorasrv.step import CopyPages, PageOp, SchedulerOutput, SwapIn
+from sgmv_kernels.layout import AdapterLayout, PlacedAdapter
+
+
+def _evict_pinned(patch: pytest.MonkeyPatch) -> None:
+    def evict_idle(self: AdapterCache, _: object = None) -> bool:
+        for key, resident in self._residents.items():
+            if resident.is_ready:
+                self._remove(key, resident)
+                self._on_departure(key)
+                return True
+        return False
+
+    patch.setattr(AdapterCache, "evict_idle", evict_idle)
+
+
+def _share_a_page(patch: pytest.MonkeyPatch) -> None:
+    """Every tenth page that a request takes is one that somebody has already."""
+    allocate, count = PagePool.allocate_singles, itertools.count()
+
+    def allocate_singles(self: PagePool, wanted: int) -> list[int] | None:
+        pages = allocate(self, wanted)
+        used = [page for page, held in enumerate(self._refcounts) if held and page not in (pages or ())]
+        if pages and used and next(count) % 10 == 9:
+            self.release(pages[-1:])
+            self.share(used[:1])
+            pages[-1] = used[0]
+        return pages
+
+    patch.setattr(PagePool, "allocate_singles", allocate_singles)
+
+
+def _leak(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PagePool, "release", lambda self, pages: None)
+
+
+def _skip_recomputing(patch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler._preempt
+
+    def keep(self: Scheduler, request: Request) -> None:
+        computed = request.num_computed_tokens
+        preempt(self, request)
+        request.num_computed_tokens = computed
+
+    patch.setattr(Scheduler, "_preempt", keep)
+
+
+def _remember_places(patch: pytest.MonkeyPatch) -> None:
+    placed, known = AdapterCache.placed, {}
+    patch.setattr(AdapterCache, "placed", lambda self, key: known.setdefault(key, placed(self, key)))
+
+
+def _fill_once(patch: pytest.MonkeyPatch) -> None:
+    write, written = DeviceMemory.write_adapter, set()
+
+    def write_adapter(self: DeviceMemory, packed: PackedAdapter, placed: PlacedAdapter) -> None:
+        if id(packed) not in written:
+            written.add(id(packed))
+            write(self, packed, placed)
+
+    patch.setattr(DeviceMemory, "write_adapter", write_adapter)
+
+
+def _remember_segments(patch: pytest.MonkeyPatch) -> None:
+    build_segments, known = batch.build_segments, {}
+    patch.setattr(batch, "build_segments", lambda rows: known.setdefault(len(rows), build_segments(rows)))
+
+
+def _mix_up_rows(patch: pytest.MonkeyPatch) -> None:
+    build_batch = model_runner.build_batch
+
+    def in_order_of_arrival(step: SchedulerOutput, *rest: Any) -> batch.ForwardBatch:
+        return replace(build_batch(step, *rest), sampled=tuple(s for s in step.scheduled if s.samples))
+
+    patch.setattr(model_runner, "build_batch", in_order_of_arrival)
+
+
+def _cache_by_name(patch: pytest.MonkeyPatch) -> None:
+    name_of = _names_of_keys()
+    patch.setattr(AdapterSource, "_cache_key", lambda self, key: name_of(self._store, key))
+
+
+def _load_by_name(patch: pytest.MonkeyPatch) -> None:
+    content, name_of = AdapterStore._content, _names_of_keys()
+
+    def what_it_means_now(self: AdapterStore, key: AdapterKey) -> Any:
+        try:
+            return content(self, self.resolve(name_of(self, key)).key)
+        except AdapterNotFound:
+            return content(self, key)
+
+    patch.setattr(AdapterStore, "_content", what_it_means_now)
+
+
+def _names_of_keys() -> Callable[[AdapterStore, AdapterKey], str]:
+    """A name that has, or had, a content."""
+    known: dict[AdapterKey, str] = {}
+
+    def name_of(store: AdapterStore, key: AdapterKey) -> str:
+        if key not in known:
+            known.update({v.key: record.adapter_id for record in store.list_adapters() for v in record.versions})
+        return known.get(key, "")
+
+    return name_of
+
+
+def _end_twice(patch: pytest.MonkeyPatch) -> None:
+    emit = Scheduler._emit
+
+    def again(self: Scheduler, request: Request, new_tokens: tuple[int, ...]) -> None:
+        emit(self, request, new_tokens)
+        if request.finish_reason is FinishReason.ABORT:
+            emit(self, request, ())
+
+    patch.setattr(Scheduler, "_emit", again)
+
+
+def _forget_the_others(patch: pytest.MonkeyPatch) -> None:
+    release = PagePool.release
+
+    def free_at_once(self: PagePool, pages: Iterable[int]) -> None:
+        pages = list(pages)
+        for page in pages:
+            self._refcounts[page] = min(self._refcounts[page], 1)
+        release(self, [page for page in pages if self._refcounts[page]])
+
+    patch.setattr(PagePool, "release", free_at_once)
+
+
+def _prefixes_for_all(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kv_cache, "root_hash", lambda adapter, salt: b"root")
+
+
+def _prefixes_by_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kv_cache, "page_hash", lambda parent, token_ids: hashlib.sha256(parent).digest())
+
+
+def _lose_swapped_pages(patch: pytest.MonkeyPatch) -> None:
+    _leave_out(patch, SwapIn)
+
+
+def _move_without_copying(patch: pytest.MonkeyPatch) -> None:
+    _leave_out(patch, CopyPages)
+
+
+def _leave_out(patch: pytest.MonkeyPatch, kind: type[PageOp]) -> None:
+    apply = DeviceMemory.apply
+    patch.setattr(DeviceMemory, "apply", lambda self, ops: apply(self, [op for op in ops if not isinstance(op, kind)]))
+
+
+def _stay_behind(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kv_cache.KVCacheManager, "move", lambda self, moves: None)
+
+
+def _fill_before_arranging(patch: pytest.MonkeyPatch) -> None:
+    arrange, give_orders = Engine._arrange, Engine._give_orders
+
+    def orders_first(self: Engine, step: SchedulerOutput) -> None:
+        give_orders(self, step.orders)
+        arrange(self, step)
+
+    patch.setattr(Engine, "_arrange", orders_first)
+    patch.setattr(Engine, "_give_orders", lambda self, orders: None)
+
+
+def _read_while_filling(patch: pytest.MonkeyPatch) -> None:
+    place, write = AdapterCache.place, DeviceMemory.write_adapter
+
+    def ready_at_once(
+        self: AdapterCache, key: AdapterKey, layout: AdapterLayout, *, keep_free: int = 0
+    ) -> PlacedAdapter | None:
+        placed = place(self, key, layout, keep_free=keep_free)
+        if placed is not None:
+            filled(self, key)
+        return placed
+
+    def slowly(self: DeviceMemory, packed: PackedAdapter, placed: PlacedAdapter) -> None:
+        time.sleep(0.01)
+        write(self, packed, placed)
+
+    filled = AdapterCache.filled
+    patch.setattr(AdapterCache, "place", ready_at_once)
+    patch.setattr(AdapterCache, "filled", lambda self, key: None)
+    patch.setattr(DeviceMemory, "write_adapter", slowly)
+
+
+@dataclass(frozen=True)
+class Guard:
+    """How to take it away, and the storm that shows it."""
+
+    take_away: Callable[[pytest.MonkeyPatch], None]
+    threaded: bool = False
+    preemption: str = "recompute"
+
+
+GUARDS: dict[str, Guard] = {
+    "pinned adapters stay": Guard(_evict_pinned),
+    "a page has one writer": Guard(_share_a_page),
+    "pages come back": Guard(_leak),
+    "shared pages have counts": Guard(_forget_the_others),
+    "prefixes by adapter": Guard(_prefixes_for_all),
+    "prefixes by tokens": Guard(_prefixes_by_place),
+    "recomputed from the start": Guard(_skip_recomputing),
+    "swapped pages come back": Guard(_lose_swapped_pages, preemption="swap"),
+    "pages are arranged first": Guard(_fill_before_arranging, preemption="swap"),
+    "tables follow moves": Guard(_stay_behind),
+    "what moves is copied": Guard(_move_without_copying),
+    "what is being filled is not read": Guard(_read_while_filling, threaded=True),
+    "placements are asked every step": Guard(_remember_places),
+    "pages are filled at every return": Guard(_fill_once),
+    "segments are built every step": Guard(_remember_segments),
+    "tokens go to their own rows": Guard(_mix_up_rows),
+    "host copies by key": Guard(_cache_by_name),
+    "loads by key": Guard(_load_by_name),
+    "one end for each request": Guard(_end_twice),
+}
+CAUGHT = (AssertionError, KeyError, IndexError, ValueError)
