@@ -51,7 +51,7 @@ bench-kernels: setup
 gpu:
 	$(PYTHON) -m pytest -p no:cacheprovider tests/sgmv_kernels/test_triton_gpu.py \
 		tests/sgmv_kernels/test_sgmv_triton.py tests/sgmv_kernels/test_attention_triton.py \
-		tests/sgmv_kernels/test_pointwise_triton.py
+		tests/sgmv_kernels/test_pointwise_triton.py tests/lorasrv/test_device_memory_gpu.py
 	$(PYTHON) tests/benchmarks/tune_triton.py --quick
 	$(PYTHON) tests/benchmarks/bench_gpu.py --out gpu.md
 

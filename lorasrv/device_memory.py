@@ -13,6 +13,7 @@ from torch import Tensor
 from lorasrv.adapter_pack import PackedAdapter
 from lorasrv.models.spec import ModelSpec
 from lorasrv.request import RequestId
+from lorasrv.staging import StagingRing
 from lorasrv.step import CopyPages, DropSwap, PageOp, SwapIn, SwapOut
 from sgmv_kernels.kv_pages import KV, KvPages, kv_pages
 from sgmv_kernels.layout import PlacedAdapter
@@ -33,6 +34,8 @@ class DeviceMemory:
         self.page_size = page_size
         self.page_bytes = page_bytes(spec, page_size, kv_dtype)
         self._slabs = _zeros((spec.num_layers, num_pages * self.page_bytes), device)
+        self._pages = self._slabs.view(spec.num_layers, num_pages, self.page_bytes)
+        self._ring = StagingRing(device) if device.type == "cuda" else None
         self._swapped: dict[RequestId, Tensor] = {}
         self._kv = [kv_pages(slab, kv_dtype, spec.num_kv_heads, page_size, spec.head_dim) for slab in self._slabs]
 
@@ -54,35 +57,44 @@ class DeviceMemory:
 
     def apply(self, ops: Sequence[PageOp]) -> int:
         """Do page operations in their order; returns how many bytes went to or came from host memory."""
-        pages = self._slabs.view(len(self._slabs), self.num_pages, self.page_bytes)
         swapped = 0
         for op in ops:
             match op:
                 case CopyPages():
-                    sources, targets = (self._ids(ids) for ids in zip(*op.copies, strict=True))
-                    pages[:, targets] = pages[:, sources]
+                    for source, target in op.copies:
+                        self._pages[:, target].copy_(self._pages[:, source])
                 case SwapOut():
-                    self._swapped[op.request_id] = pages[:, self._ids(op.pages)].cpu()
-                    swapped += self._swapped[op.request_id].nbytes
+                    kept = torch.empty((len(op.pages), len(self._slabs), self.page_bytes), dtype=torch.uint8)
+                    for place, page in zip(kept, op.pages, strict=True):
+                        place.copy_(self._pages[:, page])
+                    self._swapped[op.request_id] = kept
+                    swapped += kept.nbytes
                 case SwapIn():
                     kept = self._swapped.pop(op.request_id)
-                    pages[:, self._ids(op.pages)] = kept.to(self.device)
+                    for place, page in zip(kept, op.pages, strict=True):
+                        self._pages[:, page].copy_(place)
                     swapped += kept.nbytes
                 case DropSwap():
                     del self._swapped[op.request_id]
+        if self._ring is not None:
+            self._ring.mark_arranged()
         return swapped
-
-    def _ids(self, pages: Sequence[int]) -> Tensor:
-        return torch.tensor(pages, dtype=torch.int64, device=self.device)
 
     def write_adapter(self, packed: PackedAdapter, placed: PlacedAdapter) -> None:
         """Copy an adapter's panels from host memory to their pages, the pieces that lie end to end as one.
 
         May run in another thread than the steps: nothing else touches these pages before it is done.
         """
-        for layer in range(placed.layout.num_layers):
-            for source, target, size in placed.copies(layer):
-                self._slabs[layer, target : target + size].copy_(packed.data[layer, source : source + size])
+        pieces = [
+            (packed.data[layer, source : source + size], self._slabs[layer, target : target + size])
+            for layer in range(placed.layout.num_layers)
+            for source, target, size in placed.copies(layer)
+        ]
+        if self._ring is not None:
+            self._ring.copy(pieces)
+            return
+        for source, target in pieces:
+            target.copy_(source)
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:

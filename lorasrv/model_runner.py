@@ -46,7 +46,7 @@ class ModelRunner:
 
     def arrange(self, ops: Sequence[PageOp]) -> int:
         """Move, copy and swap pages as the step wants them; returns how many bytes went to or came from host memory."""
-        return self._memory.apply(ops) if ops else 0
+        return self._memory.apply(ops)
 
     def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
         """Compute a step whose pages are arranged."""

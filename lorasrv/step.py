@@ -22,7 +22,7 @@ class PageCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyPages:
-    """Copy pages inside the pool; all sources are read before a target is written."""
+    """Copy pages inside the pool; targets are fresh pages, none of them is a source."""
 
     copies: tuple[PageCopy, ...]
 

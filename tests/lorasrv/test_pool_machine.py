@@ -110,6 +110,7 @@ class World:
             case CopyPages():
                 sources, targets = ([c[i] for c in op.copies] for i in (0, 1))
                 assert len(set(targets)) == len(targets)
+                assert set(targets).isdisjoint(sources)
                 self.units[targets] = self.units[sources]
             case SwapOut():
                 self.swapped[op.request_id] = self.units[list(op.pages)].copy()

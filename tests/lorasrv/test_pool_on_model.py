@@ -423,3 +423,33 @@ def test_what_fits_nowhere_is_refused_with_the_numbers(serve, store) -> None:
 
     serve(small_host, host_cache_bytes=1000)
     serve(small_pool, pages=6)
+
+
+def test_a_long_prompt_in_chunks_keeps_its_adapter_while_others_fight_for_room(serve, store, alone) -> None:
+    prompt = [10 + (5 * i) % 300 for i in range(240)]
+
+    async def scenario(engine: AsyncEngine) -> None:
+        key = store.resolve("one").key
+        await engine.warm(key, 5.0)
+        chunked = asyncio.ensure_future(_ask(engine, key, prompt))
+        rivals = [_ask(engine, store.resolve(name).key, PROMPT[:20]) for name in ("two", "three", "two", "three")]
+        answers = await asyncio.gather(*rivals)
+        assert _tokens(await chunked) == alone(prompt, GREEDY, "one")
+        assert [_tokens(a) for a in answers] == [alone(PROMPT[:20], GREEDY, n) for n in ("two", "three") * 2]
+
+    serve(scenario, pages=20 + _pages_of_three(), scheduler=SchedulerOptions(max_num_batched_tokens=16))
+
+
+def test_one_adapter_more_than_the_pool_holds_at_once(serve, store, adapter_dirs, alone) -> None:
+    """All of them wanted at the same moment, and the base."""
+
+    async def scenario(engine: AsyncEngine) -> None:
+        names = [None, "one", "two", "three"] * 3
+        keys = [store.resolve(name).key if name else None for name in names]
+        answers = await asyncio.gather(*(_ask(engine, key, PROMPT[: 10 + i]) for i, key in enumerate(keys)))
+        assert [_tokens(a) for a in answers] == [alone(PROMPT[: 10 + i], GREEDY, n) for i, n in enumerate(names)]
+        snapshot = engine.metrics.snapshot()
+        assert snapshot.adapter_evictions_total > 0
+        assert snapshot.adapters_resident < 3
+
+    serve(scenario, pages=_pages_of_three() + 8)
