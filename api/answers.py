@@ -4,25 +4,19 @@ One writer serves both routes; what differs between chat and plain completions i
 """
 
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from api.choices import Choices
 from api.errors import ApiError, describe
 from api.naming import Target
 from api.sse import DONE, event
 from lorasrv.errors import LorasrvError
-from lorasrv.request import FinishReason, RequestOutput, RequestTiming
+from lorasrv.request import RequestOutput, RequestTiming
 
 Json = dict[str, Any]
-
-
-class OutputStream(Protocol):
-    """What `AsyncEngine.add` returns: outputs, the last of which is finished."""
-
-    async def __anext__(self) -> RequestOutput: ...
-
-    async def aclose(self) -> None: ...
 
 
 class Wording(Protocol):
@@ -75,9 +69,9 @@ class CompletionWording:
         return {"text": text}
 
 
-@dataclass
+@dataclass(frozen=True)
 class AnswerWriter:
-    """Writes one request's answer. `include_usage` and `usage_in_chunks` are the two stream options."""
+    """Writes one request's answer, of one choice or many; `include_usage` and `usage_in_chunks` are stream options."""
 
     answer_id: str
     target: Target
@@ -86,94 +80,100 @@ class AnswerWriter:
     usage_in_chunks: bool = False
     created_s: int = field(default_factory=lambda: int(time.time()))
     started_s: float = field(default_factory=time.monotonic)
-    first_token_s: float | None = None
 
-    async def collect(self, stream: OutputStream) -> tuple[Json, dict[str, str]]:
-        """The whole answer and its headers. Closes the stream.
+    async def collect(self, choices: Choices) -> tuple[Json, dict[str, str]]:
+        """The whole answer and its headers. Closes the choices.
 
         Raises:
-            LorasrvError, ApiError: it failed; what came before is dropped.
+            LorasrvError, ApiError: one of them failed; what came before is dropped.
         """
-        parts = []
+        pieces: defaultdict[int, list[str]] = defaultdict(list)
         try:
-            output = await self.next(stream)
-            while not output.finished:
-                parts.append(output.text)
-                output = await self.next(stream)
+            async for index, output in choices:
+                pieces[index].append(output.text)
         finally:
-            await stream.aclose()
-        if output.finish_reason is FinishReason.ERROR:
-            raise generation_failed(output)
-        choice = self._choice(self.wording.whole("".join(parts) + output.text), output)
-        body = self._envelope(self.wording.whole_object, [choice])
-        return {**body, "usage": self.usage(output)}, self.headers(output.timing)
+            await choices.aclose()
+        wholes = [
+            self._choice(index, self.wording.whole("".join(pieces[index])), ended)
+            for index, ended in sorted(choices.latest.items())
+        ]
+        body = self._envelope(self.wording.whole_object, wholes)
+        return {**body, "usage": self.usage(choices)}, self.headers(choices)
 
-    async def chunks(self, first: RequestOutput, stream: OutputStream) -> AsyncGenerator[bytes, None]:
-        """The events of a stream whose first output is here already."""
+    async def chunks(self, choices: Choices) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, whose choices take turns as they come."""
+        opened: set[int] = set()
+        opening = self.wording.opening()
         try:
-            if (opening := self.wording.opening()) is not None:
-                yield self._chunk(opening, None, first)
-            output = first
-            while not output.finished:
-                if output.text or self.usage_in_chunks:
-                    yield self._chunk(self.wording.piece(output.text), None, output)
-                output = await self.next(stream)
-            if output.finish_reason is FinishReason.ERROR:
-                raise generation_failed(output)
-            yield self._chunk(self.wording.piece(output.text), output, output)
+            async for index, output in choices:
+                if opening is not None and index not in opened:
+                    opened.add(index)
+                    yield self._chunk(choices, self._choice(index, opening))
+                if output.finished or output.text or self.usage_in_chunks:
+                    ended = output if output.finished else None
+                    yield self._chunk(choices, self._choice(index, self.wording.piece(output.text), ended))
             if self.include_usage:
                 body = self._envelope(self.wording.chunk_object, [])
-                yield event({**body, "usage": self.usage(output)})
+                yield event({**body, "usage": self.usage(choices)})
         except (LorasrvError, ApiError) as error:
             yield event(describe(error).body)
         yield DONE
 
-    async def next(self, stream: OutputStream) -> RequestOutput:
-        """The next output, noting when the first text came."""
-        output = await anext(stream)
-        if self.first_token_s is None and output.num_generated_tokens:
-            self.first_token_s = time.monotonic()
-        return output
-
-    def headers(self, timing: RequestTiming) -> dict[str, str]:
-        """Who answered, where the adapter was found, and how long that took."""
+    def headers(self, choices: Choices) -> dict[str, str]:
+        """Who was asked and who answered, where the adapter was found, and how long that took."""
+        timing = _first(choices).timing
         known = {
             **self.target.headers,
             "x-queue-ms": f"{timing.queue_ms:.1f}",
             "x-load-ms": f"{timing.load_ms:.1f}",
         }
-        return known if timing.tier is None else {**known, "x-adapter-tier": timing.tier.value}
+        if timing.tier is not None:
+            known["x-adapter-tier"] = timing.tier.value
+        if (fallback := _fallback(choices)) is not None:
+            known["x-adapter-fallback"] = fallback
+        return known
 
-    def usage(self, output: RequestOutput) -> Json:
-        """OpenAI's counts, and under `lorasrv` who answered and where the time went (ms)."""
-        prompt, completion = output.num_prompt_tokens, output.num_generated_tokens
-        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-        ref, timing, first = self.target.ref, output.timing, self.first_token_s
+    def usage(self, choices: Choices) -> Json:
+        """OpenAI's counts so far, and under `lorasrv` who answered and where the time went (ms).
+
+        The prompt counts once: the first choice computes it, the others share its pages.
+        """
+        first = _first(choices)
+        prompt = first.num_prompt_tokens
+        completion = sum(output.num_generated_tokens for output in choices.latest.values())
         return {
-            **counts,
-            "lorasrv": {
-                "adapter_id": ref and ref.adapter_id,
-                "adapter_version": ref and ref.version,
-                "adapter_digest": ref and f"sha256:{ref.key}",
-                "adapter_tier": timing.tier,
-                "queue_ms": round(timing.queue_ms, 1),
-                "load_ms": round(timing.load_ms, 1),
-                "first_token_ms": None if first is None else round(1000 * (first - self.started_s), 1),
-                "total_ms": round(1000 * (time.monotonic() - self.started_s), 1),
-                "preemptions": timing.num_preemptions,
-            },
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": first.timing.num_cached_tokens},
+            "lorasrv": self._figures(choices, first.timing),
         }
 
-    def _chunk(self, content: Mapping[str, Any], ended: RequestOutput | None, output: RequestOutput) -> bytes:
-        body = self._envelope(self.wording.chunk_object, [self._choice(content, ended)])
+    def _figures(self, choices: Choices, timing: RequestTiming) -> Json:
+        ref, first_token_s = self.target.ref, choices.first_token_s
+        return {
+            "adapter_id": ref and ref.adapter_id,
+            "adapter_version": ref and ref.version,
+            "adapter_digest": ref and f"sha256:{ref.key}",
+            "adapter_tier": timing.tier,
+            "fallback": _fallback(choices),
+            "queue_ms": round(timing.queue_ms, 1),
+            "load_ms": round(timing.load_ms, 1),
+            "first_token_ms": None if first_token_s is None else round(1000 * (first_token_s - self.started_s), 1),
+            "total_ms": round(1000 * (time.monotonic() - self.started_s), 1),
+            "preemptions": sum(output.timing.num_preemptions for output in choices.latest.values()),
+        }
+
+    def _chunk(self, choices: Choices, choice: Json) -> bytes:
+        body = self._envelope(self.wording.chunk_object, [choice])
         if self.usage_in_chunks:
-            body["usage"] = self.usage(output)
+            body["usage"] = self.usage(choices)
         elif self.include_usage:
             body["usage"] = None
         return event(body)
 
-    def _choice(self, content: Mapping[str, Any], ended: RequestOutput | None) -> Json:
-        choice = {"index": 0, **content, "logprobs": None, "finish_reason": ended and ended.finish_reason}
+    def _choice(self, index: int, content: Mapping[str, Any], ended: RequestOutput | None = None) -> Json:
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": ended and ended.finish_reason}
         return choice if ended is None else {**choice, "stop_reason": ended.stop_reason}
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
@@ -186,6 +186,11 @@ class AnswerWriter:
         }
 
 
-def generation_failed(output: RequestOutput) -> ApiError:
-    """The answer broke off; what was generated is no answer."""
-    return ApiError(500, output.error or "the generation failed", code="generation_failed")
+def _first(choices: Choices) -> RequestOutput:
+    """What the first of the choices that have come said last."""
+    return choices.latest[min(choices.latest)]
+
+
+def _fallback(choices: Choices) -> str | None:
+    """`base` if that answered in the adapter's place."""
+    return "base" if any(output.timing.fell_back for output in choices.latest.values()) else None

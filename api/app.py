@@ -19,7 +19,7 @@ from adapter_store.store import AdapterStore
 from api.errors import answer_for, describe
 from api.guard import Envelope, LoopbackGuard
 from api.metrics import EngineCollector
-from api.routes import adapters, generate, models, operate
+from api.routes import adapters, generate, models, operate, pool
 from api.services import Services
 from api.settings import ServerSettings
 from api.sse import ClientGone
@@ -36,6 +36,7 @@ EXPOSED_HEADERS = (
     "x-adapter-version",
     "x-adapter-digest",
     "x-adapter-tier",
+    "x-adapter-fallback",
     "x-queue-ms",
     "x-load-ms",
 )
@@ -64,7 +65,7 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
     app.state.services = Services(engine, store, settings, started_s=int(time.time()))
     app.state.registry = CollectorRegistry()
     app.state.registry.register(EngineCollector(engine, app.state.services.base_name))
-    for module in (generate, models, adapters, operate):
+    for module in (generate, models, adapters, pool, operate):
         app.include_router(module.router)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
@@ -81,7 +82,7 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
         cors = Middleware(
             CORSMiddleware,
             allow_origins=settings.allowed_origins,
-            allow_methods=["GET", "POST", "PUT", "DELETE"],
+            allow_methods=["GET", "POST", "PUT", "PATCH", "DELETE"],
             allow_headers=["*"],
             expose_headers=EXPOSED_HEADERS,
         )

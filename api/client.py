@@ -15,7 +15,8 @@ from api.address import DEFAULT_SERVER, is_loopback
 
 CHUNK_BYTES = 1 << 20
 # An answer may wait long for its first token on a busy server; connecting may not.
-TIMEOUT = httpx2.Timeout(600.0, connect=5.0)
+ANSWER_S, CONNECT_S = 600.0, 5.0
+TIMEOUT = httpx2.Timeout(ANSWER_S, connect=CONNECT_S)
 
 ByteProgress = Callable[[str, int, int], None]
 """Called with what is done (hashing, sending), bytes done and bytes in all."""
@@ -99,6 +100,20 @@ class Client:
 
     def delete(self, reference: str) -> dict[str, Any]:
         return self._json("DELETE", f"/v1/adapters/{quote(reference, safe='')}")
+
+    def warm(self, reference: str, deadline_ms: int | None = None) -> dict[str, Any]:
+        """Bring an adapter to the pool; answers when it is there, or at the deadline (None: the server's)."""
+        body = {} if deadline_ms is None else {"deadline_ms": deadline_ms}
+        timeout = httpx2.Timeout(ANSWER_S + (deadline_ms or 0) / 1000, connect=CONNECT_S)
+        return self._json("POST", f"/v1/adapters/{quote(reference, safe='')}:warm", json=body, timeout=timeout)
+
+    def pin(self, reference: str, *, pinned: bool) -> dict[str, Any]:
+        """Keep an adapter in the pool, or let it go."""
+        return self._json("PATCH", f"/v1/adapters/{quote(reference, safe='')}", json={"pinned": pinned})
+
+    def pool(self) -> dict[str, Any]:
+        """Whose the pool's pages are."""
+        return self._json("GET", "/v1/pool")
 
     def upload(
         self, peft: PeftDir, adapter_id: str, *, if_not_exists: bool = False, progress: ByteProgress | None = None

@@ -1,5 +1,6 @@
 """Which exception is which HTTP answer. The only place that knows; a test walks all exception classes through it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -136,7 +137,7 @@ def error_body(message: str, kind: str, param: str | None, code: str | None) -> 
 
 def _retry_headers(answer: Answer, error: Exception) -> dict[str, str]:
     seconds = getattr(error, "retry_after_s", answer.retry_after_s)
-    headers = {} if seconds is None else {"retry-after": str(max(1, round(seconds)))}
+    headers = {} if seconds is None else {"retry-after": str(max(1, math.ceil(seconds)))}
     return headers if answer.retry else {**headers, "x-should-retry": "false"}
 
 

@@ -18,22 +18,33 @@ GAUGES = {
     "requests_waiting_for_adapter": "Requests waiting for their adapter to be loaded",
     "pages_total": "Pages of the pool",
     "pages_free": "Pages that nobody holds",
-    "pages_kv": "Pages that hold KV blocks",
+    "pages_kv": "Pages of running requests' keys and values",
+    "pages_prefix": "Pages of prompts that no request uses and a later one may share",
     "pages_adapters": "Pages that hold adapters",
+    "free_runs": "Gaps between pages in use",
+    "longest_free_run": "Pages of the longest gap",
     "adapters_resident": "Adapters in the pool",
+    "adapters_arriving": "Adapters on their way to the pool",
     "weight_bytes": "Bytes of the base's weights",
     "pool_bytes": "Bytes of the pool",
     "host_cache_bytes": "Bytes of adapters kept in host memory",
+    "swap_bytes": "Bytes of preempted requests kept in host memory",
 }
 COUNTERS = {
     "steps": "Engine steps that computed something",
-    "prompt_tokens": "Prompt tokens computed",
+    "prompt_tokens": "Prompt tokens of requests that have begun",
+    "cached_tokens": "Prompt tokens that lay in the pool already",
     "generated_tokens": "Tokens generated",
-    "preemptions": "Requests set back to be computed again",
-    "adapter_loads": "Adapters brought to host memory or the pool",
+    "preemptions": "Requests set back to be continued later",
+    "swaps": "Preempted requests whose pages went to host memory",
+    "moved_pages": "Pages moved to make room in one piece",
+    "copied_pages": "Shared pages copied before they were written",
+    "adapter_load_seconds": "Time spent on bringing adapters to host memory",
     "adapter_load_failures": "Adapter loads that failed",
     "adapter_evictions": "Adapters that left the pool",
+    "prefix_evictions": "Pages of unused prompts that left the pool",
 }
+LOAD_TIERS = ("disk", "host")
 
 
 class EngineCollector(Collector):
@@ -51,6 +62,10 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily(f"lorasrv_{name}", text, getattr(snapshot, name))
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"lorasrv_{name}", text, getattr(snapshot, f"{name}_total"))
+        loads = CounterMetricFamily("lorasrv_adapter_loads", "Adapters loaded, by where they were", labels=["tier"])
+        for tier in LOAD_TIERS:
+            loads.add_metric([tier], getattr(snapshot, f"adapter_loads_{tier}_total"))
+        yield loads
         finished = CounterMetricFamily("lorasrv_requests_finished", "Requests ended", labels=["reason"])
         for reason, count in snapshot.requests_finished_total.items():
             finished.add_metric([str(reason)], count)

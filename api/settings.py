@@ -41,9 +41,13 @@ class ServerSettings(BaseSettings):
     kv_dtype: str = _MEMORY.kv_dtype
     pool_bytes: ByteSize | None = None
     host_cache_bytes: ByteSize = ByteSize(_MEMORY.host_cache_bytes)
+    swap_bytes: ByteSize = ByteSize(_MEMORY.swap_bytes)
+    enable_prefix_caching: bool = _MEMORY.prefix_caching
+    adapter_pool_fraction: float | None = _MEMORY.adapter_pool_fraction
     max_lora_rank: int = _MEMORY.max_lora_rank
     max_num_seqs: int = _SCHEDULER.max_num_seqs
     max_num_batched_tokens: int = _SCHEDULER.max_num_batched_tokens
+    preemption: str = _SCHEDULER.preemption
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = DEFAULT_ALLOWED_ORIGINS
     insecure: bool = False
 
@@ -81,6 +85,9 @@ class ServerSettings(BaseSettings):
                 kv_dtype=self.kv_dtype,
                 host_cache_bytes=int(self.host_cache_bytes),
                 max_lora_rank=self.max_lora_rank,
+                swap_bytes=int(self.swap_bytes),
+                prefix_caching=self.enable_prefix_caching,
+                adapter_pool_fraction=self.adapter_pool_fraction,
             ),
-            scheduler=SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens),
+            scheduler=SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens, preemption=self.preemption),
         )

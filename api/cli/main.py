@@ -7,7 +7,7 @@ from typing import NoReturn
 import typer
 
 from adapter_store.errors import AdapterError, AdapterInvalid
-from api.cli import adapters, check, demo, serve, talk
+from api.cli import adapters, check, demo, pool, serve, talk
 from api.cli.console import CliError, ExitCode, note
 from lorasrv import __version__
 from lorasrv.errors import ConfigError, LorasrvError
@@ -25,6 +25,10 @@ app.command("upload")(adapters.upload)
 app.command("list")(adapters.list_adapters)
 app.command("show")(adapters.show)
 app.command("rm")(adapters.rm)
+app.command("warm")(pool.warm)
+app.command("pin")(pool.pin)
+app.command("unpin")(pool.unpin)
+app.command("pool")(pool.pool)
 app.command("chat")(talk.chat)
 app.command("generate")(talk.generate)
 app.command("check")(check.check)

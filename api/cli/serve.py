@@ -18,7 +18,8 @@ _MODEL, _MEMORY, _STEP, _NET = "Model", "Memory", "Scheduling", "Network"
 
 
 def _text(text: str, panel: str) -> Any:
-    return typer.Option(help=text, rich_help_panel=panel, show_default=False)
+    # A bracket would be markup.
+    return typer.Option(help=text.replace("[", r"\["), rich_help_panel=panel, show_default=False)
 
 
 def serve(
@@ -41,9 +42,22 @@ def serve(
         str | None, _text("Memory of KV and adapters, e.g. 2GiB. [default: a quarter of what is free]", _MEMORY)
     ] = None,
     host_cache_bytes: Annotated[str | None, _text("Host memory for adapters. [default: 1GiB]", _MEMORY)] = None,
+    swap_bytes: Annotated[
+        str | None, _text("Host memory for preempted requests; 0 for none. [default: 256MiB]", _MEMORY)
+    ] = None,
+    no_enable_prefix_caching: Annotated[
+        bool,
+        typer.Option("--no-enable-prefix-caching", help="Compute every prompt anew.", rich_help_panel=_MEMORY),
+    ] = False,
+    adapter_pool_fraction: Annotated[
+        float | None, _text("Split the pool for good, this share for adapters. [default: shared]", _MEMORY)
+    ] = None,
     max_lora_rank: Annotated[int | None, _text("Highest rank to accept. [default: 256]", _MEMORY)] = None,
     max_num_seqs: Annotated[int | None, _text("Most requests in a step. [default: 64]", _STEP)] = None,
     max_num_batched_tokens: Annotated[int | None, _text("Most tokens in a step. [default: 512]", _STEP)] = None,
+    preemption: Annotated[
+        str | None, _text("What becomes of a preempted request: auto, recompute or swap. [default: auto]", _STEP)
+    ] = None,
     host: Annotated[str | None, _text("Address to listen on. [default: 127.0.0.1]", _NET)] = None,
     port: Annotated[int | None, _text("Port; 0 takes a free one. [default: 8000]", _NET)] = None,
     allowed_origins: Annotated[
@@ -58,6 +72,8 @@ def serve(
     given = {name: value for name, value in locals().items() if name != "as_json"}
     # By identity: 0 equals False, and --port 0 is an answer.
     options = {name: value for name, value in given.items() if value is not None and value is not False}
+    if options.pop("no_enable_prefix_caching", False):
+        options["enable_prefix_caching"] = False
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     from pydantic import ValidationError
 

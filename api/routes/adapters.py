@@ -1,4 +1,4 @@
-"""Uploading, listing and removing adapters."""
+"""Uploading, listing, warming, pinning and removing adapters."""
 
 from typing import Annotated, Any, Literal
 
@@ -10,8 +10,10 @@ from adapter_store.blobs import BlobUpload
 from adapter_store.records import AdapterRecord, Registration
 from api.errors import ApiError
 from api.json_body import JsonRoute
-from api.schemas.adapters import AdapterBody
+from api.schemas.adapters import AdapterBody, AdapterPatch, WarmBody
 from api.services import ServicesDep
+from api.sse import unless_disconnected
+from lorasrv.request import AdapterTier
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -68,6 +70,41 @@ async def show_adapter(adapter_id: str, services: ServicesDep) -> dict[str, Any]
     record = await run_in_threadpool(services.store.get, adapter_id)
     report = await run_in_threadpool(services.store.report, record.key)
     return {**_as_json(record), "report": report.to_dict()}
+
+
+@router.post("/v1/adapters/{reference}:warm")
+async def warm_adapter(reference: str, body: WarmBody, request: Request, services: ServicesDep) -> dict[str, Any]:
+    """Bring an adapter to the pool ahead of its requests; answers as soon as it is there, or at the deadline."""
+    ref = await run_in_threadpool(services.store.resolve, reference)
+    work = services.engine.warm(ref.key, body.deadline_ms / 1000)
+    reached = await unless_disconnected(request.receive, work)
+    return {
+        "object": "adapter.warm",
+        "id": ref.adapter_id,
+        "digest": f"sha256:{ref.key}",
+        "tier": reached.tier,
+        "reached": reached.tier is AdapterTier.RESIDENT,
+        "load_ms": round(reached.load_ms, 1),
+    }
+
+
+@router.patch("/v1/adapters/{reference}")
+async def change_adapter(reference: str, body: AdapterPatch, services: ServicesDep) -> dict[str, Any]:
+    """Pin an adapter to the pool, or let it go; answers at once, where it is now.
+
+    What is pinned is the content that the reference names now, until it is unpinned or the server restarts: a version
+    that is uploaded later is not, and the older one is unpinned by its own name (`mia@1`).
+    """
+    pinned = body.wanted_pin()
+    ref = await run_in_threadpool(services.store.resolve, reference)
+    reached = await services.engine.pin(ref.key, pinned=pinned)
+    return {
+        "object": "adapter",
+        "id": ref.adapter_id,
+        "digest": f"sha256:{ref.key}",
+        "pinned": pinned,
+        "tier": reached.tier,
+    }
 
 
 @router.delete("/v1/adapters/{reference}", status_code=202)

@@ -1,24 +1,27 @@
 """POST /v1/chat/completions and /v1/completions."""
 
 import secrets
-from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from api.answers import AnswerWriter, ChatWording, CompletionWording, Wording, generation_failed
+from api.answers import AnswerWriter, ChatWording, CompletionWording, Wording
+from api.choices import Choices
 from api.json_body import JsonRoute
 from api.naming import Target, resolve_target
 from api.schemas.generation import ChatBody, CompletionBody, GenerationBody
 from api.services import Services, ServicesDep
 from api.sse import EventStream, unless_disconnected
 from lorasrv.errors import InvalidRequest
-from lorasrv.request import FinishReason, RequestOutput
+from lorasrv.request import OnCold
 
 if TYPE_CHECKING:
     from lorasrv.async_engine import RequestStream
+
+    Accepted = Coroutine[Any, Any, list[RequestStream]]
 
 router = APIRouter(route_class=JsonRoute)
 
@@ -69,33 +72,36 @@ async def _answer(
         include_usage=bool(options and options.include_usage),
         usage_in_chunks=bool(options and options.continuous_usage_stats),
     )
-    key = target.ref.key if target.ref else None
-    accepted = services.engine.add(prompt, sampling, adapter=key, request_id=writer.answer_id)
+    accepted = services.engine.add_choices(
+        prompt,
+        sampling,
+        body.num_choices,
+        request_id=writer.answer_id,
+        adapter=target.ref.key if target.ref else None,
+        on_cold=body.on_cold or OnCold.WAIT,
+        cache_salt=body.cache_salt or "",
+    )
     if body.stream:
         return await _streamed(request, writer, accepted)
     content, headers = await unless_disconnected(request.receive, _collected(writer, accepted))
     return JSONResponse(content, headers=headers)
 
 
-async def _collected(
-    writer: AnswerWriter, accepted: "Awaitable[RequestStream]"
-) -> tuple[dict[str, object], dict[str, str]]:
-    return await writer.collect(await accepted)
+async def _collected(writer: AnswerWriter, accepted: "Accepted") -> tuple[dict[str, object], dict[str, str]]:
+    return await writer.collect(Choices(await accepted))
 
 
-async def _streamed(request: Request, writer: AnswerWriter, accepted: "Awaitable[RequestStream]") -> Response:
+async def _streamed(request: Request, writer: AnswerWriter, accepted: "Accepted") -> Response:
     """Opens only after the engine's first output, so that a failure until then keeps its own status."""
-    first, stream = await unless_disconnected(request.receive, _opened(writer, accepted))
-    return EventStream(writer.chunks(first, stream), stream.aclose, writer.headers(first.timing))
+    choices = await unless_disconnected(request.receive, _opened(accepted))
+    return EventStream(writer.chunks(choices), choices.aclose, writer.headers(choices))
 
 
-async def _opened(writer: AnswerWriter, accepted: "Awaitable[RequestStream]") -> "tuple[RequestOutput, RequestStream]":
-    stream = await accepted
+async def _opened(accepted: "Accepted") -> Choices:
+    choices = Choices(await accepted)
     try:
-        first = await writer.next(stream)
-        if first.finish_reason is FinishReason.ERROR:
-            raise generation_failed(first)
+        await choices.wait_for_first()
     except BaseException:
-        await stream.aclose()
+        await choices.aclose()
         raise
-    return first, stream
+    return choices

@@ -12,9 +12,10 @@ from pydantic_core import PydanticCustomError
 
 from api.schemas.unbuilt import refuse_unbuilt
 from lorasrv.errors import InvalidRequest
-from lorasrv.request import SamplingParams
+from lorasrv.request import MAX_CHOICES, OnCold, SamplingParams
 
 MAX_MESSAGES = 2048
+MAX_SALT_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -49,8 +50,17 @@ class GenerationBody(Body):
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    # A strict enum takes no string.
+    on_cold: Annotated[OnCold, Field(strict=False)] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """How many answers are asked for."""
+        return 1 if self.n is None else self.n
 
     def sampling(self, vocab_size: int) -> SamplingParams:
         """How to sample. A `top_k` of -1 means off, as vLLM has it.
@@ -58,7 +68,8 @@ class GenerationBody(Body):
         Raises:
             InvalidRequest: a value is out of range, or a field asks for what is not built.
         """
-        refuse_unbuilt(self.model_extra)
+        # The best `n` of `n` is no choice.
+        refuse_unbuilt(self.model_extra, {"best_of": self.num_choices})
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         given: dict[str, Any] = {

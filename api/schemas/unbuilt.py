@@ -4,6 +4,7 @@ Fields that are in no table at all are ignored: clients of other servers send ma
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from lorasrv.errors import InvalidRequest
@@ -15,8 +16,7 @@ _ONE = (None, 1)
 
 INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     # several answers
-    "n": _ONE,
-    "best_of": _ONE,
+    "best_of": _NULL,
     "use_beam_search": _OFF,
     "length_penalty": _ONE,
     "early_stopping": _OFF,
@@ -64,18 +64,20 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "prompt_embeds": _NULL,
     # service
-    "on_cold": _NULL,
     "priority": _ZERO,
     "timeout_s": _NULL,
-    "cache_salt": _NULL,
     "store": _OFF,
 }
 
 
-def refuse_unbuilt(fields: Mapping[str, Any] | None) -> None:
-    """Raises: InvalidRequest: a field asks for something that is not built; `param` names it."""
+def refuse_unbuilt(fields: Mapping[str, Any] | None, also_inert: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Raises: InvalidRequest: a field asks for something that is not built; `param` names it.
+
+    `also_inert`: values that ask for nothing because of what the request's other fields are.
+    """
     for name, value in (fields or {}).items():
-        if name in INERT_VALUES and not any(_same(value, inert) for inert in INERT_VALUES[name]):
+        inert = (*INERT_VALUES.get(name, (value,)), also_inert.get(name))
+        if not any(_same(value, nothing) for nothing in inert):
             raise InvalidRequest(f"{name} is not supported by this server yet; leave it out", param=name)
 
 

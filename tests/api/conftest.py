@@ -27,9 +27,11 @@ from adapter_store.store import AdapterStore
 from api.app import create_app
 from api.cli.main import main
 from api.settings import ServerSettings
-from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded, EngineDead, InvalidRequest
+from lorasrv.errors import AdapterCold, AdapterLoadFailed, ContextLengthExceeded, EngineDead, InvalidRequest
 from lorasrv.metrics import EngineMetrics, EngineSnapshot
-from lorasrv.request import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming, SamplingParams
+from lorasrv.pool_map import PoolMap
+from lorasrv.questions import Reached
+from lorasrv.request import AdapterTier, FinishReason, OnCold, RequestId, RequestOutput, RequestTiming, SamplingParams
 
 if TYPE_CHECKING:
     from lorasrv.async_engine import AsyncEngine
@@ -44,6 +46,23 @@ SHAPES = BaseShapes(
 )
 
 
+EMPTY_POOL = PoolMap(
+    pages_total=10,
+    pages_free=10,
+    pages_kv=0,
+    pages_prefix=0,
+    pages_adapters=0,
+    page_tokens=16,
+    block_bytes=1024,
+    free_runs=1,
+    longest_free_run=10,
+    moved_pages=0,
+    requests=(),
+    adapters=(),
+    swap_bytes=0,
+)
+
+
 class FakeTemplate:
     """Renders a conversation as `role:content` lines; one token a byte."""
 
@@ -52,18 +71,36 @@ class FakeTemplate:
 
 
 class FakeStream(AsyncIterator[RequestOutput]):
-    """Says what the engine scripted for it, one output a piece."""
+    """Says what the engine scripted for it, one output a piece; `suffers` what goes wrong with the engine, or not."""
 
-    def __init__(self, engine: "FakeEngine", request_id: RequestId, outputs: list[RequestOutput]) -> None:
-        self.request_id = request_id
+    def __init__(
+        self, engine: "FakeEngine", outputs: list[RequestOutput], suffers: bool, refusal: Exception | None
+    ) -> None:
+        self.request_id = outputs[0].request_id
         self.num_prompt_tokens = outputs[0].num_prompt_tokens
         self._engine = engine
         self._outputs = iter(outputs)
+        self._suffers = suffers
+        self._refusal = refusal
         self._served = 0
         self._finished = False
 
     async def __anext__(self) -> RequestOutput:
         await asyncio.sleep(0)
+        if self._suffers:
+            await self._suffer()
+        if self._refusal is not None:
+            self._finished = True
+            raise self._refusal
+        try:
+            output = next(self._outputs)
+        except StopIteration:
+            raise StopAsyncIteration from None
+        self._served += 1
+        self._finished = output.finished
+        return output
+
+    async def _suffer(self) -> None:
         if self._served == self._engine.hang_after:
             await asyncio.Event().wait()
         if self._served == self._engine.die_after:
@@ -74,13 +111,6 @@ class FakeStream(AsyncIterator[RequestOutput]):
         if self._engine.load_error is not None:
             self._finished = True
             raise AdapterLoadFailed(self._engine.load_error)
-        try:
-            output = next(self._outputs)
-        except StopIteration:
-            raise StopAsyncIteration from None
-        self._served += 1
-        self._finished = output.finished
-        return output
 
     async def aclose(self) -> None:
         if not self._finished:
@@ -89,7 +119,10 @@ class FakeStream(AsyncIterator[RequestOutput]):
 
 
 class FakeEngine:
-    """Answers every request with `text`, or with the adapter's key; tests set what goes wrong."""
+    """Answers every request with `text` (choice by choice: `texts`), or with the adapter's key.
+
+    Tests set what goes wrong, for all choices or for `unlucky_choice` alone. `cold_for_s`: no adapter is in the pool.
+    """
 
     def __init__(self) -> None:
         self.model_name = BASE
@@ -102,17 +135,25 @@ class FakeEngine:
         self.is_alive = False
         self.error: str | None = None
         self.text = "Hello wörld"
+        self.texts: tuple[str, ...] = ()
         self.piece_chars = 1
         self.ignores_adapters = False
         self.reason = FinishReason.STOP
         self.error_at_end: str | None = None
+        self.unlucky_choice: int | None = None
         self.hang_after: int | None = None
         self.die_after: int | None = None
         self.bug_after: int | None = None
         self.load_error: str | None = None
         self.add_error: Exception | None = None
+        self.cached_tokens = 0
+        self.cold_for_s: float | None = None
+        self.reached = Reached(AdapterTier.RESIDENT, 12.34)
+        self.ask_error: Exception | None = None
+        self.pool = EMPTY_POOL
         self.added: list[SimpleNamespace] = []
         self.aborted: list[str] = []
+        self.asked: list[tuple[object, ...]] = []
         self._numbers = itertools.count()
 
     async def start(self) -> None:
@@ -121,15 +162,18 @@ class FakeEngine:
     async def shutdown(self) -> None:
         self.is_alive = False
 
-    async def add(
+    async def add_choices(
         self,
         prompt: str | Sequence[int],
         sampling: SamplingParams,
+        count: int,
         *,
-        adapter: AdapterKey | None = None,
         request_id: str | None = None,
+        adapter: AdapterKey | None = None,
         principal: str = "anonymous",
-    ) -> FakeStream:
+        on_cold: OnCold = OnCold.WAIT,
+        cache_salt: str = "",
+    ) -> list[FakeStream]:
         if self.add_error is not None:
             raise self.add_error
         ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
@@ -139,25 +183,71 @@ class FakeEngine:
             raise InvalidRequest(f"token ids must lie in [0, {VOCAB})", param="prompt")
         if len(ids) + (sampling.max_tokens or 1) > CONTEXT:
             raise ContextLengthExceeded(f"{len(ids)} + {sampling.max_tokens} > {CONTEXT}", param="max_tokens")
-        rid = RequestId(request_id or f"req-{next(self._numbers)}")
-        self.added.append(SimpleNamespace(id=rid, prompt=ids, sampling=sampling, adapter=adapter, principal=principal))
-        text = self.text if adapter is None or self.ignores_adapters else f"I am {adapter[:12]}"
-        return FakeStream(self, rid, self._outputs(rid, text, len(ids), sampling, adapter))
+        label = request_id or f"req-{next(self._numbers)}"
+        asked = SimpleNamespace(
+            id=label,
+            prompt=ids,
+            sampling=sampling,
+            count=count,
+            adapter=adapter,
+            principal=principal,
+            on_cold=on_cold,
+            cache_salt=cache_salt,
+        )
+        streams = [self._stream(RequestId(f"{label}#{i}"), i, asked) for i in range(count)]
+        self.added.append(asked)
+        return streams
 
-    def _outputs(
-        self, rid: RequestId, text: str, prompt: int, sampling: SamplingParams, adapter: AdapterKey | None
-    ) -> list[RequestOutput]:
-        cut = text[: sampling.max_tokens] if sampling.max_tokens else text
+    def _stream(self, rid: RequestId, index: int, asked: SimpleNamespace) -> FakeStream:
+        cold = asked.adapter is not None and self.cold_for_s is not None
+        refusal = AdapterCold("the adapter is not in the pool yet", retry_after_s=self.cold_for_s or 0.0)
+        outputs = self._outputs(rid, index, asked, fell_back=cold and asked.on_cold is OnCold.FALLBACK_BASE)
+        suffers = self.unlucky_choice in (None, index)
+        return FakeStream(self, outputs, suffers, refusal if cold and asked.on_cold is OnCold.REJECT else None)
+
+    def _outputs(self, rid: RequestId, index: int, asked: SimpleNamespace, fell_back: bool) -> list[RequestOutput]:
+        prompt = len(asked.prompt)
+        text = self.texts[index] if self.texts else self.text
+        if asked.adapter is not None and not fell_back and not self.ignores_adapters:
+            text = f"I am {asked.adapter[:12]}"
+        cut = text[: asked.sampling.max_tokens] if asked.sampling.max_tokens else text
         reason = self.reason if cut == text else FinishReason.LENGTH
-        timing = RequestTiming(queue_ms=1.5, load_ms=0.0 if adapter is None else 2.5)
-        timing = timing if adapter is None else replace(timing, tier=AdapterTier.DISK)
+        # As the real one: further choices share all of the prompt but its last token.
+        cached = prompt - 1 if index else self.cached_tokens
+        timing = RequestTiming(queue_ms=1.5, num_preemptions=index, num_cached_tokens=cached, fell_back=fell_back)
+        if asked.adapter is not None:
+            timing = replace(timing, tier=AdapterTier.DISK, load_ms=2.5)
         pieces = [cut[i : i + self.piece_chars] for i in range(0, len(cut), self.piece_chars)]
         # `_` is a token whose text is held back, as that of half a character is.
         outputs = [
             RequestOutput(rid, piece.replace("_", ""), (i,), prompt, i + 1, timing) for i, piece in enumerate(pieces)
         ]
-        outputs[-1] = replace(outputs[-1], finish_reason=reason, error=self.error_at_end)
+        error = self.error_at_end if self.unlucky_choice in (None, index) else None
+        reason = FinishReason.ERROR if error is not None else reason
+        outputs[-1] = replace(outputs[-1], finish_reason=reason, error=error)
         return outputs
+
+    async def warm(self, adapter: AdapterKey, deadline_s: float) -> Reached:
+        self.asked.append(("warm", adapter, deadline_s))
+        if self.hang_after is not None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.aborted.append("warm")
+        return self._reply()
+
+    async def pin(self, adapter: AdapterKey, *, pinned: bool) -> Reached:
+        self.asked.append(("pin", adapter, pinned))
+        return self._reply()
+
+    async def pool_map(self) -> PoolMap:
+        self._reply()
+        return self.pool
+
+    def _reply(self) -> Reached:
+        if self.ask_error is not None:
+            raise self.ask_error
+        return self.reached
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from api.client import Client, Refused, ServerUnreachable
+from lorasrv.config import MemoryOptions
 
 
 class TestAdapters:
@@ -111,6 +112,11 @@ class TestExitCodes:
             (["--port", "70000"], "--port"),
             (["--dtype", "float8"], "--dtype"),
             (["--max-num-seqs", "0"], "--max-num-seqs"),
+            (["--host-cache-bytes", "0"], "--host-cache-bytes must be positive, not 0"),
+            (["--swap-bytes", "-1"], "--swap-bytes"),
+            (["--adapter-pool-fraction", "1.0"], "--adapter-pool-fraction must be above 0 and below 1, not 1.0"),
+            (["--adapter-pool-fraction", "0"], "--adapter-pool-fraction"),
+            (["--preemption", "never"], "--preemption 'never' is unknown; choose from auto, recompute, swap"),
         ],
     )
     def test_serve_refuses_wrong_values_in_one_line(self, cli, tmp_path, options: list[str], says: str) -> None:
@@ -118,9 +124,35 @@ class TestExitCodes:
         assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
         assert says in done.err
 
+    @pytest.mark.parametrize(
+        ("options", "memory"),
+        [
+            ([], MemoryOptions()),
+            (["--no-enable-prefix-caching"], MemoryOptions(prefix_caching=False)),
+            (
+                ["--swap-bytes", "0", "--adapter-pool-fraction", "0.5"],
+                MemoryOptions(swap_bytes=0, adapter_pool_fraction=0.5),
+            ),
+        ],
+    )
+    def test_options_of_serve(self, cli, monkeypatch, options: list[str], memory: MemoryOptions) -> None:
+        configs = []
+        monkeypatch.setattr("api.server.run", lambda settings, *_: configs.append(settings.engine_config()))
+        assert cli("serve", "--preemption", "recompute", *options).code == 0
+        [config] = configs
+        assert (config.memory, config.scheduler.preemption) == (memory, "recompute")
+
     @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://nowhere.invalid", "gopher://x", "127.0.0.1:1", ""])
     def test_unreachable(self, cli, url: str, tmp_path) -> None:
-        for command in (["list"], ["rm", "mia"], ["generate", "hi"], ["chat"]):
+        for command in (
+            ["list"],
+            ["rm", "mia"],
+            ["generate", "hi"],
+            ["chat"],
+            ["warm", "mia"],
+            ["pin", "mia"],
+            ["pool"],
+        ):
             done = cli(*command, "--server", url)
             assert (done.code, done.out, done.err.count("\n")) == (3, "", 1), done.err
 
@@ -145,8 +177,10 @@ class TestExitCodes:
 
     def test_version_and_help(self, cli) -> None:
         assert cli("--version").out.strip().count(".") == 2
-        for command in ("serve", "upload", "list", "show", "rm", "chat", "generate", "check", "demo"):
+        commands = ("serve", "upload", "list", "show", "rm", "chat", "generate", "check", "demo")
+        for command in (*commands, "warm", "pin", "unpin", "pool"):
             assert cli(command, "--help").code == 0
+        assert "256MiB]" in cli("serve", "--help").out
 
 
 class TestClient:

@@ -46,6 +46,46 @@ def test_stream_with_usage(client) -> None:
     assert chunks[-1].usage.completion_tokens == 11
 
 
+def test_two_answers(client, engine) -> None:
+    engine.texts = ("one", "two!")
+    answer = client.chat.completions.create(model="tiny-base", messages=HELLO, n=2)
+    assert [(c.index, c.message.content, c.finish_reason) for c in answer.choices] == [
+        (0, "one", "stop"),
+        (1, "two!", "stop"),
+    ]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (7, 7)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    answer = client.completions.create(model="tiny-base", prompt="hi", n=2, best_of=2)
+    assert [(c.index, c.text) for c in answer.choices] == [(0, "one"), (1, "two!")]
+
+
+def test_two_answers_streamed(client, engine) -> None:
+    engine.texts = ("one", "two!")
+    stream = client.chat.completions.create(
+        model="tiny-base", messages=HELLO, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    texts, ends = ["", ""], []
+    *chunks, last = stream
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            ends.append((choice.index, choice.finish_reason))
+    assert texts == ["one", "two!"]
+    assert sorted(ends) == [(0, "stop"), (1, "stop")]
+    assert (last.choices, last.usage.completion_tokens) == ([], 7)
+
+
+def test_a_cold_adapter_is_tried_again(client, server, engine, make_adapter, monkeypatch) -> None:
+    server.upload(make_adapter(), "mia")
+    engine.cold_for_s = 0.2
+    sent = count_requests(client, monkeypatch)
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.with_options(max_retries=1).chat.completions.create(
+            model="mia", messages=HELLO, extra_body={"on_cold": "reject"}
+        )
+    assert (caught.value.code, caught.value.response.headers["retry-after"], len(sent)) == ("adapter_cold", "1", 2)
+
+
 def test_stream_left_early_is_aborted(client, engine, eventually) -> None:
     engine.hang_after = 3
     with client.chat.completions.create(model="tiny-base", messages=HELLO, stream=True) as stream:

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from api.metrics import COUNTERS, GAUGES
 from lorasrv.metrics import EngineSnapshot
 
 
@@ -89,9 +88,25 @@ class TestFigures:
         assert families["lorasrv_requests_finished"].samples[0].labels == {"reason": "stop"}
         assert all(name.startswith("lorasrv") for name in families)
 
-    def test_no_field_of_the_snapshot_is_forgotten(self) -> None:
-        shown = {*GAUGES, *(f"{name}_total" for name in COUNTERS), "requests_finished_total", "last_step_s"}
-        assert shown == set(EngineSnapshot.__dataclass_fields__)
+    def test_no_field_of_the_snapshot_is_forgotten(self, server, engine) -> None:
+        names = set(EngineSnapshot.__dataclass_fields__) - {"requests_finished_total", "last_step_s"}
+        published = {name: 1000.0 + number for number, name in enumerate(sorted(names))}
+        engine.metrics.publish(EngineSnapshot(**published))
+        families = list(text_string_to_metric_families(server.http.get("/metrics").text))
+        samples = [sample for family in families for sample in family.samples]
+        shown = {sample.name.removeprefix("lorasrv_"): sample.value for sample in samples if not sample.labels}
+        for sample in samples:
+            if "tier" in sample.labels:
+                shown[f"adapter_loads_{sample.labels['tier']}_total"] = sample.value
+        assert {name: shown.get(name) for name in names} == published
+        assert all(family.documentation for family in families)
+
+    def test_loads_are_one_counter(self, server, engine) -> None:
+        engine.metrics.publish(EngineSnapshot(adapter_loads_disk_total=2, adapter_loads_host_total=5))
+        text = server.http.get("/metrics").text
+        assert text.count("# TYPE lorasrv_adapter_loads_total counter") == 1
+        assert 'lorasrv_adapter_loads_total{tier="disk"} 2.0' in text
+        assert 'lorasrv_adapter_loads_total{tier="host"} 5.0' in text
 
     def test_version_and_info(self, server) -> None:
         assert re.fullmatch(r"\d+\.\d+\.\d+", server.http.get("/version").json()["version"])
@@ -100,7 +115,15 @@ class TestFigures:
 
 
 class TestWhatIsNotThere:
-    ROUTES = ("/v1/models", "/v1/adapters", "/v1/chat/completions", "/v1/completions", "/health", "/metrics")
+    ROUTES = (
+        "/v1/models",
+        "/v1/adapters",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/pool",
+        "/health",
+        "/metrics",
+    )
 
     @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
     def test_every_method_has_an_answer_in_shape(self, server, method: str) -> None:

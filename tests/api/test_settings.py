@@ -6,6 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from api.settings import ServerSettings
+from lorasrv.config import EngineConfig
 from lorasrv.errors import ConfigError
 
 
@@ -29,6 +30,10 @@ def test_every_option_reaches_the_engine() -> None:
         max_lora_rank=8,
         max_num_seqs=3,
         max_num_batched_tokens=5,
+        swap_bytes="2KiB",
+        enable_prefix_caching=False,
+        adapter_pool_fraction=0.25,
+        preemption="swap",
     )
     config = settings.engine_config()
     assert (config.model.model, config.model.quantization, config.model.dtype) == ("m.gguf", "none", "float32")
@@ -39,14 +44,28 @@ def test_every_option_reaches_the_engine() -> None:
         1 << 20,
     )
     assert config.memory.max_lora_rank == 8
+    assert (config.memory.swap_bytes, config.memory.prefix_caching) == (2048, False)
+    assert config.memory.adapter_pool_fraction == 0.25
     assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (3, 5)
+    assert config.scheduler.preemption == "swap"
+
+
+def test_defaults_are_the_engines() -> None:
+    assert ServerSettings().engine_config() == EngineConfig()
 
 
 def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORASRV_MAX_NUM_SEQS", "9")
     monkeypatch.setenv("LORASRV_ALLOWED_ORIGINS", "https://a.example,https://b.example/")
     monkeypatch.setenv("LORASRV_STORE", "")
+    monkeypatch.setenv("LORASRV_ENABLE_PREFIX_CACHING", "false")
+    monkeypatch.setenv("LORASRV_SWAP_BYTES", "0")
+    monkeypatch.setenv("LORASRV_ADAPTER_POOL_FRACTION", "0.5")
+    monkeypatch.setenv("LORASRV_PREEMPTION", "recompute")
     settings = ServerSettings()
+    memory = settings.engine_config().memory
+    assert (memory.prefix_caching, memory.swap_bytes, memory.adapter_pool_fraction) == (False, 0, 0.5)
+    assert settings.preemption == "recompute"
     assert settings.max_num_seqs == 9
     assert settings.allowed_origins == ("https://a.example", "https://b.example")
     assert settings.store != Path()
