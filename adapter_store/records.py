@@ -43,6 +43,14 @@ class AdapterRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class Deletion:
+    """What deleting came to: how many versions went, and the contents that no version names any more."""
+
+    num_versions: int
+    contents: tuple[AdapterKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Registration:
     """What registering came to: `created` is False where the id had this content already."""
 

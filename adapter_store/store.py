@@ -37,7 +37,7 @@ from adapter_store.index import Content, Index
 from adapter_store.loader import AdapterWeights
 from adapter_store.manifest import canonical_json
 from adapter_store.peft_dir import CHUNK_BYTES, digest_file
-from adapter_store.records import AdapterRecord, Registration, VersionRecord
+from adapter_store.records import AdapterRecord, Deletion, Registration, VersionRecord
 from adapter_store.references import VERBS, Reference, check_adapter_id, check_digest, parse_reference
 from adapter_store.report import UploadReport
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes
@@ -245,8 +245,8 @@ class AdapterStore:
             raise AdapterNotFound(adapter_id, self._near(adapter_id[:64]))
         return record
 
-    def delete(self, reference: str) -> int:
-        """Remove an id, or the version or content that the reference pins; returns how many versions went.
+    def delete(self, reference: str) -> Deletion:
+        """Remove an id, or the version or content that the reference pins.
 
         The id moves to its highest version left. Weights that no version names any more are removed; what is in memory
         stays usable. Version numbers are not used again.
@@ -265,7 +265,8 @@ class AdapterStore:
             self._refresh(parsed.adapter_id)
             for digest in sorted(freed):
                 self._remove_unused(digest)
-        return len(doomed)
+            contents = sorted({v.key for v in doomed})
+            return Deletion(len(doomed), tuple(key for key in contents if self._index.content(key) is None))
 
     def _refresh(self, adapter_id: AdapterId) -> None:
         """Bring one id of the dictionary up to date. It is replaced, not changed: readers do not lock."""

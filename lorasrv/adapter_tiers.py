@@ -5,7 +5,6 @@ Whoever needs an adapter asks for it again and again; the first asking begins th
 Host copies on their way in are bounded by the host cache's bytes: a load that would not fit waits.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
@@ -60,7 +59,7 @@ class AdapterTiers:
         reclaimer: Reclaimer,
         max_host_bytes: int,
         costs: CostModel,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Callable[[], float],
     ) -> None:
         self._adapters = adapters
         self._reclaimer = reclaimer
@@ -148,7 +147,7 @@ class AdapterTiers:
         self._end(key)
 
     def failed(self, key: AdapterKey) -> None:
-        """A load or a copy has failed."""
+        """A load or a copy has failed. What was promised is not tried again and again: whoever pinned it is told."""
         arrival = self._arrivals.get(key)
         if arrival is not None:
             if arrival.state is Arriving.COPYING:

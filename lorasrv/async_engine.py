@@ -25,12 +25,20 @@ from lorasrv.errors import AdapterCold, AdapterLoadFailed, EngineDead, EngineOve
 from lorasrv.loaders import open_checkpoint
 from lorasrv.output import OutputProcessor
 from lorasrv.pool_map import PoolMap
-from lorasrv.questions import Answer, AskTier, DescribePool, PinAdapter, Question, Reached, WarmAdapter
+from lorasrv.questions import Answer, AskTier, DescribePool, PinAdapter, Question, Reached, UnpinAdapter, WarmAdapter
 from lorasrv.request import AddRequest, EngineOutput, RequestId, RequestOutput, SamplingParams
 from lorasrv.threads import compute_alone, compute_in_parallel
 from lorasrv.tokenizer import Tokenizer
 
 _LOG = logging.getLogger(__name__)
+PIN_WAIT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Add:
+    """The choices of one request: together, so that all of them find the same adapters in the pool."""
+
+    messages: tuple[AddRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +65,7 @@ class _Stop:
     """The server ends."""
 
 
-_Message = AddRequest | _Ask | _End | _Wake | _Stop
+_Message = _Add | _Ask | _End | _Wake | _Stop
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
@@ -220,8 +228,7 @@ class AsyncEngine:
         if len(self._streams) + count > self._max_queued:
             raise EngineOverloaded(f"{len(self._streams)} requests are queued already", retry_after_s=1.0)
         streams = [self._open(message) for message in messages]
-        for message in messages:
-            self._inbox.put(message)
+        self._inbox.put(_Add(tuple(messages)))
         return streams
 
     async def generate(
@@ -249,23 +256,33 @@ class AsyncEngine:
             EngineDead: nothing is answered any more.
         """
         layout = await asyncio.to_thread(self._engine.admission.layout, adapter)
-        try:
-            async with asyncio.timeout(deadline_s):
-                reached: Reached = await self._ask(WarmAdapter(adapter, layout, deadline_s))
-        except TimeoutError:
-            reached = await self._ask(AskTier(adapter))
-        return reached
+        return await self._reached(WarmAdapter(adapter, layout, deadline_s), deadline_s)
 
-    async def pin(self, adapter: AdapterKey, *, pinned: bool) -> Reached:
-        """Keep an adapter in the pool until it is unpinned, or let it go. Raises: as `warm`, or it is one too many."""
+    async def pin(self, adapter: AdapterKey) -> Reached:
+        """Bring an adapter to the pool and keep it there; says where it is when it is there, or after ten seconds.
+
+        Raises: as `warm`; InvalidRequest also if it is one too many.
+        """
         layout = await asyncio.to_thread(self._engine.admission.layout, adapter)
-        reached: Reached = await self._ask(PinAdapter(adapter, layout, pinned))
+        return await self._reached(PinAdapter(adapter, layout), PIN_WAIT_S)
+
+    async def unpin(self, adapter: AdapterKey) -> Reached:
+        """Keep an adapter no longer; nothing happens if it was not kept. Raises: EngineDead."""
+        reached: Reached = await self._ask(UnpinAdapter(adapter))
         return reached
 
     async def pool_map(self) -> PoolMap:
         """Who holds which pages. Raises: EngineDead."""
         described: PoolMap = await self._ask(DescribePool())
         return described
+
+    async def _reached(self, question: WarmAdapter | PinAdapter, deadline_s: float) -> Reached:
+        try:
+            async with asyncio.timeout(deadline_s):
+                reached: Reached = await self._ask(question)
+        except TimeoutError:
+            reached = await self._ask(AskTier(question.key))
+        return reached
 
     async def _ask(self, question: Question) -> Any:
         """The answer's content; if it is an exception, that is raised."""
@@ -329,8 +346,9 @@ class AsyncEngine:
             message = self._inbox.get()
             wait = False
             match message:
-                case AddRequest():
-                    self._engine.add_request(message)
+                case _Add():
+                    for added in message.messages:
+                        self._engine.add_request(added)
                 case _Ask():
                     if message.question is None:
                         self._engine.forget_question(message.number)

@@ -15,7 +15,7 @@ from lorasrv.metrics import EngineMetrics, EngineSnapshot
 from lorasrv.model_runner import ModelRunner
 from lorasrv.pool_books import PoolBooks
 from lorasrv.pool_map import describe_pool
-from lorasrv.questions import Answer, AskTier, DescribePool, PinAdapter, Question, Reached, WarmAdapter
+from lorasrv.questions import Answer, AskTier, DescribePool, PinAdapter, Question, Reached, UnpinAdapter, WarmAdapter
 from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestStatus
 from lorasrv.scheduler import WARM_GRACE_S, Scheduler
 from lorasrv.step import AdapterOrders, SchedulerOutput
@@ -93,6 +93,8 @@ class Engine:
                 self._warm(number, question)
             case PinAdapter():
                 self._pin(number, question)
+            case UnpinAdapter():
+                self._unpin(number, question)
 
     def take_answers(self) -> list[Answer]:
         """Answers since the last call."""
@@ -166,24 +168,29 @@ class Engine:
         self._answers.append(Answer(number, content))
 
     def _warm(self, number: int, question: WarmAdapter) -> None:
-        now = time.monotonic()
-        self._books.tiers.promise(question.key, question.layout, now + question.deadline_s + WARM_GRACE_S)
-        if self._scheduler.tier(question.key) is AdapterTier.RESIDENT:
-            self._answer(number, Reached(AdapterTier.RESIDENT))
-        else:
-            self._asked_to_warm[number] = (question.key, now)
+        until_s = self._books.clock() + question.deadline_s + WARM_GRACE_S
+        self._books.tiers.promise(question.key, question.layout, until_s)
+        self._answer_when_there(number, question.key)
 
     def _pin(self, number: int, question: PinAdapter) -> None:
         tiers = self._books.tiers
-        if not question.pinned:
-            tiers.let_go(question.key)
-        elif not tiers.is_held(question.key):
-            error = self.admission.check_pin(question.layout)
-            if error is not None:
-                self._answer(number, error)
-                return
-            tiers.promise(question.key, question.layout, None)
+        error = None if tiers.is_held(question.key) else self.admission.check_pin(question.layout)
+        if error is not None:
+            self._answer(number, error)
+            return
+        tiers.promise(question.key, question.layout, None)
+        self._answer_when_there(number, question.key)
+
+    def _unpin(self, number: int, question: UnpinAdapter) -> None:
+        if self._books.tiers.is_held(question.key):
+            self._books.tiers.let_go(question.key)
         self._answer(number, Reached(self._scheduler.tier(question.key)))
+
+    def _answer_when_there(self, number: int, key: AdapterKey) -> None:
+        if self._scheduler.tier(key) is AdapterTier.RESIDENT:
+            self._answer(number, Reached(AdapterTier.RESIDENT))
+        else:
+            self._asked_to_warm[number] = (key, time.monotonic())
 
     def _reached(self, key: AdapterKey, error: AdapterLoadFailed | None = None) -> None:
         for number, (wanted, begun) in list(self._asked_to_warm.items()):

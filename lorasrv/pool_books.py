@@ -3,6 +3,7 @@
 One pool for keys, values and adapters; or, for comparison, one split in two for good.
 """
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,6 +49,7 @@ class PoolBooks:
     tiers: AdapterTiers
     swap: SwapSpace
     costs: CostModel
+    clock: Callable[[], float]
 
     @classmethod
     def make(
@@ -56,6 +58,7 @@ class PoolBooks:
         options: MemoryOptions,
         preemption: str = "auto",
         is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> "PoolBooks":
         """Empty accounts. `is_on_host` tells whether an adapter that leaves would be found in host memory."""
         costs = CostModel()
@@ -75,9 +78,9 @@ class PoolBooks:
         )
         floor = int(options.adapter_floor_fraction * geometry.num_pages)
         reclaimer = Reclaimer(kv_pool, kv, adapters, prefixes, floor)
-        tiers = AdapterTiers(adapters, reclaimer, options.host_cache_bytes, costs)
+        tiers = AdapterTiers(adapters, reclaimer, options.host_cache_bytes, costs, clock)
         swap = SwapSpace(preemption, options.swap_bytes, geometry.block_bytes, costs)
-        return cls(geometry, kv_pool, adapter_pool, prefixes, kv, adapters, reclaimer, tiers, swap, costs)
+        return cls(geometry, kv_pool, adapter_pool, prefixes, kv, adapters, reclaimer, tiers, swap, costs, clock)
 
     @property
     def pools(self) -> tuple[PagePool, ...]:

@@ -30,14 +30,20 @@ class WarmAdapter:
 
 @dataclass(frozen=True, slots=True)
 class PinAdapter:
-    """Bring an adapter to the pool and keep it there, or let it go. Answered by `Reached`, at once."""
+    """Bring an adapter to the pool and keep it there. Answered by `Reached` when it is there."""
 
     key: AdapterKey
     layout: AdapterLayout
-    pinned: bool
 
 
-Question = DescribePool | AskTier | WarmAdapter | PinAdapter
+@dataclass(frozen=True, slots=True)
+class UnpinAdapter:
+    """Keep it there no longer. Answered by `Reached`."""
+
+    key: AdapterKey
+
+
+Question = DescribePool | AskTier | WarmAdapter | PinAdapter | UnpinAdapter
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ nobody needs (prefetch). When pages run out, others give way (`Reclaimer`), at l
 swapped to host memory or computed again, whichever costs less.
 """
 
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -75,7 +74,6 @@ class Scheduler:
         books: PoolBooks,
         eos_token_ids: frozenset[int],
         is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._options = options
         self._books = books
@@ -84,7 +82,7 @@ class Scheduler:
         self._memory = RequestMemory(books)
         self._eos = eos_token_ids
         self._is_on_host = is_on_host
-        self._clock = clock
+        self._clock = books.clock
         self._requests: dict[RequestId, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -298,9 +296,11 @@ class Scheduler:
         return came
 
     def _parent(self, request: Request) -> Request | None:
-        """The first choice of the same prompt, where a further one has begun nothing of its own yet."""
+        """The first choice of the same prompt on the same adapter, where a further one has begun nothing yet."""
         parent = self._requests.get(request.message.fork_of) if request.message.fork_of is not None else None
-        return None if parent is None or parent.num_preemptions or request.num_preemptions else parent
+        if parent is None or parent.num_preemptions or request.num_preemptions:
+            return None
+        return parent if parent.adapter_key == request.adapter_key else None
 
     def _waits_for_parent(self, request: Request) -> bool:
         """Whether the first choice is still to compute the prompt, which the further ones will share."""

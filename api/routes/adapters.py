@@ -97,7 +97,7 @@ async def change_adapter(reference: str, body: AdapterPatch, services: ServicesD
     """
     pinned = body.wanted_pin()
     ref = await run_in_threadpool(services.store.resolve, reference)
-    reached = await services.engine.pin(ref.key, pinned=pinned)
+    reached = await (services.engine.pin if pinned else services.engine.unpin)(ref.key)
     return {
         "object": "adapter",
         "id": ref.adapter_id,
@@ -111,9 +111,13 @@ async def change_adapter(reference: str, body: AdapterPatch, services: ServicesD
 async def delete_adapter(
     reference: str, services: ServicesDep, wait: NotBuilt = None, force: NotBuilt = None
 ) -> dict[str, Any]:
-    """Forget an id, or one version (`mia@3`). Running requests finish on what they started with."""
-    removed = await run_in_threadpool(services.store.delete, reference)
-    return {"object": "adapter.deleted", "id": reference, "deleted": True, "versions_removed": removed}
+    """Forget an id, or one version (`mia@3`). Running requests finish on what they started with; pins are let go of
+    where nothing is left to unpin them by.
+    """
+    gone = await run_in_threadpool(services.store.delete, reference)
+    for key in gone.contents:
+        await services.engine.unpin(key)
+    return {"object": "adapter.deleted", "id": reference, "deleted": True, "versions_removed": gone.num_versions}
 
 
 async def _receive(request: Request, upload: BlobUpload) -> None:

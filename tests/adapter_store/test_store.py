@@ -102,11 +102,11 @@ def test_two_ids_share_one_content(store: AdapterStore, put: Put, build: Any, tm
     digest = put(store, build.file())
     keys = {store.register(name, build.config(), digest).ref.key for name in ("a", "b")}
     assert len(keys) == 1
-    assert store.delete("a") == 1
+    assert store.delete("a").num_versions == 1
     assert blobs(store, tmp_path) == {digest}
     key = keys.pop()
     store.load(key)
-    assert store.delete("b") == 1
+    assert store.delete("b").num_versions == 1
     assert blobs(store, tmp_path) == set()
     for call in (store.load, store.spec, store.report):
         with pytest.raises(AdapterNotFound):
@@ -118,14 +118,14 @@ def test_delete_of_a_version_moves_the_id_and_its_number_is_not_used_again(
 ) -> None:
     digests = [put(store, build.file(seed=seed)) for seed in range(4)]
     keys = [store.register("mia", build.config(), digest).ref.key for digest in digests[:3]]
-    assert store.delete("mia@3") == 1
+    assert store.delete("mia@3").num_versions == 1
     assert store.resolve("mia").version == 2
     with pytest.raises(AdapterNotFound, match=r"mia@3.*did you mean mia"):
         store.resolve("mia@3")
-    assert store.delete(f"mia@sha256:{keys[0]}") == 1
+    assert store.delete(f"mia@sha256:{keys[0]}").num_versions == 1
     assert store.resolve("mia").version == 2
     assert store.register("mia", build.config(), digests[3]).ref.version == 4
-    assert store.delete("mia") == 2
+    assert store.delete("mia").num_versions == 2
     digest = put(store, build.file(seed=0))
     assert store.register("mia", build.config(), digest).ref.version == 5
 

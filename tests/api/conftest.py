@@ -236,8 +236,12 @@ class FakeEngine:
                 self.aborted.append("warm")
         return self._reply()
 
-    async def pin(self, adapter: AdapterKey, *, pinned: bool) -> Reached:
-        self.asked.append(("pin", adapter, pinned))
+    async def pin(self, adapter: AdapterKey) -> Reached:
+        self.asked.append(("pin", adapter, True))
+        return self._reply()
+
+    async def unpin(self, adapter: AdapterKey) -> Reached:
+        self.asked.append(("pin", adapter, False))
         return self._reply()
 
     async def pool_map(self) -> PoolMap:

@@ -58,10 +58,11 @@ class World:
     def __post_init__(self) -> None:
         geometry = PoolGeometry(self.pages, PAGE_SIZE, PAGE_BYTES, num_layers=1)
         self.on_host: set[AdapterKey] = set()
-        self.books = PoolBooks.make(geometry, self.memory, self.preemption, self.on_host.__contains__)
-        options = SchedulerOptions(self.max_num_seqs, self.budget, preemption=self.preemption)
         self.now = 0.0
-        self.scheduler = Scheduler(options, self.books, frozenset({EOS}), self.on_host.__contains__, lambda: self.now)
+        on_host = self.on_host.__contains__
+        self.books = PoolBooks.make(geometry, self.memory, self.preemption, on_host, lambda: self.now)
+        options = SchedulerOptions(self.max_num_seqs, self.budget, preemption=self.preemption)
+        self.scheduler = Scheduler(options, self.books, frozenset({EOS}), on_host)
         self.units = np.zeros((self.pages, UNITS), dtype=np.int64)
         self.swapped: dict[RequestId, np.ndarray] = {}
         self.loading: set[AdapterKey] = set()

@@ -372,7 +372,7 @@ def test_warm_pin_and_the_map(serve, store, monkeypatch) -> None:
         assert (await engine.warm(key, 5.0)).load_ms == 0
         assert (await engine.warm(other, 0.0)).tier is not AdapterTier.RESIDENT
         await _until(lambda: engine.metrics.snapshot().adapters_resident == 2)
-        assert (await engine.pin(key, pinned=True)).tier is AdapterTier.RESIDENT
+        assert (await engine.pin(key)).tier is AdapterTier.RESIDENT
         stream = await engine.add(PROMPT, replace(GREEDY, max_tokens=400), adapter=key)
         await anext(stream)
         described = await engine.pool_map()
@@ -386,8 +386,14 @@ def test_warm_pin_and_the_map(serve, store, monkeypatch) -> None:
         of_all = described.pages_kv + described.pages_prefix + described.pages_adapters + described.pages_free
         assert of_all == described.pages_total
         monkeypatch.setattr(store, "load", _broken)
-        with pytest.raises(AdapterLoadFailed, match="disk on fire"):
-            await engine.warm(store.resolve("three").key, 5.0)
+        for ask in (
+            lambda: engine.warm(store.resolve("three").key, 5.0),
+            lambda: engine.pin(store.resolve("three").key),
+        ):
+            with pytest.raises(AdapterLoadFailed, match="disk on fire"):
+                await ask()
+        await engine.unpin(key)
+        assert [a.pinned for a in (await engine.pool_map()).adapters] == [False, False]
 
     serve(scenario)
 
@@ -398,10 +404,10 @@ def _broken(*_: object) -> None:
 
 def test_pins_are_bounded_and_given_up_only_for_an_accepted_request(serve, store, alone) -> None:
     async def scenario(engine: AsyncEngine) -> None:
-        await engine.pin(store.resolve("two").key, pinned=True)
+        await engine.pin(store.resolve("two").key)
         with pytest.raises(InvalidRequest, match="half of the pool"):
-            await engine.pin(store.resolve("three").key, pinned=True)
-        await _until(lambda: engine.metrics.snapshot().adapters_resident == 1)
+            await engine.pin(store.resolve("three").key)
+        assert engine.metrics.snapshot().adapters_resident == 1
         assert _tokens(await _ask(engine, store.resolve("one").key)) == alone(PROMPT, GREEDY, "one")
         most = replace(GREEDY, max_tokens=300)
         assert len(_tokens(await _ask(engine, None, sampling=most))) == 300
@@ -413,7 +419,7 @@ def test_what_fits_nowhere_is_refused_with_the_numbers(serve, store) -> None:
     key = store.resolve("three").key
 
     async def small_host(engine: AsyncEngine) -> None:
-        for call in (lambda: _ask(engine, key), lambda: engine.warm(key, 1.0), lambda: engine.pin(key, pinned=True)):
+        for call in (lambda: _ask(engine, key), lambda: engine.warm(key, 1.0), lambda: engine.pin(key)):
             with pytest.raises(InvalidRequest, match=r"takes \d+ bytes, but host memory for adapters is 1000"):
                 await call()
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions, SchedulerOptions
 from lorasrv.pool_books import PoolBooks, PoolGeometry
-from lorasrv.request import AddRequest, EngineOutput, FinishReason, RequestId, RequestStatus, SamplingParams
+from lorasrv.request import AddRequest, EngineOutput, FinishReason, OnCold, RequestId, RequestStatus, SamplingParams
 from lorasrv.scheduler import Scheduler
 from lorasrv.step import SchedulerOutput
 from sgmv_kernels.layout import AdapterLayout, SiteDims
@@ -36,17 +36,13 @@ class Bench:
 
     def __post_init__(self) -> None:
         geometry = PoolGeometry(self.pages, PAGE_SIZE, PAGE_BYTES, num_layers=1)
-        self.books = PoolBooks.make(geometry, self.memory, self.preemption, lambda key: key in self.on_host)
+        self.time = itertools.count()
+        self.books = PoolBooks.make(
+            geometry, self.memory, self.preemption, lambda key: key in self.on_host, lambda: float(next(self.time))
+        )
         self.pool, self.kv, self.adapters = self.books.kv_pool, self.books.kv, self.books.adapters
         options = SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens)
-        self.time = itertools.count()
-        self.scheduler = Scheduler(
-            options,
-            self.books,
-            frozenset({EOS}),
-            lambda key: key in self.on_host,
-            lambda: float(next(self.time)),
-        )
+        self.scheduler = Scheduler(options, self.books, frozenset({EOS}), lambda key: key in self.on_host)
         self.on_host: set[AdapterKey] = set()
         self.loading: set[AdapterKey] = set()
         self.copying: set[AdapterKey] = set()
@@ -227,6 +223,21 @@ def test_a_cancelled_request_takes_its_load_along_wherever_it_is() -> None:
     bench.copy(KEYS[0])
     assert bench.adapters.is_ready(KEYS[0])
     assert set(bench.ends().values()) == {FinishReason.ABORT}
+
+
+def test_a_choice_on_another_adapter_than_the_first_one_shares_nothing_with_it() -> None:
+    """The adapter arrives between the two, which fall back where it is cold: the first has the base's pages."""
+    bench = Bench(max_num_batched_tokens=64)
+    bench.add("first", prompt=9, max_tokens=9, key=KEYS[0], on_cold=OnCold.FALLBACK_BASE)
+    bench.step()
+    bench.bring(KEYS[0])
+    bench.add("second", prompt=9, max_tokens=9, key=KEYS[0], on_cold=OnCold.FALLBACK_BASE, fork_of=RequestId("first"))
+    step = bench.step()
+    shares = {s.request_id: s for s in step.scheduled}
+    assert shares["first"].adapter_key is None
+    assert shares["second"].adapter_key == KEYS[0]
+    assert shares["second"].start == 0
+    assert not set(shares["first"].page_table) & set(shares["second"].page_table)
 
 
 def test_idle_adapters_make_room_for_growing_requests() -> None:
