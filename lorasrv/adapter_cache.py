@@ -1,15 +1,17 @@
 """Which adapters are resident in the pool, on which pages, and who needs them there. The one owner of residency.
 
 An adapter that is being copied in, or that a running request pins, stays. The others are a cache: the one whose return
-would cost least for the pages it holds goes first. Its worth is uses x seconds to bring it back / pages, on top of a
-clock that rises with every eviction, so that old fame fades (greedy-dual-size-frequency, Cherkasova 1998).
+would cost least for the pages it holds goes first. Its worth is uses x seconds to bring it back / pages, on top of the
+clock (`AgingClock`); prefix pages have theirs in the same currency.
 """
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
+from lorasrv.costs import AgingClock
 from lorasrv.page_pool import PagePool
 from sgmv_kernels.layout import AdapterLayout, PlacedAdapter, Run
 
@@ -50,6 +52,7 @@ class AdapterCache:
         seconds_to_return: SecondsToReturn = lambda _, layout: float(layout.nbytes),
         on_arrival: Callable[[AdapterKey], None] = lambda _: None,
         on_departure: Callable[[AdapterKey], None] = lambda _: None,
+        clock: AgingClock | None = None,
     ) -> None:
         self.pool = pool
         self._page_bytes = page_bytes
@@ -57,7 +60,7 @@ class AdapterCache:
         self._on_arrival, self._on_departure = on_arrival, on_departure
         self._residents: dict[AdapterKey, _Resident] = {}
         self._queue: list[tuple[float, AdapterKey]] = []
-        self._clock = 0.0
+        self._clock = clock or AgingClock()
         self.num_pages = 0
         self.num_idle_pages = 0
         self.num_evictions = 0
@@ -130,24 +133,32 @@ class AdapterCache:
 
     def evict_idle(self, is_spared: Callable[[AdapterKey], bool] = lambda _: False) -> bool:
         """Give back the pages of the adapter that is worth least, of those that nobody pins; False if there is none."""
+        victim = self._least(is_spared)
+        if victim is None:
+            return False
+        self._clock.passes(victim[0])
+        self.evict(victim[1])
+        return True
+
+    def least_worth(self, is_spared: Callable[[AdapterKey], bool]) -> float:
+        """What `evict_idle` would give up, a page; infinite if there is none."""
+        victim = self._least(is_spared)
+        return math.inf if victim is None else victim[0]
+
+    def _least(self, is_spared: Callable[[AdapterKey], bool]) -> tuple[float, AdapterKey] | None:
         passed_over = []
-        victim = None
-        while self._queue and victim is None:
+        found = None
+        while self._queue and found is None:
             worth, key = heapq.heappop(self._queue)
             resident = self._residents.get(key)
             if resident is None or not resident.is_idle or resident.worth != worth:
                 continue  # an entry of the past
-            if is_spared(key):
-                passed_over.append((worth, key))
-            else:
-                victim = key
+            passed_over.append((worth, key))
+            if not is_spared(key):
+                found = (worth, key)
         for entry in passed_over:
             heapq.heappush(self._queue, entry)
-        if victim is None:
-            return False
-        self._clock = max(self._clock, self._residents[victim].worth)
-        self.evict(victim)
-        return True
+        return found
 
     def evict(self, key: AdapterKey) -> None:
         """Give back the pages of an adapter that nobody pins."""
@@ -204,7 +215,7 @@ class AdapterCache:
     def _idle_again(self, key: AdapterKey, resident: _Resident) -> None:
         pages = resident.placed.num_pages
         seconds = self._seconds_to_return(key, resident.placed.layout)
-        resident.worth = self._clock + max(1, resident.uses) * seconds / max(1, pages)
+        resident.worth = self._clock.now + max(1, resident.uses) * seconds / max(1, pages)
         self.num_idle_pages += pages
         heapq.heappush(self._queue, (resident.worth, key))
         if len(self._queue) > 4 * len(self._residents) + 64:

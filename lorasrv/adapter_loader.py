@@ -6,6 +6,7 @@ of their own, so that a slow disk holds up neither copies nor, up to `NUM_LOAD_T
 
 import logging
 import queue
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -49,9 +50,13 @@ class LoaderReport:
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """One adapter's way, from its load to the end of its copy. The host copy is pinned in between."""
+    """One adapter's way, from its load to the end of its copy. The host copy is pinned in between. One that is not
+    ordered is only read ahead.
+    """
 
     key: AdapterKey
+    is_ordered: bool = True
+    is_reported: bool = False
     cancelled: bool = False
     packed: PackedAdapter | None = None
 
@@ -110,55 +115,89 @@ class InlineLoader:
 class ThreadedLoader:
     """Works in threads; calls `on_ready` (from them) whenever a report can be polled.
 
-    Everything but the work itself happens in the thread that calls, the engine's.
+    `prefetch` may be called from any thread; everything else but the work itself belongs to the engine's.
     """
 
     def __init__(self, source: AdapterSource, write: WriteAdapter, on_ready: Callable[[], None]) -> None:
         self._work = _Work(source, write)
+        self._source = source
         self._on_ready = on_ready
+        self._lock = threading.Lock()
         self._jobs: dict[AdapterKey, _Job] = {}
         self._reports: queue.SimpleQueue[tuple[_Job, LoaderReport]] = queue.SimpleQueue()
         self._load_threads = ThreadPoolExecutor(NUM_LOAD_THREADS, "adapter-load", initializer=compute_alone)
         self._copy_thread = ThreadPoolExecutor(1, "adapter-copy", initializer=compute_alone)
 
+    def prefetch(self, key: AdapterKey) -> None:
+        """Begin to read an adapter that a request on its way to the engine will order. Nothing comes of it but a host
+        copy, unless it is ordered before it is read. Nothing happens if there is much to do already.
+        """
+        if self._source.is_on_host(key):
+            return
+        with self._lock:
+            if key in self._jobs or len(self._jobs) >= NUM_LOAD_THREADS:
+                return
+            self._begin(_Job(key, is_ordered=False))
+
     def load(self, key: AdapterKey) -> None:
-        assert key not in self._jobs, f"adapter {key} is on its way"
-        job = self._jobs[key] = _Job(key)
-        self._load_threads.submit(self._run, job, lambda: self._work.load(job))
+        with self._lock:
+            job = self._jobs.get(key)
+            if job is None:
+                self._begin(_Job(key))
+            else:
+                assert not job.is_ordered, f"adapter {key} is on its way"
+                job.is_ordered = True
 
     def copy(self, key: AdapterKey, placed: PlacedAdapter) -> None:
         job = self._jobs[key]
         self._copy_thread.submit(self._run, job, lambda: self._work.copy(job, placed))
 
     def cancel(self, key: AdapterKey) -> None:
-        job = self._jobs.pop(key)
-        job.cancelled = True
+        with self._lock:
+            job = self._jobs.pop(key)
+            job.cancelled = True
         # A load that still runs lets go when its report is polled.
-        if job.packed is not None:
+        if job.is_reported:
             self._work.let_go(job)
 
     def poll(self) -> list[LoaderReport]:
         reports = []
         for _ in range(self._reports.qsize()):
             job, report = self._reports.get_nowait()
+            job.is_reported = True
             if job.cancelled:
                 self._work.let_go(job)
                 continue
             if report.done is not Done.LOADED:
-                del self._jobs[report.key]
+                with self._lock:
+                    del self._jobs[report.key]
             reports.append(report)
         return reports
 
     def close(self) -> None:
-        for job in self._jobs.values():
-            job.cancelled = True
+        with self._lock:
+            for job in self._jobs.values():
+                job.cancelled = True
         for threads in (self._load_threads, self._copy_thread):
             threads.shutdown(wait=True, cancel_futures=True)
         self.poll()
+        for job in self._jobs.values():
+            self._work.let_go(job)
+
+    def _begin(self, job: _Job) -> None:
+        self._jobs[job.key] = job
+        self._load_threads.submit(self._run, job, lambda: self._work.load(job))
 
     def _run(self, job: _Job, work: Callable[[], LoaderReport]) -> None:
-        self._reports.put((job, work()))
-        self._on_ready()
+        report = work()
+        with self._lock:
+            if not job.is_ordered:
+                del self._jobs[job.key]
+        if job.is_ordered:
+            self._reports.put((job, report))
+            self._on_ready()
+        else:
+            self._work.let_go(job)
 
 
 class _Work:

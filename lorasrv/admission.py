@@ -12,7 +12,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.adapter_source import AdapterSource
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest
 from lorasrv.pool_books import PoolBooks
-from lorasrv.request import AddRequest, OnCold, RequestId, SamplingParams
+from lorasrv.request import AdapterTier, AddRequest, OnCold, RequestId, SamplingParams
 from sgmv_kernels.layout import AdapterLayout
 
 MAX_PINNED_SHARE = 0.5
@@ -79,8 +79,24 @@ class Admission:
         if sampling.seed is None and not sampling.is_greedy:
             sampling = replace(sampling, seed=secrets.randbits(63))
         return AddRequest(
-            request_id, tuple(token_ids), max_tokens, sampling, adapter, layout, principal, on_cold, cache_salt
+            request_id=request_id,
+            prompt_token_ids=tuple(token_ids),
+            max_tokens=max_tokens,
+            sampling=sampling,
+            adapter_key=adapter,
+            layout=layout,
+            found=self._tier(adapter) if adapter is not None else None,
+            principal=principal,
+            on_cold=on_cold,
+            cache_salt=cache_salt,
         )
+
+    def _tier(self, adapter: AdapterKey) -> AdapterTier:
+        """Where an adapter was a moment ago."""
+        if self._books.adapters.is_ready(adapter):
+            return AdapterTier.RESIDENT
+        on_host = self._source is not None and self._source.is_on_host(adapter)
+        return AdapterTier.HOST if on_host else AdapterTier.DISK
 
     def layout(self, adapter: AdapterKey) -> AdapterLayout:
         """How an adapter lies in the pool, if it fits the server at all. May read a file's header.

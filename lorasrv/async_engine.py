@@ -15,18 +15,19 @@ from typing import Any, Unpack
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
-from lorasrv.adapter_loader import Loader, ThreadedLoader
+from lorasrv.adapter_loader import ThreadedLoader
 from lorasrv.admission import RequestOptions, further_choices
 from lorasrv.build import BuiltModel, Progress, build
 from lorasrv.config import EngineConfig
 from lorasrv.detokenizer import Detokenizer
 from lorasrv.engine import Engine
-from lorasrv.errors import AdapterCold, AdapterLoadFailed, EngineDead, EngineOverloaded
+from lorasrv.errors import EngineDead, EngineOverloaded
 from lorasrv.loaders import open_checkpoint
 from lorasrv.output import OutputProcessor
 from lorasrv.pool_map import PoolMap
 from lorasrv.questions import Answer, AskTier, DescribePool, PinAdapter, Question, Reached, UnpinAdapter, WarmAdapter
-from lorasrv.request import AddRequest, EngineOutput, RequestId, RequestOutput, SamplingParams
+from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestOutput, SamplingParams
+from lorasrv.request_stream import RequestStream
 from lorasrv.threads import compute_alone, compute_in_parallel
 from lorasrv.tokenizer import Tokenizer
 
@@ -68,65 +69,6 @@ class _Stop:
 _Message = _Add | _Ask | _End | _Wake | _Stop
 
 
-class RequestStream(AsyncIterator[RequestOutput]):
-    """The outputs of one accepted request. Closing it early aborts the request within one step.
-
-    Raises (from iteration):
-        AdapterLoadFailed: the adapter could not be brought in; nothing was generated.
-        AdapterCold: it is not in the pool and the request would not wait.
-        EngineDead: the engine thread ended before the request did.
-    """
-
-    def __init__(self, engine: "AsyncEngine", request_id: RequestId, processor: OutputProcessor, prompt: int) -> None:
-        self.request_id = request_id
-        self.num_prompt_tokens = prompt
-        self._engine = engine
-        self._processor = processor
-        self._outputs: asyncio.Queue[RequestOutput | Exception | None] = asyncio.Queue()
-        self._finished = False
-
-    def __aiter__(self) -> "RequestStream":
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._finished and self._outputs.empty():
-            raise StopAsyncIteration
-        output = await self._outputs.get()
-        if output is None:
-            raise StopAsyncIteration
-        if isinstance(output, Exception):
-            raise output
-        return output
-
-    async def aclose(self) -> None:
-        """End the request if it has not ended."""
-        if not self._finished:
-            self._finished = True
-            self._engine.forget(self.request_id)
-            self._engine.end(self.request_id, stopped=False)
-            self._outputs.put_nowait(None)
-
-    def deliver(self, output: EngineOutput) -> None:
-        """Take one step's output, in the event loop."""
-        result = self._processor.process(output)
-        if result.finished:
-            self._finished = True
-            self._engine.forget(self.request_id)
-            if output.finish_reason is None:
-                self._engine.end(self.request_id, stopped=True)
-        if result.error is not None and result.retry_after_s is not None:
-            self._outputs.put_nowait(AdapterCold(result.error, retry_after_s=result.retry_after_s))
-        elif result.error is not None and not result.num_generated_tokens:
-            self._outputs.put_nowait(AdapterLoadFailed(result.error))
-        else:
-            self._outputs.put_nowait(result)
-
-    def fail(self, error: Exception) -> None:
-        """No more outputs will come."""
-        self._finished = True
-        self._outputs.put_nowait(error)
-
-
 class AsyncEngine:
     """The engine as a server sees it. Methods are for the event loop's thread."""
 
@@ -141,11 +83,11 @@ class AsyncEngine:
         self._max_queued = max_queued
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        loader: Loader | None = None
+        self._loader: ThreadedLoader | None = None
         if model.parts.source is not None:
             write = model.parts.runner.write_adapter
-            loader = ThreadedLoader(model.parts.source, write, lambda: self._inbox.put(_Wake()))
-        self._engine = Engine(model.parts, loader)
+            self._loader = ThreadedLoader(model.parts.source, write, lambda: self._inbox.put(_Wake()))
+        self._engine = Engine(model.parts, self._loader)
         self.metrics = self._engine.metrics
         self._streams: dict[RequestId, RequestStream] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
@@ -321,6 +263,9 @@ class AsyncEngine:
     ) -> list[AddRequest]:
         ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
         first = self._engine.admission.admit(request_ids[0], ids, sampling, **options)
+        if self._loader is not None and first.adapter_key is not None and first.found is AdapterTier.DISK:
+            # The engine will order it when its step is over; reading it begins now.
+            self._loader.prefetch(first.adapter_key)
         return [first, *further_choices(first, request_ids[1:])]
 
     # The engine thread.

@@ -1,12 +1,14 @@
 """What things cost on this machine, learnt while serving: seconds of loads, copies and recomputation.
 
-Each rate is an exponential mean of what was measured. Before the first measurement it is a guess on the slow side of
-today's machines.
+Each rate is the median of the newest measurements: one that met a page fault or a busy moment does not count. Before
+the first measurement it is a guess on the slow side of today's machines.
 """
 
+import statistics
+from collections import deque
 from dataclasses import dataclass, field
 
-_WEIGHT = 0.1
+NUM_NEWEST = 15
 MIN_TOKENS = 32
 """A step of fewer tokens says little about what a token of a long prompt costs."""
 
@@ -16,15 +18,26 @@ class Rate:
     """Seconds for one unit (a byte, a token)."""
 
     seconds: float
-    is_measured: bool = False
+    _newest: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_NEWEST))
 
     def observe(self, seconds: float, units: int) -> None:
         """Something of `units` units took that long."""
-        if units <= 0:
-            return
-        new = seconds / units
-        self.seconds = new if not self.is_measured else (1 - _WEIGHT) * self.seconds + _WEIGHT * new
-        self.is_measured = True
+        if units > 0:
+            self._newest.append(seconds / units)
+            self.seconds = statistics.median(self._newest)
+
+
+@dataclass(slots=True)
+class AgingClock:
+    """How much what was evicted last was worth. What is used now is worth that much more, so that old fame fades
+    (greedy-dual-size-frequency, Cherkasova 1998). One clock for all that compete for the same pages.
+    """
+
+    now: float = 0.0
+
+    def passes(self, worth: float) -> None:
+        """Something of this worth is evicted."""
+        self.now = max(self.now, worth)
 
 
 @dataclass(slots=True)

@@ -40,16 +40,15 @@ class PagePool:
         self._num_free = num_pages
         self.first, self._end = first, first + num_pages
         self._refcounts = [0] * self._end
-        self._free_bits = [0] * -(-self._end // SUPERBLOCK_PAGES)
-        self._partial = self._whole = 0
         self._runs = _FreeRuns()
         self._runs.add(first, self._end)
+        self._free_bits = [0] * -(-self._end // SUPERBLOCK_PAGES)
         for page in range(first, self._end):
             self._free_bits[page // SUPERBLOCK_PAGES] |= 1 << page % SUPERBLOCK_PAGES
-        # The first and the last superblock may have fewer pages than the others.
+        # The first and the last superblock may have fewer pages than the others; those before the first have none.
         self._all_bits = tuple(self._free_bits)
-        for block in range(len(self._free_bits)):
-            self._refile(block)
+        self._partial = 0
+        self._whole = sum(1 << block for block, bits in enumerate(self._all_bits) if bits)
 
     @property
     def num_free(self) -> int:
@@ -171,8 +170,7 @@ class PagePool:
         for block in range(first // SUPERBLOCK_PAGES, (stop - 1) // SUPERBLOCK_PAGES + 1):
             low = max(first - block * SUPERBLOCK_PAGES, 0)
             high = min(stop - block * SUPERBLOCK_PAGES, SUPERBLOCK_PAGES)
-            self._free_bits[block] &= ~((1 << high) - (1 << low))
-            self._refile(block)
+            self._set_bits(block, self._free_bits[block] & ~((1 << high) - (1 << low)))
 
     def _give_back(self, page: int) -> None:
         start, end = page, page + 1
@@ -185,14 +183,15 @@ class PagePool:
         self._runs.add(start, end)
         self._num_free += 1
         block = page // SUPERBLOCK_PAGES
-        self._free_bits[block] |= 1 << page % SUPERBLOCK_PAGES
-        self._refile(block)
+        self._set_bits(block, self._free_bits[block] | 1 << page % SUPERBLOCK_PAGES)
 
-    def _refile(self, block: int) -> None:
-        free, bit = self._free_bits[block], 1 << block
-        is_whole = free == self._all_bits[block] != 0
-        self._whole = self._whole | bit if is_whole else self._whole & ~bit
-        self._partial = self._partial | bit if free and not is_whole else self._partial & ~bit
+    def _set_bits(self, block: int, free: int) -> None:
+        """Note a superblock's free pages. The bitmaps, as long as the pool, change only where it changes its kind."""
+        was, self._free_bits[block], full = self._free_bits[block], free, self._all_bits[block]
+        if (was == full) != (free == full):
+            self._whole ^= 1 << block
+        if (0 < was < full) != (0 < free < full):
+            self._partial ^= 1 << block
 
 
 class _FreeRuns:

@@ -11,7 +11,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.adapter_cache import AdapterCache
 from lorasrv.adapter_tiers import AdapterTiers
 from lorasrv.config import MemoryOptions
-from lorasrv.costs import CostModel
+from lorasrv.costs import AgingClock, CostModel
 from lorasrv.kv_cache import KVCacheManager
 from lorasrv.page_pool import PagePool
 from lorasrv.prefix_cache import PrefixCache
@@ -63,7 +63,10 @@ class PoolBooks:
         """Empty accounts. `is_on_host` tells whether an adapter that leaves would be found in host memory."""
         costs = CostModel()
         kv_pool, adapter_pool = _pools(geometry.num_pages, options.adapter_pool_fraction)
-        prefixes = PrefixCache(kv_pool) if options.prefix_caching else None
+        aging = AgingClock()
+        prefixes = None
+        if options.prefix_caching:
+            prefixes = PrefixCache(kv_pool, aging, lambda: costs.recompute_s(geometry.page_size))
 
         def seconds_to_return(key: AdapterKey, layout: AdapterLayout) -> float:
             return costs.seconds_to_return(layout.nbytes, on_host=is_on_host(key))
@@ -75,6 +78,7 @@ class PoolBooks:
             seconds_to_return,
             prefixes.adapter_came if prefixes is not None else lambda _: None,
             prefixes.adapter_left if prefixes is not None else lambda _: None,
+            aging,
         )
         floor = int(options.adapter_floor_fraction * geometry.num_pages)
         reclaimer = Reclaimer(kv_pool, kv, adapters, prefixes, floor)

@@ -4,19 +4,30 @@ A page's key is a hash chained over (adapter content, tenant salt, every token u
 re-uploaded adapter meets none of its forerunner's keys and values (vllm#42125, llama.cpp#26207), and never less than
 the whole past. Pages are immutable once they are here; the cache holds one reference of its own to each.
 
-A page that only the cache holds *rests*, and may be dropped: the least recently used first, the tail of a prompt before
-its head, and first of all those of adapters that have left the pool, which nobody can use before the adapter is back
+A page that only the cache holds *rests*, and may be dropped: the tail of a prompt before its head, the one that is
+worth least first. Its worth is uses x seconds to compute it again, in the currency of `AdapterCache`; for a page that
+nobody has used again yet, the share of pages that ever were stands for the uses: where prompts never repeat, it goes to
+nothing. Pages of adapters that have left the pool go before all others: nobody can use them before the adapter is back
 (the dependency that FASTLIBRA describes).
 """
 
 import hashlib
+import heapq
+import itertools
+import math
 from array import array
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
+from lorasrv.costs import AgingClock
 from lorasrv.page_pool import PagePool
+
+MAX_COUNTED_USES = 64
+NUM_NEWEST_KEPT = 2048
+
+Rests = dict[int, tuple[float, int]]
+"""page -> (worth, order of its coming to rest)."""
 
 
 def root_hash(adapter: AdapterKey | None, salt: str) -> bytes:
@@ -30,21 +41,29 @@ def page_hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + array("q", token_ids).tobytes()).digest()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Entry:
     digest: bytes
     adapter: AdapterKey | None
+    uses: int = 0
 
 
 class PrefixCache:
-    """Pages by hash. Mutated by the engine thread only."""
+    """Pages by hash. Mutated by the engine thread only. `seconds_a_page`: to compute one again."""
 
-    def __init__(self, pool: PagePool) -> None:
+    def __init__(
+        self, pool: PagePool, clock: AgingClock | None = None, seconds_a_page: Callable[[], float] = lambda: 1.0
+    ) -> None:
         self._pool = pool
+        self._clock = clock or AgingClock()
+        self._seconds_a_page = seconds_a_page
         self._pages: dict[bytes, int] = {}
         self._entries: dict[int, _Entry] = {}
-        self._resting: OrderedDict[int, None] = OrderedDict()
-        self._stranded: OrderedDict[int, None] = OrderedDict()
+        self._resting: Rests = {}
+        self._stranded: Rests = {}
+        self._queue: list[tuple[float, int, int]] = []
+        self._order = itertools.count()
+        self._num_kept = self._num_reused = 0
         self._by_adapter: dict[AdapterKey, set[int]] = {}
         self._absent: set[AdapterKey] = set()
         self.num_evictions = 0
@@ -74,6 +93,9 @@ class PrefixCache:
             self._pool.share((page,))
             self._resting.pop(page, None)
             self._stranded.pop(page, None)
+            entry = self._entries[page]
+            self._num_reused += entry.uses == 0
+            entry.uses = min(entry.uses + 1, MAX_COUNTED_USES)
         return page
 
     def keep(self, digest: bytes, page: int, adapter: AdapterKey | None) -> bool:
@@ -84,6 +106,7 @@ class PrefixCache:
         self._pool.share((page,))
         self._pages[digest] = page
         self._entries[page] = _Entry(digest, adapter)
+        self._count_kept()
         if adapter is not None:
             self._by_adapter.setdefault(adapter, set()).add(page)
         return True
@@ -92,15 +115,36 @@ class PrefixCache:
         """Somebody has let go of a page; if nobody else holds it, it may be dropped, after those that rest already."""
         entry = self._entries.get(page)
         if entry is not None and self._pool.refcount(page) == 1:
-            (self._stranded if entry.adapter in self._absent else self._resting)[page] = None
+            worth = self._clock.now + (entry.uses or self.reuse_share) * self._seconds_a_page()
+            rest = (worth, next(self._order))
+            (self._stranded if entry.adapter in self._absent else self._resting)[page] = rest
+            if page in self._resting:
+                heapq.heappush(self._queue, (*rest, page))
 
     def drop_stranded(self) -> bool:
-        """Give back the oldest page whose adapter has left; False if there is none."""
-        return self._drop_oldest(self._stranded)
+        """Give back a page whose adapter has left; False if there is none."""
+        if not self._stranded:
+            return False
+        self._drop(next(iter(self._stranded)))
+        return True
 
     def drop_resting(self) -> bool:
-        """Give back the oldest page that rests; False if there is none."""
-        return self._drop_oldest(self._resting)
+        """Give back the page that is worth least; False if none rests."""
+        if not self._skip_the_past():
+            return False
+        worth, _, page = heapq.heappop(self._queue)
+        self._clock.passes(worth)
+        self._drop(page)
+        return True
+
+    def least_worth(self) -> float:
+        """What `drop_resting` would give up; infinite if there is nothing."""
+        return self._queue[0][0] if self._skip_the_past() else math.inf
+
+    @property
+    def reuse_share(self) -> float:
+        """How many of the pages that were kept lately somebody has used again."""
+        return (self._num_reused + 1) / (self._num_kept + 2)
 
     def adapter_left(self, adapter: AdapterKey) -> None:
         """The pool holds this adapter no more."""
@@ -112,6 +156,8 @@ class PrefixCache:
         """The pool holds this adapter (again)."""
         self._absent.discard(adapter)
         self._transfer(adapter, self._stranded, self._resting)
+        for page in self._by_adapter.get(adapter, set()) & self._resting.keys():
+            heapq.heappush(self._queue, (*self._resting[page], page))
 
     def move(self, moves: Mapping[int, int]) -> None:
         """Pages lie elsewhere now: old id -> new id."""
@@ -123,8 +169,11 @@ class PrefixCache:
                 pages = self._by_adapter[entry.adapter]
                 pages.discard(old)
                 pages.add(moves[old])
-        self._resting = _renamed(self._resting, moves)
-        self._stranded = _renamed(self._stranded, moves)
+        for rests in (self._resting, self._stranded):
+            for old in moves.keys() & rests.keys():
+                rests[moves[old]] = rests.pop(old)
+        for new in self._resting.keys() & set(moves.values()):
+            heapq.heappush(self._queue, (*self._resting[new], new))
 
     def references(self) -> Iterator[int]:
         """Every page id that the cache holds, for `PagePool.check_integrity`."""
@@ -138,16 +187,17 @@ class PrefixCache:
         assert {entry.digest: page for page, entry in self._entries.items()} == self._pages, "prefix pages differ"
         alone = {page for page in self._entries if self._pool.refcount(page) == 1}
         assert alone == self._resting.keys() | self._stranded.keys(), "resting pages differ"
+        queued = set(self._queue)
+        assert all((*rest, page) in queued for page, rest in self._resting.items()), "a page can never be dropped"
         assert not self._resting.keys() & self._stranded.keys(), "a page rests twice"
         assert all(self._entries[page].adapter in self._absent for page in self._stranded), "a page is not stranded"
         assert not any(self._entries[page].adapter in self._absent for page in self._resting), "a page is stranded"
         by_adapter = {page for pages in self._by_adapter.values() for page in pages}
         assert by_adapter == {p for p, entry in self._entries.items() if entry.adapter is not None}
 
-    def _drop_oldest(self, pages: OrderedDict[int, None]) -> bool:
-        if not pages:
-            return False
-        page, _ = pages.popitem(last=False)
+    def _drop(self, page: int) -> None:
+        self._resting.pop(page, None)
+        self._stranded.pop(page, None)
         entry = self._entries.pop(page)
         del self._pages[entry.digest]
         if entry.adapter is not None:
@@ -158,14 +208,22 @@ class PrefixCache:
                 self._absent.discard(entry.adapter)
         self._pool.release((page,))
         self.num_evictions += 1
-        return True
 
-    def _transfer(self, adapter: AdapterKey, source: OrderedDict[int, None], target: OrderedDict[int, None]) -> None:
-        pages = self._by_adapter.get(adapter, set())
-        for page in [page for page in source if page in pages] if pages else ():
-            del source[page]
-            target[page] = None
+    def _skip_the_past(self) -> bool:
+        """Whether a page rests; if so, it heads the queue, which also holds what has been used or moved since."""
+        if len(self._queue) > 2 * len(self._resting) + 64:
+            self._queue = [(*rest, page) for page, rest in self._resting.items()]
+            heapq.heapify(self._queue)
+        while self._queue and self._resting.get(self._queue[0][2]) != self._queue[0][:2]:
+            heapq.heappop(self._queue)
+        return bool(self._queue)
 
+    def _count_kept(self) -> None:
+        self._num_kept += 1
+        if self._num_kept > NUM_NEWEST_KEPT:
+            self._num_kept //= 2
+            self._num_reused //= 2
 
-def _renamed(pages: OrderedDict[int, None], moves: Mapping[int, int]) -> OrderedDict[int, None]:
-    return OrderedDict((moves.get(page, page), None) for page in pages) if pages.keys() & moves.keys() else pages
+    def _transfer(self, adapter: AdapterKey, source: Rests, target: Rests) -> None:
+        for page in sorted(self._by_adapter.get(adapter, set()) & source.keys(), key=source.__getitem__):
+            target[page] = source.pop(page)

@@ -3,16 +3,18 @@
 In this order, as far as the need reaches:
 
 1. prefix pages whose adapter has left the pool: dead weight until it is back;
-2. idle adapters that no request waits for, the one that is worth least first (`AdapterCache`). KV stops at a floor, so
-   that a burst of it does not wash out every adapter, to be loaded again when it is over;
-3. resting prefix pages: a page costs far more to compute again than a page of an adapter costs to copy;
-4. idle adapters that only requests further back wait for;
-5. idle adapters that the operator has pinned, which are given up only if nothing else lets an accepted request go on.
+2. idle adapters that no request waits for, and resting prefix pages: by worth, in one currency. A page that was used
+   again costs far more to compute than a page of an adapter costs to copy, so adapters usually go first. KV stops at a
+   floor of adapters, so that a burst of it does not wash out all of them, to be loaded again when it is over;
+3. idle adapters that only requests further back wait for;
+4. idle adapters that the operator has pinned, which are given up only if nothing else lets an accepted request go on.
 
-What comes ahead of its need (prefetch) gets 1 and 2; an admission gets 1 to 4; all of it is for those that run, and for
-the first in the queue when nobody runs. If the pages are enough but scattered, they are moved together (`compaction`).
+What comes ahead of its need (prefetch) gets 1 and the adapters of 2; an admission gets 1 to 3; all of it is for those
+that run, and for the first in the queue when nobody runs. If the pages are enough but scattered, they are moved
+together (`compaction`).
 """
 
+import math
 from collections.abc import Callable
 from enum import IntEnum
 
@@ -121,13 +123,10 @@ class Reclaimer:
         prefixes = self._prefixes if pool is self._pool else None
         if prefixes is not None and prefixes.drop_stranded():
             return True
-        adapters_may = pool is self._adapters.pool and self._adapters.num_pages > floor
-        if adapters_may and self._adapters.evict_idle(lambda key: self.is_wanted(key) or self.is_held(key)):
+        if self._give_way_by_worth(pool, prefixes if need > Need.AHEAD else None, floor):
             return True
         if need is Need.AHEAD:
             return False
-        if prefixes is not None and prefixes.drop_resting():
-            return True
         if pool is not self._adapters.pool:
             return False
         if self._adapters.num_pages > floor and self._adapters.evict_idle(self._spared(need, is_ahead)):
@@ -137,6 +136,15 @@ class Reclaimer:
             or self._adapters.evict_idle(self.is_held)
             or self._adapters.evict_idle()
         )
+
+    def _give_way_by_worth(self, pool: PagePool, prefixes: PrefixCache | None, floor: int) -> bool:
+        """The least worth of the adapters that nobody wants and of the pages that rest."""
+        adapters_may = pool is self._adapters.pool and self._adapters.num_pages > floor
+        spared = self._spared(Need.AHEAD, lambda _: True)
+        page = math.inf if prefixes is None else prefixes.least_worth()
+        if adapters_may and self._adapters.least_worth(spared) <= page and self._adapters.evict_idle(spared):
+            return True
+        return prefixes is not None and prefixes.drop_resting()
 
     def _spared(self, need: Need, is_ahead: Predicate) -> Predicate:
         """Adapters that do not give way to this need."""

@@ -212,8 +212,9 @@ _FINISH_REASONS = {
 class AddRequest:
     """The message that brings a request to the engine: frozen, no tensors, so that any transport can carry it.
 
-    `fork_of` is the first choice of the same prompt, whose pages this one shares. `cache_salt` keeps its prefix pages
-    from those who have another.
+    `found` is the tier in which the adapter was on arrival, before anything was begun for this request. `fork_of` is
+    the first choice of the same prompt, whose pages this one shares. `cache_salt` keeps its prefix pages from those who
+    have another.
     """
 
     request_id: RequestId
@@ -222,6 +223,7 @@ class AddRequest:
     sampling: SamplingParams
     adapter_key: AdapterKey | None = None
     layout: AdapterLayout | None = None
+    found: AdapterTier | None = None
     principal: str = "anonymous"
     on_cold: OnCold = OnCold.WAIT
     cache_salt: str = ""

@@ -127,7 +127,7 @@ class Scheduler:
         if key is None:
             return
         assert layout is not None, "an adapter's layout is known when its request is admitted"
-        request.tier = self.tier(key)
+        request.tier = AdapterTier.RESIDENT if self._adapters.is_ready(key) else message.found or self.tier(key)
         self._wanted[key] += 1
         if request.tier is not AdapterTier.RESIDENT and message.on_cold is not OnCold.WAIT:
             self._answer_cold(request, key, layout)

@@ -19,7 +19,7 @@ from lorasrv.errors import InvalidRequest
 from lorasrv.request import OnCold
 
 if TYPE_CHECKING:
-    from lorasrv.async_engine import RequestStream
+    from lorasrv.request_stream import RequestStream
 
     Accepted = Coroutine[Any, Any, list[RequestStream]]
 

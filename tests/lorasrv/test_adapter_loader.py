@@ -34,6 +34,9 @@ class Source:
         self.pins[key] += 1
         return cast(Any, type("Packed", (), {"nbytes": 7})()), True
 
+    def is_on_host(self, key: AdapterKey) -> bool:
+        return False
+
     def unpin(self, key: AdapterKey) -> None:
         assert self.pins[key] > 0
         self.pins[key] -= 1
@@ -161,3 +164,34 @@ def test_a_cancelled_load_is_not_reported_and_keeps_no_pin(threaded: ThreadedLoa
     assert threaded.poll() == []
     for key in (KEYS[0], *blockers):
         threaded.cancel(key)
+
+
+def test_what_was_prefetched_is_read_once_and_reported_only_if_ordered(
+    threaded: ThreadedLoader, source: Source
+) -> None:
+    source.gates = {KEYS[0]: threading.Event(), KEYS[1]: threading.Event()}
+    for key in KEYS[:2]:
+        threaded.prefetch(key)
+        threaded.prefetch(key)
+    threaded.load(KEYS[0])
+    for gate in source.gates.values():
+        gate.set()
+    (report,) = _poll(threaded, 1)
+    assert report.key == KEYS[0]
+    assert sorted(source.begun) == KEYS[:2]
+    end = time.monotonic() + 10
+    while KEYS[1] in threaded._jobs and time.monotonic() < end:
+        time.sleep(0.002)
+    assert source.pins[KEYS[1]] == 0
+    assert threaded.poll() == []
+    threaded.load(KEYS[1])
+    assert _poll(threaded, 1)[0].key == KEYS[1]
+    for key in KEYS[:2]:
+        threaded.cancel(key)
+
+
+def test_prefetching_is_bounded(threaded: ThreadedLoader, source: Source) -> None:
+    source.gates = {key: threading.Event() for key in KEYS}
+    for key in KEYS:
+        threaded.prefetch(key)
+    assert len(threaded._jobs) == NUM_LOAD_THREADS

@@ -114,6 +114,60 @@ def test_pages_keep_their_names_when_they_move() -> None:
     assert cache.num_stranded == 2
 
 
+def test_what_was_used_again_outlives_what_never_was() -> None:
+    pool = PagePool(16)
+    cache = PrefixCache(pool)
+    old, new = _kept(cache, pool, 2, None), _kept(cache, pool, 3, MIA)
+    for digest, page in old:
+        assert cache.find(digest) == page
+        pool.release((page,))
+        cache.let_rest(page)
+    for _ in new:
+        assert cache.drop_resting()
+    assert [cache.find(digest) for digest, _ in old] == [page for _, page in old]
+    assert not any(cache.find(digest) for digest, _ in new)
+
+
+def test_where_prompts_never_repeat_a_page_is_worth_nothing() -> None:
+    pool = PagePool(2000)
+    cache = PrefixCache(pool)
+    once = _kept(cache, pool, 1000, None)
+    assert cache.reuse_share < 0.002
+    assert cache.least_worth() < 0.002
+    for digest, page in once[:500]:
+        cache.find(digest)
+        pool.release((page,))
+        cache.let_rest(page)
+    assert cache.reuse_share == pytest.approx(0.5, rel=0.01)
+    for number in range(30):
+        _kept(cache, pool, 100, AdapterKey(f"{number:064x}"))
+        for _ in range(100):
+            cache.drop_resting()
+    assert cache.reuse_share < 0.3, "what is long past counts less and less"
+
+
+def test_old_fame_fades() -> None:
+    pool = PagePool(100)
+    cache = PrefixCache(pool)
+    ((digest, page),) = _kept(cache, pool, 1, None)
+    for _ in range(40):
+        cache.find(digest)
+        pool.release((page,))
+        cache.let_rest(page)
+    for number in range(300):
+        chain = _kept(cache, pool, 2, AdapterKey(f"{number:064x}"))
+        for new, at in chain:
+            cache.find(new)
+            cache.find(new)
+            pool.release((at, at))
+            cache.let_rest(at)
+        cache.drop_resting()
+        cache.drop_resting()
+        if page not in cache:
+            return
+    raise AssertionError("the page of old is still there")
+
+
 def test_integrity_check_bites() -> None:
     pool = PagePool(8)
     cache = PrefixCache(pool)

@@ -83,6 +83,18 @@ def _everything(floor: float = 0.0) -> Pool:
 AHEAD = frozenset({KEYS[2]})
 
 
+def test_adapters_and_prefix_pages_compete_in_one_currency() -> None:
+    """Which goes first is a matter of what they cost: 3 of 12 pages each way."""
+    for seconds_a_token, left in ((1e-3, (0, 3, "")), (1e-9, (0, 0, "a"))):
+        pool = Pool(SIZE + 3)
+        pool.books.costs.token.observe(seconds_a_token, 1)
+        pool.adapter(KEYS[0])
+        pool.prefix(3, None)
+        assert pool.books.kv_pool.num_free == 0
+        assert pool.room(3, Need.ADMISSION)
+        assert pool.left() == left
+
+
 def test_the_order_of_giving_way() -> None:
     pool = _everything()
     taken = 0
