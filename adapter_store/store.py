@@ -245,6 +245,12 @@ class AdapterStore:
             raise AdapterNotFound(adapter_id, self._near(adapter_id[:64]))
         return record
 
+    def holds(self, key: AdapterKey) -> bool:
+        """Whether any version names this content."""
+        with self._lock:
+            self._check_open()
+            return self._index.content(key) is not None
+
     def delete(self, reference: str) -> Deletion:
         """Remove an id, or the version or content that the reference pins.
 

@@ -51,6 +51,13 @@ class ServerSettings(BaseSettings):
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = DEFAULT_ALLOWED_ORIGINS
     insecure: bool = False
 
+    @field_validator("pool_bytes", "host_cache_bytes", "swap_bytes", mode="before")
+    @classmethod
+    def _sizes_are_not_negative(cls, value: object) -> object:
+        if str(value).strip().startswith("-"):
+            raise ValueError(f"must not be negative, not {value}")
+        return value
+
     @field_validator("allowed_origins", mode="before")
     @classmethod
     def _split_origins(cls, value: object) -> object:

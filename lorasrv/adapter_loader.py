@@ -1,7 +1,7 @@
 """The hands of `AdapterTiers`: disk -> host memory -> pool, inline for offline use, in threads for a server.
 
 The engine orders and polls; it never waits. What fails is a report like any other, with the reason. Loads have threads
-of their own, so that a slow disk holds up neither copies nor, up to `NUM_LOAD_THREADS` of them, other loads.
+of their own, so that a slow disk holds up neither copies nor, up to `PARALLEL_LOADS` of them, other loads.
 """
 
 import logging
@@ -18,11 +18,11 @@ from adapter_store.errors import AdapterError, LoadCancelled
 from adapter_store.spec import AdapterKey
 from lorasrv.adapter_pack import PackedAdapter
 from lorasrv.adapter_source import AdapterSource
+from lorasrv.costs import PARALLEL_LOADS
 from lorasrv.threads import compute_alone
 from sgmv_kernels.layout import PlacedAdapter
 
 _LOG = logging.getLogger(__name__)
-NUM_LOAD_THREADS = 8
 
 WriteAdapter = Callable[[PackedAdapter, PlacedAdapter], None]
 """Fills an adapter's pages; returns once they may be read."""
@@ -123,9 +123,10 @@ class ThreadedLoader:
         self._source = source
         self._on_ready = on_ready
         self._lock = threading.Lock()
+        self._is_closed = False
         self._jobs: dict[AdapterKey, _Job] = {}
         self._reports: queue.SimpleQueue[tuple[_Job, LoaderReport]] = queue.SimpleQueue()
-        self._load_threads = ThreadPoolExecutor(NUM_LOAD_THREADS, "adapter-load", initializer=compute_alone)
+        self._load_threads = ThreadPoolExecutor(PARALLEL_LOADS, "adapter-load", initializer=compute_alone)
         self._copy_thread = ThreadPoolExecutor(1, "adapter-copy", initializer=compute_alone)
 
     def prefetch(self, key: AdapterKey) -> None:
@@ -135,7 +136,7 @@ class ThreadedLoader:
         if self._source.is_on_host(key):
             return
         with self._lock:
-            if key in self._jobs or len(self._jobs) >= NUM_LOAD_THREADS:
+            if self._is_closed or key in self._jobs or len(self._jobs) >= PARALLEL_LOADS:
                 return
             self._begin(_Job(key, is_ordered=False))
 
@@ -176,6 +177,7 @@ class ThreadedLoader:
 
     def close(self) -> None:
         with self._lock:
+            self._is_closed = True
             for job in self._jobs.values():
                 job.cancelled = True
         for threads in (self._load_threads, self._copy_thread):

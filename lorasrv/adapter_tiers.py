@@ -2,19 +2,24 @@
 
 Plain data; the work is the loader's (`adapter_loader`), which gets its orders once a step and reports what is done.
 Whoever needs an adapter asks for it again and again; the first asking begins the load, the others find it under way.
-Host copies on their way in are bounded by the host cache's bytes: a load that would not fit waits.
+Host copies on their way in are bounded by the host cache's bytes: a load that would not fit waits, and so do all that
+ask later. What is only promised is loaded when the pool has room for it, and holds no host memory while it has none.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
 from adapter_store.spec import AdapterKey
 from lorasrv.adapter_cache import AdapterCache
-from lorasrv.costs import CostModel
+from lorasrv.costs import PARALLEL_LOADS, CostModel
 from lorasrv.reclaim import Need, Predicate, Reclaimer
 from lorasrv.step import AdapterOrders
 from sgmv_kernels.layout import AdapterLayout, PlacedAdapter
+
+NO_ROOM_RETRY_S = 5.0
+MAX_WARMED = 256
+"""Promises beside the pinned ones; any client can cause one."""
 
 
 class Arriving(Enum):
@@ -33,10 +38,11 @@ class _Arrival:
 
 @dataclass(slots=True)
 class _Promise:
-    """To have an adapter in the pool until a time; `until_s` None holds it there until it is taken back."""
+    """To have an adapter in the pool until a time, or, pinned, until it is taken back."""
 
     layout: AdapterLayout
-    until_s: float | None
+    until_s: float = 0.0
+    is_pinned: bool = False
 
 
 @dataclass(slots=True)
@@ -70,6 +76,7 @@ class AdapterTiers:
         self._host_bytes = 0
         self._promises: dict[AdapterKey, _Promise] = {}
         self._orders = _Orders()
+        self._is_deferring = False
         reclaimer.is_held = self.is_held
 
     @property
@@ -88,20 +95,40 @@ class AdapterTiers:
     def is_held(self, key: AdapterKey) -> bool:
         """Whether the operator has pinned it."""
         promise = self._promises.get(key)
-        return promise is not None and promise.until_s is None
+        return promise is not None and promise.is_pinned
 
     def held_pages(self) -> int:
         """Pages of all adapters that the operator has pinned."""
-        return sum(self._adapters.pages_for(p.layout) for p in self._promises.values() if p.until_s is None)
+        return sum(self._adapters.pages_for(p.layout) for p in self._promises.values() if p.is_pinned)
 
-    def promise(self, key: AdapterKey, layout: AdapterLayout, until_s: float | None) -> None:
-        """Bring an adapter to the pool ahead of its requests, and spare it until then; None: for good."""
-        held = self.is_held(key)
-        self._promises[key] = _Promise(layout, None if held else until_s)
+    def promises(self) -> Iterator[tuple[AdapterKey, bool]]:
+        """(key, pinned) of every adapter that is to be in the pool."""
+        for key, promise in self._promises.items():
+            yield key, promise.is_pinned
 
-    def let_go(self, key: AdapterKey) -> None:
-        """Take a promise back."""
-        self._promises.pop(key, None)
+    def warm(self, key: AdapterKey, layout: AdapterLayout, until_s: float) -> None:
+        """Bring an adapter to the pool ahead of its requests, and spare it until then. Of too many, the first go."""
+        promise = self._promises.setdefault(key, _Promise(layout))
+        promise.until_s = max(promise.until_s, until_s)
+        warmed = [key for key, promise in self._promises.items() if not promise.is_pinned]
+        for first in warmed[: max(0, len(warmed) - MAX_WARMED)]:
+            del self._promises[first]
+
+    def pin(self, key: AdapterKey, layout: AdapterLayout) -> None:
+        """Bring an adapter to the pool, and keep it there."""
+        self._promises.setdefault(key, _Promise(layout)).is_pinned = True
+
+    def unpin(self, key: AdapterKey) -> None:
+        """Keep it there no longer than it was to be warm; nothing happens if it was not pinned."""
+        if key in self._promises:
+            self._promises[key].is_pinned = False
+
+    def begin_step(self) -> None:
+        """Promises whose time is over are forgotten."""
+        self._is_deferring = False
+        if self._promises:
+            now = self._clock()
+            self._promises = {k: p for k, p in self._promises.items() if p.is_pinned or p.until_s >= now}
 
     def bring(
         self, key: AdapterKey, layout: AdapterLayout, keep_free: int, need: Need, is_ahead: Predicate = lambda _: False
@@ -122,12 +149,21 @@ class AdapterTiers:
         return True
 
     def keep_promises(self, keep_free: int) -> None:
-        """Bring promised adapters nearer, as far as nobody needs the pages."""
-        for key, promise in list(self._promises.items()):
-            if promise.until_s is not None and promise.until_s < self._clock():
-                del self._promises[key]
-            elif key not in self._adapters:
-                self.bring(key, promise.layout, keep_free, Need.AHEAD)
+        """Bring promised adapters nearer, as far as nobody needs the pages; pinned ones first."""
+        missing = [key for key, promise in self._promises.items() if key not in self._adapters]
+        for key in sorted(missing, key=lambda key: not self._promises[key].is_pinned):
+            if not self._keep_promise(key, self._promises[key].layout, keep_free):
+                return
+
+    def _keep_promise(self, key: AdapterKey, layout: AdapterLayout, keep_free: int) -> bool:
+        arrival = self._arrivals.get(key)
+        if arrival is None and not self._reclaimer.may_place(layout, keep_free, Need.AHEAD):
+            return False
+        if self.bring(key, layout, keep_free, Need.AHEAD):
+            return True
+        self._end(key)
+        self._orders.cancels.append(key)
+        return False
 
     def forget_unwanted(self, is_wanted: Predicate) -> None:
         """Stop loads that nobody waits for any more. A copy under way is let to end: its pages are being written."""
@@ -147,18 +183,26 @@ class AdapterTiers:
         self._end(key)
 
     def failed(self, key: AdapterKey) -> None:
-        """A load or a copy has failed. What was promised is not tried again and again: whoever pinned it is told."""
+        """A load or a copy has failed. What was promised is not tried again and again: whoever asked for it is told."""
         arrival = self._arrivals.get(key)
         if arrival is not None:
             if arrival.state is Arriving.COPYING:
                 self._adapters.abandon(key)
             self._end(key)
-        self.let_go(key)
+        self._promises.pop(key, None)
 
-    def expected_s(self, layout: AdapterLayout, *, on_host: bool) -> float:
-        """In about this time an adapter that nobody has asked for yet would be here: what is on its way comes first."""
-        before = sum(self._costs.seconds_to_return(a.layout.nbytes, on_host=False) for a in self._arrivals.values())
-        return before + self._costs.seconds_to_return(layout.nbytes, on_host=on_host)
+    def outlook(self, key: AdapterKey, layout: AdapterLayout, *, on_host: bool, keep_free: int) -> tuple[float, str]:
+        """In about how many seconds an adapter would be here, and what keeps it from being here: for whoever does not
+        wait. Loads run side by side, copies one after another.
+        """
+        others = [arrival for other, arrival in self._arrivals.items() if other != key]
+        loading = sum(a.layout.nbytes for a in others if a.state is Arriving.LOADING)
+        copying = sum(a.layout.nbytes for a in others)
+        seconds = loading * self._costs.load.seconds / PARALLEL_LOADS + copying * self._costs.copy.seconds
+        seconds += self._costs.seconds_to_return(layout.nbytes, on_host=on_host)
+        if self._reclaimer.may_place(layout, keep_free, Need.AHEAD):
+            return seconds, "it is being brought in"
+        return max(seconds, NO_ROOM_RETRY_S), "running requests leave no room for it now"
 
     def take_orders(self) -> AdapterOrders:
         """What the loader is to do, since the last call."""
@@ -176,7 +220,10 @@ class AdapterTiers:
         assert unfilled <= self._arrivals.keys(), "an adapter has pages that nobody fills"
 
     def _begin_load(self, key: AdapterKey, layout: AdapterLayout) -> None:
-        if self._arrivals and self._host_bytes + layout.nbytes > self._max_host_bytes:
+        """First come, first served: else small ones would pass a large one for ever."""
+        no_room = bool(self._arrivals) and self._host_bytes + layout.nbytes > self._max_host_bytes
+        self._is_deferring = self._is_deferring or no_room
+        if self._is_deferring:
             return
         self._arrivals[key] = _Arrival(layout)
         self._host_bytes += layout.nbytes

@@ -1,6 +1,7 @@
 """What may enter the engine: a request that could never run is refused at the edge, with the numbers.
 
-Reads only what does not change while serving, so that any thread may ask.
+Any thread may ask: what is read here does not change while serving, but for the tier in which an adapter was found,
+which is a moment old when it is used.
 """
 
 import secrets

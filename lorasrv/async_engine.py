@@ -171,6 +171,10 @@ class AsyncEngine:
             raise EngineOverloaded(f"{len(self._streams)} requests are queued already", retry_after_s=1.0)
         streams = [self._open(message) for message in messages]
         self._inbox.put(_Add(tuple(messages)))
+        key = messages[0].adapter_key
+        if self._loader is not None and key is not None and messages[0].found is AdapterTier.DISK:
+            # The engine will order it when its step is over; reading it begins now.
+            self._loader.prefetch(key)
         return streams
 
     async def generate(
@@ -263,9 +267,6 @@ class AsyncEngine:
     ) -> list[AddRequest]:
         ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
         first = self._engine.admission.admit(request_ids[0], ids, sampling, **options)
-        if self._loader is not None and first.adapter_key is not None and first.found is AdapterTier.DISK:
-            # The engine will order it when its step is over; reading it begins now.
-            self._loader.prefetch(first.adapter_key)
         return [first, *further_choices(first, request_ids[1:])]
 
     # The engine thread.

@@ -63,8 +63,8 @@ def _cheapest_windows(
     # A run is moved as a whole, also the part of it that lies outside the window.
     for first, length in movable:
         begin = first - pool.first
-        for start in range(max(0, begin - count + 1), min(len(windows), begin + length)):
-            windows[start] += length - (min(begin + length, start + count) - max(begin, start))
+        starts = np.arange(max(0, begin - count + 1), min(len(windows), begin + length))
+        windows[starts] += length - (np.minimum(begin + length, starts + count) - np.maximum(begin, starts))
     for start in np.argsort(windows, kind="stable")[:MAX_WINDOWS].tolist():
         if windows[start] < _IMMOVABLE:
             yield start + pool.first

@@ -9,6 +9,8 @@ from collections import deque
 from dataclasses import dataclass, field
 
 NUM_NEWEST = 15
+PARALLEL_LOADS = 8
+"""Adapters that are read from disk side by side."""
 MIN_TOKENS = 32
 """A step of fewer tokens says little about what a token of a long prompt costs."""
 

@@ -169,7 +169,7 @@ class Engine:
 
     def _warm(self, number: int, question: WarmAdapter) -> None:
         until_s = self._books.clock() + question.deadline_s + WARM_GRACE_S
-        self._books.tiers.promise(question.key, question.layout, until_s)
+        self._books.tiers.warm(question.key, question.layout, until_s)
         self._answer_when_there(number, question.key)
 
     def _pin(self, number: int, question: PinAdapter) -> None:
@@ -178,12 +178,11 @@ class Engine:
         if error is not None:
             self._answer(number, error)
             return
-        tiers.promise(question.key, question.layout, None)
+        tiers.pin(question.key, question.layout)
         self._answer_when_there(number, question.key)
 
     def _unpin(self, number: int, question: UnpinAdapter) -> None:
-        if self._books.tiers.is_held(question.key):
-            self._books.tiers.let_go(question.key)
+        self._books.tiers.unpin(question.key)
         self._answer(number, Reached(self._scheduler.tier(question.key)))
 
     def _answer_when_there(self, number: int, key: AdapterKey) -> None:

@@ -4,6 +4,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
+@dataclass(slots=True)
+class SchedulerCounters:
+    """What happened since the start."""
+
+    preemptions: int = 0
+    swaps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineSnapshot:
     """The state after one step. Totals count from the start; `last_step_s` is on the monotonic clock."""

@@ -34,6 +34,15 @@ class AdapterPages:
 
 
 @dataclass(frozen=True, slots=True)
+class PromisedAdapter:
+    """An adapter that is pinned or warmed: `state` ready, copying, on host, loading or waiting (for room)."""
+
+    key: AdapterKey
+    pinned: bool
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
 class PoolMap:
     """One moment between two steps. free + kv + prefix + adapters = total pages."""
 
@@ -50,6 +59,7 @@ class PoolMap:
     requests: tuple[RequestPages, ...]
     adapters: tuple[AdapterPages, ...]
     swap_bytes: int
+    promised: tuple[PromisedAdapter, ...] = ()
 
 
 def describe_pool(books: PoolBooks, scheduler: Scheduler) -> PoolMap:
@@ -68,8 +78,16 @@ def describe_pool(books: PoolBooks, scheduler: Scheduler) -> PoolMap:
         moved_pages=books.reclaimer.num_moved_pages,
         requests=_requests(books, scheduler),
         adapters=_adapters(books),
+        promised=tuple(PromisedAdapter(key, pinned, _state(books, key)) for key, pinned in books.tiers.promises()),
         swap_bytes=books.swap.nbytes,
     )
+
+
+def _state(books: PoolBooks, key: AdapterKey) -> str:
+    arriving = books.tiers.state(key)
+    if arriving is not None:
+        return arriving.value
+    return "ready" if books.adapters.is_ready(key) else "waiting"
 
 
 def _requests(books: PoolBooks, scheduler: Scheduler) -> tuple[RequestPages, ...]:

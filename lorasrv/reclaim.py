@@ -9,9 +9,9 @@ In this order, as far as the need reaches:
 3. idle adapters that only requests further back wait for;
 4. idle adapters that the operator has pinned, which are given up only if nothing else lets an accepted request go on.
 
-What comes ahead of its need (prefetch) gets 1 and the adapters of 2; an admission gets 1 to 3; all of it is for those
-that run, and for the first in the queue when nobody runs. If the pages are enough but scattered, they are moved
-together (`compaction`).
+What comes ahead of its need (prefetch, warming) gets 1 and 2; an admission gets 1 to 3; all of it is for those that
+run, and for the first in the queue when nobody runs. If the pages are enough but scattered, they are moved together
+(`compaction`).
 """
 
 import math
@@ -84,12 +84,18 @@ class Reclaimer:
         pages = self._adapters.pages_for(layout) + keep_free
         if not self._make_room(pool, pages, need, is_ahead, floor=0):
             return None
-        while (placed := self._adapters.place(key, layout, keep_free=keep_free)) is None:
-            if not self._compact(self._adapters.pages_for(layout), keep_free) and not self._give_way(
-                pool, need, is_ahead, floor=0
-            ):
-                return None
+        placed = self._adapters.place(key, layout, keep_free=keep_free)
+        if placed is None and self._compact(self._adapters.pages_for(layout), keep_free):
+            placed = self._adapters.place(key, layout, keep_free=keep_free)
+        while placed is None and self._give_way(pool, need, is_ahead, floor=0):
+            placed = self._adapters.place(key, layout, keep_free=keep_free)
         return placed
+
+    def may_place(self, layout: AdapterLayout, keep_free: int, need: Need) -> bool:
+        """Whether there are pages enough for an adapter, if others give way. Nobody has to yet."""
+        pool = self._adapters.pool
+        pages = self._adapters.pages_for(layout) + (keep_free if pool is self._pool else 0)
+        return pool.num_free >= pages or self._obtainable(pool, need, lambda _: False, floor=0) >= pages
 
     def take_moves(self) -> list[CopyPages]:
         """The copies that moves since the last call have made due, in their order."""
@@ -109,7 +115,7 @@ class Reclaimer:
     def _obtainable(self, pool: PagePool, need: Need, is_ahead: Predicate, floor: int) -> int:
         pages = pool.num_free
         if self._prefixes is not None and pool is self._pool:
-            pages += self._prefixes.num_stranded + (self._prefixes.num_resting if need > Need.AHEAD else 0)
+            pages += self._prefixes.num_stranded + self._prefixes.num_resting
         adapters = self._adapters
         if pool is not adapters.pool:
             return pages
@@ -123,11 +129,9 @@ class Reclaimer:
         prefixes = self._prefixes if pool is self._pool else None
         if prefixes is not None and prefixes.drop_stranded():
             return True
-        if self._give_way_by_worth(pool, prefixes if need > Need.AHEAD else None, floor):
+        if self._give_way_by_worth(pool, prefixes, floor):
             return True
-        if need is Need.AHEAD:
-            return False
-        if pool is not self._adapters.pool:
+        if need is Need.AHEAD or pool is not self._adapters.pool:
             return False
         if self._adapters.num_pages > floor and self._adapters.evict_idle(self._spared(need, is_ahead)):
             return True

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import SchedulerOptions
+from lorasrv.metrics import SchedulerCounters
 from lorasrv.pool_books import PoolBooks
 from lorasrv.reclaim import Need
 from lorasrv.request import (
@@ -33,18 +34,6 @@ from sgmv_kernels.layout import AdapterLayout
 
 WARM_GRACE_S = 30.0
 """An adapter that was warmed, or that a request was refused for, is spared this long for the request to come."""
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """What happened since the start."""
-
-    preemptions: int = 0
-    swaps: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    generated_tokens: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -127,7 +116,9 @@ class Scheduler:
         if key is None:
             return
         assert layout is not None, "an adapter's layout is known when its request is admitted"
-        request.tier = AdapterTier.RESIDENT if self._adapters.is_ready(key) else message.found or self.tier(key)
+        request.tier = self.tier(key)
+        if message.found is AdapterTier.DISK and request.tier is AdapterTier.HOST:
+            request.tier = AdapterTier.DISK  # this request's own prefetch has brought it to the host
         self._wanted[key] += 1
         if request.tier is not AdapterTier.RESIDENT and message.on_cold is not OnCold.WAIT:
             self._answer_cold(request, key, layout)
@@ -162,10 +153,12 @@ class Scheduler:
         """Choose the next step's tokens and take the pages they need."""
         plan = _Plan(budget=self._options.max_num_batched_tokens)
         preemptions = self.counters.preemptions
+        self._tiers.begin_step()
         self._schedule_running(plan)
         self._tiers.forget_unwanted(self._is_wanted)
-        keep_free = self._admit(plan) if self.counters.preemptions == preemptions else 0
-        self._tiers.keep_promises(keep_free + self._pages_to_grow())
+        if self.counters.preemptions == preemptions:
+            keep_free = self._admit(plan)
+            self._tiers.keep_promises(keep_free + self._pages_to_grow())
         self._memory.note_moves()
         chosen = [r for r in self._running if r.request_id in plan.counts]
         keys = {r.adapter_key for r in chosen if r.adapter_key is not None}
@@ -225,7 +218,8 @@ class Scheduler:
 
     def _make_room(self, request: Request) -> bool:
         """Pages for all tokens of a running request; False if the request itself had to give way."""
-        while not self._memory.grow(request, Need.PROGRESS):
+        begun = {r.adapter_key for r in self._waiting if r.num_preemptions and r.adapter_key is not None}
+        while not self._memory.grow(request, Need.PROGRESS, ahead=begun):
             victim = self._running[-1]
             self._preempt(victim)
             if victim is request:
@@ -263,7 +257,7 @@ class Scheduler:
                 plan.take(request)
                 continue
             if not has_room and not blocked:
-                blocked, keep_free = True, self._pages_to_start(request)
+                blocked, keep_free = True, self._pages_to_start(request) + self._pages_to_come(request)
             if key is not None:
                 ahead.add(key)
             if blocked and len(ahead) >= self._options.max_num_seqs:
@@ -279,6 +273,11 @@ class Scheduler:
 
     def _pages_to_start(self, request: Request) -> int:
         return self._kv.pages_for(request.num_tokens)
+
+    def _pages_to_come(self, request: Request) -> int:
+        """Pages of the request's adapter, if it has none yet."""
+        key, layout = request.adapter_key, request.message.layout
+        return 0 if key is None or layout is None or key in self._adapters else self._adapters.pages_for(layout)
 
     def _bring_near(
         self, request: Request, key: AdapterKey, ahead: Set[AdapterKey], keep_free: int | None = None
@@ -332,14 +331,15 @@ class Scheduler:
             self._bring_near(request, key, ahead)
 
     def _answer_cold(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
-        """The adapter is brought in all the same, so that the next request finds it."""
-        self._tiers.promise(key, layout, self._clock() + WARM_GRACE_S)
+        """The adapter is brought in all the same, if there is room, so that the next request finds it."""
+        self._tiers.warm(key, layout, self._clock() + WARM_GRACE_S)
         if request.message.on_cold is OnCold.FALLBACK_BASE:
             self._lose_interest(key)
             request.adapter_key, request.fell_back = None, True
             return
-        request.retry_after_s = self._tiers.expected_s(layout, on_host=request.tier is AdapterTier.HOST)
-        request.error = f"the adapter is not in the pool yet ({request.tier}); it is being brought in"
+        on_host = request.tier is AdapterTier.HOST
+        request.retry_after_s, why = self._tiers.outlook(key, layout, on_host=on_host, keep_free=self._pages_to_grow())
+        request.error = f"the adapter is not in the pool ({request.tier}); {why}"
         self._finish(request, RequestStatus.FINISHED_REFUSED)
 
     def _is_wanted(self, key: AdapterKey) -> bool:

@@ -1,5 +1,7 @@
 """Uploading, listing, warming, pinning and removing adapters."""
 
+import asyncio
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -7,11 +9,13 @@ from fastapi.responses import JSONResponse
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.blobs import BlobUpload
+from adapter_store.errors import AdapterNotFound
 from adapter_store.records import AdapterRecord, Registration
+from adapter_store.spec import AdapterKey
 from api.errors import ApiError
 from api.json_body import JsonRoute
 from api.schemas.adapters import AdapterBody, AdapterPatch, WarmBody
-from api.services import ServicesDep
+from api.services import Services, ServicesDep
 from api.sse import unless_disconnected
 from lorasrv.request import AdapterTier
 
@@ -98,6 +102,10 @@ async def change_adapter(reference: str, body: AdapterPatch, services: ServicesD
     pinned = body.wanted_pin()
     ref = await run_in_threadpool(services.store.resolve, reference)
     reached = await (services.engine.pin if pinned else services.engine.unpin)(ref.key)
+    if pinned and not await run_in_threadpool(services.store.holds, ref.key):
+        # Deleted meanwhile: nothing would be left to unpin it by.
+        await services.engine.unpin(ref.key)
+        raise AdapterNotFound(reference)
     return {
         "object": "adapter",
         "id": ref.adapter_id,
@@ -115,9 +123,14 @@ async def delete_adapter(
     where nothing is left to unpin them by.
     """
     gone = await run_in_threadpool(services.store.delete, reference)
-    for key in gone.contents:
-        await services.engine.unpin(key)
+    # Also if the client has left by now: pins without a name would stay for ever.
+    await asyncio.shield(_unpin(services, gone.contents))
     return {"object": "adapter.deleted", "id": reference, "deleted": True, "versions_removed": gone.num_versions}
+
+
+async def _unpin(services: Services, keys: Sequence[AdapterKey]) -> None:
+    for key in keys:
+        await services.engine.unpin(key)
 
 
 async def _receive(request: Request, upload: BlobUpload) -> None:

@@ -50,6 +50,10 @@ def _as_json(pool: PoolMap, names: Names) -> dict[str, Any]:
         "swap_bytes": pool.swap_bytes,
         "requests": [_request_as_json(request, names) for request in pool.requests],
         "adapters": [_adapter_as_json(adapter, names) for adapter in pool.adapters],
+        "promised": [
+            {"digest": f"sha256:{p.key}", "ids": names.get(p.key, []), "pinned": p.pinned, "state": p.state}
+            for p in pool.promised
+        ],
     }
 
 

@@ -26,7 +26,7 @@ class AdapterBody(_Body):
 
     def refuse_unbuilt(self) -> None:
         """Raises: InvalidRequest: `alias` or `defaults` asks for what is not built."""
-        _refuse_given(self, "alias", "defaults")
+        _refuse_given(self, "alias", "defaults", inert=(None, "", {}))
 
 
 class AdapterPatch(_Body):
@@ -51,7 +51,7 @@ class WarmBody(_Body):
     deadline_ms: Annotated[int, Field(ge=0, le=MAX_DEADLINE_MS)] = DEFAULT_DEADLINE_MS
 
 
-def _refuse_given(body: BaseModel, *names: str) -> None:
+def _refuse_given(body: BaseModel, *names: str, inert: tuple[object, ...] = (None,)) -> None:
     for name in names:
-        if getattr(body, name):
+        if getattr(body, name) not in inert:
             raise InvalidRequest(f"{name} is not supported by this server yet; leave it out", param=name)

@@ -10,7 +10,7 @@ import pytest
 from adapter_store.errors import AdapterCorrupt
 from adapter_store.spec import AdapterKey
 from lorasrv.errors import AdapterLoadFailed, EngineDead, InvalidRequest
-from lorasrv.pool_map import AdapterPages, PoolMap, RequestPages
+from lorasrv.pool_map import AdapterPages, PoolMap, PromisedAdapter, RequestPages
 from lorasrv.questions import Reached
 from lorasrv.request import AdapterTier, RequestId
 
@@ -138,6 +138,9 @@ class TestPin:
             ({"pinned": True, "id": "x"}, "id"),
             ({"aliases": ["prod"]}, "aliases"),
             ({"pinned": True, "limits": {"rps": 1}}, "limits"),
+            ({"pinned": True, "limits": {}}, "limits"),
+            ({"pinned": True, "rollback": 0}, "rollback"),
+            ({"pinned": True, "aliases": []}, "aliases"),
             ({"pinned": True, "rollback": 1}, "rollback"),
         ],
     )
@@ -176,7 +179,11 @@ def full_pool(keys: list[str]) -> PoolMap:
         RequestPages(RequestId("chatcmpl-1#1"), AdapterKey(keys[0]), 3, 2),
         RequestPages(RequestId("cmpl-2#7"), None, 7, 0),
     ]
-    return PoolMap(100, 51, 10, 9, 30, 16, 1024, 2, 40, 3, tuple(requests), tuple(adapters), 2048)
+    promised = (
+        PromisedAdapter(AdapterKey(keys[0]), True, "ready"),
+        PromisedAdapter(AdapterKey("1" * 64), False, "waiting"),
+    )
+    return PoolMap(100, 51, 10, 9, 30, 16, 1024, 2, 40, 3, tuple(requests), tuple(adapters), 2048, promised)
 
 
 class TestMap:
@@ -209,6 +216,10 @@ class TestMap:
             },
             {"request_id": "cmpl-2#7", "digest": None, "ids": [], "pages": 7, "shared": 0},
         ]
+        assert [(p["ids"], p["pinned"], p["state"]) for p in body["promised"]] == [
+            (["mia", "zoe"], True, "ready"),
+            ([], False, "waiting"),
+        ]
 
     def test_totals_add_up(self, server, engine, keys: list[str]) -> None:
         for pool in (engine.pool, full_pool(keys)):
@@ -221,9 +232,9 @@ class TestMap:
     def test_every_figure_is_shown(self, server, engine, keys: list[str]) -> None:
         engine.pool = full_pool(keys)
         body = server.http.get("/v1/pool").json()
-        numbers = {f.name for f in fields(PoolMap)} - {"requests", "adapters"}
+        numbers = {f.name for f in fields(PoolMap)} - {"requests", "adapters", "promised"}
         assert {name: body[name] for name in numbers} == {name: getattr(engine.pool, name) for name in numbers}
-        assert set(body) == numbers | {"object", "requests", "adapters"}
+        assert set(body) == numbers | {"object", "requests", "adapters", "promised"}
 
     def test_a_dead_engine(self, server, engine) -> None:
         engine.ask_error = EngineDead("the engine died")
@@ -308,3 +319,16 @@ class TestCommands:
         ]
         engine.pool = replace(engine.pool, requests=(), adapters=())
         assert len(run("pool").out.splitlines()) == 2
+
+
+def test_deleting_lets_go_of_pins_that_no_name_is_left_for(server, engine, keys: list[str]) -> None:
+    server.http.delete("/v1/adapters/mia@1").raise_for_status()
+    assert engine.asked == [("pin", keys[0], False)]
+    server.http.delete("/v1/adapters/mia").raise_for_status()
+    assert engine.asked[1:] == [("pin", keys[1], False)]
+
+
+def test_a_pin_that_crosses_a_delete_is_taken_back(server, engine, store, keys: list[str], monkeypatch) -> None:
+    monkeypatch.setattr(store, "holds", lambda key: False)
+    assert patch(server, pinned=True).status_code == 404
+    assert engine.asked == [("pin", keys[1], True), ("pin", keys[1], False)]

@@ -91,3 +91,9 @@ def test_other_addresses_need_insecure(host: str) -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
 def test_loopback_does_not(host: str) -> None:
     assert ServerSettings(host=host).checks_host
+
+
+@pytest.mark.parametrize("name", ["pool_bytes", "host_cache_bytes", "swap_bytes"])
+def test_negative_sizes_are_named(name: str) -> None:
+    with pytest.raises(ValidationError, match="must not be negative, not -1"):
+        ServerSettings(**{name: "-1"})

@@ -214,16 +214,17 @@ class Guard:
     take_away: Callable[[pytest.MonkeyPatch], None]
     threaded: bool = False
     preemption: str = "recompute"
+    caught_by: type[Exception] = AssertionError
 
 
 GUARDS: dict[str, Guard] = {
-    "pinned adapters stay": Guard(_evict_pinned),
+    "pinned adapters stay": Guard(_evict_pinned, caught_by=KeyError),
     "a page has one writer": Guard(_share_a_page),
     "pages come back": Guard(_leak),
     "shared pages have counts": Guard(_forget_the_others),
     "prefixes by adapter": Guard(_prefixes_for_all),
     "prefixes by tokens": Guard(_prefixes_by_place),
-    "recomputed from the start": Guard(_skip_recomputing),
+    "recomputed from the start": Guard(_skip_recomputing, caught_by=Exception),
     "swapped pages come back": Guard(_lose_swapped_pages, preemption="swap"),
     "pages are arranged first": Guard(_fill_before_arranging, preemption="swap"),
     "tables follow moves": Guard(_stay_behind),
@@ -237,4 +238,3 @@ GUARDS: dict[str, Guard] = {
     "loads by key": Guard(_load_by_name),
     "one end for each request": Guard(_end_twice),
 }
-CAUGHT = (AssertionError, KeyError, IndexError, ValueError)

@@ -10,9 +10,10 @@ import pytest
 
 from adapter_store.errors import AdapterCorrupt, LoadCancelled
 from adapter_store.spec import AdapterKey
-from lorasrv.adapter_loader import NUM_LOAD_THREADS, Done, InlineLoader, Loader, LoaderReport, ThreadedLoader
+from lorasrv.adapter_loader import Done, InlineLoader, Loader, LoaderReport, ThreadedLoader
+from lorasrv.costs import PARALLEL_LOADS
 
-KEYS = [AdapterKey(f"{i:064x}") for i in range(NUM_LOAD_THREADS + 3)]
+KEYS = [AdapterKey(f"{i:064x}") for i in range(PARALLEL_LOADS + 3)]
 
 
 class Source:
@@ -130,11 +131,11 @@ def test_a_failing_copy_is_a_report_too(source: Source) -> None:
 
 
 def test_slow_loads_hold_up_neither_other_loads_nor_copies(threaded: ThreadedLoader, source: Source) -> None:
-    slow = KEYS[: NUM_LOAD_THREADS - 1]
+    slow = KEYS[: PARALLEL_LOADS - 1]
     source.gates = {key: threading.Event() for key in slow}
     for key in slow:
         threaded.load(key)
-    for key in KEYS[NUM_LOAD_THREADS:]:
+    for key in KEYS[PARALLEL_LOADS:]:
         threaded.load(key)
         assert _poll(threaded, 1)[0].key == key
         threaded.copy(key, cast(Any, None))
@@ -143,7 +144,7 @@ def test_slow_loads_hold_up_neither_other_loads_nor_copies(threaded: ThreadedLoa
 
 @pytest.mark.parametrize("when", ["queued", "reading", "loaded"])
 def test_a_cancelled_load_is_not_reported_and_keeps_no_pin(threaded: ThreadedLoader, source: Source, when: str) -> None:
-    blockers = KEYS[1 : 1 + NUM_LOAD_THREADS] if when == "queued" else []
+    blockers = KEYS[1 : 1 + PARALLEL_LOADS] if when == "queued" else []
     source.gates = {key: threading.Event() for key in [*blockers, *([KEYS[0]] if when == "reading" else [])]}
     for key in blockers:
         threaded.load(key)
@@ -194,4 +195,11 @@ def test_prefetching_is_bounded(threaded: ThreadedLoader, source: Source) -> Non
     source.gates = {key: threading.Event() for key in KEYS}
     for key in KEYS:
         threaded.prefetch(key)
-    assert len(threaded._jobs) == NUM_LOAD_THREADS
+    assert len(threaded._jobs) == PARALLEL_LOADS
+
+
+def test_after_the_end_nothing_is_begun(source: Source) -> None:
+    loader = ThreadedLoader(cast(Any, source), lambda *_: None, lambda: None)
+    loader.close()
+    loader.prefetch(KEYS[0])
+    assert source.begun == []

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from adapter_store.spec import AdapterKey
-from lorasrv.adapter_tiers import AdapterTiers, Arriving
+from lorasrv.adapter_tiers import MAX_WARMED, AdapterTiers, Arriving
 from lorasrv.config import MemoryOptions
 from lorasrv.costs import CostModel
 from lorasrv.pool_books import PoolBooks, PoolGeometry
@@ -65,6 +65,7 @@ def test_host_copies_on_their_way_are_bounded_but_one_always_goes() -> None:
         assert bench.bring(key)
     assert bench.tiers.take_orders().loads == (A, B)
     bench.arrive(A)
+    bench.tiers.begin_step()
     assert bench.bring(C)
     assert bench.tiers.take_orders().loads == (C,)
     tight = Bench(host_bytes=1)
@@ -103,7 +104,7 @@ def test_what_nobody_wants_is_cancelled_unless_its_pages_are_being_written() -> 
 @pytest.mark.parametrize("copying", [False, True])
 def test_a_failure_leaves_nothing_behind(copying: bool) -> None:
     bench = Bench()
-    bench.tiers.promise(A, LAYOUT, None)
+    bench.tiers.pin(A, LAYOUT)
     bench.bring(A)
     if copying:
         bench.tiers.loaded(A)
@@ -115,23 +116,43 @@ def test_a_failure_leaves_nothing_behind(copying: bool) -> None:
     bench.tiers.check_integrity()
 
 
-def test_promises_come_ahead_and_end_at_their_time() -> None:
+def test_a_large_one_is_not_passed_by_small_ones_for_ever() -> None:
+    wide = AdapterLayout(LAYOUT.sites, (((32,),),), 2)
+    bench = Bench(pages=20 * SIZE, host_bytes=wide.nbytes + LAYOUT.nbytes)
+    keys = iter(AdapterKey(f"{i:064x}") for i in range(100))
+    first, second = next(keys), next(keys)
+    bench.bring(first)
+    bench.bring(second)
+    assert bench.tiers.take_orders().loads == (first, second)
+    bench.tiers.begin_step()
+    bench.tiers.bring(A, wide, 0, Need.ADMISSION)
+    bench.bring(next(keys))
+    assert bench.tiers.take_orders().loads == (), "the small one would fit, but came later"
+    bench.arrive(first)
+    bench.tiers.begin_step()
+    bench.tiers.bring(A, wide, 0, Need.ADMISSION)
+    assert bench.tiers.take_orders().loads == (A,)
+
+
+def test_what_is_warmed_comes_ahead_and_ends_at_the_latest_time() -> None:
     bench = Bench()
-    bench.tiers.promise(A, LAYOUT, until_s=5.0)
+    bench.tiers.warm(A, LAYOUT, until_s=5.0)
+    bench.tiers.warm(A, LAYOUT, until_s=1.0)
     bench.tiers.keep_promises(0)
     assert bench.tiers.take_orders().loads == (A,)
     bench.arrive(A)
-    assert bench.tiers.is_promised(A)
-    bench.now = 5.1
-    bench.tiers.keep_promises(0)
-    assert not bench.tiers.is_promised(A)
+    for now, promised in ((4.9, True), (5.1, False)):
+        bench.now = now
+        bench.tiers.begin_step()
+        assert bench.tiers.is_promised(A) == promised
 
 
-def test_a_pin_outlives_a_warm_and_is_brought_back() -> None:
+def test_a_pin_outlives_a_warm_is_brought_back_and_leaves_the_warm() -> None:
     bench = Bench()
-    bench.tiers.promise(A, LAYOUT, None)
-    bench.tiers.promise(A, LAYOUT, until_s=1.0)
+    bench.tiers.pin(A, LAYOUT)
+    bench.tiers.warm(A, LAYOUT, until_s=1.0)
     bench.now = 2.0
+    bench.tiers.begin_step()
     bench.tiers.keep_promises(0)
     assert bench.tiers.is_held(A)
     assert bench.tiers.held_pages() == SIZE
@@ -139,13 +160,54 @@ def test_a_pin_outlives_a_warm_and_is_brought_back() -> None:
     bench.books.adapters.evict(A)
     bench.tiers.keep_promises(0)
     assert bench.tiers.take_orders().loads[-1:] == (A,)
-    bench.tiers.let_go(A)
-    assert not bench.tiers.is_promised(A)
+    bench.tiers.warm(A, LAYOUT, until_s=9.0)
+    bench.tiers.unpin(A)
+    assert not bench.tiers.is_held(A)
+    bench.tiers.begin_step()
+    assert bench.tiers.is_promised(A)
+    bench.tiers.unpin(B)
 
 
-def test_the_expected_time_counts_what_is_on_its_way() -> None:
+def test_a_promise_without_room_holds_no_host_memory_and_delays_nobody() -> None:
+    bench = Bench(pages=2 * SIZE, host_bytes=LAYOUT.nbytes)
+    assert bench.books.kv_pool.allocate_singles(SIZE + 1) is not None
+    bench.tiers.warm(A, LAYOUT, until_s=99.0)
+    bench.tiers.keep_promises(0)
+    assert bench.tiers.take_orders().loads == (), "there is no room for it"
+    bench.books.kv_pool.release((0, 1))
+    bench.tiers.keep_promises(0)
+    assert bench.tiers.take_orders().loads == (A,)
+    bench.tiers.loaded(A)
+    assert bench.books.kv_pool.allocate_singles(2) is not None
+    bench.tiers.keep_promises(0)
+    assert bench.tiers.take_orders().cancels == (A,), "its room has gone meanwhile"
+    assert bench.bring(B)
+    assert bench.tiers.take_orders().loads == (B,)
+    bench.tiers.check_integrity()
+
+
+def test_promises_are_bounded_and_pins_are_not_among_them() -> None:
     bench = Bench()
-    alone = bench.tiers.expected_s(LAYOUT, on_host=False)
-    assert 0 < bench.tiers.expected_s(LAYOUT, on_host=True) < alone
+    bench.tiers.pin(A, LAYOUT)
+    for number in range(MAX_WARMED + 10):
+        bench.tiers.warm(AdapterKey(f"{number:064x}"), LAYOUT, until_s=9.0)
+    assert len(list(bench.tiers.promises())) == MAX_WARMED + 1
+    assert bench.tiers.is_held(A)
+    assert not bench.tiers.is_promised(AdapterKey(f"{9:064x}"))
+
+
+def test_the_outlook_counts_what_is_on_its_way_and_says_if_there_is_no_room() -> None:
+    bench = Bench()
+
+    def outlook(on_host: bool = False) -> tuple[float, str]:
+        return bench.tiers.outlook(A, LAYOUT, on_host=on_host, keep_free=0)
+
+    alone, why = outlook()
+    assert "being brought in" in why
+    assert 0 < outlook(on_host=True)[0] < alone
+    bench.bring(A)
+    assert outlook()[0] == alone, "not twice"
     bench.bring(B)
-    assert bench.tiers.expected_s(LAYOUT, on_host=False) == pytest.approx(2 * alone)
+    assert alone < outlook()[0] < 2 * alone, "loads run side by side"
+    assert bench.books.kv_pool.allocate_singles(bench.pages - 1) is not None
+    assert outlook() == (5.0, "running requests leave no room for it now")

@@ -67,6 +67,7 @@ class World:
         self.swapped: dict[RequestId, np.ndarray] = {}
         self.loading: set[AdapterKey] = set()
         self.copying: dict[AdapterKey, PlacedAdapter] = {}
+        self.made_progress = False
         self.salts: dict[RequestId, str] = {}
         self.served_as: dict[RequestId, AdapterKey | None] = {}
 
@@ -88,6 +89,7 @@ class World:
         self._write(step)
         sampled = {s.request_id: 3 + (choose + len(s.token_ids) + s.start) % 5 for s in step.scheduled if s.samples}
         self.outputs += self.scheduler.update_from_output(step, sampled)
+        self.made_progress = bool(step.scheduled) or step.num_preempted > 0
         return step
 
     def load(self, key: AdapterKey) -> None:
@@ -170,7 +172,7 @@ class PoolMachine(RuleBasedStateMachine):
         preemption=st.sampled_from(["auto", "recompute", "swap"]),
         prefix_caching=st.sampled_from([True, True, False]),
         split=st.sampled_from([None, None, None, 0.4]),
-        host_bytes=st.sampled_from([1 << 20, 9_000]),
+        host_bytes=st.sampled_from([1 << 20, 9_000, 7_000]),
     )
     def begin(self, pages, seqs, budget, preemption, prefix_caching, split, host_bytes) -> None:
         memory = MemoryOptions(
@@ -194,7 +196,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(
         prefix=st.integers(0, 2),
         shared=st.integers(0, 14),
-        own=st.integers(1, 8),
+        own=st.integers(1, 40),
         max_tokens=st.integers(1, 10),
         name=st.sampled_from([None, *NAMES]),
         salt=st.sampled_from(["", "", "tenant"]),
@@ -263,18 +265,21 @@ class PoolMachine(RuleBasedStateMachine):
             self.deleted.add(key)
             self.world.on_host.discard(key)
 
-    @rule(name=st.sampled_from(NAMES), seconds=st.sampled_from([0.0, 5.0, None]))
+    @rule(name=st.sampled_from(NAMES), seconds=st.sampled_from([0.0, 5.0, 1e9, None]))
     def warm_or_pin(self, name: str, seconds: float | None) -> None:
         key = _key(name, self.names[name])
         tiers, layout = self.world.books.tiers, _layout(key)
         pages = self.world.books.adapters.pages_for(layout)
         most = self.world.books.adapter_pool.num_pages // 2
         if pages <= most and (seconds is not None or tiers.held_pages() + pages <= most):
-            tiers.promise(key, layout, None if seconds is None else self.world.now + seconds)
+            if seconds is None:
+                tiers.pin(key, layout)
+            else:
+                tiers.warm(key, layout, self.world.now + seconds)
 
     @rule(name=st.sampled_from(NAMES))
     def unpin(self, name: str) -> None:
-        self.world.books.tiers.let_go(_key(name, self.names[name]))
+        self.world.books.tiers.unpin(_key(name, self.names[name]))
 
     @precondition(lambda self: self.world.scheduler._running)
     @rule()
@@ -310,6 +315,15 @@ class PoolMachine(RuleBasedStateMachine):
         if hasattr(self, "world"):
             self.world.scheduler.check_integrity()
 
+    def _something_arrives(self) -> bool:
+        world = self.world
+        loading, copying = sorted(world.loading), sorted(world.copying)
+        for key in loading:
+            world.fail(key) if key in self.deleted else world.load(key)
+        for key in copying:
+            world.copy(key)
+        return bool(loading or copying)
+
     def teardown(self) -> None:
         if not hasattr(self, "world"):
             return
@@ -317,10 +331,9 @@ class PoolMachine(RuleBasedStateMachine):
         for number in range(3000):
             if not world.scheduler.has_requests:
                 break
-            for key in sorted(world.loading):
-                world.fail(key) if key in self.deleted else world.load(key)
-            for key in sorted(world.copying):
-                world.copy(key)
+            # As the engine's thread does: without progress it sleeps until a load or a copy has ended.
+            if not self._something_arrives():
+                assert number < 2 or world.made_progress, "the engine sleeps, and requests wait for ever"
             world.step(number)
         world.step(0)
         ended = [o.request_id for o in world.outputs if o.finish_reason is not None]

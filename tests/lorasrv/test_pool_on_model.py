@@ -259,7 +259,7 @@ def test_a_slow_load_delays_its_own_requests_only(serve, store, alone, monkeypat
     async def scenario(engine: AsyncEngine) -> None:
         monkeypatch.setattr(store, "load", held_up)
         waiting = [asyncio.ensure_future(_ask(engine, slow)) for _ in range(2)]
-        await asyncio.sleep(0.05)
+        await _until(lambda: engine.metrics.snapshot().requests_waiting_for_adapter == 2)
         for name in (None, "two", "three", None):
             key = store.resolve(name).key if name else None
             assert _tokens(await _ask(engine, key)) == alone(PROMPT, GREEDY, name), "no step waits for a load"
@@ -267,12 +267,12 @@ def test_a_slow_load_delays_its_own_requests_only(serve, store, alone, monkeypat
         assert snapshot.requests_waiting_for_adapter == 2
         assert (snapshot.adapter_loads_disk_total, snapshot.adapters_arriving) == (2, 1), "one load for two requests"
         gone = asyncio.ensure_future(_ask(engine, slow))
-        await asyncio.sleep(0.01)
+        await _until(lambda: engine.metrics.snapshot().requests_waiting_for_adapter == 3)
         gone.cancel()
         hold.set()
         for outputs in await asyncio.gather(*waiting):
             assert _tokens(outputs) == alone(PROMPT, GREEDY, "one")
-            assert _timing(outputs).load_ms > 50
+            assert _timing(outputs).load_ms > 0
             assert _timing(outputs).tier is AdapterTier.DISK
 
     serve(scenario)
@@ -290,11 +290,11 @@ def test_a_cancelled_load_is_forgotten_and_may_be_asked_for_again(serve, store, 
         with monkeypatch.context() as patch:
             patch.setattr(store, "load", held_up)
             stream = await engine.add(PROMPT, GREEDY, adapter=key)
-            await asyncio.sleep(0.05)
+            await _until(lambda: engine.metrics.snapshot().adapters_arriving == 1)
             await stream.aclose()
             await _until(lambda: engine.metrics.snapshot().adapters_arriving == 0)
             again = asyncio.ensure_future(_ask(engine, key))
-            await asyncio.sleep(0.05)
+            await _until(lambda: engine.metrics.snapshot().adapters_arriving == 1)
             hold.set()
             assert _tokens(await again) == alone(PROMPT, GREEDY, "one")
         assert engine.metrics.snapshot().requests_finished_total == {"abort": 1, "length": 1}
@@ -329,7 +329,7 @@ def test_prefetch_into_a_full_pool_takes_nothing_from_those_who_run(serve, store
 
     async def scenario(engine: AsyncEngine) -> None:
         running = [asyncio.ensure_future(_ask(engine, None, PROMPT[i:], sampling=long)) for i in range(4)]
-        await asyncio.sleep(0.05)
+        await _until(lambda: engine.metrics.snapshot().requests_running == 4)
         adapted = await asyncio.gather(*(_ask(engine, store.resolve(n).key) for n in ("one", "two", "three")))
         for i, task in enumerate(running):
             assert _tokens(await task) == alone(PROMPT[i:], long, None)
@@ -459,3 +459,36 @@ def test_one_adapter_more_than_the_pool_holds_at_once(serve, store, adapter_dirs
         assert snapshot.adapters_resident < 3
 
     serve(scenario, pages=_pages_of_three() + 8)
+
+
+@pytest.mark.parametrize("how", ["warm", "pin", "reject", "wait"])
+def test_a_pool_full_of_old_prompts_gives_way(serve, store, alone, how: str) -> None:
+    key = store.resolve("two").key
+
+    async def scenario(engine: AsyncEngine) -> None:
+        for i in range(12):
+            await _ask(engine, None, [30 + i, *PROMPT])
+        assert engine.metrics.snapshot().pages_free < 5
+        if how == "wait":
+            assert _tokens(await _ask(engine, key)) == alone(PROMPT, GREEDY, "two")
+        elif how == "reject":
+            with pytest.raises(AdapterCold, match="is being brought in"):
+                await _ask(engine, key, on_cold=OnCold.REJECT)
+            await _until(lambda: engine.metrics.snapshot().adapters_resident == 1)
+        else:
+            reached = await (engine.warm(key, 5.0) if how == "warm" else engine.pin(key))
+            assert reached.tier is AdapterTier.RESIDENT
+
+    serve(scenario, pages=40)
+
+
+def test_no_room_for_what_is_cold_is_said(serve, store) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        stream = await engine.add(PROMPT, replace(GREEDY, max_tokens=190))
+        await _until(lambda: engine.metrics.snapshot().pages_free < 5)
+        with pytest.raises(AdapterCold, match="no room for it now") as caught:
+            await _ask(engine, store.resolve("three").key, on_cold=OnCold.REJECT)
+        assert caught.value.retry_after_s >= 5
+        await stream.aclose()
+
+    serve(scenario, pages=16)

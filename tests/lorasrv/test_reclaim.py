@@ -114,7 +114,7 @@ def test_the_order_of_giving_way() -> None:
 
 
 @pytest.mark.parametrize(
-    ("need", "most"), [(Need.AHEAD, 2 + SIZE), (Need.ADMISSION, 2 + SIZE + 3 + SIZE), (Need.PROGRESS, 5 + 4 * SIZE)]
+    ("need", "most"), [(Need.AHEAD, 2 + SIZE + 3), (Need.ADMISSION, 2 + SIZE + 3 + SIZE), (Need.PROGRESS, 5 + 4 * SIZE)]
 )
 def test_what_each_need_may_take_and_nothing_is_evicted_in_vain(need: Need, most: int) -> None:
     pool = _everything()

@@ -39,7 +39,7 @@ from typing import Any
 import markers as m
 import pytest
 import storm
-from storm_guards import CAUGHT, GUARDS
+from storm_guards import GUARDS
 
 from adapter_store.store import AdapterStore
 from lorasrv.base_shapes import base_shapes
@@ -130,7 +130,7 @@ def test_each_guard_is_needed(start, library, monkeypatch: pytest.MonkeyPatch, n
     with monkeypatch.context() as patch:
         guard.take_away(patch)
         started = start(guard.threaded, guard.preemption)
-        with pytest.raises(CAUGHT) as caught:
+        with pytest.raises(guard.caught_by) as caught:
             storm.storm(started, library, SHORT_TOKENS, integrity_every=0)
         with suppress(KeyError):  # it may have lost its own books
             started.engine.close()
