@@ -24,6 +24,8 @@ from sgmv_kernels.layout import PlacedAdapter
 
 _LOG = logging.getLogger(__name__)
 
+MAX_REMEMBERED = 256
+
 WriteAdapter = Callable[[PackedAdapter, PlacedAdapter], None]
 """Fills an adapter's pages; returns once they may be read."""
 
@@ -56,6 +58,7 @@ class _Job:
 
     key: AdapterKey
     is_ordered: bool = True
+    read_ahead: LoaderReport | None = None
     is_reported: bool = False
     cancelled: bool = False
     packed: PackedAdapter | None = None
@@ -125,6 +128,7 @@ class ThreadedLoader:
         self._lock = threading.Lock()
         self._is_closed = False
         self._jobs: dict[AdapterKey, _Job] = {}
+        self._read_ahead: dict[AdapterKey, LoaderReport] = {}
         self._reports: queue.SimpleQueue[tuple[_Job, LoaderReport]] = queue.SimpleQueue()
         self._load_threads = ThreadPoolExecutor(PARALLEL_LOADS, "adapter-load", initializer=compute_alone)
         self._copy_thread = ThreadPoolExecutor(1, "adapter-copy", initializer=compute_alone)
@@ -144,7 +148,7 @@ class ThreadedLoader:
         with self._lock:
             job = self._jobs.get(key)
             if job is None:
-                self._begin(_Job(key))
+                self._begin(_Job(key, read_ahead=self._read_ahead.pop(key, None)))
             else:
                 assert not job.is_ordered, f"adapter {key} is on its way"
                 job.is_ordered = True
@@ -172,7 +176,7 @@ class ThreadedLoader:
             if report.done is not Done.LOADED:
                 with self._lock:
                     del self._jobs[report.key]
-            reports.append(report)
+            reports.append(job.read_ahead if report.done is Done.LOADED and job.read_ahead else report)
         return reports
 
     def close(self) -> None:
@@ -190,11 +194,19 @@ class ThreadedLoader:
         self._jobs[job.key] = job
         self._load_threads.submit(self._run, job, lambda: self._work.load(job))
 
+    def _remember(self, report: LoaderReport) -> None:
+        """What was read ahead came from disk, though whoever orders it next finds it in host memory."""
+        if report.done is Done.LOADED and report.from_disk:
+            self._read_ahead[report.key] = report
+            if len(self._read_ahead) > MAX_REMEMBERED:
+                del self._read_ahead[next(iter(self._read_ahead))]
+
     def _run(self, job: _Job, work: Callable[[], LoaderReport]) -> None:
         report = work()
         with self._lock:
             if not job.is_ordered:
                 del self._jobs[job.key]
+                self._remember(report)
         if job.is_ordered:
             self._reports.put((job, report))
             self._on_ready()

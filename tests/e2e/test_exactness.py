@@ -123,7 +123,7 @@ def test_greedy_tokens_equal_transformers_and_peft(
     assert name is None or answers[name] != answers[None], "the persona says what the base says"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("kernels", ["numba"], indirect=True)
 def test_a_turbulent_mixed_batch_equals_each_request_alone(
     oracle, prompts, personas, kernels, capsys: pytest.CaptureFixture[str]

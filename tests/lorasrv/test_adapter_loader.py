@@ -24,6 +24,7 @@ class Source:
         self.errors: dict[AdapterKey, Exception] = {}
         self.pins: Counter[AdapterKey] = Counter()
         self.begun: list[AdapterKey] = []
+        self.on_host: set[AdapterKey] = set()
 
     def fetch_pinned(self, key: AdapterKey, should_stop: Callable[[], bool]) -> tuple[Any, bool]:
         self.begun.append(key)
@@ -33,10 +34,12 @@ class Source:
         if key in self.errors:
             raise self.errors[key]
         self.pins[key] += 1
-        return cast(Any, type("Packed", (), {"nbytes": 7})()), True
+        from_disk = key not in self.on_host
+        self.on_host.add(key)
+        return cast(Any, type("Packed", (), {"nbytes": 7})()), from_disk
 
     def is_on_host(self, key: AdapterKey) -> bool:
-        return False
+        return key in self.on_host
 
     def unpin(self, key: AdapterKey) -> None:
         assert self.pins[key] > 0
@@ -186,7 +189,11 @@ def test_what_was_prefetched_is_read_once_and_reported_only_if_ordered(
     assert source.pins[KEYS[1]] == 0
     assert threaded.poll() == []
     threaded.load(KEYS[1])
-    assert _poll(threaded, 1)[0].key == KEYS[1]
+    (report,) = _poll(threaded, 1)
+    assert (report.key, report.from_disk) == (KEYS[1], True), "it came from disk, if ahead of its order"
+    threaded.cancel(KEYS[1])
+    threaded.load(KEYS[1])
+    assert not _poll(threaded, 1)[0].from_disk
     for key in KEYS[:2]:
         threaded.cancel(key)
 

@@ -47,6 +47,7 @@ def test_the_second_start_needs_no_numba(tmp_path: Path) -> None:
     assert _stored(tmp_path).parent.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: data[:-1] + b"x"])
 def test_a_damaged_file_is_compiled_anew(tmp_path: Path, damage) -> None:
     _run(NORM, tmp_path)
@@ -59,6 +60,7 @@ def test_a_damaged_file_is_compiled_anew(tmp_path: Path, damage) -> None:
     assert len(stored.read_bytes()) == len(whole)
 
 
+@pytest.mark.long
 def test_a_folder_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
     _run(NORM, tmp_path)
     _stored(tmp_path).parent.chmod(0o770)
@@ -67,6 +69,7 @@ def test_a_folder_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
     assert "open to other users" in log
 
 
+@pytest.mark.long
 def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
     (tmp_path / "lorasrv").write_text("a file where a folder should be")
     out, log = _run(NORM, tmp_path)
@@ -74,6 +77,7 @@ def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
     assert "cannot be kept" in log
 
 
+@pytest.mark.long
 def test_without_a_home_it_runs(tmp_path: Path) -> None:
     lost = "import pathlib\ndef lost(): raise RuntimeError('no home')\npathlib.Path.home = lost\n"
     out, log = _run(lost + NORM, tmp_path, XDG_CACHE_HOME="")
