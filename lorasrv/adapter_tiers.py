@@ -148,9 +148,11 @@ class AdapterTiers:
             self._orders.copies.append((key, placed))
         return True
 
-    def keep_promises(self, keep_free: int) -> None:
-        """Bring promised adapters nearer, as far as nobody needs the pages; pinned ones first."""
-        missing = [key for key, promise in self._promises.items() if key not in self._adapters]
+    def keep_promises(self, keep_free: int, is_asked_for: Predicate = lambda _: False) -> None:
+        """Bring promised adapters nearer, as far as nobody needs the pages; pinned ones first. Those that requests ask
+        for come by their asking.
+        """
+        missing = [key for key in self._promises if key not in self._adapters and not is_asked_for(key)]
         for key in sorted(missing, key=lambda key: not self._promises[key].is_pinned):
             if not self._keep_promise(key, self._promises[key].layout, keep_free):
                 return

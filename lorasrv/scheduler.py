@@ -158,7 +158,7 @@ class Scheduler:
         self._tiers.forget_unwanted(self._is_wanted)
         if self.counters.preemptions == preemptions:
             keep_free = self._admit(plan)
-            self._tiers.keep_promises(keep_free + self._pages_to_grow())
+            self._tiers.keep_promises(keep_free + self._pages_to_grow(), self._wanted.__contains__)
         self._memory.note_moves()
         chosen = [r for r in self._running if r.request_id in plan.counts]
         keys = {r.adapter_key for r in chosen if r.adapter_key is not None}

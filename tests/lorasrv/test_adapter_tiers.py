@@ -186,6 +186,19 @@ def test_a_promise_without_room_holds_no_host_memory_and_delays_nobody() -> None
     bench.tiers.check_integrity()
 
 
+def test_a_promise_does_not_send_back_what_a_request_waits_for() -> None:
+    bench = Bench(pages=2 * SIZE)
+    bench.tiers.warm(A, LAYOUT, until_s=99.0)
+    assert bench.bring(A)
+    bench.tiers.loaded(A)
+    bench.tiers.take_orders()
+    assert bench.books.kv_pool.allocate_singles(SIZE + 1) is not None
+    assert not bench.bring(A)
+    bench.tiers.keep_promises(0, lambda key: key == A)
+    assert bench.tiers.state(A) is Arriving.ON_HOST
+    assert bench.tiers.take_orders().cancels == ()
+
+
 def test_promises_are_bounded_and_pins_are_not_among_them() -> None:
     bench = Bench()
     bench.tiers.pin(A, LAYOUT)
