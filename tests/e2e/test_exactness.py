@@ -13,7 +13,7 @@ import torch
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.llm import LLM
 from lorasrv.loaders import open_checkpoint, state_dict_fp32
-from lorasrv.request import AddRequest, RequestId, SamplingParams
+from lorasrv.request import RequestId, SamplingParams
 
 MAX_TIE = 1e-3
 NEW_TOKENS = 48
@@ -173,7 +173,7 @@ def _run_arriving(llm: LLM, work: list[tuple[str | None, list[int], int]], abort
     while waiting or llm.engine.has_requests:
         for i, (name, prompt, n) in waiting[:2] if step % 2 == 0 else []:
             key = llm.store.resolve(name).key if name else None
-            llm.engine.add_request(AddRequest(RequestId(f"t{i}"), tuple(prompt), n, _greedy(n), key))
+            llm.engine.add_request(llm.engine.admission.admit(RequestId(f"t{i}"), prompt, _greedy(n), key))
             waiting = waiting[1:]
         if len(tokens[aborted]) == 9:
             llm.engine.abort(RequestId(f"t{aborted}"))
