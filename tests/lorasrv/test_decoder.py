@@ -128,7 +128,7 @@ def _register(store: AdapterStore, name: str, folder: Path) -> str:
     ("family", "changes", "kernels"),
     [
         *(pytest.param(*case, k, id=f"{name}-{k}") for case, name in zip(CASES, IDS, strict=True) for k in KERNELS),
-        pytest.param("llama", {}, "triton", id="llama-triton", marks=pytest.mark.slow),
+        pytest.param("llama", {}, "triton", id="llama-triton", marks=pytest.mark.long),
         pytest.param("mistral", {}, "triton", id="mistral-window-triton", marks=pytest.mark.long),
     ],
 )
