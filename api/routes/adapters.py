@@ -94,7 +94,7 @@ async def warm_adapter(reference: str, body: WarmBody, request: Request, service
 
 @router.patch("/v1/adapters/{reference}")
 async def change_adapter(reference: str, body: AdapterPatch, services: ServicesDep) -> dict[str, Any]:
-    """Pin an adapter to the pool, or let it go; answers at once, where it is now.
+    """Pin an adapter to the pool, answering when it is there or after ten seconds; or let it go, answering at once.
 
     What is pinned is the content that the reference names now, until it is unpinned or the server restarts: a version
     that is uploaded later is not, and the older one is unpinned by its own name (`mia@1`).
