@@ -77,6 +77,11 @@ class AdapterCache:
         """Adapters whose pages are being filled."""
         return sum(not resident.is_ready for resident in self._residents.values())
 
+    @property
+    def num_ready(self) -> int:
+        """Adapters that a step may read."""
+        return len(self._residents) - self.num_filling
+
     def is_ready(self, key: AdapterKey) -> bool:
         """Whether a step may read it."""
         resident = self._residents.get(key)

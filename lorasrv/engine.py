@@ -225,7 +225,7 @@ class Engine:
             pages_adapters=books.adapters.num_pages,
             free_runs=fragmentation.free_runs,
             longest_free_run=fragmentation.longest_free_run,
-            adapters_resident=len(books.adapters),
+            adapters_resident=books.adapters.num_ready,
             adapters_arriving=books.tiers.num_arriving,
             steps_total=self._steps,
             prompt_tokens_total=counters.prompt_tokens,
