@@ -17,6 +17,8 @@ from lorasrv.request import AdapterTier, AddRequest, OnCold, RequestId, Sampling
 from sgmv_kernels.layout import AdapterLayout
 
 MAX_PINNED_SHARE = 0.5
+MAX_PRIORITY = 1000
+MAX_TIMEOUT_S = 86400.0
 
 
 class RequestOptions(TypedDict, total=False):
@@ -26,6 +28,9 @@ class RequestOptions(TypedDict, total=False):
     principal: str
     on_cold: OnCold
     cache_salt: str
+    adapter_id: str
+    priority: int
+    timeout_s: float | None
 
 
 def further_choices(first: AddRequest, request_ids: Sequence[RequestId]) -> list[AddRequest]:
@@ -61,15 +66,23 @@ class Admission:
         principal: str = "anonymous",
         on_cold: OnCold = OnCold.WAIT,
         cache_salt: str = "",
+        adapter_id: str = "",
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> AddRequest:
         """The message for `Engine.add_request`, or a refusal.
 
         `max_tokens` None takes the rest of the context or of the pool; a random request gets a seed.
         Raises:
-            InvalidRequest: the prompt is empty or names a token that does not exist, or the adapter fits nowhere.
+            InvalidRequest: the prompt is empty or names a token that does not exist, the adapter fits nowhere, or
+                priority or timeout are out of range.
             ContextLengthExceeded: it can never fit.
             AdapterError: the adapter is not in the store any more, or damaged.
         """
+        if abs(priority) > MAX_PRIORITY:
+            raise InvalidRequest(f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}", param="priority")
+        if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
+            raise InvalidRequest(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g}", param="timeout_s")
         if not token_ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
         if not all(0 <= t < self._vocab_size for t in token_ids):
@@ -90,6 +103,9 @@ class Admission:
             principal=principal,
             on_cold=on_cold,
             cache_salt=cache_salt,
+            adapter_id=adapter_id or (adapter or ""),
+            priority=priority,
+            timeout_s=timeout_s,
         )
 
     def _tier(self, adapter: AdapterKey) -> AdapterTier:

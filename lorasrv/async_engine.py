@@ -22,10 +22,21 @@ from lorasrv.config import EngineConfig
 from lorasrv.detokenizer import Detokenizer
 from lorasrv.engine import Engine
 from lorasrv.errors import EngineDead, EngineOverloaded
+from lorasrv.limits import Limits
 from lorasrv.loaders import open_checkpoint
 from lorasrv.output import OutputProcessor
 from lorasrv.pool_map import PoolMap
-from lorasrv.questions import Answer, AskTier, DescribePool, PinAdapter, Question, Reached, UnpinAdapter, WarmAdapter
+from lorasrv.questions import (
+    Answer,
+    AskTier,
+    DescribePool,
+    PinAdapter,
+    Question,
+    Reached,
+    SetLimits,
+    UnpinAdapter,
+    WarmAdapter,
+)
 from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestOutput, SamplingParams
 from lorasrv.request_stream import RequestStream
 from lorasrv.threads import compute_alone, compute_in_parallel
@@ -217,6 +228,10 @@ class AsyncEngine:
         reached: Reached = await self._ask(UnpinAdapter(adapter))
         return reached
 
+    async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
+        """From the next step on, an adapter has these limits; None: those of every adapter. Raises: EngineDead."""
+        await self._ask(SetLimits(adapter_id, limits))
+
     async def pool_map(self) -> PoolMap:
         """Who holds which pages. Raises: EngineDead."""
         described: PoolMap = await self._ask(DescribePool())
@@ -287,9 +302,13 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(self._fail_all, f"the engine died: {type(error).__name__}")
 
     def _drain_inbox(self, *, wait: bool) -> bool:
-        """Act on every message; False once the server ends. Waits for the first one if there is nothing to compute."""
+        """Act on every message; False once the server ends. Waits for the first one if there is nothing to compute, at
+        most until the engine has something to do by itself."""
         while wait or not self._inbox.empty():
-            message = self._inbox.get()
+            try:
+                message = self._inbox.get(timeout=self._engine.idle_s if wait else None)
+            except queue.Empty:
+                return True
             wait = False
             match message:
                 case _Add():

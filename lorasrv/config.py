@@ -1,16 +1,19 @@
 """What the engine is built from: frozen dataclasses, units in the names. The edge (flags, environment) is `api`'s."""
 
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from lorasrv.errors import ConfigError
+from lorasrv.limits import Limits
 
 BUILTIN_MODEL = "smollm2-135m"
 DTYPES = ("bfloat16", "float32")
 DEVICES = ("auto", "cpu")
 KERNELS = ("auto", "torch", "numba")
 PREEMPTIONS = ("auto", "recompute", "swap")
+POLICIES = ("fair", "fcfs", "mlfq", "sjf")
 
 
 def default_store_dir() -> Path:
@@ -74,18 +77,50 @@ class MemoryOptions:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """Limits of one step, and of the requests that are accepted at a time."""
+    """Limits of one step, and of the requests that are accepted at a time; who goes first.
+
+    Args:
+        policy: one of `POLICIES`.
+        target_itl_ms: what a step with running answers in it should take at most; chunks of prompts are cut to that.
+        max_wait_steps: a request that could run is put before all others once it has waited so long.
+        queue_timeout_s: longest wait for the first step; None waits for ever.
+        early_abort: refuse what is predicted to miss its deadline.
+        adapter_limits: of every adapter that has none of its own.
+        key_limits: of every key.
+    """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_num_queued_seqs: int = 4096
     preemption: str = "auto"
+    policy: str = "fair"
+    target_itl_ms: float | None = 250.0
+    max_wait_steps: int = 512
+    queue_timeout_s: float | None = None
+    early_abort: bool = False
+    adapter_limits: Limits = Limits()  # noqa: RUF009 - frozen
+    key_limits: Limits = Limits()  # noqa: RUF009 - frozen
 
     def __post_init__(self) -> None:
         _one_of("--preemption", self.preemption, PREEMPTIONS)
+        _one_of("--policy", self.policy, POLICIES)
         _positive("--max-num-seqs", self.max_num_seqs)
         _positive("--max-num-batched-tokens", self.max_num_batched_tokens)
         _positive("most queued requests", self.max_num_queued_seqs)
+        _positive("--target-itl-ms", self.target_itl_ms)
+        _positive("--max-wait-steps", self.max_wait_steps)
+        _positive("--queue-timeout-s", self.queue_timeout_s)
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is less than --max-num-seqs "
+                f"{self.max_num_seqs}: a step could not give every request its token; raise the one or lower the other"
+            )
+        for of, limits in (("adapter", self.adapter_limits), ("key", self.key_limits)):
+            if limits.max_running is not None and limits.max_running > self.max_num_seqs:
+                raise ConfigError(
+                    f"--max-running-per-{of} {limits.max_running} is more than --max-num-seqs {self.max_num_seqs}, "
+                    "which no step exceeds; lower it or leave it out"
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +137,6 @@ def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:
         raise ConfigError(f"{option} {value!r} is unknown; choose from {', '.join(choices)}")
 
 
-def _positive(option: str, value: int | None) -> None:
-    if value is not None and value <= 0:
+def _positive(option: str, value: float | None) -> None:
+    if value is not None and not 0 < value < math.inf:
         raise ConfigError(f"{option} must be positive, not {value}")

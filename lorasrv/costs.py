@@ -8,6 +8,8 @@ import statistics
 from collections import deque
 from dataclasses import dataclass, field
 
+from lorasrv.step_costs import StepCosts, StepShape
+
 NUM_NEWEST = 15
 PARALLEL_LOADS = 8
 """Adapters that are read from disk side by side."""
@@ -55,10 +57,14 @@ class CostModel:
     token: Rate = field(default_factory=lambda: Rate(1e-3))
     """A token of a prompt."""
 
-    def observe_step(self, num_tokens: int, seconds: float) -> None:
-        """A step has computed that many tokens."""
-        if num_tokens >= MIN_TOKENS:
-            self.token.observe(seconds, num_tokens)
+    step: StepCosts = field(default_factory=StepCosts)
+    """A whole step."""
+
+    def observe_step(self, shape: StepShape, seconds: float) -> None:
+        """A step has taken that long."""
+        self.step.observe(shape, seconds)
+        if shape.tokens >= MIN_TOKENS:
+            self.token.observe(seconds, shape.tokens)
 
     def seconds_to_return(self, nbytes: int, *, on_host: bool) -> float:
         """An adapter that is evicted now comes back in about this time."""

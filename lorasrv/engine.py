@@ -15,10 +15,21 @@ from lorasrv.metrics import EngineMetrics, EngineSnapshot
 from lorasrv.model_runner import ModelRunner
 from lorasrv.pool_books import PoolBooks
 from lorasrv.pool_map import describe_pool
-from lorasrv.questions import Answer, AskTier, DescribePool, PinAdapter, Question, Reached, UnpinAdapter, WarmAdapter
+from lorasrv.questions import (
+    Answer,
+    AskTier,
+    DescribePool,
+    PinAdapter,
+    Question,
+    Reached,
+    SetLimits,
+    UnpinAdapter,
+    WarmAdapter,
+)
 from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestStatus
 from lorasrv.scheduler import WARM_GRACE_S, Scheduler
 from lorasrv.step import AdapterOrders, SchedulerOutput
+from lorasrv.step_costs import StepShape
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,7 @@ class Engine:
         self._steps = 0
         self._last_step_s = 0.0
         self._made_progress = False
+        self._wake_s: float | None = None
         self.metrics = EngineMetrics(self._snapshot())
 
     @property
@@ -67,8 +79,13 @@ class Engine:
 
     @property
     def made_progress(self) -> bool:
-        """Whether the last step changed anything; if not, only a message or a load can."""
+        """Whether the last step changed anything; if not, only a message, a load or the time can."""
         return self._made_progress
+
+    @property
+    def idle_s(self) -> float | None:
+        """How long nothing is to be done if nothing happens; None: until something does."""
+        return None if self._wake_s is None else max(0.0, self._wake_s - self._books.clock())
 
     def add_request(self, message: AddRequest) -> None:
         """Queue a request that `Admission` has passed."""
@@ -95,6 +112,9 @@ class Engine:
                 self._pin(number, question)
             case UnpinAdapter():
                 self._unpin(number, question)
+            case SetLimits():
+                self._scheduler.quotas.set_limits(question.adapter_id, question.limits)
+                self._answer(number, None)
 
     def take_answers(self) -> list[Answer]:
         """Answers since the last call."""
@@ -103,15 +123,14 @@ class Engine:
 
     def step(self) -> list[EngineOutput]:
         """Compute one batch, and say what it brought for each request."""
+        begun = time.perf_counter()
         self._take_reports()
         step = self._scheduler.schedule()
         self._arrange(step)
         self._give_orders(step.orders)
-        begun = time.perf_counter()
         output = self._parts.runner.run(step)
-        self._books.costs.observe_step(step.num_tokens, time.perf_counter() - begun)
         outputs = self._scheduler.update_from_output(step, output.sampled)
-        self._finish_step(step)
+        self._finish_step(step, time.perf_counter() - begun)
         return outputs
 
     def check_integrity(self) -> None:
@@ -204,14 +223,16 @@ class Engine:
 
     # Figures.
 
-    def _finish_step(self, step: SchedulerOutput) -> None:
+    def _finish_step(self, step: SchedulerOutput, seconds: float) -> None:
+        self._books.costs.observe_step(StepShape.of(step), seconds)
+        self._wake_s = step.wake_s
         self._made_progress = bool(step.scheduled) or step.num_preempted > 0
         self._steps += bool(step.scheduled)
         self._last_step_s = time.monotonic()
         self.metrics.publish(self._snapshot())
 
     def _snapshot(self) -> EngineSnapshot:
-        books, counters = self._books, self._scheduler.counters
+        books, counters, predictor = self._books, self._scheduler.counters, self._scheduler.predictor
         fragmentation = books.adapter_pool.fragmentation
         host = self._parts.source.host_stats() if self._parts.source is not None else None
         return EngineSnapshot(
@@ -232,6 +253,13 @@ class Engine:
             cached_tokens_total=counters.cached_tokens,
             generated_tokens_total=counters.generated_tokens,
             requests_finished_total=dict(counters.finished),
+            requests_due_total=self._scheduler.num_due,
+            answers_predicted_total=predictor.num_predicted,
+            answers_within_prediction_total=predictor.num_covered,
+            predicted_tokens_total=predictor.predicted_tokens,
+            tokens_of_predicted_total=predictor.actual_tokens,
+            step_costs=books.costs.step.known_as(),
+            load_costs={"load_byte": books.costs.load.seconds, "copy_byte": books.costs.copy.seconds},
             preemptions_total=counters.preemptions,
             swaps_total=counters.swaps,
             moved_pages_total=books.reclaimer.num_moved_pages,

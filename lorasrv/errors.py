@@ -8,8 +8,12 @@
     │   ├── UnsupportedModel (ValueError)  architecture, tensor type or tokenizer that we do not know; lists what we do
     │   └── CorruptModel (ValueError)      the file is damaged
     ├── ConfigError (ValueError)           a server option is wrong; names the option and the choices
+    ├── InvalidLimits (ValueError)         a limit or a weight of an adapter is out of range; names it
     ├── AdapterLoadFailed                  a registered adapter could not be brought into the pool; says why
     ├── AdapterCold                        the adapter is not in the pool and the caller would not wait; `retry_after_s`
+    ├── LimitExceeded                      as many requests of the adapter or the key wait as may; `retry_after_s`
+    ├── RequestTimeout                     the request was not done in the time that it, or the server, allows
+    ├── DeadlineUnreachable                it would not be, so it was not begun; `retry_after_s`
     ├── EngineOverloaded                   no room now; carries `retry_after_s`
     └── EngineDead (RuntimeError)          the engine thread has ended; nothing will be answered any more
 
@@ -53,12 +57,40 @@ class ConfigError(LorasrvError, ValueError):
     """A server option is wrong. The message names the option, the value and the choices."""
 
 
+class InvalidLimits(LorasrvError, ValueError):
+    """A limit or a weight is out of range. `param` is its name on the wire."""
+
+    def __init__(self, message: str, param: str) -> None:
+        super().__init__(f"{param} {message}")
+        self.param = param
+
+
 class AdapterLoadFailed(LorasrvError):
     """A registered adapter could not be brought into the pool. Fails its own requests only."""
 
 
 class AdapterCold(LorasrvError):
     """The adapter is not in the pool and the request would not wait. It is brought in; try again in `retry_after_s`."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class LimitExceeded(LorasrvError):
+    """The adapter, or the key, has as many requests waiting as it may. Says which limit, of whom."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class RequestTimeout(LorasrvError):
+    """The request was not done, or not begun, in the time that it or the server allows. What came is no answer."""
+
+
+class DeadlineUnreachable(LorasrvError):
+    """The request is predicted to miss its deadline, so it was refused before anything was spent on it."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)

@@ -37,6 +37,13 @@ class EngineSnapshot:
     cached_tokens_total: int = 0
     generated_tokens_total: int = 0
     requests_finished_total: Mapping[str, int] = field(default_factory=dict)
+    requests_due_total: int = 0
+    answers_predicted_total: int = 0
+    answers_within_prediction_total: int = 0
+    predicted_tokens_total: int = 0
+    tokens_of_predicted_total: int = 0
+    step_costs: Mapping[str, float] = field(default_factory=dict)
+    load_costs: Mapping[str, float] = field(default_factory=dict)
     preemptions_total: int = 0
     swaps_total: int = 0
     moved_pages_total: int = 0

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
+from lorasrv.limits import Limits
 from lorasrv.request import AdapterTier
 from sgmv_kernels.layout import AdapterLayout
 
@@ -43,7 +44,15 @@ class UnpinAdapter:
     key: AdapterKey
 
 
-Question = DescribePool | AskTier | WarmAdapter | PinAdapter | UnpinAdapter
+@dataclass(frozen=True, slots=True)
+class SetLimits:
+    """From now on an adapter has these limits; None: those of every adapter. Answered by None."""
+
+    adapter_id: str
+    limits: Limits | None
+
+
+Question = DescribePool | AskTier | WarmAdapter | PinAdapter | UnpinAdapter | SetLimits
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,6 +74,11 @@ class Reclaimer:
         is_shared = self._adapters.pool is self._pool
         return self._make_room(self._pool, pages, need, is_ahead, self._floor_pages if is_shared else 0)
 
+    def may_have_room(self, pages: int, need: Need, is_ahead: Predicate = lambda _: False) -> bool:
+        """Whether `room_for_kv` would find so many. Nobody has to give way yet."""
+        floor = self._floor_pages if self._adapters.pool is self._pool else 0
+        return self._pool.num_free >= pages or self._obtainable(self._pool, need, is_ahead, floor) >= pages
+
     def place_adapter(
         self, key: AdapterKey, layout: AdapterLayout, keep_free: int, need: Need, is_ahead: Predicate
     ) -> PlacedAdapter | None:

@@ -73,6 +73,7 @@ class RequestStatus(IntEnum):
     FINISHED_ABORTED = 6
     FINISHED_ERROR = 7
     FINISHED_REFUSED = 8
+    FINISHED_TIMEOUT = 9
 
     @property
     def is_finished(self) -> bool:
@@ -88,6 +89,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     ERROR = "error"
     REFUSED = "refused"
+    TIMEOUT = "timeout"
 
 
 class AdapterTier(StrEnum):
@@ -106,12 +108,25 @@ class OnCold(StrEnum):
     REJECT = "reject"
 
 
+class Refusal(StrEnum):
+    """Why a request was not served, where the adapter or the engine did not fail."""
+
+    COLD = "cold"
+    LIMIT = "limit"
+    TIMEOUT = "timeout"
+    LATE = "late"
+    UNFIT = "unfit"
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One sequence: its tokens and how far they are computed. Owned by the `Scheduler`, nobody else writes it.
 
     `num_computed_tokens` chases `len(token_ids)`: there is no prefill and no decode phase. `num_swapped_pages` pages of
-    what is computed lie in host memory.
+    what is computed lie in host memory. `number` counts up in the order of arrival. `last_share_step` is the step in
+    which it had tokens computed last, or arrived; until `protected_until_step` it does not give way. `service` is
+    `Mlfq`'s. `predicted_tokens` the answer was expected to have when it began, `planned_tokens` since it outgrew that.
+    The first `num_charged_tokens` tokens are on its account.
     """
 
     message: "AddRequest"
@@ -123,6 +138,13 @@ class Request:
     num_cached_tokens: int = 0
     num_swapped_pages: int = 0
     num_preemptions: int = 0
+    number: int = 0
+    last_share_step: int = 0
+    protected_until_step: int = 0
+    service: float = 0.0
+    predicted_tokens: int | None = None
+    planned_tokens: int = 0
+    num_charged_tokens: int = 0
     tier: AdapterTier | None = None
     fell_back: bool = False
     scheduled_s: float | None = None
@@ -130,6 +152,7 @@ class Request:
     load_s: float = 0.0
     stop_token_id: int | None = None
     error: str | None = None
+    refusal: Refusal | None = None
     retry_after_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -184,6 +207,7 @@ class Request:
             timing=self._timing(now_s),
             stop_token_id=self.stop_token_id,
             error=self.error,
+            refusal=self.refusal,
             retry_after_s=self.retry_after_s,
         )
 
@@ -205,6 +229,7 @@ _FINISH_REASONS = {
     RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
     RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
     RequestStatus.FINISHED_REFUSED: FinishReason.REFUSED,
+    RequestStatus.FINISHED_TIMEOUT: FinishReason.TIMEOUT,
 }
 
 
@@ -214,7 +239,8 @@ class AddRequest:
 
     `found` is the tier in which the adapter was on arrival, before anything was begun for this request. `fork_of` is
     the first choice of the same prompt, whose pages this one shares. `cache_salt` keeps its prefix pages from those who
-    have another.
+    have another. `adapter_id` is the name on whose account it runs, whatever version it means; "" is the base. A lower
+    `priority` goes first. `timeout_s` from arrival to the last token.
     """
 
     request_id: RequestId
@@ -228,6 +254,9 @@ class AddRequest:
     on_cold: OnCold = OnCold.WAIT
     cache_salt: str = ""
     fork_of: RequestId | None = None
+    adapter_id: str = ""
+    priority: int = 0
+    timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +284,7 @@ class EngineOutput:
     timing: RequestTiming
     stop_token_id: int | None = None
     error: str | None = None
+    refusal: Refusal | None = None
     retry_after_s: float | None = None
 
 

@@ -22,9 +22,16 @@ class RequestMemory:
         self._ops: list[PageOp] = []
 
     def start(
-        self, request: Request, parent: Request | None, need: Need, keep_free: int, ahead: Set[AdapterKey]
+        self,
+        request: Request,
+        parent: Request | None,
+        need: Need,
+        keep_free: int,
+        ahead: Set[AdapterKey],
+        growth: int = 0,
     ) -> bool:
         """Take pages for all of a waiting request's tokens beside `keep_free`, and pin its adapter, which is ready.
+        Others must be able to give way for `growth` pages beyond, but do not have to yet.
 
         What others have computed of its beginning is shared: by `parent`, the first choice of the same prompt, or by
         the prefix cache. False, and nothing held, if others do not give way so far.
@@ -35,7 +42,7 @@ class RequestMemory:
             self._adapters.pin(key)
         shared = 0 if request.num_swapped_pages else self._share(request, parent)
         request.num_computed_tokens += shared
-        if not self.grow(request, need, keep_free, ahead):
+        if not (self._may_grow(request, growth, need, ahead) and self.grow(request, need, keep_free, ahead)):
             request.num_computed_tokens -= shared
             self.release(request)
             return False
@@ -57,6 +64,12 @@ class RequestMemory:
         if copies:
             self._ops.append(CopyPages(copies))
         return True
+
+    def _may_grow(self, request: Request, growth: int, need: Need, ahead: Set[AdapterKey]) -> bool:
+        if not growth:
+            return True
+        missing = self._kv.missing_pages(request.request_id, request.num_computed_tokens, request.num_tokens)
+        return self._books.reclaimer.may_have_room(missing + growth, need, ahead.__contains__)
 
     def give_way(self, request: Request) -> None:
         """Take back a running request's pages. What is computed goes to host memory, or will be computed again,

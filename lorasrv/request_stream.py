@@ -4,9 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from lorasrv.errors import AdapterCold, AdapterLoadFailed
+from lorasrv.errors import (
+    AdapterCold,
+    AdapterLoadFailed,
+    DeadlineUnreachable,
+    InvalidRequest,
+    LimitExceeded,
+    LorasrvError,
+    RequestTimeout,
+)
 from lorasrv.output import OutputProcessor
-from lorasrv.request import EngineOutput, RequestId, RequestOutput
+from lorasrv.request import EngineOutput, Refusal, RequestId, RequestOutput
 
 
 class StreamOwner(Protocol):
@@ -25,6 +33,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
     Raises (from iteration):
         AdapterLoadFailed: the adapter could not be brought in; nothing was generated.
         AdapterCold: it is not in the pool and the request would not wait.
+        LimitExceeded: its adapter or key has as many requests waiting as it may.
+        RequestTimeout: it was not done in time. DeadlineUnreachable: it would not be.
         EngineDead: the engine thread ended before the request did.
     """
 
@@ -65,8 +75,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._engine.forget(self.request_id)
             if output.finish_reason is None:
                 self._engine.end(self.request_id, stopped=True)
-        if result.error is not None and result.retry_after_s is not None:
-            self._outputs.put_nowait(AdapterCold(result.error, retry_after_s=result.retry_after_s))
+        if output.refusal is not None:
+            self._outputs.put_nowait(_refused(output))
         elif result.error is not None and not result.num_generated_tokens:
             self._outputs.put_nowait(AdapterLoadFailed(result.error))
         else:
@@ -76,3 +86,19 @@ class RequestStream(AsyncIterator[RequestOutput]):
         """No more outputs will come."""
         self._finished = True
         self._outputs.put_nowait(error)
+
+
+def _refused(output: EngineOutput) -> LorasrvError:
+    """A refusal as an exception."""
+    why, retry_after_s = output.error or "refused", output.retry_after_s or 1.0
+    match output.refusal:
+        case Refusal.COLD:
+            return AdapterCold(why, retry_after_s=retry_after_s)
+        case Refusal.LIMIT:
+            return LimitExceeded(why, retry_after_s=retry_after_s)
+        case Refusal.UNFIT:
+            return InvalidRequest(why, param="max_tokens")
+        case Refusal.LATE:
+            return DeadlineUnreachable(why, retry_after_s=retry_after_s)
+        case _:
+            return RequestTimeout(why)

@@ -98,7 +98,8 @@ class ScheduledRequest:
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
     """A whole step. `page_ops` are done in their order, before the loader gets its orders and before anything is
-    computed: pages that they free may be what an order fills.
+    computed: pages that they free may be what an order fills. `wake_s`: when, on the scheduler's clock, there is
+    something to do even if nothing happens until then.
     """
 
     scheduled: tuple[ScheduledRequest, ...]
@@ -106,6 +107,7 @@ class SchedulerOutput:
     page_ops: tuple[PageOp, ...]
     orders: AdapterOrders
     num_preempted: int
+    wake_s: float | None = None
 
     @property
     def num_tokens(self) -> int:

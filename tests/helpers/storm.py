@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import markers as m
+from mispredict import expect_short_answers
 
 from adapter_store.errors import AdapterNotFound
 from adapter_store.spec import AdapterKey
@@ -37,14 +38,18 @@ class Started:
     wake: threading.Event | None
 
 
-def config(model: Path, pages: int, host_cache_bytes: int = 1 << 24, preemption: str = "auto") -> EngineConfig:
+def config(
+    model: Path, pages: int, host_cache_bytes: int = 1 << 24, preemption: str = "auto", policy: str = "fair"
+) -> EngineConfig:
     """Small pages and steps, so that everything happens often."""
     return EngineConfig(
         model=ModelOptions(model=str(model), quantization="none", dtype="float32"),
         memory=MemoryOptions(
             pool_bytes=pages * PAGE_BYTES * m.LAYERS, page_size_tokens=PAGE_SIZE, host_cache_bytes=host_cache_bytes
         ),
-        scheduler=SchedulerOptions(max_num_seqs=2 * SEQS, max_num_batched_tokens=96, preemption=preemption),
+        scheduler=SchedulerOptions(
+            max_num_seqs=2 * SEQS, max_num_batched_tokens=96, preemption=preemption, policy=policy
+        ),
     )
 
 
@@ -60,6 +65,7 @@ def start(model: Path, library: Any, *, threaded: bool, preemption: str = "auto"
         checkpoint, config(model, int(RESIDENTS * an_adapter + SEQS * a_request), host, preemption), library.store
     ).parts
     checkpoint.close()
+    expect_short_answers(parts.scheduler.predictor)
     assert parts.source is not None
     if not threaded:
         return Started(Engine(parts, InlineLoader(parts.source, parts.runner.write_adapter)), None)

@@ -22,6 +22,7 @@ from lorasrv.page_pool import PagePool
 from lorasrv.request import FinishReason, Request
 from lorasrv.scheduler import Scheduler
 from lorasrv.step import CopyPages, PageOp, SchedulerOutput, SwapIn
+from lorasrv.step_planner import StepPlanner
 from sgmv_kernels.layout import AdapterLayout, PlacedAdapter
 
 
@@ -58,14 +59,14 @@ def _leak(patch: pytest.MonkeyPatch) -> None:
 
 
 def _skip_recomputing(patch: pytest.MonkeyPatch) -> None:
-    preempt = Scheduler._preempt
+    preempt = StepPlanner.preempt
 
-    def keep(self: Scheduler, request: Request) -> None:
+    def keep(self: StepPlanner, request: Request) -> None:
         computed = request.num_computed_tokens
         preempt(self, request)
         request.num_computed_tokens = computed
 
-    patch.setattr(Scheduler, "_preempt", keep)
+    patch.setattr(StepPlanner, "preempt", keep)
 
 
 def _remember_places(patch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,12 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mispredict import expect_short_answers
 
 from adapter_store.spec import AdapterKey
 from lorasrv.compaction import Moves
-from lorasrv.config import MemoryOptions, SchedulerOptions
+from lorasrv.config import POLICIES, MemoryOptions, SchedulerOptions
+from lorasrv.limits import Limits
 from lorasrv.pool_books import PoolBooks, PoolGeometry
 from lorasrv.request import AddRequest, EngineOutput, OnCold, RequestId, RequestStatus, SamplingParams
 from lorasrv.scheduler import Scheduler
@@ -27,6 +29,14 @@ PAGE_BYTES = 1024
 UNITS = PAGE_BYTES // ALIGNMENT_BYTES
 EOS = 2
 NAMES = "abcdef"
+LIMITS = [
+    Limits(),
+    Limits(),
+    Limits(weight=3.0),
+    Limits(max_running=1, max_queued=3),
+    Limits(tokens_per_s=6.0),
+    Limits(resident_bytes=14 * 1024),
+]
 MAX_TOKENS = 40
 
 
@@ -49,9 +59,7 @@ class World:
     """The engine's books and the model of its memory."""
 
     pages: int
-    max_num_seqs: int
-    budget: int
-    preemption: str
+    options: SchedulerOptions
     memory: MemoryOptions
     outputs: list[EngineOutput] = field(default_factory=list)
 
@@ -60,9 +68,8 @@ class World:
         self.on_host: set[AdapterKey] = set()
         self.now = 0.0
         on_host = self.on_host.__contains__
-        self.books = PoolBooks.make(geometry, self.memory, self.preemption, on_host, lambda: self.now)
-        options = SchedulerOptions(self.max_num_seqs, self.budget, preemption=self.preemption)
-        self.scheduler = Scheduler(options, self.books, frozenset({EOS}), on_host)
+        self.books = PoolBooks.make(geometry, self.memory, self.options.preemption, on_host, lambda: self.now)
+        self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), on_host)
         self.units = np.zeros((self.pages, UNITS), dtype=np.int64)
         self.swapped: dict[RequestId, np.ndarray] = {}
         self.loading: set[AdapterKey] = set()
@@ -85,11 +92,12 @@ class World:
         for key, placed in step.orders.copies:
             assert key not in self.copying
             self.copying[key] = placed
-        assert step.num_tokens <= self.budget
+        assert step.num_tokens <= self.options.max_num_batched_tokens
+        assert len(step.scheduled) <= self.options.max_num_seqs
         self._write(step)
         sampled = {s.request_id: 3 + (choose + len(s.token_ids) + s.start) % 5 for s in step.scheduled if s.samples}
         self.outputs += self.scheduler.update_from_output(step, sampled)
-        self.made_progress = bool(step.scheduled) or step.num_preempted > 0
+        self.made_progress = bool(step.scheduled) or step.num_preempted > 0 or step.wake_s is not None
         return step
 
     def load(self, key: AdapterKey) -> None:
@@ -147,11 +155,11 @@ class World:
             assert (self._adapter_units(offset, size) == expected).all(), f"adapter {key} is not what its pages hold"
 
     def _adapter_of(self, request_id: RequestId) -> AdapterKey | None:
-        request = self.scheduler._requests[request_id]
+        request = self.scheduler._lineup.requests[request_id]
         return None if request.fell_back else self.served_as[request_id]
 
     def _token(self, share: ScheduledRequest, position: int) -> int:
-        tokens = self.scheduler._requests[share.request_id].token_ids[: position + 1]
+        tokens = self.scheduler._lineup.requests[share.request_id].token_ids[: position + 1]
         return _tag(share.adapter_key, self.salts[share.request_id], tuple(tokens))
 
     def _adapter_units(self, offset: int, size: int) -> np.ndarray:
@@ -168,20 +176,51 @@ class PoolMachine(RuleBasedStateMachine):
     @initialize(
         pages=st.integers(22, 48),
         seqs=st.integers(1, 6),
-        budget=st.integers(1, 24),
+        budget=st.integers(0, 20),
+        policy=st.sampled_from(POLICIES),
+        max_wait_steps=st.sampled_from([1, 20, 512]),
+        limits=st.sampled_from(LIMITS),
+        is_misled=st.booleans(),
+        early_abort=st.booleans(),
         preemption=st.sampled_from(["auto", "recompute", "swap"]),
         prefix_caching=st.sampled_from([True, True, False]),
         split=st.sampled_from([None, None, None, 0.4]),
         host_bytes=st.sampled_from([1 << 20, 9_000, 7_000]),
     )
-    def begin(self, pages, seqs, budget, preemption, prefix_caching, split, host_bytes) -> None:
+    def begin(
+        self,
+        pages,
+        seqs,
+        budget,
+        policy,
+        max_wait_steps,
+        limits,
+        is_misled,
+        early_abort,
+        preemption,
+        prefix_caching,
+        split,
+        host_bytes,
+    ) -> None:
         memory = MemoryOptions(
             swap_bytes=20 * PAGE_BYTES,
             prefix_caching=prefix_caching,
             adapter_pool_fraction=split,
             host_cache_bytes=host_bytes,
         )
-        self.world = World(pages, seqs, budget, preemption, memory)
+        options = SchedulerOptions(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=seqs + budget,
+            preemption=preemption,
+            policy=policy,
+            max_wait_steps=max_wait_steps,
+            adapter_limits=limits,
+            key_limits=LIMITS[2],
+            early_abort=early_abort,
+        )
+        self.world = World(pages, options, memory)
+        if is_misled:
+            expect_short_answers(self.world.scheduler.predictor)
         self.names = dict.fromkeys(NAMES, 0)
         self.deleted: set[AdapterKey] = set()
         self.accepted: list[RequestId] = []
@@ -202,8 +241,9 @@ class PoolMachine(RuleBasedStateMachine):
         salt=st.sampled_from(["", "", "tenant"]),
         on_cold=st.sampled_from([OnCold.WAIT, OnCold.WAIT, OnCold.WAIT, OnCold.FALLBACK_BASE, OnCold.REJECT]),
         choices=st.sampled_from([1, 1, 1, 2, 3]),
+        who=st.sampled_from([{}, {"principal": "other"}, {"priority": 1}, {"priority": -1}, {"timeout_s": 4.0}]),
     )
-    def submit(self, prefix, shared, own, max_tokens, name, salt, on_cold, choices) -> None:
+    def submit(self, prefix, shared, own, max_tokens, name, salt, on_cold, choices, who) -> None:
         ids = tuple(10 + prefix for _ in range(shared)) + tuple(20 + (own + i) % 3 for i in range(own))
         key = None if name is None else _key(name, self.names[name])
         if not self._fits(key, len(ids) + max_tokens):
@@ -214,9 +254,8 @@ class PoolMachine(RuleBasedStateMachine):
             rid = RequestId(f"r{len(self.accepted)}")
             self.accepted.append(rid)
             sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=choice)
-            self.world.submit(
-                AddRequest(rid, ids, max_tokens, sampling, key, layout, on_cold=on_cold, cache_salt=salt, fork_of=first)
-            )
+            how = {"on_cold": on_cold, "cache_salt": salt, "fork_of": first, "adapter_id": name or "", **who}
+            self.world.submit(AddRequest(rid, ids, max_tokens, sampling, key, layout, **how))
             first = first or rid
 
     @rule(choose=st.integers(0, 4), count=st.integers(1, 4))
@@ -246,8 +285,12 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.world.scheduler.has_requests)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        rid = data.draw(st.sampled_from(sorted(self.world.scheduler._requests)))
+        rid = data.draw(st.sampled_from(sorted(self.world.scheduler._lineup.requests)))
         self.world.scheduler.end(rid, RequestStatus.FINISHED_ABORTED)
+
+    @rule(name=st.sampled_from(NAMES), limits=st.sampled_from([None, *LIMITS]))
+    def limit(self, name: str, limits: Limits | None) -> None:
+        self.world.scheduler.quotas.set_limits(name, limits)
 
     @rule()
     def evict(self) -> None:
@@ -281,10 +324,10 @@ class PoolMachine(RuleBasedStateMachine):
     def unpin(self, name: str) -> None:
         self.world.books.tiers.unpin(_key(name, self.names[name]))
 
-    @precondition(lambda self: self.world.scheduler._running)
+    @precondition(lambda self: self.world.scheduler.num_running)
     @rule()
     def preempt(self) -> None:
-        self.world.scheduler._preempt(self.world.scheduler._running[-1])
+        self.world.scheduler._planner.preempt(self.world.scheduler._lineup.running[-1])
 
     @rule(data=st.data())
     def scatter(self, data: st.DataObject) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mispredict import expect_short_answers
 
 from adapter_store.peft_dir import read_peft_dir
 from adapter_store.spec import AdapterKey
@@ -114,7 +115,7 @@ def test_choices_share_their_prompt_and_are_what_each_alone_would_be(serve, stor
         if length == 45:
             assert engine.metrics.snapshot().copied_pages_total == 3, "the last holder writes where it is"
 
-    serve(scenario, scheduler=SchedulerOptions(max_num_batched_tokens=32))
+    serve(scenario, scheduler=SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=32))
 
 
 async def _collect(stream: Any) -> list[RequestOutput]:
@@ -140,6 +141,7 @@ def test_preempted_requests_say_the_same(model, store, adapter_dirs, alone, pree
     sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     config = _config(model, 32, SchedulerOptions(preemption=preemption), swap_bytes=64 * BLOCK)
     with LLM(str(model), config) as llm:
+        expect_short_answers(llm.engine._parts.scheduler.predictor)
         for name, folder in adapter_dirs.items():
             llm.add_adapter(name, folder)
         answers = llm.generate(prompts, sampling, names)
@@ -443,7 +445,8 @@ def test_a_long_prompt_in_chunks_keeps_its_adapter_while_others_fight_for_room(s
         assert _tokens(await chunked) == alone(prompt, GREEDY, "one")
         assert [_tokens(a) for a in answers] == [alone(PROMPT[:20], GREEDY, n) for n in ("two", "three") * 2]
 
-    serve(scenario, pages=20 + _pages_of_three(), scheduler=SchedulerOptions(max_num_batched_tokens=16))
+    scheduler = SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=16)
+    serve(scenario, pages=20 + _pages_of_three(), scheduler=scheduler)
 
 
 def test_one_adapter_more_than_the_pool_holds_at_once(serve, store, adapter_dirs, alone) -> None:

@@ -3,6 +3,8 @@
 import itertools
 from dataclasses import dataclass, field
 
+from mispredict import expect_short_answers
+
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions, SchedulerOptions
 from lorasrv.pool_books import PoolBooks, PoolGeometry
@@ -41,7 +43,7 @@ class Bench:
             geometry, self.memory, self.preemption, lambda key: key in self.on_host, lambda: float(next(self.time))
         )
         self.pool, self.kv, self.adapters = self.books.kv_pool, self.books.kv, self.books.adapters
-        options = SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens)
+        options = SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens, policy="fcfs", target_itl_ms=None)
         self.scheduler = Scheduler(options, self.books, frozenset({EOS}), lambda key: key in self.on_host)
         self.on_host: set[AdapterKey] = set()
         self.loading: set[AdapterKey] = set()
@@ -156,6 +158,7 @@ def test_max_num_seqs_and_order_of_arrival() -> None:
 
 def test_pool_exhaustion_preempts_the_newest_and_nobody_fails() -> None:
     bench = Bench(pages=8, max_num_batched_tokens=64)
+    expect_short_answers(bench.scheduler.predictor)
     bench.add("old", prompt=8, max_tokens=20)
     bench.add("new", prompt=8, max_tokens=20)
     for _ in range(80):
@@ -273,6 +276,7 @@ def test_an_adapter_placed_in_pieces_gives_way_to_itself() -> None:
     """In pieces it holds a page more than its size. Alone, its request grows to the very last page that admission
     promised: the adapter must leave and come back in one run, or the request waits for itself for ever."""
     bench = Bench(pages=24, max_num_seqs=32, max_num_batched_tokens=128)
+    expect_short_answers(bench.scheduler.predictor)
     size = _layout(KEYS[4]).num_pages(PAGE_BYTES)
     for i in range(8):
         bench.add(f"r{i}", prompt=5, max_tokens=40)

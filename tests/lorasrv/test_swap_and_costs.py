@@ -4,22 +4,27 @@ import pytest
 
 from lorasrv.costs import CostModel
 from lorasrv.request import RequestId
+from lorasrv.step_costs import StepShape
 from lorasrv.swap_space import SwapSpace
 
 BLOCK = 1000
 
 
+def _shape(tokens: int) -> StepShape:
+    return StepShape(tokens, 1, 0, 0)
+
+
 def test_rates_begin_with_a_guess_and_follow_what_is_measured() -> None:
     costs = CostModel()
     guess = costs.recompute_s(100)
-    costs.observe_step(100, 2.0)
+    costs.observe_step(_shape(100), 2.0)
     assert costs.recompute_s(100) == pytest.approx(2.0) != guess
     for _ in range(20):
-        costs.observe_step(50, 0.5)
+        costs.observe_step(_shape(50), 0.5)
     assert costs.recompute_s(100) == pytest.approx(1.0)
-    costs.observe_step(1, 9.0)
+    costs.observe_step(_shape(1), 9.0)
     assert costs.recompute_s(100) == pytest.approx(1.0), "a step of single tokens tells little"
-    costs.observe_step(50, 500.0)
+    costs.observe_step(_shape(50), 500.0)
     assert costs.recompute_s(100) == pytest.approx(1.0), "one that met a page fault does not count"
     copy = costs.copy.seconds
     costs.copy.observe(1.0, 0)

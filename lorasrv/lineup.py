@@ -1,0 +1,149 @@
+"""Who runs and who waits, and in which order they get their share of a step.
+
+The order is a policy's, but for one rule that binds all of them: whoever could run and has had nothing for
+`max_wait_steps` steps is *due*. Those who are due go first, oldest wait first, take seats and pages from others, and
+are then safe for `PROTECTED_STEPS`. So a request has its share at the latest
+
+    max_wait_steps + CHECK_EVERY + PROTECTED_STEPS · (1 + k) steps
+
+after it arrived, or its last share, if k others are due before it and its adapter is there by then; otherwise
+CHECK_EVERY + PROTECTED_STEPS · (1 + k) steps after its adapter has come.
+"""
+
+from collections.abc import Iterator, Sequence
+
+from lorasrv.policies import Policy
+from lorasrv.request import Request, RequestId
+
+CHECK_EVERY = 16
+PROTECTED_STEPS = 16
+
+
+class Lineup:
+    """The requests that live. Mutated by the engine thread only."""
+
+    def __init__(self, policy: Policy, max_wait_steps: int) -> None:
+        self.policy = policy
+        self._max_wait_steps = max_wait_steps
+        self._running: list[Request] = []
+        self._waiting: dict[RequestId, Request] = {}
+        self.requests: dict[RequestId, Request] = {}
+        self._due: dict[RequestId, Request] = {}
+        self._num_arrived = 0
+        self.step = 0
+        self.num_due_total = 0
+
+    @property
+    def running(self) -> Sequence[Request]:
+        """Those that hold pages, by seniority."""
+        return self._running
+
+    @property
+    def waiting(self) -> dict[RequestId, Request]:
+        return self._waiting
+
+    @property
+    def checks_now(self) -> bool:
+        """Whether this step is one of those in which everybody who waits is looked at."""
+        return self.step % CHECK_EVERY == 0
+
+    @property
+    def due(self) -> dict[RequestId, Request]:
+        return self._due
+
+    def arrives(self, request: Request) -> None:
+        """A new request waits."""
+        self._num_arrived += 1
+        request.number = self._num_arrived
+        request.last_share_step = self.step
+        self.requests[request.request_id] = self._waiting[request.request_id] = request
+        self.policy.arrives(request)
+
+    def starts(self, request: Request) -> None:
+        """It joins the batch."""
+        self._unqueue(request)
+        self._running.append(request)
+        self.policy.starts(request)
+
+    def stops(self, request: Request) -> None:
+        """It gives way, and waits again."""
+        self._running.remove(request)
+        self.policy.stops(request)
+        self._waiting[request.request_id] = request
+        self.policy.arrives(request)
+
+    def ends(self, request: Request) -> None:
+        """It is gone."""
+        del self.requests[request.request_id]
+        self._due.pop(request.request_id, None)
+        if request.request_id in self._waiting:
+            self._unqueue(request)
+        else:
+            self._running.remove(request)
+            self.policy.stops(request)
+
+    def begin_step(self) -> None:
+        """Find out who is due."""
+        self.step += 1
+        if not self.checks_now:
+            return
+        for request in (*self._running, *self._waiting.values()):
+            if self.step - request.last_share_step >= self._max_wait_steps and request.request_id not in self._due:
+                self._due[request.request_id] = request
+                self.num_due_total += 1
+        if len(self._due) > 1:
+            by_wait = sorted(self._due.values(), key=lambda r: (r.last_share_step, r.number))
+            self._due = {request.request_id: request for request in by_wait}
+
+    def order(self) -> Iterator[Request]:
+        """Everybody once, best first. Whoever was yielded may start, stop or give way before the next is asked for."""
+        first = list(self._due.values())
+        yield from first
+        named = {request.request_id for request in first}
+        for request in self.policy.lineup(self._running):
+            if request.request_id not in named:
+                yield request
+
+    def had_share(self, request: Request) -> None:
+        """It has tokens in this step. One that was due is the most senior now: else it would have to leave at once."""
+        request.last_share_step = self.step
+        if self._due.pop(request.request_id, None) is not None:
+            request.protected_until_step = self.step + PROTECTED_STEPS
+            self._running.remove(request)
+            self._running.insert(0, request)
+            self.policy.was_due(request)
+
+    def is_limited(self, request: Request) -> None:
+        """It could not run: its own limits forbid it, which is nobody's unfairness."""
+        request.last_share_step = self.step
+        self._due.pop(request.request_id, None)
+
+    def worst(self) -> Request | None:
+        """Who gives way to those that run and grow."""
+        return self.policy.worst(self._unprotected()) or self.policy.worst(self._running)
+
+    def worst_below(self, request: Request) -> Request | None:
+        """Who gives way to a request that wants to start, if anybody does."""
+        if request.request_id in self._due:
+            return self.policy.worst(r for r in self._unprotected() if r.request_id not in self._due)
+        if not self.policy.may_displace:
+            return None
+        worst = self.policy.worst(self._unprotected())
+        return worst if worst is not None and self.policy.rank(worst) > self.policy.rank(request) else None
+
+    def check_integrity(self) -> None:
+        """Raises: AssertionError: the policy waits for others than wait here."""
+        assert {r.request_id for r in self.policy.waiting()} <= self._waiting.keys(), (
+            "the policy knows one that is gone"
+        )
+        assert not {r.request_id for r in self._running} & self._waiting.keys(), "a request runs and waits"
+        live = {r.request_id for r in self._running} | self._waiting.keys()
+        assert self.requests.keys() == live, "a request is lost"
+        assert self._due.keys() <= live, "one that is gone is due"
+
+    def _unprotected(self) -> Iterator[Request]:
+        return (r for r in self._running if r.protected_until_step <= self.step)
+
+    def _unqueue(self, request: Request) -> None:
+        del self._waiting[request.request_id]
+        self.policy.leaves(request)

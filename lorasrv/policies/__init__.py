@@ -1,0 +1,27 @@
+"""Who goes first. One file a policy, one interface (`policy.Policy`), one registry."""
+
+from collections.abc import Callable
+
+from lorasrv.config import SchedulerOptions
+from lorasrv.costs import CostModel
+from lorasrv.length_predictor import LengthPredictor
+from lorasrv.policies.fair import Fair
+from lorasrv.policies.fcfs import Fcfs
+from lorasrv.policies.mlfq import Mlfq
+from lorasrv.policies.policy import Policy
+from lorasrv.policies.sjf import Sjf
+from lorasrv.quotas import Quotas
+
+__all__ = ["Policy", "make_policy"]
+
+_MAKERS: dict[str, Callable[[CostModel, LengthPredictor, Quotas], Policy]] = {
+    "fair": lambda costs, predictor, quotas: Fair(quotas, costs.step, predictor),
+    "fcfs": lambda costs, predictor, quotas: Fcfs(),
+    "mlfq": lambda costs, predictor, quotas: Mlfq(),
+    "sjf": lambda costs, predictor, quotas: Sjf(costs.step, predictor),
+}
+
+
+def make_policy(options: SchedulerOptions, costs: CostModel, predictor: LengthPredictor, quotas: Quotas) -> Policy:
+    """The policy of that name, which `SchedulerOptions` has checked."""
+    return _MAKERS[options.policy](costs, predictor, quotas)

@@ -1,0 +1,243 @@
+"""What each adapter and each key has of the server now, against its `Limits`. Says no; who asks decides what then.
+
+A request stands on two accounts, its adapter's and its key's, and must be within the limits of both. Rates are token
+buckets that may go into debt: a chunk of a prompt is computed whole, and the account then waits until it is paid.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from adapter_store.spec import AdapterKey
+from lorasrv.limits import Limits
+from lorasrv.pool_books import PoolBooks
+from lorasrv.request import Request, RequestId
+
+BURST_S = 2.0
+"""An account that was idle may compute as much at once as in so many seconds."""
+MIN_SWEEP = 512
+_NONE = Limits()
+
+
+@dataclass(slots=True)
+class _Account:
+    """`pages` that its running requests may come to hold, with the adapters that they use."""
+
+    kind: str
+    name: str
+    limits: Limits
+    num_running: int = 0
+    num_waiting: int = 0
+    pages: int = 0
+    uses: Counter[AdapterKey] = field(default_factory=Counter)
+    debt: float = 0.0
+    """Tokens above what the rate allows; negative is what may be computed at once."""
+    paid_until_s: float = 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.num_running and not self.num_waiting
+
+    @property
+    def shown(self) -> str:
+        return f"{self.kind} {self.name!r}" if self.name else "the base"
+
+    def settle(self, now_s: float) -> None:
+        """Pay off debt by the time that has passed."""
+        rate = self.limits.tokens_per_s
+        if rate is None:
+            self.debt = 0.0
+        else:
+            self.debt = max(-BURST_S * rate, self.debt - rate * max(0.0, now_s - self.paid_until_s))
+        self.paid_until_s = now_s
+
+
+class Quotas:
+    """The accounts of adapters and keys. Mutated by the engine thread only.
+
+    Args:
+        of_adapters, of_keys: limits of whoever has none of its own.
+        books: what requests and adapters take of the pool.
+    """
+
+    def __init__(self, of_adapters: Limits, of_keys: Limits, books: PoolBooks) -> None:
+        self._of_adapters, self._of_keys = of_adapters, of_keys
+        self._books = books
+        self._page_bytes = books.geometry.block_bytes
+        self._clock = books.clock
+        self._own: dict[str, Limits] = {}
+        self._adapters: dict[str, _Account] = {}
+        self._keys: dict[str, _Account] = {}
+        self._reserved: dict[RequestId, int] = {}
+        self._num_swept = MIN_SWEEP
+
+    def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
+        """An adapter has these limits from now on; None: those of every adapter."""
+        if limits is None:
+            self._own.pop(adapter_id, None)
+        else:
+            self._own[adapter_id] = limits
+        if adapter_id in self._adapters:
+            self._adapters[adapter_id].limits = self._limits_of(adapter_id)
+
+    def weight(self, adapter_id: str) -> float:
+        """An adapter's share of the service among those that wait."""
+        return self._limits_of(adapter_id).weight
+
+    def key_weight(self) -> float:
+        return self._of_keys.weight
+
+    # What a request may.
+
+    def why_not_queue(self, request: Request) -> str | None:
+        """Which limit forbids one more waiting request, if one does. Asked before `arrives`."""
+        for account in self._accounts(request):
+            most = account.limits.max_queued
+            if most is not None and account.num_waiting >= most:
+                return f"{account.shown} has {account.num_waiting} requests waiting, and may have {most}"
+        return None
+
+    def why_never(self, request: Request) -> str | None:
+        """Which limit forbids that it ever runs, if one does."""
+        needed = self._pages_reserved_by(request) + self._pages_for_adapter(request)
+        for account in self._accounts(request):
+            most = account.limits.resident_bytes
+            if most is not None and needed * self._page_bytes > most:
+                return (
+                    f"the request may come to hold {needed * self._page_bytes} bytes of the pool with its adapter, "
+                    f"but {account.shown} may hold {most}; lower max_tokens or raise the limit"
+                )
+        return None
+
+    def may_start(self, request: Request) -> bool:
+        """Whether it may join the batch now, as far as limits go."""
+        return all(self._has_room(account, request) for account in self._accounts(request))
+
+    def may_compute(self, request: Request) -> bool:
+        """Whether its adapter and its key have tokens left this second."""
+        now = self._clock()
+        for account in self._accounts(request):
+            if account.limits.tokens_per_s is not None:
+                account.settle(now)
+                if account.debt > 0:
+                    return False
+        return True
+
+    def next_payment_s(self) -> float | None:
+        """The earliest time at which an account that owes tokens has paid; None if none owes any."""
+        return min(
+            (
+                a.paid_until_s + a.debt / a.limits.tokens_per_s
+                for a in self._all()
+                if a.limits.tokens_per_s is not None and a.debt > 0 and not a.is_idle
+            ),
+            default=None,
+        )
+
+    # What becomes of it.
+
+    def arrives(self, request: Request) -> None:
+        for account in self._open(request):
+            account.num_waiting += 1
+
+    def starts(self, request: Request) -> None:
+        """A waiting request runs."""
+        pages = self._pages_reserved_by(request)
+        self._reserved[request.request_id] = pages
+        for account in self._open(request):
+            account.num_waiting -= 1
+            account.num_running += 1
+            account.pages += pages + self._pages_of_new_adapter(account, request)
+            if request.adapter_key is not None:
+                account.uses[request.adapter_key] += 1
+
+    def stops(self, request: Request) -> None:
+        """A running request waits again."""
+        pages = self._reserved.pop(request.request_id)
+        for account in self._accounts(request):
+            account.num_waiting += 1
+            account.num_running -= 1
+            if request.adapter_key is not None:
+                account.uses[request.adapter_key] -= 1
+                if not account.uses[request.adapter_key]:
+                    del account.uses[request.adapter_key]
+            account.pages -= pages + self._pages_of_new_adapter(account, request)
+
+    def leaves(self, request: Request) -> None:
+        """A waiting request is gone."""
+        for account in self._accounts(request):
+            account.num_waiting -= 1
+        if len(self._adapters) + len(self._keys) > 2 * self._num_swept:
+            self._sweep()
+
+    def charge(self, request: Request, num_tokens: int) -> None:
+        """So many tokens were computed for it."""
+        now = self._clock()
+        for account in self._accounts(request):
+            if account.limits.tokens_per_s is not None:
+                account.settle(now)
+                account.debt += num_tokens
+
+    def check_integrity(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
+        """Raises: AssertionError: counts differ from the requests that there are."""
+        for accounts, name in ((self._adapters, "adapter_id"), (self._keys, "principal")):
+            runs = Counter(getattr(r.message, name) for r in running)
+            waits = Counter(getattr(r.message, name) for r in waiting)
+            assert {n: a.num_running for n, a in accounts.items() if a.num_running} == runs, "running requests differ"
+            assert {n: a.num_waiting for n, a in accounts.items() if a.num_waiting} == waits, "waiting requests differ"
+        assert self._reserved.keys() == {r.request_id for r in running}, "reservations differ from those that run"
+
+    def _has_room(self, account: _Account, request: Request) -> bool:
+        limits = account.limits
+        if limits.max_running is not None and account.num_running >= limits.max_running:
+            return False
+        if limits.resident_bytes is None:
+            return True
+        pages = account.pages + self._pages_reserved_by(request) + self._pages_of_new_adapter(account, request)
+        return pages * self._page_bytes <= limits.resident_bytes
+
+    def _pages_of_new_adapter(self, account: _Account, request: Request) -> int:
+        """Of the request's adapter, if nobody of this account uses it."""
+        key = request.adapter_key
+        return 0 if key is None or key in account.uses else self._pages_for_adapter(request)
+
+    def _sweep(self) -> None:
+        """Forget accounts that have nothing and owe nothing."""
+        now = self._clock()
+        for accounts in (self._adapters, self._keys):
+            for account in list(accounts.values()):
+                account.settle(now)
+                if account.is_idle and account.debt <= 0:
+                    del accounts[account.name]
+        self._num_swept = max(MIN_SWEEP, len(self._adapters) + len(self._keys))
+
+    def _pages_reserved_by(self, request: Request) -> int:
+        return self._books.kv.pages_for(request.num_prompt_tokens + request.message.max_tokens)
+
+    def _pages_for_adapter(self, request: Request) -> int:
+        layout = request.message.layout
+        return 0 if request.adapter_key is None or layout is None else self._books.adapters.pages_for(layout)
+
+    def _limits_of(self, adapter_id: str) -> Limits:
+        """The base has none but its keys'."""
+        return self._own.get(adapter_id, self._of_adapters) if adapter_id else _NONE
+
+    def _accounts(self, request: Request) -> tuple[_Account, _Account]:
+        """Its adapter's and its key's; not kept if they are new."""
+        message = request.message
+        adapter = self._adapters.get(message.adapter_id) or _Account(
+            "adapter", message.adapter_id, self._limits_of(message.adapter_id), paid_until_s=self._clock()
+        )
+        key = self._keys.get(message.principal) or _Account(
+            "key", message.principal, self._of_keys, paid_until_s=self._clock()
+        )
+        return adapter, key
+
+    def _open(self, request: Request) -> tuple[_Account, _Account]:
+        adapter, key = self._accounts(request)
+        self._adapters[adapter.name], self._keys[key.name] = adapter, key
+        return adapter, key
+
+    def _all(self) -> Iterator[_Account]:
+        yield from self._adapters.values()
+        yield from self._keys.values()

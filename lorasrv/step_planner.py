@@ -1,0 +1,306 @@
+"""The next step: who gets how many tokens, and the pages for them.
+
+There is no prefill and no decode phase: `num_computed_tokens` chases `num_tokens` under a budget (`StepBudget`), so a
+long prompt is computed in chunks beside the single tokens of running requests (the insight of vLLM's v1 scheduler).
+
+Requests are gone through in their order (`Lineup`), those that run and those that wait alike. One whose adapter is not
+in the pool is `WAITING_FOR_ADAPTER`: it comes nearer by the work of others (`AdapterTiers`) and nobody else waits for
+it. A request starts if its adapter is there, its limits allow it, and the pages suffice for what the batch is predicted
+to grow to. The first that could run but for pages holds back later ones, which would only take more of them; their
+adapters are still brought near, with pages that nobody needs (prefetch). When pages run out all the same, others give
+way (`Reclaimer`), at last a running request: it is swapped to host memory or computed again, whichever costs less.
+"""
+
+from dataclasses import dataclass, field
+
+from adapter_store.spec import AdapterKey
+from lorasrv.config import SchedulerOptions
+from lorasrv.growth import peak_growth
+from lorasrv.length_predictor import LengthPredictor
+from lorasrv.lineup import Lineup
+from lorasrv.metrics import SchedulerCounters
+from lorasrv.pool_books import PoolBooks
+from lorasrv.quotas import Quotas
+from lorasrv.reclaim import Need
+from lorasrv.request import Request, RequestStatus
+from lorasrv.request_memory import RequestMemory
+from lorasrv.step_budget import StepBudget, missing
+
+LONG_PROMPT_SHARE = 2
+"""A prompt that does not end in this step leaves so many parts but one of the chunk to those that could start."""
+
+
+@dataclass(slots=True)
+class _Round:
+    """One going through of the line. `blocked`: one could run but for a seat, or for `keep_free` pages. `is_over`:
+    nobody further back can start or come nearer. `never`: those whose limits forbid that they ever run.
+    """
+
+    budget: StepBudget
+    blocked: bool = False
+    keep_free: int = 0
+    ahead: set[AdapterKey] = field(default_factory=set)
+    is_over: bool = False
+    has_preempted: bool = False
+    has_limited: bool = False
+    never: list[tuple[Request, str]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """Tokens for each request. `keep_free` pages are what the first without room waits for. `is_limited`: somebody
+    could go on but for a rate, which time pays."""
+
+    budget: StepBudget
+    keep_free: int
+    has_preempted: bool
+    is_limited: bool
+    never: tuple[tuple[Request, str], ...]
+
+
+class StepPlanner:
+    """Mutated by the engine thread only."""
+
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        books: PoolBooks,
+        lineup: Lineup,
+        memory: RequestMemory,
+        quotas: Quotas,
+        predictor: LengthPredictor,
+        counters: SchedulerCounters,
+    ) -> None:
+        self._options = options
+        self._books = books
+        self._kv, self._adapters = books.kv, books.adapters
+        self._tiers = books.tiers
+        self._lineup = lineup
+        self._memory = memory
+        self._quotas = quotas
+        self._predictor = predictor
+        self._counters = counters
+        self._target_s = None if options.target_itl_ms is None else options.target_itl_ms / 1e3
+
+    def plan(self) -> PlannedStep:
+        """Choose the step's tokens and take the pages they need."""
+        this = _Round(self._budget())
+        unseen = {request.request_id for request in self._lineup.running}
+        for request in self._lineup.order():
+            unseen.discard(request.request_id)
+            if request.status is RequestStatus.RUNNING:
+                self._go_on(request, this)
+            elif not this.is_over:
+                self._consider(request, this)
+            elif not unseen:
+                break
+        self._share_the_rest(this)
+        for request in list(self._lineup.running):
+            if request.request_id in this.budget.counts:
+                self._lineup.had_share(request)
+        return PlannedStep(this.budget, this.keep_free, this.has_preempted, this.has_limited, tuple(this.never))
+
+    def _budget(self) -> StepBudget:
+        options, running = self._options, self._lineup.running
+        return StepBudget.of(
+            options.max_num_batched_tokens,
+            options.max_num_seqs,
+            running,
+            self._target_s,
+            self._books.costs.step,
+            seats_ahead=min(1, len(self._lineup.due)),
+        )
+
+    # Those that run.
+
+    def _go_on(self, request: Request, this: _Round) -> None:
+        """Tokens for one that runs, unless it has no seat, or owes tokens to its rate."""
+        if not self._quotas.may_compute(request):
+            self._lineup.is_limited(request)
+            this.has_limited = True
+        elif this.budget.may_take(request) and self._make_room(request, this):
+            this.budget.take(request, self._share_of_prompt(request, this))
+
+    def _share_of_prompt(self, request: Request, this: _Round) -> int:
+        if missing(request) <= this.budget.chunk or not self._somebody_could_start():
+            return 1
+        return LONG_PROMPT_SHARE
+
+    def _somebody_could_start(self) -> bool:
+        return any(
+            r.adapter_key is None or self._adapters.is_ready(r.adapter_key) for r in self._lineup.waiting.values()
+        )
+
+    def _make_room(self, request: Request, this: _Round) -> bool:
+        """Pages for all tokens of a running request; False if the request itself had to give way."""
+        waiting = self._lineup.waiting.values()
+        begun = {r.adapter_key for r in waiting if r.num_preemptions and r.adapter_key is not None}
+        while not self._memory.grow(request, self._need_to_grow(), ahead=begun | self._due_adapters()):
+            victim = self._lineup.worst()
+            assert victim is not None, "a request that grows runs"
+            self._give_way(victim, this)
+            if victim is request:
+                return False
+        return True
+
+    def _need_to_grow(self) -> Need:
+        """One that is due does not lose its adapter to those that could give way to it."""
+        return Need.ADMISSION if self._lineup.due and len(self._lineup.running) > 1 else Need.PROGRESS
+
+    def _due_adapters(self) -> set[AdapterKey]:
+        return {r.adapter_key for r in self._lineup.due.values() if r.adapter_key is not None}
+
+    def preempt(self, request: Request) -> None:
+        """Take back everything but the tokens."""
+        self._memory.give_way(request)
+        request.status = RequestStatus.PREEMPTED
+        request.num_preemptions += 1
+        self._counters.preemptions += 1
+        self._counters.swaps += request.num_swapped_pages > 0
+        self._quotas.stops(request)
+        self._lineup.stops(request)
+
+    def _give_way(self, request: Request, this: _Round) -> None:
+        self.preempt(request)
+        this.budget.give_back(request)
+        # Whoever started now would take the pages that were just given up.
+        this.has_preempted = this.is_over = True
+
+    def _share_the_rest(self, this: _Round) -> None:
+        """What nobody who could start has taken goes to the prompts that left it."""
+        for request in self._lineup.running:
+            if this.budget.chunk > 0 and this.budget.counts.get(request.request_id):
+                this.budget.take_more(request)
+
+    # Those that wait.
+
+    def _consider(self, request: Request, this: _Round) -> None:
+        """Have a waiting request start, or come nearer to it."""
+        key = request.adapter_key
+        if not self._is_within_limits(request, this):
+            return
+        if key is not None and not self._adapters.is_ready(key):
+            if not self._bring_near(request, key, this):
+                self._block(request, this)
+        elif not self._waits_for_parent(request):
+            self._start_or_block(request, this)
+        if request.status is not RequestStatus.RUNNING and key is not None:
+            this.ahead.add(key)
+        if this.blocked and len(this.ahead) >= self._options.max_num_seqs:
+            this.is_over = True
+
+    def _start_or_block(self, request: Request, this: _Round) -> None:
+        if this.blocked:
+            return
+        if not this.budget.may_take(request):
+            this.blocked = True
+        elif self._start(request, this):
+            this.budget.take(request)
+        else:
+            self._block(request, this)
+
+    def _block(self, request: Request, this: _Round) -> None:
+        """The first that has no room: nobody further back takes the pages that it waits for."""
+        if not this.blocked:
+            this.blocked, this.keep_free = True, self._pages_to_start(request) + self._pages_to_come(request)
+
+    def _is_within_limits(self, request: Request, this: _Round) -> bool:
+        if not self._quotas.may_start(request):
+            self._lineup.is_limited(request)
+            if (why := self._quotas.why_never(request)) is not None:
+                this.never.append((request, why))
+            return False
+        if not self._quotas.may_compute(request):
+            self._lineup.is_limited(request)
+            this.has_limited = True
+            return False
+        return True
+
+    def _start(self, request: Request, this: _Round) -> bool:
+        """Take pages for all of the request's tokens; others give way if it is due, or the policy says so."""
+        while not self._try_to_start(request, this):
+            victim = self._lineup.worst_below(request)
+            if victim is None:
+                self._start_over(request, this)
+                return False
+            self._give_way(victim, this)
+        self._quotas.starts(request)
+        self._lineup.starts(request)
+        self._predictor.starts(request)
+        request.status = RequestStatus.RUNNING
+        if request.scheduled_s is None:
+            request.scheduled_s = self._books.clock()
+            self._counters.prompt_tokens += request.num_prompt_tokens
+            self._counters.cached_tokens += request.num_cached_tokens
+        return True
+
+    def _try_to_start(self, request: Request, this: _Round) -> bool:
+        growth = self._growth_with(request) if self._lineup.running else 0
+        keep_free = self._pages_to_grow()
+        return self._memory.start(request, self._parent(request), self._need(), keep_free, this.ahead, growth)
+
+    def _growth_with(self, request: Request) -> int:
+        """Pages that the batch is predicted to want at its worst moment, with this request in it."""
+        everybody = ((r.num_tokens, self._predictor.planned_remaining(r)) for r in (*self._lineup.running, request))
+        return peak_growth(everybody, self._kv.page_size)
+
+    def _need(self) -> Need:
+        return Need.ADMISSION if self._lineup.running else Need.PROGRESS
+
+    def _pages_to_grow(self) -> int:
+        """Pages that new ones leave to those that run: one each."""
+        return len(self._lineup.running)
+
+    def _pages_to_start(self, request: Request) -> int:
+        return self._kv.pages_for(request.num_tokens)
+
+    def _pages_to_come(self, request: Request) -> int:
+        """Pages of the request's adapter, if it has none yet."""
+        key, layout = request.adapter_key, request.message.layout
+        return 0 if key is None or layout is None or key in self._adapters else self._adapters.pages_for(layout)
+
+    def _bring_near(self, request: Request, key: AdapterKey, this: _Round) -> bool:
+        """Have the request's adapter come nearer; False if there is no room for it. Behind a blocked request, which
+        waits for some pages, it only takes what nobody needs.
+        """
+        layout = request.message.layout
+        assert layout is not None, "an adapter's layout is known when its request is admitted"
+        request.load_begins(self._books.clock())
+        need = Need.AHEAD if this.blocked else self._need()
+        while not self._bring(key, request, need, this):
+            victim = self._lineup.worst_below(request) if not this.blocked else None
+            if victim is None:
+                return False
+            self._give_way(victim, this)
+        return True
+
+    def _bring(self, key: AdapterKey, request: Request, need: Need, this: _Round) -> bool:
+        layout = request.message.layout
+        assert layout is not None, "an adapter's layout is known when its request is admitted"
+        pages = self._pages_to_grow() + (this.keep_free if this.blocked else self._pages_to_start(request))
+        came = self._tiers.bring(key, layout, pages, need, this.ahead.__contains__)
+        self._memory.note_moves()
+        return came
+
+    def _start_over(self, request: Request, this: _Round) -> None:
+        """There is no room. If nobody runs and nobody comes, only the request's own adapter is left: placed in pieces
+        it may hold more pages than its size, so it goes, and comes back in one run."""
+        key = request.adapter_key
+        if key is not None and not self._lineup.running and not self._adapters.num_filling:
+            self._adapters.evict(key)
+            self._bring_near(request, key, this)
+
+    def _parent(self, request: Request) -> Request | None:
+        """The first choice of the same prompt on the same adapter, where a further one has begun nothing yet."""
+        first = request.message.fork_of
+        parent = self._lineup.requests.get(first) if first is not None else None
+        if parent is None or parent.num_preemptions or request.num_preemptions:
+            return None
+        return parent if parent.adapter_key == request.adapter_key else None
+
+    def _waits_for_parent(self, request: Request) -> bool:
+        """Whether the first choice is still to compute the prompt, which the further ones will share."""
+        parent = self._parent(request)
+        if parent is None:
+            return False
+        return parent.status is not RequestStatus.RUNNING or parent.num_computed_tokens < request.num_prompt_tokens - 1
