@@ -1,13 +1,15 @@
 """Who runs and who waits, and in which order they get their share of a step.
 
 The order is a policy's, but for one rule that binds all of them: whoever could run and has had nothing for
-`max_wait_steps` steps is *due*. Those who are due go first, oldest wait first, take seats and pages from others, and
-are then safe for `PROTECTED_STEPS`. So a request has its share at the latest
+`max_wait_steps` steps is *due*. Those who are due take seats and pages from others, oldest wait first, and are then
+*protected*, ahead of everybody, until they have `PROTECTED_TOKENS` more tokens: else they would lose what they have
+just been given before it was of any use. So a request has its share at the latest
 
-    max_wait_steps + CHECK_EVERY + PROTECTED_STEPS · (1 + k) steps
+    max_wait_steps + CHECK_EVERY + P · (1 + k) steps
 
 after it arrived, or its last share, if k others are due before it and its adapter is there by then; otherwise
-CHECK_EVERY + PROTECTED_STEPS · (1 + k) steps after its adapter has come.
+CHECK_EVERY + P · (1 + k) steps after its adapter has come. P is how long protection lasts: PROTECTED_TOKENS steps and
+those that the longest sequence takes to be computed in chunks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,7 @@ from lorasrv.policies import Policy
 from lorasrv.request import Request, RequestId
 
 CHECK_EVERY = 16
-PROTECTED_STEPS = 16
+PROTECTED_TOKENS = 16
 
 
 class Lineup:
@@ -97,7 +99,8 @@ class Lineup:
 
     def order(self) -> Iterator[Request]:
         """Everybody once, best first. Whoever was yielded may start, stop or give way before the next is asked for."""
-        first = list(self._due.values())
+        first = [r for r in self._running if r.request_id not in self._due and _is_protected(r)]
+        first += self._due.values()
         yield from first
         named = {request.request_id for request in first}
         for request in self.policy.lineup(self._running):
@@ -108,7 +111,7 @@ class Lineup:
         """It has tokens in this step. One that was due is the most senior now: else it would have to leave at once."""
         request.last_share_step = self.step
         if self._due.pop(request.request_id, None) is not None:
-            request.protected_until_step = self.step + PROTECTED_STEPS
+            request.protected_until_tokens = request.num_generated_tokens + PROTECTED_TOKENS
             self._running.remove(request)
             self._running.insert(0, request)
             self.policy.was_due(request)
@@ -116,6 +119,7 @@ class Lineup:
     def is_limited(self, request: Request) -> None:
         """It could not run: its own limits forbid it, which is nobody's unfairness."""
         request.last_share_step = self.step
+        request.protected_until_tokens = 0
         self._due.pop(request.request_id, None)
 
     def worst(self) -> Request | None:
@@ -142,8 +146,12 @@ class Lineup:
         assert self._due.keys() <= live, "one that is gone is due"
 
     def _unprotected(self) -> Iterator[Request]:
-        return (r for r in self._running if r.protected_until_step <= self.step)
+        return (r for r in self._running if not _is_protected(r))
 
     def _unqueue(self, request: Request) -> None:
         del self._waiting[request.request_id]
         self.policy.leaves(request)
+
+
+def _is_protected(request: Request) -> bool:
+    return request.num_generated_tokens < request.protected_until_tokens

@@ -124,9 +124,9 @@ class Request:
 
     `num_computed_tokens` chases `len(token_ids)`: there is no prefill and no decode phase. `num_swapped_pages` pages of
     what is computed lie in host memory. `number` counts up in the order of arrival. `last_share_step` is the step in
-    which it had tokens computed last, or arrived; until `protected_until_step` it does not give way. `service` is
-    `Mlfq`'s. `predicted_tokens` the answer was expected to have when it began, `planned_tokens` since it outgrew that.
-    The first `num_charged_tokens` tokens are on its account.
+    which it had tokens computed last, or arrived; until it has `protected_until_tokens` it gives way to nobody.
+    `service` is `Mlfq`'s. `predicted_tokens` the answer was expected to have when it began, `planned_tokens` since it
+    outgrew that. The first `num_charged_tokens` tokens are on its account.
     """
 
     message: "AddRequest"
@@ -140,7 +140,7 @@ class Request:
     num_preemptions: int = 0
     number: int = 0
     last_share_step: int = 0
-    protected_until_step: int = 0
+    protected_until_tokens: int = 0
     service: float = 0.0
     predicted_tokens: int | None = None
     planned_tokens: int = 0

@@ -94,8 +94,9 @@ class _Ledger:
         self._next_sweep = max(MIN_SWEEP, 2 * len(self._accounts))
 
 
-_Entry = tuple[int, int, float, str]
-"""Of a heap of accounts: priority and whether set back of its first request, then the service it has had."""
+_Entry = tuple[int, int, float, int, str]
+"""Of a heap of accounts: priority of its first request and whether that was set back, the service it has had, and in
+which order that request arrived."""
 
 
 class Fair(Policy):
@@ -116,7 +117,7 @@ class Fair(Policy):
     def waiting(self) -> Iterator[Request]:
         """One account's turn ends with a request that does not start: its others stand behind that."""
         heaps = {key.name: self._heap_of(key.name) for key in self._keys.waiting()}
-        keys = [(*heap[0][:2], self._keys.account(name).served, name) for name, heap in heaps.items()]
+        keys = [self._entry_of_key(name, heap) for name, heap in heaps.items()]
         heapq.heapify(keys)
         while keys:
             *_, name = heapq.heappop(keys)
@@ -127,7 +128,7 @@ class Fair(Policy):
             if len(account.queue) and account.queue.first is not request:
                 heapq.heappush(heap, _entry(account))
             if heap:
-                heapq.heappush(keys, (*heap[0][:2], self._keys.account(name).served, name))
+                heapq.heappush(keys, self._entry_of_key(name, heap))
 
     def arrives(self, request: Request) -> None:
         principal, adapter_id = _names(request)
@@ -164,6 +165,10 @@ class Fair(Policy):
         principal, adapter_id = _names(request)
         self._keys.charge(principal, tokens / self._quotas.key_weight())
         self._adapters[principal].charge(adapter_id, tokens / self._quotas.weight(adapter_id))
+
+    def _entry_of_key(self, name: str, heap: list[_Entry]) -> _Entry:
+        priority, set_back, _, number, _ = heap[0]
+        return priority, set_back, self._keys.account(name).served, number, name
 
     def _heap_of(self, principal: str) -> list[_Entry]:
         heap = [_entry(account) for account in self._adapters[principal].waiting()]
@@ -207,4 +212,4 @@ def _names(request: Request) -> tuple[str, str]:
 
 def _entry(account: _Account) -> _Entry:
     first = account.queue.first
-    return first.message.priority, set_back_first(first), account.served, account.name
+    return first.message.priority, set_back_first(first), account.served, first.number, account.name

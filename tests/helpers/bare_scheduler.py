@@ -1,0 +1,145 @@
+"""A scheduler with everything it stands on, and hand-made model outputs in place of a model."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from adapter_store.spec import AdapterKey
+from lorasrv.config import MemoryOptions, SchedulerOptions
+from lorasrv.pool_books import PoolBooks, PoolGeometry
+from lorasrv.request import AddRequest, EngineOutput, FinishReason, RequestId, SamplingParams
+from lorasrv.scheduler import Scheduler
+from lorasrv.step import SchedulerOutput
+from sgmv_kernels.layout import AdapterLayout, SiteDims
+
+PAGE_SIZE = 4
+PAGE_BYTES = 1024
+EOS = 2
+KEYS = [AdapterKey(x * 64) for x in "abcdef"]
+
+
+def layout_of(key: AdapterKey) -> AdapterLayout:
+    """Ranks 4 to 24, by the key's letter."""
+    rank = 4 * (int(key[0], 16) - 9)
+    return AdapterLayout((SiteDims(64, (64,)),), (((rank,),),), 2)
+
+
+@dataclass
+class Bench:
+    """A scheduler, and a model that says `token` for every request, or ends it when it has `ends_at` tokens. `now` is
+    its clock, which goes on by `step_s` a step.
+    """
+
+    pages: int = 64
+    max_num_seqs: int = 8
+    max_num_batched_tokens: int = 16
+    preemption: str = "recompute"
+    memory: MemoryOptions = MemoryOptions(host_cache_bytes=1 << 20, swap_bytes=1 << 16, prefix_caching=False)  # noqa: RUF009
+    options: dict[str, Any] = field(default_factory=dict)
+    step_s: float = 1.0
+    outputs: list[EngineOutput] = field(default_factory=list)
+    steps: list[SchedulerOutput] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        geometry = PoolGeometry(self.pages, PAGE_SIZE, PAGE_BYTES, num_layers=1)
+        self.now = 0.0
+        self.on_host: set[AdapterKey] = set()
+        self.loading: set[AdapterKey] = set()
+        self.copying: set[AdapterKey] = set()
+        self.ends_at: dict[str, int] = {}
+        is_on_host = self.on_host.__contains__
+        self.books = PoolBooks.make(geometry, self.memory, self.preemption, is_on_host, lambda: self.now)
+        self.pool, self.kv, self.adapters = self.books.kv_pool, self.books.kv, self.books.adapters
+        given = {"policy": "fcfs", "target_itl_ms": None, "preemption": self.preemption, **self.options}
+        options = SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens, **given)
+        self.scheduler = Scheduler(options, self.books, frozenset({EOS}), is_on_host)
+
+    def add(
+        self, name: str, prompt: int = 3, max_tokens: int = 4, key: AdapterKey | None = None, **fields: Any
+    ) -> None:
+        of_sampling = {n: fields.pop(n) for n in ("ignore_eos", "stop_token_ids") if n in fields}
+        self.ends_at[name] = fields.pop("ends_at", 1 << 30)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, **of_sampling)
+        layout = None if key is None else layout_of(key)
+        ids = tuple(range(10, 10 + prompt))
+        fields.setdefault("adapter_id", key or "")
+        self.scheduler.add(AddRequest(RequestId(name), ids, max_tokens, params, key, layout, **fields))
+
+    def step(self, token: int = 7) -> SchedulerOutput:
+        self.now += self.step_s
+        step = self.scheduler.schedule()
+        assert step.num_preempted >= 0
+        assert step.num_tokens <= self.max_num_batched_tokens
+        orders = step.orders
+        self.loading = (self.loading | set(orders.loads)) - set(orders.cancels)
+        self.on_host -= set(orders.cancels)
+        self.copying |= {key for key, _ in orders.copies}
+        sampled = {s.request_id: self._says(s.request_id, s.num_generated, token) for s in step.scheduled if s.samples}
+        self.outputs += self.scheduler.update_from_output(step, sampled)
+        self.steps.append(step)
+        self.scheduler.check_integrity()
+        return step
+
+    def _says(self, name: str, num_generated: int, token: int) -> int:
+        return EOS if num_generated + 1 >= self.ends_at[name] else token
+
+    def load(self, key: AdapterKey) -> None:
+        self.loading.discard(key)
+        self.on_host.add(key)
+        self.books.tiers.loaded(key)
+
+    def copy(self, key: AdapterKey) -> None:
+        self.copying.discard(key)
+        self.scheduler.adapter_copied(key)
+
+    def bring(self, key: AdapterKey) -> SchedulerOutput:
+        """An adapter that is loading gets to the pool; returns the step that copies it."""
+        self.load(key)
+        step = self.step()
+        assert [k for k, _ in step.orders.copies] == [key]
+        self.copy(key)
+        return step
+
+    def arrive(self) -> None:
+        """Everything that is under way has come."""
+        for key in sorted(self.loading):
+            self.load(key)
+        for key in sorted(self.copying):
+            self.copy(key)
+
+    def run(self, steps: int = 3000) -> None:
+        """Until nobody waits; loads and copies take a step each."""
+        for _ in range(steps):
+            if not self.scheduler.has_requests:
+                self.outputs += self.scheduler.take_outputs()
+                return
+            self.arrive()
+            self.step()
+        raise AssertionError("requests wait for ever")
+
+    def ends(self) -> dict[str, FinishReason]:
+        ended = [o for o in self.outputs if o.finish_reason is not None]
+        assert len({o.request_id for o in ended}) == len(ended), "a request ended twice"
+        return {o.request_id: o.finish_reason for o in ended if o.finish_reason}
+
+    def errors(self) -> dict[str, str]:
+        return {o.request_id: o.error for o in self.outputs if o.error is not None}
+
+    def tokens(self, name: str) -> int:
+        return sum(len(o.new_token_ids) for o in self.outputs if o.request_id == name)
+
+    def computed(self) -> Counter[str]:
+        """Tokens of prompts and answers that were computed, by request."""
+        counts: Counter[str] = Counter()
+        for step in self.steps:
+            for share in step.scheduled:
+                counts[share.request_id] += len(share.token_ids)
+        return counts
+
+    def first_step(self, name: str) -> int:
+        """The first step in which a request had a share, from 0."""
+        return next(i for i, step in enumerate(self.steps) if name in names(step))
+
+
+def names(step: SchedulerOutput) -> list[str]:
+    return [s.request_id for s in step.scheduled]
