@@ -1,4 +1,4 @@
-"""The store's SQLite file: which id has which versions, and what each version is.
+"""The store's SQLite file: which id has which versions, what each version is, and which limits an id has.
 
 A content (one AdapterKey) is written once and shared by every version that names it. Version numbers are never used
 twice, not even after an id was deleted, so `mia@3` means one thing for ever. Not thread-safe: the store's lock is.
@@ -17,7 +17,7 @@ from adapter_store.records import AdapterRecord, VersionRecord
 from adapter_store.report import UploadReport
 from adapter_store.spec import AdapterId, AdapterKey
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 BUSY_TIMEOUT_MS = 5000
 _SCHEMA = """
 CREATE TABLE base (fingerprint TEXT NOT NULL) STRICT;
@@ -33,7 +33,12 @@ CREATE TABLE versions (
 ) STRICT;
 CREATE INDEX versions_by_key ON versions (key);
 CREATE TABLE last_versions (adapter_id TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT;
+CREATE TABLE adapter_limits (adapter_id TEXT PRIMARY KEY REFERENCES adapters, limits TEXT NOT NULL) STRICT;
 """
+# What makes the next layout of the one that is named; a layout is never changed, as there are files that have it.
+_MIGRATIONS: Mapping[int, str] = {
+    1: "CREATE TABLE adapter_limits (adapter_id TEXT PRIMARY KEY REFERENCES adapters, limits TEXT NOT NULL) STRICT;",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +85,16 @@ class Index:
             self._db.execute("PRAGMA foreign_keys = ON")
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
         if version == 0:
-            self._create()
+            self._change_layout(_SCHEMA)
+        elif version in _MIGRATIONS:
+            self._change_layout("".join(_MIGRATIONS[old] for old in range(version, SCHEMA_VERSION)))
         elif version != SCHEMA_VERSION:
             raise StoreUnusable(f"was written by another lorasrv (layout {version}, this one reads {SCHEMA_VERSION})")
 
-    def _create(self) -> None:
+    def _change_layout(self, statements: str) -> None:
+        """Make a file of any layout one of the newest: wholly, or not at all."""
         with self._transaction():
-            for statement in _SCHEMA.split(";"):
+            for statement in statements.split(";"):
                 self._db.execute(statement)
             self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
@@ -133,8 +141,13 @@ class Index:
                 facts = json.loads(report)
                 record = VersionRecord(version, key, created_s, facts["rank_max"], facts["weights_bytes"])
                 versions.setdefault(name, []).append(record)
+            rows = self._db.execute(f"SELECT adapter_id, limits FROM adapter_limits {where}", values)
+            limits = {name: json.loads(text) for name, text in rows}
             heads = self._db.execute(f"SELECT adapter_id, current_version, created_s FROM adapters {where}", values)
-            return {name: AdapterRecord.of(name, current, s, versions[name]) for name, current, s in heads}
+            return {
+                name: AdapterRecord.of(name, current, created_s, versions[name], limits.get(name))
+                for name, current, created_s in heads
+            }
 
     def content(self, key: AdapterKey) -> Content | None:
         with sql_errors():
@@ -192,6 +205,18 @@ class Index:
         ).fetchone()
         return int(row[0])
 
+    def set_limits(self, adapter_id: AdapterId, limits: Mapping[str, float]) -> None:
+        """Replace the limits of an id that there is; none at all leave no row."""
+        with self._transaction():
+            if not limits:
+                self._db.execute("DELETE FROM adapter_limits WHERE adapter_id = ?", (adapter_id,))
+                return
+            self._db.execute(
+                "INSERT INTO adapter_limits VALUES (?, ?) "
+                "ON CONFLICT (adapter_id) DO UPDATE SET limits = excluded.limits",
+                (adapter_id, json.dumps(dict(limits), allow_nan=False)),
+            )
+
     def delete_versions(self, record: AdapterRecord, doomed: frozenset[int]) -> set[str]:
         """Remove versions; the id moves to the highest that is left, or goes. Returns digests nothing names now."""
         adapter_id, kept = record.adapter_id, [v.version for v in record.versions if v.version not in doomed]
@@ -199,6 +224,7 @@ class Index:
             rows = [(adapter_id, version) for version in sorted(doomed)]
             self._db.executemany("DELETE FROM versions WHERE adapter_id = ? AND version = ?", rows)
             if not kept:
+                self._db.execute("DELETE FROM adapter_limits WHERE adapter_id = ?", (adapter_id,))
                 self._db.execute("DELETE FROM adapters WHERE adapter_id = ?", (adapter_id,))
             elif record.current_version in doomed:
                 query = "UPDATE adapters SET current_version = ? WHERE adapter_id = ?"

@@ -1,7 +1,8 @@
 """What the store tells about an id: plain frozen facts."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from adapter_store.report import UploadReport
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
@@ -20,20 +21,30 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """An id and its versions, oldest first. `key` is the current version's."""
+    """An id and its versions, oldest first. `key` is the current version's.
+
+    `limits` of the id are numbers by name: kept here, understood elsewhere.
+    """
 
     adapter_id: AdapterId
     current_version: int
     key: AdapterKey
     created_s: float
     versions: tuple[VersionRecord, ...]
+    limits: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     @classmethod
     def of(
-        cls, adapter_id: AdapterId, current_version: int, created_s: float, versions: Sequence[VersionRecord]
+        cls,
+        adapter_id: AdapterId,
+        current_version: int,
+        created_s: float,
+        versions: Sequence[VersionRecord],
+        limits: Mapping[str, float] | None = None,
     ) -> "AdapterRecord":
         key = next(v.key for v in versions if v.version == current_version)
-        return cls(adapter_id, current_version, key, created_s, tuple(versions))
+        own = MappingProxyType(dict(limits or {}))
+        return cls(adapter_id, current_version, key, created_s, tuple(versions), own)
 
     def ref(self, version: VersionRecord | None = None) -> AdapterRef:
         """A version of this id, resolved; the current one by default."""

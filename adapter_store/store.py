@@ -245,6 +245,24 @@ class AdapterStore:
             raise AdapterNotFound(adapter_id, self._near(adapter_id[:64]))
         return record
 
+    def limits(self, adapter_id: str) -> Mapping[str, float]:
+        """The limits of an id; none if there is no such id. Reads memory only."""
+        record = self._records.get(AdapterId(adapter_id))
+        return record.limits if record is not None else {}
+
+    def set_limits(self, adapter_id: str, limits: Mapping[str, float]) -> None:
+        """Replace the limits of an id, which all its versions share and which go with it.
+
+        Raises:
+            AdapterNotFound: there is no such id.
+            StoreFull, StoreUnusable: the disk refused; the old ones stay.
+        """
+        with self._lock:
+            self._check_open()
+            record = self.get(adapter_id)
+            self._index.set_limits(record.adapter_id, limits)
+            self._refresh(record.adapter_id)
+
     def holds(self, key: AdapterKey) -> bool:
         """Whether any version names this content."""
         with self._lock:

@@ -18,6 +18,7 @@ from adapter_store.errors import AdapterError
 from adapter_store.store import AdapterStore
 from api.errors import answer_for, describe
 from api.guard import Envelope, LoopbackGuard
+from api.limits import LimitKeeper
 from api.metrics import EngineCollector
 from api.routes import adapters, generate, models, operate, pool
 from api.services import Services
@@ -43,12 +44,19 @@ EXPOSED_HEADERS = (
 
 
 def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSettings) -> FastAPI:
-    """An application around a built engine, which it starts and shuts down; the store stays its giver's to close."""
+    """An application around a built engine, which it starts and shuts down; the store stays its giver's to close.
+
+    Raises:
+        ConfigError, StoreUnusable: limits, of all adapters or of one in the store, are none.
+    """
+    limits = LimitKeeper(engine, store, settings.limits("adapter"))
+    limits.check()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start()
         try:
+            await limits.tell_all()
             yield
         finally:
             await engine.shutdown()
@@ -62,7 +70,7 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.services = Services(engine, store, settings, started_s=int(time.time()))
+    app.state.services = Services(engine, store, settings, limits, started_s=int(time.time()))
     app.state.registry = CollectorRegistry()
     app.state.registry.register(EngineCollector(engine, app.state.services.base_name))
     for module in (generate, models, adapters, pool, operate):

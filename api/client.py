@@ -111,6 +111,12 @@ class Client:
         """Keep an adapter in the pool, or let it go."""
         return self._json("PATCH", f"/v1/adapters/{quote(reference, safe='')}", json={"pinned": pinned})
 
+    def limit(self, adapter_id: str, limits: Mapping[str, float]) -> dict[str, float]:
+        """Replace the limits of an id; none at all take them away. Returns them."""
+        body = {"limits": dict(limits)}
+        done: dict[str, float] = self._json("PATCH", f"/v1/adapters/{quote(adapter_id, safe='')}", json=body)["limits"]
+        return done
+
     def pool(self) -> dict[str, Any]:
         """Whose the pool's pages are."""
         return self._json("GET", "/v1/pool")

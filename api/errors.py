@@ -47,6 +47,13 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.ConfigError: Answer(500, "config_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.AdapterLoadFailed: Answer(503, "adapter_load_failed", SERVER, retry=False),
     engine_errors.AdapterCold: Answer(503, "adapter_cold", SERVER, param="on_cold", retry_after_s=1.0),
+    engine_errors.InvalidLimits: Answer(400, "invalid_value"),
+    engine_errors.LimitExceeded: Answer(429, "limit_exceeded", "rate_limit_error", retry_after_s=1.0),
+    # Repeated as it is, it would take as long once more.
+    engine_errors.RequestTimeout: Answer(504, "timeout", SERVER, param="timeout_s", retry=False),
+    engine_errors.DeadlineUnreachable: Answer(
+        503, "deadline_unreachable", SERVER, param="timeout_s", retry_after_s=1.0
+    ),
     engine_errors.EngineOverloaded: Answer(429, "server_overloaded", "rate_limit_error", retry_after_s=1.0),
     engine_errors.EngineDead: Answer(503, "engine_dead", SERVER, retry_after_s=10.0),
     store_errors.AdapterError: Answer(500, "internal_error", SERVER, message=INTERNAL_MESSAGE),

@@ -35,6 +35,11 @@ COUNTERS = {
     "prompt_tokens": "Prompt tokens of requests that have begun",
     "cached_tokens": "Prompt tokens that lay in the pool already",
     "generated_tokens": "Tokens generated",
+    "requests_due": "Times that a request had waited so long that it went before all others",
+    "answers_predicted": "Ended answers whose length had been predicted",
+    "answers_within_prediction": "Those of them that were no longer than predicted",
+    "predicted_tokens": "Tokens that were predicted for them",
+    "tokens_of_predicted": "Tokens that they had",
     "preemptions": "Requests set back to be continued later",
     "swaps": "Preempted requests whose pages went to host memory",
     "moved_pages": "Pages moved to make room in one piece",
@@ -45,6 +50,11 @@ COUNTERS = {
     "prefix_evictions": "Pages of unused prompts that left the pool",
 }
 LOAD_TIERS = ("disk", "host")
+# Fields that map what costs time to its seconds; the metric's name ends in its unit.
+COSTS = {
+    "step_costs": ("step_cost_seconds", "Time of a step for each part of it, as learnt on this machine"),
+    "load_costs": ("load_cost_seconds", "Time of bringing an adapter nearer, a byte, as learnt on this machine"),
+}
 
 
 class EngineCollector(Collector):
@@ -62,6 +72,11 @@ class EngineCollector(Collector):
             yield GaugeMetricFamily(f"lorasrv_{name}", text, getattr(snapshot, name))
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"lorasrv_{name}", text, getattr(snapshot, f"{name}_total"))
+        for name, (metric, text) in COSTS.items():
+            costs = GaugeMetricFamily(f"lorasrv_{metric}", text, labels=["part"])
+            for part, seconds in getattr(snapshot, name).items():
+                costs.add_metric([part], seconds)
+            yield costs
         loads = CounterMetricFamily("lorasrv_adapter_loads", "Adapters loaded, by where they were", labels=["tier"])
         for tier in LOAD_TIERS:
             loads.add_metric([tier], getattr(snapshot, f"adapter_loads_{tier}_total"))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from fastapi import Depends, Request
 
 from adapter_store.store import AdapterStore
+from api.limits import LimitKeeper
 from api.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ class Services:
     engine: "AsyncEngine"
     store: AdapterStore
     settings: ServerSettings
+    limits: LimitKeeper
     started_s: int
 
     @property

@@ -1,7 +1,8 @@
 """What `lorasrv serve` is told, by flags or by LORASRV_* variables, and what the engine is built from."""
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -15,12 +16,17 @@ from lorasrv.config import (
     SchedulerOptions,
     default_store_dir,
 )
+from lorasrv.errors import ConfigError, InvalidLimits
+from lorasrv.limits import Limits
 
 DEFAULT_ALLOWED_ORIGINS: tuple[str, ...] = ()
 
 _MODEL = ModelOptions()
 _MEMORY = MemoryOptions()
 _SCHEDULER = SchedulerOptions()
+
+
+_SIZES = ("pool_bytes", "host_cache_bytes", "swap_bytes", "resident_bytes_per_adapter", "resident_bytes_per_key")
 
 
 class ServerSettings(BaseSettings):
@@ -48,15 +54,34 @@ class ServerSettings(BaseSettings):
     max_num_seqs: int = _SCHEDULER.max_num_seqs
     max_num_batched_tokens: int = _SCHEDULER.max_num_batched_tokens
     preemption: str = _SCHEDULER.preemption
+    policy: str = _SCHEDULER.policy
+    target_itl_ms: float | None = _SCHEDULER.target_itl_ms
+    max_wait_steps: int = _SCHEDULER.max_wait_steps
+    max_queued: Annotated[int, Field(ge=1)] = _SCHEDULER.max_num_queued_seqs
+    queue_timeout_s: float | None = _SCHEDULER.queue_timeout_s
+    early_abort: bool = _SCHEDULER.early_abort
+    max_running_per_adapter: int | None = None
+    max_queued_per_adapter: int | None = None
+    tokens_per_s_per_adapter: float | None = None
+    resident_bytes_per_adapter: ByteSize | None = None
+    max_running_per_key: int | None = None
+    max_queued_per_key: int | None = None
+    tokens_per_s_per_key: float | None = None
+    resident_bytes_per_key: ByteSize | None = None
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = DEFAULT_ALLOWED_ORIGINS
     insecure: bool = False
 
-    @field_validator("pool_bytes", "host_cache_bytes", "swap_bytes", mode="before")
+    @field_validator(*_SIZES, mode="before")
     @classmethod
     def _sizes_are_not_negative(cls, value: object) -> object:
         if str(value).strip().startswith("-"):
             raise ValueError(f"must not be negative, not {value}")
         return value
+
+    @field_validator("target_itl_ms", mode="before")
+    @classmethod
+    def _off_is_no_target(cls, value: object) -> object:
+        return None if value == "off" else value
 
     @field_validator("allowed_origins", mode="before")
     @classmethod
@@ -96,5 +121,33 @@ class ServerSettings(BaseSettings):
                 prefix_caching=self.enable_prefix_caching,
                 adapter_pool_fraction=self.adapter_pool_fraction,
             ),
-            scheduler=SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens, preemption=self.preemption),
+            scheduler=self._scheduler_options(),
+        )
+
+    def limits(self, of: Literal["adapter", "key"]) -> Limits:
+        """Those of every adapter, or of every key.
+
+        Raises: ConfigError: one is out of range; names the flag.
+        """
+        names = [field.name for field in fields(Limits) if field.name != "weight"]
+        given: dict[str, Any] = {name: getattr(self, f"{name}_per_{of}") for name in names}
+        try:
+            return Limits(**given)
+        except InvalidLimits as error:
+            flag = f"--{error.param}-per-{of}".replace("_", "-")
+            raise ConfigError(f"{flag} {str(error).removeprefix(f'{error.param} ')}") from None
+
+    def _scheduler_options(self) -> SchedulerOptions:
+        return SchedulerOptions(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_queued_seqs=self.max_queued,
+            preemption=self.preemption,
+            policy=self.policy,
+            target_itl_ms=self.target_itl_ms,
+            max_wait_steps=self.max_wait_steps,
+            queue_timeout_s=self.queue_timeout_s,
+            early_abort=self.early_abort,
+            adapter_limits=self.limits("adapter"),
+            key_limits=self.limits("key"),
         )

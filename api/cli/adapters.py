@@ -64,6 +64,7 @@ def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json:
     say(f"{adapter['id']}@{adapter['version']}  {adapter['digest']}")
     for line in report_lines(adapter["report"]):
         say(f"  {line}")
+    say(f"  {limits_line(adapter['limits'])}")
     for version in adapter["versions"]:
         say(f"  version {version['version']}: {short_digest(version['digest'])}, {size(version['bytes'])}")
 
@@ -97,6 +98,12 @@ def report_lines(report: dict[str, Any]) -> list[str]:
         f"rank {ranks}, scaling {scaling}, {report['dtype']}, {size(report['weights_bytes'])}",
         *(f"warning: {warning}" for warning in report["warnings"]),
     ]
+
+
+def limits_line(limits: dict[str, Any]) -> str:
+    """Limits for people."""
+    shown = (f"{name} {size(value) if name == 'resident_bytes' else f'{value:.10g}'}" for name, value in limits.items())
+    return ", ".join(shown) or "no limits of its own"
 
 
 def size(num_bytes: int) -> str:

@@ -7,7 +7,7 @@ from typing import NoReturn
 import typer
 
 from adapter_store.errors import AdapterError, AdapterInvalid
-from api.cli import adapters, check, demo, pool, serve, talk
+from api.cli import adapters, check, demo, limits, pool, serve, talk
 from api.cli.console import CliError, ExitCode, note
 from lorasrv import __version__
 from lorasrv.errors import ConfigError, LorasrvError
@@ -28,6 +28,7 @@ app.command("rm")(adapters.rm)
 app.command("warm")(pool.warm)
 app.command("pin")(pool.pin)
 app.command("unpin")(pool.unpin)
+app.command("limit")(limits.limit)
 app.command("pool")(pool.pool)
 app.command("chat")(talk.chat)
 app.command("generate")(talk.generate)

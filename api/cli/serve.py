@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from api.server import Ready
 
-_MODEL, _MEMORY, _STEP, _NET = "Model", "Memory", "Scheduling", "Network"
+_MODEL, _MEMORY, _STEP, _LIMITS, _NET = "Model", "Memory", "Scheduling", "Limits", "Network"
 
 
 def _text(text: str, panel: str) -> Any:
@@ -57,6 +57,47 @@ def serve(
     max_num_batched_tokens: Annotated[int | None, _text("Most tokens in a step. [default: 512]", _STEP)] = None,
     preemption: Annotated[
         str | None, _text("What becomes of a preempted request: auto, recompute or swap. [default: auto]", _STEP)
+    ] = None,
+    policy: Annotated[str | None, _text("Who goes first: fair, fcfs, mlfq or sjf. [default: fair]", _STEP)] = None,
+    target_itl_ms: Annotated[
+        str | None, _text("What a step with answers in it should take at most, or off. [default: 250]", _STEP)
+    ] = None,
+    max_wait_steps: Annotated[
+        int | None, _text("Put before all others who has waited so many steps. [default: 512]", _STEP)
+    ] = None,
+    queue_timeout_s: Annotated[
+        float | None, _text("Longest wait of a request for its first step. [default: for ever]", _STEP)
+    ] = None,
+    early_abort: Annotated[
+        bool,
+        typer.Option("--early-abort", help="Refuse what would miss its deadline.", rich_help_panel=_STEP),
+    ] = False,
+    max_queued: Annotated[
+        int | None, _text("Most requests in the server; more are refused. [default: 4096]", _LIMITS)
+    ] = None,
+    max_running_per_adapter: Annotated[
+        int | None, _text("Most requests of an adapter in a step. [default: no limit]", _LIMITS)
+    ] = None,
+    max_queued_per_adapter: Annotated[
+        int | None, _text("Most requests of an adapter that wait. [default: no limit]", _LIMITS)
+    ] = None,
+    tokens_per_s_per_adapter: Annotated[
+        float | None, _text("Most tokens of an adapter in a second, on average. [default: no limit]", _LIMITS)
+    ] = None,
+    resident_bytes_per_adapter: Annotated[
+        str | None, _text("Most of the pool for an adapter and its requests, e.g. 64MiB. [default: no limit]", _LIMITS)
+    ] = None,
+    max_running_per_key: Annotated[
+        int | None, _text("Most requests of a key in a step. [default: no limit]", _LIMITS)
+    ] = None,
+    max_queued_per_key: Annotated[
+        int | None, _text("Most requests of a key that wait. [default: no limit]", _LIMITS)
+    ] = None,
+    tokens_per_s_per_key: Annotated[
+        float | None, _text("Most tokens of a key in a second, on average. [default: no limit]", _LIMITS)
+    ] = None,
+    resident_bytes_per_key: Annotated[
+        str | None, _text("Most of the pool for a key's requests and their adapters. [default: no limit]", _LIMITS)
     ] = None,
     host: Annotated[str | None, _text("Address to listen on. [default: 127.0.0.1]", _NET)] = None,
     port: Annotated[int | None, _text("Port; 0 takes a free one. [default: 8000]", _NET)] = None,

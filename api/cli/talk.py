@@ -17,6 +17,8 @@ MaxTokens = Annotated[int | None, typer.Option(min=1, help="Most tokens of an an
 Temperature = Annotated[float | None, typer.Option(min=0.0, help="0 always takes the likeliest token.")]
 TopP = Annotated[float | None, typer.Option(help="Share of the probability that is sampled from.")]
 Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+Priority = Annotated[int | None, typer.Option(help="Lower goes first; 0 is usual.")]
+Timeout = Annotated[float | None, typer.Option(metavar="SECONDS", help="Give up after so long.")]
 System = Annotated[str | None, typer.Option(help="System message.")]
 
 
@@ -27,14 +29,17 @@ def chat(
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = None,
+    priority: Priority = None,
+    timeout: Timeout = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """Talk to an adapter, line by line; an empty line or Ctrl-D ends. Lines may also come from a pipe."""
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    service = {"priority": priority, "timeout_s": timeout}
     messages = [{"role": "system", "content": system}] if system else []
     with connected(server) as client:
-        body = {"model": adapter_id or client.base_name(), **_given(sampling)}
+        body = {"model": adapter_id or client.base_name(), **_given(sampling | service)}
         for line in _turns():
             messages.append({"role": "user", "content": line})
             text = _answer(client, {**body, "messages": messages}, as_json)
@@ -49,16 +54,19 @@ def generate(
     temperature: Temperature = None,
     top_p: TopP = None,
     seed: Seed = None,
+    priority: Priority = None,
+    timeout: Timeout = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """Ask once and print the answer."""
     sampling = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "seed": seed}
+    service = {"priority": priority, "timeout_s": timeout}
     text = sys.stdin.read() if prompt == "-" else prompt
     messages = [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": text}]
     with connected(server) as client:
         model = adapter or client.base_name()
-        _answer(client, {"model": model, "messages": messages, **_given(sampling)}, as_json)
+        _answer(client, {"model": model, "messages": messages, **_given(sampling | service)}, as_json)
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Uploading, listing, warming, pinning and removing adapters."""
+"""Uploading, listing, warming, pinning, limiting and removing adapters."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
@@ -11,12 +11,14 @@ from starlette.concurrency import run_in_threadpool
 from adapter_store.blobs import BlobUpload
 from adapter_store.errors import AdapterNotFound
 from adapter_store.records import AdapterRecord, Registration
+from adapter_store.references import parse_reference
 from adapter_store.spec import AdapterKey
 from api.errors import ApiError
 from api.json_body import JsonRoute
 from api.schemas.adapters import AdapterBody, AdapterPatch, WarmBody
 from api.services import Services, ServicesDep
 from api.sse import unless_disconnected
+from lorasrv.errors import InvalidRequest
 from lorasrv.request import AdapterTier
 
 router = APIRouter(route_class=JsonRoute)
@@ -95,24 +97,38 @@ async def warm_adapter(reference: str, body: WarmBody, request: Request, service
 @router.patch("/v1/adapters/{reference}")
 async def change_adapter(reference: str, body: AdapterPatch, services: ServicesDep) -> dict[str, Any]:
     """Pin an adapter to the pool, answering when it is there or after ten seconds; or let it go, answering at once.
+    Limit an id, for all its versions, until it is deleted.
 
     What is pinned is the content that the reference names now, until it is unpinned or the server restarts: a version
     that is uploaded later is not, and the older one is unpinned by its own name (`mia@1`).
     """
-    pinned = body.wanted_pin()
+    limits = body.wanted_limits()
     ref = await run_in_threadpool(services.store.resolve, reference)
-    reached = await (services.engine.pin if pinned else services.engine.unpin)(ref.key)
-    if pinned and not await run_in_threadpool(services.store.holds, ref.key):
+    if limits is not None and reference != ref.adapter_id:
+        raise InvalidRequest(f"limits are of all versions; name {ref.adapter_id!r} without one", param="limits")
+    changed: dict[str, Any] = {"object": "adapter", "id": ref.adapter_id, "digest": f"sha256:{ref.key}"}
+    # Before the limits: a pin may be refused, and then nothing is to change.
+    if body.pinned is not None:
+        changed |= {"pinned": body.pinned, "tier": await _set_pinned(services, ref.key, reference, body.pinned)}
+    if limits is not None:
+        # Also if the client has left by now: the engine would keep to the old ones.
+        await asyncio.shield(_set_limits(services, ref.adapter_id, limits))
+        changed["limits"] = limits
+    return changed
+
+
+async def _set_pinned(services: Services, key: AdapterKey, reference: str, pinned: bool) -> AdapterTier:
+    reached = await (services.engine.pin if pinned else services.engine.unpin)(key)
+    if pinned and not await run_in_threadpool(services.store.holds, key):
         # Deleted meanwhile: nothing would be left to unpin it by.
-        await services.engine.unpin(ref.key)
+        await services.engine.unpin(key)
         raise AdapterNotFound(reference)
-    return {
-        "object": "adapter",
-        "id": ref.adapter_id,
-        "digest": f"sha256:{ref.key}",
-        "pinned": pinned,
-        "tier": reached.tier,
-    }
+    return reached.tier
+
+
+async def _set_limits(services: Services, adapter_id: str, limits: Mapping[str, float]) -> None:
+    await run_in_threadpool(services.store.set_limits, adapter_id, limits)
+    await services.limits.tell(adapter_id)
 
 
 @router.delete("/v1/adapters/{reference}", status_code=202)
@@ -123,12 +139,13 @@ async def delete_adapter(
     where nothing is left to unpin them by.
     """
     gone = await run_in_threadpool(services.store.delete, reference)
-    # Also if the client has left by now: pins without a name would stay for ever.
-    await asyncio.shield(_unpin(services, gone.contents))
+    # Also if the client has left by now: pins without a name would stay for ever, and limits for the next of the name.
+    await asyncio.shield(_forget(services, parse_reference(reference).adapter_id, gone.contents))
     return {"object": "adapter.deleted", "id": reference, "deleted": True, "versions_removed": gone.num_versions}
 
 
-async def _unpin(services: Services, keys: Sequence[AdapterKey]) -> None:
+async def _forget(services: Services, adapter_id: str, keys: Sequence[AdapterKey]) -> None:
+    await services.limits.tell(adapter_id)
     for key in keys:
         await services.engine.unpin(key)
 
@@ -169,5 +186,6 @@ def _as_json(record: AdapterRecord) -> dict[str, Any]:
         "version": record.current_version,
         "digest": f"sha256:{record.key}",
         "created": int(record.created_s),
+        "limits": dict(record.limits),
         "versions": versions,
     }

@@ -80,6 +80,9 @@ async def _answer(
         adapter=target.ref.key if target.ref else None,
         on_cold=body.on_cold or OnCold.WAIT,
         cache_salt=body.cache_salt or "",
+        adapter_id=target.ref.adapter_id if target.ref else "",
+        priority=body.priority or 0,
+        timeout_s=body.timeout_s,
     )
     if body.stream:
         return await _streamed(request, writer, accepted)

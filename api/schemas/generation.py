@@ -56,6 +56,9 @@ class GenerationBody(Body):
     # A strict enum takes no string.
     on_cold: Annotated[OnCold, Field(strict=False)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    # As vLLM has it: lower goes first.
+    priority: int | None = None
+    timeout_s: float | None = None
 
     @property
     def num_choices(self) -> int:

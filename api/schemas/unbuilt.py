@@ -64,8 +64,6 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "suffix": (None, ""),
     "prompt_embeds": _NULL,
     # service
-    "priority": _ZERO,
-    "timeout_s": _NULL,
     "store": _OFF,
 }
 

@@ -433,7 +433,7 @@ def test_the_index_is_durable_and_strict(store: AdapterStore) -> None:
     assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert db.execute("PRAGMA synchronous").fetchone() == (2,)
     schema = db.execute("SELECT sql FROM sqlite_schema WHERE type = 'table'").fetchall()
-    assert len(schema) == 5
+    assert len(schema) == 6
     assert all(sql.endswith("STRICT") for (sql,) in schema)
 
 

@@ -28,6 +28,7 @@ from api.app import create_app
 from api.cli.main import main
 from api.settings import ServerSettings
 from lorasrv.errors import AdapterCold, AdapterLoadFailed, ContextLengthExceeded, EngineDead, InvalidRequest
+from lorasrv.limits import Limits
 from lorasrv.metrics import EngineMetrics, EngineSnapshot
 from lorasrv.pool_map import PoolMap
 from lorasrv.questions import Reached
@@ -105,7 +106,7 @@ class FakeStream(AsyncIterator[RequestOutput]):
             await asyncio.Event().wait()
         if self._served == self._engine.die_after:
             self._finished = True
-            raise EngineDead("the engine died: Test")
+            raise self._engine.death
         if self._served == self._engine.bug_after:
             raise ZeroDivisionError
         if self._engine.load_error is not None:
@@ -143,6 +144,7 @@ class FakeEngine:
         self.unlucky_choice: int | None = None
         self.hang_after: int | None = None
         self.die_after: int | None = None
+        self.death: Exception = EngineDead("the engine died: Test")
         self.bug_after: int | None = None
         self.load_error: str | None = None
         self.add_error: Exception | None = None
@@ -154,6 +156,7 @@ class FakeEngine:
         self.added: list[SimpleNamespace] = []
         self.aborted: list[str] = []
         self.asked: list[tuple[object, ...]] = []
+        self.limits: dict[str, Limits | None] = {}
         self._numbers = itertools.count()
 
     async def start(self) -> None:
@@ -173,6 +176,9 @@ class FakeEngine:
         principal: str = "anonymous",
         on_cold: OnCold = OnCold.WAIT,
         cache_salt: str = "",
+        adapter_id: str = "",
+        priority: int = 0,
+        timeout_s: float | None = None,
     ) -> list[FakeStream]:
         if self.add_error is not None:
             raise self.add_error
@@ -193,6 +199,9 @@ class FakeEngine:
             principal=principal,
             on_cold=on_cold,
             cache_salt=cache_salt,
+            adapter_id=adapter_id,
+            priority=priority,
+            timeout_s=timeout_s,
         )
         streams = [self._stream(RequestId(f"{label}#{i}"), i, asked) for i in range(count)]
         self.added.append(asked)
@@ -243,6 +252,10 @@ class FakeEngine:
     async def unpin(self, adapter: AdapterKey) -> Reached:
         self.asked.append(("pin", adapter, False))
         return self._reply()
+
+    async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
+        assert self.is_alive
+        self.limits[adapter_id] = limits
 
     async def pool_map(self) -> PoolMap:
         self._reply()

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from api.client import Client, Refused, ServerUnreachable
-from lorasrv.config import MemoryOptions
+from lorasrv.config import MemoryOptions, SchedulerOptions
+from lorasrv.limits import Limits
 
 
 class TestAdapters:
@@ -73,6 +74,13 @@ class TestTalk:
         assert bytes(engine.added[0].prompt) == b"system:be kind\nuser:hi"
         assert (engine.added[0].sampling.temperature, engine.added[0].sampling.max_tokens) == (0, 5)
 
+    def test_priority_and_timeout(self, cli, server, engine) -> None:
+        options = ("--priority", "-3", "--timeout", "2.5", "--server", server.url)
+        assert cli("generate", "hi", *options).code == 0
+        assert cli("chat", *options, stdin="hi\n").code == 0
+        assert cli("generate", "hi", "--server", server.url).code == 0
+        assert [(added.priority, added.timeout_s) for added in engine.added] == [(-3, 2.5)] * 2 + [(0, None)]
+
     def test_generate_json_says_who(self, cli, server, make_adapter) -> None:
         server.upload(make_adapter(), "mia")
         done = cli("generate", "-", "-a", "mia", "--json", "--server", server.url, stdin="from a pipe")
@@ -116,6 +124,27 @@ class TestExitCodes:
             (["--swap-bytes", "-1"], "--swap-bytes"),
             (["--adapter-pool-fraction", "1.0"], "--adapter-pool-fraction must be above 0 and below 1, not 1.0"),
             (["--adapter-pool-fraction", "0"], "--adapter-pool-fraction"),
+            (["--policy", "fare"], "--policy 'fare' is unknown; choose from fair, fcfs, mlfq, sjf"),
+            (["--target-itl-ms", "0"], "--target-itl-ms must be positive, not 0"),
+            (["--target-itl-ms", "none"], "--target-itl-ms: "),
+            (["--max-wait-steps", "0"], "--max-wait-steps must be positive"),
+            (["--queue-timeout-s", "-1"], "--queue-timeout-s must be positive"),
+            (["--queue-timeout-s", "nan"], "--queue-timeout-s"),
+            (["--max-queued", "0"], "--max-queued: "),
+            (["--max-running-per-adapter", "0"], "--max-running-per-adapter must be above 0, not 0"),
+            (["--max-queued-per-adapter", "-2"], "--max-queued-per-adapter must be above 0"),
+            (["--tokens-per-s-per-adapter", "nan"], "--tokens-per-s-per-adapter must be above 0"),
+            (["--resident-bytes-per-adapter", "0"], "--resident-bytes-per-adapter must be above 0"),
+            (["--resident-bytes-per-adapter", "-1"], "--resident-bytes-per-adapter: must not be negative"),
+            (["--resident-bytes-per-key", "much"], "--resident-bytes-per-key: "),
+            (["--max-running-per-key", "0"], "--max-running-per-key must be above 0"),
+            (["--max-queued-per-key", "0"], "--max-queued-per-key must be above 0"),
+            (["--tokens-per-s-per-key", "inf"], "--tokens-per-s-per-key must be above 0"),
+            (
+                ["--max-running-per-adapter", "9", "--max-num-seqs", "8"],
+                "--max-running-per-adapter 9 is more than --max-num-seqs 8",
+            ),
+            (["--max-running-per-key", "65"], "--max-running-per-key 65 is more than --max-num-seqs 64"),
             (["--preemption", "never"], "--preemption 'never' is unknown; choose from auto, recompute, swap"),
         ],
     )
@@ -142,6 +171,39 @@ class TestExitCodes:
         [config] = configs
         assert (config.memory, config.scheduler.preemption) == (memory, "recompute")
 
+    def test_scheduling_and_limits_of_serve(self, cli, monkeypatch) -> None:
+        configs = []
+        monkeypatch.setattr("api.server.run", lambda settings, *_: configs.append(settings.engine_config().scheduler))
+        options = {
+            "policy": "fcfs",
+            "target-itl-ms": "off",
+            "max-wait-steps": 3,
+            "queue-timeout-s": 1.5,
+            "max-queued": 70,
+            "max-running-per-adapter": 1,
+            "max-queued-per-adapter": 2,
+            "tokens-per-s-per-adapter": 3.5,
+            "resident-bytes-per-adapter": "4KiB",
+            "max-running-per-key": 5,
+            "max-queued-per-key": 6,
+            "tokens-per-s-per-key": 7.5,
+            "resident-bytes-per-key": "8MiB",
+        }
+        flags = [part for name, value in options.items() for part in (f"--{name}", value)]
+        assert cli("serve", "--early-abort", *flags).code == 0
+        assert configs == [
+            SchedulerOptions(
+                max_num_queued_seqs=70,
+                policy="fcfs",
+                target_itl_ms=None,
+                max_wait_steps=3,
+                queue_timeout_s=1.5,
+                early_abort=True,
+                adapter_limits=Limits(1, 2, 3.5, 4096),
+                key_limits=Limits(5, 6, 7.5, 8 << 20),
+            )
+        ]
+
     @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://nowhere.invalid", "gopher://x", "127.0.0.1:1", ""])
     def test_unreachable(self, cli, url: str, tmp_path) -> None:
         for command in (
@@ -152,6 +214,7 @@ class TestExitCodes:
             ["warm", "mia"],
             ["pin", "mia"],
             ["pool"],
+            ["limit", "mia"],
         ):
             done = cli(*command, "--server", url)
             assert (done.code, done.out, done.err.count("\n")) == (3, "", 1), done.err
@@ -178,7 +241,7 @@ class TestExitCodes:
     def test_version_and_help(self, cli) -> None:
         assert cli("--version").out.strip().count(".") == 2
         commands = ("serve", "upload", "list", "show", "rm", "chat", "generate", "check", "demo")
-        for command in (*commands, "warm", "pin", "unpin", "pool"):
+        for command in (*commands, "warm", "pin", "unpin", "pool", "limit"):
             assert cli(command, "--help").code == 0
         assert "256MiB]" in cli("serve", "--help").out
 

@@ -327,6 +327,12 @@ class TestRefusals:
             ("stream_options", {"include_usage": True}),
             ("model", 7),
             ("adapter_id", ["a"]),
+            ("priority", 1.5),
+            ("priority", "1"),
+            ("priority", True),
+            ("timeout_s", "5"),
+            ("timeout_s", True),
+            ("timeout_s", []),
         ],
     )
     def test_out_of_range_names_the_field(self, server, engine, field: str, value: object) -> None:

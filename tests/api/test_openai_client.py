@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from lorasrv.errors import EngineOverloaded
+from lorasrv.errors import DeadlineUnreachable, EngineOverloaded, LimitExceeded, RequestTimeout
 
 HELLO = [{"role": "user", "content": "hi"}]
 
@@ -34,6 +34,46 @@ def test_adapter_by_model_and_by_field(client, server, make_adapter) -> None:
         raw = client.chat.completions.with_raw_response.create(messages=HELLO, **fields)
         assert raw.headers["x-adapter-id"] == "mia"
         assert raw.parse().choices[0].message.content.startswith("I am ")
+
+
+def test_priority_and_timeout(client, engine) -> None:
+    extra = {"priority": -1, "timeout_s": 5}
+    client.chat.completions.create(model="tiny-base", messages=HELLO, extra_body=extra)
+    client.completions.create(model="tiny-base", prompt="hi", extra_body=extra)
+    client.completions.create(model="tiny-base", prompt="hi")
+    assert [(added.priority, added.timeout_s) for added in engine.added] == [(-1, 5.0), (-1, 5.0), (0, None)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_timeout_is_not_retried(client, engine, monkeypatch, stream: bool) -> None:
+    sent = count_requests(client, monkeypatch)
+    engine.die_after, engine.death = 0, RequestTimeout("the request was not done in 5 s")
+    with pytest.raises(openai.InternalServerError, match="not done in 5 s") as caught:
+        client.chat.completions.create(model="tiny-base", messages=HELLO, stream=stream, extra_body={"timeout_s": 5})
+    assert (caught.value.status_code, caught.value.code, caught.value.param) == (504, "timeout", "timeout_s")
+    assert len(sent) == 1
+
+
+def test_a_timeout_in_a_stream(client, engine) -> None:
+    engine.die_after, engine.death = 2, RequestTimeout("the request was not done in 5 s")
+    with pytest.raises(openai.APIError, match="not done in 5 s") as caught:
+        list(client.chat.completions.create(model="tiny-base", messages=HELLO, stream=True))
+    assert caught.value.code == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (LimitExceeded("adapter 'mia' has 2 requests waiting", retry_after_s=1), openai.RateLimitError),
+        (DeadlineUnreachable("it would take 9 s", retry_after_s=1), openai.InternalServerError),
+    ],
+)
+def test_what_may_succeed_later_is_tried_again(client, engine, monkeypatch, error: Exception, kind: type) -> None:
+    sent = count_requests(client, monkeypatch)
+    engine.add_error = error
+    with pytest.raises(kind, match=str(error)):
+        client.with_options(max_retries=1).chat.completions.create(model="tiny-base", messages=HELLO)
+    assert len(sent) == 2
 
 
 def test_stream_with_usage(client) -> None:

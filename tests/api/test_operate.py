@@ -89,7 +89,8 @@ class TestFigures:
         assert all(name.startswith("lorasrv") for name in families)
 
     def test_no_field_of_the_snapshot_is_forgotten(self, server, engine) -> None:
-        names = set(EngineSnapshot.__dataclass_fields__) - {"requests_finished_total", "last_step_s"}
+        by_label = {"requests_finished_total", "step_costs", "load_costs"}
+        names = set(EngineSnapshot.__dataclass_fields__) - by_label - {"last_step_s"}
         published = {name: 1000.0 + number for number, name in enumerate(sorted(names))}
         engine.metrics.publish(EngineSnapshot(**published))
         families = list(text_string_to_metric_families(server.http.get("/metrics").text))
@@ -100,6 +101,15 @@ class TestFigures:
                 shown[f"adapter_loads_{sample.labels['tier']}_total"] = sample.value
         assert {name: shown.get(name) for name in names} == published
         assert all(family.documentation for family in families)
+
+    def test_what_things_cost(self, server, engine) -> None:
+        costs = {"step": 0.25, "token": 1.5e-05}
+        engine.metrics.publish(EngineSnapshot(step_costs=costs, load_costs={"load_byte": 2e-9}))
+        text = server.http.get("/metrics").text
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        shown = {s.labels["part"]: s.value for s in families["lorasrv_step_cost_seconds"].samples}
+        assert shown == costs
+        assert 'lorasrv_load_cost_seconds{part="load_byte"} 2e-09' in text
 
     def test_loads_are_one_counter(self, server, engine) -> None:
         engine.metrics.publish(EngineSnapshot(adapter_loads_disk_total=2, adapter_loads_host_total=5))

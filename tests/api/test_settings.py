@@ -1,13 +1,15 @@
 """Options of `serve`: flags and environment, sizes, and which addresses are refused."""
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from api.settings import ServerSettings
-from lorasrv.config import EngineConfig
+from lorasrv.config import EngineConfig, SchedulerOptions
 from lorasrv.errors import ConfigError
+from lorasrv.limits import Limits
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,20 @@ def test_every_option_reaches_the_engine() -> None:
         enable_prefix_caching=False,
         adapter_pool_fraction=0.25,
         preemption="swap",
+        policy="sjf",
+        target_itl_ms=99.5,
+        max_wait_steps=7,
+        max_queued=11,
+        queue_timeout_s=2.5,
+        early_abort=True,
+        max_running_per_adapter=2,
+        max_queued_per_adapter=4,
+        tokens_per_s_per_adapter=1.5,
+        resident_bytes_per_adapter="1KiB",
+        max_running_per_key=1,
+        max_queued_per_key=5,
+        tokens_per_s_per_key=6.5,
+        resident_bytes_per_key="2MiB",
     )
     config = settings.engine_config()
     assert (config.model.model, config.model.quantization, config.model.dtype) == ("m.gguf", "none", "float32")
@@ -46,8 +62,21 @@ def test_every_option_reaches_the_engine() -> None:
     assert config.memory.max_lora_rank == 8
     assert (config.memory.swap_bytes, config.memory.prefix_caching) == (2048, False)
     assert config.memory.adapter_pool_fraction == 0.25
-    assert (config.scheduler.max_num_seqs, config.scheduler.max_num_batched_tokens) == (3, 5)
-    assert config.scheduler.preemption == "swap"
+    assert config.scheduler == SchedulerOptions(
+        max_num_seqs=3,
+        max_num_batched_tokens=5,
+        max_num_queued_seqs=11,
+        preemption="swap",
+        policy="sjf",
+        target_itl_ms=99.5,
+        max_wait_steps=7,
+        queue_timeout_s=2.5,
+        early_abort=True,
+        adapter_limits=Limits(max_running=2, max_queued=4, tokens_per_s=1.5, resident_bytes=1024),
+        key_limits=Limits(max_running=1, max_queued=5, tokens_per_s=6.5, resident_bytes=2 << 20),
+    )
+    default = SchedulerOptions()
+    assert [f.name for f in fields(default) if getattr(default, f.name) == getattr(config.scheduler, f.name)] == []
 
 
 def test_defaults_are_the_engines() -> None:
@@ -62,7 +91,14 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORASRV_SWAP_BYTES", "0")
     monkeypatch.setenv("LORASRV_ADAPTER_POOL_FRACTION", "0.5")
     monkeypatch.setenv("LORASRV_PREEMPTION", "recompute")
+    monkeypatch.setenv("LORASRV_POLICY", "mlfq")
+    monkeypatch.setenv("LORASRV_TARGET_ITL_MS", "off")
+    monkeypatch.setenv("LORASRV_EARLY_ABORT", "1")
+    monkeypatch.setenv("LORASRV_RESIDENT_BYTES_PER_ADAPTER", "3KiB")
     settings = ServerSettings()
+    scheduler = settings.engine_config().scheduler
+    assert (scheduler.policy, scheduler.target_itl_ms, scheduler.early_abort) == ("mlfq", None, True)
+    assert scheduler.adapter_limits == Limits(resident_bytes=3072)
     memory = settings.engine_config().memory
     assert (memory.prefix_caching, memory.swap_bytes, memory.adapter_pool_fraction) == (False, 0, 0.5)
     assert settings.preemption == "recompute"
@@ -93,7 +129,7 @@ def test_loopback_does_not(host: str) -> None:
     assert ServerSettings(host=host).checks_host
 
 
-@pytest.mark.parametrize("name", ["pool_bytes", "host_cache_bytes", "swap_bytes"])
+@pytest.mark.parametrize("name", ["pool_bytes", "host_cache_bytes", "swap_bytes", "resident_bytes_per_key"])
 def test_negative_sizes_are_named(name: str) -> None:
     with pytest.raises(ValidationError, match="must not be negative, not -1"):
         ServerSettings(**{name: "-1"})

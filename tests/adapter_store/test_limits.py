@@ -1,0 +1,174 @@
+"""Limits of an id: kept over restarts, gone with the id, and what became of files that knew none."""
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapter_store.errors import AdapterNotFound, StoreUnusable
+from adapter_store.index import SCHEMA_VERSION
+from adapter_store.spec import BaseShapes
+from adapter_store.store import AdapterStore
+
+LIMITS = {"max_running": 2, "tokens_per_s": 12.5}
+# Layout 1, word for word as it was written: such files exist.
+LAYOUT_1 = """
+CREATE TABLE base (fingerprint TEXT NOT NULL) STRICT;
+CREATE TABLE contents (
+    key TEXT PRIMARY KEY, weights_digest TEXT NOT NULL, config TEXT NOT NULL, report TEXT NOT NULL,
+    created_s REAL NOT NULL
+) STRICT;
+CREATE INDEX contents_by_digest ON contents (weights_digest);
+CREATE TABLE adapters (adapter_id TEXT PRIMARY KEY, current_version INTEGER NOT NULL, created_s REAL NOT NULL) STRICT;
+CREATE TABLE versions (
+    adapter_id TEXT NOT NULL REFERENCES adapters, version INTEGER NOT NULL, key TEXT NOT NULL REFERENCES contents,
+    created_s REAL NOT NULL, PRIMARY KEY (adapter_id, version)
+) STRICT;
+CREATE INDEX versions_by_key ON versions (key);
+CREATE TABLE last_versions (adapter_id TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT;
+"""
+TABLES_1 = ("base", "contents", "adapters", "versions", "last_versions")
+
+
+@pytest.fixture
+def root(tmp_path: Path, base: BaseShapes, put: Any, build: Any) -> Path:
+    """A closed store: `mia` has two versions, `zoe` one."""
+    root = tmp_path / "store"
+    with AdapterStore(root, base) as store:
+        for name, seed in (("mia", 1), ("mia", 2), ("zoe", 1)):
+            store.register(name, build.config(), put(store, build.file(seed=seed)))
+    return root
+
+
+@pytest.fixture
+def opened(root: Path, base: BaseShapes) -> Iterator[AdapterStore]:
+    with AdapterStore(root, base) as store:
+        yield store
+
+
+def database(root: Path) -> "closing[sqlite3.Connection]":
+    return closing(sqlite3.connect(root / "index.sqlite3", isolation_level=None))
+
+
+def make_layout_1(root: Path) -> None:
+    """The same adapters, in a file of the old layout."""
+    path = root / "index.sqlite3"
+    with database(root) as db:
+        rows = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in TABLES_1}
+    for file in root.glob("index.sqlite3*"):
+        file.unlink()
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute("PRAGMA journal_mode = WAL")
+        db.executescript(LAYOUT_1)
+        for table, values in rows.items():
+            db.executemany(f"INSERT INTO {table} VALUES ({','.join('?' * len(values[0]))})", values)
+        db.execute("PRAGMA user_version = 1")
+
+
+def test_they_stay_over_restarts_and_versions(root: Path, base: BaseShapes, put: Any, build: Any) -> None:
+    with AdapterStore(root, base) as store:
+        assert store.limits("mia") == store.get("mia").limits == {}
+        store.set_limits("mia", LIMITS)
+        assert store.limits("mia") == store.get("mia").limits == LIMITS
+        store.register("mia", build.config(), put(store, build.file(seed=3)))
+        store.delete("mia@3")
+    with AdapterStore(root, base) as store:
+        assert [dict(record.limits) for record in store.list_adapters()] == [LIMITS, {}]
+        assert isinstance(store.limits("mia")["max_running"], int)
+        store.set_limits("mia", {"weight": 2.0})
+        assert store.limits("mia") == {"weight": 2.0}, "the new ones replace all of the old"
+        store.set_limits("mia", {})
+        store.set_limits("zoe", {})
+    with AdapterStore(root, base) as store:
+        assert [dict(record.limits) for record in store.list_adapters()] == [{}, {}]
+
+
+def test_they_go_with_the_id(root: Path, base: BaseShapes, put: Any, build: Any) -> None:
+    with AdapterStore(root, base) as store:
+        for name in ("mia", "zoe"):
+            store.set_limits(name, LIMITS)
+        store.delete("mia")
+        assert store.limits("mia") == {}
+        store.register("mia", build.config(), put(store, build.file(seed=4)))
+        assert store.limits("mia") == {}
+        assert store.limits("zoe") == LIMITS
+    with database(root) as db:
+        assert db.execute("SELECT adapter_id FROM adapter_limits").fetchall() == [("zoe",)]
+
+
+def test_a_record_is_no_way_to_change_them(opened: AdapterStore) -> None:
+    given = dict(LIMITS)
+    opened.set_limits("mia", given)
+    given["max_running"] = 9
+    with pytest.raises(TypeError):
+        opened.limits("mia")["max_running"] = 9  # type: ignore[index]
+    assert opened.limits("mia") == LIMITS
+
+
+def test_an_id_that_is_not_there(opened: AdapterStore) -> None:
+    assert opened.limits("nobody") == {}
+    for name in ("nobody", "mia@1"):
+        with pytest.raises(AdapterNotFound):
+            opened.set_limits(name, LIMITS)
+
+
+def test_what_is_refused_changes_nothing(opened: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened.set_limits("mia", LIMITS)
+    with pytest.raises(ValueError, match="JSON"):
+        opened.set_limits("mia", {"max_running": float("nan")})
+    assert opened.limits("mia") == LIMITS
+    opened.close()
+    with pytest.raises(StoreUnusable):
+        opened.set_limits("mia", {})
+
+
+def test_a_file_of_layout_1_keeps_its_adapters(root: Path, base: BaseShapes) -> None:
+    with AdapterStore(root, base) as store:
+        before = store.list_adapters()
+    make_layout_1(root)
+    for _ in range(2):
+        with AdapterStore(root, base) as store:
+            assert store.list_adapters() == before
+            for record in before:
+                for version in record.versions:
+                    assert store.load(version.key).spec == store.spec(version.key)
+    with AdapterStore(root, base) as store:
+        store.set_limits("mia", LIMITS)
+    with AdapterStore(root, base) as store:
+        assert (store.limits("mia"), store.limits("zoe")) == (LIMITS, {})
+    with database(root) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
+
+
+def test_both_ways_to_the_newest_layout_lead_to_the_same(root: Path, base: BaseShapes) -> None:
+    query = "SELECT type, name, sql FROM sqlite_schema ORDER BY name"
+    with database(root) as db:
+        fresh = db.execute(query).fetchall()
+    make_layout_1(root)
+    AdapterStore(root, base).close()
+    with database(root) as db:
+        assert db.execute(query).fetchall() == fresh
+
+
+def test_a_migration_that_fails_leaves_the_old_layout(root: Path, base: BaseShapes) -> None:
+    make_layout_1(root)
+    with database(root) as db:
+        db.execute("CREATE TABLE adapter_limits (of_somebody_else TEXT) STRICT")
+    with pytest.raises(StoreUnusable, match="adapter_limits"):
+        AdapterStore(root, base)
+    with database(root) as db:
+        assert db.execute("PRAGMA user_version").fetchone() == (1,)
+        db.execute("DROP TABLE adapter_limits")
+    with AdapterStore(root, base) as store:
+        assert len(store.list_adapters()) == 2
+
+
+@pytest.mark.parametrize("version", [-1, SCHEMA_VERSION + 1, 99])
+def test_a_layout_that_nobody_knows(root: Path, base: BaseShapes, version: int) -> None:
+    with database(root) as db:
+        db.execute(f"PRAGMA user_version = {version}")
+    with pytest.raises(StoreUnusable, match=f"layout {version}, this one reads {SCHEMA_VERSION}"):
+        AdapterStore(root, base)
