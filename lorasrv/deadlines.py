@@ -55,9 +55,10 @@ class Deadlines:
     def why_hopeless(self, request: Request, ahead_s: float = 0.0) -> tuple[str, float] | None:
         """Why a waiting request will miss a deadline, with `ahead_s` of others' work before its own, and about how late
         it would be in seconds; None if it may meet them."""
-        now = self._clock()
-        begin_s = now + ahead_s + self._first_token_s(request)
         begin_by, end_by = self._begin_by(request), self._end_by(request)
+        if begin_by is None and end_by is None:
+            return None
+        begin_s = self._clock() + ahead_s + self._first_token_s(request)
         if end_by is not None:
             end_s = begin_s + self._predictor.remaining(request, MEDIAN) * self._each_token_s(request)
             if end_s > end_by:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, fields
 
 from lorasrv.errors import InvalidLimits
 
-MAX_COUNT = 1 << 20
+MAX_VALUE = 2**53
+"""The largest whole number that every JSON reader understands."""
 MAX_WEIGHT = 1e6
 
 
@@ -36,8 +37,10 @@ class Limits:
     def __post_init__(self) -> None:
         for name in (f.name for f in fields(self)):
             value = getattr(self, name)
-            if value is not None and not (value > 0 and math.isfinite(value)):
+            if value is not None and not 0 < value < math.inf:
                 raise InvalidLimits(f"must be above 0, not {value}; leave it out for no limit", name)
+            if value is not None and value > MAX_VALUE:
+                raise InvalidLimits(f"must be at most {MAX_VALUE}; leave it out for no limit", name)
         if self.weight > MAX_WEIGHT or self.weight < 1 / MAX_WEIGHT:
             raise InvalidLimits(f"must be between {1 / MAX_WEIGHT:g} and {MAX_WEIGHT:g}, not {self.weight}", "weight")
 

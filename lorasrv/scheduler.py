@@ -235,24 +235,21 @@ class Scheduler:
             self._refuse(request, Refusal.UNFIT, why)
         elif (why := self.quotas.why_not_queue(request)) is not None:
             self._refuse(request, Refusal.LIMIT, why, self._seconds_ahead())
-        elif hopeless := self._why_hopeless(request, self._seconds_ahead()):
-            self._refuse(request, Refusal.LATE, *hopeless)
+        elif self._options.early_abort and (late := self._deadlines.why_hopeless(request, self._seconds_ahead())):
+            self._refuse(request, Refusal.LATE, *late)
         return request.status.is_finished
 
     def _seconds_ahead(self) -> float:
         return self._deadlines.ahead_s(self._lineup.running, len(self._lineup.waiting), self._options.max_num_seqs)
-
-    def _why_hopeless(self, request: Request, ahead_s: float = 0.0) -> tuple[str, float] | None:
-        return self._deadlines.why_hopeless(request, ahead_s) if self._options.early_abort else None
 
     def _end_missed(self) -> None:
         for request, why in list(self._deadlines.take_missed()):
             request.error, request.refusal = why, Refusal.TIMEOUT
             self._finish(request, RequestStatus.FINISHED_TIMEOUT)
         if self._options.early_abort and self._lineup.checks_now:
-            for request in list(self._lineup.waiting.values()):
-                if (hopeless := self._why_hopeless(request)) is not None and not request.num_generated_tokens:
-                    self._refuse(request, Refusal.LATE, *hopeless)
+            for request in [r for r in self._lineup.waiting.values() if not r.num_generated_tokens]:
+                if late := self._deadlines.why_hopeless(request):
+                    self._refuse(request, Refusal.LATE, *late)
 
     def _refuse(self, request: Request, refusal: Refusal, why: str, retry_after_s: float = 0.0) -> None:
         request.error, request.refusal = why, refusal

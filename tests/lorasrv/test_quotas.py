@@ -203,6 +203,11 @@ def test_a_limit_is_above_nothing(field: str, value: float) -> None:
     assert caught.value.param == field
 
 
+def test_a_limit_is_a_number_that_others_can_read() -> None:
+    with pytest.raises(InvalidLimits, match="max_running must be at most"):
+        Limits(max_running=10**400)
+
+
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), 1e9, 1e-9])
 def test_a_weight_is_a_sane_number(weight: float) -> None:
     with pytest.raises(InvalidLimits, match="weight"):
