@@ -30,6 +30,7 @@ class Lineup:
         self._running: list[Request] = []
         self._waiting: dict[RequestId, Request] = {}
         self.requests: dict[RequestId, Request] = {}
+        self._set_back: dict[RequestId, Request] = {}
         self._due: dict[RequestId, Request] = {}
         self._num_arrived = 0
         self.step = 0
@@ -48,6 +49,11 @@ class Lineup:
     def checks_now(self) -> bool:
         """Whether this step is one of those in which everybody who waits is looked at."""
         return self.step % CHECK_EVERY == 0
+
+    @property
+    def set_back(self) -> dict[RequestId, Request]:
+        """Those of them that have begun and had to give way."""
+        return self._set_back
 
     @property
     def due(self) -> dict[RequestId, Request]:
@@ -71,7 +77,7 @@ class Lineup:
         """It gives way, and waits again."""
         self._running.remove(request)
         self.policy.stops(request)
-        self._waiting[request.request_id] = request
+        self._waiting[request.request_id] = self._set_back[request.request_id] = request
         self.policy.arrives(request)
 
     def ends(self, request: Request) -> None:
@@ -106,6 +112,10 @@ class Lineup:
         for request in self.policy.lineup(self._running):
             if request.request_id not in named:
                 yield request
+
+    def running_in_order(self) -> Sequence[Request]:
+        """Those that run, best first."""
+        return self.policy.running(self._running)
 
     def had_share(self, request: Request) -> None:
         """It has tokens in this step. One that was due is the most senior now: else it would have to leave at once."""
@@ -150,6 +160,7 @@ class Lineup:
 
     def _unqueue(self, request: Request) -> None:
         del self._waiting[request.request_id]
+        self._set_back.pop(request.request_id, None)
         self.policy.leaves(request)
 
 

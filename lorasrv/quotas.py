@@ -30,9 +30,12 @@ class _Account:
     num_waiting: int = 0
     pages: int = 0
     uses: Counter[AdapterKey] = field(default_factory=Counter)
+    paid_until_s: float = 0.0
     debt: float = 0.0
     """Tokens above what the rate allows; negative is what may be computed at once."""
-    paid_until_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.debt = self.least_debt
 
     @property
     def is_idle(self) -> bool:
@@ -42,13 +45,16 @@ class _Account:
     def shown(self) -> str:
         return f"{self.kind} {self.name!r}" if self.name else "the base"
 
+    @property
+    def least_debt(self) -> float:
+        """That of an account which was idle for long."""
+        return -BURST_S * (self.limits.tokens_per_s or 0.0)
+
     def settle(self, now_s: float) -> None:
         """Pay off debt by the time that has passed."""
         rate = self.limits.tokens_per_s
-        if rate is None:
-            self.debt = 0.0
-        else:
-            self.debt = max(-BURST_S * rate, self.debt - rate * max(0.0, now_s - self.paid_until_s))
+        paid = 0.0 if rate is None else rate * max(0.0, now_s - self.paid_until_s)
+        self.debt = 0.0 if rate is None else max(self.least_debt, self.debt - paid)
         self.paid_until_s = now_s
 
 
@@ -207,7 +213,7 @@ class Quotas:
         for accounts in (self._adapters, self._keys):
             for account in list(accounts.values()):
                 account.settle(now)
-                if account.is_idle and account.debt <= 0:
+                if account.is_idle and account.debt <= account.least_debt:
                     del accounts[account.name]
         self._num_swept = max(MIN_SWEEP, len(self._adapters) + len(self._keys))
 

@@ -26,6 +26,8 @@ from lorasrv.request import Request, RequestStatus
 from lorasrv.request_memory import RequestMemory
 from lorasrv.step_budget import StepBudget, missing
 
+MAX_LOOK_AHEAD = 256
+"""So many behind one that is blocked are looked at, for adapters to bring near."""
 LONG_PROMPT_SHARE = 2
 """A prompt that does not end in this step leaves so many parts but one of the chunk to those that could start."""
 
@@ -41,6 +43,7 @@ class _Round:
     keep_free: int = 0
     ahead: set[AdapterKey] = field(default_factory=set)
     is_over: bool = False
+    num_behind: int = 0
     has_preempted: bool = False
     has_limited: bool = False
     never: list[tuple[Request, str]] = field(default_factory=list)
@@ -90,10 +93,13 @@ class StepPlanner:
             unseen.discard(request.request_id)
             if request.status is RequestStatus.RUNNING:
                 self._go_on(request, this)
-            elif not this.is_over:
+            else:
                 self._consider(request, this)
-            elif not unseen:
+            if this.is_over:
                 break
+        for request in self._lineup.running_in_order() if unseen else ():
+            if request.request_id in unseen:
+                self._go_on(request, this)
         self._share_the_rest(this)
         for request in list(self._lineup.running):
             if request.request_id in this.budget.counts:
@@ -102,13 +108,14 @@ class StepPlanner:
 
     def _budget(self) -> StepBudget:
         options, running = self._options, self._lineup.running
+        others_first = bool(self._lineup.due) or (self._lineup.policy.may_displace and bool(self._lineup.waiting))
         return StepBudget.of(
             options.max_num_batched_tokens,
             options.max_num_seqs,
             running,
             self._target_s,
             self._books.costs.step,
-            seats_ahead=min(1, len(self._lineup.due)),
+            seats_ahead=int(others_first),
         )
 
     # Those that run.
@@ -133,9 +140,7 @@ class StepPlanner:
 
     def _make_room(self, request: Request, this: _Round) -> bool:
         """Pages for all tokens of a running request; False if the request itself had to give way."""
-        waiting = self._lineup.waiting.values()
-        begun = {r.adapter_key for r in waiting if r.num_preemptions and r.adapter_key is not None}
-        while not self._memory.grow(request, self._need_to_grow(), ahead=begun | self._due_adapters()):
+        while not self._memory.grow(request, self._need_to_grow(), ahead=self._adapters_ahead()):
             victim = self._lineup.worst()
             assert victim is not None, "a request that grows runs"
             self._give_way(victim, this)
@@ -147,8 +152,10 @@ class StepPlanner:
         """One that is due does not lose its adapter to those that could give way to it."""
         return Need.ADMISSION if self._lineup.due and len(self._lineup.running) > 1 else Need.PROGRESS
 
-    def _due_adapters(self) -> set[AdapterKey]:
-        return {r.adapter_key for r in self._lineup.due.values() if r.adapter_key is not None}
+    def _adapters_ahead(self) -> set[AdapterKey]:
+        """Of those that wait, but not behind those that run: they have begun, or are due."""
+        ahead = (*self._lineup.set_back.values(), *self._lineup.due.values())
+        return {r.adapter_key for r in ahead if r.adapter_key is not None}
 
     def preempt(self, request: Request) -> None:
         """Take back everything but the tokens."""
@@ -186,8 +193,9 @@ class StepPlanner:
             self._start_or_block(request, this)
         if request.status is not RequestStatus.RUNNING and key is not None:
             this.ahead.add(key)
-        if this.blocked and len(this.ahead) >= self._options.max_num_seqs:
-            this.is_over = True
+        this.num_behind += this.blocked
+        if len(this.ahead) >= self._options.max_num_seqs or this.num_behind >= MAX_LOOK_AHEAD:
+            this.is_over = this.is_over or this.blocked
 
     def _start_or_block(self, request: Request, this: _Round) -> None:
         if this.blocked:

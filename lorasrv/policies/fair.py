@@ -40,7 +40,17 @@ class _Account:
 
     name: str
     served: float = 0.0
+    num_running: int = 0
     queue: SortedQueue = field(default_factory=SortedQueue)
+
+    def turns(self) -> Iterator[Request]:
+        """Its requests in their order. Where one does not start, further ones on the same content would not either."""
+        stuck: set[AdapterKey | None] = set()
+        for request in self.queue:
+            if request.adapter_key not in stuck:
+                yield request
+                if request in self.queue:
+                    stuck.add(request.adapter_key)
 
 
 class _Ledger:
@@ -82,21 +92,35 @@ class _Ledger:
             self._sweep()
 
     def charge(self, name: str, tokens: float) -> None:
-        if name in self._accounts:
-            self._accounts[name].served += tokens
+        self._accounts[name].served += tokens
 
     def _sweep(self) -> None:
         """An account that would be lifted when it comes back need not be remembered."""
         floor = min((a.served for a in self._waiting.values()), default=self._floor)
-        gone = [name for name, a in self._accounts.items() if name not in self._waiting and a.served <= floor]
+        idle = (a for a in self._accounts.values() if a.name not in self._waiting and not a.num_running)
+        gone = [account.name for account in idle if account.served <= floor]
         for name in gone:
             del self._accounts[name]
         self._next_sweep = max(MIN_SWEEP, 2 * len(self._accounts))
 
 
-_Entry = tuple[int, int, float, int, str]
-"""Of a heap of accounts: priority of its first request and whether that was set back, the service it has had, and in
-which order that request arrived."""
+@dataclass(slots=True)
+class _Turn:
+    """An account's next request in this round, and those after it."""
+
+    account: _Account
+    request: Request
+    rest: Iterator[Request]
+
+    @property
+    def entry(self) -> "_Entry":
+        """For a heap; no two are equal, as no two requests have one number."""
+        urgency = self.request.message.priority, set_back_first(self.request)
+        return *urgency, self.account.served, self.request.number, self
+
+
+_Entry = tuple[int, int, float, int, _Turn]
+"""Priority of a request and whether it was set back, the service its account has had, and when it arrived."""
 
 
 class Fair(Policy):
@@ -115,18 +139,18 @@ class Fair(Policy):
         return self._adapters[principal].account(adapter_id).served
 
     def waiting(self) -> Iterator[Request]:
-        """One account's turn ends with a request that does not start: its others stand behind that."""
-        heaps = {key.name: self._heap_of(key.name) for key in self._keys.waiting()}
+        heaps = {key.name: self._turns(key.name) for key in self._keys.waiting()}
         keys = [self._entry_of_key(name, heap) for name, heap in heaps.items()]
         heapq.heapify(keys)
         while keys:
-            *_, name = heapq.heappop(keys)
+            name = heapq.heappop(keys)[-1]
             heap = heaps[name]
-            account = self._take(name, heap)
-            request = account.queue.first
-            yield request
-            if len(account.queue) and account.queue.first is not request:
-                heapq.heappush(heap, _entry(account))
+            turn = self._take(heap)
+            yield turn.request
+            following = next(turn.rest, None)
+            if following is not None:
+                turn.request = following
+                heapq.heappush(heap, turn.entry)
             if heap:
                 heapq.heappush(keys, self._entry_of_key(name, heap))
 
@@ -150,10 +174,14 @@ class Fair(Policy):
 
     def starts(self, request: Request) -> None:
         self._in_batch[request.adapter_key] += 1
+        for account in self._accounts(request):
+            account.num_running += 1
         if not request.num_preemptions:
             self._charge(request, PROMPT_WEIGHT * (request.num_prompt_tokens - request.num_cached_tokens))
 
     def stops(self, request: Request) -> None:
+        for account in self._accounts(request):
+            account.num_running -= 1
         self._in_batch[request.adapter_key] -= 1
         if not self._in_batch[request.adapter_key]:
             del self._in_batch[request.adapter_key]
@@ -166,35 +194,41 @@ class Fair(Policy):
         self._keys.charge(principal, tokens / self._quotas.key_weight())
         self._adapters[principal].charge(adapter_id, tokens / self._quotas.weight(adapter_id))
 
-    def _entry_of_key(self, name: str, heap: list[_Entry]) -> _Entry:
+    def _accounts(self, request: Request) -> tuple[_Account, _Account]:
+        principal, adapter_id = _names(request)
+        return self._keys.account(principal), self._adapters[principal].account(adapter_id)
+
+    def _entry_of_key(self, name: str, heap: list[_Entry]) -> tuple[int, int, float, int, str]:
         priority, set_back, _, number, _ = heap[0]
         return priority, set_back, self._keys.account(name).served, number, name
 
-    def _heap_of(self, principal: str) -> list[_Entry]:
-        heap = [_entry(account) for account in self._adapters[principal].waiting()]
+    def _turns(self, principal: str) -> list[_Entry]:
+        """A heap of the accounts of a key that wait."""
+        heap = []
+        for account in self._adapters[principal].waiting():
+            rest = account.turns()
+            heap.append(_Turn(account, next(rest), rest).entry)
         heapq.heapify(heap)
         return heap
 
-    def _take(self, principal: str, heap: list[_Entry]) -> _Account:
+    def _take(self, heap: list[_Entry]) -> _Turn:
         """The account with the least service, or one little above it whose adapter costs the step nothing more."""
-        ledger = self._adapters[principal]
         best = heapq.heappop(heap)
-        account = ledger.account(best[-1])
-        gap = self._worth_of_sharing(account.queue.first)
+        gap = self._worth_of_sharing(best[-1].request)
         if gap <= 0:
-            return account
+            return best[-1]
         passed: list[_Entry] = []
+        chosen = best
         while heap and len(passed) < MAX_COMPARED and heap[0][:2] == best[:2] and heap[0][2] <= best[2] + gap:
             entry = heapq.heappop(heap)
-            other = ledger.account(entry[-1])
-            if other.queue.first.adapter_key in self._in_batch:
-                account, entry = other, best
-            passed.append(entry)
-            if account is other:
+            if entry[-1].request.adapter_key in self._in_batch:
+                chosen = entry
+                passed.append(best)
                 break
+            passed.append(entry)
         for entry in passed:
             heapq.heappush(heap, entry)
-        return account
+        return chosen[-1]
 
     def _worth_of_sharing(self, request: Request) -> float:
         """In weighted tokens: what the request's adapter adds to all the steps that it will be in; 0 if it is in the
@@ -208,8 +242,3 @@ class Fair(Policy):
 
 def _names(request: Request) -> tuple[str, str]:
     return request.message.principal, request.message.adapter_id
-
-
-def _entry(account: _Account) -> _Entry:
-    first = account.queue.first
-    return first.message.priority, set_back_first(first), account.served, first.number, account.name

@@ -29,8 +29,11 @@ class Mlfq(Policy):
     def waiting(self) -> Iterator[Request]:
         return iter(self._queue)
 
+    def running(self, running: Sequence[Request]) -> Sequence[Request]:
+        return sorted(running, key=self.rank)
+
     def lineup(self, running: Sequence[Request]) -> Iterator[Request]:
-        return heapq.merge(sorted(running, key=self.rank), self.waiting(), key=self.rank)
+        return heapq.merge(self.running(running), self.waiting(), key=self.rank)
 
     def arrives(self, request: Request) -> None:
         if not request.num_preemptions:

@@ -32,9 +32,13 @@ class Policy(ABC):
     def leaves(self, request: Request) -> None:
         """It waits no more: it starts, or it ends."""
 
+    def running(self, running: Sequence[Request]) -> Sequence[Request]:
+        """Those that run, best first; given by seniority."""
+        return list(running)
+
     def lineup(self, running: Sequence[Request]) -> Iterator[Request]:
         """Everybody, best first. Nobody who has begun is delayed by somebody new, unless the policy says otherwise."""
-        yield from list(running)
+        yield from self.running(running)
         yield from self.waiting()
 
     def rank(self, request: Request) -> Rank:
@@ -70,12 +74,16 @@ class SortedQueue:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
-        """Of this moment: the queue may change meanwhile."""
-        return iter([request for _, _, request in self._entries])
+        """The one that was yielded last may be removed before the next is asked for."""
+        at = 0
+        while at < len(self._entries):
+            entry = self._entries[at]
+            yield entry[2]
+            if at < len(self._entries) and self._entries[at] is entry:
+                at += 1
 
-    @property
-    def first(self) -> Request:
-        return self._entries[0][2]
+    def __contains__(self, request: Request) -> bool:
+        return request.number in self._ranks
 
     def add(self, request: Request, rank: Rank) -> None:
         self._ranks[request.number] = rank

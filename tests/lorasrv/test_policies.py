@@ -185,3 +185,36 @@ def test_a_long_prompt_leaves_half_of_the_chunk_to_a_short_one() -> None:
     step = bench.step()
     assert {s.request_id: len(s.token_ids) for s in step.scheduled} == {"long": 64 - 20, "short": 20}
     assert _share(bench.step(), "long") == 63, "nobody else is there"
+
+
+# What a review found.
+
+
+def test_a_newcomer_has_a_token_although_answers_take_them_all() -> None:
+    bench = _bench("mlfq", seats=4, budget=4)
+    for i in range(4):
+        bench.add(f"old {i}", prompt=1, max_tokens=200)
+    for _ in range(60):
+        bench.step()
+    bench.add("new", prompt=1, max_tokens=5)
+    assert "new" in names(bench.step())
+
+
+def test_an_old_version_does_not_wait_for_a_new_one_of_its_name() -> None:
+    bench = _bench("fair", seats=4)
+    bench.add("bring", max_tokens=1, key=KEYS[0], adapter_id="mia")
+    bench.run()
+    bench.add("of the cold version", key=KEYS[1], adapter_id="mia")
+    bench.add("of the warm version", key=KEYS[0], adapter_id="mia")
+    assert names(bench.step()) == ["of the warm version"]
+
+
+def test_who_runs_is_charged_however_many_accounts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorasrv.policies.fair.MIN_SWEEP", 4)
+    bench = _bench("fair", seats=8)
+    bench.add("long", max_tokens=100, adapter_id="long")
+    for i in range(30):
+        bench.add(f"short {i}", prompt=20, max_tokens=2, adapter_id=f"a{i}")
+        bench.step()
+    bench.add("again", adapter_id="long")
+    assert bench.scheduler.policy.served_by_adapter("anonymous", "long") >= 3 + 2 * bench.tokens("long")
