@@ -2,7 +2,8 @@
 
 After S³ (Jin et al. 2023), which predicts a length to pack batches; here online and without a model, as a persona's own
 past tells most. A quantile is asked of what is left once a request has outgrown shorter answers. An adapter that nobody
-knows yet is predicted from all adapters, and from nothing at all as its `max_tokens`, which is never too short.
+knows yet is predicted from all adapters. Where nothing at all is known, `UNKNOWN_TOKENS` more are expected, or what
+`max_tokens` leaves: most clients name none, and a whole context kept free for each would let hardly anybody in.
 """
 
 import bisect
@@ -19,6 +20,7 @@ MIN_ANSWERS = 8
 MAX_ANSWERS = 256
 """Then all counts are halved: what was long ago counts less."""
 MAX_HISTOGRAMS = 8192
+UNKNOWN_TOKENS = 256
 PLANNED_QUANTILE = 0.8
 """What admission plans pages for. Most answers are shorter; one that is longer may cost a preemption."""
 
@@ -56,7 +58,7 @@ class _Histogram:
 
     def quantile(self, q: float, longer_than: int) -> int | None:
         """An answer that is longer than that already will have at most so many tokens, with probability `q`; None if
-        too few were, or too many of them were cut."""
+        too few were. If too many of them were cut, it will be cut as well."""
         begin = _bin(longer_than + 1)
         at_risk = sum(self.ended[begin:]) + sum(self.cut[begin:])
         if at_risk < MIN_ANSWERS:
@@ -64,12 +66,12 @@ class _Histogram:
         goes_on = 1.0
         for i in range(begin, NUM_BINS):
             if at_risk < 1.0:
-                return None
+                break
             goes_on *= 1.0 - self.ended[i] / at_risk
             if goes_on <= 1.0 - q:
                 return ENDS[i]
             at_risk -= self.ended[i] + self.cut[i]
-        return None
+        return ENDS[-1]
 
 
 class LengthPredictor:
@@ -92,7 +94,7 @@ class LengthPredictor:
             found = histogram.quantile(q, generated) if histogram is not None else None
             if found is not None:
                 return max(min(found, most), min(generated + 1, most))
-        return most
+        return min(most, generated + UNKNOWN_TOKENS)
 
     def remaining(self, request: Request, q: float) -> int:
         """Of those, the ones that are not generated yet."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lorasrv.growth import peak_growth
-from lorasrv.length_predictor import MIN_ANSWERS, PLANNED_QUANTILE, LengthPredictor
+from lorasrv.length_predictor import MIN_ANSWERS, PLANNED_QUANTILE, UNKNOWN_TOKENS, LengthPredictor
 from lorasrv.request import AddRequest, Request, RequestId, SamplingParams
 from lorasrv.step_costs import GUESS, PARTS, StepCosts, StepShape
 
@@ -27,9 +27,10 @@ def _taught(lengths: list[int], adapter: str = "mia", predictor: LengthPredictor
     return predictor
 
 
-def test_nothing_known_is_the_longest_answer() -> None:
+def test_where_nothing_is_known_a_middling_answer_is_expected() -> None:
     assert LengthPredictor().length(_request(max_tokens=123), 0.5) == 123
-    assert _taught([5] * (MIN_ANSWERS - 1)).length(_request(), 0.9) == 500
+    assert _taught([5] * (MIN_ANSWERS - 1)).length(_request(max_tokens=8000), 0.9) == UNKNOWN_TOKENS
+    assert LengthPredictor().length(_request(max_tokens=8000, generated=400), 0.9) == 400 + UNKNOWN_TOKENS
 
 
 def test_an_adapters_own_past_tells_most_and_others_a_newcomers() -> None:
