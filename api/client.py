@@ -1,6 +1,7 @@
 """A small client of the server, for the command line: uploads, lists, streams. No torch, no engine."""
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,6 +142,15 @@ class Client:
             "if_not_exists": if_not_exists,
         }
         return self._json("POST", "/v1/adapters", json=body)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics by its name, labels as they are written there."""
+        with _reaching(self.url):
+            response = self._http.get("/metrics")
+        if response.status_code >= 400:
+            raise _refusal(response)
+        samples = re.findall(r"^(\w+(?:\{.*\})?) (\S+)$", response.text, re.MULTILINE)
+        return {name: float(value) for name, value in samples}
 
     def chat(self, body: Mapping[str, Any]) -> StreamedAnswer:
         """Ask, streaming; `body` as OpenAI has it, without the stream fields."""

@@ -45,6 +45,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.UnsupportedModel: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.CorruptModel: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.ConfigError: Answer(500, "config_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
+    engine_errors.InvalidTrace: Answer(500, "invalid_trace", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.AdapterLoadFailed: Answer(503, "adapter_load_failed", SERVER, retry=False),
     engine_errors.AdapterCold: Answer(503, "adapter_cold", SERVER, param="on_cold", retry_after_s=1.0),
     engine_errors.InvalidLimits: Answer(400, "invalid_value"),

@@ -6,6 +6,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING
@@ -15,12 +16,14 @@ import uvicorn
 from api.app import create_app
 from api.settings import ServerSettings
 from lorasrv.config import EngineConfig
+from lorasrv.errors import ConfigError
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from adapter_store.store import AdapterStore
     from lorasrv.async_engine import AsyncEngine
+    from lorasrv.trace_recorder import TraceRecorder
 
 # Streams get this long to end by themselves when the server is told to stop.
 GRACE_S = 5
@@ -86,9 +89,12 @@ def _serve(
     from lorasrv.async_engine import AsyncEngine
 
     progress("importing torch", 1.0)
-    with _open_store(settings) as store:
+    with ExitStack() as opened:
+        recorder = _open_recorder(settings, opened)
+        store = opened.enter_context(_open_store(settings))
         # One bar for the whole load, not one for each of its layers.
         engine = AsyncEngine.build(config, store, lambda _, share: progress("loading the model", share))
+        engine.recorder = recorder
         app = create_app(engine, store, settings)
 
         def tell_ready() -> None:
@@ -97,6 +103,19 @@ def _serve(
             on_ready(_ready(settings, engine, listener, time.monotonic() - started))
 
         _Uvicorn(app, tell_ready).run(sockets=[listener])
+
+
+def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "TraceRecorder | None":
+    """Before the model is loaded: a file that cannot be written is told at once."""
+    from lorasrv.trace_recorder import TraceRecorder
+
+    if settings.record_trace is None:
+        return None
+    try:
+        return opened.enter_context(TraceRecorder(settings.record_trace.expanduser()))
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(f"--record-trace {settings.record_trace} cannot be written: {why}") from None
 
 
 def _open_store(settings: ServerSettings) -> "AdapterStore":

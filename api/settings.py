@@ -70,6 +70,7 @@ class ServerSettings(BaseSettings):
     resident_bytes_per_key: ByteSize | None = None
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = DEFAULT_ALLOWED_ORIGINS
     insecure: bool = False
+    record_trace: Path | None = None
 
     @field_validator(*_SIZES, mode="before")
     @classmethod

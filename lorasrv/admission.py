@@ -7,10 +7,9 @@ which is a moment old when it is used.
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 from adapter_store.spec import AdapterKey
-from lorasrv.adapter_source import AdapterSource
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest
 from lorasrv.pool_books import PoolBooks
 from lorasrv.request import AdapterTier, AddRequest, OnCold, RequestId, SamplingParams
@@ -33,6 +32,17 @@ class RequestOptions(TypedDict, total=False):
     timeout_s: float | None
 
 
+class AdapterFacts(Protocol):
+    """What is to be known of adapters before their requests enter; `AdapterSource` knows it."""
+
+    @property
+    def max_host_bytes(self) -> int: ...
+
+    def layout(self, key: AdapterKey, /) -> AdapterLayout: ...
+
+    def is_on_host(self, key: AdapterKey) -> bool: ...
+
+
 def further_choices(first: AddRequest, request_ids: Sequence[RequestId]) -> list[AddRequest]:
     """More answers to the same prompt, each from the next seed, on the first one's pages."""
     seed = first.sampling.seed
@@ -50,7 +60,7 @@ def further_choices(first: AddRequest, request_ids: Sequence[RequestId]) -> list
 class Admission:
     """The gate of one engine."""
 
-    def __init__(self, books: PoolBooks, source: AdapterSource | None, max_model_len: int, vocab_size: int) -> None:
+    def __init__(self, books: PoolBooks, source: AdapterFacts | None, max_model_len: int, vocab_size: int) -> None:
         self._books = books
         self._source = source
         self._max_model_len = max_model_len

@@ -9,6 +9,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Unpack
@@ -41,6 +42,7 @@ from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, Re
 from lorasrv.request_stream import RequestStream
 from lorasrv.threads import compute_alone, compute_in_parallel
 from lorasrv.tokenizer import Tokenizer
+from lorasrv.trace_recorder import TraceRecorder
 
 _LOG = logging.getLogger(__name__)
 PIN_WAIT_S = 10.0
@@ -81,9 +83,10 @@ _Message = _Add | _Ask | _End | _Wake | _Stop
 
 
 class AsyncEngine:
-    """The engine as a server sees it. Methods are for the event loop's thread."""
+    """The engine as a server sees it. Methods are for the event loop's thread. `recorder` hears of every request."""
 
     def __init__(self, model: BuiltModel, model_name: str, max_queued: int) -> None:
+        self.recorder: TraceRecorder | None = None
         self.model_name = model_name
         self.spec = model.spec
         self.tokenizer: Tokenizer = model.tokenizer
@@ -172,6 +175,7 @@ class AsyncEngine:
 
         Raises: as `add`; then none of them is accepted.
         """
+        arrived_s = time.monotonic()
         label = request_id or "req"
         rids = [RequestId(f"{label}#{next(self._numbers)}") for _ in range(count)]
         messages = await asyncio.to_thread(self._admit, rids, prompt, sampling, options)
@@ -181,6 +185,8 @@ class AsyncEngine:
         if len(self._streams) + count > self._max_queued:
             raise EngineOverloaded(f"{len(self._streams)} requests are queued already", retry_after_s=1.0)
         streams = [self._open(message) for message in messages]
+        if self.recorder is not None:
+            self.recorder.accepted(messages, arrived_s)
         self._inbox.put(_Add(tuple(messages)))
         key = messages[0].adapter_key
         if self._loader is not None and key is not None and messages[0].found is AdapterTier.DISK:
@@ -271,6 +277,8 @@ class AsyncEngine:
 
     def end(self, request_id: RequestId, *, stopped: bool) -> None:
         """Have the engine end a request before its next step."""
+        if self.recorder is not None and not stopped:
+            self.recorder.left(request_id)
         self._inbox.put(_End(request_id, stopped))
 
     def _admit(
@@ -341,7 +349,9 @@ class AsyncEngine:
             if stream is None:
                 continue
             try:
-                stream.deliver(output)
+                result = stream.deliver(output)
+                if self.recorder is not None:
+                    self.recorder.heard(output.request_id, result)
             except Exception as error:
                 # One stream's text must not cost the others of this step their outputs.
                 _LOG.exception("request %s failed", output.request_id)

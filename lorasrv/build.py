@@ -98,12 +98,17 @@ def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
 
 def _memory(options: MemoryOptions, spec: ModelSpec, kv_dtype: torch.dtype, device: torch.device) -> DeviceMemory:
     block = page_bytes(spec, options.page_size_tokens, kv_dtype) * spec.num_layers
-    pool_bytes = options.pool_bytes or int(_free_bytes() * options.pool_fraction)
+    pool_bytes = pool_size(options)
     if pool_bytes < MIN_POOL_PAGES * block:
         raise ConfigError(
             f"--pool-bytes {pool_bytes} is too small: one page takes {block} bytes, and {MIN_POOL_PAGES} are the least"
         )
     return DeviceMemory(spec, pool_bytes // block, options.page_size_tokens, kv_dtype, device)
+
+
+def pool_size(options: MemoryOptions) -> int:
+    """Bytes that a pool would get now."""
+    return options.pool_bytes or int(_free_bytes() * options.pool_fraction)
 
 
 def _free_bytes() -> int:

@@ -9,6 +9,7 @@
     │   └── CorruptModel (ValueError)      the file is damaged
     ├── ConfigError (ValueError)           a server option is wrong; names the option and the choices
     ├── InvalidLimits (ValueError)         a limit or a weight of an adapter is out of range; names it
+    ├── InvalidTrace (ValueError)          a line of recorded traffic is malformed; names the line and the field
     ├── AdapterLoadFailed                  a registered adapter could not be brought into the pool; says why
     ├── AdapterCold                        the adapter is not in the pool and the caller would not wait; `retry_after_s`
     ├── LimitExceeded                      as many requests of the adapter or the key wait as may; `retry_after_s`
@@ -63,6 +64,10 @@ class InvalidLimits(LorasrvError, ValueError):
     def __init__(self, message: str, param: str) -> None:
         super().__init__(f"{param} {message}")
         self.param = param
+
+
+class InvalidTrace(LorasrvError, ValueError):
+    """Recorded traffic cannot be read. The message names the file, the line and the field."""
 
 
 class AdapterLoadFailed(LorasrvError):

@@ -59,9 +59,12 @@ class PoolBooks:
         preemption: str = "auto",
         is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
+        costs: CostModel | None = None,
     ) -> "PoolBooks":
-        """Empty accounts. `is_on_host` tells whether an adapter that leaves would be found in host memory."""
-        costs = CostModel()
+        """Empty accounts. `is_on_host` tells whether an adapter that leaves would be found in host memory; `costs` are
+        what is known of the machine already.
+        """
+        costs = costs or CostModel()
         kv_pool, adapter_pool = _pools(geometry.num_pages, options.adapter_pool_fraction)
         aging = AgingClock()
         prefixes = None

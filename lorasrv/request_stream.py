@@ -67,8 +67,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._engine.end(self.request_id, stopped=False)
             self._outputs.put_nowait(None)
 
-    def deliver(self, output: EngineOutput) -> None:
-        """Take one step's output, in the event loop."""
+    def deliver(self, output: EngineOutput) -> RequestOutput:
+        """Take one step's output, in the event loop; returns what the caller will see."""
         result = self._processor.process(output)
         if result.finished:
             self._finished = True
@@ -81,6 +81,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._outputs.put_nowait(AdapterLoadFailed(result.error))
         else:
             self._outputs.put_nowait(result)
+        return result
 
     def fail(self, error: Exception) -> None:
         """No more outputs will come."""

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from api.server import Ready
 
-_MODEL, _MEMORY, _STEP, _LIMITS, _NET = "Model", "Memory", "Scheduling", "Limits", "Network"
+_MODEL, _MEMORY, _STEP, _LIMITS, _NET, _TRACE = "Model", "Memory", "Scheduling", "Limits", "Network", "Recording"
 
 
 def _text(text: str, panel: str) -> Any:
@@ -107,6 +107,9 @@ def serve(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve other machines without keys.", rich_help_panel=_NET)
     ] = False,
+    record_trace: Annotated[
+        Path | None, _text("Append a line for each request that ends, for lorasrv plan.", _TRACE)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Serve a base model and its adapters. Every option can also be set as LORASRV_NAME in the environment."""

@@ -17,6 +17,8 @@ from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded, EngineDead,
 from lorasrv.llm import LLM
 from lorasrv.request import AdapterTier, FinishReason, RequestOutput, SamplingParams
 from lorasrv.threads import ENGINE_THREADS
+from lorasrv.trace import read_trace
+from lorasrv.trace_recorder import TraceRecorder
 
 NAMES = ("one", "two", "three")
 PROMPT = list(range(10, 30))
@@ -339,3 +341,33 @@ def test_without_max_tokens_a_small_pool_is_the_limit(model: Path) -> None:
         await engine.shutdown()
 
     asyncio.run(main())
+
+
+def test_what_is_served_is_recorded(serve, store, tmp_path) -> None:
+    key = store.resolve("one").key
+
+    async def scenario(engine: AsyncEngine) -> None:
+        with TraceRecorder(tmp_path / "trace.jsonl") as recorder:
+            engine.recorder = recorder
+            streams = await engine.add_choices(PROMPT, GREEDY, 2, adapter=key, adapter_id="one", principal="me")
+            for stream in streams:
+                assert [output async for output in stream][-1].finished
+            leaving = await engine.add(PROMPT, replace(GREEDY, max_tokens=200))
+            await anext(leaving)
+            await leaving.aclose()
+            stopping = replace(GREEDY, stop=("e", "a", " "), max_tokens=60)
+            ended = [output async for output in engine.generate(PROMPT, stopping)][-1]
+            await _settled(engine)
+            engine.recorder = None
+        first, second, left, stopped = read_trace(tmp_path / "trace.jsonl")
+        for choice in (first, second):
+            assert (choice.adapter, choice.key, choice.finish) == ("one", "me", "length")
+            assert (choice.prompt_tokens, choice.output_tokens, choice.max_tokens) == (len(PROMPT), 12, 12)
+            assert choice.tier is AdapterTier.DISK
+            assert choice.adapter_bytes
+            assert 0 < choice.ttft_ms < choice.total_ms
+        assert (left.adapter, left.finish, left.max_tokens) == (None, "abort", 200)
+        assert (stopped.finish, stopped.output_tokens) == (ended.finish_reason, ended.num_generated_tokens)
+        assert first.arrival_s <= left.arrival_s <= stopped.arrival_s
+
+    serve(scenario)
