@@ -43,6 +43,7 @@ LOAD_EVERY_S = 0.6
 LOADS_S, STEPS_S = 10.0, 20.0
 """Most that the two parts may take, on a machine that is slow or busy."""
 MIN_WAVES = 4
+MOST_MISFIT = 0.25
 PASSES = 3
 POOL_BYTES = 1 << 29
 
@@ -79,7 +80,21 @@ class _Observed(StepCosts):
         StepCosts.observe(self, shape, seconds)
 
 
-def calibrate(config: EngineConfig, rank: int, progress: Progress) -> MachineCosts:
+@dataclass(frozen=True, slots=True)
+class Calibrated:
+    """`misfit`: by what share the steps took longer, together, than the costs say. Where something else ran beside, it
+    is large: a step waits for its slowest thread.
+    """
+
+    costs: MachineCosts
+    misfit: float
+
+    @property
+    def is_sound(self) -> bool:
+        return self.misfit <= MOST_MISFIT
+
+
+def calibrate(config: EngineConfig, rank: int, progress: Progress) -> Calibrated:
     """Half a minute of a machine that does nothing else; on a busy one it ends early, with what it has.
 
     Raises:
@@ -118,7 +133,7 @@ class _Run:
         self._progress = progress
         self._rng = random.Random(0)
 
-    async def all(self) -> MachineCosts:
+    async def all(self) -> Calibrated:
         await self._engine.start()
         try:
             await self._wave(4, 0, 64, 8)  # pages and kernels are touched for the first time
@@ -129,8 +144,9 @@ class _Run:
             await self._engine.shutdown()
         steps = self._observed.steps
         copy_byte_s = self._engine.metrics.snapshot().load_costs["copy_byte"]
-        return MachineCosts(
-            step=fitted(steps),
+        step = fitted(steps)
+        costs = MachineCosts(
+            step=step,
             between_steps_s=_between(steps),
             edge_s=edge_s,
             load_s=loads.each_s,
@@ -140,6 +156,9 @@ class _Run:
             stall_s=loads.stall_s,
             stall_byte_s=loads.stall_byte_s,
         )
+        model = StepCosts.known(step)
+        predicted_s = sum(model.seconds(shape) for _, shape, _ in steps)
+        return Calibrated(costs, sum(seconds for *_, seconds in steps) / max(1e-9, predicted_s) - 1)
 
     async def _wave(self, requests: int, adapters: int, prompt: int, tokens: int, every_s: float = 0.0) -> None:
         async def one(number: int) -> None:

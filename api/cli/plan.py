@@ -273,9 +273,13 @@ def _costs(
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
         from lorasrv.calibrate import calibrate
 
-        kept = calibrate(asked.config, asked.rank, tell)
-        write_cached(file, kept)
-        return kept, "costs measured now on this machine", memory
+        done = calibrate(asked.config, asked.rank, tell)
+        if done.is_sound:
+            write_cached(file, done.costs)
+        else:
+            note(f"steps took {100 * done.misfit:.0f} % longer than their costs explain: something else ran meanwhile;")
+            note("these costs are not kept, measure again on a quiet machine")
+        return done.costs, "costs measured now on this machine", memory
     return kept, "costs measured earlier on this machine (--recalibrate measures anew)", memory
 
 

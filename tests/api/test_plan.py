@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from lorasrv.calibrate import Calibrated
 from lorasrv.calibration_cache import cache_file, read_cached, write_cached
 from lorasrv.config import ModelOptions
 from lorasrv.loaders import open_checkpoint
@@ -160,9 +161,9 @@ class TestMeasuredCosts:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         calls = []
 
-        def calibrate(config: object, rank: int, progress: object) -> MachineCosts:
+        def calibrate(config: object, rank: int, progress: object) -> Calibrated:
             calls.append(rank)
-            return MachineCosts.read(COSTS)
+            return Calibrated(MachineCosts.read(COSTS), misfit=0.1)
 
         monkeypatch.setattr("lorasrv.calibrate.calibrate", calibrate)
         options = ("plan", "--trace", trace, *POOL, "--predict-only", "--json")
@@ -173,6 +174,17 @@ class TestMeasuredCosts:
             "costs measured now",
         ]
         assert calls == [16, 16]
+
+    def test_what_was_measured_on_a_busy_machine_is_not_kept(
+        self, cli, trace: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        busy = Calibrated(MachineCosts.read(COSTS), misfit=3.8)
+        monkeypatch.setattr("lorasrv.calibrate.calibrate", lambda *_: busy)
+        done = cli("plan", "--trace", trace, *POOL, "--predict-only")
+        assert done.code == 0
+        assert "steps took 380 % longer than their costs explain" in done.err
+        assert not (tmp_path / "cache").exists()
 
     def test_another_model_or_form_is_another_file(self, tmp_path: Path) -> None:
         files = {cache_file("a", ModelOptions()), cache_file("b", ModelOptions())}

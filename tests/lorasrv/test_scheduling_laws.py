@@ -38,7 +38,7 @@ def _offer(bench: Bench, load: list[tuple[int, int, int, int, int]], step: int) 
 @settings(max_examples=15, deadline=None)
 def test_no_seat_is_empty_while_somebody_could_have_it(policy: str, load, seats: int) -> None:
     """With pages enough, a step has everybody in it who could run, or a full house. Prompts get the whole budget."""
-    bench = Bench(pages=4000, max_num_seqs=seats, max_num_batched_tokens=64 + seats, options={"policy": policy})
+    bench = Bench(checks=False, pages=4000, max_num_seqs=seats, max_num_batched_tokens=64 + seats, options={"policy": policy})
     for step in count():
         _offer(bench, load, step)
         bench.arrive()
@@ -117,7 +117,7 @@ def _live(bench: Bench) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["mlfq", "sjf"])
 def test_a_long_job_ends_among_endless_short_ones(policy: str) -> None:
-    bench = Bench(pages=200, max_num_seqs=2, options={"policy": policy, "max_wait_steps": 50}, step_s=0.05)
+    bench = Bench(checks=False, pages=200, max_num_seqs=2, options={"policy": policy, "max_wait_steps": 50}, step_s=0.05)
     bench.add("long", prompt=60, max_tokens=60)
     for step in range(4000):
         if "long" in bench.ends():
@@ -158,7 +158,7 @@ def test_two_backlogged_accounts_are_served_alike(data: st.DataObject) -> None:
     }
     by_key = data.draw(st.booleans(), "by key")
     options = {"policy": "fair", "max_wait_steps": 1 << 20}
-    bench = Bench(pages=2000, max_num_seqs=seats, max_num_batched_tokens=seats + 32, options=options)
+    bench = Bench(checks=False, pages=2000, max_num_seqs=seats, max_num_batched_tokens=seats + 32, options=options)
     owner: dict[str, str] = {}
     service = _Service(bench)
     if not by_key:
@@ -189,7 +189,7 @@ def test_two_backlogged_accounts_are_served_alike(data: st.DataObject) -> None:
 
 def _served_under(policy: str) -> Counter[str]:
     """Tokens of a persona at ten times the load of nine others, and of those, when all wait."""
-    bench = Bench(pages=2000, max_num_seqs=4, max_num_batched_tokens=64, options={"policy": policy})
+    bench = Bench(checks=False, pages=2000, max_num_seqs=4, max_num_batched_tokens=64, options={"policy": policy})
     owner = {}
     for i in range(90):
         owner[f"hot{i}"] = "hot"
@@ -212,7 +212,7 @@ def test_one_hot_persona_does_not_starve_nine_others() -> None:
 
 
 def test_a_hot_persona_of_one_key_does_not_touch_another_key() -> None:
-    bench = Bench(pages=2000, max_num_seqs=2, max_num_batched_tokens=64, options={"policy": "fair"})
+    bench = Bench(checks=False, pages=2000, max_num_seqs=2, max_num_batched_tokens=64, options={"policy": "fair"})
     for i in range(60):
         bench.add(f"a{i}", 8, 8, adapter_id=f"of-a{i % 20}", principal="a")
     for i in range(4):
@@ -223,7 +223,7 @@ def test_a_hot_persona_of_one_key_does_not_touch_another_key() -> None:
 
 
 def test_whoever_comes_back_has_saved_nothing_up() -> None:
-    bench = Bench(pages=2000, max_num_seqs=1, max_num_batched_tokens=64, options={"policy": "fair"})
+    bench = Bench(checks=False, pages=2000, max_num_seqs=1, max_num_batched_tokens=64, options={"policy": "fair"})
     bench.add("early", 4, 4, adapter_id="idle")
     bench.run()
     for i in range(20):
