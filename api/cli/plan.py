@@ -15,9 +15,9 @@ from api.cli.options import JsonOption, connected
 if TYPE_CHECKING:
     from api.cli.plan_report import Plan
     from lorasrv.config import EngineConfig, MemoryOptions
-    from lorasrv.machine_costs import MachineCosts
     from lorasrv.models.spec import ModelSpec
-    from lorasrv.replay import SimServer
+    from lorasrv.planning.machine_costs import MachineCosts
+    from lorasrv.planning.replay import SimServer
     from lorasrv.trace import TraceRequest
 
 DEFAULT_RANK = 16
@@ -155,9 +155,9 @@ def _check_png(png: Path) -> None:
 
 def _plan(asked: _Asked, trace: tuple["TraceRequest", ...], limit_ms: float | None, predict_only: bool) -> "Plan":
     from api.cli.plan_report import Plan
-    from lorasrv.planning import capacity, changes
-    from lorasrv.replay import replay
-    from lorasrv.replay_report import measured, predicted
+    from lorasrv.planning.changes import capacity, changes
+    from lorasrv.planning.replay import replay
+    from lorasrv.planning.replay_report import measured, predicted
 
     with progress() as step:
         sim, source = _server(asked, trace, lambda what, share: step(what, share, 1.0))
@@ -208,8 +208,8 @@ def _server(
     """What is replayed on, and where its costs are from."""
     from lorasrv.build import pool_size
     from lorasrv.loaders import open_checkpoint
+    from lorasrv.planning.replay import SimServer
     from lorasrv.pool_books import PoolGeometry
-    from lorasrv.replay import SimServer
 
     checkpoint = open_checkpoint(asked.config.model.model)
     try:
@@ -232,7 +232,7 @@ def _layouts(
 ) -> Callable[[str], Any]:
     from adapter_store.store import AdapterStore
     from lorasrv.base_shapes import base_shapes
-    from lorasrv.sim_sizes import AdapterSizes
+    from lorasrv.planning.sim_sizes import AdapterSizes
 
     if asked.store is None:
         sizes = AdapterSizes.of(spec, itemsize, asked.rank, trace)
@@ -253,8 +253,8 @@ def _costs(
     asked: _Asked, model_name: str, tell: Callable[[str, float], None]
 ) -> tuple["MachineCosts", str, "MemoryOptions"]:
     """What things cost, in words where that is from, and the memory that is planned with."""
-    from lorasrv.calibration_cache import cache_file, read_cached, write_cached
-    from lorasrv.machine_costs import MachineCosts
+    from lorasrv.planning.calibration_cache import cache_file, read_cached, write_cached
+    from lorasrv.planning.machine_costs import MachineCosts
 
     memory = asked.config.memory
     if asked.costs is not None:
@@ -271,7 +271,7 @@ def _costs(
         import os
 
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-        from lorasrv.calibrate import calibrate
+        from lorasrv.planning.calibrate import calibrate
 
         done = calibrate(asked.config, asked.rank, tell)
         if done.is_sound:
@@ -285,7 +285,7 @@ def _costs(
 
 def _learnt(samples: dict[str, float], kept: "MachineCosts | None") -> tuple["MachineCosts", int | None]:
     """Steps and bytes as a server has learnt them; what it does not tell as it was measured here, if it was."""
-    from lorasrv.machine_costs import MachineCosts
+    from lorasrv.planning.machine_costs import MachineCosts
     from lorasrv.step_costs import PARTS
 
     try:

@@ -7,8 +7,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from api.cli.plan_report import Plan
-from lorasrv.planning import Capacity
-from lorasrv.replay_report import over_time, ttft_points
+from lorasrv.planning.changes import Capacity
+from lorasrv.planning.replay_report import over_time, ttft_points
 
 SIZE_INCHES = (10.0, 4.2)
 DPI = 120

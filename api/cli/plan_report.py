@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from api.cli.console import out, say
-from lorasrv.planning import Capacity, Change, best_change
-from lorasrv.replay import Replayed, SimServer
-from lorasrv.replay_report import Figures
+from lorasrv.planning.changes import Capacity, Change, best_change
+from lorasrv.planning.replay import Replayed, SimServer
+from lorasrv.planning.replay_report import Figures
 from lorasrv.trace import TraceRequest
 
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from lorasrv.calibrate import Calibrated
-from lorasrv.calibration_cache import cache_file, read_cached, write_cached
 from lorasrv.config import ModelOptions
 from lorasrv.loaders import open_checkpoint
-from lorasrv.machine_costs import MachineCosts
 from lorasrv.metrics import EngineSnapshot
+from lorasrv.planning.calibrate import Calibrated
+from lorasrv.planning.calibration_cache import cache_file, read_cached, write_cached
+from lorasrv.planning.machine_costs import MachineCosts
 from lorasrv.step_costs import PARTS
 from lorasrv.trace import TraceRequest, write_trace
 
@@ -165,7 +165,7 @@ class TestMeasuredCosts:
             calls.append(rank)
             return Calibrated(MachineCosts.read(COSTS), misfit=0.1)
 
-        monkeypatch.setattr("lorasrv.calibrate.calibrate", calibrate)
+        monkeypatch.setattr("lorasrv.planning.calibrate.calibrate", calibrate)
         options = ("plan", "--trace", trace, *POOL, "--predict-only", "--json")
         sources = [json.loads(cli(*options, *more).out)["costs"]["source"] for more in ((), (), ("--recalibrate",))]
         assert [source.split(" on")[0] for source in sources] == [
@@ -180,7 +180,7 @@ class TestMeasuredCosts:
     ) -> None:
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         busy = Calibrated(MachineCosts.read(COSTS), misfit=3.8)
-        monkeypatch.setattr("lorasrv.calibrate.calibrate", lambda *_: busy)
+        monkeypatch.setattr("lorasrv.planning.calibrate.calibrate", lambda *_: busy)
         done = cli("plan", "--trace", trace, *POOL, "--predict-only")
         assert done.code == 0
         assert "steps took 380 % longer than their costs explain" in done.err
@@ -200,7 +200,7 @@ class TestMeasuredCosts:
 def test_sizes_come_from_a_store(cli, trace: Path, tmp_path: Path) -> None:
     from adapter_store.store import AdapterStore
     from lorasrv.base_shapes import base_shapes
-    from lorasrv.random_adapters import write_random_adapter
+    from lorasrv.planning.random_adapters import write_random_adapter
 
     checkpoint = open_checkpoint("smollm2-135m")
     with AdapterStore(tmp_path / "store", base_shapes(checkpoint.spec)) as store:

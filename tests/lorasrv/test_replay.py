@@ -13,14 +13,14 @@ from adapter_store.host_cache import HostCache
 from adapter_store.spec import AdapterKey
 from lorasrv.config import POLICIES, MemoryOptions, SchedulerOptions
 from lorasrv.errors import ConfigError
-from lorasrv.machine_costs import MachineCosts
-from lorasrv.planning import Popularity, best_change, capacity, changes, fit_zipf, name_of_size
+from lorasrv.planning.changes import Popularity, best_change, capacity, changes, fit_zipf, name_of_size
+from lorasrv.planning.machine_costs import MachineCosts
+from lorasrv.planning.replay import Replay, Replayed, SimServer, replay
+from lorasrv.planning.replay_prompts import Prompts
+from lorasrv.planning.replay_report import measured, over_time, predicted, quantile
+from lorasrv.planning.sim_loader import Part, SimLoader
+from lorasrv.planning.sim_sizes import layout_of_bytes
 from lorasrv.pool_books import PoolGeometry
-from lorasrv.replay import Replay, Replayed, SimServer, replay
-from lorasrv.replay_prompts import Prompts
-from lorasrv.replay_report import measured, over_time, predicted, quantile
-from lorasrv.sim_loader import Part, SimLoader
-from lorasrv.sim_sizes import layout_of_bytes
 from lorasrv.trace import TraceRequest
 from sgmv_kernels.layout import AdapterLayout
 

@@ -38,7 +38,9 @@ def _offer(bench: Bench, load: list[tuple[int, int, int, int, int]], step: int) 
 @settings(max_examples=15, deadline=None)
 def test_no_seat_is_empty_while_somebody_could_have_it(policy: str, load, seats: int) -> None:
     """With pages enough, a step has everybody in it who could run, or a full house. Prompts get the whole budget."""
-    bench = Bench(checks=False, pages=4000, max_num_seqs=seats, max_num_batched_tokens=64 + seats, options={"policy": policy})
+    bench = Bench(
+        checks=False, pages=4000, max_num_seqs=seats, max_num_batched_tokens=64 + seats, options={"policy": policy}
+    )
     for step in count():
         _offer(bench, load, step)
         bench.arrive()
@@ -117,7 +119,9 @@ def _live(bench: Bench) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["mlfq", "sjf"])
 def test_a_long_job_ends_among_endless_short_ones(policy: str) -> None:
-    bench = Bench(checks=False, pages=200, max_num_seqs=2, options={"policy": policy, "max_wait_steps": 50}, step_s=0.05)
+    bench = Bench(
+        checks=False, pages=200, max_num_seqs=2, options={"policy": policy, "max_wait_steps": 50}, step_s=0.05
+    )
     bench.add("long", prompt=60, max_tokens=60)
     for step in range(4000):
         if "long" in bench.ends():

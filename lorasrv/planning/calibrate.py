@@ -23,8 +23,8 @@ from lorasrv.base_shapes import base_shapes
 from lorasrv.build import build
 from lorasrv.config import EngineConfig
 from lorasrv.loaders import open_checkpoint
-from lorasrv.machine_costs import MachineCosts
-from lorasrv.random_adapters import write_random_adapter
+from lorasrv.planning.machine_costs import MachineCosts
+from lorasrv.planning.random_adapters import write_random_adapter
 from lorasrv.request import SamplingParams
 from lorasrv.step_costs import StepCosts, StepShape
 from lorasrv.threads import compute_alone

@@ -10,7 +10,7 @@ from pathlib import Path
 from lorasrv import __version__
 from lorasrv.config import ModelOptions
 from lorasrv.errors import ConfigError
-from lorasrv.machine_costs import MachineCosts
+from lorasrv.planning.machine_costs import MachineCosts
 
 FORMAT = 1
 

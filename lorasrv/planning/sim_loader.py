@@ -13,7 +13,7 @@ from enum import Enum
 from adapter_store.host_cache import HostCache
 from adapter_store.spec import AdapterKey
 from lorasrv.costs import PARALLEL_LOADS
-from lorasrv.machine_costs import MachineCosts
+from lorasrv.planning.machine_costs import MachineCosts
 
 EPSILON_S = 1e-6
 """What ends within a microsecond has ended: a clock of years has no finer steps."""

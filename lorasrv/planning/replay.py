@@ -16,12 +16,12 @@ from adapter_store.spec import AdapterKey
 from lorasrv.admission import Admission
 from lorasrv.config import MemoryOptions, SchedulerOptions
 from lorasrv.errors import InvalidRequest
-from lorasrv.machine_costs import MachineCosts
+from lorasrv.planning.machine_costs import MachineCosts
+from lorasrv.planning.replay_prompts import EOS, OTHER_TOKEN, VOCABULARY, Prompts
+from lorasrv.planning.sim_loader import Part, SimLoader
 from lorasrv.pool_books import PoolBooks, PoolGeometry
-from lorasrv.replay_prompts import EOS, OTHER_TOKEN, VOCABULARY, Prompts
 from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestTiming, SamplingParams
 from lorasrv.scheduler import Scheduler
-from lorasrv.sim_loader import Part, SimLoader
 from lorasrv.step import SchedulerOutput, SwapIn, SwapOut
 from lorasrv.step_costs import StepShape
 from lorasrv.trace import TraceRequest

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lorasrv.replay import Outcome, Replayed
+from lorasrv.planning.replay import Outcome, Replayed
 from lorasrv.request import AdapterTier
 from lorasrv.trace import TraceRequest
 

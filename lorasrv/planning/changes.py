@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from lorasrv.config import POLICIES, MemoryOptions
-from lorasrv.replay import SimServer, replay, resized
-from lorasrv.replay_report import Figures, predicted
+from lorasrv.planning.replay import SimServer, replay, resized
+from lorasrv.planning.replay_report import Figures, predicted
 from lorasrv.trace import TraceRequest
 
 MAX_ZIPF = 4.0

@@ -9,7 +9,7 @@ from adapter_store.spec import AdapterKey, AdapterSpec
 from adapter_store.store import AdapterStore
 from lorasrv.base_shapes import adapter_layout, site_dims
 from lorasrv.models.spec import ModelSpec
-from lorasrv.planning import name_of_size
+from lorasrv.planning.changes import name_of_size
 from lorasrv.trace import TraceRequest
 from sgmv_kernels.layout import AdapterLayout, SiteDims
 
