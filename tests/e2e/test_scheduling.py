@@ -9,6 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 
+pytestmark = pytest.mark.long
+
 BASE = "smollm2-135m"
 FLAGS = ("--pool-bytes", "512MiB", "--max-num-seqs", "4", "--max-running-per-adapter", "1")
 
