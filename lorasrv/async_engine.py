@@ -46,6 +46,8 @@ from lorasrv.trace_recorder import TraceRecorder
 
 _LOG = logging.getLogger(__name__)
 PIN_WAIT_S = 10.0
+MAX_SLEEP_S = 3600.0
+"""A queue cannot wait for ever long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -314,7 +316,7 @@ class AsyncEngine:
         most until the engine has something to do by itself."""
         while wait or not self._inbox.empty():
             try:
-                message = self._inbox.get(timeout=self._engine.idle_s if wait else None)
+                message = self._inbox.get(timeout=min(self._engine.idle_s, MAX_SLEEP_S) if wait else None)
             except queue.Empty:
                 return True
             wait = False

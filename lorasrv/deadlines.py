@@ -14,6 +14,7 @@ from lorasrv.request import Request
 from lorasrv.step_costs import StepShape
 
 MEDIAN = 0.5
+MIN_SWEEP = 256
 
 
 class Deadlines:
@@ -31,12 +32,18 @@ class Deadlines:
         self._predictor = predictor
         self._clock = clock
         self._heap: list[tuple[float, int, int, Request]] = []
+        self._next_sweep = MIN_SWEEP
 
     def watch(self, request: Request) -> None:
         """A request has arrived."""
         for kind, deadline in enumerate((self._begin_by(request), self._end_by(request))):
             if deadline is not None:
                 heapq.heappush(self._heap, (deadline, request.number, kind, request))
+        if len(self._heap) > self._next_sweep:
+            # Else whoever ends long before its time would be remembered until then.
+            self._heap = [entry for entry in self._heap if not self._is_past(entry[-1])]
+            heapq.heapify(self._heap)
+            self._next_sweep = max(MIN_SWEEP, 2 * len(self._heap))
 
     def next_s(self) -> float | None:
         """When the next of them is due."""
@@ -56,8 +63,8 @@ class Deadlines:
         """Why a waiting request will miss a deadline, with `ahead_s` of others' work before its own, and about how late
         it would be in seconds; None if it may meet them."""
         begin_by, end_by = self._begin_by(request), self._end_by(request)
-        if begin_by is None and end_by is None:
-            return None
+        if (begin_by is None and end_by is None) or not self._costs.step.is_learnt or not self._predictor.is_learnt:
+            return None  # a guess refuses nobody: else a server that nobody was let into would never learn better
         begin_s = self._clock() + ahead_s + self._first_token_s(request)
         if end_by is not None:
             end_s = begin_s + self._predictor.remaining(request, MEDIAN) * self._each_token_s(request)
@@ -75,8 +82,14 @@ class Deadlines:
         """About how long until a seat is free for one behind so many."""
         if len(running) + num_waiting < seats or not running:
             return 0.0
+        return (1 + num_waiting) / seats * self.answer_s(running)
+
+    def answer_s(self, running: Sequence[Request]) -> float:
+        """How long those that run will run on average."""
+        if not running:
+            return 0.0
         left = sum(self._predictor.remaining(request, MEDIAN) for request in running) / len(running)
-        return (1 + num_waiting) / seats * left * self._each_token_s(*running)
+        return left * self._each_token_s(*running)
 
     def _first_token_s(self, request: Request) -> float:
         """Of its own work: its prompt."""

@@ -3,6 +3,7 @@
 Everything in here belongs to the one thread that calls `step`; loads run wherever the `Loader` runs them.
 """
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -83,9 +84,9 @@ class Engine:
         return self._made_progress
 
     @property
-    def idle_s(self) -> float | None:
-        """How long nothing is to be done if nothing happens; None: until something does."""
-        return None if self._wake_s is None else max(0.0, self._wake_s - self._books.clock())
+    def idle_s(self) -> float:
+        """How long nothing is to be done if nothing happens; infinite: until something does."""
+        return math.inf if self._wake_s is None else max(0.0, self._wake_s - self._books.clock())
 
     def add_request(self, message: AddRequest) -> None:
         """Queue a request that `Admission` has passed."""

@@ -79,10 +79,16 @@ class LengthPredictor:
 
     def __init__(self) -> None:
         self._histograms: OrderedDict[_Key, _Histogram] = OrderedDict()
+        self._num_answers = 0
         self.num_predicted = 0
         self.num_covered = 0
         self.predicted_tokens = 0
         self.actual_tokens = 0
+
+    @property
+    def is_learnt(self) -> bool:
+        """Whether it has seen more than a few answers."""
+        return self._num_answers >= MIN_ANSWERS
 
     def length(self, request: Request, q: float) -> int:
         """Tokens that the whole answer will have at most, with probability `q`."""
@@ -113,6 +119,7 @@ class LengthPredictor:
 
     def ended(self, request: Request, *, was_cut: bool) -> None:
         """An answer has come to its own end, or was cut at `max_tokens`."""
+        self._num_answers += 1
         at = _bin(max(1, request.num_generated_tokens))
         for key in _keys(request):
             if key not in self._histograms:

@@ -9,10 +9,11 @@ just been given before it was of any use. So a request has its share at the late
 
 after it arrived, or its last share, if k others are due before it and its adapter is there by then; otherwise
 CHECK_EVERY + P · (1 + k) steps after its adapter has come. P is how long protection lasts: PROTECTED_TOKENS steps and
-those that the longest sequence takes to be computed in chunks.
+those that the longest sequence takes to be computed in chunks. Time during which the limits of its own adapter or key
+held it up does not count: within an account at its limit, the order is the policy's alone.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from lorasrv.policies import Policy
 from lorasrv.request import Request, RequestId
@@ -22,10 +23,15 @@ PROTECTED_TOKENS = 16
 
 
 class Lineup:
-    """The requests that live. Mutated by the engine thread only."""
+    """The requests that live. Mutated by the engine thread only.
 
-    def __init__(self, policy: Policy, max_wait_steps: int) -> None:
+    Args:
+        may_run: whether limits would let a waiting request run now.
+    """
+
+    def __init__(self, policy: Policy, max_wait_steps: int, may_run: Callable[[Request], bool]) -> None:
         self.policy = policy
+        self._may_run = may_run
         self._max_wait_steps = max_wait_steps
         self._running: list[Request] = []
         self._waiting: dict[RequestId, Request] = {}
@@ -96,9 +102,13 @@ class Lineup:
         if not self.checks_now:
             return
         for request in (*self._running, *self._waiting.values()):
-            if self.step - request.last_share_step >= self._max_wait_steps and request.request_id not in self._due:
-                self._due[request.request_id] = request
-                self.num_due_total += 1
+            if self.step - request.last_share_step < self._max_wait_steps or request.request_id in self._due:
+                continue
+            if request.request_id in self._waiting and not self._may_run(request):
+                self.is_limited(request)
+                continue
+            self._due[request.request_id] = request
+            self.num_due_total += 1
         if len(self._due) > 1:
             by_wait = sorted(self._due.values(), key=lambda r: (r.last_share_step, r.number))
             self._due = {request.request_id: request for request in by_wait}
@@ -131,6 +141,7 @@ class Lineup:
         request.last_share_step = self.step
         request.protected_until_tokens = 0
         self._due.pop(request.request_id, None)
+        self.policy.was_limited(request)
 
     def worst(self) -> Request | None:
         """Who gives way to those that run and grow."""

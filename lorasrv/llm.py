@@ -2,13 +2,14 @@
 
 import itertools
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
 from adapter_store.peft_dir import read_peft_dir
-from adapter_store.spec import AdapterKey, AdapterRef
+from adapter_store.spec import AdapterRef
 from adapter_store.store import AdapterStore
 from lorasrv.adapter_loader import InlineLoader
 from lorasrv.base_shapes import base_shapes
@@ -19,7 +20,11 @@ from lorasrv.engine import Engine
 from lorasrv.errors import AdapterLoadFailed
 from lorasrv.loaders import open_checkpoint
 from lorasrv.output import OutputProcessor
+from lorasrv.refusals import refused
 from lorasrv.request import AddRequest, Completion, RequestId, RequestOutput, SamplingParams
+
+MAX_SLEEP_S = 0.05
+"""Loads are done by the steps themselves, so that a step without progress only waits for a rate or a time."""
 
 
 @dataclass
@@ -35,7 +40,7 @@ class _Answer:
         last = self.parts[-1]
         assert last.finish_reason is not None
         if last.error is not None:
-            raise AdapterLoadFailed(last.error)
+            raise refused(last) or AdapterLoadFailed(last.error)
         return Completion(
             text="".join(part.text for part in self.parts),
             token_ids=[token for part in self.parts for token in part.token_ids],
@@ -95,6 +100,7 @@ class LLM:
             adapter_ids: a reference for each prompt, None for the base.
         Raises:
             InvalidRequest, AdapterNotFound, AdapterLoadFailed: nothing is answered in part.
+            RequestTimeout, LimitExceeded: the configuration has a queue timeout or limits, and they were met.
         """
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
@@ -105,6 +111,8 @@ class LLM:
                 self.engine.add_request(message)
             while self.engine.has_requests:
                 self._step(answers)
+                if not self.engine.made_progress:
+                    time.sleep(min(self.engine.idle_s, MAX_SLEEP_S))
         finally:
             # After an interrupt, nothing may be left for the next call to trip over.
             for message in messages:
@@ -138,8 +146,11 @@ class LLM:
 
     def _message(self, prompt: str | Sequence[int], sampling: SamplingParams, adapter_id: str | None) -> AddRequest:
         ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
-        key: AdapterKey | None = self.store.resolve(adapter_id).key if adapter_id is not None else None
-        return self.engine.admission.admit(RequestId(f"offline-{next(self._numbers)}"), ids, sampling, key)
+        ref = self.store.resolve(adapter_id) if adapter_id is not None else None
+        request_id = RequestId(f"offline-{next(self._numbers)}")
+        if ref is None:
+            return self.engine.admission.admit(request_id, ids, sampling)
+        return self.engine.admission.admit(request_id, ids, sampling, ref.key, adapter_id=ref.adapter_id)
 
     def _answer(self, message: AddRequest) -> _Answer:
         detokenizer = Detokenizer(self.tokenizer)

@@ -61,5 +61,6 @@ class OutputProcessor:
             finish_reason=reason,
             stop_reason=stop_reason,
             error=output.error,
+            refusal=output.refusal,
             retry_after_s=output.retry_after_s,
         )

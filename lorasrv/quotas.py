@@ -5,7 +5,7 @@ buckets that may go into debt: a chunk of a prompt is computed whole, and the ac
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
@@ -119,26 +119,26 @@ class Quotas:
         """Whether it may join the batch now, as far as limits go."""
         return all(self._has_room(account, request) for account in self._accounts(request))
 
-    def may_compute(self, request: Request) -> bool:
-        """Whether its adapter and its key have tokens left this second."""
-        now = self._clock()
+    def owes_until_s(self, request: Request) -> float | None:
+        """When its adapter and its key will both have paid what they owe to their rates; None if neither owes."""
+        now, latest = self._clock(), None
         for account in self._accounts(request):
             if account.limits.tokens_per_s is not None:
                 account.settle(now)
                 if account.debt > 0:
-                    return False
-        return True
+                    until_s = now + account.debt / account.limits.tokens_per_s
+                    latest = until_s if latest is None else max(latest, until_s)
+        return latest
 
-    def next_payment_s(self) -> float | None:
-        """The earliest time at which an account that owes tokens has paid; None if none owes any."""
-        return min(
-            (
-                a.paid_until_s + a.debt / a.limits.tokens_per_s
-                for a in self._all()
-                if a.limits.tokens_per_s is not None and a.debt > 0 and not a.is_idle
-            ),
-            default=None,
-        )
+    def may_run(self, request: Request) -> bool:
+        """Whether limits would let a request that waits join the batch now."""
+        return self.may_start(request) and self.owes_until_s(request) is None
+
+    def retry_after_s(self, request: Request, answer_s: float, max_running: int) -> float:
+        """About when one more could wait, if an answer takes so long and nobody else is in the way."""
+        owed_s = (self.owes_until_s(request) or self._clock()) - self._clock()
+        queues = (a.num_waiting / (a.limits.max_running or max_running) for a in self._accounts(request))
+        return owed_s + max(queues) * answer_s
 
     # What becomes of it.
 
@@ -243,7 +243,3 @@ class Quotas:
         adapter, key = self._accounts(request)
         self._adapters[adapter.name], self._keys[key.name] = adapter, key
         return adapter, key
-
-    def _all(self) -> Iterator[_Account]:
-        yield from self._adapters.values()
-        yield from self._keys.values()

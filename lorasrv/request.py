@@ -305,6 +305,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    refusal: Refusal | None = None
     retry_after_s: float | None = None
 
     @property

@@ -4,17 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from lorasrv.errors import (
-    AdapterCold,
-    AdapterLoadFailed,
-    DeadlineUnreachable,
-    InvalidRequest,
-    LimitExceeded,
-    LorasrvError,
-    RequestTimeout,
-)
+from lorasrv.errors import AdapterLoadFailed
 from lorasrv.output import OutputProcessor
-from lorasrv.request import EngineOutput, Refusal, RequestId, RequestOutput
+from lorasrv.refusals import refused
+from lorasrv.request import EngineOutput, RequestId, RequestOutput
 
 
 class StreamOwner(Protocol):
@@ -75,8 +68,8 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._engine.forget(self.request_id)
             if output.finish_reason is None:
                 self._engine.end(self.request_id, stopped=True)
-        if output.refusal is not None:
-            self._outputs.put_nowait(_refused(output))
+        if (refusal := refused(result)) is not None:
+            self._outputs.put_nowait(refusal)
         elif result.error is not None and not result.num_generated_tokens:
             self._outputs.put_nowait(AdapterLoadFailed(result.error))
         else:
@@ -87,19 +80,3 @@ class RequestStream(AsyncIterator[RequestOutput]):
         """No more outputs will come."""
         self._finished = True
         self._outputs.put_nowait(error)
-
-
-def _refused(output: EngineOutput) -> LorasrvError:
-    """A refusal as an exception."""
-    why, retry_after_s = output.error or "refused", output.retry_after_s or 1.0
-    match output.refusal:
-        case Refusal.COLD:
-            return AdapterCold(why, retry_after_s=retry_after_s)
-        case Refusal.LIMIT:
-            return LimitExceeded(why, retry_after_s=retry_after_s)
-        case Refusal.UNFIT:
-            return InvalidRequest(why, param="max_tokens")
-        case Refusal.LATE:
-            return DeadlineUnreachable(why, retry_after_s=retry_after_s)
-        case _:
-            return RequestTimeout(why)

@@ -63,7 +63,7 @@ class Scheduler:
         self.predictor = LengthPredictor()
         self.quotas = Quotas(options.adapter_limits, options.key_limits, books)
         self.policy = make_policy(options, books.costs, self.predictor, self.quotas)
-        self._lineup = Lineup(self.policy, options.max_wait_steps)
+        self._lineup = Lineup(self.policy, options.max_wait_steps, self.quotas.may_run)
         self._deadlines = Deadlines(options.queue_timeout_s, books.costs, self.predictor, books.clock)
         self._memory = RequestMemory(books)
         self._planner = StepPlanner(
@@ -224,7 +224,8 @@ class Scheduler:
 
     def _wake_s(self, planned: PlannedStep) -> float | None:
         """When there is something to do though nothing happens."""
-        times = (self._deadlines.next_s(), self.quotas.next_payment_s() if planned.is_limited else None)
+        refused = self._clock() if planned.never else None  # what stood behind them may start
+        times = (self._deadlines.next_s(), planned.wake_s, refused)
         return min((t for t in times if t is not None), default=None)
 
     # Refusals.
@@ -234,16 +235,21 @@ class Scheduler:
         if (why := self.quotas.why_never(request)) is not None:
             self._refuse(request, Refusal.UNFIT, why)
         elif (why := self.quotas.why_not_queue(request)) is not None:
-            self._refuse(request, Refusal.LIMIT, why, self._seconds_ahead())
-        elif self._options.early_abort and (late := self._deadlines.why_hopeless(request, self._seconds_ahead())):
+            answer_s = self._deadlines.answer_s(self._lineup.running)
+            retry_s = self.quotas.retry_after_s(request, answer_s, self._options.max_num_seqs)
+            self._refuse(request, Refusal.LIMIT, why, retry_s)
+        elif self._options.early_abort and (
+            late := self._deadlines.why_hopeless(request, self._seconds_ahead(request))
+        ):
             self._refuse(request, Refusal.LATE, *late)
         return request.status.is_finished
 
-    def _seconds_ahead(self) -> float:
-        return self._deadlines.ahead_s(self._lineup.running, len(self._lineup.waiting), self._options.max_num_seqs)
+    def _seconds_ahead(self, request: Request) -> float:
+        num_ahead = self.policy.num_ahead(request)
+        return self._deadlines.ahead_s(self._lineup.running, num_ahead, self._options.max_num_seqs)
 
     def _end_missed(self) -> None:
-        for request, why in list(self._deadlines.take_missed()):
+        for request, why in self._deadlines.take_missed():
             request.error, request.refusal = why, Refusal.TIMEOUT
             self._finish(request, RequestStatus.FINISHED_TIMEOUT)
         if self._options.early_abort and self._lineup.checks_now:

@@ -18,6 +18,7 @@ PRIOR_STEPS = 0.05
 MAX_SURPRISE = 4.0
 """A step that took longer than so many times its prediction met something else; it counts as that long."""
 REFIT_EVERY = 8
+LEARNT_STEPS = 4 * REFIT_EVERY
 SWEEPS = 60
 
 PARTS = ("step", "token", "request", "adapter_byte", "attention_pair")
@@ -73,11 +74,16 @@ class StepCosts:
     @classmethod
     def known(cls, seconds_each: Mapping[str, float]) -> "StepCosts":
         """From what was learnt elsewhere, by part."""
-        return cls([seconds_each[part] for part in PARTS])
+        return cls([seconds_each[part] for part in PARTS], LEARNT_STEPS)
 
     def known_as(self) -> dict[str, float]:
         """What was learnt, by part."""
         return dict(zip(PARTS, self.seconds_each, strict=True))
+
+    @property
+    def is_learnt(self) -> bool:
+        """Whether it is more than a guess."""
+        return self.num_observed >= LEARNT_STEPS
 
     @property
     def token_s(self) -> float:
@@ -102,7 +108,7 @@ class StepCosts:
         if shape.tokens == 0:
             return
         predicted = self.seconds(shape)
-        if self.num_observed > 4 * REFIT_EVERY:
+        if self.is_learnt:
             seconds = min(seconds, MAX_SURPRISE * predicted)
         scale = 1.0 / max(seconds, 1e-6)
         row = [part * guess * scale for part, guess in zip(shape.parts, GUESS, strict=True)]

@@ -35,7 +35,8 @@ LONG_PROMPT_SHARE = 2
 @dataclass(slots=True)
 class _Round:
     """One going through of the line. `blocked`: one could run but for a seat, or for `keep_free` pages. `is_over`:
-    nobody further back can start or come nearer. `never`: those whose limits forbid that they ever run.
+    nobody further back can start or come nearer. `wake_s`: when the first has paid that owes tokens. `held`: accounts
+    whose limits let nobody further back start. `never`: those whose limits forbid that they ever run.
     """
 
     budget: StepBudget
@@ -45,19 +46,20 @@ class _Round:
     is_over: bool = False
     num_behind: int = 0
     has_preempted: bool = False
-    has_limited: bool = False
+    wake_s: float | None = None
+    held: set[tuple[str, str]] = field(default_factory=set)
     never: list[tuple[Request, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedStep:
-    """Tokens for each request. `keep_free` pages are what the first without room waits for. `is_limited`: somebody
-    could go on but for a rate, which time pays."""
+    """Tokens for each request. `keep_free` pages are what the first without room waits for. `wake_s`: when somebody
+    can go on whom a rate holds up now."""
 
     budget: StepBudget
     keep_free: int
     has_preempted: bool
-    is_limited: bool
+    wake_s: float | None
     never: tuple[tuple[Request, str], ...]
 
 
@@ -98,13 +100,14 @@ class StepPlanner:
             if this.is_over:
                 break
         for request in self._lineup.running_in_order() if unseen else ():
-            if request.request_id in unseen:
+            # One of them may have had to give way to another meanwhile.
+            if request.request_id in unseen and request.status is RequestStatus.RUNNING:
                 self._go_on(request, this)
         self._share_the_rest(this)
         for request in list(self._lineup.running):
             if request.request_id in this.budget.counts:
                 self._lineup.had_share(request)
-        return PlannedStep(this.budget, this.keep_free, this.has_preempted, this.has_limited, tuple(this.never))
+        return PlannedStep(this.budget, this.keep_free, this.has_preempted, this.wake_s, tuple(this.never))
 
     def _budget(self) -> StepBudget:
         options, running = self._options, self._lineup.running
@@ -122,9 +125,8 @@ class StepPlanner:
 
     def _go_on(self, request: Request, this: _Round) -> None:
         """Tokens for one that runs, unless it has no seat, or owes tokens to its rate."""
-        if not self._quotas.may_compute(request):
+        if self._owes_tokens(request, this):
             self._lineup.is_limited(request)
-            this.has_limited = True
         elif this.budget.may_take(request) and self._make_room(request, this):
             this.budget.take(request, self._share_of_prompt(request, this))
 
@@ -184,7 +186,10 @@ class StepPlanner:
     def _consider(self, request: Request, this: _Round) -> None:
         """Have a waiting request start, or come nearer to it."""
         key = request.adapter_key
-        if not self._is_within_limits(request, this):
+        this.num_behind += this.blocked
+        if this.num_behind >= MAX_LOOK_AHEAD:
+            this.is_over = True
+        if this.is_over or not self._is_within_limits(request, this):
             return
         if key is not None and not self._adapters.is_ready(key):
             if not self._bring_near(request, key, this):
@@ -193,9 +198,8 @@ class StepPlanner:
             self._start_or_block(request, this)
         if request.status is not RequestStatus.RUNNING and key is not None:
             this.ahead.add(key)
-        this.num_behind += this.blocked
-        if len(this.ahead) >= self._options.max_num_seqs or this.num_behind >= MAX_LOOK_AHEAD:
-            this.is_over = this.is_over or this.blocked
+        if this.blocked and len(this.ahead) >= self._options.max_num_seqs:
+            this.is_over = True
 
     def _start_or_block(self, request: Request, this: _Round) -> None:
         if this.blocked:
@@ -213,15 +217,23 @@ class StepPlanner:
             this.blocked, this.keep_free = True, self._pages_to_start(request) + self._pages_to_come(request)
 
     def _is_within_limits(self, request: Request, this: _Round) -> bool:
-        if not self._quotas.may_start(request):
-            self._lineup.is_limited(request)
-            if (why := self._quotas.why_never(request)) is not None:
-                this.never.append((request, why))
+        account = (request.message.principal, request.message.adapter_id)
+        if account in this.held:
             return False
-        if not self._quotas.may_compute(request):
-            self._lineup.is_limited(request)
-            this.has_limited = True
+        if self._quotas.may_start(request) and not self._owes_tokens(request, this):
+            return True
+        self._lineup.is_limited(request)
+        if (why := self._quotas.why_never(request)) is not None:
+            this.never.append((request, why))
+        else:
+            this.held.add(account)
+        return False
+
+    def _owes_tokens(self, request: Request, this: _Round) -> bool:
+        until_s = self._quotas.owes_until_s(request)
+        if until_s is None:
             return False
+        this.wake_s = until_s if this.wake_s is None else min(this.wake_s, until_s)
         return True
 
     def _start(self, request: Request, this: _Round) -> bool:

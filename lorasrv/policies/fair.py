@@ -36,11 +36,14 @@ MIN_SWEEP = 1024
 
 @dataclass(slots=True)
 class _Account:
-    """`served`: weighted tokens. Waits while its queue has requests, or, of a key, while one of its adapters waits."""
+    """`served`: weighted tokens. Waits while its queue has requests, or, of a key, while one of its adapters waits.
+    `is_held`: its limits forbade it to start when it was asked last.
+    """
 
     name: str
     served: float = 0.0
     num_running: int = 0
+    is_held: bool = False
     queue: SortedQueue = field(default_factory=SortedQueue)
 
     def turns(self) -> Iterator[Request]:
@@ -49,7 +52,8 @@ class _Account:
         for request in self.queue:
             if request.adapter_key not in stuck:
                 yield request
-                if request in self.queue:
+                # A further choice waits for the first one of its own prompt, which says nothing about others.
+                if request in self.queue and request.message.fork_of is None:
                     stuck.add(request.adapter_key)
 
 
@@ -67,21 +71,27 @@ class _Ledger:
 
     def account(self, name: str) -> _Account:
         if name not in self._accounts:
-            self._accounts[name] = _Account(name)
+            self._accounts[name] = _Account(name, self._floor)
         return self._accounts[name]
 
     def waiting(self) -> Iterator[_Account]:
         return iter(self._waiting.values())
 
     def enter(self, name: str) -> None:
-        """It has something that waits; what it had saved up is gone."""
+        """It has something that waits."""
         if name in self._waiting:
             return
         account = self.account(name)
-        if self._waiting:
-            self._floor = min(other.served for other in self._waiting.values())
-        account.served = max(account.served, self._floor)
+        self.lift(account)
         self._waiting[name] = account
+
+    def lift(self, account: _Account) -> None:
+        """What it has saved up while it had nothing to run, or was not allowed to, is gone."""
+        competing = [a.served for a in self._waiting.values() if a is not account and not a.is_held]
+        if competing:
+            self._floor = min(competing)
+        account.served = max(account.served, self._floor)
+        account.is_held = False
 
     def leave(self, name: str) -> None:
         """Nothing of it waits any more."""
@@ -174,8 +184,11 @@ class Fair(Policy):
 
     def starts(self, request: Request) -> None:
         self._in_batch[request.adapter_key] += 1
-        for account in self._accounts(request):
-            account.num_running += 1
+        key, adapter = self._accounts(request)
+        key.num_running += 1
+        adapter.num_running += 1
+        if adapter.is_held:
+            self._adapters[key.name].lift(adapter)
         if not request.num_preemptions:
             self._charge(request, PROMPT_WEIGHT * (request.num_prompt_tokens - request.num_cached_tokens))
 
@@ -185,6 +198,22 @@ class Fair(Policy):
         self._in_batch[request.adapter_key] -= 1
         if not self._in_batch[request.adapter_key]:
             del self._in_batch[request.adapter_key]
+
+    def was_limited(self, request: Request) -> None:
+        principal, adapter_id = _names(request)
+        self._adapters[principal].account(adapter_id).is_held = True
+
+    def num_ahead(self, request: Request) -> int:
+        """The others of its account, and of each other account as many as it has turns until then."""
+        own, others = 0, []
+        for key in self._keys.waiting():
+            for account in self._adapters[key.name].waiting():
+                urgent = sum(r.message.priority <= request.message.priority for r in account.queue)
+                if (key.name, account.name) == _names(request):
+                    own = urgent
+                else:
+                    others.append(urgent)
+        return own + sum(min(urgent, own + 1) for urgent in others)
 
     def served(self, request: Request, num_prompt: int, num_generated: int) -> None:
         self._charge(request, ANSWER_WEIGHT * num_generated)

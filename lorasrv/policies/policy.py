@@ -41,6 +41,10 @@ class Policy(ABC):
         yield from self.running(running)
         yield from self.waiting()
 
+    def num_ahead(self, request: Request) -> int:
+        """About how many that wait would go before a newcomer."""
+        return sum(other.message.priority <= request.message.priority for other in self.waiting())
+
     def rank(self, request: Request) -> Rank:
         """Where it stands among those that run, if the policy lets them be displaced."""
         return (request.number,)
@@ -55,6 +59,9 @@ class Policy(ABC):
 
     def stops(self, request: Request) -> None:  # noqa: B027 - nothing, for most
         """It has left the batch, at its end or before `arrives`."""
+
+    def was_limited(self, request: Request) -> None:  # noqa: B027 - nothing, for most
+        """It could not run: the limits of its adapter or its key forbid it for now."""
 
     def was_due(self, request: Request) -> None:  # noqa: B027 - nothing, for most
         """It had waited too long, by `Lineup`'s rule, and has its share now."""

@@ -17,8 +17,8 @@ from lorasrv.request import RequestId, SamplingParams
 
 MAX_TIE = 1e-3
 NEW_TOKENS = 48
-PROMPTS = {"numba": 20, "torch": 4}
-"""Plain torch is slow; 20 of 20 were equal when it was the only path."""
+PROMPTS = {"numba": 8, "all": 20, "torch": 4}
+"""All of them, and plain torch, which is slow, are in `make test-long`."""
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
 
 
@@ -30,14 +30,16 @@ def _config(kernels: str, **scheduler: int) -> EngineConfig:
     )
 
 
-@pytest.fixture(scope="module", params=["numba", pytest.param("torch", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=["numba", *(pytest.param(name, marks=pytest.mark.long) for name in ("all", "torch"))]
+)
 def kernels(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def llm(kernels: str, personas: dict[str, Path]) -> Iterator[LLM]:
-    with LLM(config=_config(kernels, max_num_seqs=20)) as llm:
+    with LLM(config=_config("numba" if kernels == "all" else kernels, max_num_seqs=20)) as llm:
         for name, folder in personas.items():
             llm.add_adapter(name, folder)
         yield llm

@@ -161,6 +161,7 @@ def test_bad_uploads_store_nothing(server, cli, personas: dict[str, Path], tmp_p
     assert not [m["id"] for m in listed if m["id"].startswith("bad-")]
 
 
+@pytest.mark.long
 def test_start_failures_are_one_clear_line(cli, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -183,6 +184,7 @@ def test_unreachable_server_is_exit_code_3(cli) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.long
 def test_adapters_survive_a_restart(start_server, cli, personas: dict[str, Path], tmp_path: Path) -> None:
     name, folder = next(iter(personas.items()))
     store = tmp_path / "store"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from lorasrv.growth import peak_growth
 from lorasrv.length_predictor import MIN_ANSWERS, PLANNED_QUANTILE, UNKNOWN_TOKENS, LengthPredictor
 from lorasrv.request import AddRequest, Request, RequestId, SamplingParams
-from lorasrv.step_costs import GUESS, PARTS, StepCosts, StepShape
+from lorasrv.step_costs import GUESS, LEARNT_STEPS, PARTS, StepCosts, StepShape
 
 
 def _request(adapter: str = "mia", prompt: int = 10, max_tokens: int = 500, generated: int = 0, **how: bool) -> Request:
@@ -209,7 +209,7 @@ def test_before_anything_is_measured_it_is_a_guess_or_what_is_known() -> None:
     assert known.seconds(shape) == pytest.approx(sum(TRUE[:3]))
     assert known.known_as() == dict(zip(PARTS, TRUE, strict=True))
     known.observe(StepShape(0, 0, 0, 0), 5.0)
-    assert known.num_observed == 0, "a step without tokens says nothing"
+    assert known.num_observed == LEARNT_STEPS, "a step without tokens says nothing"
 
 
 def test_no_coefficient_is_ever_negative() -> None:

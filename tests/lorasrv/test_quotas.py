@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 
 from lorasrv.config import SchedulerOptions
 from lorasrv.errors import ConfigError, InvalidLimits
+from lorasrv.length_predictor import MIN_ANSWERS
 from lorasrv.limits import Limits
 from lorasrv.request import FinishReason, Refusal, RequestId, RequestStatus
+from lorasrv.step_costs import LEARNT_STEPS
 
 
 def _bench(**options: object) -> Bench:
@@ -110,6 +112,34 @@ def test_bytes_of_the_pool(bytes_: int, data: st.DataObject) -> None:
             assert "lower max_tokens or raise the limit" in bench.errors()[name]
 
 
+def test_what_stands_behind_one_that_can_never_run_goes_on() -> None:
+    bench = _bench()
+    bench.scheduler.quotas.set_limits("mia", Limits(tokens_per_s=0.5))
+    for name, answer in (("first", 20), ("large", 40), ("small", 2)):
+        bench.add(name, 8, answer, adapter_id="mia")
+        bench.step()
+    bench.scheduler.quotas.set_limits("mia", Limits(resident_bytes=8 * PAGE_BYTES))
+    step = bench.step()
+    for _ in range(80):
+        if not bench.scheduler.has_requests:
+            break
+        assert step.scheduled or step.wake_s is not None, "the engine would sleep"
+        step = bench.step()
+    bench.outputs += bench.scheduler.take_outputs()
+    assert bench.ends()["large"] is FinishReason.REFUSED
+    assert bench.ends()["small"] is FinishReason.LENGTH
+
+
+def test_two_rates_are_waited_for_and_nobody_spins() -> None:
+    bench = _bench(adapter_limits=Limits(tokens_per_s=10.0), key_limits=Limits(tokens_per_s=100.0))
+    bench.step_s = 0.01
+    bench.add("long", prompt=60, max_tokens=100, adapter_id="mia")
+    bench.add("again", prompt=60, max_tokens=100, adapter_id="mia")
+    for _ in range(400):
+        step = bench.step()
+        assert step.scheduled or (step.wake_s is not None and step.wake_s > bench.now)
+
+
 def test_lowering_a_limit_ends_what_could_never_run() -> None:
     bench = _bench()
     bench.scheduler.quotas.set_limits("mia", Limits(max_running=1))
@@ -151,6 +181,23 @@ def test_a_request_ends_when_its_time_is_over_wherever_it_is() -> None:
     assert bench.pool.num_free == 400
 
 
+def test_who_ends_early_is_not_remembered_until_its_time() -> None:
+    bench = Bench(pages=400)
+    for i in range(2000):
+        bench.add(f"r{i}", timeout_s=80_000.0)
+        bench.scheduler.end(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
+    assert len(bench.scheduler._deadlines._heap) < 600
+
+
+def test_two_deadlines_at_once_end_it_once() -> None:
+    bench = Bench(pages=400, max_num_seqs=1, max_num_batched_tokens=64, options={"queue_timeout_s": 5.0})
+    bench.add("long", max_tokens=50)
+    bench.add("both", timeout_s=5.0)
+    bench.run()
+    assert bench.ends()["both"] is FinishReason.TIMEOUT
+    assert bench.scheduler.counters.finished["timeout"] == 1
+
+
 def test_a_queue_has_a_deadline_of_its_own() -> None:
     bench = Bench(pages=400, max_num_seqs=1, max_num_batched_tokens=64, options={"queue_timeout_s": 4.0})
     bench.add("long", max_tokens=50)
@@ -160,9 +207,38 @@ def test_a_queue_has_a_deadline_of_its_own() -> None:
     assert bench.errors()["late"] == "waited longer than the server's queue timeout of 4 s"
 
 
+def _learnt(bench: Bench) -> None:
+    """A token costs a second; lengths are known, though none that helps."""
+    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0]
+    bench.books.costs.step.num_observed = LEARNT_STEPS
+    bench.scheduler.predictor._num_answers = MIN_ANSWERS
+
+
+def test_a_guess_refuses_nobody() -> None:
+    bench = Bench(pages=400, options={"early_abort": True})
+    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0]
+    bench.add("first of all", max_tokens=40, timeout_s=10.0)
+    bench.step()
+    assert bench.tokens("first of all") == 1
+
+
+def test_a_flood_of_another_adapter_is_not_ahead() -> None:
+    options = {"policy": "fair", "early_abort": True}
+    bench = Bench(pages=4000, max_num_seqs=2, max_num_batched_tokens=64, options=options)
+    for i in range(200):
+        bench.add(f"flood {i}", max_tokens=4, adapter_id="hot")
+    bench.step()
+    _learnt(bench)
+    bench.add("alone", max_tokens=4, adapter_id="cool", timeout_s=30.0)
+    bench.add("one of the flood", max_tokens=4, adapter_id="hot", timeout_s=30.0)
+    outputs = {o.request_id: o for o in bench.scheduler.take_outputs()}
+    assert "alone" not in outputs
+    assert outputs["one of the flood"].refusal is Refusal.LATE
+
+
 def test_what_would_be_late_is_refused_before_it_costs_anything() -> None:
     bench = Bench(pages=400, max_num_seqs=2, max_num_batched_tokens=64, options={"early_abort": True})
-    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0]
+    _learnt(bench)
     bench.add("hopeless", prompt=3, max_tokens=40, timeout_s=10.0)
     bench.add("possible", prompt=3, max_tokens=4, timeout_s=10.0)
     bench.add("patient", prompt=3, max_tokens=40)
@@ -179,7 +255,7 @@ def test_what_would_be_late_is_refused_before_it_costs_anything() -> None:
 def test_the_queue_ahead_counts_and_so_does_what_passes_while_waiting() -> None:
     options = {"early_abort": True, "queue_timeout_s": 60.0}
     bench = Bench(pages=400, max_num_seqs=1, max_num_batched_tokens=64, options=options)
-    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0]
+    _learnt(bench)
     bench.add("running", max_tokens=50)
     bench.step()
     bench.add("next", max_tokens=4)

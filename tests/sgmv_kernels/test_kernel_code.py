@@ -37,6 +37,7 @@ def _stored(cache: Path) -> Path:
     return kernel
 
 
+@pytest.mark.long
 def test_the_second_start_needs_no_numba(tmp_path: Path) -> None:
     out, log = _run(NORM, tmp_path)
     assert out == "numba True"
