@@ -1,6 +1,7 @@
 """Offline use: `LLM("smollm2-135m").generate(prompts, sampling, adapter_ids=[...])`, no server, no threads of ours."""
 
 import itertools
+import math
 import tempfile
 import time
 from collections.abc import Sequence
@@ -111,7 +112,7 @@ class LLM:
                 self.engine.add_request(message)
             while self.engine.has_requests:
                 self._step(answers)
-                if not self.engine.made_progress:
+                if not self.engine.made_progress and self.engine.idle_s < math.inf:
                     time.sleep(min(self.engine.idle_s, MAX_SLEEP_S))
         finally:
             # After an interrupt, nothing may be left for the next call to trip over.

@@ -147,6 +147,7 @@ def test_an_address_of_another_machine(cli, tmp_path: Path, host: str) -> None:
     assert done.err.startswith(f"lorasrv: cannot listen on {host}:8000: ")
 
 
+@pytest.mark.long
 def test_a_store_in_use(start: Start) -> None:
     ready(start("--port", 0, "--json"))
     second = start("--port", 0)

@@ -18,7 +18,8 @@ from lorasrv.async_engine import AsyncEngine
 from lorasrv.compaction import Moves
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.engine import Engine
-from lorasrv.errors import AdapterCold, AdapterLoadFailed, InvalidRequest
+from lorasrv.errors import AdapterCold, AdapterLoadFailed, InvalidRequest, RequestTimeout
+from lorasrv.limits import Limits
 from lorasrv.llm import LLM
 from lorasrv.request import AdapterTier, OnCold, RequestId, RequestOutput, SamplingParams
 
@@ -495,3 +496,14 @@ def test_no_room_for_what_is_cold_is_said(serve, store) -> None:
         await stream.aclose()
 
     serve(scenario, pages=16)
+
+
+def test_offline_a_rate_is_waited_for_and_a_deadline_is_an_error(model, adapter_dirs, alone) -> None:
+    limits = SchedulerOptions(max_num_seqs=1, adapter_limits=Limits(tokens_per_s=60.0))
+    with LLM(str(model), _config(model, scheduler=limits)) as llm:
+        llm.add_adapter("one", adapter_dirs["one"])
+        answers = llm.generate([PROMPT] * 4, GREEDY, ["one"] * 4)
+        assert [list(answer.token_ids) for answer in answers] == [alone(PROMPT, GREEDY, "one")] * 4
+    hasty = SchedulerOptions(max_num_seqs=1, queue_timeout_s=1e-6)
+    with LLM(str(model), _config(model, scheduler=hasty)) as llm, pytest.raises(RequestTimeout, match="queue timeout"):
+        llm.generate([PROMPT, PROMPT], GREEDY)

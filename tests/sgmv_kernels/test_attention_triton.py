@@ -135,6 +135,7 @@ def test_large_logits_are_safe(ops: Ops, short_parts: None) -> None:
     assert case.check(ops).isfinite().all()
 
 
+@pytest.mark.long
 def test_long_context(ops: Ops) -> None:
     make_case([1, 3], [8192, 8001], 3, 1, 16, torch.float16).check(ops)
 
@@ -148,6 +149,7 @@ def test_a_row_has_the_same_bits_whatever_sequences_are_beside_it(ops: Ops, shor
     assert all(torch.equal(mixed[k], together[i]) for k, i in enumerate((3, 1, 0, 2)))
 
 
+@pytest.mark.long
 def test_a_capacity_takes_other_sequences(ops: Ops, short_parts: None) -> None:
     """The buffer that a graph was captured with: the same memory and grid, the bits of exact tables."""
     case = make_case([1, 1, 1, 3], [57, 200, 16, 130], 4, 2, 32)

@@ -193,6 +193,7 @@ def test_every_rank_row_has_its_own_scale(ops: Ops, make_pool) -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=2e-2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rows", [[0, 0, 4], [-1, -1], [0, 1, 2, 3, 4, 4, -1, 0]])
 def test_a_capacity_takes_more_fewer_and_no_adapters(make_pool, rows: list[int]) -> None:
     """The buffer that a graph was captured with: the same memory and grid, the bits of exact tables."""
