@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mispredict import expect_short_answers
 
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.llm import LLM
@@ -126,20 +127,21 @@ def test_greedy_tokens_equal_transformers_and_peft(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kernels", ["numba"], indirect=True)
+@pytest.mark.parametrize("kernels", ["all"], indirect=True)
 def test_a_turbulent_mixed_batch_equals_each_request_alone(
-    oracle, prompts, personas, kernels, capsys: pytest.CaptureFixture[str]
+    oracle, prompts, personas, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Base and personas, mixed lengths, arriving at different steps, chunked; one aborted; a pool so small that some
     are preempted. What is left equals the same requests run one at a time."""
     names: list[str | None] = [None, *personas]
     config = EngineConfig(
-        model=ModelOptions(quantization="none", dtype="float32", kernels=kernels),
+        model=ModelOptions(quantization="none", dtype="float32"),
         memory=MemoryOptions(pool_bytes=40 << 20),
         scheduler=SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=48),
     )
     work = [(names[i % 4], prompts[i] + prompts[i][: 7 * (i % 5)], 48 + 6 * (i % 5)) for i in range(12)]
     with LLM(config=config) as llm:
+        expect_short_answers(llm.engine._parts.scheduler.predictor)
         for name, folder in personas.items():
             llm.add_adapter(name, folder)
         alone = [list(llm.generate([p], _greedy(n), [name])[0].token_ids) for name, p, n in work]
@@ -149,7 +151,7 @@ def test_a_turbulent_mixed_batch_equals_each_request_alone(
     compared = [(i, a, t) for i, (a, t) in enumerate(zip(alone, together, strict=True)) if i != 5]
     ties = [_tie(oracle, personas, work[i], a, t) for i, a, t in compared if a != t]
     with capsys.disabled():
-        print(f"\n{kernels}, mixed batch: {len(compared) - len(ties)} of {len(compared)} equal, parted at ties: {ties}")
+        print(f"\nmixed batch: {len(compared) - len(ties)} of {len(compared)} equal, parted at ties: {ties}")
     assert all(gap < MAX_TIE for gap in ties)
     assert len(together[5]) < work[5][2], "the aborted request was cut short"
 
