@@ -55,7 +55,7 @@ def test_requests_of_one_account_in_the_queue() -> None:
 
 
 @given(rate=st.floats(0.5, 20.0), prompt=st.integers(1, 30), answer=st.integers(1, 10))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 def test_tokens_a_second(rate: float, prompt: int, answer: int) -> None:
     """Never above the rate, but for a burst of two seconds and one chunk of debt; and not far below it."""
     bench = _bench()
@@ -88,7 +88,7 @@ def test_a_rate_says_when_it_is_paid_and_loses_nothing() -> None:
 
 
 @given(bytes_=st.integers(6, 40), data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 def test_bytes_of_the_pool(bytes_: int, data: st.DataObject) -> None:
     bench = _bench(adapter_limits=Limits(resident_bytes=bytes_ * PAGE_BYTES))
     key = KEYS[data.draw(st.integers(0, 3))]

@@ -35,7 +35,7 @@ def _offer(bench: Bench, load: list[tuple[int, int, int, int, int]], step: int) 
 
 @policies
 @given(load=loads(), seats=st.integers(1, 8))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15, deadline=None, derandomize=True)
 def test_no_seat_is_empty_while_somebody_could_have_it(policy: str, load, seats: int) -> None:
     """With pages enough, a step has everybody in it who could run, or a full house. Prompts get the whole budget."""
     bench = Bench(
@@ -66,7 +66,7 @@ def _bound(k: int, longest: int, budget: int) -> int:
 @policies
 @pytest.mark.parametrize(("pages", "answer"), [(24, 20), (80, 150), (400, 150)])
 @given(st.data())
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8, deadline=None, derandomize=True)
 def test_nobody_waits_longer_than_the_bound(policy: str, pages: int, answer: int, data: st.DataObject) -> None:
     """However hot the others are, however urgent they say they are, and with hardly any pages."""
     wait = data.draw(st.integers(1, 40), "max_wait_steps")
@@ -162,7 +162,7 @@ class _Service:
 
 
 @given(data=st.data())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10, deadline=None, derandomize=True)
 def test_two_backlogged_accounts_are_served_alike(data: st.DataObject) -> None:
     """|W_f / w_f - W_g / w_g| stays below 2 max(Wp L, Wq M) / w + the sharing allowance, over any time in which both
     have requests waiting."""
@@ -261,7 +261,7 @@ def test_whoever_comes_back_has_saved_nothing_up() -> None:
 @policies
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 @given(load=loads(), seed=st.integers(0, 3))
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12, deadline=None, derandomize=True)
 def test_hardly_any_pages_and_answers_longer_than_expected(policy: str, preemption: str, load, seed: int) -> None:
     """Several have to give way in one step, of those that were looked at already and those that were not."""
     options = {"policy": policy, "max_wait_steps": 30}
