@@ -9,11 +9,10 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 
 from lorasrv.costs import CostModel
-from lorasrv.length_predictor import LengthPredictor
+from lorasrv.length_predictor import MEDIAN, LengthPredictor
 from lorasrv.request import Request
 from lorasrv.step_costs import StepShape
 
-MEDIAN = 0.5
 MIN_SWEEP = 256
 
 

@@ -21,6 +21,7 @@ MAX_ANSWERS = 256
 """Then all counts are halved: what was long ago counts less."""
 MAX_HISTOGRAMS = 8192
 UNKNOWN_TOKENS = 256
+MEDIAN = 0.5
 PLANNED_QUANTILE = 0.8
 """What admission plans pages for. Most answers are shorter; one that is longer may cost a preemption."""
 

@@ -43,8 +43,3 @@ class Limits:
                 raise InvalidLimits(f"must be at most {MAX_VALUE}; leave it out for no limit", name)
         if self.weight > MAX_WEIGHT or self.weight < 1 / MAX_WEIGHT:
             raise InvalidLimits(f"must be between {1 / MAX_WEIGHT:g} and {MAX_WEIGHT:g}, not {self.weight}", "weight")
-
-    @property
-    def are_none(self) -> bool:
-        """Whether they say nothing at all."""
-        return self == Limits()

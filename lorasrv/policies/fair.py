@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
-from lorasrv.length_predictor import LengthPredictor
+from lorasrv.length_predictor import MEDIAN, LengthPredictor
 from lorasrv.policies.policy import Policy, SortedQueue, set_back_first
 from lorasrv.quotas import Quotas
 from lorasrv.request import Request
@@ -30,7 +30,6 @@ ANSWER_WEIGHT = 2.0
 SHARING_TOKENS = 256.0
 """No gap above this is given up to share an adapter."""
 MAX_COMPARED = 8
-MEDIAN = 0.5
 MIN_SWEEP = 1024
 
 

@@ -7,13 +7,12 @@ order of two requests never changes while they wait, and a newcomer has only so 
 
 from collections.abc import Iterator
 
-from lorasrv.length_predictor import LengthPredictor
+from lorasrv.length_predictor import MEDIAN, LengthPredictor
 from lorasrv.policies.policy import Policy, SortedQueue, set_back_first
 from lorasrv.request import Request
 from lorasrv.step_costs import StepCosts
 
 AGEING = 0.1
-MEDIAN = 0.5
 
 
 class Sjf(Policy):
