@@ -235,11 +235,12 @@ class Engine:
     def _snapshot(self) -> EngineSnapshot:
         books, counters, predictor = self._books, self._scheduler.counters, self._scheduler.predictor
         fragmentation = books.adapter_pool.fragmentation
+        for_adapter = self._scheduler.num_waiting_for_adapter
         host = self._parts.source.host_stats() if self._parts.source is not None else None
         return EngineSnapshot(
             requests_running=self._scheduler.num_running,
-            requests_waiting=self._scheduler.num_waiting,
-            requests_waiting_for_adapter=self._scheduler.num_waiting_for_adapter,
+            requests_waiting=self._scheduler.num_waiting - for_adapter,
+            requests_waiting_for_adapter=for_adapter,
             pages_total=books.geometry.num_pages,
             pages_free=books.num_free,
             pages_kv=books.num_kv_pages,

@@ -79,10 +79,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._lineup.waiting) - self.num_waiting_for_adapter
+        """Those that do not run, for whatever reason."""
+        return len(self._lineup.waiting)
 
     @property
     def num_waiting_for_adapter(self) -> int:
+        """Of those. Goes through all of them."""
         return sum(r.status is RequestStatus.WAITING_FOR_ADAPTER for r in self._lineup.waiting.values())
 
     @property
