@@ -9,21 +9,18 @@ from torch import Tensor
 
 from lorasrv.device_memory import DeviceMemory
 from lorasrv.step import ScheduledRequest, SchedulerOutput
-from sgmv_kernels.ops import AttentionPlan, Ops, SgmvPlan
+from sgmv_kernels.ops import Ops
 from sgmv_kernels.segments import BASE, build_segments
+from sgmv_kernels.step_program import StepTables
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """T rows of B sequences, those of one adapter together; `sample_rows` are the last rows of sequences that want a
-    token.
-    """
+    """T rows of B sequences, those of one adapter together; the last rows of those `sampled` want logits."""
 
     token_ids: Tensor
     positions: Tensor
-    attention: AttentionPlan
-    lora: SgmvPlan
-    sample_rows: Tensor
+    tables: StepTables
     sampled: tuple[ScheduledRequest, ...]
 
 
@@ -43,16 +40,13 @@ def build_batch(step: SchedulerOutput, memory: DeviceMemory, adapter_dtype: torc
     def to_device(array: npt.NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array.astype(np.int64)).to(memory.device)
 
+    attention = ops.plan_attention(tables, lens.tolist(), (starts + lens).tolist(), page_size, memory.num_pages)
+    segments = build_segments(np.repeat(np.array(rows, dtype=np.int32), lens))
+    lora = ops.plan_sgmv(segments, [step.placements[key] for key in keys], adapter_dtype)
     return ForwardBatch(
         token_ids=to_device(np.array([t for s in scheduled for t in s.token_ids])),
         positions=to_device(positions),
-        attention=ops.plan_attention(tables, lens.tolist(), (starts + lens).tolist(), page_size, memory.num_pages),
-        lora=ops.plan_sgmv(
-            build_segments(np.repeat(np.array(rows, dtype=np.int32), lens)),
-            [step.placements[key] for key in keys],
-            adapter_dtype,
-        ),
-        sample_rows=to_device((np.cumsum(lens) - 1)[samples]),
+        tables=StepTables(attention, lora, to_device((np.cumsum(lens) - 1)[samples])),
         sampled=tuple(s for s in scheduled if s.samples),
     )
 

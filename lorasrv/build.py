@@ -12,19 +12,20 @@ from adapter_store.host_cache import HostCache
 from adapter_store.store import AdapterStore
 from lorasrv.adapter_source import AdapterSource
 from lorasrv.chat_template import ChatTemplate
-from lorasrv.config import EngineConfig, MemoryOptions
+from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.device_memory import DeviceMemory, page_bytes
 from lorasrv.engine import EngineParts
 from lorasrv.errors import ConfigError
 from lorasrv.loaders import Checkpoint, WeightMeter
 from lorasrv.model_runner import ModelRunner
+from lorasrv.models.decoder import DecoderLimits
 from lorasrv.models.spec import ModelSpec
 from lorasrv.models.weights import load_weights
 from lorasrv.pool_books import PoolBooks, PoolGeometry
-from lorasrv.quant import get_format
+from lorasrv.quant import INT8_GROUP, get_format
 from lorasrv.scheduler import Scheduler
 from lorasrv.tokenizer import Tokenizer
-from sgmv_kernels.ops import KernelsUnavailable, Ops
+from sgmv_kernels.ops import INT4_LEVELS, KernelsUnavailable, Ops
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is, from 0 to 1."""
@@ -59,7 +60,8 @@ def build(
     if progress and config.model.kernels != "torch":
         progress("loading kernels; the first start on a machine compiles them, which takes 15 to 30 seconds", 0.0)
     ops = _ops(config.model.kernels, device, [dtype, kv_dtype])
-    weights = load_weights(checkpoint, get_format(config.model.quantization), dtype, WeightMeter(), progress, device)
+    fmt = get_format(quantization_of(config.model, checkpoint), ops, config.model.quantization_group)
+    weights = load_weights(checkpoint, fmt, dtype, WeightMeter(), progress, device)
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
     memory = _memory(config.memory, spec, kv_dtype, device)
@@ -67,10 +69,12 @@ def build(
     is_on_host = adapters.is_on_host if adapters else lambda _: False
     geometry = PoolGeometry(memory.num_pages, memory.page_size, memory.page_bytes, spec.num_layers)
     books = PoolBooks.make(geometry, config.memory, config.scheduler.preemption, is_on_host)
+    rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
+    limits = DecoderLimits(max_model_len, rows, samples, dtype)
     parts = EngineParts(
         books=books,
         scheduler=Scheduler(config.scheduler, books, frozenset(spec.eos_token_ids), is_on_host),
-        runner=ModelRunner(weights, memory, dtype, max_model_len, ops),
+        runner=ModelRunner(weights, memory, limits, ops),
         source=adapters,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
@@ -79,6 +83,18 @@ def build(
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
     return BuiltModel(parts, spec, tokenizer, template)
+
+
+def quantization_of(options: ModelOptions, checkpoint: Checkpoint) -> str:
+    """The format to serve in. "auto" is int4 for a file of 4-bit weights, which it holds exactly, else int8; a model
+    whose linears do not divide into groups stays as it is.
+    """
+    if options.quantization != "auto":
+        return options.quantization
+    if any(site.in_features % INT8_GROUP for site in checkpoint.spec.sites()):
+        return "none"
+    codes = checkpoint.codes("model.layers.0.mlp.down_proj.weight")
+    return "int4" if codes is not None and codes.levels == INT4_LEVELS else "int8"
 
 
 def _ops(kernels: str, device: torch.device, dtypes: list[torch.dtype]) -> Ops:

@@ -24,16 +24,22 @@ def default_store_dir() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which base model, and in what form it is kept. `dtype` is that of adapters, and of the base if not quantized."""
+    """Which base model, and in what form it is kept. `dtype` is that of adapters, and of the base if not quantized.
+
+    `quantization` "auto" keeps 4-bit files exactly, as int4, and is int8 for others; `quantization_group` None is the
+    format's own.
+    """
 
     model: str = BUILTIN_MODEL
-    quantization: str = "int8"
+    quantization: str = "auto"
+    quantization_group: int | None = None
     dtype: str = "bfloat16"
     device: str = "auto"
     kernels: str = "auto"
     max_model_len: int | None = None
 
     def __post_init__(self) -> None:
+        _positive("--quantization-group", self.quantization_group)
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--device", self.device, DEVICES)
         _one_of("--kernels", self.kernels, KERNELS)

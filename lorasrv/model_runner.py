@@ -8,7 +8,7 @@ import torch
 from lorasrv.adapter_loader import WriteAdapter
 from lorasrv.batch import build_batch
 from lorasrv.device_memory import DeviceMemory
-from lorasrv.models.decoder import Decoder
+from lorasrv.models.decoder import Decoder, DecoderLimits
 from lorasrv.models.weights import ModelWeights
 from lorasrv.request import RequestId
 from lorasrv.sampler import sample
@@ -30,14 +30,13 @@ class ModelRunner:
         self,
         weights: ModelWeights,
         memory: DeviceMemory,
-        adapter_dtype: torch.dtype,
-        max_model_len: int,
+        limits: DecoderLimits,
         ops: Ops,
     ) -> None:
         self._memory = memory
-        self._adapter_dtype = adapter_dtype
+        self._adapter_dtype = limits.adapter_dtype
         self._ops = ops
-        self._decoder = Decoder(weights, memory, max_model_len, ops)
+        self._decoder = Decoder(weights, memory, limits, ops)
 
     @property
     def write_adapter(self) -> WriteAdapter:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.backend import AttentionPlan
-from sgmv_kernels.kernel_code import address_of
 from sgmv_kernels.kv_pages import KvPages
+from sgmv_kernels.launches import Part, empty, launch
 from sgmv_kernels.segments import Int32
-from sgmv_kernels.team import Arguments, arguments, run, team_size
+from sgmv_kernels.team import team_size
+
+MODULE, PART = "attention_numba", "attention"
 
 BLOCK_TOKENS = 128
 """Keys of one round of the online softmax: what rescales sums is paid once a block."""
@@ -35,46 +37,47 @@ class CpuSequences:
     """A step's sequences; what depends on the heads of a model is added at the first layer."""
 
     query_lens: Int32
-    threads: int
-    arguments: dict[tuple[int, int, int], Arguments]
+    parts: dict[tuple[int, int, int], Part]
     kept: list[object]
 
 
 def prepare(plan: AttentionPlan, device: torch.device) -> CpuSequences:
     """Nothing but the lengths: tasks depend on the heads."""
     del device
-    return CpuSequences(np.diff(plan.query_starts), team_size(), {}, [])
+    return CpuSequences(np.diff(plan.query_starts), {}, [])
 
 
 def attention_cpu(
     q: Tensor, kv: KvPages, plan: AttentionPlan, scale: float, window: int | None, alibi_slopes: Tensor | None
 ) -> Tensor:
     """See `ops.Ops.paged_attention`."""
-    sequences: CpuSequences = plan.prepared
-    heads = q.shape[1]
-    shape = heads, kv.num_heads, kv.head_dim
-    if shape not in sequences.arguments:
-        sequences.arguments[shape] = _arguments(plan, sequences, *shape)
-    args = sequences.arguments[shape]
-    out = torch.empty_like(q)
-    args[Q], args[OUT], args[KEYS], args[VALUES] = (
-        q.data_ptr(),
-        out.data_ptr(),
-        kv.keys.data_ptr(),
-        kv.values.data_ptr(),
-    )
-    args[PAGE_BYTES] = kv.keys.stride(0) * kv.keys.itemsize
-    args[SCALE] = np.float64(scale).view(np.int64).item()
-    args[WINDOW] = window or 0
-    args[SLOPES] = 0 if alibi_slopes is None else alibi_slopes.data_ptr()
-    run(kernel_of(kv.dtype), args, sequences.threads, args[NUM_TASKS])
+    out = empty("attended", q.shape)
+    own = {
+        Q: q.data_ptr(),
+        OUT: out.data_ptr(),
+        KEYS: kv.keys.data_ptr(),
+        VALUES: kv.values.data_ptr(),
+        PAGE_BYTES: kv.keys.stride(0) * kv.keys.itemsize,
+        SCALE: np.float64(scale).view(np.int64).item(),
+        WINDOW: window or 0,
+        SLOPES: 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+    }
+    launch(MODULE, ENTRIES[kv.dtype], sequences_part(plan, q.shape[1], kv.num_heads, kv.head_dim), own)
     return out
 
 
-def _arguments(plan: AttentionPlan, sequences: CpuSequences, heads: int, kv_heads: int, dim: int) -> Arguments:
-    group = heads // kv_heads
+def sequences_part(plan: AttentionPlan, heads: int, kv_heads: int, dim: int) -> Part:
+    """What a step tells the attention of a model with these heads."""
+    sequences: CpuSequences = plan.prepared
+    shape = heads, kv_heads, dim
+    if shape not in sequences.parts:
+        sequences.parts[shape] = _part(plan, sequences, *shape)
+    return sequences.parts[shape]
+
+
+def _part(plan: AttentionPlan, sequences: CpuSequences, heads: int, kv_heads: int, dim: int) -> Part:
+    group, threads = heads // kv_heads, team_size()
     rows = max(1, TASK_ROWS // group)
-    threads = sequences.threads
     tasks = _tasks(sequences.query_lens, plan.kv_lens, rows, kv_heads, threads)
     block = -(-BLOCK_TOKENS // plan.page_size) * plan.page_size
     # Queries, sums, scores, then the maximum and the sum of every row.
@@ -82,24 +85,23 @@ def _arguments(plan: AttentionPlan, sequences: CpuSequences, heads: int, kv_head
     scratch_bytes = -(-scratch_bytes // 128) * 128
     scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
     sequences.kept.extend((tasks, scratch))
-    return arguments(
-        len(tasks),
-        tasks.ctypes.data,
-        plan.page_tables.ctypes.data,
-        plan.page_tables.shape[1],
-        plan.query_starts.ctypes.data,
-        plan.kv_lens.ctypes.data,
-        plan.page_size,
-        0,
-        heads,
-        kv_heads,
-        dim,
-        *(0,) * 7,
-        scratch.data_ptr(),
-        scratch_bytes,
-        rows * group,
-        block,
-    )
+    words = {
+        NUM_TASKS: len(tasks),
+        TASKS: tasks.ctypes.data,
+        TABLES: plan.page_tables.ctypes.data,
+        TABLE_WIDTH: plan.page_tables.shape[1],
+        STARTS: plan.query_starts.ctypes.data,
+        LENS: plan.kv_lens.ctypes.data,
+        PAGE: plan.page_size,
+        HEADS: heads,
+        KV_HEADS: kv_heads,
+        DIM: dim,
+        SCRATCH: scratch.data_ptr(),
+        SCRATCH_BYTES: scratch_bytes,
+        ROWS: rows * group,
+        BLOCK: block,
+    }
+    return Part(PART, words, len(tasks))
 
 
 def _tasks(query_lens: Int32, kv_lens: Int32, rows: int, kv_heads: int, threads: int) -> Int32:
@@ -115,8 +117,3 @@ def _tasks(query_lens: Int32, kv_lens: Int32, rows: int, kv_heads: int, threads:
         for first_head, last_head in spans
     ]
     return np.array(tasks, dtype=np.int32).reshape(-1, TASK_INTS)
-
-
-def kernel_of(dtype: torch.dtype) -> int:
-    """The address of the kernel for pages of a dtype."""
-    return address_of("attention_numba", ENTRIES[dtype])

@@ -5,12 +5,13 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from sgmv_kernels.group_codes import GroupCodes
 from sgmv_kernels.kv_pages import KvPages
 from sgmv_kernels.segments import Int32
 from sgmv_kernels.tables import SgmvTables
@@ -59,6 +60,27 @@ class AttentionPlan:
         return int(self.query_starts[-1])
 
 
+class PackedLinear(Protocol):
+    """Weight codes as a backend's kernels read them, [O, H], and a bias if there is one."""
+
+    @property
+    def in_features(self) -> int: ...
+
+    @property
+    def out_features(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def dequantize(self) -> Tensor:
+        """[O, H] fp32: exactly the weights that the arithmetic uses."""
+        ...
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """ids [N] int64 -> [N, H] fp32: an embedding over the same bytes."""
+        ...
+
+
 @dataclass(frozen=True)
 class Backend:
     """Functions of one set of kernels; arguments are checked. What each does: the method of its name in `ops.Ops`."""
@@ -74,7 +96,11 @@ class Backend:
     rope_write_kv: Callable[[Tensor, Tensor, Tensor, KvPages, Tensor, Tensor], Tensor]
     add_rms_norm_: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
+    take_rows: Callable[[Tensor, Tensor], Tensor]
+    pack_linear: Callable[[GroupCodes, Tensor | None], PackedLinear]
+    linear: Callable[[Tensor, Any], Tensor]
     warm_up: Callable[[Sequence[torch.dtype]], None]
+    can_record: bool = False
 
 
 @cache

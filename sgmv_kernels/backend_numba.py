@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 
-from sgmv_kernels import attention_cpu, pointwise_cpu, sgmv_cpu
+from sgmv_kernels import attention_cpu, linear_cpu, pointwise_cpu, sgmv_cpu
 from sgmv_kernels.backend import Backend
-from sgmv_kernels.kernel_code import numba_version
+from sgmv_kernels.kernel_code import address_of, numba_version
 
 numba_version()
 
@@ -14,11 +14,14 @@ numba_version()
 def warm_up(dtypes: Sequence[torch.dtype]) -> None:
     """Load every kernel, or compile it."""
     for dtype in dtypes:
-        sgmv_cpu.kernel_of(dtype)
-        attention_cpu.kernel_of(dtype)
-        pointwise_cpu.kernel_of(pointwise_cpu.ROPE[dtype])
-    for entry in ("norm", "silu"):
-        pointwise_cpu.kernel_of(entry)
+        address_of(sgmv_cpu.MODULE, sgmv_cpu.ENTRIES[dtype])
+        address_of(attention_cpu.MODULE, attention_cpu.ENTRIES[dtype])
+        address_of(pointwise_cpu.MODULE, pointwise_cpu.ROPE[dtype])
+    for entry in ("norm", "silu", "take"):
+        address_of(pointwise_cpu.MODULE, entry)
+    for entry in linear_cpu.entries():
+        address_of(linear_cpu.MODULE, entry)
+    address_of("program_numba", "run_items")
 
 
 BACKEND = Backend(
@@ -33,5 +36,9 @@ BACKEND = Backend(
     rope_write_kv=pointwise_cpu.rope_write_kv_cpu,
     add_rms_norm_=pointwise_cpu.add_rms_norm_cpu_,
     silu_mul=pointwise_cpu.silu_mul_cpu,
+    take_rows=pointwise_cpu.take_rows_cpu,
+    pack_linear=linear_cpu.pack_linear_cpu,
+    linear=linear_cpu.linear_cpu,
     warm_up=warm_up,
+    can_record=True,
 )

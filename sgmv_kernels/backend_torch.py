@@ -2,7 +2,7 @@
 
 import torch
 
-from sgmv_kernels import attention_torch, pointwise_torch, sgmv_torch
+from sgmv_kernels import attention_torch, linear_torch, pointwise_torch, sgmv_torch
 from sgmv_kernels.backend import Backend
 
 BACKEND = Backend(
@@ -17,5 +17,8 @@ BACKEND = Backend(
     rope_write_kv=pointwise_torch.rope_write_kv_torch,
     add_rms_norm_=pointwise_torch.add_rms_norm_torch_,
     silu_mul=pointwise_torch.silu_mul_torch,
+    take_rows=linear_torch.take_rows_torch,
+    pack_linear=linear_torch.PlainLinear,
+    linear=linear_torch.linear_torch,
     warm_up=lambda dtypes: None,
 )

@@ -12,7 +12,7 @@ if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
 if triton.knobs.runtime.interpret and isinstance(triton.language.sum, triton.JITFunction):
     raise ImportError("TRITON_INTERPRET=1 was set after triton had been imported; set it before")
 
-from sgmv_kernels import attention_triton, pointwise_triton, sgmv_triton
+from sgmv_kernels import attention_triton, linear_torch, pointwise_triton, sgmv_triton
 from sgmv_kernels.backend import Backend
 
 BACKEND = Backend(
@@ -27,5 +27,8 @@ BACKEND = Backend(
     rope_write_kv=pointwise_triton.rope_write_kv,
     add_rms_norm_=pointwise_triton.add_rms_norm_,
     silu_mul=pointwise_triton.silu_mul,
+    take_rows=linear_torch.take_rows_torch,
+    pack_linear=linear_torch.PlainLinear,
+    linear=linear_torch.linear_torch,
     warm_up=lambda dtypes: None,
 )

@@ -15,25 +15,33 @@ from sgmv_kernels.backend import (
     KERNELS,
     AttentionPlan,
     KernelsUnavailable,
+    PackedLinear,
     SgmvPlan,
     choose_backend,
     load_backend,
     plan_of,
 )
 from sgmv_kernels.errors import KernelArgumentError
+from sgmv_kernels.group_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes, stack_codes
 from sgmv_kernels.kv_pages import KvPages
 from sgmv_kernels.layout import MAX_SLICES, PlacedAdapter
 from sgmv_kernels.segments import BASE, Int32, Segments
-from sgmv_kernels.tables import build_tables
+from sgmv_kernels.tables import SgmvTables, build_tables
 
 __all__ = [
+    "INT4_LEVELS",
+    "INT8_LEVELS",
     "KERNELS",
+    "Q3H_LEVELS",
     "AttentionPlan",
+    "GroupCodes",
     "KernelArgumentError",
     "KernelsUnavailable",
     "KvPages",
     "Ops",
+    "PackedLinear",
     "SgmvPlan",
+    "stack_codes",
 ]
 
 logger = logging.getLogger(__name__)
@@ -61,6 +69,11 @@ class Ops:
     def name(self) -> str:
         """Which kernels these are."""
         return self._backend.name
+
+    @property
+    def can_record(self) -> bool:
+        """Whether launches of these kernels can be recorded, and run together (`sgmv_kernels.step_program`)."""
+        return self._backend.can_record
 
     def warm_up(self, dtypes: Sequence[torch.dtype]) -> None:
         """Compile what panels and pages of these dtypes need, so that no request waits for it.
@@ -92,9 +105,12 @@ class Ops:
         _require(highest < len(adapters), f"segments name adapter {highest}, but there are {len(adapters)}")
         for adapter in adapters:
             _check_adapter(adapter, adapters[0], dtype)
-        tables = build_tables(segments, adapters)
+        return self.plan_tables(build_tables(segments, adapters), dtype)
+
+    def plan_tables(self, tables: SgmvTables, dtype: torch.dtype) -> SgmvPlan:
+        """`plan_sgmv` of tables that are known to be sound."""
         prepared = self._backend.prepare_sgmv(tables, dtype, self.device)
-        return SgmvPlan(tables, dtype, segments.num_rows, prepared)
+        return SgmvPlan(tables, dtype, len(tables.permutation), prepared)
 
     def shrink(self, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
         """Project every row to the rank of its own adapter; the first half of `sgmv_`.
@@ -285,6 +301,45 @@ class Ops:
         fits = gate_up.dim() == 2 and gate_up.is_contiguous() and gate_up.shape[1] % 2 == 0
         _require(fits, "gate_up must be contiguous [T, 2F]")
         return self._backend.silu_mul(gate_up)
+
+    def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
+        """Semantics: x[rows]. x [T, H] contiguous, rows [N] int64 below T -> [N, H], a new tensor."""
+        self._check_activation(x, "x")
+        _require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
+        _require(rows.dtype == torch.int64 and rows.dim() == 1 and rows.is_contiguous(), "rows must be int64 [N]")
+        return self._backend.take_rows(x, rows)
+
+    def pack_linear(self, codes: GroupCodes, bias: Tensor | None) -> PackedLinear:
+        """Weight codes in the order in which these kernels read them; a copy, or the codes themselves.
+
+        Args:
+            codes: [O, H], on these kernels' device.
+            bias: [O] fp32, or None for 0.
+        Raises:
+            KernelArgumentError: groups that the kernels cannot read, or shapes that do not fit.
+        """
+        fits = bias is None or (bias.shape == (codes.out_features,) and bias.dtype == torch.float32)
+        _require(fits, f"bias must be float32 [{codes.out_features}]")
+        return self._backend.pack_linear(codes, bias)
+
+    def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
+        """A base linear over packed codes.
+
+        Semantics: x @ W^T + bias, W = codes * scales + minima. On the CPU with Numba, activations are rounded first:
+        every 32 neighbours of a row to whole multiples of a 127th of their largest magnitude.
+
+        Args:
+            x: [T, H] contiguous.
+            packed: of `pack_linear` of these ops.
+        Returns: [T, O] in x's dtype; sums are fp32, and a row's result does not depend on the rows beside it.
+        Raises:
+            KernelArgumentError: shapes or dtypes that do not fit.
+        Source: group-wise scales, ggml (Gerganov) and GPTQ (Frantar et al. 2022).
+        """
+        self._check_activation(x, "x")
+        fits = x.dim() == 2 and x.is_contiguous() and x.shape[1] == packed.in_features
+        _require(fits, f"x must be contiguous [T, {packed.in_features}]")
+        return self._backend.linear(x, packed)
 
     def _check_activation(self, x: Tensor, name: str) -> None:
         if x.dtype not in self._backend.activations:

@@ -4,13 +4,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgmv_kernels.kernel_code import address_of
 from sgmv_kernels.kv_pages import KvPages
-from sgmv_kernels.team import arguments, run, team_size
+from sgmv_kernels.launches import NUM_ROWS, Part, Words, empty, launch, rows_are_now, rows_part
 
+MODULE = "pointwise_numba"
 ROWS = 4
 """Rows of a task. Fewer rows than two tasks have are not worth waking a second thread."""
-NUM_ROWS, A, B, C, OUT, WIDTH, FLOAT = range(2, 9)
+TAKEN, SAMPLED, ROPE_PART = "taken", "sampled", "rope"
+"""Parts of a step that these kernels are told."""
+A, B, C, OUT, WIDTH, FLOAT = range(NUM_ROWS + 1, 9)
 PAGES, SLOTS, HEADS, KV_HEADS, PAGE, KEYS, VALUES, PAGE_BYTES = range(9, 17)
 """Places in the kernels' arguments, after the counters. FLOAT holds a float64."""
 NUM_ARGS = PAGE_BYTES + 1
@@ -19,52 +21,65 @@ ROPE = {torch.bfloat16: "rope_bf16", torch.float16: "rope_fp16", torch.float32: 
 
 def add_rms_norm_cpu_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
     """See `ops.Ops.add_rms_norm_`."""
-    out = torch.empty_like(x)
-    bits = np.float64(eps).view(np.int64).item()
-    added = 0 if delta is None else delta.data_ptr()
-    _run("norm", x.shape[0], x.data_ptr(), added, weight.data_ptr(), out.data_ptr(), x.shape[1], bits)
+    out = empty("normed", x.shape)
+    own = {
+        A: x.data_ptr(),
+        B: 0 if delta is None else delta.data_ptr(),
+        C: weight.data_ptr(),
+        OUT: out.data_ptr(),
+        WIDTH: x.shape[1],
+        FLOAT: np.float64(eps).view(np.int64).item(),
+    }
+    _launch("norm", len(x), own)
     return out
 
 
 def silu_mul_cpu(gate_up: Tensor) -> Tensor:
     """See `ops.Ops.silu_mul`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty((rows, width))
-    _run("silu", rows, gate_up.data_ptr(), 0, 0, out.data_ptr(), width, 0)
+    out = empty("gated", (rows, width))
+    _launch("silu", rows, {A: gate_up.data_ptr(), OUT: out.data_ptr(), WIDTH: width})
     return out
+
+
+def take_rows_cpu(x: Tensor, rows: Tensor) -> Tensor:
+    """See `ops.Ops.take_rows`."""
+    out = empty("taken", (len(rows), x.shape[1]))
+    launch(MODULE, "take", taken_part(rows), {A: x.data_ptr(), OUT: out.data_ptr(), WIDTH: x.shape[1]})
+    rows_are_now(SAMPLED)
+    return out
+
+
+def taken_part(rows: Tensor) -> Part:
+    """What a step tells `take_rows`."""
+    return Part(TAKEN, {NUM_ROWS: len(rows), B: rows.data_ptr()}, len(rows) // ROWS)
+
+
+def rope_part(rows: int, cos: Tensor, sin: Tensor, pages: Tensor, slots: Tensor) -> Part:
+    """What a step tells `rope_write_kv`."""
+    addresses = {B: cos.data_ptr(), C: sin.data_ptr(), PAGES: pages.data_ptr(), SLOTS: slots.data_ptr()}
+    return Part(ROPE_PART, {NUM_ROWS: rows, **addresses}, rows // ROWS)
 
 
 def rope_write_kv_cpu(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor) -> Tensor:
     """See `ops.Ops.rope_write_kv`."""
     rows, dim = qkv.shape[0], kv.head_dim
     heads = qkv.shape[1] // dim - 2 * kv.num_heads
-    q = qkv.new_empty((rows, heads, dim))
-    _run(
-        ROPE[kv.dtype],
-        rows,
-        qkv.data_ptr(),
-        cos.data_ptr(),
-        sin.data_ptr(),
-        q.data_ptr(),
-        dim,
-        0,
-        pages.data_ptr(),
-        slots.data_ptr(),
-        heads,
-        kv.num_heads,
-        kv.page_size,
-        kv.keys.data_ptr(),
-        kv.values.data_ptr(),
-        kv.keys.stride(0) * kv.keys.itemsize,
-    )
+    q = empty("queries", (rows, heads, dim))
+    own = {
+        A: qkv.data_ptr(),
+        OUT: q.data_ptr(),
+        WIDTH: dim,
+        HEADS: heads,
+        KV_HEADS: kv.num_heads,
+        PAGE: kv.page_size,
+        KEYS: kv.keys.data_ptr(),
+        VALUES: kv.values.data_ptr(),
+        PAGE_BYTES: kv.keys.stride(0) * kv.keys.itemsize,
+    }
+    launch(MODULE, ROPE[kv.dtype], rope_part(rows, cos, sin, pages, slots), own)
     return q
 
 
-def _run(entry: str, rows: int, *args: int) -> None:
-    block = arguments(rows, *args, *(0,) * (NUM_ARGS - 3 - len(args)))
-    run(kernel_of(entry), block, team_size(), rows // ROWS)
-
-
-def kernel_of(entry: str) -> int:
-    """The address of a kernel by its name."""
-    return address_of("pointwise_numba", entry)
+def _launch(entry: str, rows: int, own: Words) -> None:
+    launch(MODULE, entry, rows_part(rows, rows // ROWS), own)

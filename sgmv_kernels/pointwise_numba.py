@@ -5,13 +5,13 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
+from sgmv_kernels.launches import NUM_ROWS
 from sgmv_kernels.pointwise_cpu import (
     FLOAT,
     HEADS,
     KEYS,
     KV_HEADS,
     NUM_ARGS,
-    NUM_ROWS,
     OUT,
     PAGE,
     PAGE_BYTES,
@@ -34,6 +34,7 @@ from sgmv_kernels.simd_numba import (
     itemsize,
     put_kind,
     rotated,
+    scaled,
     silu_times,
     take_next,
     weighted,
@@ -46,6 +47,10 @@ def norm(raw: Any) -> None:
 
 def silu(raw: Any) -> None:
     _silu_rows(carray(raw, (NUM_ARGS,), np.int64))
+
+
+def take(raw: Any) -> None:
+    _take_rows(carray(raw, (NUM_ARGS,), np.int64))
 
 
 def rope_bf16(raw: Any) -> None:
@@ -84,6 +89,17 @@ def _silu_rows(args):  # type: ignore[no-untyped-def]
         for row in range(first, min(first + ROWS, args[NUM_ROWS])):
             gate = args[A] + 8 * width * row
             silu_times(gate, gate + 4 * width, width, args[OUT] + 4 * width * row)
+
+
+@njit
+def _take_rows(args):  # type: ignore[no-untyped-def]
+    width = args[WIDTH]
+    while True:
+        first = take_next(args.ctypes.data) * ROWS
+        if first >= args[NUM_ROWS]:
+            return
+        for row in range(first, min(first + ROWS, args[NUM_ROWS])):
+            scaled(args[A] + 4 * width * i64(args[B], row), width, np.float32(1), args[OUT] + 4 * width * row)
 
 
 @njit

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sgmv_kernels.group_codes import GroupCodes
 from sgmv_kernels.segments import BASE, Segments
 
 
@@ -95,3 +96,16 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
     """Semantics: silu(gate) * up, gate and up the halves of the last dimension."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
+
+
+def linear_reference(x: Tensor, codes: GroupCodes, bias: Tensor | None, *, rounded: bool) -> Tensor:
+    """x [T, H] -> [T, O] float64. `rounded`: every 32 neighbours of x to whole multiples of a 127th of their largest."""
+    exact = x.double()
+    if rounded:
+        groups = x.view(len(x), -1, 32)
+        largest = groups.abs().amax(dim=-1, keepdim=True)
+        factor = torch.where(largest > 1e-30, 127 / largest, 0.0)
+        unit = torch.where(largest > 1e-30, largest * (1 / 127), 0.0)
+        exact = ((groups * factor).round().double() * unit.double()).view(x.shape)
+    y = exact @ codes.dequantize().double().T
+    return y if bias is None else y + bias.double()

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.backend import SgmvPlan
-from sgmv_kernels.kernel_code import address_of
+from sgmv_kernels.launches import Part, Words, launch, recording_now
 from sgmv_kernels.layout import MAX_SLICES
 from sgmv_kernels.segments import Int32
 from sgmv_kernels.tables import SgmvTables
-from sgmv_kernels.team import Arguments, arguments, run, team_size
+from sgmv_kernels.team import team_size
+
+MODULE = "sgmv_numba"
 
 Int64 = npt.NDArray[np.int64]
 BLOCK_ROWS = 32
@@ -24,25 +26,20 @@ BLOCK_ROWS = 32
 SHRINK, EXPAND = 1, 2
 TASK_INTS = 5
 PHASES, NUM_TASKS, TASKS, PERMUTATION, RECORDS, PANELS, SLAB = range(2, 9)
-X, X_WIDTH, PARTED, Y, Y_WIDTH, V, V_WIDTH, SCRATCH, SCRATCH_BYTES, WIDTHS = range(9, 19)
-"""Places in the kernel's arguments, after the counters."""
+X, X_WIDTH, PARTED, Y, Y_WIDTH, V, V_WIDTH, SCRATCH, SCRATCH_BYTES, PLACE, PLACE_BYTES, WIDTHS = range(9, 21)
+"""Places in the kernel's arguments, after the counters. PLACE counts the (layer, site)s before this one."""
 NUM_ARGS = WIDTHS + MAX_SLICES
 ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True, slots=True)
 class CpuTables:
-    """A step for the kernel: what of its arguments stays the same, `arguments[site]`, and what those point to.
+    """A step for the kernel: `parts[site]`, and what their addresses point to.
 
-    `ranks[layer][site]` is the most rank rows of a segment; `v` [T, most ranks] fp32 scratch; `record_bytes` those of a
-    (layer, site).
+    `ranks[layer][site]` is the most rank rows of a segment; `v` [T, most ranks] fp32 scratch.
     """
 
-    kernel: int
-    threads: int
-    arguments: list[Arguments]
-    records: int
-    record_bytes: int
+    parts: list[Part]
     ranks: list[list[int]]
     v: Tensor
     kept: tuple[object, ...]
@@ -50,7 +47,7 @@ class CpuTables:
 
 def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> CpuTables:
     """Cut segments into tasks, and lay out the kernel's arguments."""
-    del device
+    del dtype, device
     threads, num_sites = team_size(), len(tables.sites)
     ranks_of = tables.records[..., 1:].sum(axis=-1)
     blocks = _blocks(tables.bounds, ranks_of.sum(axis=(0, 1)), threads)
@@ -61,41 +58,31 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
     parted = torch.empty((len(permutation), max((site.in_features for site in tables.sites), default=0)))
     widest = max((width for site in tables.sites for width in site.out_features), default=0)
     scratch = torch.empty(threads * widest)
-    made: list[Arguments] = []
-    for site in tables.sites:
+    same = {
+        PHASES: SHRINK | EXPAND,
+        PERMUTATION: permutation.ctypes.data,
+        RECORDS: records.ctypes.data,
+        PLACE_BYTES: records.nbytes // max(1, len(records) * num_sites),
+        PANELS: panels.ctypes.data,
+        PARTED: parted.data_ptr(),
+        V: v.data_ptr(),
+        V_WIDTH: v.shape[1],
+        SCRATCH: scratch.data_ptr(),
+        SCRATCH_BYTES: 4 * widest,
+    }
+    parts = []
+    for i, site in enumerate(tables.sites):
         own = tasks[len(site.out_features)]
-        widths = (*site.out_features, 0, 0)[:MAX_SLICES]
-        made.append(
-            arguments(
-                SHRINK | EXPAND,
-                len(own),
-                own.ctypes.data,
-                permutation.ctypes.data,
-                0,
-                panels.ctypes.data,
-                0,
-                0,
-                site.in_features,
-                parted.data_ptr(),
-                0,
-                site.total_out,
-                v.data_ptr(),
-                v.shape[1],
-                scratch.data_ptr(),
-                4 * widest,
-                *widths,
-            )
-        )
-    return CpuTables(
-        kernel=kernel_of(dtype),
-        threads=threads,
-        arguments=made,
-        records=records.ctypes.data,
-        record_bytes=records.nbytes // max(1, len(records) * num_sites),
-        ranks=ranks.tolist(),
-        v=v,
-        kept=(parted, scratch, tasks, permutation, records, panels),
-    )
+        shape = {X_WIDTH: site.in_features, Y_WIDTH: site.total_out}
+        widths = {WIDTHS + s: width for s, width in enumerate(site.out_features)}
+        words = same | shape | widths | {NUM_TASKS: len(own), TASKS: own.ctypes.data}
+        parts.append(Part(part_name(i), words, len(own)))
+    return CpuTables(parts, ranks.tolist(), v, (parted, scratch, tasks, permutation, records, panels))
+
+
+def part_name(site: int) -> str:
+    """The part of a step that says which rows of a site belong to which adapter."""
+    return f"sgmv {site}"
 
 
 def _blocks(bounds: Int32, ranks: Int64, threads: int) -> Int32:
@@ -126,31 +113,29 @@ def _tasks(blocks: Int32, slices: int, threads: int) -> Int32:
 def shrink_cpu(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
     """See `ops.Ops.shrink`: one plane."""
     v = torch.empty((1, len(x), plan.tables.max_rank(layer, site) if plan.tables.num_segments else 0))
-    _launch(SHRINK, x, x, v, slab, plan, layer, site)
+    _launch({PHASES: SHRINK, V: v.data_ptr(), V_WIDTH: v.shape[-1]}, x, x, slab, plan, layer, site)
     return v
 
 
 def expand_cpu_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
     """See `ops.Ops.expand_`."""
-    _launch(EXPAND, y, y, v.sum(0), slab, plan, layer, site)
+    whole = v.sum(0)
+    _launch({PHASES: EXPAND, V: whole.data_ptr(), V_WIDTH: whole.shape[-1]}, y, y, slab, plan, layer, site)
 
 
 def sgmv_cpu_(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
     """See `ops.Ops.sgmv_`."""
-    _launch(SHRINK | EXPAND, y, x, plan.prepared.v, slab, plan, layer, site)
+    _launch({}, y, x, slab, plan, layer, site)
 
 
-def _launch(phases: int, y: Tensor, x: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
+def _launch(instead: Words, y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
+    """Launch with some of the step's words replaced; what has no rank is left out, unless the launch is recorded."""
     tables: CpuTables = plan.prepared
-    if not tables.arguments or not tables.ranks[layer][site]:
+    if not recording_now() and not (tables.parts and tables.ranks[layer][site]):
         return
-    args = tables.arguments[site]
-    args[PHASES], args[V], args[V_WIDTH] = phases, v.data_ptr(), v.shape[-1]
-    args[RECORDS] = tables.records + (layer * len(tables.arguments) + site) * tables.record_bytes
-    args[SLAB], args[X], args[Y] = slab.data_ptr(), x.data_ptr(), y.data_ptr()
-    run(tables.kernel, args, tables.threads, args[NUM_TASKS])
-
-
-def kernel_of(dtype: torch.dtype) -> int:
-    """The address of the kernel for panels of a dtype."""
-    return address_of("sgmv_numba", ENTRIES[dtype])
+    part = tables.parts[site]
+    if instead:
+        part = Part(part.name, {**part.words, **instead}, part.tasks)
+    place = layer * len(tables.parts) + site
+    own = {SLAB: slab.data_ptr(), X: x.data_ptr(), Y: y.data_ptr(), PLACE: place}
+    launch(MODULE, ENTRIES[plan.dtype], part, own)

@@ -18,6 +18,8 @@ from sgmv_kernels.sgmv_cpu import (
     PARTED,
     PERMUTATION,
     PHASES,
+    PLACE,
+    PLACE_BYTES,
     RECORDS,
     SCRATCH,
     SCRATCH_BYTES,
@@ -75,7 +77,7 @@ def _work(args, kind):  # type: ignore[no-untyped-def]
         if task >= num_tasks:
             return
         at = args[TASKS] + task * (4 * TASK_INTS)
-        record = args[RECORDS] + i32(at, 0) * (4 * RECORD_INTS)
+        record = args[RECORDS] + args[PLACE] * args[PLACE_BYTES] + i32(at, 0) * (4 * RECORD_INTS)
         begin, end, first_slice, last_slice = i32(at, 1), i32(at, 2), i32(at, 3), i32(at, 4)
         first, last = _rank_before(record, first_slice), _rank_before(record, last_slice)
         if first == last:

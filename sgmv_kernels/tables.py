@@ -61,3 +61,16 @@ def build_tables(segments: Segments, adapters: Sequence[PlacedAdapter]) -> SgmvT
         panels=np.concatenate([adapter.panels for adapter in placed]),
         slab_bytes=max(adapter.extent[1] for adapter in placed),
     )
+
+
+def rankless_tables(sites: Sequence[SiteDims], num_layers: int, rows: int) -> SgmvTables:
+    """Tables that a recording is made with: all rows in one segment whose adapter has no rank; none if no sites."""
+    segments = 1 if sites else 0
+    return SgmvTables(
+        sites=tuple(sites),
+        permutation=np.arange(rows, dtype=np.int32),
+        bounds=np.full((segments, 2), (0, rows), dtype=np.int32),
+        records=np.zeros((num_layers if sites else 0, len(sites), segments, RECORD_INTS), dtype=np.int32),
+        panels=np.zeros(segments, dtype=np.int32),
+        slab_bytes=0,
+    )

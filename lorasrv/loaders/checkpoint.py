@@ -9,6 +9,7 @@ from lorasrv.errors import CorruptModel
 from lorasrv.models.family import tensor_shapes
 from lorasrv.models.spec import ModelSpec
 from lorasrv.tokenizer_source import TokenizerSource
+from sgmv_kernels.ops import GroupCodes
 
 
 class Checkpoint(Protocol):
@@ -28,6 +29,10 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """One tensor, newly allocated: as stored (fp32, fp16, bf16), or dequantized to fp32. Raises CorruptModel."""
+        ...
+
+    def codes(self, name: str) -> GroupCodes | None:
+        """One tensor as the codes that the file holds; None where it holds floats, or codes of a kind we do not keep."""
         ...
 
     def tokenizer_source(self) -> TokenizerSource:

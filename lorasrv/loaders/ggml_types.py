@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lorasrv.errors import UnsupportedModel
+from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, GroupCodes
 
 BLOCK = 32
 
@@ -85,3 +86,24 @@ def ggml_type(number: int, tensor: str) -> GgmlType:
 def decode(raw: npt.NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> Tensor:
     """Stored bytes -> a new tensor of `shape`, fp32 or as stored."""
     return kind.decode(torch.from_numpy(raw).view(-1, kind.block_bytes)).view(shape)
+
+
+def decode_codes(raw: npt.NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> GroupCodes | None:
+    """Stored bytes as codes: levels, scales and minima are the file's. None for types that are no such codes.
+
+    Q4_0's d * (q - 8) is d * q + m with m = -8 d, which fp16 holds exactly unless it overflows.
+    """
+    if kind.name not in ("Q4_0", "Q4_1", "Q8_0") or len(shape) != 2:
+        return None
+    blocks = torch.from_numpy(raw).view(-1, kind.block_bytes)
+    scale_bytes = 4 if kind.name == "Q4_1" else 2
+    factors = blocks[:, :scale_bytes].contiguous().view(torch.float16).view(shape[0], -1, scale_bytes // 2)
+    scales, levels = factors[..., 0].contiguous(), blocks[:, scale_bytes:]
+    if kind.name == "Q8_0":
+        codes = levels.contiguous().view(torch.int8).view(shape)
+        return GroupCodes(codes, scales, None, INT8_LEVELS)
+    codes = torch.cat((levels & 15, levels >> 4), dim=1).view(shape)
+    minima = factors[..., 1].contiguous() if kind.name == "Q4_1" else scales * -8
+    if not minima.isfinite().all():
+        return None
+    return GroupCodes(codes, scales, minima, INT4_LEVELS)

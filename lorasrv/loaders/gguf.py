@@ -5,15 +5,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.loaders.checkpoint import check_num_layers, check_shapes
-from lorasrv.loaders.ggml_types import decode
+from lorasrv.loaders.ggml_types import decode, decode_codes
 from lorasrv.loaders.gguf_file import GgufFile
 from lorasrv.models.family import Family, detect, tensor_shapes
 from lorasrv.models.spec import ModelSpec
 from lorasrv.tokenizer_source import BpeVocabulary, TokenizerSource
+from sgmv_kernels.ops import GroupCodes
 
 _CONTROL, _USER_DEFINED = 3, 4
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -48,6 +50,15 @@ class GgufCheckpoint:
         weight = decode(self._file.raw(stored), info.type, info.shape)
         heads = self._family.permuted_heads(name, self.spec)
         return weight if heads is None else _split_halves(weight, heads)
+
+    def codes(self, name: str) -> GroupCodes | None:
+        stored = self._stored[name]
+        info = self._file.tensors[stored]
+        codes = decode_codes(self._file.raw(stored), info.type, info.shape)
+        heads = self._family.permuted_heads(name, self.spec)
+        if codes is None or heads is None:
+            return codes
+        return codes[_split_halves(torch.arange(info.shape[0]), heads)]
 
     def tokenizer_source(self) -> TokenizerSource:
         meta = self._file.metadata

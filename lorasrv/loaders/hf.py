@@ -15,6 +15,7 @@ from lorasrv.loaders.checkpoint import check_num_layers, check_shapes
 from lorasrv.models.family import detect, tensor_shapes, token_ids
 from lorasrv.models.spec import ModelSpec
 from lorasrv.tokenizer_source import TokenizerJson, TokenizerSource
+from sgmv_kernels.ops import GroupCodes
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
@@ -48,6 +49,9 @@ class HfCheckpoint:
     def tensor(self, name: str) -> Tensor:
         weight: Tensor = self._readers[name].get_tensor(name)
         return weight
+
+    def codes(self, name: str) -> GroupCodes | None:
+        return None
 
     def tokenizer_source(self) -> TokenizerSource:
         vocabulary = self._path / "tokenizer.json"

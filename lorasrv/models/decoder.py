@@ -3,6 +3,9 @@
 Base linear first, then SGMV adds each row's own adapter. Activations are fp32; T rows, H hidden, V vocabulary.
 """
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -11,56 +14,100 @@ from lorasrv.device_memory import DeviceMemory
 from lorasrv.models.rope import rope_tables
 from lorasrv.models.weights import ModelWeights
 from lorasrv.quant import Linear
+from sgmv_kernels.layout import SiteDims
 from sgmv_kernels.ops import Ops
+from sgmv_kernels.step_program import ProgramShape, StepProgram, StepTables
 
 QKV, OUT, GATE_UP, DOWN = range(4)
 """Indices of `ModelSpec.sites()`."""
 
 
+@dataclass(frozen=True, slots=True)
+class DecoderLimits:
+    """Most tokens of a request, rows of a step, and rows of it that want logits; how adapters are stored."""
+
+    max_model_len: int
+    max_rows: int
+    max_samples: int
+    adapter_dtype: torch.dtype
+
+
 class Decoder:
     """Forward passes over paged keys and values; writes this step's own."""
 
-    def __init__(self, weights: ModelWeights, memory: DeviceMemory, max_model_len: int, ops: Ops) -> None:
+    def __init__(self, weights: ModelWeights, memory: DeviceMemory, limits: DecoderLimits, ops: Ops) -> None:
         self._weights = weights
         self._spec = weights.spec
         self._memory = memory
         self._ops = ops
         self._activation = {"silu": ops.silu_mul}[weights.spec.activation]
         rope, head_dim = weights.spec.rope, weights.spec.head_dim
-        self._cos, self._sin = rope_tables(rope, head_dim, max_model_len, memory.device)
+        self._cos, self._sin = rope_tables(rope, head_dim, limits.max_model_len, memory.device)
+        self._program = StepProgram(self._layers, self._shape(limits), ops) if self._can_be_recorded() else None
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits [rows that sample, V] fp32."""
-        rotation = self._cos[batch.positions], self._sin[batch.positions]
-        x, delta = self._weights.embed(batch.token_ids), None
+        """Logits [rows that sample, V] fp32, good until the next pass."""
+        x, cos, sin = self._inputs(batch)
+        run = self._layers if self._program is None else self._program.run
+        return run(x, cos, sin, batch.tables)
+
+    def ticks(self) -> Mapping[str, int]:
+        """Ticks of the processor's clock in the last pass, by kernel; empty where passes are not recorded."""
+        return {} if self._program is None else self._program.ticks()
+
+    def _can_be_recorded(self) -> bool:
+        linears = [linear for layer in self._weights.layers for linear in layer.linears()]
+        return self._ops.can_record and all(linear.can_be_recorded for linear in (*linears, self._weights.head))
+
+    def _shape(self, limits: DecoderLimits) -> ProgramShape:
+        spec = self._spec
+        return ProgramShape(
+            max_rows=limits.max_rows,
+            max_samples=limits.max_samples,
+            hidden_size=spec.hidden_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            page_size=self._memory.page_size,
+            num_pages=self._memory.num_pages,
+            num_layers=spec.num_layers,
+            sites=tuple(SiteDims(site.in_features, site.out_features) for site in spec.sites()),
+            adapter_dtype=limits.adapter_dtype,
+        )
+
+    def _inputs(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
+        """Embedded tokens [T, H], and cosines and sines of their positions, each [T, D / 2]."""
+        return self._weights.embed(batch.token_ids), self._cos[batch.positions], self._sin[batch.positions]
+
+    def _layers(self, x: Tensor, cos: Tensor, sin: Tensor, tables: StepTables) -> Tensor:
+        """From embedded tokens to logits: calls of `ops` and of linears, and no other arithmetic."""
+        delta = None
         for layer, weights in enumerate(self._weights.layers):
             normed = self._ops.add_rms_norm_(x, delta, weights.input_norm, self._spec.norm_eps)
-            delta = self._attention(normed, layer, batch, rotation)
+            delta = self._attention(normed, layer, tables, (cos, sin))
             normed = self._ops.add_rms_norm_(x, delta, weights.post_attn_norm, self._spec.norm_eps)
-            delta = self._mlp(normed, layer, batch)
-        if not batch.sampled:
+            delta = self._mlp(normed, layer, tables)
+        if not len(tables.sample_rows):
             return x.new_empty((0, self._spec.vocab_size))
-        last = x[batch.sample_rows]
-        if delta is not None:
-            delta = delta[batch.sample_rows]
-        return self._weights.head(self._ops.add_rms_norm_(last, delta, self._weights.final_norm, self._spec.norm_eps))
+        normed = self._ops.add_rms_norm_(x, delta, self._weights.final_norm, self._spec.norm_eps)
+        return self._weights.head(self._ops.take_rows(normed, tables.sample_rows))
 
-    def _attention(self, x: Tensor, layer: int, batch: ForwardBatch, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    def _attention(self, x: Tensor, layer: int, tables: StepTables, rotation: tuple[Tensor, Tensor]) -> Tensor:
         spec, weights = self._spec, self._weights.layers[layer]
         pages = self._memory.kv_pages(layer)
-        qkv = self._linear(weights.qkv, x, layer, QKV, batch)
-        q = self._ops.rope_write_kv(qkv, *rotation, pages, batch.attention)
+        qkv = self._linear(weights.qkv, x, layer, QKV, tables)
+        q = self._ops.rope_write_kv(qkv, *rotation, pages, tables.attention)
         scale = spec.head_dim**-0.5
-        attended = self._ops.paged_attention(q, pages, batch.attention, scale, spec.window(layer))
-        return self._linear(weights.o, attended.flatten(1), layer, OUT, batch)
+        attended = self._ops.paged_attention(q, pages, tables.attention, scale, spec.window(layer))
+        return self._linear(weights.o, attended.flatten(1), layer, OUT, tables)
 
-    def _mlp(self, x: Tensor, layer: int, batch: ForwardBatch) -> Tensor:
+    def _mlp(self, x: Tensor, layer: int, tables: StepTables) -> Tensor:
         weights = self._weights.layers[layer]
-        gated = self._activation(self._linear(weights.gate_up, x, layer, GATE_UP, batch))
-        return self._linear(weights.down, gated, layer, DOWN, batch)
+        gated = self._activation(self._linear(weights.gate_up, x, layer, GATE_UP, tables))
+        return self._linear(weights.down, gated, layer, DOWN, tables)
 
-    def _linear(self, linear: Linear, x: Tensor, layer: int, site: int, batch: ForwardBatch) -> Tensor:
+    def _linear(self, linear: Linear, x: Tensor, layer: int, site: int, tables: StepTables) -> Tensor:
         y = linear(x)
-        self._ops.sgmv_(y, x, self._memory.slab(layer), batch.lora, layer, site)
+        self._ops.sgmv_(y, x, self._memory.slab(layer), tables.lora, layer, site)
         return y

@@ -11,6 +11,7 @@ from lorasrv.loaders.checkpoint import Checkpoint, WeightMeter
 from lorasrv.models.family import split_layer
 from lorasrv.models.spec import ModelSpec, SiteShape
 from lorasrv.quant.format import Embedding, Linear, QuantFormat
+from sgmv_kernels.ops import GroupCodes, stack_codes
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how far the whole is, 0 to 1."""
@@ -132,24 +133,38 @@ class _Builder:
         return self._linear([prefix + module for module in site.modules])
 
     def _linear(self, modules: Sequence[str]) -> Linear:
-        weight = self._stacked([f"{module}.weight" for module in modules])
         biases = [f"{module}.bias" for module in modules]
         bias = self._stacked(biases) if biases[0] in self._names else None
+        weight = self._weight([f"{module}.weight" for module in modules])
         linear = self._format.linear(weight, bias, self._dtype)
-        self._exchange([weight] if bias is None else [weight, bias], linear.nbytes)
+        self._exchange(weight, bias, linear.nbytes)
         return linear
 
     def _ends(self) -> tuple[Embedding, Linear]:
         """The embedding, and the head that may be tied to it."""
-        weight = self._read("model.embed_tokens.weight")
+        weight = self._weight(["model.embed_tokens.weight"])
         embedding = self._format.embedding(weight, self._dtype)
-        if not self._spec.tied_head:
-            self._exchange([weight], embedding.nbytes)
-            del weight
-            return embedding, self._linear(["lm_head"])
-        head = self._format.tied_head(embedding, weight, self._dtype)
-        self._exchange([weight], embedding.nbytes + head.nbytes)
+        self._exchange(weight, None, embedding.nbytes)
+        del weight
+        if self._spec.tied_head:
+            return embedding, self._format.tied_head(embedding, self._dtype)
+        weight = self._weight(["lm_head.weight"])
+        head = self._format.head(weight, self._dtype)
+        self._exchange(weight, None, head.nbytes)
         return embedding, head
+
+    def _weight(self, names: Sequence[str]) -> Tensor | GroupCodes:
+        """Stacked weights: as the codes that the file holds, if the format keeps them, else as floats."""
+        parts = [self._checkpoint.codes(name) for name in names]
+        kept = [part for part in parts if part is not None and self._format.keeps(part)]
+        stacked = stack_codes(kept) if len(kept) == len(names) else None
+        if stacked is None:
+            return self._stacked(names)
+        for name, part in zip(names, kept, strict=True):
+            self._meter.add(_nbytes(part))
+            self._sample(name, part.codes)
+            self._hash.update(part.scales.view(-1)[:: max(1, part.scales.numel() // _SAMPLE)].numpy().tobytes())
+        return _moved(stacked, self._device)
 
     def _norm(self, module: str) -> Tensor:
         return self._read(f"{module}.weight").float()
@@ -167,15 +182,30 @@ class _Builder:
     def _read(self, name: str) -> Tensor:
         tensor = self._checkpoint.tensor(name)
         self._meter.add(tensor.nbytes)
+        self._sample(name, tensor)
+        return tensor.to(self._device)
+
+    def _sample(self, name: str, tensor: Tensor) -> None:
+        """Let the fingerprint know a tensor."""
         flat = tensor.view(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLE)].float()
         self._hash.update(f"{name}{list(tensor.shape)}".encode() + sample.numpy().tobytes())
-        return tensor.to(self._device)
 
-    def _exchange(self, sources: Sequence[Tensor], packed_bytes: int) -> None:
+    def _exchange(self, weight: Tensor | GroupCodes, bias: Tensor | None, packed_bytes: int) -> None:
         """The packed form has come to life beside its sources, which go now."""
         self._meter.add(packed_bytes)
-        self._meter.release(sum(source.nbytes for source in sources))
+        self._meter.release(_nbytes(weight) + (0 if bias is None else bias.nbytes))
+
+
+def _nbytes(weight: Tensor | GroupCodes) -> int:
+    if isinstance(weight, Tensor):
+        return weight.nbytes
+    return sum(part.nbytes for part in (weight.codes, weight.scales, weight.minima) if part is not None)
+
+
+def _moved(codes: GroupCodes, device: torch.device) -> GroupCodes:
+    minima = None if codes.minima is None else codes.minima.to(device)
+    return GroupCodes(codes.codes.to(device), codes.scales.to(device), minima, codes.levels)
 
 
 def _silent(what: str, done: float) -> None:

@@ -5,17 +5,37 @@ the arithmetic is in `sgmv_kernels`.
 from collections.abc import Mapping
 
 from lorasrv.errors import ConfigError
+from lorasrv.quant.coded import INT8_GROUP, CodedFormat
 from lorasrv.quant.format import Embedding, Linear, QuantFormat
+from lorasrv.quant.int4 import Int4Format
 from lorasrv.quant.int8 import Int8Format
 from lorasrv.quant.none import NoneFormat
+from lorasrv.quant.q3h import Q3hFormat
+from sgmv_kernels.ops import Ops
 
-__all__ = ["FORMATS", "Embedding", "Linear", "QuantFormat", "get_format"]
+__all__ = ["FORMATS", "INT8_GROUP", "Embedding", "Linear", "QuantFormat", "get_format"]
 
-FORMATS: Mapping[str, QuantFormat] = {fmt.name: fmt for fmt in (NoneFormat(), Int8Format())}
+_CODED: Mapping[str, type[Int8Format] | type[Int4Format] | type[Q3hFormat]] = {
+    fmt.name: fmt for fmt in (Int8Format, Int4Format, Q3hFormat)
+}
+FORMATS = (NoneFormat.name, *_CODED)
 
 
-def get_format(name: str) -> QuantFormat:
-    """Raises ConfigError, listing the choices."""
+def get_format(name: str, ops: Ops, group: int | None = None) -> QuantFormat:
+    """A format, with the kernels that will compute with it; `group` None takes the format's own.
+
+    Raises:
+        ConfigError: an unknown format or group, with the choices.
+    """
     if name not in FORMATS:
-        raise ConfigError(f"--quantization {name!r:.60} is unknown; choose from {', '.join(FORMATS)}")
-    return FORMATS[name]
+        raise ConfigError(f"--quantization {name!r:.60} is unknown; choose from auto, {', '.join(FORMATS)}")
+    coded = _CODED.get(name)
+    if coded is None:
+        if group is not None:
+            raise ConfigError(f"--quantization-group {group}: --quantization {name} has no groups; leave it out")
+        return NoneFormat()
+    if group is not None and group not in coded.groups:
+        choices = ", ".join(map(str, coded.groups))
+        raise ConfigError(f"--quantization-group {group} does not go with {name}; choose from {choices}")
+    made: CodedFormat = coded(ops, group or coded.default_group)
+    return made

@@ -1,9 +1,11 @@
-"""What a weight format must offer. T rows, H in, O out, V vocabulary; activations are fp32."""
+"""What a weight format must offer. T rows, H in, O out, V vocabulary; activations are fp32 on the CPU."""
 
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from sgmv_kernels.ops import GroupCodes
 
 
 class Linear(Protocol):
@@ -20,8 +22,13 @@ class Linear(Protocol):
         """Bytes held by this linear, those that it shares with an embedding not counted."""
         ...
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether calls are launches of our kernels, and nothing else."""
+        ...
+
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, H] fp32 -> a new [T, O] fp32."""
+        """x [T, H] -> a new [T, O]."""
         ...
 
     def dequantize(self) -> Tensor:
@@ -50,16 +57,22 @@ class QuantFormat(Protocol):
     @property
     def name(self) -> str: ...
 
-    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """weight [O, H], bias [O], floats of any kind; the result keeps no reference to them that it need not."""
+    def keeps(self, codes: GroupCodes) -> bool:
+        """Whether weights that a file holds as such codes are taken as they are, without being rounded again."""
         ...
 
-    def embedding(self, weight: Tensor, dtype: torch.dtype) -> Embedding:
-        """weight [V, H], floats of any kind."""
+    def linear(self, weight: Tensor | GroupCodes, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        """weight [O, H], bias [O], floats of any kind, or codes that the format keeps; no reference stays that need not."""
         ...
 
-    def tied_head(self, embedding: Embedding, weight: Tensor, dtype: torch.dtype) -> Linear:
-        """The head of a model whose head is its embedding, made of `weight` by this format: over the same stored bytes
-        where the format can, else a copy of its own.
-        """
+    def embedding(self, weight: Tensor | GroupCodes, dtype: torch.dtype) -> Embedding:
+        """weight [V, H], floats of any kind, or codes of 256 levels."""
+        ...
+
+    def head(self, weight: Tensor | GroupCodes, dtype: torch.dtype) -> Linear:
+        """The head of a model that has one of its own; as `linear`, or finer."""
+        ...
+
+    def tied_head(self, embedding: Embedding, dtype: torch.dtype) -> Linear:
+        """The head of a model whose head is its embedding: over the same stored bytes."""
         ...

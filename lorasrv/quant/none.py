@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lorasrv.quant.format import Embedding, Linear
+from sgmv_kernels.ops import GroupCodes
 
 
 class FloatLinear:
@@ -16,6 +17,7 @@ class FloatLinear:
         self.out_features, self.in_features = weight.shape
         own = 0 if shared else weight.nbytes
         self.nbytes = own + (0 if bias is None else bias.nbytes)
+        self.can_be_recorded = False
 
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x, self._weight.float(), self._bias)
@@ -43,13 +45,22 @@ class NoneFormat:
 
     name = "none"
 
-    def linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    def keeps(self, codes: GroupCodes) -> bool:
+        del codes
+        return False
+
+    def linear(self, weight: Tensor | GroupCodes, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        assert isinstance(weight, Tensor)
         return FloatLinear(weight.to(dtype), None if bias is None else bias.float())
 
-    def embedding(self, weight: Tensor, dtype: torch.dtype) -> Embedding:
+    def embedding(self, weight: Tensor | GroupCodes, dtype: torch.dtype) -> Embedding:
+        assert isinstance(weight, Tensor)
         return FloatEmbedding(weight.to(dtype))
 
-    def tied_head(self, embedding: Embedding, weight: Tensor, dtype: torch.dtype) -> Linear:
-        del weight, dtype
+    def head(self, weight: Tensor | GroupCodes, dtype: torch.dtype) -> Linear:
+        return self.linear(weight, None, dtype)
+
+    def tied_head(self, embedding: Embedding, dtype: torch.dtype) -> Linear:
+        del dtype
         assert isinstance(embedding, FloatEmbedding)
         return FloatLinear(embedding.weight, None, shared=True)

@@ -28,7 +28,7 @@ CONFIG = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha"
 TINY_CONFIG = {
     "vocab_size": 384,
     "hidden_size": 64,
-    "intermediate_size": 112,
+    "intermediate_size": 128,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

@@ -10,7 +10,7 @@ import torch
 from lorasrv.batch import build_batch
 from lorasrv.device_memory import DeviceMemory
 from lorasrv.loaders import open_checkpoint
-from lorasrv.models.decoder import Decoder
+from lorasrv.models.decoder import Decoder, DecoderLimits
 from lorasrv.models.weights import load_weights
 from lorasrv.quant import get_format
 from lorasrv.request import RequestId, SamplingParams

@@ -177,7 +177,7 @@ def _save_tiny(
     common: dict[str, object] = {
         "vocab_size": VOCAB,
         "hidden_size": 64,
-        "intermediate_size": 112,
+        "intermediate_size": 128,
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,

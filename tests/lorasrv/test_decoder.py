@@ -11,7 +11,7 @@ from lorasrv.base_shapes import adapter_layout, base_shapes
 from lorasrv.batch import build_batch
 from lorasrv.device_memory import DeviceMemory
 from lorasrv.loaders import open_checkpoint
-from lorasrv.models.decoder import Decoder
+from lorasrv.models.decoder import Decoder, DecoderLimits
 from lorasrv.models.weights import load_weights
 from lorasrv.quant import get_format
 from lorasrv.request import RequestId, SamplingParams
@@ -81,11 +81,11 @@ class _Served:
         self, directory: Path, adapters: dict[str, Path], store: Path, dtype: torch.dtype, kernels: str
     ) -> None:
         checkpoint = open_checkpoint(str(directory))
-        weights = load_weights(checkpoint, get_format("none"), torch.float32)
+        self.ops = Ops(torch.device("cpu"), kernels)
+        weights = load_weights(checkpoint, get_format("none", self.ops), torch.float32)
         self.memory = DeviceMemory(weights.spec, PAGES, PAGE_SIZE, torch.float32, torch.device("cpu"))
         self.dtype = dtype
-        self.ops = Ops(torch.device("cpu"), kernels)
-        self.decoder = Decoder(weights, self.memory, 512, self.ops)
+        self.decoder = Decoder(weights, self.memory, DecoderLimits(512, 512, 8, dtype), self.ops)
         self.placed = {}
         with AdapterStore(store, base_shapes(weights.spec)) as registered:
             end = PAGES

@@ -245,7 +245,7 @@ def test_an_adapter_larger_than_half_the_pool_and_one_more_than_fit(serve, store
 
 def _pages_of_three() -> int:
     """Rank 8 on all linears of the tiny llama in float32."""
-    h, f, kv = 64, 112, 32
+    h, f, kv = 64, 128, 32
     per_layer = 4 * 8 * (3 * h + (h + kv + kv) + h + h + 2 * h + 2 * f + f + h)
     return -(-3 * per_layer // BLOCK)
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from lorasrv.loaders import Checkpoint, WeightMeter, open_checkpoint
 from lorasrv.models.weights import ModelWeights, load_weights
 from lorasrv.quant import get_format
+from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, GroupCodes, Ops, stack_codes
 
+OPS = Ops(torch.device("cpu"), "torch")
 Tiny = dict[str, Callable[..., Path]]
 
 
@@ -22,7 +24,7 @@ def checkpoint(request: pytest.FixtureRequest, tiny_hf_checkpoints: Tiny) -> Ite
 
 
 def load(checkpoint: Checkpoint, name: str, dtype: torch.dtype = torch.float32) -> ModelWeights:
-    return load_weights(checkpoint, get_format(name), dtype)
+    return load_weights(checkpoint, get_format(name, OPS), dtype)
 
 
 def test_every_weight_is_found_under_its_own_name(checkpoint: Checkpoint) -> None:
@@ -74,10 +76,10 @@ def test_sizes_are_those_of_the_format(checkpoint: Checkpoint) -> None:
     assert load(checkpoint, "int8").nbytes < 1.9 * elements
 
 
-@pytest.mark.parametrize("name", ["int8", "none"])
+@pytest.mark.parametrize("name", ["int4", "int8", "none"])
 def test_live_bytes_stay_below_twice_the_result_and_a_tensor(builtin: Checkpoint, name: str) -> None:
     meter = WeightMeter()
-    weights = load_weights(builtin, get_format(name), torch.bfloat16, meter)
+    weights = load_weights(builtin, get_format(name, OPS), torch.bfloat16, meter)
     stacked = 4 * max(
         builtin.spec.vocab_size * builtin.spec.hidden_size,
         *(site.in_features * sum(site.out_features) for site in builtin.spec.sites()),
@@ -94,6 +96,7 @@ class Watched:
     def __init__(self, inner: Checkpoint) -> None:
         self._inner = inner
         self.name, self.spec = inner.name, inner.spec
+        self.codes = inner.codes
         self.names, self.tokenizer_source, self.close = inner.names, inner.tokenizer_source, inner.close
         self.live_bytes = self.peak_bytes = 0
 
@@ -114,7 +117,7 @@ class Watched:
 def test_tensors_really_are_let_go(tiny_hf_checkpoints: Tiny) -> None:
     inner = open_checkpoint(str(tiny_hf_checkpoints["llama"](num_hidden_layers=12)))
     watched = Watched(inner)
-    weights = load_weights(watched, get_format("int8"), torch.float32)
+    weights = load_weights(watched, get_format("int8", OPS), torch.float32)
     inner.close()
     spec = watched.spec
     norms = 4 * spec.hidden_size * (2 * spec.num_layers + 1)
@@ -125,7 +128,9 @@ def test_tensors_really_are_let_go(tiny_hf_checkpoints: Tiny) -> None:
 
 def test_progress_rises_to_one(checkpoint: Checkpoint) -> None:
     seen: list[tuple[str, float]] = []
-    load_weights(checkpoint, get_format("none"), torch.float32, progress=lambda what, done: seen.append((what, done)))
+    load_weights(
+        checkpoint, get_format("none", OPS), torch.float32, progress=lambda what, done: seen.append((what, done))
+    )
     shares = [done for _, done in seen]
     assert shares == sorted(shares)
     assert (shares[0], shares[-1]) == (0.0, 1.0)
@@ -140,3 +145,31 @@ def test_fingerprint_tells_checkpoints_apart(tiny_hf_checkpoints: Tiny) -> None:
         opened.close()
     assert [len(p) for p in prints] == [1, 1]
     assert prints[0] != prints[1]
+
+
+def test_a_gguf_file_is_taken_as_it_is(builtin: Checkpoint) -> None:
+    """Packed codes, scales and minima equal the file's; its 8-bit embedding keeps 8 bits, and is the head's bytes too."""
+    weights = load_weights(builtin, get_format("int4", Ops(torch.device("cpu"), "numba")), torch.bfloat16)
+    for site, linear in zip(builtin.spec.sites(), weights.layers[7].linears(), strict=True):
+        parts = [builtin.codes(f"model.layers.7.{module}.weight") for module in site.modules]
+        held = stack_codes([part for part in parts if part is not None])
+        packed = linear._packed.tiles.unpack()  # type: ignore[attr-defined]
+        assert held is not None
+        assert (held.levels, held.group) == (packed.levels, packed.group) == (INT4_LEVELS, 32)
+        for name in ("codes", "scales", "minima"):
+            assert torch.equal(getattr(packed, name), getattr(held, name)), (site, name)
+    embedding = builtin.codes("model.embed_tokens.weight")
+    assert embedding is not None
+    assert embedding.levels == INT8_LEVELS
+    assert torch.equal(weights.embed.dequantize(), embedding.dequantize())
+    assert weights.head.nbytes == 0
+    assert weights.nbytes < 100e6
+
+
+@pytest.mark.parametrize("module", ["self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"])
+def test_codes_are_the_tensors(builtin: Checkpoint, module: str) -> None:
+    name = f"model.layers.3.{module}.weight"
+    codes = builtin.codes(name)
+    assert isinstance(codes, GroupCodes)
+    assert torch.equal(codes.dequantize(), builtin.tensor(name))
+    assert builtin.codes("model.norm.weight") is None

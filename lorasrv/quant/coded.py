@@ -1,0 +1,91 @@
+"""What the formats of codes have in common: linears and embeddings over packed codes, and int8 at both ends.
+
+The embedding and the head keep 8 bits whatever the layers have: they are read once a step, and errors there reach every
+token. A tied head is the embedding, one copy.
+"""
+
+import torch
+from torch import Tensor
+
+from lorasrv.quant.format import Embedding, Linear
+from lorasrv.quant.rounding import check_group, round_symmetric
+from sgmv_kernels.ops import INT8_LEVELS, GroupCodes, Ops, PackedLinear
+
+INT8_GROUP = 32
+"""That of GGUF's Q8_0."""
+
+
+class CodedLinear:
+    """See `Linear`."""
+
+    def __init__(self, ops: Ops, packed: PackedLinear, *, shared: bool = False) -> None:
+        self._ops = ops
+        self._packed = packed
+        self.in_features, self.out_features = packed.in_features, packed.out_features
+        self.nbytes = 0 if shared else packed.nbytes
+        self.can_be_recorded = ops.can_record
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.linear(x, self._packed)
+
+    def dequantize(self) -> Tensor:
+        return self._packed.dequantize()
+
+
+class CodedEmbedding:
+    """See `Embedding`."""
+
+    def __init__(self, packed: PackedLinear) -> None:
+        self.packed = packed
+        self.nbytes = packed.nbytes
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return self.packed.rows(ids)
+
+    def dequantize(self) -> Tensor:
+        return self.packed.dequantize()
+
+
+class CodedFormat:
+    """A format whose linears are codes; a subclass says how floats become them."""
+
+    name: str
+    levels: int
+
+    def __init__(self, ops: Ops, group: int) -> None:
+        self._ops = ops
+        self.group = group
+
+    def keeps(self, codes: GroupCodes) -> bool:
+        raise NotImplementedError
+
+    def round(self, weight: Tensor) -> GroupCodes:
+        """weight [O, H] floats -> codes."""
+        raise NotImplementedError
+
+    def linear(self, weight: Tensor | GroupCodes, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        del dtype
+        if isinstance(weight, Tensor):
+            check_group(weight, self.group, f"--quantization {self.name}")
+            weight = self.round(weight)
+        return CodedLinear(self._ops, self._ops.pack_linear(weight, None if bias is None else bias.float()))
+
+    def embedding(self, weight: Tensor | GroupCodes, dtype: torch.dtype) -> Embedding:
+        del dtype
+        return CodedEmbedding(self._ops.pack_linear(self._ends(weight), None))
+
+    def head(self, weight: Tensor | GroupCodes, dtype: torch.dtype) -> Linear:
+        del dtype
+        return CodedLinear(self._ops, self._ops.pack_linear(self._ends(weight), None))
+
+    def tied_head(self, embedding: Embedding, dtype: torch.dtype) -> Linear:
+        del dtype
+        assert isinstance(embedding, CodedEmbedding)
+        return CodedLinear(self._ops, embedding.packed, shared=True)
+
+    def _ends(self, weight: Tensor | GroupCodes) -> GroupCodes:
+        if isinstance(weight, GroupCodes) and weight.levels == INT8_LEVELS:
+            return weight
+        floats = weight.dequantize() if isinstance(weight, GroupCodes) else weight
+        check_group(floats, INT8_GROUP, f"--quantization {self.name}")
+        return round_symmetric(floats, INT8_GROUP)

@@ -1,0 +1,76 @@
+"""Weights rounded to codes, group by group. Rows go in chunks, so that temporaries stay small beside a large tensor."""
+
+import torch
+from torch import Tensor
+
+from lorasrv.errors import ConfigError
+from sgmv_kernels.ops import INT8_LEVELS, GroupCodes
+
+_CHUNK_BYTES = 4 << 20
+_MAX_INT8 = 127
+_SMALLEST = 2.0**-24
+"""Of fp16's positive numbers: no scale may become 0."""
+_SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84)
+"""Parts of a group's range that are tried: cutting off its ends may cost less than coarser steps for all."""
+
+
+def check_group(weight: Tensor, group: int, option: str) -> None:
+    """Raises: ConfigError: rows of `weight` [O, H] do not divide into groups."""
+    if weight.shape[1] % group:
+        raise ConfigError(
+            f"{option}: groups of {group} do not divide the {weight.shape[1]} inputs of a linear; "
+            "choose another --quantization-group, or --quantization none"
+        )
+
+
+def round_symmetric(weight: Tensor, group: int) -> GroupCodes:
+    """weight [O, H] floats -> int8 codes; scale = max |group| / 127."""
+
+    def rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        scale = (groups.abs().amax(dim=-1) / _MAX_INT8).clamp_min_(_SMALLEST).half()
+        codes = (groups / scale.float()[..., None]).round_().clamp_(-_MAX_INT8, _MAX_INT8)
+        return codes, scale, None
+
+    return _by_chunks(weight, group, INT8_LEVELS, rounded)
+
+
+def round_asymmetric(weight: Tensor, group: int, levels: int) -> GroupCodes:
+    """weight [O, H] floats -> codes below `levels` between a group's smallest and largest, or a little inside of them.
+
+    Of a few ranges, each group takes that with the least sum of squares of errors.
+    """
+
+    def rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+        best = torch.full_like(low, torch.inf)
+        codes, scale, minimum = torch.empty_like(groups), low.half(), low.half()
+        for shrink in _SHRINKS:
+            cut = (high - low) * ((1 - shrink) / 2)
+            tried_minimum = (low + cut).half()
+            tried_scale = ((high - cut - tried_minimum.float()) / (levels - 1)).clamp_min_(_SMALLEST).half()
+            at, by = tried_minimum.float()[..., None], tried_scale.float()[..., None]
+            tried = ((groups - at) / by).round_().clamp_(0, levels - 1)
+            error = (tried * by).add_(at).sub_(groups).square_().sum(dim=-1)
+            better = error < best
+            best = torch.where(better, error, best)
+            codes = torch.where(better[..., None], tried, codes)
+            scale, minimum = torch.where(better, tried_scale, scale), torch.where(better, tried_minimum, minimum)
+        return codes, scale, minimum
+
+    return _by_chunks(weight, group, levels, rounded)
+
+
+def _by_chunks(weight: Tensor, group: int, levels: int, rounded) -> GroupCodes:  # type: ignore[no-untyped-def]
+    out, inputs = weight.shape
+    symmetric = levels == INT8_LEVELS
+    codes = torch.empty((out, inputs), dtype=torch.int8 if symmetric else torch.uint8, device=weight.device)
+    scales = torch.empty((out, inputs // group), dtype=torch.float16, device=weight.device)
+    minima = None if symmetric else torch.empty_like(scales)
+    rows = max(1, _CHUNK_BYTES // (4 * inputs))
+    for start in range(0, out, rows):
+        chunk = slice(start, start + rows)
+        some, scale, minimum = rounded(weight[chunk].float().view(-1, inputs // group, group))
+        codes[chunk], scales[chunk] = some.view(-1, inputs), scale
+        if minima is not None:
+            minima[chunk] = minimum
+    return GroupCodes(codes, scales, minima, levels)

@@ -1,0 +1,115 @@
+"""A model's forward pass on the CPU, recorded once and run for every step.
+
+What a pass does is the same for every step but for its rows and tables; so it is recorded for the most rows there may be,
+with adapters and without, and each run is told the step's own numbers (`launches`).
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgmv_kernels.attention_cpu import PART as ATTENTION
+from sgmv_kernels.attention_cpu import sequences_part
+from sgmv_kernels.backend import AttentionPlan, SgmvPlan
+from sgmv_kernels.launches import NUM_ROWS, ROWS, Program, Words, recording
+from sgmv_kernels.layout import SiteDims
+from sgmv_kernels.ops import Ops
+from sgmv_kernels.pointwise_cpu import ROPE_PART, SAMPLED, TAKEN, rope_part, taken_part
+from sgmv_kernels.tables import rankless_tables
+
+
+@dataclass(frozen=True, slots=True)
+class StepTables:
+    """Which keys, adapters and rows a step is about: all that a forward pass is told beside its inputs.
+
+    `sample_rows [S]` int64: rows that want logits.
+    """
+
+    attention: AttentionPlan
+    lora: SgmvPlan
+    sample_rows: Tensor
+
+
+Layers = Callable[[Tensor, Tensor, Tensor, StepTables], Tensor]
+"""x [T, H], cosines and sines [T, D / 2], tables -> logits [S, V]: calls of `Ops` and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramShape:
+    """What a pass is recorded for: at most `max_rows` rows, `max_samples` of which want logits."""
+
+    max_rows: int
+    max_samples: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int
+    num_pages: int
+    num_layers: int
+    sites: tuple[SiteDims, ...]
+    adapter_dtype: torch.dtype
+
+
+class StepProgram:
+    """Runs `layers` from recordings; results are those of calling it."""
+
+    def __init__(self, layers: Layers, shape: ProgramShape, ops: Ops) -> None:
+        self._layers, self._shape, self._ops = layers, shape, ops
+        self._x = torch.empty((shape.max_rows, shape.hidden_size))
+        self._recorded: dict[bool, tuple[Program, Tensor]] = {}
+        self._last: Program | None = None
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor, tables: StepTables) -> Tensor:
+        """Logits [S, V], in a buffer that the next run overwrites."""
+        rows, samples = len(x), len(tables.sample_rows)
+        if rows > self._shape.max_rows or samples > self._shape.max_samples:
+            return self._layers(x, cos, sin, tables)
+        with_adapters = tables.lora.tables.num_segments > 0
+        if with_adapters not in self._recorded:
+            self._recorded[with_adapters] = self._record(with_adapters)
+        program, logits = self._recorded[with_adapters]
+        self._x[:rows] = x
+        program.run(self._parts(rows, cos, sin, tables))
+        self._last = program
+        return logits[:samples]
+
+    def ticks(self) -> Mapping[str, int]:
+        """Ticks of the processor's clock in the last run, by kind of kernel."""
+        if self._last is None:
+            return {}
+        spent: dict[str, int] = {}
+        for kind, ticks in zip(self._last.kinds, self._last.ticks().tolist(), strict=True):
+            spent[kind] = spent.get(kind, 0) + ticks
+        return spent
+
+    def _record(self, with_adapters: bool) -> tuple[Program, Tensor]:
+        shape = self._shape
+        pages = -(-shape.max_rows // shape.page_size)
+        attention = self._ops.plan_attention(
+            np.zeros((1, pages), dtype=np.int32), [shape.max_rows], [shape.max_rows], shape.page_size, shape.num_pages
+        )
+        tables = rankless_tables(shape.sites if with_adapters else (), shape.num_layers, shape.max_rows)
+        lora = self._ops.plan_tables(tables, shape.adapter_dtype)
+        angles = torch.empty((shape.max_rows, shape.head_dim // 2))
+        sampled = torch.zeros(shape.max_samples, dtype=torch.int64)
+        with recording() as recorded:
+            logits = self._layers(self._x, angles, angles, StepTables(attention, lora, sampled))
+        return Program(recorded), logits
+
+    def _parts(self, rows: int, cos: Tensor, sin: Tensor, tables: StepTables) -> dict[str, Words]:
+        shape, attention = self._shape, tables.attention
+        sequences = sequences_part(attention, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        parts: dict[str, Words] = {
+            ROWS: {NUM_ROWS: rows},
+            SAMPLED: {NUM_ROWS: len(tables.sample_rows)},
+            TAKEN: taken_part(tables.sample_rows).words,
+            ROPE_PART: rope_part(rows, cos, sin, attention.write_pages, attention.write_slots).words,
+            ATTENTION: sequences.words,
+        }
+        for part in tables.lora.prepared.parts:
+            parts[part.name] = part.words
+        return parts

@@ -1,0 +1,199 @@
+"""Linears over weight codes: exact against their definition, for every format, by every kernel of this machine."""
+
+import ctypes
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from sgmv_kernels import linear_cpu
+from sgmv_kernels.codes_cpu import pack_tiles
+from sgmv_kernels.group_codes import stack_codes
+from sgmv_kernels.launches import WORDS
+from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes, KernelArgumentError, Ops
+from sgmv_kernels.reference import linear_reference
+
+FORMATS = [
+    (INT8_LEVELS, 32),
+    (INT8_LEVELS, 64),
+    (INT4_LEVELS, 32),
+    (INT4_LEVELS, 128),
+    (Q3H_LEVELS, 64),
+    (Q3H_LEVELS, 128),
+]
+CPU = torch.device("cpu")
+
+
+def random_codes(levels: int, group: int, out: int, inputs: int, seed: int = 0) -> GroupCodes:
+    generator = torch.Generator().manual_seed(seed)
+    scales = (torch.rand(out, inputs // group, generator=generator) * 0.01 + 0.001).half()
+    if levels == INT8_LEVELS:
+        codes = torch.randint(-128, 128, (out, inputs), generator=generator, dtype=torch.int8)
+        return GroupCodes(codes, scales, None, levels)
+    codes = torch.randint(0, levels, (out, inputs), generator=generator, dtype=torch.uint8)
+    minima = -(torch.rand(out, inputs // group, generator=generator) * 0.05).half()
+    return GroupCodes(codes, scales, minima, levels)
+
+
+def rows(count: int, width: int, seed: int = 1) -> Tensor:
+    return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
+
+
+def error(y: Tensor, expected: Tensor) -> float:
+    return float((y.double() - expected).abs().max() / expected.abs().max())
+
+
+@pytest.fixture(params=["torch", "numba"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return Ops(CPU, request.param)
+
+
+@pytest.mark.parametrize(("levels", "group"), FORMATS)
+@pytest.mark.parametrize(("count", "out", "inputs"), [(1, 64, 128), (5, 50, 1280), (17, 7, 256), (0, 16, 128)])
+def test_linear_is_its_definition(ops: Ops, levels: int, group: int, count: int, out: int, inputs: int) -> None:
+    codes, x = random_codes(levels, group, out, inputs), rows(count, inputs)
+    bias = rows(1, out, seed=2)[0]
+    for own in (None, bias):
+        y = ops.linear(x, ops.pack_linear(codes, own))
+        assert (y.dtype, y.shape) == (torch.float32, (count, out))
+        if count:
+            assert error(y, linear_reference(x, codes, own, rounded=ops.name == "numba")) < 1e-6
+
+
+@pytest.mark.parametrize(("levels", "group"), FORMATS)
+def test_packing_loses_nothing(ops: Ops, levels: int, group: int) -> None:
+    codes = random_codes(levels, group, 43, 256)
+    packed = ops.pack_linear(codes, None)
+    assert torch.equal(packed.dequantize(), codes.dequantize())
+    ids = torch.tensor([42, 0, 7, 7, 16])
+    assert torch.equal(packed.rows(ids), codes.dequantize()[ids])
+    assert packed.rows(ids[:0]).shape == (0, 256)
+
+
+@given(st.sampled_from(FORMATS), st.integers(1, 40), st.integers(1, 3), st.integers(0, 2**31))
+def test_tiles_are_the_codes(form: tuple[int, int], out: int, groups: int, seed: int) -> None:
+    codes = random_codes(*form, out, groups * form[1], seed)
+    found = pack_tiles(codes).unpack()
+    assert torch.equal(found.codes, codes.codes)
+    assert torch.equal(found.scales, codes.scales)
+    assert codes.minima is None or torch.equal(found.minima, codes.minima)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("levels", "bits"), [(INT8_LEVELS, 8.5), (INT4_LEVELS, 5.0), (Q3H_LEVELS, 4.0)])
+def test_bits_a_weight(levels: int, bits: float) -> None:
+    codes = random_codes(levels, 64 if levels == Q3H_LEVELS else 32, 64, 640)
+    assert Ops(CPU, "numba").pack_linear(codes, None).nbytes == 64 * 640 * bits / 8
+
+
+@pytest.mark.parametrize(("levels", "group"), FORMATS)
+def test_a_row_does_not_depend_on_those_beside_it(levels: int, group: int) -> None:
+    ops = Ops(CPU, "numba")
+    packed, x = ops.pack_linear(random_codes(levels, group, 200, 384), None), rows(23, 384)
+    together = ops.linear(x, packed)
+    for count in range(1, 12):
+        assert torch.equal(ops.linear(x[3 : 3 + count].clone(), packed), together[3 : 3 + count])
+
+
+def test_largest_products_do_not_overflow() -> None:
+    ops = Ops(CPU, "numba")
+    for levels in (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS):
+        codes = random_codes(levels, 64, 16, 128)
+        codes.codes.fill_(-128 if levels == INT8_LEVELS else levels - 1)
+        for sign in (1.0, -1.0):
+            x = torch.full((4, 128), sign)
+            assert (
+                error(ops.linear(x, ops.pack_linear(codes, None)), linear_reference(x, codes, None, rounded=True))
+                < 1e-6
+            )
+
+
+@pytest.mark.parametrize("levels", [INT8_LEVELS, INT4_LEVELS])
+def test_bad_numbers_stay_in_their_row_and_zeros_are_zero(levels: int) -> None:
+    ops = Ops(CPU, "numba")
+    codes, x = random_codes(levels, 32, 48, 96), rows(6, 96)
+    x[1, 40], x[2, 0], x[3], x[4, 32:64] = torch.nan, torch.inf, 0, 1e-35
+    y = ops.linear(x, ops.pack_linear(codes, None))
+    assert y[1].isnan().all()
+    assert y[2].isnan().all()
+    assert (y[3] == 0).all()
+    good = [0, 3, 4, 5]
+    assert error(y[good], linear_reference(x[good], codes, None, rounded=True)) < 1e-6
+
+
+@pytest.mark.parametrize(("levels", "group"), FORMATS)
+def test_without_the_processors_own_products(levels: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers from products spelled out, as on processors that have none of bytes."""
+    import numba
+
+    from sgmv_kernels import linear_numba, simd_codes_ir
+
+    monkeypatch.setattr(simd_codes_ir, "HAS_PAIR_DOT", False)
+    monkeypatch.setattr(simd_codes_ir, "HAS_BYTE_DOT", False)
+    monkeypatch.setattr(simd_codes_ir.SmallDot, "in_pairs", False)
+    work = {
+        INT8_LEVELS: lambda: linear_numba.make_linear(linear_numba.unpack_int8, "bytes", True),
+        INT4_LEVELS: lambda: linear_numba.make_linear(linear_numba.unpack_int4, "small", False),
+        Q3H_LEVELS: lambda: linear_numba.make_linear(linear_numba.unpack_q3h, "small", False),
+    }[levels]()
+
+    def entry(raw):  # type: ignore[no-untyped-def]
+        work(numba.carray(raw, (WORDS,), numba.int64))
+
+    compiled = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(entry)
+    codes, x = random_codes(levels, group, 40, 256), rows(5, 256)
+    packed = linear_cpu.pack_linear_cpu(codes, None)
+    expected = linear_cpu.linear_cpu(x, packed)
+    monkeypatch.setattr(linear_cpu, "needs_words", lambda: False)
+    monkeypatch.setattr("sgmv_kernels.launches.address_of", _replaced(compiled.address))
+    assert error(linear_cpu.linear_cpu(x, packed), expected.double()) < 1e-6
+
+
+def _replaced(address: int):  # type: ignore[no-untyped-def]
+    from sgmv_kernels.kernel_code import address_of
+
+    return lambda module, entry: address if entry in linear_cpu.ENTRIES.values() else address_of(module, entry)
+
+
+def test_stacked_codes() -> None:
+    parts = [random_codes(INT4_LEVELS, 32, n, 64, seed=n) for n in (16, 5)]
+    stacked = stack_codes(parts)
+    assert stacked is not None
+    assert torch.equal(stacked.dequantize(), torch.cat([part.dequantize() for part in parts]))
+    assert stack_codes([parts[0], random_codes(INT4_LEVELS, 64, 16, 64)]) is None
+    assert stack_codes([parts[0], random_codes(INT8_LEVELS, 32, 16, 64)]) is None
+
+
+def test_arguments_are_checked(ops: Ops) -> None:
+    codes = random_codes(INT4_LEVELS, 32, 16, 64)
+    packed = ops.pack_linear(codes, None)
+    for bad in (rows(2, 32), rows(2, 64).double(), rows(2, 128)[:, :64], rows(1, 64)[0]):
+        with pytest.raises(KernelArgumentError):
+            ops.linear(bad, packed)
+    with pytest.raises(KernelArgumentError, match="bias"):
+        ops.pack_linear(codes, torch.zeros(15))
+    with pytest.raises(KernelArgumentError, match="multiples of 32"):
+        Ops(CPU, "numba").pack_linear(random_codes(INT4_LEVELS, 16, 16, 64), None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda c: GroupCodes(c.codes.float(), c.scales, c.minima, c.levels),
+        lambda c: GroupCodes(c.codes, c.scales.float(), c.minima, c.levels),
+        lambda c: GroupCodes(c.codes, c.scales, None, c.levels),
+        lambda c: GroupCodes(c.codes, c.scales[:, :0], c.minima, c.levels),
+        lambda c: GroupCodes(c.codes[:, :63], c.scales, c.minima, c.levels),
+        lambda c: GroupCodes(c.codes, c.scales, c.minima[:1], c.levels),
+        lambda c: GroupCodes(c.codes, c.scales, c.minima, 8),
+    ],
+)
+def test_codes_that_contradict_themselves(wrong) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(KernelArgumentError):
+        wrong(random_codes(INT4_LEVELS, 32, 16, 64))
+
+
+def test_kernels_fit_their_block() -> None:
+    assert linear_cpu.NUM_ARGS <= WORDS
+    assert ctypes.sizeof(ctypes.c_int64) * WORDS == 256
