@@ -36,6 +36,7 @@ class ServerSettings(BaseSettings):
 
     model: str = BUILTIN_MODEL
     quantization: str = _MODEL.quantization
+    quantization_group: int | None = _MODEL.quantization_group
     dtype: str = _MODEL.dtype
     device: str = _MODEL.device
     kernels: str = _MODEL.kernels
@@ -111,7 +112,13 @@ class ServerSettings(BaseSettings):
         """Raises: ConfigError: a value is out of range; names the flag."""
         return EngineConfig(
             model=ModelOptions(
-                self.model, self.quantization, self.dtype, self.device, self.kernels, self.max_model_len
+                model=self.model,
+                quantization=self.quantization,
+                quantization_group=self.quantization_group,
+                dtype=self.dtype,
+                device=self.device,
+                kernels=self.kernels,
+                max_model_len=self.max_model_len,
             ),
             memory=MemoryOptions(
                 pool_bytes=None if self.pool_bytes is None else int(self.pool_bytes),

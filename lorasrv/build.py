@@ -60,10 +60,11 @@ def build(
     if progress and config.model.kernels != "torch":
         progress("loading kernels; the first start on a machine compiles them, which takes 15 to 30 seconds", 0.0)
     ops = _ops(config.model.kernels, device, [dtype, kv_dtype])
-    fmt = get_format(quantization_of(config.model, checkpoint), ops, config.model.quantization_group)
-    weights = load_weights(checkpoint, fmt, dtype, WeightMeter(), progress, device)
+    # Before the weights: what is refused here is refused at once.
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
+    fmt = get_format(quantization_of(config.model, checkpoint), ops, config.model.quantization_group)
+    weights = load_weights(checkpoint, fmt, dtype, WeightMeter(), progress, device)
     memory = _memory(config.memory, spec, kv_dtype, device)
     adapters = AdapterSource(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None
     is_on_host = adapters.is_on_host if adapters else lambda _: False
@@ -108,7 +109,10 @@ def _ops(kernels: str, device: torch.device, dtypes: list[torch.dtype]) -> Ops:
 
 def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
     if wanted is not None and wanted > spec.max_position:
-        raise ConfigError(f"--max-model-len {wanted} is more than the {spec.max_position} that the model was made for")
+        why = ": longrope is served within the original context only" if spec.rope.max_position else ""
+        raise ConfigError(
+            f"--max-model-len {wanted} is more than the {spec.max_position} that the model was made for{why}"
+        )
     return wanted or spec.max_position
 
 

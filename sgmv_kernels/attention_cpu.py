@@ -26,8 +26,9 @@ TASK_ROWS = 24
 TASK_INTS = 5
 NUM_TASKS, TASKS, TABLES, TABLE_WIDTH, STARTS, LENS, PAGE, Q, HEADS, KV_HEADS = range(2, 12)
 DIM, KEYS, VALUES, PAGE_BYTES, OUT, SCALE, WINDOW, SLOPES, SCRATCH, SCRATCH_BYTES, ROWS, BLOCK = range(12, 24)
-"""Places in the kernel's arguments, after the counters. SCALE holds a float64."""
-NUM_ARGS = BLOCK + 1
+SOFTCAP = BLOCK + 1
+"""Places in the kernel's arguments, after the counters. SCALE and SOFTCAP hold a float64."""
+NUM_ARGS = SOFTCAP + 1
 
 ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -48,7 +49,13 @@ def prepare(plan: AttentionPlan, device: torch.device) -> CpuSequences:
 
 
 def attention_cpu(
-    q: Tensor, kv: KvPages, plan: AttentionPlan, scale: float, window: int | None, alibi_slopes: Tensor | None
+    q: Tensor,
+    kv: KvPages,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+    alibi_slopes: Tensor | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """See `ops.Ops.paged_attention`."""
     out = empty("attended", q.shape)
@@ -59,6 +66,7 @@ def attention_cpu(
         VALUES: kv.values.data_ptr(),
         PAGE_BYTES: kv.keys.stride(0) * kv.keys.itemsize,
         SCALE: np.float64(scale).view(np.int64).item(),
+        SOFTCAP: np.float64(softcap or 0.0).view(np.int64).item(),
         WINDOW: window or 0,
         SLOPES: 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
     }

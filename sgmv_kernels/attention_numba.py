@@ -25,6 +25,7 @@ from sgmv_kernels.attention_cpu import (
     SCRATCH,
     SCRATCH_BYTES,
     SLOPES,
+    SOFTCAP,
     STARTS,
     TABLE_WIDTH,
     TABLES,
@@ -38,6 +39,7 @@ from sgmv_kernels.simd_numba import (
     BF16,
     FP16,
     FP32,
+    capped,
     exp_of,
     exp_sum,
     f32,
@@ -69,7 +71,7 @@ def fp32(raw: Any) -> None:
 @njit
 def _work(args, floats, kind):  # type: ignore[no-untyped-def]
     """Take tasks until none is left."""
-    scale = np.float32(floats[SCALE])
+    scale, softcap = np.float32(floats[SCALE]), np.float32(floats[SOFTCAP])
     scratch = args[SCRATCH] + take_next(args.ctypes.data + 8) * args[SCRATCH_BYTES]
     while True:
         task = take_next(args.ctypes.data)
@@ -77,11 +79,11 @@ def _work(args, floats, kind):  # type: ignore[no-untyped-def]
             return
         at = args[TASKS] + task * (4 * TASK_INTS)
         for head in range(i32(at, 1), i32(at, 2)):
-            _attend(args, scale, scratch, i32(at, 0), head, i32(at, 3), i32(at, 4), kind)
+            _attend(args, scale, softcap, scratch, i32(at, 0), head, i32(at, 3), i32(at, 4), kind)
 
 
 @njit
-def _attend(args, scale, scratch, sequence, head, begin, end, kind):  # type: ignore[no-untyped-def]
+def _attend(args, scale, softcap, scratch, sequence, head, begin, end, kind):  # type: ignore[no-untyped-def]
     """Query rows `begin` to `end` of a sequence, with the query heads that share one key head."""
     dim, heads, block = args[DIM], args[HEADS], args[BLOCK]
     group = heads // args[KV_HEADS]
@@ -119,6 +121,7 @@ def _attend(args, scale, scratch, sequence, head, begin, end, kind):  # type: ig
                 at,
                 stop,
                 slope,
+                softcap,
             )
         _collect(args, kind, scores, sums, sequence, head, rows, at, max(at, first), stop)
         at = stop
@@ -133,7 +136,7 @@ def _attend(args, scale, scratch, sequence, head, begin, end, kind):  # type: ig
 
 
 @njit
-def _soften(args, scores, sums, maximum, total, position, at, stop, slope):  # type: ignore[no-untyped-def]
+def _soften(args, scores, sums, maximum, total, position, at, stop, slope, softcap):  # type: ignore[no-untyped-def]
     """Turn one row's scores into weights, and bring its sums to the new maximum.
 
     Scores beyond the block's end count as unseen, so that the sum has the same order wherever the block ends.
@@ -149,6 +152,8 @@ def _soften(args, scores, sums, maximum, total, position, at, stop, slope):  # t
         for j in range(padded):
             put_f32(scores, j, np.float32(0))
         return
+    if softcap != 0:
+        capped(scores + 4 * low, high - low, softcap)
     if slope != 0:
         for j in range(low, high):
             put_f32(scores, j, f32(scores, j) + slope * np.float32(at + j - position))

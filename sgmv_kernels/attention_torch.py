@@ -69,15 +69,22 @@ def prepare(plan: AttentionPlan, device: torch.device) -> TorchSequences:
 
 
 def attention_torch(
-    q: Tensor, kv: KvPages, plan: AttentionPlan, scale: float, window: int | None, alibi_slopes: Tensor | None
+    q: Tensor,
+    kv: KvPages,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+    alibi_slopes: Tensor | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """See `ops.Ops.paged_attention`."""
     out = torch.empty_like(q)
     sequences: TorchSequences = plan.prepared
     for group in sequences.singles:
-        out[group.rows] = _single_queries(q[group.rows].float(), kv, group, scale, window, alibi_slopes).to(q.dtype)
+        single = _single_queries(q[group.rows].float(), kv, group, scale, window, alibi_slopes, softcap)
+        out[group.rows] = single.to(q.dtype)
     for chunk in sequences.chunks:
-        out[chunk.rows] = _chunk(q[chunk.rows].float(), kv, chunk, scale, window, alibi_slopes).to(q.dtype)
+        out[chunk.rows] = _chunk(q[chunk.rows].float(), kv, chunk, scale, window, alibi_slopes, softcap).to(q.dtype)
     return out
 
 
@@ -89,7 +96,13 @@ def _gather(kv: KvPages, tables: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _single_queries(
-    q: Tensor, kv: KvPages, group: SingleQueries, scale: float, window: int | None, slopes: Tensor | None
+    q: Tensor,
+    kv: KvPages,
+    group: SingleQueries,
+    scale: float,
+    window: int | None,
+    slopes: Tensor | None,
+    softcap: float | None,
 ) -> Tensor:
     """q [B, heads, D] -> [B, heads, D]. The heads that share a key head stand where query positions would."""
     b, heads, d = q.shape
@@ -103,6 +116,8 @@ def _single_queries(
     values.masked_fill_(~visible[:, None, :, None], 0.0)
     grouped = q.view(b, kv.num_heads, heads // kv.num_heads, d)
     scores = (grouped @ keys).mul_(scale)
+    if softcap is not None:
+        scores.div_(softcap).tanh_().mul_(softcap)
     if slopes is not None:
         distance = (position - (lens - 1)).float()[:, None, None]
         scores += slopes.view(1, kv.num_heads, -1, 1) * distance
@@ -111,13 +126,21 @@ def _single_queries(
     return out.reshape(b, heads, d)
 
 
-def _chunk(q: Tensor, kv: KvPages, chunk: Chunk, scale: float, window: int | None, slopes: Tensor | None) -> Tensor:
+def _chunk(
+    q: Tensor,
+    kv: KvPages,
+    chunk: Chunk,
+    scale: float,
+    window: int | None,
+    slopes: Tensor | None,
+    softcap: float | None,
+) -> Tensor:
     """q [n, heads, D] -> [n, heads, D]."""
     n, length = q.shape[0], chunk.length
     keys, values = _gather(kv, chunk.table)
     k, v = keys[..., :length].transpose(2, 3), values[:, :, :length]
     query = q.transpose(0, 1)[None]
-    if n == length and window is None and slopes is None:
+    if n == length and window is None and slopes is None and softcap is None:
         out = F.scaled_dot_product_attention(query, k, v, is_causal=True, scale=scale, enable_gqa=True)
     else:
         positions = torch.arange(length - n, length, device=q.device)[:, None]
@@ -126,5 +149,15 @@ def _chunk(q: Tensor, kv: KvPages, chunk: Chunk, scale: float, window: int | Non
         bias = torch.zeros((n, length), device=q.device).masked_fill_(~visible, float("-inf"))
         if slopes is not None:
             bias = bias + slopes[:, None, None] * (keys_at - positions).float()
-        out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scale, enable_gqa=True)
+        if softcap is None:
+            out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scale, enable_gqa=True)
+        else:
+            out = _capped(query, k, v, bias, scale, softcap)
     return out[0].transpose(0, 1)
+
+
+def _capped(query: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
+    """What torch's own attention cannot do: scores softened before the mask."""
+    group = query.shape[1] // k.shape[1]
+    scores = (query @ k.repeat_interleave(group, 1).transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
+    return scores.add_(bias).softmax(-1) @ v.repeat_interleave(group, 1)

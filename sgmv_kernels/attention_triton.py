@@ -22,7 +22,7 @@ from torch import Tensor
 from sgmv_kernels.attention_triton_tables import FEW_ROWS, AttentionBuffer, AttentionTables, Shape
 from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.kv_pages import KvPages
-from sgmv_kernels.triton_common import as_bound, cast, dot, kernel, power_of_two, product_dtype
+from sgmv_kernels.triton_common import as_bound, cast, dot, kernel, power_of_two, product_dtype, softened
 from sgmv_kernels.triton_configs import AttentionConfig, attention_config, device_name
 
 _ITEM = tl.constexpr(5)
@@ -47,7 +47,13 @@ def shape_for(config: AttentionConfig, group: int) -> Shape:
 
 
 def attention(
-    q: Tensor, kv: KvPages, plan: AttentionPlan, scale: float, window: int | None, alibi_slopes: Tensor | None
+    q: Tensor,
+    kv: KvPages,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+    alibi_slopes: Tensor | None,
+    softcap: float | None = None,
 ) -> Tensor:
     """See `ops.Ops.paged_attention`."""
     tables: AttentionTables = plan.prepared
@@ -83,6 +89,7 @@ def attention(
                 work.pages_at,
                 most.max_pages,
                 scale,
+                0.0 if softcap is None else softcap,
                 0 if window is None else window,
                 *kv.keys.stride(),
                 *kv.values.stride(),
@@ -93,6 +100,7 @@ def attention(
                 PAGE=kv.page_size,
                 WINDOW=window is not None,
                 ALIBI=alibi_slopes is not None,
+                SOFTCAP=softcap is not None,
                 BLOCK_M=block_m,
                 BLOCK_N=block_n,
                 COMPUTE=compute,
@@ -145,6 +153,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     pages_at,
     max_pages,
     scale,
+    softcap,
     window,
     key_page,
     key_head,
@@ -161,6 +170,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COMPUTE: tl.constexpr,
@@ -216,6 +226,8 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             other=0.0,
         )
         scores = dot(q_tile, k_tile.to(COMPUTE), nothing, PRECISION) * scale
+        if SOFTCAP:
+            scores = softened(scores, softcap)
         if ALIBI:
             scores += slope[:, None] * (at[None, :] - position[:, None]).to(tl.float32)
         visible = key_ok[None, :] & (at[None, :] <= position[:, None])

@@ -17,7 +17,7 @@ def warm_up(dtypes: Sequence[torch.dtype]) -> None:
         address_of(sgmv_cpu.MODULE, sgmv_cpu.ENTRIES[dtype])
         address_of(attention_cpu.MODULE, attention_cpu.ENTRIES[dtype])
         address_of(pointwise_cpu.MODULE, pointwise_cpu.ROPE[dtype])
-    for entry in ("norm", "silu", "take"):
+    for entry in ("norm", "silu", "gelu", "heads", "cap", "take"):
         address_of(pointwise_cpu.MODULE, entry)
     for entry in linear_cpu.entries():
         address_of(linear_cpu.MODULE, entry)
@@ -36,6 +36,9 @@ BACKEND = Backend(
     rope_write_kv=pointwise_cpu.rope_write_kv_cpu,
     add_rms_norm_=pointwise_cpu.add_rms_norm_cpu_,
     silu_mul=pointwise_cpu.silu_mul_cpu,
+    gelu_mul=pointwise_cpu.gelu_mul_cpu,
+    norm_heads_=pointwise_cpu.norm_heads_cpu_,
+    softcap_=pointwise_cpu.softcap_cpu_,
     take_rows=pointwise_cpu.take_rows_cpu,
     pack_linear=linear_cpu.pack_linear_cpu,
     linear=linear_cpu.linear_cpu,

@@ -7,6 +7,7 @@ first eight times 11 plus the last eight are eight lines of 7 bits, and the eigh
 Shapes: O out, H in, G groups of a row.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -57,8 +58,8 @@ class CodeTiles:
 
     def _parts(self, data: Tensor) -> tuple[Tensor, Tensor]:
         """Of [N, G, group bytes]: stored lines [N, G, lines, TILE, 4]; scales and minima [N, G, 1 or 2, TILE]."""
-        lines = data[..., : self.code_bytes].unflatten(2, (-1, TILE, _QUAD))
-        return lines, data[..., self.code_bytes :].view(torch.float16).unflatten(2, (-1, TILE))
+        lines = _split(data[..., : self.code_bytes], 2, TILE, _QUAD)
+        return lines, _split(data[..., self.code_bytes :].view(torch.float16), 2, TILE)
 
     def _codes(self, stored: Tensor, factors: Tensor) -> GroupCodes:
         """Of stored lines [N, G, lines, 4] and factors [N, G, 1 or 2]."""
@@ -82,6 +83,11 @@ def pack_tiles(weight: GroupCodes) -> CodeTiles:
     return CodeTiles(data, weight.out_features, weight.in_features, weight.levels)
 
 
+def _split(values: Tensor, dim: int, *last: int) -> Tensor:
+    """One dimension as several, the sizes of all but the first given."""
+    return values.view(*values.shape[:dim], values.shape[dim] // math.prod(last), *last, *values.shape[dim + 1 :])
+
+
 def _tiled(values: Tensor, tiles: int) -> Tensor:
     """[O, ...] with rows of zeros up to whole tiles."""
     missing = tiles * TILE - len(values)
@@ -95,7 +101,7 @@ def _pack_lines(lines: Tensor, levels: int) -> Tensor:
     if levels == INT4_LEVELS:
         first, second = lines.chunk(2, dim=2)
         return first | second << 4
-    first, second = lines.unflatten(2, (-1, 2, 8)).unbind(3)
+    first, second = _split(lines, 2, 2, 8).unbind(3)
     pairs = first * Q3H_LEVELS + second
     spread = torch.stack([(pairs[:, :, :, 7] >> i & 1) << 7 for i in range(7)], dim=3)
     return (pairs[:, :, :, :7] | spread).flatten(2, 3)
@@ -107,7 +113,7 @@ def _unpack_lines(lines: Tensor, levels: int) -> Tensor:
         return lines.contiguous().view(torch.int8)
     if levels == INT4_LEVELS:
         return torch.cat((lines & 15, lines >> 4), dim=2)
-    stored = lines.unflatten(2, (-1, 7))
+    stored = _split(lines, 2, 7)
     last = torch.stack([(stored[:, :, :, i] >> 7) << i for i in range(7)]).sum(0, dtype=torch.uint8)
     pairs = torch.cat((stored & 0x7F, last[:, :, :, None]), dim=3)
     return torch.stack((pairs // Q3H_LEVELS, pairs % Q3H_LEVELS), dim=3).flatten(2, 4)

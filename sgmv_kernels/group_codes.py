@@ -1,7 +1,7 @@
 """Quantized weights as every device understands them: small codes, and a scale (and a minimum) for each group of them.
 
-A backend packs them as its kernels like to read them, once, when the model is loaded. Shapes: O out, H in, G groups of a
-row, H / group of them.
+A backend packs them as its kernels like to read them, once, when the model is loaded. Shapes: O out, H in, G groups of
+a row, H / group of them.
 """
 
 from collections.abc import Sequence

@@ -36,7 +36,7 @@ Words = Mapping[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a step tells a launch; launches of one name are told the same. `tasks`: below two, a thread does it alone."""
+    """What a step tells launches; those of one name are told the same. `tasks`: below two, one thread does it alone."""
 
     name: str
     words: Words

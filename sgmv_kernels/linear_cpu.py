@@ -1,8 +1,8 @@
 """Linears over weight codes on the CPU: activations are rounded to int8 too, 32 neighbours by a unit of their own.
 
-So the sums of 32 products are whole numbers, the same on every processor, and a row's result does not depend on the rows
-beside it. A task is a few tiles of outputs, for all rows: a tile is unpacked once and stays in the first-level cache.
-Source: blocks of 32 with a scale each on both sides, ggml's Q8_0 (Gerganov).
+So the sums of 32 products are whole numbers, the same on every processor, and a row's result does not depend on the
+rows beside it. A task is a few tiles of outputs, for all rows: a tile is unpacked once and stays in the first-level
+cache. Source: blocks of 32 with a scale each on both sides, ggml's Q8_0 (Gerganov).
 """
 
 from dataclasses import dataclass

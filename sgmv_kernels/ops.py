@@ -21,10 +21,20 @@ from sgmv_kernels.backend import (
     load_backend,
     plan_of,
 )
+from sgmv_kernels.checks import (
+    FLOATS,
+    check_adapter,
+    check_gated,
+    check_heads,
+    check_pages,
+    check_segments,
+    require,
+    site_dims,
+)
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.group_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes, stack_codes
 from sgmv_kernels.kv_pages import KvPages
-from sgmv_kernels.layout import MAX_SLICES, PlacedAdapter
+from sgmv_kernels.layout import PlacedAdapter
 from sgmv_kernels.segments import BASE, Int32, Segments
 from sgmv_kernels.tables import SgmvTables, build_tables
 
@@ -45,7 +55,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Ops:
@@ -99,12 +108,12 @@ class Ops:
         Raises:
             KernelArgumentError: an index, dtype, rank, offset or site does not fit.
         """
-        _require(dtype in FLOATS, f"dtype {dtype} of panels must be bfloat16, float16 or float32")
-        _check_segments(segments)
+        require(dtype in FLOATS, f"dtype {dtype} of panels must be bfloat16, float16 or float32")
+        check_segments(segments)
         highest = int(segments.adapters.max(initial=BASE))
-        _require(highest < len(adapters), f"segments name adapter {highest}, but there are {len(adapters)}")
+        require(highest < len(adapters), f"segments name adapter {highest}, but there are {len(adapters)}")
         for adapter in adapters:
-            _check_adapter(adapter, adapters[0], dtype)
+            check_adapter(adapter, adapters[0], dtype)
         return self.plan_tables(build_tables(segments, adapters), dtype)
 
     def plan_tables(self, tables: SgmvTables, dtype: torch.dtype) -> SgmvPlan:
@@ -125,7 +134,7 @@ class Ops:
         Source: split sums without atomics, SGLang's `triton_v2` planes.
         """
         self._check_slab(slab, plan)
-        self._check_rows(x, "x", plan, _dims(plan, layer, site)[0])
+        self._check_rows(x, "x", plan, site_dims(plan, layer, site)[0])
         return self._backend.shrink(x, slab, plan, layer, site)
 
     def expand_(self, y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
@@ -141,12 +150,12 @@ class Ops:
             KernelArgumentError: as `sgmv_`, or v does not fit.
         """
         self._check_slab(slab, plan)
-        self._check_rows(y, "y", plan, _dims(plan, layer, site)[1])
+        self._check_rows(y, "y", plan, site_dims(plan, layer, site)[1])
         if not plan.tables.num_segments:
             return
         rank = plan.tables.max_rank(layer, site)
         fits = v.dtype == torch.float32 and v.dim() == 3 and v.shape[1] == plan.num_rows and v.shape[2] >= rank
-        _require(fits and v.is_contiguous(), f"v must be contiguous float32 [planes, {plan.num_rows}, >= {rank}]")
+        require(fits and v.is_contiguous(), f"v must be contiguous float32 [planes, {plan.num_rows}, >= {rank}]")
         self._backend.expand_(y, v, slab, plan, layer, site)
 
     def sgmv_(self, y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
@@ -165,11 +174,11 @@ class Ops:
             KernelArgumentError: a shape or dtype does not fit; nothing has been written.
         Source: SGMV of Punica (Chen et al. 2023), true ranks and pages shared with KV after S-LoRA (Sheng et al. 2023).
         """
-        inputs, outputs = _dims(plan, layer, site)
+        inputs, outputs = site_dims(plan, layer, site)
         self._check_slab(slab, plan)
         self._check_rows(x, "x", plan, inputs)
         self._check_rows(y, "y", plan, outputs)
-        _require(x.dtype == y.dtype, "x and y must have the same dtype")
+        require(x.dtype == y.dtype, "x and y must have the same dtype")
         if plan.tables.num_segments:
             self._backend.sgmv_(y, x, slab, plan, layer, site)
 
@@ -192,17 +201,17 @@ class Ops:
         Raises:
             KernelArgumentError: lengths that contradict each other, or a page id outside the pool.
         """
-        _require(page_tables.dtype == np.int32 and page_tables.ndim == 2, "page_tables must be int32 [B, pages]")
+        require(page_tables.dtype == np.int32 and page_tables.ndim == 2, "page_tables must be int32 [B, pages]")
         same = len(page_tables) == len(query_lens) == len(kv_lens)
-        _require(same, "page_tables, query_lens and kv_lens must have one entry a sequence")
-        _require(page_size > 0, f"page_size must be positive, not {page_size}")
+        require(same, "page_tables, query_lens and kv_lens must have one entry a sequence")
+        require(page_size > 0, f"page_size must be positive, not {page_size}")
         for n, length in zip(query_lens, kv_lens, strict=True):
-            _require(0 < n <= length, f"query_lens {n} must be positive and at most kv_lens {length}")
+            require(0 < n <= length, f"query_lens {n} must be positive and at most kv_lens {length}")
         longest = max(kv_lens, default=0)
-        _require(page_tables.shape[1] * page_size >= longest, f"page_tables too short for {longest} tokens")
+        require(page_tables.shape[1] * page_size >= longest, f"page_tables too short for {longest} tokens")
         used = np.arange(page_tables.shape[1]) * page_size < np.asarray(kv_lens)[:, None]
         inside = (page_tables >= 0) & (page_tables < num_pages)
-        _require((inside | ~used).all(), "page_tables name a page outside the pool")
+        require((inside | ~used).all(), "page_tables name a page outside the pool")
         tables = page_tables.copy()
         plan = plan_of(tables, query_lens, kv_lens, page_size, num_pages, self.device)
         return replace(plan, prepared=self._backend.prepare_attention(plan, self.device))
@@ -215,17 +224,20 @@ class Ops:
         scale: float,
         window: int | None = None,
         alibi_slopes: Tensor | None = None,
+        softcap: float | None = None,
     ) -> Tensor:
         """Causal attention of prefill chunks and single-token decodes in one call, over paged keys and values.
 
-        Semantics: out[t] = softmax(scale * q[t] . K[j] + slope * (j - pos(t)), j <= pos(t)) V, the last `window` keys
-        only where given; query head h reads key head h // (heads / kv_heads); a row without a visible key gives zeros
+        Semantics: out[t] = softmax(cap(scale * q[t] . K[j]) + slope * (j - pos(t)), j <= pos(t)) V, the last `window`
+        keys only where given; cap(s) = softcap * tanh(s / softcap), or s; query head h reads key head
+        h // (heads / kv_heads); a row without a visible key gives zeros
 
         Args:
             q: [T, heads, D] contiguous; the rows of sequence i follow those of i - 1. fp32 on the CPU.
             kv: one layer of the pool.
             plan: the step's sequences.
             alibi_slopes: [heads] fp32, or None for 0.
+            softcap: how far from 0 scores may be, or None (Gemma 2).
         Returns: [T, heads, D] in q's dtype.
         Raises:
             KernelArgumentError: shapes that do not fit.
@@ -233,26 +245,28 @@ class Ops:
             splits for long contexts of Flash-Decoding (Dao et al. 2023); ALiBi (Press et al. 2022).
         """
         self._check_activation(q, "q")
-        _require(q.dim() == 3 and q.is_contiguous(), "q must be contiguous [T, heads, D]")
-        _require(q.shape[1] % kv.num_heads == 0, "query heads must be a multiple of key heads")
-        _require(q.shape[2] == kv.head_dim, f"q has head dim {q.shape[2]}, the pages have {kv.head_dim}")
-        _require(plan.num_rows == q.shape[0], "query_lens must sum to the rows of q")
-        _check_pages(kv, plan)
-        _require(window is None or window > 0, f"window must be positive, not {window}")
+        require(q.dim() == 3 and q.is_contiguous(), "q must be contiguous [T, heads, D]")
+        require(q.shape[1] % kv.num_heads == 0, "query heads must be a multiple of key heads")
+        require(q.shape[2] == kv.head_dim, f"q has head dim {q.shape[2]}, the pages have {kv.head_dim}")
+        require(plan.num_rows == q.shape[0], "query_lens must sum to the rows of q")
+        check_pages(kv, plan)
+        require(window is None or window > 0, f"window must be positive, not {window}")
         if alibi_slopes is not None:
             fits = alibi_slopes.shape == q.shape[1:2] and alibi_slopes.dtype == torch.float32
-            _require(fits and alibi_slopes.is_contiguous(), "alibi_slopes must be contiguous float32 [heads]")
-        return self._backend.attention(q, kv, plan, scale, window, alibi_slopes)
+            require(fits and alibi_slopes.is_contiguous(), "alibi_slopes must be contiguous float32 [heads]")
+        require(softcap is None or softcap > 0, f"softcap must be positive, not {softcap}")
+        return self._backend.attention(q, kv, plan, scale, window, alibi_slopes, softcap)
 
     def rope_write_kv(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, plan: AttentionPlan) -> Tensor:
         """Rotate queries and keys, store keys and values; what lies between the q/k/v linear and attention.
 
         Semantics: q, k, v = split(qkv); (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for every head of q and k, x1
-        and x2 its halves; keys[page, :, :, slot] = k[t], values[page, :, slot] = v[t] at row t's place in the plan
+        and x2 the halves of its first N numbers; keys[page, :, :, slot] = k[t], values[page, :, slot] = v[t] at row
+        t's place in the plan
 
         Args:
             qkv: [T, (heads + 2 kv_heads) * D] contiguous, fp32 on the CPU. Holds anything afterwards.
-            cos, sin: [T, D / 2] fp32.
+            cos, sin: [T, N / 2] fp32; N <= D, the other numbers of a head stay as they are.
             kv: one layer of the pool.
             plan: the step's sequences.
         Returns: q [T, heads, D], contiguous.
@@ -262,15 +276,15 @@ class Ops:
         """
         self._check_activation(qkv, "qkv")
         dim, rows = kv.head_dim, len(qkv)
-        _require(qkv.dim() == 2 and qkv.is_contiguous(), "qkv must be contiguous [T, width]")
+        require(qkv.dim() == 2 and qkv.is_contiguous(), "qkv must be contiguous [T, width]")
         heads = qkv.shape[1] // dim - 2 * kv.num_heads
-        _require(dim % 2 == 0, f"head dim {dim} must be even")
-        _require(qkv.shape[1] % dim == 0 and heads > 0, f"qkv has {qkv.shape[1]} columns, which is no number of heads")
+        require(dim % 2 == 0, f"head dim {dim} must be even")
+        require(qkv.shape[1] % dim == 0 and heads > 0, f"qkv has {qkv.shape[1]} columns, which is no number of heads")
         for name, table in (("cos", cos), ("sin", sin)):
-            fits = table.shape == (rows, dim // 2) and table.dtype == torch.float32 and table.is_contiguous()
-            _require(fits, f"{name} must be contiguous float32 [{rows}, {dim // 2}]")
-        _check_pages(kv, plan)
-        _require(plan.num_rows == rows, "query_lens must sum to the rows of qkv")
+            fits = table.shape == (rows, min(cos.shape[-1], dim // 2)) and table.dtype == torch.float32
+            require(fits and table.is_contiguous(), f"{name} must be contiguous float32 [{rows}, {dim // 2}] or fewer")
+        check_pages(kv, plan)
+        require(plan.num_rows == rows, "query_lens must sum to the rows of qkv")
         return self._backend.rope_write_kv(qkv, cos, sin, kv, plan.write_pages, plan.write_slots)
 
     def add_rms_norm_(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -287,26 +301,51 @@ class Ops:
             KernelArgumentError: shapes or dtypes that do not fit.
         """
         self._check_activation(x, "x")
-        _require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
+        require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
         fits = weight.shape == x.shape[1:] and weight.dtype == torch.float32 and weight.is_contiguous()
-        _require(fits, f"weight must be contiguous float32 [{x.shape[1]}]")
+        require(fits, f"weight must be contiguous float32 [{x.shape[1]}]")
         if delta is not None:
             fits = delta.shape == x.shape and delta.dtype == x.dtype and delta.is_contiguous()
-            _require(fits, "delta must be like x")
+            require(fits, "delta must be like x")
         return self._backend.add_rms_norm_(x, delta, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         """Semantics: silu(gate) * up, gate and up the halves of the last dimension. gate_up [T, 2F] -> [T, F]."""
         self._check_activation(gate_up, "gate_up")
-        fits = gate_up.dim() == 2 and gate_up.is_contiguous() and gate_up.shape[1] % 2 == 0
-        _require(fits, "gate_up must be contiguous [T, 2F]")
+        check_gated(gate_up)
         return self._backend.silu_mul(gate_up)
+
+    def gelu_mul(self, gate_up: Tensor) -> Tensor:
+        """Semantics: gelu(gate) * up, as `silu_mul`; GELU in its tanh form (Hendrycks and Gimpel 2016)."""
+        self._check_activation(gate_up, "gate_up")
+        check_gated(gate_up)
+        return self._backend.gelu_mul(gate_up)
+
+    def norm_heads_(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:
+        """Norm every head of q and k, in place, as Qwen 3 and Gemma 3 do before they rotate them.
+
+        Semantics: x / sqrt(mean(x^2) + eps) * weight over the D numbers of a head, the weight q's or k's; v stays
+
+        Args:
+            qkv: [T, (heads + 2 kv_heads) * D] contiguous; q_weight, k_weight: [D] fp32.
+        Raises:
+            KernelArgumentError: shapes or dtypes that do not fit.
+        """
+        self._check_activation(qkv, "qkv")
+        check_heads(qkv, q_weight, k_weight, kv_heads)
+        self._backend.norm_heads_(qkv, q_weight, k_weight, kv_heads, eps)
+
+    def softcap_(self, x: Tensor, cap: float) -> None:
+        """Semantics: x = cap * tanh(x / cap), in place. x [T, V] contiguous, cap positive (Gemma 2's logits)."""
+        self._check_activation(x, "x")
+        require(x.dim() == 2 and x.is_contiguous() and cap > 0, "x must be contiguous [T, V], cap positive")
+        self._backend.softcap_(x, cap)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
         """Semantics: x[rows]. x [T, H] contiguous, rows [N] int64 below T -> [N, H], a new tensor."""
         self._check_activation(x, "x")
-        _require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
-        _require(rows.dtype == torch.int64 and rows.dim() == 1 and rows.is_contiguous(), "rows must be int64 [N]")
+        require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
+        require(rows.dtype == torch.int64 and rows.dim() == 1 and rows.is_contiguous(), "rows must be int64 [N]")
         return self._backend.take_rows(x, rows)
 
     def pack_linear(self, codes: GroupCodes, bias: Tensor | None) -> PackedLinear:
@@ -319,7 +358,7 @@ class Ops:
             KernelArgumentError: groups that the kernels cannot read, or shapes that do not fit.
         """
         fits = bias is None or (bias.shape == (codes.out_features,) and bias.dtype == torch.float32)
-        _require(fits, f"bias must be float32 [{codes.out_features}]")
+        require(fits, f"bias must be float32 [{codes.out_features}]")
         return self._backend.pack_linear(codes, bias)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
@@ -338,7 +377,7 @@ class Ops:
         """
         self._check_activation(x, "x")
         fits = x.dim() == 2 and x.is_contiguous() and x.shape[1] == packed.in_features
-        _require(fits, f"x must be contiguous [T, {packed.in_features}]")
+        require(fits, f"x must be contiguous [T, {packed.in_features}]")
         return self._backend.linear(x, packed)
 
     def _check_activation(self, x: Tensor, name: str) -> None:
@@ -364,58 +403,3 @@ class Ops:
             raise KernelArgumentError(f"slab is on {slab.device}, these kernels are for {self.device}")
         if slab.numel() < plan.tables.slab_bytes:
             raise KernelArgumentError("slab ends before the panels of the plan's adapters do")
-
-
-def _dims(plan: SgmvPlan, layer: int, site: int) -> tuple[int, int]:
-    """(inputs, outputs) of a site; any of a plan without adapters."""
-    if not plan.tables.num_segments:
-        return 0, 0
-    if not 0 <= layer < len(plan.tables.records) or not 0 <= site < len(plan.tables.sites):
-        layers, sites = plan.tables.records.shape[:2]
-        raise KernelArgumentError(f"layer {layer}, site {site}: the adapters have {layers} layers, {sites} sites")
-    dims = plan.tables.sites[site]
-    return dims.in_features, dims.total_out
-
-
-def _check_segments(segments: Segments) -> None:
-    arrays = (segments.permutation, segments.indptr, segments.adapters)
-    _require(all(a.dtype == np.int32 and a.ndim == 1 for a in arrays), "segments must be int32 arrays of one dimension")
-    indptr, rows = segments.indptr, segments.num_rows
-    whole = len(indptr) == len(segments) + 1 and indptr[0] == 0 and indptr[-1] == rows and (np.diff(indptr) >= 0).all()
-    _require(whole, "segments.indptr must rise from 0 to the number of rows")
-    inside = not rows or (int(segments.permutation.min()) >= 0 and int(segments.permutation.max()) < rows)
-    once = inside and bool((np.bincount(segments.permutation, minlength=rows) == 1).all())
-    _require(once, "segments.permutation must hold every row once: segments overlap or leave rows out")
-    _require((segments.adapters >= BASE).all(), "segments.adapters must be indices, or BASE")
-
-
-def _check_adapter(adapter: PlacedAdapter, first: PlacedAdapter, dtype: torch.dtype) -> None:
-    layout = adapter.layout
-    _require(layout.itemsize == dtype.itemsize, "adapters must be packed in the pool's adapter dtype")
-    _require(layout.sites == first.layout.sites, "adapters must be made for the same sites")
-    _require(layout.num_layers == first.layout.num_layers, "adapters must have the same layers")
-    _require(layout.max_slices <= MAX_SLICES, f"a site of an adapter has over {MAX_SLICES} slices")
-    try:
-        _require(len(adapter.panels) == 0 or adapter.extent[0] >= 0, "adapters must have panels inside the pool")
-    except ValueError as error:
-        raise KernelArgumentError(f"adapters: {error}") from error
-
-
-def _check_pages(kv: KvPages, plan: AttentionPlan) -> None:
-    if plan.page_size != kv.page_size:
-        raise KernelArgumentError(f"plan is for pages of {plan.page_size} tokens, not {kv.page_size}")
-    if plan.num_pages > kv.num_pages:
-        raise KernelArgumentError(f"plan is for {plan.num_pages} pages, but there are {kv.num_pages}")
-    _require(kv.dtype in FLOATS and kv.values.dtype == kv.dtype, "keys and values must have one dtype of 16 or 32 bits")
-    shape = (kv.num_pages, kv.num_heads, kv.page_size, kv.head_dim)
-    _require(kv.values.shape == shape, "values must have the pages, heads, tokens and dims of the keys")
-    per_head = kv.head_dim * kv.page_size
-    keys, values = kv.keys.stride(), kv.values.stride()
-    dense = keys[1:] == (per_head, kv.page_size, 1) and values[1:] == (per_head, kv.head_dim, 1)
-    if not dense or keys[0] != values[0]:
-        raise KernelArgumentError("keys and values must be dense inside their pages, and pages equally far apart")
-
-
-def _require(holds: object, message: str) -> None:
-    if not holds:
-        raise KernelArgumentError(message)

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sgmv_kernels.kv_pages import KvPages
-from sgmv_kernels.triton_common import cast, kernel, power_of_two
+from sgmv_kernels.triton_common import cast, kernel, power_of_two, softened
 
 SILU_BLOCK = 1024
 ROPE_ROWS = 16
@@ -37,8 +37,10 @@ def rope_write_kv(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Ten
             *kv.values.stride(),
             HEADS=heads,
             KV_HEADS=kv.num_heads,
-            HALF=dim // 2,
-            HALF_PAD=power_of_two(dim // 2, 1),
+            HALF=cos.shape[1],
+            HALF_PAD=power_of_two(cos.shape[1], 1),
+            DIM=dim,
+            REST_PAD=power_of_two(max(1, dim - 2 * cos.shape[1]), 1),
             BLOCK_T=block_t,
             num_warps=1 if block_t == 1 else 4,
         )
@@ -75,6 +77,42 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     return out
 
 
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """See `ops.Ops.gelu_mul`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if rows and width:
+        block = min(SILU_BLOCK, power_of_two(width))
+        _gelu_mul_kernel[(rows, triton.cdiv(width, block))](gate_up, out, WIDTH=width, BLOCK=block, num_warps=4)
+    return out
+
+
+def norm_heads_(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:
+    """See `ops.Ops.norm_heads_`."""
+    rows, dim = len(qkv), len(q_weight)
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    if rows:
+        _norm_heads_kernel[(rows, heads + kv_heads)](
+            qkv,
+            q_weight,
+            k_weight,
+            eps,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            BLOCK=power_of_two(dim, 1),
+            num_warps=1,
+        )
+
+
+def softcap_(x: Tensor, cap: float) -> None:
+    """See `ops.Ops.softcap_`."""
+    rows, width = x.shape
+    if rows and width:
+        block = min(SILU_BLOCK, power_of_two(width))
+        _softcap_kernel[(rows, triton.cdiv(width, block))](x, cap, WIDTH=width, BLOCK=block, num_warps=4)
+
+
 @kernel("rows")
 def _rope_write_kernel(  # type: ignore[no-untyped-def]
     qkv,
@@ -98,6 +136,8 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
     KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
     HALF_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    REST_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """One head, of q, k or v, of BLOCK_T token rows."""
@@ -105,7 +145,8 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
     d = tl.arange(0, HALF_PAD)
     head = tl.program_id(1)
     ok = (t < rows)[:, None] & (d < HALF)[None, :]
-    source = qkv + (t * (HEADS + 2 * KV_HEADS) + head)[:, None] * (2 * HALF) + d[None, :]
+    row = qkv + (t * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM
+    source = row + d[None, :]
     x1 = tl.load(source, mask=ok, other=0.0).to(tl.float32)
     x2 = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
     page = tl.load(pages + t, mask=t < rows, other=0)
@@ -119,7 +160,7 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
         c, s = tl.load(cos + angle, mask=ok, other=0.0), tl.load(sin + angle, mask=ok, other=0.0)
         y1, y2 = x1 * c - x2 * s, x2 * c + x1 * s
         if head < HEADS:
-            target = q + (t * HEADS + head)[:, None] * (2 * HALF) + d[None, :]
+            target = q + (t * HEADS + head)[:, None] * DIM + d[None, :]
             tl.store(target, cast(y1, q.dtype.element_ty), mask=ok)
             tl.store(target + HALF, cast(y2, q.dtype.element_ty), mask=ok)
         else:
@@ -128,6 +169,20 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
             place = keys + (page * key_page + (head - HEADS) * key_head + slot * key_slot)[None, :]
             tl.store(place + d[:, None] * key_dim, cast(tl.trans(y1), keys.dtype.element_ty), mask=turned)
             tl.store(place + (d + HALF)[:, None] * key_dim, cast(tl.trans(y2), keys.dtype.element_ty), mask=turned)
+    if DIM > 2 * HALF:
+        # What no angle turns (a partial rotary embedding) goes where its head goes.
+        e = 2 * HALF + tl.arange(0, REST_PAD)
+        ok = (t < rows)[:, None] & (e < DIM)[None, :]
+        rest = tl.load(row + e[None, :], mask=ok, other=0.0).to(tl.float32)
+        if head >= HEADS + KV_HEADS:
+            target = values + (page * value_page + (head - HEADS - KV_HEADS) * value_head + slot * value_slot)[:, None]
+            tl.store(target + e[None, :] * value_dim, cast(rest, values.dtype.element_ty), mask=ok)
+        elif head < HEADS:
+            target = q + (t * HEADS + head)[:, None] * DIM
+            tl.store(target + e[None, :], cast(rest, q.dtype.element_ty), mask=ok)
+        else:
+            target = keys + (page * key_page + (head - HEADS) * key_head + slot * key_slot)[:, None]
+            tl.store(target + e[None, :] * key_dim, cast(rest, keys.dtype.element_ty), mask=ok)
 
 
 @kernel()
@@ -166,3 +221,50 @@ def _silu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  #
     small = tl.exp(-tl.abs(gate))
     sigmoid = tl.where(gate >= 0.0, 1.0, small) / (1.0 + small)
     tl.store(out + row * WIDTH + column, cast(gate * sigmoid * up, out.dtype.element_ty), mask=ok)
+
+
+@kernel()
+def _gelu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of one row; 0.5 (1 + tanh z) is the sigmoid of 2 z, as in `_silu_mul_kernel`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < WIDTH
+    gate = tl.load(gate_up + row * (2 * WIDTH) + column, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + column, mask=ok, other=0.0).to(tl.float32)
+    z = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
+    small = tl.exp(-tl.abs(z))
+    sigmoid = tl.where(z >= 0.0, 1.0, small) / (1.0 + small)
+    tl.store(out + row * WIDTH + column, cast(gate * sigmoid * up, out.dtype.element_ty), mask=ok)
+
+
+@kernel()
+def _norm_heads_kernel(  # type: ignore[no-untyped-def]
+    qkv,
+    q_weight,
+    k_weight,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One head of q or k of one row."""
+    head, column = tl.program_id(1), tl.arange(0, BLOCK)
+    ok = column < DIM
+    at = (tl.program_id(0).to(tl.int64) * (HEADS + 2 * KV_HEADS) + head) * DIM + column
+    x = tl.load(qkv + at, mask=ok, other=0.0).to(tl.float32)
+    if head < HEADS:
+        weight = tl.load(q_weight + column, mask=ok, other=0.0)
+    else:
+        weight = tl.load(k_weight + column, mask=ok, other=0.0)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps) * weight
+    tl.store(qkv + at, cast(normed, qkv.dtype.element_ty), mask=ok)
+
+
+@kernel()
+def _softcap_kernel(x, cap, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of one row."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * WIDTH + column
+    value = tl.load(x + at, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(x + at, cast(softened(value, cap), x.dtype.element_ty), mask=column < WIDTH)

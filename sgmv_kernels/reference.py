@@ -51,13 +51,14 @@ def paged_attention_reference(
     scale: float,
     window: int | None = None,
     alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Causal attention of T query rows over paged keys and values, one sequence at a time.
 
     q [T, heads, D]; keys [P, kv_heads, D, page]; values [P, kv_heads, page, D]; the last `query_lens[i]` of
     `kv_lens[i]` tokens are queries.
-    Semantics: out[t] = softmax(scale * q[t] . K[j] + slope * (j - pos(t)), j <= pos(t)) V, with only the last `window`
-    keys where given
+    Semantics: out[t] = softmax(cap(scale * q[t] . K[j]) + slope * (j - pos(t)), j <= pos(t)) V, with only the last
+    `window` keys where given; cap(s) = softcap * tanh(s / softcap), or s
     """
     out, start = torch.empty_like(q, dtype=torch.float32), 0
     group = q.shape[1] // keys.shape[1]
@@ -69,6 +70,8 @@ def paged_attention_reference(
         at = torch.arange(length)[None]
         visible = at <= positions if window is None else (at <= positions) & (at > positions - window)
         scores = (q[start : start + n].float().transpose(0, 1) @ k.transpose(1, 2)) * scale
+        if softcap is not None:
+            scores = softcap_reference(scores, softcap)
         if alibi_slopes is not None:
             scores = scores + alibi_slopes[:, None, None] * (at - positions)
         probs = scores.masked_fill(~visible, -math.inf).softmax(-1)
@@ -83,13 +86,15 @@ def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in Hugging Face's half-split order. x [T, heads, D]; cos, sin [T, D / 2].
+    """Rotary embedding in Hugging Face's half-split order. x [T, heads, D]; cos, sin [T, N / 2], N <= D.
 
-    Semantics: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 the halves of the last dimension
+    Semantics: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 the halves of the first N numbers of a head;
+    the others stay
     """
-    x1, x2 = x.float().chunk(2, dim=-1)
+    half = cos.shape[-1]
+    x1, x2, rest = torch.split(x.float(), [half, half, x.shape[-1] - 2 * half], dim=-1)
     c, s = cos[:, None].float(), sin[:, None].float()
-    return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s), dim=-1)
+    return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s, rest), dim=-1)
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
@@ -98,8 +103,19 @@ def silu_mul_reference(gate_up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate) * up
 
 
+def gelu_mul_reference(gate_up: Tensor) -> Tensor:
+    """Semantics: gelu(gate) * up, gate and up the halves of the last dimension; GELU in its tanh form."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def softcap_reference(x: Tensor, cap: float) -> Tensor:
+    """Semantics: cap * tanh(x / cap)."""
+    return torch.tanh(x.float() / cap) * cap
+
+
 def linear_reference(x: Tensor, codes: GroupCodes, bias: Tensor | None, *, rounded: bool) -> Tensor:
-    """x [T, H] -> [T, O] float64. `rounded`: every 32 neighbours of x to whole multiples of a 127th of their largest."""
+    """x [T, H] -> [T, O] float64. `rounded`: every 32 neighbours of x to multiples of a 127th of their largest."""
     exact = x.double()
     if rounded:
         groups = x.view(len(x), -1, 32)

@@ -1,11 +1,11 @@
 """Products of weight codes with rounded activations, in the instructions that the processor has.
 
 A vector holds LANES outputs, four neighbours along H of each: the order in which x86 multiplies bytes. Weights lie in
-tiles of TILE outputs, so that four neighbours are a line of 64 bytes, one vector or two. Sums of a block of 32 are whole
-numbers, hence the same in every way of computing them.
+tiles of TILE outputs, so that four neighbours are a line of 64 bytes, one vector or two. Sums of a block of 32 are
+whole numbers, hence the same in every way of computing them.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import llvmlite.binding as llvm
 from llvmlite import ir
@@ -47,6 +47,18 @@ def splat_int(b: Any, address: Value) -> Value:
     value = b.load(b.inttoptr(address, I32.as_pointer()), align=4)
     first = b.insert_element(undefined, value, ir.Constant(I32, 0))
     return b.shuffle_vector(first, undefined, filled(INTS, 0))
+
+
+class Dot(Protocol):
+    """Sums of products, four neighbours to a lane, vector after vector."""
+
+    def begin(self) -> Value: ...
+
+    def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value: ...
+
+    def end(self, b: Any, total: Value) -> Value:
+        """[LANES] int32."""
+        ...
 
 
 class SmallDot:

@@ -1,7 +1,7 @@
 """Vector functions of the quantized linears, for Numba: rounding of activations, unpacking of codes, their products.
 
-Addresses and strides are int64, in bytes. A block is 32 neighbours along H; its codes, unpacked, are `LINES` lines of 64
-bytes (`simd_codes_ir`).
+Addresses and strides are int64, in bytes. A block is 32 neighbours along H; its codes, unpacked, are `LINES` lines of
+64 bytes (`simd_codes_ir`).
 """
 
 from collections.abc import Callable
@@ -20,6 +20,7 @@ from sgmv_kernels.simd_codes_ir import (
     VECTORS,
     WORDS,
     ByteDot,
+    Dot,
     SmallDot,
     WordDot,
     filled,
@@ -27,7 +28,7 @@ from sgmv_kernels.simd_codes_ir import (
     splat_int,
     store_vector,
 )
-from sgmv_kernels.simd_ir import F32, I32, LANES, Emitter, Value, c64, loop_of
+from sgmv_kernels.simd_ir import I32, LANES, Emitter, Value, c64, loop_of
 
 LEVELS = 127
 LINE, FACTORS = 4 * TILE, 8 * TILE
@@ -234,7 +235,8 @@ def make_product(rows: int, kind: str) -> Callable[..., Any]:
     `x`: rounded activations, `xs` bytes from row to row; `u` their units and unit * sum; `codes` and `factors` of the
     tile, unpacked; `y` fp32. kind: "small" codes below 16, "bytes" unsigned, "words" int16 without minima.
     """
-    dot = {"small": SmallDot, "bytes": ByteDot, "words": WordDot}[kind]()
+    kinds: dict[str, type[Dot]] = {"small": SmallDot, "bytes": ByteDot, "words": WordDot}
+    dot = kinds[kind]()
     parts = 2 if kind == "words" else 1
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:

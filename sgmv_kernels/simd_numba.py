@@ -146,8 +146,47 @@ def silu_times(typingctx, gate, up, n, out):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
+def gelu_times(typingctx, gate, up, n, out):  # type: ignore[no-untyped-def]
+    """out[h] = gelu(gate[h]) * up[h] for h < n; 0.5 (1 + tanh z) is 1 / (1 + exp(-2 z))."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        gate, up, n, out = args
+        twice = 2 * math.sqrt(2 / math.pi)
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            g = emit.load(gate, at)
+            cubic = emit.fma(b.fmul(g, g), emit.const(-0.044715 * twice), emit.const(-twice))
+            total = b.fadd(emit.const(1.0), emit.exp(b.fmul(g, cubic)))
+            emit.store(b.fmul(b.fdiv(g, total), emit.load(up, at)), out, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A, _A), codegen
+
+
+@intrinsic
+def capped(typingctx, x, n, cap):  # type: ignore[no-untyped-def]
+    """x[h] = cap * tanh(x[h] / cap) in place for h < n."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, cap = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            wide = emit.splat(cap)
+            emit.store(b.fmul(emit.tanh(b.fdiv(emit.load(x, at), wide)), wide), x, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _F), codegen
+
+
+@intrinsic
 def rotated(typingctx, x, cos, sin, half, out):  # type: ignore[no-untyped-def]
-    """out = (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 the halves of x; out may be x."""
+    """out = (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 the first `half` numbers of x and the next; out may be x."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, cos, sin, half, out = args

@@ -1,7 +1,7 @@
 """A model's forward pass on the CPU, recorded once and run for every step.
 
-What a pass does is the same for every step but for its rows and tables; so it is recorded for the most rows there may be,
-with adapters and without, and each run is told the step's own numbers (`launches`).
+What a pass does is the same for every step but for its rows and tables; so it is recorded for the most rows there may
+be, with adapters and without, and each run is told the step's own numbers (`launches`).
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from sgmv_kernels.backend import AttentionPlan, SgmvPlan
 from sgmv_kernels.launches import NUM_ROWS, ROWS, Program, Words, recording
 from sgmv_kernels.layout import SiteDims
 from sgmv_kernels.ops import Ops
-from sgmv_kernels.pointwise_cpu import ROPE_PART, SAMPLED, TAKEN, rope_part, taken_part
+from sgmv_kernels.pointwise_cpu import SAMPLED, TAKEN, rope_name, rope_part, taken_part
 from sgmv_kernels.tables import rankless_tables
 
 
@@ -33,13 +33,16 @@ class StepTables:
     sample_rows: Tensor
 
 
-Layers = Callable[[Tensor, Tensor, Tensor, StepTables], Tensor]
-"""x [T, H], cosines and sines [T, D / 2], tables -> logits [S, V]: calls of `Ops` and nothing else."""
+Angles = tuple[tuple[Tensor, Tensor], ...]
+"""Cosines and sines of the rows' positions, each [T, half of what is rotated], for every RoPE of the model."""
+
+Layers = Callable[[Tensor, Angles, StepTables], Tensor]
+"""x [T, H], angles, tables -> logits [S, V]: calls of `Ops` and nothing else."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramShape:
-    """What a pass is recorded for: at most `max_rows` rows, `max_samples` of which want logits."""
+    """What a pass is recorded for: at most `max_rows` rows, `max_samples` of which want logits; `angles`: widths."""
 
     max_rows: int
     max_samples: int
@@ -47,6 +50,7 @@ class ProgramShape:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    angles: tuple[int, ...]
     page_size: int
     num_pages: int
     num_layers: int
@@ -60,20 +64,22 @@ class StepProgram:
     def __init__(self, layers: Layers, shape: ProgramShape, ops: Ops) -> None:
         self._layers, self._shape, self._ops = layers, shape, ops
         self._x = torch.empty((shape.max_rows, shape.hidden_size))
+        widths = [(shape.max_rows, width) for width in shape.angles]
+        self._angles = tuple((torch.empty(size), torch.empty(size)) for size in widths)
         self._recorded: dict[bool, tuple[Program, Tensor]] = {}
         self._last: Program | None = None
 
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor, tables: StepTables) -> Tensor:
+    def run(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
         """Logits [S, V], in a buffer that the next run overwrites."""
         rows, samples = len(x), len(tables.sample_rows)
         if rows > self._shape.max_rows or samples > self._shape.max_samples:
-            return self._layers(x, cos, sin, tables)
+            return self._layers(x, angles, tables)
         with_adapters = tables.lora.tables.num_segments > 0
         if with_adapters not in self._recorded:
             self._recorded[with_adapters] = self._record(with_adapters)
         program, logits = self._recorded[with_adapters]
         self._x[:rows] = x
-        program.run(self._parts(rows, cos, sin, tables))
+        program.run(self._parts(rows, angles, tables))
         self._last = program
         return logits[:samples]
 
@@ -94,22 +100,23 @@ class StepProgram:
         )
         tables = rankless_tables(shape.sites if with_adapters else (), shape.num_layers, shape.max_rows)
         lora = self._ops.plan_tables(tables, shape.adapter_dtype)
-        angles = torch.empty((shape.max_rows, shape.head_dim // 2))
         sampled = torch.zeros(shape.max_samples, dtype=torch.int64)
         with recording() as recorded:
-            logits = self._layers(self._x, angles, angles, StepTables(attention, lora, sampled))
+            logits = self._layers(self._x, self._angles, StepTables(attention, lora, sampled))
         return Program(recorded), logits
 
-    def _parts(self, rows: int, cos: Tensor, sin: Tensor, tables: StepTables) -> dict[str, Words]:
+    def _parts(self, rows: int, angles: Angles, tables: StepTables) -> dict[str, Words]:
         shape, attention = self._shape, tables.attention
         sequences = sequences_part(attention, shape.num_heads, shape.num_kv_heads, shape.head_dim)
         parts: dict[str, Words] = {
             ROWS: {NUM_ROWS: rows},
             SAMPLED: {NUM_ROWS: len(tables.sample_rows)},
             TAKEN: taken_part(tables.sample_rows).words,
-            ROPE_PART: rope_part(rows, cos, sin, attention.write_pages, attention.write_slots).words,
             ATTENTION: sequences.words,
         }
+        for (recorded, _), (cos, sin) in zip(self._angles, angles, strict=True):
+            told = rope_part(rows, cos, sin, attention.write_pages, attention.write_slots)
+            parts[rope_name(recorded)] = told.words
         for part in tables.lora.prepared.parts:
             parts[part.name] = part.words
         return parts

@@ -72,6 +72,18 @@ dot: Callable[[Any, Any, Any, str], Any] = _dot_interpreted if INTERPRETED else 
 tensor core's does not; in fp64, rounded to fp32, it does not show."""
 
 
+@kernel()
+def softened(x, cap):  # type: ignore[no-untyped-def]
+    """cap * tanh(x / cap), fp32: a series near 0, else by an exponential, whose argument is never positive."""
+    z = x / cap
+    square = z * z
+    near = z * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    small = tl.exp(-2.0 * tl.abs(z))
+    size = (1.0 - small) / (1.0 + small)
+    far = tl.where(z < 0.0, -size, size)
+    return cap * tl.where(tl.abs(z) < 0.1, near, far)
+
+
 def product_dtype(*dtypes: torch.dtype) -> tuple[Any, str]:
     """(operand dtype, input precision) of a `tl.dot`, by what its operands are stored as.
 

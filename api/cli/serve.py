@@ -27,7 +27,14 @@ def serve(
         str | None, _text("Built-in name, .gguf file or Hugging Face folder. [default: smollm2-135m]", _MODEL)
     ] = None,
     quantization: Annotated[
-        str | None, _text("Format of the base's weights: int8 or none. [default: int8]", _MODEL)
+        str | None,
+        _text(
+            "Format of the base's weights: none, int8, int4, q3h, fp8, or auto: 4-bit files as they are, else int8.",
+            _MODEL,
+        ),
+    ] = None,
+    quantization_group: Annotated[
+        int | None, _text("Weights that share a scale: 32, 64 or 128. [default: the format's]", _MODEL)
     ] = None,
     dtype: Annotated[str | None, _text("Of adapters, and of the base with none: bfloat16 or float32.", _MODEL)] = None,
     device: Annotated[str | None, _text("auto, cpu or cuda.", _MODEL)] = None,

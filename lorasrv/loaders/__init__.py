@@ -4,7 +4,7 @@ import importlib.util
 from pathlib import Path
 
 from lorasrv.config import BUILTIN_MODEL
-from lorasrv.errors import CorruptModel, ModelNotFound
+from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from lorasrv.loaders.checkpoint import Checkpoint, WeightMeter
 from lorasrv.loaders.oracle import state_dict_fp32
 
@@ -22,17 +22,16 @@ def open_checkpoint(model: str) -> Checkpoint:
         ModelNotFound: nothing there; for the built-in name with the command that installs it.
         UnsupportedModel, CorruptModel: see `lorasrv.errors`.
     """
-    from lorasrv.loaders.gguf import GgufCheckpoint
     from lorasrv.loaders.hf import HfCheckpoint
 
     path = Path(model).expanduser()
     try:
         if model == BUILTIN_MODEL:
-            return GgufCheckpoint(_builtin_file(), name=model)
+            return _open_gguf(_builtin_file(), model)
         if path.is_dir():
             return HfCheckpoint(path)
         if path.is_file():
-            return GgufCheckpoint(path)
+            return _open_gguf(path, None)
     except OSError as e:
         if isinstance(e, ModelNotFound):
             raise
@@ -40,6 +39,15 @@ def open_checkpoint(model: str) -> Checkpoint:
     raise ModelNotFound(
         f"model {model!r} not found: give a .gguf file, a Hugging Face directory, or the built-in name {BUILTIN_MODEL}"
     )
+
+
+def _open_gguf(path: Path, name: str | None) -> Checkpoint:
+    from lorasrv.loaders.gguf import GgufCheckpoint
+
+    try:
+        return GgufCheckpoint(path, name)
+    except (CorruptModel, UnsupportedModel) as e:
+        raise type(e)(f"{path.name}: {e}") from None
 
 
 def _builtin_file() -> Path:

@@ -32,7 +32,7 @@ class Checkpoint(Protocol):
         ...
 
     def codes(self, name: str) -> GroupCodes | None:
-        """One tensor as the codes that the file holds; None where it holds floats, or codes of a kind we do not keep."""
+        """One tensor as the codes that the file holds; None where it holds floats, or codes that we do not keep."""
         ...
 
     def tokenizer_source(self) -> TokenizerSource:

@@ -1,8 +1,10 @@
 """GGML tensor types: how many bytes a block has, and its values in fp32. The formulas are ggml's.
 
-A block of a quantized type holds 32 neighbours of a row: an fp16 scale d, a minimum m or none, then the levels q.
+A block of the types that are decoded here holds 32 neighbours of a row: an fp16 scale d, a minimum m or none, then the
+levels q. The K-quants and their kind are left to the gguf package, imported when the first such tensor is met.
 """
 
+import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -59,6 +61,29 @@ def _stored_as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     return lambda blocks: blocks.view(dtype).clone()
 
 
+def _by_gguf(name: str) -> Callable[[Tensor], Tensor]:
+    """A decoder by the gguf package, which takes most of a second to import."""
+
+    def decode_blocks(blocks: Tensor) -> Tensor:
+        try:
+            gguf = importlib.import_module("gguf")
+            dequantize, number = importlib.import_module("gguf.quants").dequantize, gguf.GGMLQuantizationType[name]
+        except (ImportError, KeyError):
+            raise UnsupportedModel(f"GGUF type {name} needs a newer gguf package: pip install -U gguf") from None
+        # A damaged scale may be infinite, and NaN follows; those who look at logits will see it.
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(np.ascontiguousarray(dequantize(blocks.numpy(), number), dtype=np.float32))
+
+    return decode_blocks
+
+
+_LEFT_TO_GGUF = {
+    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+}  # fmt: skip
 _TYPES = {
     0: GgmlType("F32", 1, 4, _stored_as(torch.float32)),
     1: GgmlType("F16", 1, 2, _stored_as(torch.float16)),
@@ -66,12 +91,9 @@ _TYPES = {
     3: GgmlType("Q4_1", BLOCK, 20, _q4_1),
     8: GgmlType("Q8_0", BLOCK, 34, _q8_0),
     30: GgmlType("BF16", 1, 2, _stored_as(torch.bfloat16)),
+    **{number: GgmlType(name, n, size, _by_gguf(name)) for number, (name, n, size) in _LEFT_TO_GGUF.items()},
 }
-_OTHER_NAMES = {
-    6: "Q5_0", 7: "Q5_1", 9: "Q8_1", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K",
-    16: "IQ2_XXS", 17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S", 23: "IQ4_XS",
-    24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4",
-}  # fmt: skip
+_OTHER_NAMES = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4"}
 
 
 def ggml_type(number: int, tensor: str) -> GgmlType:

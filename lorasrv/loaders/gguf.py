@@ -1,5 +1,6 @@
 """A GGUF file as a checkpoint: canonical names, Hugging Face's row order, dequantized to fp32 a tensor at a time."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,13 @@ from lorasrv.loaders.checkpoint import check_num_layers, check_shapes
 from lorasrv.loaders.ggml_types import decode, decode_codes
 from lorasrv.loaders.gguf_file import GgufFile
 from lorasrv.models.family import Family, detect, tensor_shapes
+from lorasrv.models.rope_config import longrope_from_gguf
 from lorasrv.models.spec import ModelSpec
 from lorasrv.tokenizer_source import BpeVocabulary, TokenizerSource
 from sgmv_kernels.ops import GroupCodes
 
 _CONTROL, _USER_DEFINED = 3, 4
-_ROPE_FACTORS = "rope_freqs.weight"
+_ROPE_FACTORS, _SHORT_FACTORS = "rope_freqs.weight", "rope_factors_short.weight"
 
 
 class GgufCheckpoint:
@@ -35,6 +37,7 @@ class GgufCheckpoint:
         if meta.get("split.count", 1) != 1:
             raise UnsupportedModel("a GGUF model split over several files is not supported; merge it first")
         self._family: Family = detect(str(meta.get("general.architecture", "")))
+        self._prefix = f"{meta.get('general.architecture')}."
         self.spec = self._with_rope_factors(self._family.spec_from_gguf(meta, self._file.tensors.keys()))
         check_num_layers(self.spec, len(self._file.tensors))
         self._stored = {name: self._family.gguf_name(name) for name in tensor_shapes(self.spec)}
@@ -64,9 +67,15 @@ class GgufCheckpoint:
         meta = self._file.metadata
         model = meta.get("tokenizer.ggml.model")
         if model != "gpt2":
-            raise UnsupportedModel(f"GGUF tokenizer model {model!r:.60} is not supported; known: gpt2 (byte-level BPE)")
+            raise UnsupportedModel(
+                f"GGUF tokenizer model {model!r:.60} is not supported; known: gpt2 (byte-level BPE); "
+                "serve the model from its Hugging Face directory"
+            )
         tokens = _strings(meta, "tokens")
         types = meta.get("tokenizer.ggml.token_type", [])
+        template = meta.get("tokenizer.chat_template")
+        if not isinstance(types, list) or not isinstance(template, str | None):
+            raise CorruptModel("the GGUF metadata has a token_type that is no list, or a chat_template that is no text")
         return TokenizerSource(
             vocabulary=BpeVocabulary(
                 tokens=tokens,
@@ -75,7 +84,7 @@ class GgufCheckpoint:
                 control=tuple(i for i, kind in enumerate(types) if kind == _CONTROL),
                 user_defined=tuple(i for i, kind in enumerate(types) if kind == _USER_DEFINED),
             ),
-            chat_template=meta.get("tokenizer.chat_template"),
+            chat_template=template,
             eos_token_ids=self.spec.eos_token_ids,
             bos_token_id=self.spec.bos_token_id,
             add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", False)),
@@ -87,13 +96,29 @@ class GgufCheckpoint:
         self._file.close()
 
     def _with_rope_factors(self, spec: ModelSpec) -> ModelSpec:
-        info = self._file.tensors.get(_ROPE_FACTORS)
-        if info is None:
-            return spec
-        if info.shape != (spec.head_dim // 2,):
-            raise CorruptModel(f"tensor {_ROPE_FACTORS} is {list(info.shape)}, not [{spec.head_dim // 2}]")
-        factors = decode(self._file.raw(_ROPE_FACTORS), info.type, info.shape).float().tolist()
-        return replace(spec, rope=replace(spec.rope, kind="factors", factors=tuple(factors)))
+        """With what a file says about RoPE in tensors: llama3's scaling, or LongRoPE's within the original context."""
+        if _SHORT_FACTORS in self._file.tensors:
+            short = self._factors(_SHORT_FACTORS, spec)
+            rope = longrope_from_gguf(spec.rope, self._file.metadata, self._prefix, short)
+            return replace(spec, rope=rope, max_position=min(spec.max_position, rope.max_position or spec.max_position))
+        if _ROPE_FACTORS in self._file.tensors:
+            if spec.rope.kind != "default":
+                raise UnsupportedModel(
+                    f"tensor {_ROPE_FACTORS} beside RoPE scaling {spec.rope.kind!r} is not supported"
+                )
+            return replace(spec, rope=replace(spec.rope, kind="factors", factors=self._factors(_ROPE_FACTORS, spec)))
+        if spec.rope.kind == "factors":
+            raise CorruptModel(f"the GGUF file lacks the tensor {_SHORT_FACTORS} that its RoPE scaling needs")
+        return spec
+
+    def _factors(self, name: str, spec: ModelSpec) -> tuple[float, ...]:
+        info, count = self._file.tensors[name], (spec.rope.dims or spec.head_dim) // 2
+        if info.shape != (count,):
+            raise CorruptModel(f"tensor {name} is {list(info.shape)}, not [{count}]")
+        factors = decode(self._file.raw(name), info.type, info.shape).float().tolist()
+        if not all(0 < factor < math.inf for factor in factors):
+            raise CorruptModel(f"tensor {name} holds what is no positive number")
+        return tuple(factors)
 
 
 def _split_halves(weight: Tensor, heads: int) -> Tensor:
@@ -113,4 +138,4 @@ def _special_tokens(meta: dict[str, Any], tokens: tuple[str, ...]) -> dict[str, 
     """bos_token, eos_token... -> text, as chat templates call them."""
     keys = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {short: meta.get(f"tokenizer.ggml.{key}_token_id") for key, short in keys.items()}
-    return {f"{short}_token": tokens[i] for short, i in ids.items() if isinstance(i, int) and i < len(tokens)}
+    return {f"{short}_token": tokens[i] for short, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}

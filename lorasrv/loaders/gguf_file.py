@@ -4,22 +4,25 @@ The gguf package's reader takes 2.6 s for the 100,000 strings of a tokenizer, th
 specification of ggml, versions 2 and 3, little-endian.
 """
 
+import math
 import mmap
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lorasrv.errors import CorruptModel, UnsupportedModel
+from lorasrv.errors import CorruptModel, ModelError, UnsupportedModel
 from lorasrv.loaders.ggml_types import GgmlType, ggml_type
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 4
+_LEAST_TENSOR_BYTES, _LEAST_KEY_BYTES = 8 + 4 + 4 + 8, 8 + 4 + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,24 +39,29 @@ class GgufFile:
     """An open GGUF file: `metadata`, `tensors`, and the raw bytes of each.
 
     Raises:
-        CorruptModel: no GGUF, truncated, or lengths that point outside the file.
+        CorruptModel: no GGUF, truncated, counts or lengths that point outside the file, names that are there twice,
+            tensors that overlap.
         UnsupportedModel: an old version, big-endian, or a tensor type that we do not know.
     """
 
     def __init__(self, path: Path) -> None:
         self._bytes = _map(path)
         cursor = _Cursor(self._bytes)
-        num_tensors, num_keys = _read_header(cursor)
-        self.metadata: dict[str, Any] = {}
-        for _ in range(num_keys):
-            key = cursor.string()
-            self.metadata[key] = cursor.value(cursor.scalar("I"))
+        num_tensors, num_keys = _read_header(cursor, len(self._bytes))
+        self.metadata = _read_metadata(cursor, num_keys)
         infos = [_read_info(cursor) for _ in range(num_tensors)]
         align = self.metadata.get("general.alignment", 32)
-        if not isinstance(align, int) or align <= 0:
-            raise CorruptModel("the GGUF file's alignment is not a positive number")
+        if type(align) is not int or align <= 0 or align & (align - 1):
+            raise CorruptModel(f"general.alignment must be a power of two, not {align!r:.60}")
         start = -(-cursor.at // align) * align
-        self.tensors = {name: self._placed(name, shape, kind, start + at) for name, shape, kind, at in infos}
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, shape, kind, at in infos:
+            if name in self.tensors:
+                raise CorruptModel(f"tensor {name!r:.80} is there twice")
+            if at % align:
+                raise CorruptModel(f"tensor {name!r:.80} begins at {at}, which is no multiple of {align}")
+            self.tensors[name] = self._placed(name, shape, kind, start + at)
+        _check_apart(self.tensors)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
         """The stored bytes of a tensor: a view of the memory map, writable only as a private copy."""
@@ -66,13 +74,15 @@ class GgufFile:
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
         known = ggml_type(kind, name)
-        elements = int(np.prod(shape, dtype=object)) if shape else 1
+        elements = math.prod(shape)
+        if not elements:
+            raise CorruptModel(f"tensor {name!r:.80} is {list(shape)}: nothing in it")
         if elements % known.block_size or (shape and shape[-1] % known.block_size):
-            raise CorruptModel(f"tensor {name}: {list(shape)} is not a multiple of {known.name} blocks")
+            raise CorruptModel(f"tensor {name!r:.80}: {list(shape)} is not a multiple of {known.name} blocks")
         nbytes = elements // known.block_size * known.block_bytes
         if offset + nbytes > len(self._bytes):
             raise CorruptModel(
-                f"the GGUF file is truncated: tensor {name} ends at byte {offset + nbytes} of {len(self._bytes)}"
+                f"the GGUF file is truncated: tensor {name!r:.80} ends at byte {offset + nbytes} of {len(self._bytes)}"
             )
         return TensorInfo(shape, known, offset, nbytes)
 
@@ -86,21 +96,47 @@ def _map(path: Path) -> mmap.mmap:
             raise CorruptModel("the GGUF file is empty") from None
 
 
-def _read_header(cursor: "_Cursor") -> tuple[int, int]:
-    """(number of tensors, number of keys)."""
+def _read_header(cursor: "_Cursor", size: int) -> tuple[int, int]:
+    """(number of tensors, number of keys), which the file is long enough for."""
     if cursor.take(4) != b"GGUF":
         raise CorruptModel("not a GGUF file: it does not begin with GGUF")
     version = cursor.scalar("I")
     if version not in (2, 3):
         raise UnsupportedModel(f"GGUF version {version} (or byte order) is not supported; known: 2, 3, little-endian")
-    return cursor.scalar("Q"), cursor.scalar("Q")
+    num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
+    if num_tensors * _LEAST_TENSOR_BYTES + num_keys * _LEAST_KEY_BYTES > size - cursor.at:
+        raise CorruptModel(
+            f"the GGUF file is damaged or truncated: {num_tensors} tensors and {num_keys} keys claimed in {size} bytes"
+        )
+    return num_tensors, num_keys
+
+
+def _read_metadata(cursor: "_Cursor", num_keys: int) -> dict[str, Any]:
+    metadata: dict[str, Any] = {}
+    for _ in range(num_keys):
+        key = cursor.string()
+        if key in metadata:
+            raise CorruptModel(f"key {key!r:.80} is there twice")
+        try:
+            metadata[key] = cursor.value(cursor.scalar("I"))
+        except ModelError as e:
+            raise type(e)(f"{e} (in key {key!r:.80})") from None
+    return metadata
+
+
+def _check_apart(tensors: dict[str, TensorInfo]) -> None:
+    """No two tensors share bytes."""
+    placed = sorted(tensors.items(), key=lambda item: item[1].offset)
+    for (name, info), (other, following) in pairwise(placed):
+        if info.offset + info.nbytes > following.offset:
+            raise CorruptModel(f"tensors {name!r:.80} and {other!r:.80} overlap in the file")
 
 
 def _read_info(cursor: "_Cursor") -> tuple[str, tuple[int, ...], int, int]:
     """(name, shape, type, offset from the data's start)."""
     name, num_dims = cursor.string(), cursor.scalar("I")
     if num_dims > _MAX_DIMS:
-        raise CorruptModel(f"tensor {name!r:.80} claims {num_dims} dimensions")
+        raise CorruptModel(f"tensor {name!r:.80} claims {num_dims} dimensions, more than {_MAX_DIMS}")
     shape = tuple(cursor.scalar("Q") for _ in range(num_dims))[::-1]
     return name, shape, cursor.scalar("I"), cursor.scalar("Q")
 

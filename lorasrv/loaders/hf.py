@@ -88,23 +88,35 @@ class HfCheckpoint:
         return template if isinstance(template, str) else None
 
     def _open_weights(self) -> None:
-        for file in self._weight_files():
+        index = self._index()
+        holders: dict[str, str] = {}
+        for file in self._weight_files(index):
             try:
                 reader = self._files.enter_context(safe_open(self._path / file, framework="pt"))
             except (SafetensorError, OSError) as e:
                 raise CorruptModel(f"{file} cannot be read: {_reason(e)}") from None
             for name in reader.keys():  # noqa: SIM118 - a safetensors reader is no mapping
-                self._readers[name] = reader
+                if name in holders:
+                    raise CorruptModel(f"tensor {name!r:.80} is in two files: {holders[name]} and {file}")
+                holders[name], self._readers[name] = file, reader
+        _check_index(index, holders)
 
-    def _weight_files(self) -> list[str]:
+    def _index(self) -> dict[str, str]:
+        """Tensor -> file, as the index of sharded weights says; empty where there is none."""
+        if not (self._path / _INDEX).is_file():
+            return {}
+        index = _read_json(self._path / _INDEX).get("weight_map")
+        good = isinstance(index, dict) and all(isinstance(f, str) and Path(f).name == f for f in index.values())
+        if not index or not isinstance(index, dict) or not good:
+            raise CorruptModel(f"{_INDEX} has no weight_map of file names")
+        return index
+
+    def _weight_files(self, index: dict[str, str]) -> list[str]:
         """Names of the safetensors files, all present."""
-        if (self._path / _INDEX).is_file():
-            files = _read_json(self._path / _INDEX).get("weight_map", {})
-            shards = sorted({str(file) for file in files.values()}) if isinstance(files, dict) else []
-            if not shards or any(Path(shard).name != shard for shard in shards):
-                raise CorruptModel(f"{_INDEX} has no weight_map of file names")
-        else:
-            shards = [_WEIGHTS]
+        shards = sorted(set(index.values())) or [_WEIGHTS]
+        unlisted = sorted(file.name for file in self._path.glob("model-*-of-*.safetensors") if file.name not in shards)
+        if index and unlisted:
+            raise CorruptModel(f"{_INDEX} does not name {', '.join(unlisted[:3])}, which lies beside it")
         missing = [shard for shard in shards if not (self._path / shard).is_file()]
         if missing and any(self._path.glob("pytorch_model*.bin")):
             raise UnsupportedModel("the model directory holds pickled weights (.bin); convert them to safetensors")
@@ -118,6 +130,17 @@ class HfCheckpoint:
             known = ", ".join(_DTYPES)
             raise UnsupportedModel(f"tensor {name!r:.80} is {view.get_dtype()}, which is not supported; known: {known}")
         return tuple(view.get_shape())
+
+
+def _check_index(index: dict[str, str], holders: dict[str, str]) -> None:
+    """Every tensor that the index names is in the file that it says."""
+    missing = [name for name in index if name not in holders]
+    if missing:
+        raise CorruptModel(f"{index[missing[0]]} lacks {missing[0]!r:.80}, which {_INDEX} says is there")
+    elsewhere = [name for name, file in index.items() if holders[name] != file]
+    if elsewhere:
+        name = elsewhere[0]
+        raise CorruptModel(f"{name!r:.80} is in {holders[name]}, but {_INDEX} says {index[name]}")
 
 
 def _spec(config: dict[str, Any]) -> ModelSpec:

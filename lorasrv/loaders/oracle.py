@@ -7,7 +7,10 @@ from lorasrv.loaders.checkpoint import Checkpoint
 
 
 def state_dict_fp32(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Every weight under Hugging Face's name, as `load_state_dict` takes it; a tied head is there under both names."""
+    """Every weight under Hugging Face's name, as `load_state_dict` takes it; a tied head is there under both names.
+
+    A GGUF file of gemma gives its norms as it has them, with the 1 that Hugging Face's modules add.
+    """
     state = {name: checkpoint.tensor(name).to(torch.float32) for name in checkpoint.names()}
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])
     return state

@@ -16,7 +16,7 @@ from lorasrv.models.weights import ModelWeights
 from lorasrv.quant import Linear
 from sgmv_kernels.layout import SiteDims
 from sgmv_kernels.ops import Ops
-from sgmv_kernels.step_program import ProgramShape, StepProgram, StepTables
+from sgmv_kernels.step_program import Angles, ProgramShape, StepProgram, StepTables
 
 QKV, OUT, GATE_UP, DOWN = range(4)
 """Indices of `ModelSpec.sites()`."""
@@ -40,20 +40,21 @@ class Decoder:
         self._spec = weights.spec
         self._memory = memory
         self._ops = ops
-        self._activation = {"silu": ops.silu_mul}[weights.spec.activation]
-        rope, head_dim = weights.spec.rope, weights.spec.head_dim
-        self._cos, self._sin = rope_tables(rope, head_dim, limits.max_model_len, memory.device)
+        self._activation = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}[weights.spec.activation]
+        spec = weights.spec
+        ropes = [spec.rope] if spec.rope_local is None else [spec.rope, spec.rope_local]
+        self._angles = [rope_tables(rope, spec.head_dim, limits.max_model_len, memory.device) for rope in ropes]
         self._program = StepProgram(self._layers, self._shape(limits), ops) if self._can_be_recorded() else None
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits [rows that sample, V] fp32, good until the next pass."""
-        x, cos, sin = self._inputs(batch)
+        x, angles = self._inputs(batch)
         run = self._layers if self._program is None else self._program.run
-        return run(x, cos, sin, batch.tables)
+        return run(x, angles, batch.tables)
 
     def ticks(self) -> Mapping[str, int]:
-        """Ticks of the processor's clock in the last pass, by kernel; empty where passes are not recorded."""
+        """Ticks of the processor's clock in the last pass, by kind of kernel; empty where passes are not recorded."""
         return {} if self._program is None else self._program.ticks()
 
     def _can_be_recorded(self) -> bool:
@@ -69,6 +70,7 @@ class Decoder:
             num_heads=spec.num_heads,
             num_kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
+            angles=tuple(cos.shape[1] for cos, _ in self._angles),
             page_size=self._memory.page_size,
             num_pages=self._memory.num_pages,
             num_layers=spec.num_layers,
@@ -76,30 +78,44 @@ class Decoder:
             adapter_dtype=limits.adapter_dtype,
         )
 
-    def _inputs(self, batch: ForwardBatch) -> tuple[Tensor, Tensor, Tensor]:
-        """Embedded tokens [T, H], and cosines and sines of their positions, each [T, D / 2]."""
-        return self._weights.embed(batch.token_ids), self._cos[batch.positions], self._sin[batch.positions]
+    def _inputs(self, batch: ForwardBatch) -> tuple[Tensor, Angles]:
+        """Embedded tokens [T, H], and cosines and sines of their positions."""
+        x = self._weights.embed(batch.token_ids)
+        if self._spec.scaled_embedding:
+            x = x * self._spec.hidden_size**0.5
+        return x, tuple((cos[batch.positions], sin[batch.positions]) for cos, sin in self._angles)
 
-    def _layers(self, x: Tensor, cos: Tensor, sin: Tensor, tables: StepTables) -> Tensor:
+    def _layers(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
         """From embedded tokens to logits: calls of `ops` and of linears, and no other arithmetic."""
         delta = None
         for layer, weights in enumerate(self._weights.layers):
             normed = self._ops.add_rms_norm_(x, delta, weights.input_norm, self._spec.norm_eps)
-            delta = self._attention(normed, layer, tables, (cos, sin))
+            turned = angles[-1] if self._spec.window(layer) else angles[0]
+            delta = self._normed(self._attention(normed, layer, tables, turned), weights.attn_out_norm)
             normed = self._ops.add_rms_norm_(x, delta, weights.post_attn_norm, self._spec.norm_eps)
-            delta = self._mlp(normed, layer, tables)
+            delta = self._normed(self._mlp(normed, layer, tables), weights.mlp_out_norm)
         if not len(tables.sample_rows):
             return x.new_empty((0, self._spec.vocab_size))
         normed = self._ops.add_rms_norm_(x, delta, self._weights.final_norm, self._spec.norm_eps)
-        return self._weights.head(self._ops.take_rows(normed, tables.sample_rows))
+        logits = self._weights.head(self._ops.take_rows(normed, tables.sample_rows))
+        if self._spec.final_softcap is not None:
+            self._ops.softcap_(logits, self._spec.final_softcap)
+        return logits
+
+    def _normed(self, delta: Tensor, weight: Tensor | None) -> Tensor:
+        """What attention or MLP adds, through the norm that some families have after it."""
+        return delta if weight is None else self._ops.add_rms_norm_(delta, None, weight, self._spec.norm_eps)
 
     def _attention(self, x: Tensor, layer: int, tables: StepTables, rotation: tuple[Tensor, Tensor]) -> Tensor:
         spec, weights = self._spec, self._weights.layers[layer]
         pages = self._memory.kv_pages(layer)
         qkv = self._linear(weights.qkv, x, layer, QKV, tables)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            self._ops.norm_heads_(qkv, weights.q_norm, weights.k_norm, spec.num_kv_heads, spec.norm_eps)
         q = self._ops.rope_write_kv(qkv, *rotation, pages, tables.attention)
-        scale = spec.head_dim**-0.5
-        attended = self._ops.paged_attention(q, pages, tables.attention, scale, spec.window(layer))
+        attended = self._ops.paged_attention(
+            q, pages, tables.attention, spec.attention_scale, spec.window(layer), softcap=spec.attn_softcap
+        )
         return self._linear(weights.o, attended.flatten(1), layer, OUT, tables)
 
     def _mlp(self, x: Tensor, layer: int, tables: StepTables) -> Tensor:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from lorasrv.errors import ConfigError, CorruptModel, UnsupportedModel
-from lorasrv.models.rope_config import rope_from_config, rope_from_gguf
+from lorasrv.models.rope_config import Ropes, rope_from_config, rope_from_gguf
 from lorasrv.models.spec import ModelSpec
+from lorasrv.models.window_layers import windowed_layers
 
 SPEC_DIR = Path(__file__).parent / "specs"
 NORMS = ("rms",)
-ACTIVATIONS = {"silu": "silu", "swish": "silu"}
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 """Spelling in a checkpoint -> the decoder's name."""
 
 _FIELD_TYPES: dict[str, type] = {
@@ -35,10 +36,20 @@ _FIELD_TYPES: dict[str, type] = {
     "mlp_bias": bool,
     "tied_head": bool,
     "sliding_window": int,
+    "qk_norm": bool,
+    "post_norms": bool,
+    "norms_less_one": bool,
+    "scaled_embedding": bool,
+    "fused": bool,
+    "query_scalar": float,
+    "attn_softcap": float,
+    "final_softcap": float,
 }
 _MAX_LAYERS = 4096
 """A damaged count must not become a tuple of 2^31 entries."""
-_MAY_BE_ZERO = ("head_dim", "vocab_size", "sliding_window")
+_MAY_BE_NONE = ("sliding_window", "attn_softcap", "final_softcap")
+"""Fields whose null is a statement, not an absence."""
+_MAY_BE_ZERO = ("head_dim", "vocab_size", "query_scalar", *_MAY_BE_NONE)
 _TYPE_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 
 Rule = str | Mapping[str, Any]
@@ -58,17 +69,20 @@ class Family:
 
         Raises:
             CorruptModel: a field is missing or of the wrong type.
-            UnsupportedModel: RoPE kind, activation or storage that we do not know, by name.
+            UnsupportedModel: RoPE kind, activation, storage or setting that we do not know, by name.
         """
         if config.get("quantization_config"):
             raise UnsupportedModel("this checkpoint is quantized (quantization_config); give the original weights")
+        for key, only in self.config.get("only", {}).items():
+            if config.get(key) not in (None, only):
+                raise UnsupportedModel(f"config.json: {key} {config[key]!r:.60} is not supported, only {only!r}")
         fields = self._fields(_Source("config.json", config), self.config["spec"])
         windowed: tuple[bool, ...] = ()
         if fields.get("sliding_window"):
-            windowed = self._windowed_layers(config, fields["num_layers"])
+            windowed = windowed_layers(config, self.config, fields["num_layers"], "config.json")
         return self._build(
             fields,
-            rope=rope_from_config(config, fields["max_position"]),
+            rope_from_config(config, fields["max_position"], fields["head_dim"], self.config.get("rope", {})),
             windowed_layers=windowed,
             eos_token_ids=token_ids(config.get("eos_token_id")),
             bos_token_id=next(iter(token_ids(config.get("bos_token_id"))), None),
@@ -79,22 +93,26 @@ class Family:
 
         Raises:
             CorruptModel: a key is missing or of the wrong type.
-            UnsupportedModel: RoPE kind that we do not know, by name.
+            UnsupportedModel: RoPE kind, or sizes, that we do not know, by name.
         """
         prefix = f"{meta.get('general.architecture')}."
         source = _Source("the GGUF metadata", meta, prefix, tensors)
         fields = self._fields(source, self.gguf["spec"])
-        fields["vocab_size"] = fields.get("vocab_size") or len(meta.get("tokenizer.ggml.tokens", ()))
-        spec = self._build(
+        tokens = meta.get("tokenizer.ggml.tokens", [])
+        fields["vocab_size"] = fields.get("vocab_size") or (len(tokens) if isinstance(tokens, list) else 0)
+        head_dim = fields["head_dim"]
+        windowed: tuple[bool, ...] = ()
+        if meta.get(f"{prefix}attention.value_length", head_dim) != head_dim:
+            raise UnsupportedModel("values of another size than keys (attention.value_length) are not supported")
+        if fields.get("sliding_window"):
+            windowed = windowed_layers(meta, self.gguf, fields["num_layers"], source.label, prefix)
+        return self._build(
             fields,
-            rope=rope_from_gguf(meta, prefix),
+            rope_from_gguf(meta, prefix, head_dim, self.gguf.get("rope", {})),
+            windowed_layers=windowed,
             eos_token_ids=token_ids([meta.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]),
             bos_token_id=next(iter(token_ids(meta.get("tokenizer.ggml.bos_token_id"))), None),
         )
-        rotated = meta.get(f"{prefix}rope.dimension_count", spec.head_dim)
-        if rotated != spec.head_dim:
-            raise UnsupportedModel(f"RoPE over {rotated} of {spec.head_dim} dimensions of a head is not supported")
-        return spec
 
     def gguf_name(self, name: str) -> str:
         """A canonical tensor name in GGUF's words. Raises KeyError for a name that the family has not."""
@@ -113,27 +131,10 @@ class Family:
         fields: dict[str, Any] = {}
         for field, rule in rules.items():
             fields[field] = source.resolve(field, rule, fields)
+        fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // fields["num_heads"]
         return fields
 
-    def _windowed_layers(self, config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
-        """Which layers have the window; empty where all have."""
-        switch, kinds = self.config.get("window_switch"), self.config.get("window_layer_types")
-        if switch and not config.get(switch, False):
-            return (False,) * num_layers
-        if kinds and isinstance(config.get(kinds), list):
-            listed = tuple(kind == "sliding_attention" for kind in config[kinds])
-            if len(listed) != num_layers:
-                raise CorruptModel(f"config.json: {kinds} has {len(listed)} entries for {num_layers} layers")
-            return listed
-        first = self.config.get("window_first_layer")
-        if first is None:
-            return ()
-        start = config.get(first["key"], first["default"])
-        if type(start) is not int:
-            raise CorruptModel(f"config.json: {first['key']} must be a whole number, not {start!r:.60}")
-        return tuple(layer >= start for layer in range(num_layers))
-
-    def _build(self, fields: dict[str, Any], **rest: Any) -> ModelSpec:
+    def _build(self, fields: dict[str, Any], ropes: Ropes, **rest: Any) -> ModelSpec:
         activation = fields["activation"]
         if activation not in ACTIVATIONS:
             raise UnsupportedModel(f"activation {activation!r} is not supported; known: {', '.join(ACTIVATIONS)}")
@@ -141,9 +142,15 @@ class Family:
         no_window = windowed and not any(windowed)
         fields |= {
             "activation": ACTIVATIONS[activation],
-            "head_dim": fields["head_dim"] or fields["hidden_size"] // fields["num_heads"],
+            "max_position": min(fields["max_position"], ropes[0].max_position or fields["max_position"]),
+            "query_scalar": fields.get("query_scalar") or float(fields["head_dim"]),
             "sliding_window": None if no_window else fields.get("sliding_window") or None,
+            "attn_softcap": fields.get("attn_softcap") or None,
+            "final_softcap": fields.get("final_softcap") or None,
         }
+        if ropes[1] is not None and not fields["sliding_window"] and not no_window:
+            raise UnsupportedModel(f"family {self.name} without a sliding window is not supported")
+        rest |= {"rope": ropes[0], "rope_local": None if no_window else ropes[1]}
         rest["windowed_layers"] = () if no_window else windowed
         if fields["num_heads"] % fields["num_kv_heads"] or fields["head_dim"] % 2:
             raise CorruptModel("the number of heads must be a multiple of key heads, and a head's size even")
@@ -168,13 +175,15 @@ class _Source:
             return table["value"]
         if "tensor" in table:
             return table["tensor"] in self.tensors
+        if "at_layers" in table:
+            return known["hidden_size"] / known["num_heads"] if known["num_layers"] in table["at_layers"] else 0.0
         if "no_tensor" in table:
             return table["no_tensor"] not in self.tensors
         key = self.prefix + table["key"]
         value = self.values.get(key)
         if value is not None:
             return self._checked(field, key, value)
-        if field == "sliding_window" and key in self.values:
+        if field in _MAY_BE_NONE and key in self.values:
             return None
         if "default_field" in table:
             return known[table["default_field"]]
@@ -267,7 +276,7 @@ def _inherit(tables: Mapping[str, dict[str, Any]], name: str, heirs: tuple[str, 
     for section in ("config", "gguf"):
         old, new = parent[section], table.get(section, {})
         merged[section] = old | new
-        for inner in ("spec", "tensors"):
+        for inner in ("spec", "tensors", "rope"):
             merged[section][inner] = old.get(inner, {}) | new.get(inner, {})
     return merged
 
@@ -300,8 +309,8 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 def _layer_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
     biased = {"qkv": spec.qkv_bias, "o": spec.attn_out_bias, "gate_up": spec.mlp_bias, "down": spec.mlp_bias}
-    yield "input_layernorm.weight", (spec.hidden_size,)
-    yield "post_attention_layernorm.weight", (spec.hidden_size,)
+    for module, width in spec.norms().values():
+        yield f"{module}.weight", (width,)
     for site in spec.sites():
         for module, out in zip(site.modules, site.out_features, strict=True):
             yield f"{module}.weight", (out, site.in_features)

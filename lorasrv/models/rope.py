@@ -10,11 +10,13 @@ from lorasrv.models.spec import RopeSpec
 
 
 def rope_tables(rope: RopeSpec, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [length, head_dim / 2] fp32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    """(cos, sin), each [length, N / 2] fp32; N the numbers of a head that turn, head_dim unless `rope.dims` says."""
+    dims = rope.dims or head_dim
+    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
     frequencies = _SCALINGS[rope.kind](torch.reciprocal(rope.theta**exponents), rope)
     angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
-    return angles.cos().to(device), angles.sin().to(device)
+    cos, sin = (table.mul_(rope.attention_factor).to(device) for table in (angles.cos(), angles.sin()))
+    return cos, sin
 
 
 def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
@@ -29,9 +31,28 @@ def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
     return torch.where((wavelengths <= long) & (wavelengths >= short), blended, scaled)
 
 
+def _yarn(frequencies: Tensor, rope: RopeSpec) -> Tensor:
+    """Frequencies that turn often over the original context are kept, those that turn seldom are divided by the factor,
+    with a ramp between (YaRN, Peng et al. 2023).
+    """
+    dims = 2 * len(frequencies)
+
+    def dim_of(turns: float) -> float:
+        return dims * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dim_of(rope.beta_fast), dim_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    ramp = (torch.arange(len(frequencies), dtype=torch.float32) - low) / (high - low or 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    return frequencies / rope.factor * (1 - kept) + frequencies * kept
+
+
 _SCALINGS: dict[str, Callable[[Tensor, RopeSpec], Tensor]] = {
     "default": lambda frequencies, rope: frequencies,
     "linear": lambda frequencies, rope: frequencies / rope.factor,
     "llama3": _llama3,
+    "yarn": _yarn,
     "factors": lambda frequencies, rope: frequencies / torch.tensor(rope.factors),
 }

@@ -1,49 +1,186 @@
 """What a checkpoint says about its rotary embedding -> `RopeSpec`."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.models.spec import RopeSpec
 
-ROPE_KINDS = ("default", "linear", "llama3")
-GGUF_ROPE_KINDS = ("none", "linear")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+GGUF_ROPE_KINDS = ("none", "linear", "yarn", "longrope")
 DEFAULT_THETA = 10_000.0
+_BY_LAYER = "full_attention", "sliding_attention"
+
+Values = Mapping[str, Any]
+Ropes = tuple[RopeSpec, RopeSpec | None]
+"""(of all layers, or of those without a window; of those with one, where a family has two)"""
 
 
-def rope_from_config(config: Mapping[str, Any], max_position: int) -> RopeSpec:
-    """config.json: `rope_theta` with `rope_scaling`, or both inside the newer `rope_parameters`."""
+def rope_from_config(config: Values, max_position: int, head_dim: int, rules: Values) -> Ropes:
+    """config.json: `rope_theta` with `rope_scaling`, or both inside the newer `rope_parameters`.
+
+    `rules` are the family's [config.rope]: see specs/llama.toml.
+    Raises:
+        UnsupportedModel: a kind, or parameters, that we do not know.
+        CorruptModel: a number is missing or out of range.
+    """
     params = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(params, dict) or any(isinstance(value, dict) for value in params.values()):
-        raise UnsupportedModel("config.json: RoPE parameters that differ by layer are not supported")
-    kind = str(params.get("rope_type", params.get("type", "default")))
-    _require_known(kind, ROPE_KINDS)
-    partial = params.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise UnsupportedModel(f"config.json: partial_rotary_factor {partial} is not supported, only 1.0")
-    theta = _number(params, "rope_theta", _number(config, "rope_theta", DEFAULT_THETA))
-    if kind == "default":
-        return RopeSpec(theta=theta)
+    theta = _number(config, "rope_theta", rules.get("theta", DEFAULT_THETA))
+    local = rules.get("local")
+    nested = isinstance(params, dict) and any(isinstance(value, dict) for value in params.values())
+    if not isinstance(params, dict) or (nested and local is None):
+        raise UnsupportedModel("config.json: RoPE parameters that differ by layer are not supported for this family")
+    wanted = set(_BY_LAYER) if local and config.get("rope_parameters") else set()
+    if wanted and not (nested and params.keys() <= wanted and all(isinstance(v, dict) for v in params.values())):
+        raise UnsupportedModel(f"config.json: rope_parameters must be those of {' and '.join(_BY_LAYER)}")
+    reader = _Reader(config, max_position, head_dim, rules)
+    whole = reader.read(params.get(_BY_LAYER[0], {}) if nested else params, theta)
+    if local is None:
+        return whole, None
+    theta = _number(config, local["key"], local["theta"])
+    return whole, reader.read(params.get(_BY_LAYER[1], {}) if nested else {}, theta)
+
+
+class _Reader:
+    """One table of RoPE parameters; the rest of config.json has defaults for it."""
+
+    def __init__(self, config: Values, max_position: int, head_dim: int, rules: Values) -> None:
+        self._config, self._max_position, self._head_dim, self._rules = config, max_position, head_dim, rules
+
+    def read(self, params: Values, theta: float) -> RopeSpec:
+        kind = str(params.get("rope_type", params.get("type", "default")))
+        kind = self._rules.get("kinds", {}).get(kind, kind)
+        _require_known(kind, ROPE_KINDS)
+        rope = RopeSpec(theta=_number(params, "rope_theta", theta), kind=kind, dims=self._dims(params))
+        if kind == "linear":
+            return replace(rope, factor=_number(params, "factor"))
+        if kind == "llama3":
+            return replace(
+                rope,
+                factor=_number(params, "factor"),
+                low_freq_factor=_number(params, "low_freq_factor"),
+                high_freq_factor=_number(params, "high_freq_factor"),
+                original_max_position=self._original(params),
+            )
+        if kind == "yarn":
+            return self._yarn(params, rope)
+        return self._longrope(params, rope) if kind == "longrope" else rope
+
+    def _dims(self, params: Values) -> int:
+        partial = params.get("partial_rotary_factor", self._config.get("partial_rotary_factor"))
+        if partial is None or partial == 1.0:
+            return 0
+        dims = int(self._head_dim * partial) if isinstance(partial, float) and 0 < partial < 1 else 1
+        if not self._rules.get("partial", False) or dims % 2 or not dims:
+            raise UnsupportedModel(f"config.json: partial_rotary_factor {partial!r:.60} is not supported, only 1.0")
+        return dims
+
+    def _original(self, params: Values) -> int:
+        key = "original_max_position_embeddings"
+        given = self._config.get(key)
+        return int(_number(params if given is None else self._config, key, float(self._max_position)))
+
+    def _yarn(self, params: Values, rope: RopeSpec) -> RopeSpec:
+        original = self._original(params)
+        factor = params.get("factor")
+        factor = self._max_position / original if factor is None else _number(params, "factor")
+        scale = _yarn_scale(factor)
+        if params.get("mscale") and params.get("mscale_all_dim"):
+            mscale, all_dim = (_number(params, key) for key in ("mscale", "mscale_all_dim"))
+            scale = _yarn_scale(factor, mscale) / _yarn_scale(factor, all_dim)
+        return replace(
+            rope,
+            factor=factor,
+            original_max_position=original,
+            attention_factor=_number_or(params, "attention_factor", scale),
+            beta_fast=_number_or(params, "beta_fast", 32.0),
+            beta_slow=_number_or(params, "beta_slow", 1.0),
+            truncate=bool(params.get("truncate", True)),
+        )
+
+    def _longrope(self, params: Values, rope: RopeSpec) -> RopeSpec:
+        """Within the original context: past it Hugging Face changes the factors of tokens that are cached already."""
+        original = self._original(params)
+        factor = _number_or(params, "factor", self._max_position / original)
+        scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
+        return replace(
+            rope,
+            kind="factors",
+            factors=_factors(params.get("short_factor"), (rope.dims or self._head_dim) // 2),
+            attention_factor=_number_or(params, "attention_factor", scale),
+            max_position=original,
+        )
+
+
+def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values) -> Ropes:
+    """GGUF metadata. Llama 3's scaling and LongRoPE's are not here but in tensors, which the loader adds as `factors`.
+
+    `rules` are the family's [gguf.rope]. Raises as `rope_from_config`.
+    """
+    scaling = prefix + "rope.scaling."
+    rope = RopeSpec(
+        theta=_number(meta, f"{prefix}rope.freq_base", DEFAULT_THETA), dims=_gguf_dims(meta, prefix, head_dim, rules)
+    )
+    local = rules.get("local")
+    second = local and replace(rope, theta=_number(meta, prefix + local["key"], local["theta"]))
+    kind = str(meta.get(f"{scaling}type", "none"))
+    _require_known(kind, GGUF_ROPE_KINDS)
+    factor = _number(meta, f"{scaling}attn_factor", 1.0)
+    if factor != 1.0 and kind == "linear":
+        raise UnsupportedModel(f"{scaling}attn_factor {factor} is not supported with linear RoPE, only 1.0")
+    for key in ("yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier", "alpha"):
+        if scaling + key in meta:
+            raise UnsupportedModel(f"RoPE with {scaling}{key} is not supported")
     if kind == "linear":
-        return RopeSpec(theta=theta, kind=kind, factor=_number(params, "factor"))
-    return RopeSpec(
-        theta=theta,
-        kind=kind,
-        factor=_number(params, "factor"),
-        low_freq_factor=_number(params, "low_freq_factor"),
-        high_freq_factor=_number(params, "high_freq_factor"),
-        original_max_position=int(_number(params, "original_max_position_embeddings", float(max_position))),
+        return replace(rope, kind=kind, factor=_number(meta, f"{scaling}factor")), second
+    if kind == "longrope":
+        return replace(rope, kind="factors"), second
+    if kind == "yarn":
+        rope = replace(
+            rope,
+            kind=kind,
+            factor=_number(meta, f"{scaling}factor"),
+            original_max_position=int(_number(meta, f"{scaling}original_context_length")),
+            beta_fast=_number(meta, f"{scaling}yarn_beta_fast", 32.0),
+            beta_slow=_number(meta, f"{scaling}yarn_beta_slow", 1.0),
+        )
+        return replace(rope, attention_factor=factor * _yarn_scale(rope.factor)), second
+    return rope, second
+
+
+def longrope_from_gguf(rope: RopeSpec, meta: Values, prefix: str, short: tuple[float, ...]) -> RopeSpec:
+    """`rope` with the factors of a GGUF file's tensor `rope_factors_short.weight`, within the original context."""
+    scaling = prefix + "rope.scaling."
+    return replace(
+        rope,
+        kind="factors",
+        factors=short,
+        attention_factor=_number(meta, f"{scaling}attn_factor", 1.0),
+        max_position=int(_number(meta, f"{scaling}original_context_length")),
     )
 
 
-def rope_from_gguf(meta: Mapping[str, Any], prefix: str) -> RopeSpec:
-    """GGUF metadata. Llama 3's scaling is not here but in a tensor, which the loader adds as `factors`."""
-    theta = _number(meta, f"{prefix}rope.freq_base", DEFAULT_THETA)
-    kind = str(meta.get(f"{prefix}rope.scaling.type", "none"))
-    if kind == "none":
-        return RopeSpec(theta=theta)
-    _require_known(kind, GGUF_ROPE_KINDS)
-    return RopeSpec(theta=theta, kind=kind, factor=_number(meta, f"{prefix}rope.scaling.factor"))
+def _gguf_dims(meta: Values, prefix: str, head_dim: int, rules: Values) -> int:
+    turned = meta.get(f"{prefix}rope.dimension_count", head_dim)
+    if turned == head_dim:
+        return 0
+    if not rules.get("partial", False) or type(turned) is not int or not 0 < turned < head_dim or turned % 2:
+        raise UnsupportedModel(f"RoPE over {turned!r:.60} of {head_dim} dimensions of a head is not supported")
+    return turned
+
+
+def _yarn_scale(factor: float, mscale: float = 1.0) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _factors(value: Any, count: int) -> tuple[float, ...]:
+    numbers = value if isinstance(value, list) else []
+    good = all(isinstance(x, int | float) and not isinstance(x, bool) and x > 0 for x in numbers)
+    if not good or len(numbers) != count:
+        raise CorruptModel(f"RoPE: short_factor must be a list of {count} positive numbers")
+    return tuple(float(x) for x in numbers)
 
 
 def _require_known(kind: str, known: tuple[str, ...]) -> None:
@@ -51,8 +188,13 @@ def _require_known(kind: str, known: tuple[str, ...]) -> None:
         raise UnsupportedModel(f"RoPE kind {kind!r:.60} is not supported; known: {', '.join(known)}")
 
 
-def _number(values: Mapping[str, Any], key: str, default: float | None = None) -> float:
+def _number_or(values: Values, key: str, default: float) -> float:
+    """As `_number`, null and 0 like absent."""
+    return _number(values, key) if values.get(key) else default
+
+
+def _number(values: Values, key: str, default: float | None = None) -> float:
     value = values.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise CorruptModel(f"RoPE: {key} must be a positive number, not {value!r:.60}")
     return float(value)

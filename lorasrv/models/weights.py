@@ -22,7 +22,11 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. q/k/v and gate/up are stacked along their outputs, biases too; norms are [H] fp32."""
+    """One layer. q/k/v and gate/up are stacked along their outputs, biases too.
+
+    Norms are fp32, [H] before attention and before the MLP; after each [H], and of heads of q and k [D], or None where
+    the family has none. 1 has been added to those that a checkpoint holds less 1.
+    """
 
     input_norm: Tensor
     post_attn_norm: Tensor
@@ -30,6 +34,15 @@ class LayerWeights:
     o: Linear
     gate_up: Linear
     down: Linear
+    attn_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+    def norms(self) -> tuple[Tensor, ...]:
+        """Those that the family has."""
+        norms = self.input_norm, self.post_attn_norm, self.attn_out_norm, self.mlp_out_norm, self.q_norm, self.k_norm
+        return tuple(norm for norm in norms if norm is not None)
 
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
         """In the order of `ModelSpec.sites()`."""
@@ -51,7 +64,7 @@ class ModelWeights:
     def nbytes(self) -> int:
         """Stored bytes of all weights, shared ones counted once."""
         linears = [linear for layer in self.layers for linear in layer.linears()]
-        norms = [self.final_norm] + [n for layer in self.layers for n in (layer.input_norm, layer.post_attn_norm)]
+        norms = [self.final_norm] + [norm for layer in self.layers for norm in layer.norms()]
         return self.embed.nbytes + self.head.nbytes + sum(x.nbytes for x in linears) + sum(n.nbytes for n in norms)
 
     def dequantized(self, name: str) -> Tensor:
@@ -68,9 +81,10 @@ class ModelWeights:
 
 
 def _slice(spec: ModelSpec, layer: LayerWeights, module: str) -> Tensor:
-    norms = {"input_layernorm": layer.input_norm, "post_attention_layernorm": layer.post_attn_norm}
-    if module in norms:
-        return norms[module]
+    for name, (path, _) in spec.norms().items():
+        if module == path:
+            norm: Tensor = getattr(layer, name)
+            return norm
     for site, linear in zip(spec.sites(), layer.linears(), strict=True):
         if module in site.modules:
             i = site.modules.index(module)
@@ -126,8 +140,8 @@ class _Builder:
         self._progress(f"loading layer {i + 1} of {self._spec.num_layers}", (i + 1) / (self._spec.num_layers + 1))
         prefix = f"model.layers.{i}."
         qkv, o, gate_up, down = (self._site(prefix, site) for site in self._spec.sites())
-        norms = self._norm(prefix + "input_layernorm"), self._norm(prefix + "post_attention_layernorm")
-        return LayerWeights(*norms, qkv, o, gate_up, down)
+        norms = {name: self._norm(prefix + module) for name, (module, _) in self._spec.norms().items()}
+        return LayerWeights(qkv=qkv, o=o, gate_up=gate_up, down=down, **norms)
 
     def _site(self, prefix: str, site: SiteShape) -> Linear:
         return self._linear([prefix + module for module in site.modules])
@@ -167,7 +181,8 @@ class _Builder:
         return _moved(stacked, self._device)
 
     def _norm(self, module: str) -> Tensor:
-        return self._read(f"{module}.weight").float()
+        weight = self._read(f"{module}.weight").float()
+        return weight + 1 if self._spec.norms_less_one else weight
 
     def _stacked(self, names: Sequence[str]) -> Tensor:
         """Tensors along their first dimension, as one."""

@@ -62,7 +62,7 @@ class QuantFormat(Protocol):
         ...
 
     def linear(self, weight: Tensor | GroupCodes, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """weight [O, H], bias [O], floats of any kind, or codes that the format keeps; no reference stays that need not."""
+        """weight [O, H], bias [O], floats of any kind, or codes that the format keeps; no needless reference stays."""
         ...
 
     def embedding(self, weight: Tensor | GroupCodes, dtype: torch.dtype) -> Embedding:

@@ -1,7 +1,7 @@
 """int4: sixteen levels between a minimum and a maximum for every group. GGUF's Q4_0 and Q4_1 are taken as they are.
 
-So are 8-bit weights of a file that is 4-bit otherwise: nothing that a file holds is rounded a second time, unless another
-group is asked for.
+So are 8-bit weights of a file that is 4-bit otherwise: nothing that a file holds is rounded a second time, unless
+another group is asked for.
 """
 
 from torch import Tensor

@@ -154,6 +154,26 @@ class TestExitCodes:
         assert says in done.err
 
     @pytest.mark.parametrize(
+        ("content", "says"),
+        [
+            (b"", "base.gguf: the GGUF file is empty"),
+            (b"PK\x03\x04", "base.gguf: not a GGUF file: it does not begin with GGUF"),
+            (b"GGUF\x03\0\0\0", "base.gguf: the GGUF file is truncated in its header, at byte 8 of 8"),
+            (b"GGUF\x01\0\0\0" + bytes(16), "base.gguf: GGUF version 1 (or byte order) is not supported; known: 2, 3,"),
+            (b"GGUF\x03\0\0\0" + b"\xff" * 16, "base.gguf: the GGUF file is damaged or truncated: 184467440737095516"),
+            (b"GGUF\x03\0\0\0" + bytes(16), "base.gguf: architecture '' is not supported; known: Gemma2ForCausalLM, "),
+        ],
+    )
+    def test_serve_refuses_a_corrupt_gguf_in_one_line(self, cli, tmp_path, content: bytes, says: str) -> None:
+        file = tmp_path / "base.gguf"
+        file.write_bytes(content)
+        done = cli("serve", "--port", "0", "--kernels", "torch", "--model", file, "--store", tmp_path / "store")
+        lines = done.err.splitlines()
+        assert (done.code, done.out, lines[-1][: len(says) + 9]) == (1, "", f"lorasrv: {says}")
+        assert "Traceback" not in done.err
+        assert [line for line in lines if line.startswith("lorasrv: ")] == lines[-1:]
+
+    @pytest.mark.parametrize(
         ("options", "memory"),
         [
             ([], MemoryOptions()),

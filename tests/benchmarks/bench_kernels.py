@@ -144,7 +144,9 @@ def attention_case(sequences: int, length: int) -> tuple[list[KvPages], np.ndarr
     return layers, order.reshape(sequences, -1)
 
 
-def attention_seconds(ops: Ops, case: tuple[list[KvPages], np.ndarray], queries: int, length: int) -> float:
+def attention_seconds(
+    ops: Ops, case: tuple[list[KvPages], np.ndarray], queries: int, length: int, softcap: float | None = None
+) -> float:
     """One layer, the plan not included: a step makes it once for all layers."""
     layers, tables = case
     q = torch.randn(len(tables) * queries, HEADS, DIM)
@@ -153,7 +155,7 @@ def attention_seconds(ops: Ops, case: tuple[list[KvPages], np.ndarray], queries:
 
     def work() -> None:
         for kv in layers:
-            ops.paged_attention(q, kv, plan, DIM**-0.5)
+            ops.paged_attention(q, kv, plan, DIM**-0.5, softcap=softcap)
 
     work()
     return least(work, 5) / len(layers)
@@ -162,6 +164,7 @@ def attention_seconds(ops: Ops, case: tuple[list[KvPages], np.ndarray], queries:
 def pointwise(ops: Ops, plain: Ops, rows: int) -> list[tuple[str, float, float]]:
     """(op, seconds of the kernels, seconds of torch)."""
     x, delta, weight = torch.randn(rows, 576), torch.zeros(rows, 576), torch.ones(576)
+    norm, logits = torch.ones(DIM), torch.randn(rows, 49152)
     gate_up, qkv = torch.randn(rows, 3072), torch.randn(rows, (HEADS + 2 * KV_HEADS) * DIM)
     cos, sin = torch.rand(rows, DIM // 2), torch.rand(rows, DIM // 2)
     layers, _ = attention_case(4, 1024)
@@ -174,6 +177,9 @@ def pointwise(ops: Ops, plain: Ops, rows: int) -> list[tuple[str, float, float]]
     works: list[tuple[str, Callable[[Ops], object]]] = [
         ("add_rms_norm_", lambda o: o.add_rms_norm_(x, delta, weight, 1e-5)),
         ("silu_mul", lambda o: o.silu_mul(gate_up)),
+        ("gelu_mul", lambda o: o.gelu_mul(gate_up)),
+        ("norm_heads_", lambda o: o.norm_heads_(qkv, norm, norm, KV_HEADS, 1e-5)),
+        ("softcap_ (logits)", lambda o: o.softcap_(logits, 30.0)),
         ("rope_write_kv", lambda o: o.rope_write_kv(qkv, cos, sin, layers[0], plans[id(o)])),
     ]
 
@@ -217,6 +223,9 @@ def main() -> None:
         ours, torchs = (attention_seconds(o, case, queries, length) for o in (ops, plain))
         what = "decode" if queries == 1 else f"prefill of {queries}"
         found.append((f"attention, {sequences} x {length}", what, ours, size, torchs, None))
+        if (sequences, queries) == (16, 1):
+            ours, torchs = (attention_seconds(o, case, queries, length, 50.0) for o in (ops, plain))
+            found.append((f"attention, {sequences} x {length}", "decode, softcap", ours, size, torchs, None))
     probes.append(read_bandwidth(panels.slabs.view(-1)))
     probe = max(probes)
     print(

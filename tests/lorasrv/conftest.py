@@ -1,10 +1,12 @@
 """Shared builders: tiny Hugging Face checkpoints with random weights, GGUF files of them, and the built-in base."""
 
 import json
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
@@ -14,7 +16,6 @@ from adapter_store.peft_dir import read_peft_dir
 from adapter_store.store import AdapterStore
 from lorasrv.base_shapes import base_shapes
 from lorasrv.loaders import Checkpoint, open_checkpoint
-from lorasrv.models.family import detect
 from lorasrv.tokenizer import Tokenizer
 from lorasrv.tokenizer_source import TokenizerSource
 
@@ -83,7 +84,8 @@ def tiny_tokenizer_file(tmp_path_factory: pytest.TempPathFactory, corpus: list[s
 @pytest.fixture(scope="session")
 def write_gguf() -> Callable[..., Path]:
     """(Hugging Face directory, target file, type such as "Q4_1", extra metadata) -> the file, as llama.cpp converts it:
-    q and k permuted for llama, norms and biases in fp32, one quantized type for the rest. Written by the gguf package.
+    q and k permuted for llama, 1 added to gemma's norms, norms and biases in fp32, one quantized type for the rest.
+    Names and bytes are the gguf package's.
     """
     return _write_gguf
 
@@ -93,8 +95,9 @@ def _write_gguf(source: Path, target: Path, kind: str, **extra: object) -> Path:
     from safetensors.torch import load_file
 
     config = json.loads((source / "config.json").read_text())
-    arch = "qwen2" if config["model_type"] == "qwen2" else "llama"
-    family = detect(arch)
+    kind_of = {"llama": "llama", "mistral": "llama", "gemma3_text": "gemma3"}
+    arch = kind_of.get(config["model_type"], config["model_type"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config["num_hidden_layers"])
     writer = gguf.GGUFWriter(target, arch)
     _add_metadata(writer, config, source)
     for key, value in extra.items():
@@ -106,8 +109,12 @@ def _write_gguf(source: Path, target: Path, kind: str, **extra: object) -> Path:
         if arch == "llama" and module in heads:
             shape = values.shape
             values = values.reshape(heads[module], 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
         wanted = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
-        writer.add_tensor(family.gguf_name(name), gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None
+        writer.add_tensor(stored, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -116,6 +123,8 @@ def _write_gguf(source: Path, target: Path, kind: str, **extra: object) -> Path:
 
 
 def _add_metadata(writer: Any, config: dict[str, Any], source: Path) -> None:
+    import gguf
+
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_feed_forward_length(config["intermediate_size"])
@@ -126,7 +135,33 @@ def _add_metadata(writer: Any, config: dict[str, Any], source: Path) -> None:
         writer.add_rope_dimension_count(config["head_dim"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    rope = config["rope_parameters"]
+    whole = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(whole["rope_theta"])
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    if whole["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(whole["rope_type"]))
+        writer.add_rope_scaling_factor(whole["factor"])
+    if "original_max_position_embeddings" in whole:
+        writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
+    if whole["rope_type"] == "longrope":
+        ratio = config["max_position_embeddings"] / whole["original_max_position_embeddings"]
+        scale = (1 + math.log(ratio) / math.log(whole["original_max_position_embeddings"])) ** 0.5
+        writer.add_rope_scaling_attn_factors(scale)
+        for kind in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(whole[f"{kind}_factor"], np.float32))
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    if whole.get("partial_rotary_factor", 1.0) != 1.0:
+        writer.add_rope_dimension_count(int(head_dim * whole["partial_rotary_factor"]))
+    if config["model_type"] in ("gemma2", "gemma3_text", "phi3") and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if config["model_type"] == "gemma3_text":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
     writer.add_bos_token_id(config["bos_token_id"])
     writer.add_eos_token_id(config["eos_token_id"])
     model = json.loads((source / "tokenizer.json").read_text("utf-8"))["model"]
@@ -139,6 +174,14 @@ def _add_metadata(writer: Any, config: dict[str, Any], source: Path) -> None:
 
 
 TinyCheckpoint = Callable[..., Path]
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+GEMMA: dict[str, object] = {
+    "head_dim": 24,
+    "num_hidden_layers": 4,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 40,
+    "pad_token_id": 0,
+}
 
 
 @pytest.fixture(scope="session")
@@ -148,7 +191,8 @@ def tiny_hf_checkpoints(
     """Family -> factory(**config changes) -> a Hugging Face directory: seeded random fp32 weights and the tokenizer.
 
     llama has grouped heads and an untied head; mistral a sliding window of 8 tokens and a head_dim of its own; qwen2
-    qkv biases and a tied head. `shard_bytes` splits the weights, `dtype` casts them. The same arguments give the same
+    qkv biases and a tied head; qwen3 norms of heads; gemma2 and gemma3 windows on some of 4 layers, gemma3 two thetas;
+    phi3 fused modules. `shard_bytes` splits the weights, `dtype` casts them. The same arguments give the same
     directory: treat it as read-only, copy what you damage.
     """
     built: dict[str, Path] = {}
@@ -166,7 +210,7 @@ def tiny_hf_checkpoints(
 
         return build
 
-    return {family: factory(family) for family in ("llama", "mistral", "qwen2")}
+    return {family: factory(family) for family in FAMILIES}
 
 
 def _save_tiny(
@@ -190,17 +234,21 @@ def _save_tiny(
         "llama": {"tie_word_embeddings": False},
         "mistral": {"tie_word_embeddings": False, "sliding_window": 8, "head_dim": 24},
         "qwen2": {"tie_word_embeddings": True},
+        "qwen3": {"tie_word_embeddings": False, "head_dim": 24},
+        "gemma2": GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 20.0},
+        "gemma3": GEMMA | {"sliding_window_pattern": 3},
+        "phi3": {"pad_token_id": 0, "original_max_position_embeddings": 512},
     }
-    names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2"}
-    config = getattr(transformers, f"{names[family]}Config")(**{**common, **own[family], **changes})
+    stem = "Gemma3Text" if family == "gemma3" else family.capitalize()
+    config = getattr(transformers, f"{stem}Config")(**{**common, **own[family], **changes})
     torch.manual_seed(seed)
-    model = getattr(transformers, f"{names[family]}ForCausalLM")(config)
+    model = getattr(transformers, f"{family.capitalize()}ForCausalLM")(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
                 parameter.normal_(std=0.3)
             elif "norm" in name:
-                parameter.uniform_(0.5, 1.5)
+                parameter.uniform_(0.5, 1.5).sub_(1.0 if family.startswith("gemma") else 0.0)
     size = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.to(getattr(torch, dtype)).save_pretrained(path, **size)
 
@@ -215,6 +263,16 @@ def _save_tokenizer_config(path: Path) -> None:
         "model_max_length": 512,
     }
     (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="session")
+def llama_dir(tiny_hf_checkpoints: dict[str, TinyCheckpoint]) -> Path:
+    return tiny_hf_checkpoints["llama"](intermediate_size=96)
+
+
+@pytest.fixture(scope="session")
+def llama_gguf(llama_dir: Path, write_gguf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(llama_dir, tmp_path_factory.mktemp("gguf") / "tiny.gguf", "F32")
 
 
 @pytest.fixture(scope="session")

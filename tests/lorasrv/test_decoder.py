@@ -1,10 +1,12 @@
 """The decoder's logits against transformers, and with adapters against PEFT, on tiny random models of every family."""
 
+from functools import lru_cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from adapter_store.errors import AdapterInvalid
 from adapter_store.store import AdapterStore
 from lorasrv.adapter_pack import pack_adapter
 from lorasrv.base_shapes import adapter_layout, base_shapes
@@ -28,6 +30,19 @@ ROPE_LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+ROPE_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+ROPE_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.25 * i for i in range(6)],
+    "long_factor": [2.0] * 6,
+    "partial_rotary_factor": 0.75,
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 CASES = [
     ("llama", {}),
     ("llama", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1}),
@@ -35,8 +50,22 @@ CASES = [
     ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
     ("mistral", {}),
     ("qwen2", {}),
+    ("llama", {"rope_parameters": ROPE_YARN}),
+    ("qwen3", {"attention_bias": True}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "tie_word_embeddings": True}),
+    ("gemma2", {}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
+    ("gemma3", {}),
+    ("gemma3", {"rope_parameters": GEMMA3_ROPE, "final_logit_softcapping": 10.0}),
+    ("phi3", {}),
+    ("phi3", {"sliding_window": 8, "num_key_value_heads": 4, "rope_parameters": PARTIAL}),
+    ("phi3", {"rope_parameters": ROPE_LONG, "original_max_position_embeddings": 64}),
 ]
-IDS = ["llama", "llama-mqa-bias-tied", "llama3-rope", "linear-rope", "mistral-window", "qwen2-bias-tied"]
+IDS = [
+    *("llama", "llama-mqa-bias-tied", "llama3-rope", "linear-rope", "mistral-window", "qwen2-bias-tied", "yarn-rope"),
+    *("qwen3-bias", "qwen3-window-tied", "gemma2", "gemma2-uncapped-bias", "gemma3", "gemma3-ropes"),
+    *("phi3", "phi3-window-partial", "phi3-longrope"),
+]
 CONFIGS = {
     "qv": {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
     "all": {
@@ -47,14 +76,25 @@ CONFIGS = {
     },
     "rs": {"r": 5, "lora_alpha": 8, "use_rslora": True, "target_modules": ["o_proj", "up_proj"]},
 }
+FUSED_CONFIGS = {
+    "qv": {"r": 4, "lora_alpha": 6, "target_modules": ["qkv_proj"]},
+    "all": {
+        "r": 20,
+        "lora_alpha": 10,
+        "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+        "rank_pattern": {"qkv_proj": 3, "layers.1.mlp.down_proj": 7},
+    },
+    "rs": {"r": 5, "lora_alpha": 8, "use_rslora": True, "target_modules": ["o_proj", "gate_up_proj"]},
+}
 
 
 def _save_adapters(directory: Path, out: Path) -> dict[str, Path]:
     from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     saved = {}
-    for i, (name, config) in enumerate(CONFIGS.items()):
+    fused = AutoConfig.from_pretrained(directory).model_type == "phi3"
+    for i, (name, config) in enumerate((FUSED_CONFIGS if fused else CONFIGS).items()):
         torch.manual_seed(100 + i)
         base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
         peft = get_peft_model(base, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **config))
@@ -63,15 +103,20 @@ def _save_adapters(directory: Path, out: Path) -> dict[str, Path]:
     return saved
 
 
-def _oracle(directory: Path, adapter: Path | None, ids: list[int]) -> torch.Tensor:
+@lru_cache(maxsize=8)
+def _oracle_model(directory: Path, adapter: Path | None) -> torch.nn.Module:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter)
+    return model.eval()
+
+
+def _oracle(directory: Path, adapter: Path | None, ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
-        return model.eval()(torch.tensor([ids])).logits[0]
+        return _oracle_model(directory, adapter)(torch.tensor([ids])).logits[0]
 
 
 class _Served:
@@ -130,12 +175,17 @@ def _register(store: AdapterStore, name: str, folder: Path) -> str:
         *(pytest.param(*case, k, id=f"{name}-{k}") for case, name in zip(CASES, IDS, strict=True) for k in KERNELS),
         pytest.param("llama", {}, "triton", id="llama-triton", marks=pytest.mark.long),
         pytest.param("mistral", {}, "triton", id="mistral-window-triton", marks=pytest.mark.long),
+        pytest.param("gemma2", {}, "triton", id="gemma2-triton", marks=pytest.mark.long),
+        pytest.param("gemma3", {}, "triton", id="gemma3-triton", marks=pytest.mark.long),
+        pytest.param("phi3", {"rope_parameters": PARTIAL}, "triton", id="phi3-partial-triton", marks=pytest.mark.long),
     ],
 )
 def test_mixed_batch_of_chunks_equals_transformers_and_peft(
     tiny_hf_checkpoints, tmp_path: Path, family: str, changes: dict[str, object], kernels: str
 ) -> None:
-    """Base and three adapters of mixed ranks, prompts in two chunks of different lengths, all in the same two steps."""
+    """Base and three adapters of mixed ranks, prompts in two chunks of different lengths and a token after them, all in
+    the same three steps.
+    """
     directory = tiny_hf_checkpoints[family](**changes)
     adapters = _save_adapters(directory, tmp_path)
     served = _Served(directory, adapters, tmp_path / "store", torch.float32, kernels)
@@ -145,11 +195,13 @@ def test_mixed_batch_of_chunks_equals_transformers_and_peft(
         ids = torch.randint(3, 384, (9 + 4 * i,), generator=generator).tolist()
         work.append((name, ids, tuple(range(i * 10, i * 10 + 10))))
     first = served.logits([(name, ids[: 3 + i], 0, table) for i, (name, ids, table) in enumerate(work)])
-    second = served.logits([(name, ids[3 + i :], 3 + i, table) for i, (name, ids, table) in enumerate(work)])
+    second = served.logits([(name, ids[3 + i : -1], 3 + i, table) for i, (name, ids, table) in enumerate(work)])
+    third = served.logits([(name, ids[-1:], len(ids) - 1, table) for name, ids, table in work])
     for i, (name, ids, _) in enumerate(work):
         want = _oracle(directory, adapters[name] if name else None, ids)
         torch.testing.assert_close(first[i], want[2 + i], rtol=1e-3, atol=1e-4)
-        torch.testing.assert_close(second[i], want[-1], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(second[i], want[-2], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(third[i], want[-1], rtol=1e-3, atol=1e-4)
         if name is not None:
             assert (_oracle(directory, None, ids)[-1] - want[-1]).abs().max() > 0.1, "the adapter changes nothing"
 
@@ -164,3 +216,17 @@ def test_bf16_panels_stay_within_tolerance(tiny_hf_checkpoints, tmp_path: Path, 
         got = served.logits([(name, ids, 0, tuple(range(i * 10, i * 10 + 10)))])[0]
         want = _oracle(directory, adapters[name], ids)[-1]
         assert (got - want).norm() / want.norm() < 2e-2
+
+
+def test_fused_modules_take_no_adapter_of_their_parts(tiny_hf_checkpoints, tmp_path: Path) -> None:
+    """And the other way round: each is told what it does not fit."""
+    llama, phi3 = (tiny_hf_checkpoints[family](num_key_value_heads=2) for family in ("llama", "phi3"))
+    for directory, other in ((llama, phi3), (phi3, llama)):
+        adapters = _save_adapters(directory, tmp_path / directory.name)
+        checkpoint = open_checkpoint(str(other))
+        checkpoint.close()
+        with (
+            AdapterStore(tmp_path / f"of-{directory.name}", base_shapes(checkpoint.spec)) as store,
+            pytest.raises(AdapterInvalid, match="qkv_proj" if directory is phi3 else "q_proj"),
+        ):
+            _register(store, "mia", adapters["qv"])

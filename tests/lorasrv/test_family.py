@@ -26,6 +26,8 @@ LLAMA = {
     "bos_token_id": 1,
     "eos_token_id": [2, 3],
 }
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+GEMMA = {k: v for k, v in LLAMA.items() if k != "rope_theta"} | {"head_dim": 16}
 QWEN2 = LLAMA | {"max_window_layers": 1, "sliding_window": 32}
 
 
@@ -74,6 +76,89 @@ def test_qwen2_has_qkv_biases_and_its_window_only_when_switched_on() -> None:
         family.spec_from_hf(QWEN2 | {"use_sliding_window": True, "layer_types": kinds[:1]})
 
 
+def test_qwen3_follows_its_own_configuration() -> None:
+    spec = detect("Qwen3ForCausalLM").spec_from_hf(QWEN2)
+    assert (spec.qk_norm, spec.head_dim, spec.qkv_bias, spec.sliding_window) == (True, 128, False, None)
+    assert tensor_shapes(spec)["model.layers.1.self_attn.q_norm.weight"] == (128,)
+
+
+def test_gemma_defaults_are_those_of_transformers() -> None:
+    from transformers import Gemma2Config, Gemma3TextConfig
+
+    two, three = (detect(f"Gemma{i}ForCausalLM").spec_from_hf(GEMMA) for i in (2, 3))
+    for spec, config in ((two, Gemma2Config(**GEMMA)), (three, Gemma3TextConfig(**GEMMA))):
+        assert spec.attn_softcap == config.attn_logit_softcapping
+        assert spec.final_softcap == config.final_logit_softcapping
+        assert (spec.query_scalar, spec.tied_head) == (config.query_pre_attn_scalar, config.tie_word_embeddings)
+        assert (spec.activation, spec.sliding_window) == ("gelu_tanh", config.sliding_window)
+        assert (spec.post_norms, spec.norms_less_one, spec.scaled_embedding) == (True, True, True)
+    assert (two.rope.theta, two.rope_local, two.qk_norm) == (10_000.0, None, False)
+    assert (three.rope.theta, three.rope_local, three.qk_norm) == (1e6, RopeSpec(theta=10_000.0), True)
+
+
+def test_gemma_windows_by_pattern_and_by_list() -> None:
+    family = detect("Gemma3ForCausalLM")
+    six = family.spec_from_hf(GEMMA | {"num_hidden_layers": 7})
+    assert [bool(six.window(layer)) for layer in range(7)] == [True] * 5 + [False, True]
+    two = family.spec_from_hf(GEMMA | {"sliding_window_pattern": 2})
+    assert [bool(two.window(layer)) for layer in range(2)] == [True, False]
+    full = family.spec_from_hf(GEMMA | {"layer_types": ["full_attention"] * 2})
+    assert (full.sliding_window, full.rope_local) == (None, None)
+    for changes, error, message in (
+        ({"layer_types": ["chunked_attention"] * 2}, UnsupportedModel, "'chunked_attention' .*known: sliding_"),
+        ({"sliding_window_pattern": 0}, CorruptModel, "sliding_window_pattern must be positive, not 0"),
+        ({"sliding_window": None}, UnsupportedModel, "gemma3 without a sliding window"),
+        ({"use_bidirectional_attention": True}, UnsupportedModel, "use_bidirectional_attention True .*only False"),
+        ({"rope_parameters": {"rope_type": "default"}}, UnsupportedModel, "those of full_attention and sliding_att"),
+    ):
+        with pytest.raises(error, match=message):
+            family.spec_from_hf(GEMMA | changes)
+
+
+def test_gemma3_ropes_in_either_spelling() -> None:
+    family = detect("Gemma3ForCausalLM")
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = GEMMA | {"rope_theta": 5e5, "rope_local_base_freq": 7e3, "rope_scaling": scaling}
+    full, sliding = scaling | {"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 7e3}
+    new = GEMMA | {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
+    for config in (old, new):
+        spec = family.spec_from_hf(config)
+        assert (spec.rope, spec.rope_local) == (RopeSpec(5e5, "linear", 8.0), RopeSpec(7e3))
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+
+
+def test_longrope_is_served_within_the_original_context() -> None:
+    family = detect("Phi3ForCausalLM")
+    spec = family.spec_from_hf(llama(rope_scaling=LONGROPE, original_max_position_embeddings=64))
+    assert (spec.max_position, spec.rope.max_position, spec.rope.factors) == (64, 64, (1.0,) * 8)
+    assert spec.rope.attention_factor == pytest.approx((1 + 1 / 3) ** 0.5)
+    for kind in ("su", "yarn"):
+        changes = {"rope_scaling": LONGROPE | {"rope_type": kind}, "original_max_position_embeddings": 64}
+        assert family.spec_from_hf(llama(**changes)) == spec
+    with pytest.raises(CorruptModel, match="short_factor must be a list of 8 positive numbers"):
+        family.spec_from_hf(llama(rope_scaling=LONGROPE | {"short_factor": [1.0] * 7}))
+
+
+def test_a_part_of_a_head_turns_where_the_family_can() -> None:
+    family = detect("Phi3ForCausalLM")
+    assert family.spec_from_hf(llama(partial_rotary_factor=0.75)).rope.dims == 12
+    for partial in (0.7, 1.5, 0.0, "x"):
+        with pytest.raises(UnsupportedModel, match="partial_rotary_factor"):
+            family.spec_from_hf(llama(partial_rotary_factor=partial))
+
+
+def test_fused_modules_are_single_slices() -> None:
+    sites = detect("Phi3ForCausalLM").spec_from_hf(LLAMA).sites()
+    assert [(site.name, site.modules, site.out_features) for site in sites] == [
+        ("qkv", ("self_attn.qkv_proj",), (128,)),
+        ("o", ("self_attn.o_proj",), (64,)),
+        ("gate_up", ("mlp.gate_up_proj",), (192,)),
+        ("down", ("mlp.down_proj",), (64,)),
+    ]
+
+
 LLAMA3_SCALING = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -97,7 +182,21 @@ def test_rope_in_either_spelling(changes: dict[str, Any], expected: RopeSpec) ->
     assert detect("LlamaForCausalLM").spec_from_hf(llama(**changes)).rope == expected
 
 
-@pytest.mark.parametrize("parameters", [{"rope_type": "linear", "factor": 4.0}, LLAMA3_SCALING])
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        LLAMA3_SCALING,
+        YARN,
+        {"rope_type": "yarn", "factor": 40.0},
+        YARN | {"beta_fast": 16.0, "beta_slow": 0.5, "truncate": False},
+        YARN | {"attention_factor": 0.7},
+        YARN | {"mscale": 1.0, "mscale_all_dim": 0.5},
+    ],
+)
 def test_rope_frequencies_equal_transformers(parameters: dict[str, Any]) -> None:
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
@@ -115,8 +214,8 @@ def test_rope_frequencies_equal_transformers(parameters: dict[str, Any]) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "RoPE kind 'yarn' .*known: default, linear, llama3"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "RoPE kind 'dynamic'"),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "RoPE kind 'dynamic' .*known: default, linear"),
+        ({"rope_parameters": {"full_attention": {}, "rope_theta": 1.0}}, "differ by layer"),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
         ({"hidden_act": "relu2"}, "activation 'relu2' .*known: silu"),
@@ -184,7 +283,10 @@ def test_gguf_says_ties_and_biases_by_the_tensors_it_holds() -> None:
     [
         ({"llama.block_count": 2**31}, CorruptModel, "llama.block_count 2147483648 is more than"),
         ({"llama.block_count": [1, 2]}, CorruptModel, "llama.block_count must be a whole number"),
-        ({"llama.rope.scaling.type": "yarn"}, UnsupportedModel, "RoPE kind 'yarn'"),
+        ({"llama.rope.scaling.type": "su"}, UnsupportedModel, "RoPE kind 'su' .*known: none, linear, yarn, longrope"),
+        ({"llama.rope.scaling.type": "yarn"}, CorruptModel, r"llama\.rope\.scaling\.factor must be a positive number"),
+        ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, UnsupportedModel, "yarn_log_multiplier is not supported"),
+        ({"llama.attention.value_length": 8}, UnsupportedModel, "value_length"),
         ({"llama.rope.dimension_count": 8}, UnsupportedModel, "RoPE over 8 of 16 dimensions"),
         ({"tokenizer.ggml.tokens": []}, CorruptModel, "how many tokens"),
     ],
@@ -204,7 +306,8 @@ def test_every_tensor_of_every_family_has_a_gguf_name() -> None:
         spec = family.spec_from_hf(llama(attention_bias=True, mlp_bias=True))
         names = [family.gguf_name(name) for name in tensor_shapes(spec)]
         assert len(set(names)) == len(names)
-        assert {"token_embd.weight", "blk.1.attn_q.weight", "blk.0.ffn_norm.weight", "output_norm.weight"} <= set(names)
+        query = "blk.1.attn_qkv.weight" if spec.fused else "blk.1.attn_q.weight"
+        assert {"token_embd.weight", query, "blk.0.ffn_norm.weight", "output_norm.weight"} <= set(names)
 
 
 NEW_FAMILY = """
@@ -250,14 +353,14 @@ def test_a_wrong_family_file_is_refused(tmp_path: Path, text: str, message: str)
 
 
 def test_specs_are_packaged_beside_the_module() -> None:
-    assert {path.stem for path in SPEC_DIR.glob("*.toml")} == {"llama", "mistral", "qwen2"}
+    assert {path.stem for path in SPEC_DIR.glob("*.toml")} == set(FAMILIES)
 
 
 def test_token_ids_are_distinct_and_valid() -> None:
     assert token_ids([2, 2, None, -1, True, "x", 0]) == (2, 0)
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_specs_agree_with_transformers_models(tiny_hf_checkpoints: dict[str, Any], family: str) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -265,9 +368,14 @@ def test_specs_agree_with_transformers_models(tiny_hf_checkpoints: dict[str, Any
     checkpoint = open_checkpoint(str(path))
     config = AutoConfig.from_pretrained(path)
     spec = checkpoint.spec
-    assert spec.head_dim == (24 if family == "mistral" else 16)
-    assert (spec.sliding_window, spec.tied_head) == (8 if family == "mistral" else None, family == "qwen2")
-    assert spec.rope.theta == config.rope_parameters["rope_theta"]
+    assert spec.head_dim == (24 if family in ("mistral", "qwen3", "gemma2", "gemma3") else 16)
+    tied = family in ("qwen2", "gemma2", "gemma3")
+    assert (spec.sliding_window, spec.tied_head) == (8 if family in ("mistral", "gemma2", "gemma3") else None, tied)
+    rope = config.rope_parameters
+    assert spec.rope.theta == (rope["full_attention"] if family == "gemma3" else rope)["rope_theta"]
+    if family in ("gemma2", "gemma3"):
+        kinds = ["sliding_attention" if spec.window(layer) else "full_attention" for layer in range(spec.num_layers)]
+        assert kinds == config.layer_types
     expected = AutoModelForCausalLM.from_pretrained(path).state_dict()
     ours = state_dict_fp32(checkpoint)
     checkpoint.close()

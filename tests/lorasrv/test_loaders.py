@@ -5,7 +5,6 @@ import re
 import shutil
 import struct
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +12,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from lorasrv.errors import CorruptModel, ModelError, ModelNotFound, UnsupportedModel
+from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from lorasrv.loaders import Checkpoint, WeightMeter, open_checkpoint, state_dict_fp32
 from lorasrv.loaders.ggml_types import decode, ggml_type
 from lorasrv.loaders.gguf_file import GgufFile
@@ -29,20 +26,10 @@ Tiny = dict[str, Callable[..., Path]]
 Damage = Callable[[Path], object]
 
 
-@pytest.fixture(scope="session")
-def llama_dir(tiny_hf_checkpoints: Tiny) -> Path:
-    return tiny_hf_checkpoints["llama"](intermediate_size=96)
-
-
 @pytest.fixture
 def llama_copy(llama_dir: Path, tmp_path: Path) -> Path:
     """A directory to damage."""
     return Path(shutil.copytree(llama_dir, tmp_path / "tiny-llama"))
-
-
-@pytest.fixture(scope="session")
-def llama_gguf(llama_dir: Path, write_gguf: GgufWriter, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_gguf(llama_dir, tmp_path_factory.mktemp("gguf") / "tiny.gguf", "F32")
 
 
 # GGUF ---------------------------------------------------------------------------------------------------------------
@@ -99,10 +86,8 @@ def test_gguf_rope_factors_reach_the_spec(
 
 
 def test_unknown_tensor_types_are_refused_by_name() -> None:
-    with pytest.raises(
-        UnsupportedModel, match=r"'blk\.0\.x' has GGUF type Q6_K.*known: F32, F16, Q4_0, Q4_1, Q8_0, BF16"
-    ):
-        ggml_type(14, "blk.0.x")
+    with pytest.raises(UnsupportedModel, match=r"'blk\.0\.x' has GGUF type Q8_K.*known: F32, F16, Q4_0, .*Q6_K"):
+        ggml_type(15, "blk.0.x")
     with pytest.raises(UnsupportedModel, match="number 999"):
         ggml_type(999, "t")
 
@@ -125,20 +110,6 @@ def test_truncated_gguf(llama_gguf: Path, tmp_path: Path, keep: int) -> None:
     assert str(tmp_path) not in str(caught.value)
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_damaged_gguf_headers_raise_only_model_errors(
-    llama_gguf: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    raw = bytearray(llama_gguf.read_bytes())
-    for _ in range(data.draw(st.integers(1, 4))):
-        raw[data.draw(st.integers(4, 12_000))] = data.draw(st.integers(0, 255))
-    path = tmp_path_factory.getbasetemp() / "damaged.gguf"
-    path.write_bytes(raw)
-    with suppress(ModelError):
-        open_checkpoint(str(path)).close()
-
-
 def patched(path: Path, offset: int, fmt: str, value: int) -> bytes:
     raw = bytearray(path.read_bytes())
     struct.pack_into(fmt, raw, offset, value)
@@ -150,8 +121,9 @@ def patched(path: Path, offset: int, fmt: str, value: int) -> bytes:
     [
         (4, "<I", 1, UnsupportedModel, "GGUF version 1 .*known: 2, 3"),
         (4, ">I", 3, UnsupportedModel, "byte order"),
-        (8, "<Q", 1 << 60, CorruptModel, "truncated|damaged|not UTF-8|claims"),
-        (16, "<Q", 1 << 60, CorruptModel, "truncated|damaged|not UTF-8"),
+        (0, "<I", 0, CorruptModel, r"bad\.gguf: not a GGUF file: it does not begin with GGUF"),
+        (8, "<Q", 1 << 60, CorruptModel, r"bad\.gguf: the GGUF file is damaged or truncated: \d+ tensors and"),
+        (16, "<Q", 1 << 60, CorruptModel, r"damaged or truncated: 30 tensors and \d+ keys claimed in \d+ bytes"),
         (24, "<Q", 1 << 62, CorruptModel, "truncated in its header"),
     ],
 )
@@ -207,6 +179,57 @@ def test_sharded_weights_equal_one_file(tiny_hf_checkpoints: Tiny) -> None:
     b.close()
     assert all(torch.equal(ours[name], wanted[name]) for name in wanted)
     assert ours["lm_head.weight"] is ours["model.embed_tokens.weight"]
+
+
+def _first_shard(path: Path) -> Path:
+    return sorted(path.glob("model-*.safetensors"))[0]
+
+
+def _change_index(path: Path, change: Callable[[dict[str, str]], object]) -> None:
+    file = path / "model.safetensors.index.json"
+    index = json.loads(file.read_text())
+    change(index["weight_map"])
+    file.write_text(json.dumps(index))
+
+
+def _shard_lacks(path: Path) -> None:
+    tensors = load_file(_first_shard(path))
+    tensors.pop(sorted(tensors)[0])
+    save_file(tensors, _first_shard(path))
+
+
+def _shard_twice(path: Path) -> None:
+    tensors = load_file(_first_shard(path))
+    other = sorted(path.glob("model-*.safetensors"))[1]
+    save_file(tensors | load_file(other), other)
+
+
+def _swapped(names: dict[str, str]) -> None:
+    first, other = next(iter(names)), next(name for name in names if names[name] != next(iter(names.values())))
+    names[first], names[other] = names[other], names[first]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_shard_lacks, r"model-00001-of-\d+\.safetensors lacks '.*', which model\.safetensors\.index\.json says"),
+        (lambda p: _change_index(p, lambda n: n.update(x=next(iter(n.values())))), "lacks 'x', which model"),
+        (
+            lambda p: _change_index(p, lambda n: n.update(x="model-9-of-9.safetensors")),
+            "lacks model-9-of-9.safetensors",
+        ),
+        (lambda p: _change_index(p, lambda n: n.update(x=7)), "no weight_map of file names"),
+        (lambda p: shutil.copy(_first_shard(p), p / "model-9-of-9.safetensors"), "does not name model-9-of-9.safet"),
+        (_shard_twice, r"tensor '.*' is in two files: model-00001-of-\d+\.safetensors and model-00002-of"),
+        (lambda p: _change_index(p, _swapped), r"'.*' is in model-.*, but model\.safetensors\.index\.json says model"),
+        (lambda p: _first_shard(p).unlink(), "the model directory lacks model-00001-of-"),
+    ],
+)
+def test_damaged_shards(tiny_hf_checkpoints: Tiny, tmp_path: Path, damage: Damage, message: str) -> None:
+    path = Path(shutil.copytree(tiny_hf_checkpoints["qwen2"](shard_bytes=100_000), tmp_path / "sharded"))
+    damage(path)
+    with pytest.raises(CorruptModel, match=message):
+        open_checkpoint(str(path))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

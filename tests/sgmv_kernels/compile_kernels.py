@@ -79,6 +79,7 @@ def compile_attention(active: torch.dtype, stored: torch.dtype, heads: int, kv_h
     plan = replace(plan, prepared=prepared)
     q = torch.zeros(71, heads, dim, dtype=active)
     attention_triton.attention(q, kv, plan, 0.1, 100, torch.zeros(heads))
+    attention_triton.attention(q, kv, plan, 0.1, None, None, 50.0)
 
 
 def compile_pointwise(dtype: torch.dtype) -> None:
@@ -87,10 +88,15 @@ def compile_pointwise(dtype: torch.dtype) -> None:
         index = torch.arange(rows)
         angle = torch.zeros(rows, 64)
         pointwise_triton.rope_write_kv(torch.zeros(rows, 48 * 128, dtype=dtype), angle, angle, kv, index, index)
+        part = angle[:, :48].contiguous()
+        pointwise_triton.rope_write_kv(torch.zeros(rows, 48 * 128, dtype=dtype), part, part, kv, index, index)
     x = torch.zeros(2, 4096, dtype=dtype)
     pointwise_triton.add_rms_norm_(x, x, torch.zeros(4096), 1e-5)
     pointwise_triton.add_rms_norm_(x, None, torch.zeros(4096), 1e-5)
     pointwise_triton.silu_mul(torch.zeros(2, 2 * 14336, dtype=dtype))
+    pointwise_triton.gelu_mul(torch.zeros(2, 2 * 14336, dtype=dtype))
+    pointwise_triton.norm_heads_(torch.zeros(2, 48 * 128, dtype=dtype), torch.zeros(128), torch.zeros(128), 8, 1e-5)
+    pointwise_triton.softcap_(x, 30.0)
 
 
 def main() -> None:

@@ -23,16 +23,18 @@ class Case:
     query_lens: list[int]
     kv_lens: list[int]
 
-    def attend(self, ops: Ops, scale: float, window: int | None = None, slopes=None, **changed) -> torch.Tensor:
-        lens = {"query_lens": self.query_lens, "kv_lens": self.kv_lens} | changed
+    def attend(
+        self, ops: Ops, scale: float, window: int | None = None, slopes=None, softcap=None, **lens
+    ) -> torch.Tensor:
+        lens = {"query_lens": self.query_lens, "kv_lens": self.kv_lens} | lens
         plan = ops.plan_attention(self.tables, **lens, page_size=self.kv.page_size, num_pages=self.kv.num_pages)
-        return ops.paged_attention(self.q, self.kv, plan, scale, window, slopes)
+        return ops.paged_attention(self.q, self.kv, plan, scale, window, slopes, softcap)
 
-    def reference(self, scale: float, window: int | None = None, slopes=None) -> torch.Tensor:
+    def reference(self, scale: float, window: int | None = None, slopes=None, softcap=None) -> torch.Tensor:
         pages = [-(-n // self.kv.page_size) for n in self.kv_lens]
         tables = [row[:n].tolist() for row, n in zip(self.tables, pages, strict=True)]
         args = (self.q, self.kv.keys, self.kv.values, tables, self.query_lens, self.kv_lens)
-        return paged_attention_reference(*args, scale, window, slopes)
+        return paged_attention_reference(*args, scale, window, slopes, softcap)
 
 
 def make_case(query_lens, kv_lens, heads, kv_heads, dim, dtype, page=PAGE) -> Case:
@@ -77,6 +79,29 @@ def test_alibi(ops: Ops, window: int | None) -> None:
     got, want = case.attend(ops, 0.125, window, slopes), case.reference(0.125, window, slopes)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(got, case.attend(ops, 0.125, window))
+
+
+@pytest.mark.parametrize("sloped", [False, True])
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("softcap", [50.0, 0.5])
+def test_softcap(ops: Ops, softcap: float, window: int | None, sloped: bool) -> None:
+    case = make_case([1, 9, 40, 1], [30, 70, 40, 300], 4, 2, 64, torch.float32)
+    case.q *= 5
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625]) if sloped else None
+    got = case.attend(ops, 0.5, window, slopes, softcap)
+    torch.testing.assert_close(got, case.reference(0.5, window, slopes, softcap), rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(got, case.attend(ops, 0.5, window, slopes), atol=1e-3)
+
+
+def test_softcap_keeps_nan_and_bits(ops: Ops) -> None:
+    case = make_case([5], [45], 4, 2, 64, torch.float32)
+    case.q[0, 1] = float("nan")
+    got = case.attend(ops, 0.125, softcap=30.0)
+    assert got[0, 1].isnan().all()
+    assert got[1:].isfinite().all()
+    if ops.name != "torch":
+        case.q, case.query_lens, case.kv_lens = case.q[2:3].contiguous(), [1], [43]
+        assert torch.equal(case.attend(ops, 0.125, softcap=30.0), got[2:3])
 
 
 def test_large_logits_are_safe(ops: Ops) -> None:
@@ -145,6 +170,8 @@ def test_bad_arguments(ops: Ops) -> None:
         case.attend(ops, 1.0, kv_lens=[30])
     with pytest.raises(KernelArgumentError, match="window"):
         case.attend(ops, 1.0, window=0)
+    with pytest.raises(KernelArgumentError, match="softcap must be positive"):
+        case.attend(ops, 1.0, softcap=0.0)
     with pytest.raises(KernelArgumentError, match="alibi_slopes"):
         case.attend(ops, 1.0, slopes=torch.ones(3))
     with pytest.raises(KernelArgumentError, match="alibi_slopes must be contiguous"):

@@ -54,7 +54,9 @@ class Case:
     query_lens: list[int]
     kv_lens: list[int]
 
-    def attend(self, ops: Ops, window: int | None = None, slopes=None, only: list[int] | None = None) -> torch.Tensor:
+    def attend(
+        self, ops: Ops, window: int | None = None, slopes=None, only: list[int] | None = None, softcap=None
+    ) -> torch.Tensor:
         """Through the kernels, of some of the sequences in the given order."""
         order = list(range(len(self.kv_lens))) if only is None else only
         starts = np.concatenate(([0], np.cumsum(self.query_lens)))
@@ -63,17 +65,16 @@ class Case:
         plan = ops.plan_attention(self.tables[order], *lens, self.kv.page_size, self.kv.num_pages)
         kv = KvPages(self.kv.keys.to(DEVICE), self.kv.values.to(DEVICE))
         slopes = None if slopes is None else slopes.to(DEVICE)
-        return ops.paged_attention(q, kv, plan, SCALE, window, slopes).cpu()
+        return ops.paged_attention(q, kv, plan, SCALE, window, slopes, softcap).cpu()
 
-    def check(self, ops: Ops, window: int | None = None, slopes=None) -> torch.Tensor:
+    def check(self, ops: Ops, window: int | None = None, slopes=None, softcap=None) -> torch.Tensor:
         pages = [-(-n // self.kv.page_size) for n in self.kv_lens]
         tables = [row[:n].tolist() for row, n in zip(self.tables, pages, strict=True)]
         args = (self.q, self.kv.keys, self.kv.values, tables, self.query_lens, self.kv_lens)
-        got = self.attend(ops, window, slopes)
+        got = self.attend(ops, window, slopes, softcap=softcap)
         tolerance = {"rtol": 1e-4, "atol": 1e-5} if self.q.dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-        torch.testing.assert_close(
-            got.float(), paged_attention_reference(*args, SCALE, window, slopes), check_dtype=False, **tolerance
-        )
+        want = paged_attention_reference(*args, SCALE, window, slopes, softcap)
+        torch.testing.assert_close(got.float(), want, check_dtype=False, **tolerance)
         return got
 
 
@@ -119,6 +120,14 @@ def test_parts_of_keys_with_alibi(ops: Ops, short_parts: None, window: int | Non
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
     got = case.check(ops, window, slopes)
     assert window == 1 or not torch.allclose(got, case.attend(ops, window))
+
+
+@pytest.mark.parametrize("window", [None, 9])
+def test_softcap(ops: Ops, short_parts: None, window: int | None) -> None:
+    case = make_case([1, 9, 40, 1], [300, 70, 40, 64], 4, 2, 64)
+    case.q *= 5
+    got = case.check(ops, window, softcap=2.0)
+    assert not torch.allclose(got, case.attend(ops, window), atol=1e-3)
 
 
 def test_cutting_changes_little(ops: Ops, request: pytest.FixtureRequest) -> None:

@@ -12,7 +12,13 @@ import pytest
 
 from sgmv_kernels.kv_pages import KvPages, kv_pages
 from sgmv_kernels.ops import Ops
-from sgmv_kernels.reference import rms_norm_reference, rope_reference, silu_mul_reference
+from sgmv_kernels.reference import (
+    gelu_mul_reference,
+    rms_norm_reference,
+    rope_reference,
+    silu_mul_reference,
+    softcap_reference,
+)
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 16
@@ -54,16 +60,19 @@ def rotated(ops: Ops, qkv, cos, sin, kv: KvPages, pages, slots) -> tuple[torch.T
 
 @pytest.mark.parametrize("stored", DTYPES, ids=str)
 @pytest.mark.parametrize("active", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim", "rows"), [(3, 1, 64, 5), (2, 2, 80, 1), (1, 1, 6, 37)])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "turned", "rows"),
+    [(3, 1, 64, 64, 5), (2, 2, 80, 80, 1), (1, 1, 6, 6, 37), (2, 1, 64, 48, 5), (1, 1, 24, 2, 1)],
+)
 def test_rope_write_kv(
-    ops: Ops, heads: int, kv_heads: int, dim: int, rows: int, stored: torch.dtype, active: torch.dtype
+    ops: Ops, heads: int, kv_heads: int, dim: int, turned: int, rows: int, stored: torch.dtype, active: torch.dtype
 ) -> None:
     place = torch.randperm(3 * PAGE)[:rows]
     pages, slots = place // PAGE, place % PAGE
     size = 3 * 2 * kv_heads * PAGE * dim * stored.itemsize
     kv = kv_pages(torch.full((size,), 0xFF, dtype=torch.uint8), stored, kv_heads, PAGE, dim)
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(active)
-    angle = torch.rand(rows, dim // 2) * 6
+    angle = torch.rand(rows, turned // 2) * 6
     got, kv = rotated(ops, qkv, angle.cos(), angle.sin(), kv, pages, slots)
     q, k, v = qkv.view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     assert got.dtype == active
@@ -101,3 +110,36 @@ def test_silu_mul(ops: Ops, width: int, dtype: torch.dtype) -> None:
     got = ops.silu_mul(gate_up.to(DEVICE)).cpu()
     assert got.dtype == dtype
     torch.testing.assert_close(got.float(), silu_mul_reference(gate_up), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [48, 1536, 13])
+def test_gelu_mul(ops: Ops, width: int, dtype: torch.dtype) -> None:
+    gate_up = (torch.randn(3, 2 * width) * 4).to(dtype)
+    gate_up[0, :4] = torch.tensor([-1e2, 1e2, -9.0, 0.0])
+    got = ops.gelu_mul(gate_up.to(DEVICE)).cpu()
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.float(), gelu_mul_reference(gate_up), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(3, 1, 64), (4, 2, 20)])
+def test_norm_heads(ops: Ops, heads: int, kv_heads: int, dim: int, dtype: torch.dtype) -> None:
+    qkv = (torch.randn(3, (heads + 2 * kv_heads) * dim) * 30).to(dtype)
+    q_weight, k_weight = torch.randn(dim), torch.randn(dim)
+    q, k, v = qkv.view(3, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
+    parts = rms_norm_reference(q, q_weight, 1e-5), rms_norm_reference(k, k_weight, 1e-5), v.float()
+    held = qkv.to(DEVICE, copy=True)
+    ops.norm_heads_(held, q_weight.to(DEVICE), k_weight.to(DEVICE), kv_heads, 1e-5)
+    torch.testing.assert_close(held.cpu().float(), torch.cat(parts, dim=1).flatten(1), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [2000, 13])
+def test_softcap(ops: Ops, width: int, dtype: torch.dtype) -> None:
+    x = (torch.randn(3, width) * torch.tensor([0.1, 1.0, 300.0])[:, None]).to(dtype)
+    x[2, 0] = float("nan")
+    held = x.to(DEVICE, copy=True)
+    ops.softcap_(held, 30.0)
+    want = softcap_reference(x, 30.0)
+    torch.testing.assert_close(held.cpu().float(), want, **CLOSE[dtype], equal_nan=True)
