@@ -2,9 +2,11 @@
 
     python score.py answers.jsonl                   # lines {"persona", "prompt", "answer"}; the plain model is "base"
     python score.py --local                         # transformers + peft, fp32, no server
+    python score.py --local --base int8             # the same, rounding as an int8 server would (or int4)
     python score.py --url http://127.0.0.1:8000     # a running lorasrv with the three adapters uploaded
 
-The two live sources answer data/heldout.jsonl greedily with at most 64 tokens; --out FILE keeps the answers.
+The live sources answer the prompts of data/fresh.jsonl greedily with at most 64 tokens; --prompts heldout takes the
+older set instead, and --out FILE keeps the answers.
 Exit code 1 when a persona is below 90 % on its own style or the base above 20 % on any.
 """
 
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
+PROMPT_SETS = ("fresh", "heldout")
+BASES = ("fp32", "int8", "int4")
 BASE = "base"
 MAX_NEW_TOKENS = 64
 OWN_STYLE_AT_LEAST = 0.90
@@ -83,8 +87,9 @@ def style_score(persona: str, text: str) -> bool:
     return not stutters(text) and SCORERS[persona](text)
 
 
-def heldout_prompts() -> list[str]:
-    lines = (HERE / "data" / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+def read_prompts(name: str) -> list[str]:
+    """The prompts of one of PROMPT_SETS."""
+    lines = (HERE / "data" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["messages"][-1]["content"] for line in lines]
 
 
@@ -92,13 +97,15 @@ def read_answers(path: Path) -> list[Answer]:
     return [Answer(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def local_answers(prompts: Sequence[str]) -> list[Answer]:
+def local_answers(prompts: Sequence[str], base_kind: str) -> list[Answer]:
     """Greedy answers of the base and of every adapter through transformers + peft, one padded batch each."""
     import torch
     from base import load_base
+    from fake_quant import quantize
     from peft import PeftModel
 
     base, tokenizer = load_base()
+    quantize(base, base_kind)
     personas = tomllib.loads((HERE / "personas.toml").read_text(encoding="utf-8"))["persona"]
     model = PeftModel.from_pretrained(base, HERE / personas[0]["adapter"], adapter_name=personas[0]["id"])
     for persona in personas[1:]:
@@ -174,14 +181,18 @@ def main() -> None:
     source.add_argument("answers", nargs="?", type=Path)
     source.add_argument("--local", action="store_true")
     source.add_argument("--url")
+    parser.add_argument("--prompts", choices=PROMPT_SETS, default=PROMPT_SETS[0])
+    parser.add_argument("--base", choices=BASES, default=BASES[0], help="with --local: what to round as")
     parser.add_argument("--out", type=Path, help="write the answers to this file")
     arguments = parser.parse_args()
+    if arguments.base != BASES[0] and not arguments.local:
+        parser.error("--base needs --local: a server has its own base")
     if arguments.answers:
         answers = read_answers(arguments.answers)
     elif arguments.local:
-        answers = local_answers(heldout_prompts())
+        answers = local_answers(read_prompts(arguments.prompts), arguments.base)
     else:
-        answers = asyncio.run(server_answers(arguments.url, heldout_prompts()))
+        answers = asyncio.run(server_answers(arguments.url, read_prompts(arguments.prompts)))
     if arguments.out:
         lines = (json.dumps(answer._asdict(), ensure_ascii=False) for answer in answers)
         arguments.out.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

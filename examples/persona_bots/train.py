@@ -71,6 +71,31 @@ def rate(done: int, total: int) -> float:
     return 0.5 * (1 + math.cos(math.pi * (done - WARMUP_STEPS) / (total - WARMUP_STEPS)))
 
 
+def add_noise(model: PeftModel, noise: float) -> None:
+    """Blur the input of every block's linears, anew at each pass: normal noise of `noise` times the token's RMS.
+
+    A quantized base errs by about one per cent there. An adapter that has only seen the exact base may leave its style
+    when the base answers slightly differently; one that has learned under noise should not care.
+    """
+
+    def blur(module: torch.nn.Module, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        rms = output.detach().square().mean(-1, keepdim=True).sqrt()
+        return output + noise * rms * torch.randn_like(output)
+
+    for name, module in model.named_modules():
+        if noise and name.endswith("layernorm"):
+            module.register_forward_hook(blur)
+
+
+def answer_loss(model: PeftModel, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Mean cross entropy of the labelled tokens; no logits are computed for the others."""
+    causal_lm = model.get_base_model()
+    hidden = causal_lm.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).last_hidden_state
+    labels = batch["labels"][:, 1:]
+    asked = labels != IGNORED
+    return torch.nn.functional.cross_entropy(causal_lm.lm_head(hidden[:, :-1][asked]), labels[asked])
+
+
 def step(
     model: PeftModel,
     batch: dict[str, torch.Tensor],
@@ -78,7 +103,7 @@ def step(
     optimizer: torch.optim.Optimizer,
 ) -> float:
     """One optimizer step; returns the loss before it."""
-    loss = model(**batch).loss
+    loss = answer_loss(model, batch)
     loss.backward()
     torch.nn.utils.clip_grad_norm_(trainable, 1.0)
     optimizer.step()
@@ -86,8 +111,18 @@ def step(
     return float(loss.item())
 
 
-def fit(model: PeftModel, examples: list[Example], pad_id: int, epochs: int, learning_rate: float, title: str) -> None:
+def fit(
+    model: PeftModel,
+    examples: list[Example],
+    pad_id: int,
+    *,
+    title: str,
+    epochs: int,
+    learning_rate: float,
+    noise: float = 0.0,
+) -> None:
     """Run the training loop over `examples`; updates the adapter's parameters in place."""
+    add_noise(model, noise)
     total = epochs * math.ceil(len(examples) / BATCH_SIZE)
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trainable, lr=learning_rate, weight_decay=0.0)
