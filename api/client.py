@@ -74,11 +74,12 @@ class Client:
         ServerUnreachable, Refused.
     """
 
-    def __init__(self, url: str = DEFAULT_SERVER) -> None:
+    def __init__(self, url: str = DEFAULT_SERVER, key: str | None = None) -> None:
         self.url = url.rstrip("/")
         # A proxy from the environment has no business with this machine's own address.
         trust_env = not is_loopback(urlsplit(self.url).hostname or "")
-        self._http = httpx2.Client(base_url=self.url, timeout=TIMEOUT, trust_env=trust_env)
+        headers = {"authorization": f"Bearer {key}"} if key else {}
+        self._http = httpx2.Client(base_url=self.url, timeout=TIMEOUT, trust_env=trust_env, headers=headers)
 
     def __enter__(self) -> Self:
         return self
@@ -91,6 +92,14 @@ class Client:
     def base_name(self) -> str:
         """What the server calls its base."""
         return str(self._json("GET", "/v1/models", params={"limit": 1})["data"][0]["id"])
+
+    def models(self) -> list[dict[str, Any]]:
+        """Cards of everything that may be asked, as any OpenAI-compatible server lists it."""
+        return [card for card in self._json("GET", "/v1/models").get("data") or [] if isinstance(card, dict)]
+
+    def get(self, path: str) -> dict[str, Any]:
+        """A JSON object that stands at a path."""
+        return self._json("GET", path)
 
     def adapters(self) -> list[dict[str, Any]]:
         adapters: list[dict[str, Any]] = self._json("GET", "/v1/adapters")["data"]
@@ -183,8 +192,9 @@ class Client:
         try:
             content = response.json()
         except ValueError:
-            raise ServerUnreachable(f"what answers at {self.url} is not lorasrv") from None
-        assert isinstance(content, dict)
+            content = None
+        if not isinstance(content, dict):
+            raise ServerUnreachable(f"what answers at {self.url} is not lorasrv")
         return content
 
 

@@ -160,7 +160,7 @@ def _ready(settings: ServerSettings, engine: "AsyncEngine", listener: socket.soc
     return Ready(
         url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
         model=settings.served_model_name or engine.model_name,
-        quantization=settings.quantization,
+        quantization=engine.quantization,
         pool_bytes=snapshot.pool_bytes,
         pages=snapshot.pages_total,
         seconds=round(seconds, 2),

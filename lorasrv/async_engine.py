@@ -90,6 +90,7 @@ class AsyncEngine:
     def __init__(self, model: BuiltModel, model_name: str, max_queued: int) -> None:
         self.recorder: TraceRecorder | None = None
         self.model_name = model_name
+        self.quantization = model.quantization
         self.spec = model.spec
         self.tokenizer: Tokenizer = model.tokenizer
         self.chat_template = model.chat_template

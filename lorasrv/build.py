@@ -35,10 +35,11 @@ MIN_POOL_PAGES = 4
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A loaded model with everything around it that its checkpoint describes."""
+    """A loaded model with everything around it that its checkpoint describes; the format that its weights are in."""
 
     parts: EngineParts
     spec: ModelSpec
+    quantization: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
 
@@ -63,7 +64,8 @@ def build(
     # Before the weights: what is refused here is refused at once.
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
-    fmt = get_format(quantization_of(config.model, checkpoint), ops, config.model.quantization_group)
+    quantization = quantization_of(config.model, checkpoint)
+    fmt = get_format(quantization, ops, config.model.quantization_group)
     weights = load_weights(checkpoint, fmt, dtype, WeightMeter(), progress, device)
     memory = _memory(config.memory, spec, kv_dtype, device)
     adapters = AdapterSource(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None
@@ -83,7 +85,7 @@ def build(
         pool_bytes=memory.nbytes,
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
-    return BuiltModel(parts, spec, tokenizer, template)
+    return BuiltModel(parts, spec, quantization, tokenizer, template)
 
 
 def quantization_of(options: ModelOptions, checkpoint: Checkpoint) -> str:

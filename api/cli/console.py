@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -58,6 +58,23 @@ def say(text: str) -> None:
 def note(text: str) -> None:
     """A line for whoever watches."""
     print(text, file=sys.stderr, flush=True)
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Aligned on a terminal; elsewhere a tab between cells."""
+    console = out()
+    if not console.is_terminal:
+        for row in (titles, *rows):
+            say("\t".join(row))
+        return
+    from rich.table import Table
+
+    table = Table(box=None)
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="right" if number else "left")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
 
 
 def short_digest(digest: str) -> str:

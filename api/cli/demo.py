@@ -1,11 +1,6 @@
 """demo: the whole path on this machine. A server, uploads, concurrent questions, answers side by side."""
 
-import json
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from adapter_store.peft_dir import CONFIG_NAME, read_peft_dir
+from api.cli.child_server import running_server
 from api.cli.console import CliError, note, out, print_json, progress, say, short_digest
 from api.cli.options import JsonOption, connected
 from lorasrv.config import BUILTIN_MODEL
@@ -26,8 +22,6 @@ if TYPE_CHECKING:
 
 QUESTIONS = ("How do I keep my houseplants alive?", "What should I pack for a day at the beach?")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "persona_bots" / "adapters"
-START_TIMEOUT_S = 300.0
-STOP_TIMEOUT_S = 20.0
 BASE = "base"
 
 
@@ -82,58 +76,10 @@ def _upload(client: "Client", folder: Path) -> None:
     note(f"uploaded {done['id']}@{done['version']}: {report['modules_matched']} modules, rank {report['rank_max']}")
 
 
-# The server as a process of its own, as a user would start it ------------------------------------------------------
-
-
 @contextmanager
 def _running_server(model: str, store: Path) -> Iterator[str]:
-    """A server on a free port, ready to answer; stopped at the end, however that comes."""
-    # -P: a folder named api in the working directory must not be taken for ours.
-    command = [sys.executable, "-P", "-c", "from api.cli.main import main; main()", "serve"]
-    options = ["--model", model, "--store", str(store), "--host", "127.0.0.1", "--port", "0", "--json"]
-    process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    relay = threading.Thread(target=_relay, args=(process,))
-    relay.start()
-    try:
-        yield _wait_until_ready(process)
-    finally:
-        _stop(process)
-        relay.join()
-        assert process.stdout is not None
-        process.stdout.close()
-
-
-def _wait_until_ready(process: "subprocess.Popen[str]") -> str:
-    """The URL of the ready line. A server that takes too long is stopped, which ends its output."""
-    assert process.stdout is not None
-    too_late = threading.Timer(START_TIMEOUT_S, process.terminate)
-    too_late.start()
-    try:
-        line = process.stdout.readline()
-    finally:
-        too_late.cancel()
-    if not line:
-        raise CliError("the server did not start; its last words are above")
-    ready = json.loads(line)
-    note(f"server ready at {ready['url']} after {ready['seconds']:.1f} s: {ready['model']}, {ready['quantization']}")
-    return str(ready["url"])
-
-
-def _relay(process: "subprocess.Popen[str]") -> None:
-    assert process.stderr is not None
-    with process.stderr:
-        for line in process.stderr:
-            note(f"  server: {line.rstrip()}")
-
-
-def _stop(process: "subprocess.Popen[str]") -> None:
-    if process.poll() is None:
-        process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(STOP_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    with running_server(["--model", model, "--store", str(store)]) as url:
+        yield url
 
 
 # Questions and answers ---------------------------------------------------------------------------------------------

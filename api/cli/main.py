@@ -7,7 +7,7 @@ from typing import NoReturn
 import typer
 
 from adapter_store.errors import AdapterError, AdapterInvalid
-from api.cli import adapters, check, demo, limits, plan, pool, serve, talk
+from api.cli import adapters, bench, check, demo, limits, plan, pool, serve, talk
 from api.cli.console import CliError, ExitCode, note
 from lorasrv import __version__
 from lorasrv.errors import ConfigError, LorasrvError
@@ -33,6 +33,7 @@ app.command("pool")(pool.pool)
 app.command("chat")(talk.chat)
 app.command("generate")(talk.generate)
 app.command("check")(check.check)
+app.command("bench")(bench.bench)
 app.command("plan")(plan.plan)
 app.command("demo")(demo.demo)
 

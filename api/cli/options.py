@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,12 +19,12 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable outpu
 
 
 @contextmanager
-def connected(url: str) -> Iterator["Client"]:
+def connected(url: str, key: str | None = None) -> Iterator["Client"]:
     """A client of the server; its errors become the command's."""
     from api.client import Client, Refused, ServerUnreachable
 
     try:
-        with Client(url) as client:
+        with Client(url, key) as client:
             yield client
     except ServerUnreachable as error:
         raise CliError(str(error), code=ExitCode.UNREACHABLE) from None
@@ -31,3 +32,13 @@ def connected(url: str) -> Iterator["Client"]:
         if error.problems:
             raise CliError("the adapter is refused", details=error.problems) from None
         raise CliError(str(error)) from None
+
+
+def check_png(option: str, png: Path) -> None:
+    """Whether a picture can be written, before seconds go into what it is to show. Raises: CliError."""
+    import importlib.util
+
+    if importlib.util.find_spec("matplotlib") is None:
+        raise CliError(f"{option} needs matplotlib: pip install 'lorasrv[plot]'", code=ExitCode.USAGE)
+    if not png.absolute().parent.is_dir():
+        raise CliError(f"{option}: there is no folder {png.absolute().parent}", code=ExitCode.USAGE)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from api.cli.console import CliError, ExitCode, note, print_json, progress
-from api.cli.options import JsonOption, connected
+from api.cli.options import JsonOption, check_png, connected
 
 if TYPE_CHECKING:
     from api.cli.plan_report import Plan
@@ -82,7 +82,7 @@ def plan(
     if p99_ttft_ms is not None and not 0 < p99_ttft_ms < float("inf"):
         raise CliError(f"--p99-ttft-ms must be positive, not {p99_ttft_ms}", code=ExitCode.USAGE)
     if png is not None:
-        _check_png(png)
+        check_png("--png", png)
     from lorasrv.trace import read_trace
 
     requests = read_trace(trace)
@@ -138,16 +138,6 @@ def _size(name: str, text: str) -> int:
     except ValidationError:
         flag = f"--{name}".replace("_", "-")
         raise CliError(f"{flag}: {text!r} is no size; write 512MiB, 2GB or bytes", code=ExitCode.USAGE) from None
-
-
-def _check_png(png: Path) -> None:
-    """Before seconds go into replays."""
-    import importlib.util
-
-    if importlib.util.find_spec("matplotlib") is None:
-        raise CliError("--png needs matplotlib: pip install 'lorasrv[plot]'", code=ExitCode.USAGE)
-    if not png.absolute().parent.is_dir():
-        raise CliError(f"--png: there is no folder {png.absolute().parent}", code=ExitCode.USAGE)
 
 
 # The plan.

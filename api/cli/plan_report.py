@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from api.cli.console import out, say
+from api.cli.console import print_table, say
 from lorasrv.planning.changes import Capacity, Change, best_change
 from lorasrv.planning.replay import Replayed, SimServer
 from lorasrv.planning.replay_report import Figures
@@ -106,7 +106,7 @@ def _print_prediction(plan: Plan) -> None:
         rows.append(cells)
     rows += _count_rows(plan.predicted, measured)
     titles = ["", "predicted", *(["measured", "ratio"] if measured is not None else [])]
-    _table(titles, rows)
+    print_table(titles, rows)
     say(
         f"{len(plan.trace)} requests over {plan.predicted.seconds:.1f} s in {plan.predicted.steps} steps, replayed in "
         f"{plan.wall_s:.2f} s ({plan.times_real_time:.0f} times real time); {plan.source}"
@@ -142,7 +142,7 @@ def _print_capacity(plan: Plan, fit: Capacity) -> None:
         [str(p.adapters), _ms(p.figures.ttft_p50_ms), _ms(p.figures.ttft_p99_ms), _plain(p.figures.tok_per_s)]
         for p in fit.points
     ]
-    _table(["adapters", "TTFT p50", "TTFT p99", "tok/s"], rows)
+    print_table(["adapters", "TTFT p50", "TTFT p99", "tok/s"], rows)
     limit = f"{_ms(fit.limit_ms)}{'' if plan.limit_was_given else ', twice what it is now; --p99-ttft-ms sets it'}"
     traffic = f"the same traffic over more adapters (Zipf exponent {fit.exponent:.2f}, as in the trace)"
     if fit.fits is None:
@@ -157,7 +157,7 @@ def _print_changes(plan: Plan) -> None:
     say("")
     now = plan.predicted
     rows = [["as it is", *_change_cells(now)], *([c.name, *_change_cells(c.figures)] for c in plan.changes)]
-    _table(["change", "TTFT p99", "TTFT p50", "TPOT p99", "tok/s", "refused"], rows)
+    print_table(["change", "TTFT p99", "TTFT p50", "TPOT p99", "tok/s", "refused"], rows)
     best = plan.best
     if best is None:
         say("No single change lowers the p99 TTFT by more than 5 % without costing as much elsewhere.")
@@ -184,20 +184,3 @@ def _capacity(fit: Capacity) -> dict[str, Any]:
         "zipf_exponent": fit.exponent,
         "points": [{"adapters": p.adapters, **p.figures.to_dict()} for p in fit.points],
     }
-
-
-def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Aligned on a terminal; elsewhere a tab between cells."""
-    console = out()
-    if not console.is_terminal:
-        for row in (titles, *rows):
-            say("\t".join(row))
-        return
-    from rich.table import Table
-
-    table = Table(box=None)
-    for number, title in enumerate(titles):
-        table.add_column(title, justify="right" if number else "left")
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)

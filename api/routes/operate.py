@@ -10,6 +10,7 @@ from starlette.requests import Request
 
 from api.services import Services, ServicesDep
 from lorasrv import __version__
+from lorasrv.models.operations import operations
 
 router = APIRouter()
 
@@ -52,13 +53,17 @@ async def version() -> dict[str, str]:
 async def info(services: ServicesDep) -> dict[str, Any]:
     """What runs here, in the words of text-generation-inference."""
     engine, settings = services.engine, services.settings
+    snapshot = engine.metrics.snapshot()
     return {
         "model_id": services.base_name,
         "model_dtype": settings.dtype,
-        "quantization": settings.quantization,
+        "quantization": engine.quantization,
         "max_total_tokens": engine.max_model_len,
         "max_input_length": engine.max_model_len - 1,
         "max_lora_rank": settings.max_lora_rank,
+        "weight_bytes": snapshot.weight_bytes,
+        "kv_token_bytes": snapshot.pool_bytes // max(1, snapshot.pages_total * engine.page_size_tokens),
+        "operations": operations(engine.spec).to_dict(),
         "router": "lorasrv",
         "version": __version__,
     }

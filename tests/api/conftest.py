@@ -30,6 +30,7 @@ from api.settings import ServerSettings
 from lorasrv.errors import AdapterCold, AdapterLoadFailed, ContextLengthExceeded, EngineDead, InvalidRequest
 from lorasrv.limits import Limits
 from lorasrv.metrics import EngineMetrics, EngineSnapshot
+from lorasrv.models.spec import ModelSpec
 from lorasrv.pool_map import PoolMap
 from lorasrv.questions import Reached
 from lorasrv.request import AdapterTier, FinishReason, OnCold, RequestId, RequestOutput, RequestTiming, SamplingParams
@@ -45,7 +46,18 @@ SHAPES = BaseShapes(
     modules={"self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.v_proj": (HIDDEN, 4), "mlp.down_proj": (FFN, HIDDEN)},
     name=BASE,
 )
-
+SPEC = ModelSpec(
+    family="llama",
+    num_layers=LAYERS,
+    hidden_size=HIDDEN,
+    intermediate_size=FFN,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    vocab_size=VOCAB,
+    max_position=CONTEXT,
+    norm_eps=1e-5,
+)
 
 EMPTY_POOL = PoolMap(
     pages_total=10,
@@ -127,9 +139,10 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.model_name = BASE
+        self.quantization = "int8"
         self.max_model_len = CONTEXT
         self.page_size_tokens = 16
-        self.spec = SimpleNamespace(vocab_size=VOCAB)
+        self.spec = SPEC
         self.tokenizer = object()
         self.chat_template: FakeTemplate | None = FakeTemplate()
         self.metrics = EngineMetrics(EngineSnapshot(pages_total=10, pages_free=7, requests_finished_total={"stop": 3}))

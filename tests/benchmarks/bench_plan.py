@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench_serving import machine
+from peer_servers import machine
 from tier_assets import make, names
 from tier_common import FOLDER, complain, pool_bytes, row, served, table
 from tier_load import Answer, Ask, Client, connect, prompt, zipf_names

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from bench_serving import machine
+from peer_servers import machine
 from policy_assets import TINY, base_of, open_store
 from policy_chunking import chunking
 from policy_load import NUM_PERSONAS, Answer, Ask, Server, burst, middling, poisson, quantile, row, run, serving, table

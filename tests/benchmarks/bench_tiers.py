@@ -21,7 +21,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench_serving import machine
+from peer_servers import machine
 from tier_assets import FEW, make, names, store_opens_s
 from tier_common import FEW_FOLDER, FOLDER, PROMPT_TOKENS, complain, pool_bytes, row, served, table
 from tier_load import TRAFFIC_TITLES, Ask, Traffic, connect, traffic, zipf_asks

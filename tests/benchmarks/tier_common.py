@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench_serving import ROOT, Served, lorasrv
+from peer_servers import ROOT, Served, lorasrv
 from tier_assets import FEW
 from tier_load import Answer
 

@@ -3,7 +3,7 @@
     python tests/benchmarks/tier_load.py --url http://127.0.0.1:8000 --names 5000 --requests 160
 
 Alone it sends one closed loop to a server that has adapters a0000, a0001, ... (`bench_tiers.py make`) and prints the
-row of `bench_tiers.py throughput`. peers/load.py loads any OpenAI-compatible server; this one also reads what only
+row of `bench_tiers.py throughput`. `lorasrv bench` loads any OpenAI-compatible server; this one also reads what only
 lorasrv tells. Prompts begin with a random number, so that no prefix cache helps. A first token is the first event with
 a choice, which the server sends as soon as it has it.
 """

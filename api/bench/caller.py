@@ -1,0 +1,132 @@
+"""Sends one request and watches its stream. Speaks what every OpenAI-compatible server does, and nothing else."""
+
+import json
+import time
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import httpx2
+
+from api.address import is_loopback
+from api.bench.outcome import Ask, Outcome
+from api.client import CONNECT_S
+
+
+class Malformed(Exception):
+    """An event that is no JSON object."""
+
+
+class Caller:
+    """One server's completions, asked by many at once. `timeout_s` is how long a stream may be silent."""
+
+    def __init__(self, url: str, *, chat: bool = False, key: str | None = None, timeout_s: float = 600.0) -> None:
+        self._path = "/v1/chat/completions" if chat else "/v1/completions"
+        self._chat = chat
+        self._http = httpx2.AsyncClient(
+            base_url=url,
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=httpx2.Timeout(timeout_s, connect=max(CONNECT_S, min(timeout_s, 60.0)), pool=None),
+            limits=httpx2.Limits(max_connections=None, max_keepalive_connections=None),
+            trust_env=not is_loopback(urlsplit(url).hostname or ""),
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._http.aclose()
+
+    async def ask(self, ask: Ask) -> Outcome:
+        """Never raises for what the server or the network does: that is the outcome."""
+        outcome = Outcome(ask.model, ask.has_adapter, time.perf_counter())
+        try:
+            async with self._http.stream("POST", self._path, json=self._body(ask)) as response:
+                if response.status_code != 200:
+                    text = (await response.aread()).decode(errors="replace")
+                    outcome.fail(f"HTTP {response.status_code}", _message(text))
+                else:
+                    await self._watch(response, outcome)
+        except httpx2.ConnectError as error:
+            outcome.fail("unreachable", str(error) or type(error).__name__)
+        except httpx2.TimeoutException as error:
+            outcome.fail("timeout", str(error) or type(error).__name__)
+        except httpx2.HTTPError as error:
+            outcome.fail("cut stream", str(error) or type(error).__name__)
+        except Malformed as error:
+            outcome.fail("malformed event", str(error))
+        outcome.ended_s = time.perf_counter()
+        if outcome.failure is None:
+            _check(outcome, ask.max_tokens)
+        return outcome
+
+    def _body(self, ask: Ask) -> dict[str, Any]:
+        said = {"messages": [{"role": "user", "content": ask.prompt}]} if self._chat else {"prompt": ask.prompt}
+        fixed = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+        return {"model": ask.model, **said, "max_tokens": ask.max_tokens, **fixed}
+
+    async def _watch(self, response: httpx2.Response, outcome: Outcome) -> None:
+        ended, event_s = False, 0.0
+        async for line in response.aiter_lines():
+            if not line.startswith("data:"):
+                continue
+            if line.endswith("[DONE]"):
+                ended = True
+                continue
+            event = _event(line[5:])
+            if event.get("error"):
+                outcome.fail("error event", _message(json.dumps(event)))
+                return
+            if usage := event.get("usage"):
+                _take_usage(outcome, usage)
+            if choices := event.get("choices"):
+                event_s = time.perf_counter()
+                if self._text(choices[0]):
+                    outcome.arrivals_s.append(event_s)
+        if not ended:
+            outcome.fail("cut stream", "the stream ended without its last event")
+        elif not outcome.arrivals_s and event_s:
+            # Tokens that are no text, as those of a model of random weights may be: the last event is all there is.
+            outcome.arrivals_s.append(event_s)
+
+    def _text(self, choice: dict[str, Any]) -> object:
+        if not self._chat:
+            return choice.get("text")
+        delta = choice.get("delta") or {}
+        return delta.get("content") or delta.get("reasoning_content")
+
+
+def _event(text: str) -> dict[str, Any]:
+    try:
+        event = json.loads(text)
+    except ValueError:
+        raise Malformed(text.strip()) from None
+    if not isinstance(event, dict):
+        raise Malformed(text.strip())
+    return event
+
+
+def _take_usage(outcome: Outcome, usage: dict[str, Any]) -> None:
+    outcome.prompt_tokens = usage.get("prompt_tokens") or 0
+    outcome.output_tokens = usage.get("completion_tokens") or 0
+    outcome.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+
+
+def _check(outcome: Outcome, wanted: int) -> None:
+    if outcome.prompt_tokens == 0:
+        outcome.fail("no usage", "the stream does not tell usage, without which tokens cannot be counted")
+    elif outcome.output_tokens != wanted:
+        outcome.fail("wrong token count", f"{outcome.output_tokens} tokens instead of {wanted}")
+    elif not outcome.arrivals_s:
+        outcome.fail("no text", "no event brought a choice")
+
+
+def _message(text: str) -> str:
+    """What an error body says, or the body."""
+    try:
+        error = json.loads(text)["error"]
+        return str(error["message"] if isinstance(error, dict) else error)
+    except (ValueError, KeyError, TypeError):
+        return text.strip()

@@ -1,0 +1,66 @@
+"""The server that a bench loads: one that runs already, or one started for it, with adapters of random weights."""
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+from api.cli.child_server import running_server
+from api.cli.console import CliError, ExitCode, progress
+
+OWN_FLAGS = ("--store", "--host", "--port", "--json")
+
+
+def check_flags(flags: Sequence[str]) -> None:
+    """Flags for `serve` that stand behind `--`. Raises: CliError."""
+    if flags and not flags[0].startswith("-"):
+        raise CliError(f"unexpected argument {flags[0]!r}; flags of serve stand after --", code=ExitCode.USAGE)
+    for flag in flags:
+        if flag.partition("=")[0] in OWN_FLAGS:
+            name = flag.partition("=")[0]
+            raise CliError(f"-- {name}: the started server has its own; give --url for another", code=ExitCode.USAGE)
+
+
+def adapter_names(count: int) -> tuple[str, ...]:
+    """What adapters are called that are made here."""
+    return tuple(f"a{number:04d}" for number in range(count))
+
+
+@contextmanager
+def started(flags: Sequence[str], names: Sequence[str], rank: int, seed: int) -> Iterator[str]:
+    """A server on a free port with a store of its own, in which those adapters are; its URL. Both go at the end."""
+    with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder:
+        store = Path(folder) / "store"
+        if names:
+            _fill(store, _model_of(flags), names, rank, seed)
+        with running_server([*flags, "--store", str(store)]) as url:
+            yield url
+
+
+def _fill(folder: Path, model: str, names: Sequence[str], rank: int, seed: int) -> None:
+    from adapter_store.store import AdapterStore
+    from lorasrv.base_shapes import base_shapes
+    from lorasrv.loaders import open_checkpoint
+    from lorasrv.planning.random_adapters import write_random_adapter
+
+    with closing(open_checkpoint(model)) as checkpoint:
+        shapes = base_shapes(checkpoint.spec, checkpoint.name)
+    with progress() as step, AdapterStore(folder, shapes) as store:
+        for number, name in enumerate(names):
+            step("making adapters", number, len(names))
+            write_random_adapter(store, name, rank, seed + number)
+        step("making adapters", len(names), len(names))
+
+
+def _model_of(flags: Sequence[str]) -> str:
+    """The base that `serve` will take, by the last of its flags, its variable or its default."""
+    from lorasrv.config import BUILTIN_MODEL
+
+    found = os.environ.get("LORASRV_MODEL") or BUILTIN_MODEL
+    for flag, after in zip(flags, [*flags[1:], ""], strict=False):
+        if flag == "--model":
+            found = after
+        elif flag.startswith("--model="):
+            found = flag.removeprefix("--model=")
+    return found

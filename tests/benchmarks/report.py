@@ -1,0 +1,192 @@
+"""Writes results into docs/benchmarks.md: `lorasrv bench --json`, `bench_peers.py`, or anything of that shape.
+
+    lorasrv bench --adapters 0,16 --concurrency 1,16 --measure-machine --json > mine.jsonl
+    python tests/benchmarks/report.py serving mine.jsonl
+    python tests/benchmarks/report.py peers build/bench/peers.jsonl --title "Beside peers"
+
+A section stands between `<!-- bench:NAME -->` and `<!-- /bench -->`: a table, the machine, versions, commit and the
+commands. If the document has one of that name, it is replaced, and nothing else is touched; otherwise it is put at the
+end with a heading. --dry-run prints it.
+"""
+
+import argparse
+import re
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from api.bench.result import NoResults, Result, read_results
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
+NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+PATH = re.compile(r"(?<![\w:/.])~?/(?:[^\s/'=]+/)*([^\s/'=]+)")
+"""Absolute, and no part of a URL."""
+MISSING = "–"
+
+
+class NoSection(Exception):
+    """A document whose marks do not pair, or a name that cannot stand in one."""
+
+
+def section(name: str, results: Sequence[Result]) -> str:
+    """The marked section, as Markdown."""
+    lines = [f"<!-- bench:{name} -->", *_table(results), "", *_facts(results), "<!-- /bench -->"]
+    return "\n".join(lines)
+
+
+def replace_section(text: str, name: str, new: str, title: str | None = None) -> str:
+    """The document with that section.
+
+    Raises:
+        NoSection: its marks do not pair, or it has the name twice.
+    """
+    if not NAME.fullmatch(name):
+        raise NoSection(f"{name!r} is no name of a section: small letters, digits and dashes")
+    opened = [match.start() for match in re.finditer(re.escape(f"<!-- bench:{name} -->"), text)]
+    if len(opened) > 1:
+        raise NoSection(f"the document has bench:{name} {len(opened)} times")
+    if not opened:
+        return f"{text.rstrip()}\n\n## {title or name.capitalize()}\n\n{new}\n"
+    end = text.find("<!-- /bench -->", opened[0])
+    following = text.find("<!-- bench:", opened[0] + 1)
+    if end < 0 or 0 <= following < end:
+        raise NoSection(f"bench:{name} has no <!-- /bench --> behind it")
+    return text[: opened[0]] + new + text[end + len("<!-- /bench -->") :]
+
+
+def _table(results: Sequence[Result]) -> list[str]:
+    columns = [(title, [show(result) for result in results]) for title, show in _COLUMNS]
+    kept = [(title, cells) for title, cells in columns if any(cell != MISSING for cell in cells)]
+    rows = zip(*(cells for _, cells in kept), strict=True)
+    return [
+        _line(title for title, _ in kept),
+        "|" + "---|" * len(kept),
+        *(_line(row) for row in rows),
+    ]
+
+
+def _line(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
+
+
+def _facts(results: Sequence[Result]) -> list[str]:
+    """Each fact once, however many results share it."""
+    machines = _distinct(_machine(result["machine"]) for result in results)
+    servers = _distinct(_server(result["server"]) for result in results)
+    clients = _distinct(", ".join(f"{k} {v}" for k, v in result.get("client", {}).items()) for result in results)
+    commits = _distinct(str(result.get("commit") or "unknown") for result in results)
+    days = _distinct(str(result.get("time", ""))[:10] for result in results)
+    seeds = _distinct(str(result["settings"].get("seed", MISSING)) for result in results)
+    commands = _distinct(shlex.join(_without_folders(result["command"])) for result in results if result.get("command"))
+    told = [
+        f"Machine: {'; '.join(machines)}.",
+        f"Servers: {'; '.join(servers)}. Load: {'; '.join(clients)}.",
+        f"Commit {', '.join(commits)}, {', '.join(days)}, seed {', '.join(seeds)}.",
+    ]
+    errors = _distinct(result["figures"]["first_error"] for result in results if result["figures"].get("first_error"))
+    told += [f"First errors: {'; '.join(errors)}."] if errors else []
+    return [*told, "", *(f"    {command}" for command in commands)]
+
+
+def _machine(machine: dict[str, Any]) -> str:
+    parts = [str(machine.get("cpu")), f"{machine.get('cores')} cores", " ".join(machine.get("instructions") or [])]
+    if measured := machine.get("measured"):
+        parts.append(f"reads {measured['read_bytes_per_s'] / 1e9:.1f} GB/s")
+        parts.append(f"fp32 {measured['fp32_ops_per_s'] / 1e9:.0f} Gop/s")
+        parts.append(f"int8 {measured['int8_ops_per_s'] / 1e9:.0f} Gop/s")
+    return ", ".join(part for part in parts if part)
+
+
+def _server(server: dict[str, Any]) -> str:
+    told = [f"{server['name']} {server.get('version') or ''}".strip(), str(server.get("base", ""))]
+    told += [str(server[name]) for name in ("quantization", "model_dtype", "dtype") if server.get(name)]
+    return " ".join(part for part in told if part)
+
+
+def _without_folders(command: Sequence[str]) -> list[str]:
+    """Absolute paths are one machine's; their last part says enough."""
+    return [PATH.sub(r"\1", word) for word in command]
+
+
+def _distinct(values: Iterable[Any]) -> list[str]:
+    return list(dict.fromkeys(str(value) for value in values if value))
+
+
+def _load(result: Result) -> str:
+    settings = result["settings"]
+    if settings.get("concurrency"):
+        return f"{settings['concurrency']} at a time"
+    return f"{settings['rate']:g}/s" if settings.get("rate") else "trace"
+
+
+def _spread(name: str) -> Callable[[Result], str]:
+    def show(result: Result) -> str:
+        values = result["figures"][name]
+        if values["p50"] is None:
+            return MISSING
+        return " / ".join(f"{values[q]:.0f}" if values[q] >= 100 else f"{values[q]:.1f}" for q in ("p50", "p90", "p99"))
+
+    return show
+
+
+def _figure(name: str, form: str) -> Callable[[Result], str]:
+    def show(result: Result) -> str:
+        value = result["figures"].get(name)
+        return MISSING if value is None else form.format(value)
+
+    return show
+
+
+def _of_floor(result: Result) -> str:
+    return f"{100 * result['floor']['of_floor']:.0f} %" if "floor" in result else MISSING
+
+
+_COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
+    ("who", lambda result: result.get("label") or MISSING),
+    ("load", _load),
+    ("adapters", lambda result: str(result["figures"]["adapters"] or "base")),
+    ("law", lambda result: result["settings"].get("law") or MISSING),
+    (
+        "prompt + answer",
+        lambda r: f"{r['figures']['prompt_tokens_mean']:.0f} + {r['figures']['output_tokens_mean']:.0f}",
+    ),
+    ("tok/s", _figure("output_tok_per_s", "{:.1f}")),
+    ("with prompts", _figure("total_tok_per_s", "{:.1f}")),
+    ("TTFT p50 / p90 / p99 ms", _spread("ttft_ms")),
+    ("TPOT ms", _spread("tpot_ms")),
+    ("ITL ms", _spread("itl_ms")),
+    ("goodput/s", _figure("goodput_per_s", "{:.2f}")),
+    ("MBU", _figure("mbu", "{:.0%}")),
+    ("MFU", _figure("mfu", "{:.0%}")),
+    ("of floor", _of_floor),
+    ("failed", lambda result: f"{result['figures']['failed']} of {result['figures']['requests']}"),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="of the section")
+    parser.add_argument("files", nargs="+", type=Path, help="of JSON lines")
+    parser.add_argument("--document", type=Path, default=DOCUMENT)
+    parser.add_argument("--title", help="of a section that is new")
+    parser.add_argument("--dry-run", action="store_true", help="print it, write nothing")
+    a = parser.parse_args()
+    try:
+        results = read_results(a.files)
+        if not results:
+            raise NoResults(f"{a.files[0].name}: no results")
+        new = section(a.name, results)
+        text = replace_section(a.document.read_text("utf-8"), a.name, new, a.title)
+    except (NoResults, NoSection) as error:
+        raise SystemExit(f"report.py: {error}") from None
+    except OSError as error:
+        raise SystemExit(f"report.py: {error.filename}: {error.strerror}") from None
+    if a.dry_run:
+        print(new)
+    else:
+        a.document.write_text(text, "utf-8")
+
+
+if __name__ == "__main__":
+    main()

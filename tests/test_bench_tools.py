@@ -1,0 +1,187 @@
+"""What `lorasrv bench` measures on its way into docs/benchmarks.md, and peers' figures beside each other."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parent / "benchmarks"
+
+
+def _tool(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look their module up.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+report, peer_rows = _tool("report"), _tool("peer_rows")
+
+
+def result(label: str = "lorasrv", tok_per_s: float = 50.0, **figures: Any) -> dict[str, Any]:
+    spread = {"p50": 10.0, "p90": 20.0, "p99": 130.4}
+    return {
+        "bench": 1,
+        "label": label,
+        "point": "concurrency 16, 16 adapters",
+        "time": "2026-11-21T10:00:00+00:00",
+        "settings": {"concurrency": 16, "rate": None, "law": "distinct", "seed": 7, "prompt": "64"},
+        "server": {"name": label, "version": "1.2", "base": "tiny", "quantization": "int8"},
+        "machine": {"cpu": "A CPU", "cores": 2, "instructions": ["avx2"], "measured": None},
+        "client": {"lorasrv": "0.1.0", "python": "3.11"},
+        "commit": "abc1234",
+        "command": ["lorasrv", "bench", "--law", "zipf:1.1"],
+        "figures": {
+            "requests": 32,
+            "failed": 0,
+            "first_error": None,
+            "adapters": 16,
+            "prompt_tokens_mean": 64.2,
+            "output_tokens_mean": 64.0,
+            "output_tok_per_s": tok_per_s,
+            "total_tok_per_s": 2 * tok_per_s,
+            "ttft_ms": spread,
+            "tpot_ms": {"p50": None, "p90": None, "p99": None},
+            "itl_ms": spread,
+            "goodput_per_s": None,
+            "mbu": 0.5,
+            "mfu": None,
+            **figures,
+        },
+    }
+
+
+class TestReport:
+    def test_a_section(self) -> None:
+        title, _, one, two, blank, *facts, end = report.section("x", [result(), result("peer", 9.0)]).splitlines()[1:]
+        assert title == (
+            "| who | load | adapters | law | prompt + answer | tok/s | with prompts | TTFT p50 / p90 / p99 ms | ITL ms "
+            "| MBU | failed |"
+        ), "columns that nobody has are left out"
+        assert one.startswith("| lorasrv | 16 at a time | 16 | distinct | 64 + 64 | 50.0 | 100.0 | 10.0 / 20.0 / 130 |")
+        assert two.startswith("| peer |")
+        assert (blank, end) == ("", "<!-- /bench -->")
+        assert facts[0] == "Machine: A CPU, 2 cores, avx2."
+        assert facts[1] == "Servers: lorasrv 1.2 tiny int8; peer 1.2 tiny int8. Load: lorasrv 0.1.0, python 3.11."
+        assert facts[2] == "Commit abc1234, 2026-11-21, seed 7."
+        assert facts[-1] == "    lorasrv bench --law zipf:1.1"
+        assert len([line for line in facts if line.startswith("    ")]) == 1
+
+    def test_no_folder_of_this_machine(self) -> None:
+        words = ["bench", "--vllm", "/home/me/venv", "--out=/tmp/x/r.jsonl", "--url", "http://127.0.0.1:8000/v1"]
+        text = report.section(
+            "x", [{**result(), "command": [*words, "--serve-flags", "--model /m/base --rank 4", "x"]}]
+        )
+        assert text.splitlines()[-2] == (
+            "    bench --vllm venv --out=r.jsonl --url http://127.0.0.1:8000/v1 --serve-flags '--model base --rank 4' x"
+        )
+
+    def test_failures_are_told(self) -> None:
+        text = report.section("x", [result(failed=3, first_error="HTTP 500: a|b")])
+        assert "| 3 of 32 |" in text
+        assert "First errors: HTTP 500: a|b." in text
+
+    def test_it_replaces_its_own_section_alone(self) -> None:
+        before = (
+            "# Doc\n\n<!-- bench:a -->\nold\n<!-- /bench -->\nbetween\n<!-- bench:b -->\nkept\n<!-- /bench -->\nend\n"
+        )
+        after = report.replace_section(before, "a", "<!-- bench:a -->\nnew\n<!-- /bench -->")
+        assert after == before.replace("old", "new")
+
+    def test_a_new_section_comes_last(self) -> None:
+        assert report.replace_section("# Doc\n\n", "a", "new") == "# Doc\n\n## A\n\nnew\n"
+        assert "## Title\n" in report.replace_section("# Doc\n", "a", "new", "Title")
+
+    @pytest.mark.parametrize(
+        ("text", "name"),
+        [
+            ("<!-- bench:a -->\nno end\n", "a"),
+            ("<!-- bench:a -->\n<!-- bench:b -->\n<!-- /bench -->", "a"),
+            ("<!-- bench:a -->\n<!-- /bench -->\n<!-- bench:a -->\n<!-- /bench -->", "a"),
+            ("", "A b"),
+        ],
+    )
+    def test_marks_that_do_not_pair(self, text: str, name: str) -> None:
+        with pytest.raises(report.NoSection):
+            report.replace_section(text, name, "new")
+
+    def test_the_command(self, tmp_path: Path) -> None:
+        (tmp_path / "r.jsonl").write_text(json.dumps(result()) + "\n")
+        (tmp_path / "doc.md").write_text("# Doc\n")
+
+        def run(*more: str, file: str = "r.jsonl") -> "subprocess.CompletedProcess[str]":
+            command = [sys.executable, str(BENCHMARKS / "report.py"), "serving", str(tmp_path / file)]
+            options = ["--document", str(tmp_path / "doc.md"), *more]
+            root = str(BENCHMARKS.parents[1])
+            return subprocess.run(
+                [*command, *options], check=False, capture_output=True, text=True, env={"PYTHONPATH": root}
+            )
+
+        assert "| lorasrv | 16 at a time |" in run("--dry-run").stdout
+        assert (tmp_path / "doc.md").read_text() == "# Doc\n"
+        assert run().returncode == run().returncode == 0
+        assert (tmp_path / "doc.md").read_text().count("<!-- bench:serving -->") == 1
+        (tmp_path / "bad.jsonl").write_text("{}\n")
+        refused = run(file="bad.jsonl")
+        assert (refused.returncode, refused.stderr.count("\n")) == (1, 1)
+        assert refused.stderr.startswith("report.py: bad.jsonl:1: not a result")
+        assert run(file="none.jsonl").stderr.endswith("none.jsonl: No such file or directory\n")
+
+
+class TestPeers:
+    def test_rows(self) -> None:
+        assert [row.key for row in peer_rows.rows_of("zipf,1/base")] == ["zipf", "1/base"]
+        with pytest.raises(SystemExit, match="--rows '2/2' is unknown"):
+            peer_rows.rows_of("1/1,2/2")
+
+    def test_a_row_names_as_many_adapters(self) -> None:
+        from api.bench.prompts import Ruler
+        from api.bench.sweep import make_asks
+
+        names = [f"a{n:04d}" for n in range(64)]
+        for row in peer_rows.ROWS:
+            asks = make_asks(row.point, row.settings(names, "base", 64, 5, None), Ruler(1, 1))
+            assert len(asks) == row.requests
+            distinct = {ask.model for ask in asks if ask.has_adapter}
+            if row.key == "zipf":
+                assert 1 < len(distinct) < 64
+            else:
+                assert len(distinct) == min(row.adapters, row.requests), row.key
+            assert all(ask.max_tokens == 5 and len(ask.prompt.split()) == 64 for ask in asks)
+
+    def test_distinct_adapters_of_a_moment(self) -> None:
+        import random
+        import statistics
+
+        [zipf, even] = peer_rows.rows_of("zipf,32/32")
+        seen = [len(set(zipf.law.pick(64, 32, random.Random(seed)))) for seed in range(400)]
+        assert zipf.distinct(32) == pytest.approx(statistics.fmean(seen), rel=0.02)
+        assert (even.distinct(32), even.distinct(2)) == (32, 2)
+
+    def test_floor_and_ratio(self) -> None:
+        from api.bench.work import Rates, Work
+
+        [row] = peer_rows.rows_of("16/16")
+        work, rates = Work(model_bytes=1000.0, adapter_bytes=50.0, token_ops=1.0), Rates(1e4, 1e9, 1e9)
+        # A step reads 1,000 + 16 * 50 bytes in 0.18 s, for 16 tokens.
+        ours, theirs = (
+            peer_rows.with_floor(result(who, speed), row, 64, 10, work, rates)
+            for who, speed in (("lorasrv", 50.0), ("peft", 10.0))
+        )
+        assert ours["floor"]["tpot_ms"] == pytest.approx(180)
+        assert ours["floor"]["tok_per_s"] == pytest.approx(16 / 0.18, rel=1e-3)
+        assert ours["floor"]["of_floor"] == pytest.approx(50 * 0.18 / 16, rel=1e-3)
+        one, other = peer_rows.comparison([ours, theirs])
+        assert one[:5] == ("16/16", "64", "lorasrv", "50.0", "–")
+        assert other[:5] == ("16/16", "64", "peft", "10.0", "5.0 ×")
+        assert peer_rows.better([theirs, ours]) is ours
+        assert "| 56 % |" in report.section("x", [ours])
