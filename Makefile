@@ -55,7 +55,9 @@ bench-kernels: setup
 gpu:
 	$(PYTHON) -m pytest -p no:cacheprovider tests/sgmv_kernels/test_triton_gpu.py \
 		tests/sgmv_kernels/test_sgmv_triton.py tests/sgmv_kernels/test_attention_triton.py \
-		tests/sgmv_kernels/test_pointwise_triton.py tests/lorasrv/test_device_memory_gpu.py
+		tests/sgmv_kernels/test_pointwise_triton.py tests/sgmv_kernels/test_linear_triton.py
+	$(PYTHON) -m pytest -p no:cacheprovider --noconftest tests/lorasrv/test_device_memory_gpu.py \
+		tests/lorasrv/test_cuda_graphs_gpu.py
 	$(PYTHON) tests/benchmarks/tune_triton.py --quick
 	$(PYTHON) tests/benchmarks/bench_gpu.py --out gpu.md
 

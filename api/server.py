@@ -123,7 +123,7 @@ def _open_store(settings: ServerSettings) -> "AdapterStore":
     from lorasrv.base_shapes import base_shapes
     from lorasrv.loaders import open_checkpoint
 
-    checkpoint = open_checkpoint(settings.model)
+    checkpoint = open_checkpoint(settings.model, settings.load_format)
     try:
         name = settings.served_model_name or checkpoint.name
         shapes = replace(base_shapes(checkpoint.spec), name=name)

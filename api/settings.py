@@ -40,6 +40,7 @@ class ServerSettings(BaseSettings):
     dtype: str = _MODEL.dtype
     device: str = _MODEL.device
     kernels: str = _MODEL.kernels
+    load_format: str = _MODEL.load_format
     served_model_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     max_model_len: int | None = None
     store: Path = Field(default_factory=default_store_dir)
@@ -119,6 +120,7 @@ class ServerSettings(BaseSettings):
                 device=self.device,
                 kernels=self.kernels,
                 max_model_len=self.max_model_len,
+                load_format=self.load_format,
             ),
             memory=MemoryOptions(
                 pool_bytes=None if self.pool_bytes is None else int(self.pool_bytes),

@@ -117,7 +117,7 @@ class AsyncEngine:
     ) -> "AsyncEngine":
         """Load the model (seconds; call it in a thread). Raises ModelError or ConfigError."""
         compute_alone()
-        checkpoint = open_checkpoint(config.model.model)
+        checkpoint = open_checkpoint(config.model.model, config.model.load_format)
         try:
             built = build(checkpoint, config, store, progress)
             return cls(built, checkpoint.name, config.scheduler.max_num_queued_seqs)

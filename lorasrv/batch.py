@@ -7,11 +7,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from adapter_store.spec import AdapterKey
 from lorasrv.device_memory import DeviceMemory
 from lorasrv.step import ScheduledRequest, SchedulerOutput
-from sgmv_kernels.ops import Ops
+from sgmv_kernels.ops import Ops, StepTables
 from sgmv_kernels.segments import BASE, build_segments
-from sgmv_kernels.step_program import StepTables
+from sgmv_kernels.upload import upload
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,7 @@ class ForwardBatch:
 def build_batch(step: SchedulerOutput, memory: DeviceMemory, adapter_dtype: torch.dtype, ops: Ops) -> ForwardBatch:
     """Order the sequences by adapter, so that a segment is a range of rows, and lay out their tokens."""
     page_size = memory.page_size
-    scheduled = sorted(step.scheduled, key=lambda s: s.adapter_key or "")
-    keys = sorted({s.adapter_key for s in scheduled if s.adapter_key is not None})
+    scheduled, keys = by_adapter(step)
     index = {key: i for i, key in enumerate(keys)}
     lens = np.array([len(s.token_ids) for s in scheduled])
     starts = np.array([s.start for s in scheduled])
@@ -36,19 +36,24 @@ def build_batch(step: SchedulerOutput, memory: DeviceMemory, adapter_dtype: torc
     positions = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens) + np.repeat(starts, lens)
     rows = [BASE if s.adapter_key is None else index[s.adapter_key] for s in scheduled]
     samples = np.array([s.samples for s in scheduled])
-
-    def to_device(array: npt.NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array.astype(np.int64)).to(memory.device)
+    token_ids = np.array([t for s in scheduled for t in s.token_ids])
+    ids, places, sample_rows = upload([token_ids, positions, (np.cumsum(lens) - 1)[samples]], memory.device)
 
     attention = ops.plan_attention(tables, lens.tolist(), (starts + lens).tolist(), page_size, memory.num_pages)
     segments = build_segments(np.repeat(np.array(rows, dtype=np.int32), lens))
     lora = ops.plan_sgmv(segments, [step.placements[key] for key in keys], adapter_dtype)
     return ForwardBatch(
-        token_ids=to_device(np.array([t for s in scheduled for t in s.token_ids])),
-        positions=to_device(positions),
-        tables=StepTables(attention, lora, to_device((np.cumsum(lens) - 1)[samples])),
+        token_ids=ids,
+        positions=places,
+        tables=StepTables(attention, lora, sample_rows),
         sampled=tuple(s for s in scheduled if s.samples),
     )
+
+
+def by_adapter(step: SchedulerOutput) -> tuple[list[ScheduledRequest], list[AdapterKey]]:
+    """The sequences of a step in the order of their rows, and its adapters in the order of their segments."""
+    scheduled = sorted(step.scheduled, key=lambda s: s.adapter_key or "")
+    return scheduled, sorted({s.adapter_key for s in scheduled if s.adapter_key is not None})
 
 
 def _page_tables(scheduled: list[ScheduledRequest]) -> npt.NDArray[np.int32]:

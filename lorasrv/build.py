@@ -14,6 +14,7 @@ from lorasrv.adapter_source import AdapterSource
 from lorasrv.chat_template import ChatTemplate
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.device_memory import DeviceMemory, page_bytes
+from lorasrv.devices import activation_dtype, free_device_bytes, resolve_device
 from lorasrv.engine import EngineParts
 from lorasrv.errors import ConfigError
 from lorasrv.loaders import Checkpoint, WeightMeter
@@ -54,11 +55,11 @@ def build(
         ConfigError: an option does not fit this model or machine.
     """
     spec = checkpoint.spec
-    device = torch.device("cpu" if config.model.device == "auto" else config.model.device)
+    device = resolve_device(config.model.device)
     dtype = getattr(torch, config.model.dtype)
     kv_dtype = dtype if config.memory.kv_dtype == "auto" else getattr(torch, config.memory.kv_dtype)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
-    if progress and config.model.kernels != "torch":
+    if progress and config.model.kernels != "torch" and device.type == "cpu":
         progress("loading kernels; the first start on a machine compiles them, which takes 15 to 30 seconds", 0.0)
     ops = _ops(config.model.kernels, device, [dtype, kv_dtype])
     # Before the weights: what is refused here is refused at once.
@@ -73,7 +74,7 @@ def build(
     geometry = PoolGeometry(memory.num_pages, memory.page_size, memory.page_bytes, spec.num_layers)
     books = PoolBooks.make(geometry, config.memory, config.scheduler.preemption, is_on_host)
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
-    limits = DecoderLimits(max_model_len, rows, samples, dtype)
+    limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
     parts = EngineParts(
         books=books,
         scheduler=Scheduler(config.scheduler, books, frozenset(spec.eos_token_ids), is_on_host),
@@ -120,7 +121,7 @@ def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
 
 def _memory(options: MemoryOptions, spec: ModelSpec, kv_dtype: torch.dtype, device: torch.device) -> DeviceMemory:
     block = page_bytes(spec, options.page_size_tokens, kv_dtype) * spec.num_layers
-    pool_bytes = pool_size(options)
+    pool_bytes = pool_size(options, device)
     if pool_bytes < MIN_POOL_PAGES * block:
         raise ConfigError(
             f"--pool-bytes {pool_bytes} is too small: one page takes {block} bytes, and {MIN_POOL_PAGES} are the least"
@@ -128,8 +129,10 @@ def _memory(options: MemoryOptions, spec: ModelSpec, kv_dtype: torch.dtype, devi
     return DeviceMemory(spec, pool_bytes // block, options.page_size_tokens, kv_dtype, device)
 
 
-def pool_size(options: MemoryOptions) -> int:
-    """Bytes that a pool would get now."""
+def pool_size(options: MemoryOptions, device: torch.device | None = None) -> int:
+    """Bytes that a pool would get now, in host memory unless the device is CUDA's."""
+    if device is not None and device.type == "cuda":
+        return options.pool_bytes or int(free_device_bytes(device) * options.cuda_pool_fraction)
     return options.pool_bytes or int(_free_bytes() * options.pool_fraction)
 
 

@@ -10,8 +10,9 @@ from lorasrv.limits import Limits
 
 BUILTIN_MODEL = "smollm2-135m"
 DTYPES = ("bfloat16", "float32")
-DEVICES = ("auto", "cpu")
-KERNELS = ("auto", "torch", "numba")
+DEVICES = ("auto", "cpu", "cuda")
+KERNELS = ("auto", "torch", "numba", "triton")
+LOAD_FORMATS = ("auto", "dummy")
 PREEMPTIONS = ("auto", "recompute", "swap")
 POLICIES = ("fair", "fcfs", "mlfq", "sjf")
 
@@ -24,7 +25,8 @@ def default_store_dir() -> Path:
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which base model, and in what form it is kept. `dtype` is that of adapters, and of the base if not quantized.
+    """Which base model, and in what form it is kept. `dtype` is that of adapters, and of the base if not quantized;
+    on CUDA of activations too. `load_format` dummy: random weights.
 
     `quantization` "auto" keeps 4-bit files exactly, as int4, and is int8 for others; `quantization_group` None is the
     format's own.
@@ -37,18 +39,21 @@ class ModelOptions:
     device: str = "auto"
     kernels: str = "auto"
     max_model_len: int | None = None
+    load_format: str = "auto"
 
     def __post_init__(self) -> None:
         _positive("--quantization-group", self.quantization_group)
         _one_of("--dtype", self.dtype, DTYPES)
         _one_of("--device", self.device, DEVICES)
         _one_of("--kernels", self.kernels, KERNELS)
+        _one_of("--load-format", self.load_format, LOAD_FORMATS)
         _positive("--max-model-len", self.max_model_len)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """The one pool, and host memory beside it. `pool_bytes` None takes `pool_fraction` of what is free.
+    """The one pool, and host memory beside it. `pool_bytes` None takes `pool_fraction` of what is free, on
+    CUDA `cuda_pool_fraction` of what the device has free once the weights are loaded.
 
     `adapter_floor_fraction` of the pool's pages stay with adapters while only new requests' keys and values want them.
     `adapter_pool_fraction` splits the pool for good, as other servers do; None, the default, shares all of it.
@@ -56,6 +61,7 @@ class MemoryOptions:
 
     pool_bytes: int | None = None
     pool_fraction: float = 0.25
+    cuda_pool_fraction: float = 0.85
     kv_dtype: str = "auto"
     page_size_tokens: int = 16
     host_cache_bytes: int = 1 << 30
@@ -73,8 +79,9 @@ class MemoryOptions:
         _positive("--max-lora-rank", self.max_lora_rank)
         if self.swap_bytes < 0:
             raise ConfigError(f"--swap-bytes must not be negative, not {self.swap_bytes}; 0 turns swapping off")
-        if not 0.0 < self.pool_fraction <= 0.95:
-            raise ConfigError(f"pool fraction must be above 0 and at most 0.95, not {self.pool_fraction}")
+        for fraction in (self.pool_fraction, self.cuda_pool_fraction):
+            if not 0.0 < fraction <= 0.95:
+                raise ConfigError(f"pool fraction must be above 0 and at most 0.95, not {fraction}")
         if not 0.0 <= self.adapter_floor_fraction < 1.0:
             raise ConfigError(f"adapter floor must be at least 0 and below 1, not {self.adapter_floor_fraction}")
         if self.adapter_pool_fraction is not None and not 0.0 < self.adapter_pool_fraction < 1.0:

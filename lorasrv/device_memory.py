@@ -25,16 +25,29 @@ def page_bytes(spec: ModelSpec, page_size: int, kv_dtype: torch.dtype) -> int:
 
 
 class DeviceMemory:
-    """The pool's tensor on a device, seen as KV pages or as raw slabs."""
+    """The pool's tensor on a device, seen as KV pages or as raw slabs.
+
+    With `scratch`, one more page follows those of the pool: nobody owns it, and rows that only fill a graph up write
+    there. None: where there are graphs, on CUDA.
+    """
 
     def __init__(
-        self, spec: ModelSpec, num_pages: int, page_size: int, kv_dtype: torch.dtype, device: torch.device
+        self,
+        spec: ModelSpec,
+        num_pages: int,
+        page_size: int,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+        scratch: bool | None = None,
     ) -> None:
+        has_scratch = device.type == "cuda" if scratch is None else scratch
         self.num_pages = num_pages
+        self.scratch_page = num_pages if has_scratch else None
         self.page_size = page_size
         self.page_bytes = page_bytes(spec, page_size, kv_dtype)
-        self._slabs = _zeros((spec.num_layers, num_pages * self.page_bytes), device)
-        self._pages = self._slabs.view(spec.num_layers, num_pages, self.page_bytes)
+        pages = num_pages + has_scratch
+        self._slabs = _zeros((spec.num_layers, pages * self.page_bytes), device)
+        self._pages = self._slabs.view(spec.num_layers, pages, self.page_bytes)
         self._ring = StagingRing(device) if device.type == "cuda" else None
         self._swapped: dict[RequestId, Tensor] = {}
         self._kv = [kv_pages(slab, kv_dtype, spec.num_kv_heads, page_size, spec.head_dim) for slab in self._slabs]
@@ -49,7 +62,7 @@ class DeviceMemory:
 
     def slab(self, layer: int) -> Tensor:
         """[bytes] uint8: one layer of the pool."""
-        return self._slabs[layer]
+        return self._slabs[layer, : self.num_pages * self.page_bytes]
 
     def kv_pages(self, layer: int) -> KvPages:
         """One layer of the pool as keys and values."""

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
+from torch import Tensor
 
 from lorasrv.adapter_loader import WriteAdapter
 from lorasrv.batch import build_batch
@@ -11,9 +12,13 @@ from lorasrv.device_memory import DeviceMemory
 from lorasrv.models.decoder import Decoder, DecoderLimits
 from lorasrv.models.weights import ModelWeights
 from lorasrv.request import RequestId
-from lorasrv.sampler import sample
-from lorasrv.step import PageOp, SchedulerOutput
+from lorasrv.sampler import sample_finite
+from lorasrv.side_stream import SideStream
+from lorasrv.step import PageOp, ScheduledRequest, SchedulerOutput
 from sgmv_kernels.ops import Ops
+
+if TYPE_CHECKING:
+    from lorasrv.cuda_graphs import GraphedSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,16 @@ class ModelRunner:
         self._memory = memory
         self._adapter_dtype = limits.adapter_dtype
         self._ops = ops
-        self._decoder = Decoder(weights, memory, limits, ops)
+        on_gpu = memory.device.type == "cuda" and ops.name == "triton"
+        side = SideStream(memory.device) if on_gpu else None
+        self._decoder = Decoder(weights, memory, limits, ops, side)
+        self._graphs: GraphedSteps | None = None
+        if on_gpu:
+            # Imported only here: it needs Triton.
+            from lorasrv import cuda_graphs
+
+            record = cuda_graphs.cuda_recorder()
+            self._graphs = cuda_graphs.GraphedSteps(self._decoder.forward, weights.spec, memory, limits, record)
 
     @property
     def write_adapter(self) -> WriteAdapter:
@@ -51,12 +65,16 @@ class ModelRunner:
         """Compute a step whose pages are arranged."""
         if not step.scheduled:
             return ModelRunnerOutput({})
-        batch = build_batch(step, self._memory, self._adapter_dtype, self._ops)
-        logits = self._decoder.forward(batch)
+        logits, sampled = self._logits(step)
         # The weights of one adapter may overflow; its requests fail, the step's others do not.
-        finite = torch.isfinite(logits.sum(dim=-1))
-        good = [s for s, is_finite in zip(batch.sampled, finite.tolist(), strict=True) if is_finite]
-        if len(good) < len(batch.sampled):
-            logits = logits[finite]
-        tokens = sample(logits, [s.sampling for s in good], [s.num_generated for s in good])
-        return ModelRunnerOutput(dict(zip((s.request_id for s in good), tokens, strict=True)))
+        tokens = sample_finite(logits, [s.sampling for s in sampled], [s.num_generated for s in sampled])
+        both = zip(sampled, tokens, strict=True)
+        return ModelRunnerOutput({s.request_id: token for s, token in both if token is not None})
+
+    def _logits(self, step: SchedulerOutput) -> tuple[Tensor, tuple[ScheduledRequest, ...]]:
+        """Logits [B, V] fp32, and the request of each row."""
+        graphed = self._graphs.compute(step) if self._graphs is not None else None
+        if graphed is not None:
+            return graphed
+        batch = build_batch(step, self._memory, self._adapter_dtype, self._ops)
+        return self._decoder.forward(batch), batch.sampled

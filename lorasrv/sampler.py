@@ -1,9 +1,11 @@
-"""Logits -> the next token of each row. Greedy rows cost one device-to-host copy together.
+"""Logits -> the next token of each row. Of a GPU's logits only token ids come back, all rows' in one copy.
 
 A random choice depends on the request's seed and on how many tokens it has, on nothing else: the same request gives the
-same text whatever shares its batch, and after a preemption.
+same text whatever shares its batch, and after a preemption. (On a CPU and on a GPU it may be another text: filters sort
+likely tokens in the one, all of them in the other.)
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,8 +13,10 @@ import torch
 from torch import Tensor
 
 from lorasrv.request import SamplingParams
+from sgmv_kernels.upload import upload
 
 TOP_P_CANDIDATES = 256
+_NO_TOKEN = -1
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequence[int]) -> list[int]:
@@ -23,12 +27,55 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequ
         params: how to choose, one a row; `seed` must be set unless greedy.
         num_generated: tokens that each row's request has so far: its position in the seed's random stream.
     """
-    tokens = logits.argmax(dim=-1)
-    for row, (p, count) in enumerate(zip(params, num_generated, strict=True)):
-        if not p.is_greedy:
-            tokens[row] = _draw(logits[row], p, count)
-    chosen: list[int] = tokens.tolist()
+    chosen: list[int] = _tokens(logits, params, num_generated).tolist()
     return chosen
+
+
+def sample_finite(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequence[int]) -> list[int | None]:
+    """As `sample`, for any logits; None for a row whose logits are no numbers."""
+    finite = torch.isfinite(logits.sum(dim=-1))
+    if logits.device.type != "cuda" and not bool(finite.all()):
+        good = finite.nonzero()[:, 0].tolist()
+        tokens = iter(sample(logits[finite], [params[i] for i in good], [num_generated[i] for i in good]))
+        return [next(tokens) if is_good else None for is_good in finite.tolist()]
+    # On a GPU a draw from a row that is no numbers gives some token, and nothing has been waited for.
+    marked = torch.where(finite, _tokens(logits, params, num_generated), _NO_TOKEN)
+    return [None if token == _NO_TOKEN else token for token in marked.tolist()]
+
+
+def _tokens(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequence[int]) -> Tensor:
+    """[B] int64."""
+    tokens = logits.argmax(dim=-1)
+    random = [row for row, p in enumerate(params) if not p.is_greedy]
+    if random and logits.device.type == "cuda":
+        (rows,) = upload([np.array(random)], logits.device)
+        tokens[rows] = draw_together(logits[rows], [params[i] for i in random], [num_generated[i] for i in random])
+        return tokens
+    for row in random:
+        tokens[row] = _draw(logits[row], params[row], num_generated[row])
+    return tokens
+
+
+def draw_together(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequence[int]) -> Tensor:
+    """What `_draw` does, for all rows at once, over sorted logits: nothing on the way is known to the host.
+
+    Returns: [B] int64.
+    """
+    facts = [[p.temperature, p.top_k or math.inf, p.top_p, p.min_p] for p in params]
+    draws = [_uniform(p.seed, count) for p, count in zip(params, num_generated, strict=True)]
+    host = torch.tensor([[*row, draw] for row, draw in zip(facts, draws, strict=True)], dtype=torch.float64)
+    if logits.device.type == "cuda":
+        host = host.pin_memory()
+    temperature, top_k, top_p, min_p, draw = host.to(logits.device, non_blocking=True).T[:, :, None]
+    probs, order = torch.softmax(logits / temperature.float(), dim=-1).sort(dim=-1, descending=True, stable=True)
+    probs = torch.where(torch.arange(probs.shape[1], device=probs.device) < top_k, probs, 0.0)
+    probs = probs / probs.sum(dim=-1, keepdim=True)
+    # The likeliest is always kept.
+    kept = (probs.cumsum(dim=-1) - probs < top_p) & (probs >= min_p * probs[:, :1])
+    cumulative = torch.where(kept, probs, 0.0).double().cumsum(dim=-1)
+    at = torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True)
+    last = (kept & (probs > 0)).sum(dim=-1, keepdim=True) - 1
+    return order.gather(1, torch.minimum(at, last.clamp_min(0)))[:, 0]
 
 
 def _draw(logits: Tensor, p: SamplingParams, count: int) -> Tensor:

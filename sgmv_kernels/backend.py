@@ -13,8 +13,10 @@ from torch import Tensor
 
 from sgmv_kernels.group_codes import GroupCodes
 from sgmv_kernels.kv_pages import KvPages
+from sgmv_kernels.layout import SiteDims
 from sgmv_kernels.segments import Int32
 from sgmv_kernels.tables import SgmvTables
+from sgmv_kernels.upload import upload
 
 KERNELS = ("torch", "numba", "triton")
 logger = logging.getLogger(__name__)
@@ -58,6 +60,43 @@ class AttentionPlan:
     @property
     def num_rows(self) -> int:
         return int(self.query_starts[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class StepTables:
+    """Which keys, adapters and rows a step is about: all that a forward pass is told beside its inputs.
+
+    `sample_rows [S]` int64: rows that want logits.
+    """
+
+    attention: AttentionPlan
+    lora: SgmvPlan
+    sample_rows: Tensor
+
+
+Angles = tuple[tuple[Tensor, Tensor], ...]
+"""Cosines and sines of the rows' positions, each [T, half of what is rotated], for every RoPE of the model."""
+
+Layers = Callable[[Tensor, Angles, StepTables], Tensor]
+"""x [T, H], angles, tables -> logits [S, V]: calls of `Ops` and nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramShape:
+    """What a pass is recorded for: at most `max_rows` rows, `max_samples` of which want logits; `angles`: widths."""
+
+    max_rows: int
+    max_samples: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    angles: tuple[int, ...]
+    page_size: int
+    num_pages: int
+    num_layers: int
+    sites: tuple[SiteDims, ...]
+    adapter_dtype: torch.dtype
 
 
 class PackedLinear(Protocol):
@@ -147,6 +186,6 @@ def plan_of(
     sequence = np.repeat(np.arange(len(queries)), queries)
     position = np.arange(len(sequence)) + (lens - ends)[sequence]
     pages, slots = page_tables[sequence, position // page_size], position % page_size
-    write_pages, write_slots = (torch.from_numpy(a.astype(np.int64)).to(device) for a in (pages, slots))
+    write_pages, write_slots = upload((pages, slots), device)
     starts = np.concatenate((np.zeros(1, dtype=np.int32), ends))
     return AttentionPlan(page_tables, starts, lens, page_size, num_pages, write_pages, write_slots, None)

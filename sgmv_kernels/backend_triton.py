@@ -12,7 +12,7 @@ if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
 if triton.knobs.runtime.interpret and isinstance(triton.language.sum, triton.JITFunction):
     raise ImportError("TRITON_INTERPRET=1 was set after triton had been imported; set it before")
 
-from sgmv_kernels import attention_triton, linear_torch, pointwise_triton, sgmv_triton
+from sgmv_kernels import attention_triton, linear_torch, linear_triton, pointwise_triton, sgmv_triton
 from sgmv_kernels.backend import Backend
 
 BACKEND = Backend(
@@ -31,7 +31,7 @@ BACKEND = Backend(
     norm_heads_=pointwise_triton.norm_heads_,
     softcap_=pointwise_triton.softcap_,
     take_rows=linear_torch.take_rows_torch,
-    pack_linear=linear_torch.PlainLinear,
-    linear=linear_torch.linear_torch,
+    pack_linear=linear_triton.pack_linear,
+    linear=linear_triton.linear,
     warm_up=lambda dtypes: None,
 )

@@ -1,5 +1,7 @@
 """Argument checks of ops; each raises KernelArgumentError. What needs the backend or the device is in `ops.py`."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from sgmv_kernels.backend import AttentionPlan, SgmvPlan
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.kv_pages import KvPages
 from sgmv_kernels.layout import MAX_SLICES, PlacedAdapter
-from sgmv_kernels.segments import BASE, Segments
+from sgmv_kernels.segments import BASE, Int32, Segments
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -80,6 +82,46 @@ def check_pages(kv: KvPages, plan: AttentionPlan) -> None:
     dense = keys[1:] == (per_head, kv.page_size, 1) and values[1:] == (per_head, kv.head_dim, 1)
     if not dense or keys[0] != values[0]:
         raise KernelArgumentError("keys and values must be dense inside their pages, and pages equally far apart")
+
+
+def check_sequences(
+    page_tables: Int32, query_lens: Sequence[int], kv_lens: Sequence[int], page_size: int, num_pages: int
+) -> None:
+    require(page_tables.dtype == np.int32 and page_tables.ndim == 2, "page_tables must be int32 [B, pages]")
+    same = len(page_tables) == len(query_lens) == len(kv_lens)
+    require(same, "page_tables, query_lens and kv_lens must have one entry a sequence")
+    require(page_size > 0, f"page_size must be positive, not {page_size}")
+    for n, length in zip(query_lens, kv_lens, strict=True):
+        require(0 < n <= length, f"query_lens {n} must be positive and at most kv_lens {length}")
+    longest = max(kv_lens, default=0)
+    require(page_tables.shape[1] * page_size >= longest, f"page_tables too short for {longest} tokens")
+    used = np.arange(page_tables.shape[1]) * page_size < np.asarray(kv_lens)[:, None]
+    inside = (page_tables >= 0) & (page_tables < num_pages)
+    require((inside | ~used).all(), "page_tables name a page outside the pool")
+
+
+def check_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages) -> None:
+    dim, rows = kv.head_dim, len(qkv)
+    require(qkv.dim() == 2 and qkv.is_contiguous(), "qkv must be contiguous [T, width]")
+    heads = qkv.shape[1] // dim - 2 * kv.num_heads
+    require(dim % 2 == 0, f"head dim {dim} must be even")
+    require(qkv.shape[1] % dim == 0 and heads > 0, f"qkv has {qkv.shape[1]} columns, which is no number of heads")
+    for name, table in (("cos", cos), ("sin", sin)):
+        fits = table.shape == (rows, min(cos.shape[-1], dim // 2)) and table.dtype == torch.float32
+        require(fits and table.is_contiguous(), f"{name} must be contiguous float32 [{rows}, {dim // 2}] or fewer")
+
+
+def check_queries(
+    q: Tensor, kv: KvPages, window: int | None, alibi_slopes: Tensor | None, softcap: float | None
+) -> None:
+    require(q.dim() == 3 and q.is_contiguous(), "q must be contiguous [T, heads, D]")
+    require(q.shape[1] % kv.num_heads == 0, "query heads must be a multiple of key heads")
+    require(q.shape[2] == kv.head_dim, f"q has head dim {q.shape[2]}, the pages have {kv.head_dim}")
+    require(window is None or window > 0, f"window must be positive, not {window}")
+    if alibi_slopes is not None:
+        fits = alibi_slopes.shape == q.shape[1:2] and alibi_slopes.dtype == torch.float32
+        require(fits and alibi_slopes.is_contiguous(), "alibi_slopes must be contiguous float32 [heads]")
+    require(softcap is None or softcap > 0, f"softcap must be positive, not {softcap}")
 
 
 def require(holds: object, message: str) -> None:

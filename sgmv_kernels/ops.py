@@ -6,17 +6,21 @@ Shapes: T token rows, S segments, R rank rows, P pages, B sequences, D head dim,
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sgmv_kernels.backend import (
     KERNELS,
+    Angles,
     AttentionPlan,
     KernelsUnavailable,
+    Layers,
     PackedLinear,
+    ProgramShape,
     SgmvPlan,
+    StepTables,
     choose_backend,
     load_backend,
     plan_of,
@@ -27,7 +31,10 @@ from sgmv_kernels.checks import (
     check_gated,
     check_heads,
     check_pages,
+    check_queries,
+    check_rotated,
     check_segments,
+    check_sequences,
     require,
     site_dims,
 )
@@ -43,6 +50,7 @@ __all__ = [
     "INT8_LEVELS",
     "KERNELS",
     "Q3H_LEVELS",
+    "Angles",
     "AttentionPlan",
     "GroupCodes",
     "KernelArgumentError",
@@ -50,9 +58,14 @@ __all__ = [
     "KvPages",
     "Ops",
     "PackedLinear",
+    "ProgramShape",
     "SgmvPlan",
+    "StepTables",
     "stack_codes",
 ]
+
+if TYPE_CHECKING:
+    from sgmv_kernels.step_program import StepProgram
 
 logger = logging.getLogger(__name__)
 
@@ -83,6 +96,12 @@ class Ops:
     def can_record(self) -> bool:
         """Whether launches of these kernels can be recorded, and run together (`sgmv_kernels.step_program`)."""
         return self._backend.can_record
+
+    def program(self, layers: Layers, shape: ProgramShape) -> "StepProgram":
+        """What runs a model's layers from recordings. Only where `can_record`."""
+        from sgmv_kernels.step_program import StepProgram
+
+        return StepProgram(layers, shape, self)
 
     def warm_up(self, dtypes: Sequence[torch.dtype]) -> None:
         """Compile what panels and pages of these dtypes need, so that no request waits for it.
@@ -201,17 +220,7 @@ class Ops:
         Raises:
             KernelArgumentError: lengths that contradict each other, or a page id outside the pool.
         """
-        require(page_tables.dtype == np.int32 and page_tables.ndim == 2, "page_tables must be int32 [B, pages]")
-        same = len(page_tables) == len(query_lens) == len(kv_lens)
-        require(same, "page_tables, query_lens and kv_lens must have one entry a sequence")
-        require(page_size > 0, f"page_size must be positive, not {page_size}")
-        for n, length in zip(query_lens, kv_lens, strict=True):
-            require(0 < n <= length, f"query_lens {n} must be positive and at most kv_lens {length}")
-        longest = max(kv_lens, default=0)
-        require(page_tables.shape[1] * page_size >= longest, f"page_tables too short for {longest} tokens")
-        used = np.arange(page_tables.shape[1]) * page_size < np.asarray(kv_lens)[:, None]
-        inside = (page_tables >= 0) & (page_tables < num_pages)
-        require((inside | ~used).all(), "page_tables name a page outside the pool")
+        check_sequences(page_tables, query_lens, kv_lens, page_size, num_pages)
         tables = page_tables.copy()
         plan = plan_of(tables, query_lens, kv_lens, page_size, num_pages, self.device)
         return replace(plan, prepared=self._backend.prepare_attention(plan, self.device))
@@ -245,16 +254,9 @@ class Ops:
             splits for long contexts of Flash-Decoding (Dao et al. 2023); ALiBi (Press et al. 2022).
         """
         self._check_activation(q, "q")
-        require(q.dim() == 3 and q.is_contiguous(), "q must be contiguous [T, heads, D]")
-        require(q.shape[1] % kv.num_heads == 0, "query heads must be a multiple of key heads")
-        require(q.shape[2] == kv.head_dim, f"q has head dim {q.shape[2]}, the pages have {kv.head_dim}")
+        check_queries(q, kv, window, alibi_slopes, softcap)
         require(plan.num_rows == q.shape[0], "query_lens must sum to the rows of q")
         check_pages(kv, plan)
-        require(window is None or window > 0, f"window must be positive, not {window}")
-        if alibi_slopes is not None:
-            fits = alibi_slopes.shape == q.shape[1:2] and alibi_slopes.dtype == torch.float32
-            require(fits and alibi_slopes.is_contiguous(), "alibi_slopes must be contiguous float32 [heads]")
-        require(softcap is None or softcap > 0, f"softcap must be positive, not {softcap}")
         return self._backend.attention(q, kv, plan, scale, window, alibi_slopes, softcap)
 
     def rope_write_kv(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, plan: AttentionPlan) -> Tensor:
@@ -275,16 +277,9 @@ class Ops:
         Source: rotary embedding (Su et al. 2021) in Hugging Face's half-split order.
         """
         self._check_activation(qkv, "qkv")
-        dim, rows = kv.head_dim, len(qkv)
-        require(qkv.dim() == 2 and qkv.is_contiguous(), "qkv must be contiguous [T, width]")
-        heads = qkv.shape[1] // dim - 2 * kv.num_heads
-        require(dim % 2 == 0, f"head dim {dim} must be even")
-        require(qkv.shape[1] % dim == 0 and heads > 0, f"qkv has {qkv.shape[1]} columns, which is no number of heads")
-        for name, table in (("cos", cos), ("sin", sin)):
-            fits = table.shape == (rows, min(cos.shape[-1], dim // 2)) and table.dtype == torch.float32
-            require(fits and table.is_contiguous(), f"{name} must be contiguous float32 [{rows}, {dim // 2}] or fewer")
+        check_rotated(qkv, cos, sin, kv)
         check_pages(kv, plan)
-        require(plan.num_rows == rows, "query_lens must sum to the rows of qkv")
+        require(plan.num_rows == len(qkv), "query_lens must sum to the rows of qkv")
         return self._backend.rope_write_kv(qkv, cos, sin, kv, plan.write_pages, plan.write_slots)
 
     def add_rms_norm_(self, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -357,6 +352,7 @@ class Ops:
         Raises:
             KernelArgumentError: groups that the kernels cannot read, or shapes that do not fit.
         """
+        require(codes.codes.device.type == self.device.type, f"codes must be on {self.device}")
         fits = bias is None or (bias.shape == (codes.out_features,) and bias.dtype == torch.float32)
         require(fits, f"bias must be float32 [{codes.out_features}]")
         return self._backend.pack_linear(codes, bias)

@@ -4,8 +4,8 @@ What a pass does is the same for every step but for its rows and tables; so it i
 be, with adapters and without, and each run is told the step's own numbers (`launches`).
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,55 +13,19 @@ from torch import Tensor
 
 from sgmv_kernels.attention_cpu import PART as ATTENTION
 from sgmv_kernels.attention_cpu import sequences_part
-from sgmv_kernels.backend import AttentionPlan, SgmvPlan
+from sgmv_kernels.backend import Angles, Layers, ProgramShape, StepTables
 from sgmv_kernels.launches import NUM_ROWS, ROWS, Program, Words, recording
-from sgmv_kernels.layout import SiteDims
-from sgmv_kernels.ops import Ops
 from sgmv_kernels.pointwise_cpu import SAMPLED, TAKEN, rope_name, rope_part, taken_part
 from sgmv_kernels.tables import rankless_tables
 
-
-@dataclass(frozen=True, slots=True)
-class StepTables:
-    """Which keys, adapters and rows a step is about: all that a forward pass is told beside its inputs.
-
-    `sample_rows [S]` int64: rows that want logits.
-    """
-
-    attention: AttentionPlan
-    lora: SgmvPlan
-    sample_rows: Tensor
-
-
-Angles = tuple[tuple[Tensor, Tensor], ...]
-"""Cosines and sines of the rows' positions, each [T, half of what is rotated], for every RoPE of the model."""
-
-Layers = Callable[[Tensor, Angles, StepTables], Tensor]
-"""x [T, H], angles, tables -> logits [S, V]: calls of `Ops` and nothing else."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramShape:
-    """What a pass is recorded for: at most `max_rows` rows, `max_samples` of which want logits; `angles`: widths."""
-
-    max_rows: int
-    max_samples: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    angles: tuple[int, ...]
-    page_size: int
-    num_pages: int
-    num_layers: int
-    sites: tuple[SiteDims, ...]
-    adapter_dtype: torch.dtype
+if TYPE_CHECKING:
+    from sgmv_kernels.ops import Ops
 
 
 class StepProgram:
     """Runs `layers` from recordings; results are those of calling it."""
 
-    def __init__(self, layers: Layers, shape: ProgramShape, ops: Ops) -> None:
+    def __init__(self, layers: Layers, shape: ProgramShape, ops: "Ops") -> None:
         self._layers, self._shape, self._ops = layers, shape, ops
         self._x = torch.empty((shape.max_rows, shape.hidden_size))
         widths = [(shape.max_rows, width) for width in shape.angles]

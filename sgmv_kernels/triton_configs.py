@@ -7,6 +7,9 @@ none. A table holds lists of rows; the first row whose bounds hold is taken (nul
     sums       by in_features: split_k, block_k. They fix the order of fp32 additions, so only the site chooses them
     tiles      by token rows, total rank, in_features and total_out: tiles and launch options of shrink and expand
     attention  by head dim, and bytes of the wider of activations and pages
+    linear     by bits of a code, token rows and out_features: tiles, programs that share the sum over K, launch options
+
+`dequantize_above` says, by bits of a code, above how many token rows a base linear is dequantized and left to cuBLAS.
 
 Source: tables by shape rather than autotuning, SGLang's sm90 plans and vLLM's tuned LoRA configs.
 """
@@ -63,6 +66,17 @@ class AttentionConfig:
     prefill_stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """A base linear. `split_k`: programs that share the sum over K, each with a plane of its own."""
+
+    block_m: int
+    block_n: int
+    split_k: int
+    warps: int
+    stages: int
+
+
 @cache
 def device_name(device: torch.device) -> str:
     """The name that tables are kept under."""
@@ -107,6 +121,21 @@ def attention_config(name: str, head_dim: int, itemsize: int) -> AttentionConfig
     """See `AttentionConfig`; `itemsize` of the wider of activations and pages."""
     row = _first(table_of(name)["attention"], max_dim=head_dim, max_bytes=itemsize)
     return AttentionConfig(**_without_bounds(row))
+
+
+@cache
+def linear_config(name: str, bits: int, rows: int, out: int) -> LinearConfig:
+    """See `LinearConfig`; codes of 8, 4 or 3 (q3h) `bits`."""
+    fitting = [row for row in table_of(name)["linear"] if row["bits"] in (None, bits)]
+    row = _without_bounds(_first(fitting, max_rows=rows, max_out=out))
+    return LinearConfig(**{field: value for field, value in row.items() if field != "bits"})
+
+
+@cache
+def dequantize_above(name: str, bits: int) -> int:
+    """Token rows above which weights are dequantized for cuBLAS; an unmeasured guess in the default table."""
+    rows: int = table_of(name)["dequantize_above"][str(bits)]
+    return rows
 
 
 def _first(rows: list[Table], **values: int) -> Table:

@@ -37,8 +37,11 @@ def serve(
         int | None, _text("Weights that share a scale: 32, 64 or 128. [default: the format's]", _MODEL)
     ] = None,
     dtype: Annotated[str | None, _text("Of adapters, and of the base with none: bfloat16 or float32.", _MODEL)] = None,
-    device: Annotated[str | None, _text("auto, cpu or cuda.", _MODEL)] = None,
-    kernels: Annotated[str | None, _text("auto, numba or torch. [default: auto]", _MODEL)] = None,
+    device: Annotated[str | None, _text("auto, cpu or cuda. [default: auto]", _MODEL)] = None,
+    kernels: Annotated[str | None, _text("auto, numba, triton or torch. [default: auto]", _MODEL)] = None,
+    load_format: Annotated[
+        str | None, _text("auto, or dummy: random weights of the model's shape. [default: auto]", _MODEL)
+    ] = None,
     served_model_name: Annotated[str | None, _text("What clients call the base.", _MODEL)] = None,
     max_model_len: Annotated[
         int | None, _text("Most tokens of prompt and answer. [default: the model's]", _MODEL)

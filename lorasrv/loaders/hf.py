@@ -31,8 +31,7 @@ class HfCheckpoint:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.name = path.resolve().name
-        config = _read_json(path / "config.json")
-        self.spec = self._with_generation_config(_spec(config))
+        self.spec = read_spec(path)
         self._files = ExitStack()
         self._readers: dict[str, Any] = {}
         try:
@@ -69,12 +68,6 @@ class HfCheckpoint:
     def close(self) -> None:
         self._readers.clear()
         self._files.close()
-
-    def _with_generation_config(self, spec: ModelSpec) -> ModelSpec:
-        """generation_config.json often lists end-of-turn tokens that config.json does not have."""
-        extra = _read_json(self._path / "generation_config.json", missing_ok=True).get("eos_token_id")
-        merged = dict.fromkeys((*spec.eos_token_ids, *token_ids(extra)))
-        return replace(spec, eos_token_ids=tuple(merged))
 
     def _chat_template(self, config: dict[str, Any]) -> str | None:
         """chat_template.jinja wins over tokenizer_config.json, where the value may be a list of named templates."""
@@ -148,6 +141,17 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
     if not isinstance(architectures, list) or not architectures:
         raise CorruptModel("config.json names no architectures")
     return detect(str(architectures[0])).spec_from_hf(config)
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """What config.json says, with generation_config.json, which often lists end-of-turn tokens that the other has not.
+
+    Raises:
+        ModelNotFound, CorruptModel, UnsupportedModel: missing, damaged, or of a kind we do not know.
+    """
+    spec = _spec(_read_json(folder / "config.json"))
+    extra = _read_json(folder / "generation_config.json", missing_ok=True).get("eos_token_id")
+    return replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *token_ids(extra)))))
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """One decoder for every family: it reads a `ModelSpec` and does the sums. Rows of all requests go through together.
 
-Base linear first, then SGMV adds each row's own adapter. Activations are fp32; T rows, H hidden, V vocabulary.
+Base linear first, then SGMV adds each row's own adapter. Activations are fp32 on a CPU; T rows, H hidden, V vocabulary.
 """
 
 from collections.abc import Mapping
@@ -9,33 +9,44 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lorasrv.base_shapes import site_dims
 from lorasrv.batch import ForwardBatch
 from lorasrv.device_memory import DeviceMemory
 from lorasrv.models.rope import rope_tables
 from lorasrv.models.weights import ModelWeights
 from lorasrv.quant import Linear
-from sgmv_kernels.layout import SiteDims
-from sgmv_kernels.ops import Ops
-from sgmv_kernels.step_program import Angles, ProgramShape, StepProgram, StepTables
+from lorasrv.side_stream import SideStream
+from sgmv_kernels.ops import Angles, Ops, ProgramShape, StepTables
 
 QKV, OUT, GATE_UP, DOWN = range(4)
 """Indices of `ModelSpec.sites()`."""
+SIDE_ROWS = 256
+"""Rows up to which the shrink runs beside the base linear, where there is a second stream."""
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderLimits:
-    """Most tokens of a request, rows of a step, and rows of it that want logits; how adapters are stored."""
+    """Most tokens of a request, rows of a step, and rows of it that want logits; dtypes of adapters and activations."""
 
     max_model_len: int
     max_rows: int
     max_samples: int
     adapter_dtype: torch.dtype
+    activation: torch.dtype = torch.float32
 
 
 class Decoder:
     """Forward passes over paged keys and values; writes this step's own."""
 
-    def __init__(self, weights: ModelWeights, memory: DeviceMemory, limits: DecoderLimits, ops: Ops) -> None:
+    def __init__(
+        self,
+        weights: ModelWeights,
+        memory: DeviceMemory,
+        limits: DecoderLimits,
+        ops: Ops,
+        side: SideStream | None = None,
+    ) -> None:
+        self._dtype, self._side = limits.activation, side
         self._weights = weights
         self._spec = weights.spec
         self._memory = memory
@@ -44,7 +55,7 @@ class Decoder:
         spec = weights.spec
         ropes = [spec.rope] if spec.rope_local is None else [spec.rope, spec.rope_local]
         self._angles = [rope_tables(rope, spec.head_dim, limits.max_model_len, memory.device) for rope in ropes]
-        self._program = StepProgram(self._layers, self._shape(limits), ops) if self._can_be_recorded() else None
+        self._program = ops.program(self._layers, self._shape(limits)) if self._can_be_recorded() else None
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
@@ -74,13 +85,13 @@ class Decoder:
             page_size=self._memory.page_size,
             num_pages=self._memory.num_pages,
             num_layers=spec.num_layers,
-            sites=tuple(SiteDims(site.in_features, site.out_features) for site in spec.sites()),
+            sites=site_dims(spec),
             adapter_dtype=limits.adapter_dtype,
         )
 
     def _inputs(self, batch: ForwardBatch) -> tuple[Tensor, Angles]:
         """Embedded tokens [T, H], and cosines and sines of their positions."""
-        x = self._weights.embed(batch.token_ids)
+        x = self._weights.embed(batch.token_ids).to(self._dtype)
         if self._spec.scaled_embedding:
             x = x * self._spec.hidden_size**0.5
         return x, tuple((cos[batch.positions], sin[batch.positions]) for cos, sin in self._angles)
@@ -95,9 +106,9 @@ class Decoder:
             normed = self._ops.add_rms_norm_(x, delta, weights.post_attn_norm, self._spec.norm_eps)
             delta = self._normed(self._mlp(normed, layer, tables), weights.mlp_out_norm)
         if not len(tables.sample_rows):
-            return x.new_empty((0, self._spec.vocab_size))
+            return x.new_empty((0, self._spec.vocab_size), dtype=torch.float32)
         normed = self._ops.add_rms_norm_(x, delta, self._weights.final_norm, self._spec.norm_eps)
-        logits = self._weights.head(self._ops.take_rows(normed, tables.sample_rows))
+        logits = self._weights.head(self._ops.take_rows(normed, tables.sample_rows)).float()
         if self._spec.final_softcap is not None:
             self._ops.softcap_(logits, self._spec.final_softcap)
         return logits
@@ -124,6 +135,15 @@ class Decoder:
         return self._linear(weights.down, gated, layer, DOWN, tables)
 
     def _linear(self, linear: Linear, x: Tensor, layer: int, site: int, tables: StepTables) -> Tensor:
+        slab = self._memory.slab(layer)
+        if self._side is not None and len(x) <= SIDE_ROWS and tables.lora.tables.num_segments:
+            # Few rows leave most of a GPU idle: the shrink needs nothing of the base linear.
+            with self._side.beside():
+                v = self._ops.shrink(x, slab, tables.lora, layer, site)
+            y = linear(x)
+            self._side.join()
+            self._ops.expand_(y, v, slab, tables.lora, layer, site)
+            return y
         y = linear(x)
-        self._ops.sgmv_(y, x, self._memory.slab(layer), tables.lora, layer, site)
+        self._ops.sgmv_(y, x, slab, tables.lora, layer, site)
         return y

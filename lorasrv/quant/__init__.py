@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from lorasrv.errors import ConfigError
 from lorasrv.quant.coded import INT8_GROUP, CodedFormat
 from lorasrv.quant.format import Embedding, Linear, QuantFormat
+from lorasrv.quant.fp8 import Fp8Format
 from lorasrv.quant.int4 import Int4Format
 from lorasrv.quant.int8 import Int8Format
 from lorasrv.quant.none import NoneFormat
@@ -18,7 +19,8 @@ __all__ = ["FORMATS", "INT8_GROUP", "Embedding", "Linear", "QuantFormat", "get_f
 _CODED: Mapping[str, type[Int8Format] | type[Int4Format] | type[Q3hFormat]] = {
     fmt.name: fmt for fmt in (Int8Format, Int4Format, Q3hFormat)
 }
-FORMATS = (NoneFormat.name, *_CODED)
+_FLOATS: Mapping[str, type[NoneFormat] | type[Fp8Format]] = {fmt.name: fmt for fmt in (NoneFormat, Fp8Format)}
+FORMATS = (NoneFormat.name, *_CODED, Fp8Format.name)
 
 
 def get_format(name: str, ops: Ops, group: int | None = None) -> QuantFormat:
@@ -33,7 +35,7 @@ def get_format(name: str, ops: Ops, group: int | None = None) -> QuantFormat:
     if coded is None:
         if group is not None:
             raise ConfigError(f"--quantization-group {group}: --quantization {name} has no groups; leave it out")
-        return NoneFormat()
+        return _FLOATS[name]()
     if group is not None and group not in coded.groups:
         choices = ", ".join(map(str, coded.groups))
         raise ConfigError(f"--quantization-group {group} does not go with {name}; choose from {choices}")

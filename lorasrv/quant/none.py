@@ -9,7 +9,9 @@ from sgmv_kernels.ops import GroupCodes
 
 
 class FloatLinear:
-    """See `Linear`. bf16 weights are widened for each product: sums are fp32, and CPUs without bf16 are faster so."""
+    """See `Linear`. Weights take the dtype of activations for each product. On a CPU that widens bf16: sums are fp32,
+    and CPUs without bf16 are faster so.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, shared: bool = False) -> None:
         self._weight = weight
@@ -20,7 +22,7 @@ class FloatLinear:
         self.can_be_recorded = False
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(x, self._weight.float(), self._bias)
+        return F.linear(x, self._weight.to(x.dtype), None if self._bias is None else self._bias.to(x.dtype))
 
     def dequantize(self) -> Tensor:
         return self._weight.float()

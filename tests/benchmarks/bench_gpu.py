@@ -1,4 +1,4 @@
-"""Check, then time the Triton kernels on a GPU, Llama-3-8B shapes in bf16; markdown tables.
+"""Check, then time the Triton kernels, base linears and a whole decode step on a GPU, Llama-3-8B's shape; tables.
 
 python tests/benchmarks/bench_gpu.py --out bench_gpu.md [--quick]
 
@@ -14,6 +14,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import gpu_linears
+import gpu_step
 import numpy as np
 import torch
 import triton
@@ -175,7 +177,7 @@ def main() -> None:
     device = need_gpu()
     torch.manual_seed(0)
     ops = Ops(device, "triton")
-    checks = check_sgmv(ops, device) + check_attention(ops, device)
+    checks = check_sgmv(ops, device) + check_attention(ops, device) + gpu_linears.check_linears(ops)
     text = [markdown("Against plain torch and the reference", ("what", "error", ""), checks)]
     print(text[0], flush=True)
     if any(row[-1] == "WRONG" for row in checks):
@@ -194,6 +196,11 @@ def main() -> None:
     text.append(markdown("Placement, 32 rows, 32 adapters, rank 16", placement, time_placement(ops, device)))
     columns = ("queries", "keys", "µs", "floor µs", "of copy", "TFLOP/s", "torch eager µs")
     text.append(markdown("Attention", columns, time_attention(ops, device, bandwidth, a.quick)))
+    columns = gpu_linears.COLUMNS
+    text.append(markdown("Base linears, groups of 128", columns, gpu_linears.time_linears(ops, bandwidth, a.quick)))
+    text.append(markdown("Rows of a quantized embedding, eager", ("format", "µs"), gpu_linears.time_lookup(ops)))
+    title = f"Decode step, {gpu_step.CONTEXT} keys a row, rank {gpu_step.RANK}, in a graph"
+    text.append(markdown(title, gpu_step.COLUMNS, gpu_step.time_steps(ops, bandwidth, a.quick)))
     text.append(markdown("compute-sanitizer", ("tool", "result"), sanitize()))
     print("\n".join(text))
     if a.out:

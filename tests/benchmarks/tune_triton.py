@@ -1,24 +1,29 @@
-"""Time block sizes of the SGMV kernels on this GPU and write its table for `sgmv_kernels/triton_configs.py`.
+"""Time block sizes of the Triton kernels on this GPU and write its table for `sgmv_kernels/triton_configs.py`.
 
 python tests/benchmarks/tune_triton.py [--quick] [--out sgmv_kernels/configs/NAME.json]
 
 First `sums` (split_k, block_k), one choice a width, because they fix the order of additions and must not depend on the
-batch: the least total time over several decode batches. Then `tiles` for each bucket of rows and ranks. What is not
-tuned (attention, `rows`) is copied from the default table. Llama-3-8B shapes; without a GPU: one line, exit code 2.
+batch: the least total time over several decode batches. Then `tiles` for each bucket of rows and ranks. Then `linear`
+for each width of a code and bucket of rows, narrow and wide sites apart, and the rows above which dequantizing for
+cuBLAS is faster. What is not tuned (attention, `rows`) is copied from the default table. Llama-3-8B shapes; without a
+GPU: one line, exit code 2.
 """
 
 import argparse
 import itertools
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from gpu_common import SITES, SiteCase, need_gpu, site_case, with_config
+from gpu_linears import FORMATS, LinearCase, linear_case
 
+from sgmv_kernels.linear_triton import BITS, through_blas
 from sgmv_kernels.ops import Ops
-from sgmv_kernels.triton_configs import DEFAULT, device_name, file_name, table_of
+from sgmv_kernels.triton_configs import DEFAULT, LinearConfig, device_name, file_name, table_of
 
 CONFIGS = Path(__file__).parents[2] / "sgmv_kernels" / "configs"
 SUMS = {"split_k": (1, 2, 4, 8, 16), "block_k": (64, 128, 256)}
@@ -30,6 +35,19 @@ FEW_EXPAND = {"expand_n": (64, 128), "expand_warps": (4,), "expand_stages": (3,)
 DECODE = ((1, 1), (32, 8), (32, 32))
 ROWS = ((16, 8), (128, 32), (1024, 8), (None, 8))
 """(bound of the bucket, distinct adapters it is timed with); the last has no bound and is timed with 4096 rows."""
+LINEAR = {
+    "block_m": (16, 32, 64, 128),
+    "block_n": (32, 64, 128),
+    "split_k": (1, 2, 4, 8),
+    "warps": (4, 8),
+    "stages": (2, 4),
+}
+FEW_LINEAR = {"block_m": (16, 64), "block_n": (32, 64), "split_k": (1, 4), "warps": (4,), "stages": (3,)}
+LINEAR_ROWS = ((16, 1), (64, 48), (None, 160))
+"""(bound of the bucket, rows that it is timed with)."""
+NARROW_OUT = 8192
+NARROW, WIDE = ("qkv", "o", "down"), ("gate_up",)
+CROSSOVER_ROWS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
 RANKS = (16, 64)
 WORST = float("inf")
 
@@ -85,6 +103,52 @@ def tune_tiles(ops: Ops, device: torch.device, sums: list[dict[str, Any]], quick
     return tiles + table_of(DEFAULT)["tiles"]
 
 
+def linear_us(cases: list[LinearCase], rows: int, config: LinearConfig) -> float:
+    """Of all sites together; infinite if it does not compile or fit."""
+    try:
+        return sum(case.configured_us(rows, config) for case in cases)
+    except (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError) as error:
+        print(f"    {config}: {type(error).__name__}", flush=True)
+        return WORST
+
+
+def tune_linears(ops: Ops, quick: bool) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """(`linear`, `dequantize_above`)."""
+    table, above = [], {}
+    for name, levels in FORMATS.items():
+        bits, best = BITS[levels], {}
+        cases = {site: linear_case(ops, site, levels) for site in ((NARROW[1], *WIDE) if quick else SITES)}
+        for (bound, rows), sites in itertools.product(LINEAR_ROWS, (NARROW, WIDE)):
+            held = [case for site, case in cases.items() if site in sites]
+            options = [LinearConfig(**choice) for choice in choices(FEW_LINEAR if quick else LINEAR)]
+            # Blocks of far fewer or more rows than there are, and splits of a sum over many rows, only cost.
+            options = [
+                o for o in options if rows < 4 * o.block_m < 8 * max(16, rows) and (rows <= 64 or o.split_k == 1)
+            ]
+            best[bound, sites] = min(options, key=lambda o, held=held, rows=rows: linear_us(held, rows, o))
+            row = {"bits": bits, "max_rows": bound, "max_out": NARROW_OUT if sites == NARROW else None}
+            table.append(row | asdict(best[bound, sites]))
+            print(f"linear: {table[-1]} {linear_us(held, rows, best[bound, sites]):.1f} µs", flush=True)
+        above[str(bits)] = crossover(cases, best)
+        print(f"{name}: dequantized above {above[str(bits)]} rows", flush=True)
+        del cases
+    return table, above
+
+
+def crossover(cases: dict[str, LinearCase], best: dict[Any, LinearConfig]) -> int:
+    """The most rows at which tiles are not slower than dequantizing, all sites together."""
+    last = 0
+    for rows in CROSSOVER_ROWS:
+        bound = next(bound for bound, _ in LINEAR_ROWS if bound is None or rows <= bound)
+        tiles = sum(
+            linear_us([case], rows, best[bound, NARROW if site in NARROW else WIDE]) for site, case in cases.items()
+        )
+        if tiles > sum(case.us(rows, through_blas) for case in cases.values()):
+            break
+        last = rows
+    return last
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few choices, a few minutes")
@@ -96,8 +160,9 @@ def main() -> None:
     sums = tune_sums(ops, device, a.quick)
     tiles = tune_tiles(ops, device, sums, a.quick)
     table = dict(table_of(DEFAULT)) | {"device": name, "measured": True, "triton": triton.__version__}
-    table["note"] = "sums and tiles measured by tests/benchmarks/tune_triton.py; rows and attention are not."
-    table |= {"sums": sums, "tiles": tiles}
+    linears, above = tune_linears(ops, a.quick)
+    table["note"] = "sums, tiles and linear measured by tests/benchmarks/tune_triton.py; rows and attention are not."
+    table |= {"sums": sums, "tiles": tiles, "linear": linears, "dequantize_above": above}
     out = a.out or CONFIGS / file_name(name)
     out.write_text(json.dumps(table, indent=1) + "\n", "utf-8")
     print(f"wrote {out}")

@@ -24,6 +24,7 @@ from lorasrv.loaders.gguf_file import GgufFile
 from lorasrv.models.family import detect
 from lorasrv.models.weights import load_weights
 from lorasrv.quant import get_format
+from sgmv_kernels.ops import Ops
 
 LEFT_TO_GGUF = (
     *("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL"),
@@ -172,7 +173,8 @@ def test_gguf_of_a_family_is_the_same_model(
     eps = wanted.spec.norm_eps
     assert ours.spec.norm_eps == pytest.approx(eps)
     assert replace(ours.spec, norms_less_one=less_one, rope=rope, norm_eps=eps) == wanted.spec
-    expected, got = (load_weights(c, get_format("none"), torch.float32) for c in (wanted, ours))
+    fmt = get_format("none", Ops(torch.device("cpu"), "torch"))
+    expected, got = (load_weights(c, fmt, torch.float32) for c in (wanted, ours))
     for name in wanted.names():
         assert torch.equal(got.dequantized(name), expected.dequantized(name)), name
     wanted.close()

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import SamplingParams
-from lorasrv.sampler import sample
+from lorasrv.sampler import draw_together, sample, sample_finite
 
 PROBS = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
 LOGITS = PROBS.log()
@@ -89,3 +89,39 @@ def test_out_of_range_names_the_field(field: str, value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**{field: value})
     assert caught.value.param == field
+
+
+FILTERS = [
+    {"top_k": 5},
+    {"top_p": 0.7},
+    {"top_k": 40, "top_p": 0.5},
+    {"top_p": 0.9, "min_p": 0.2},
+    {"top_k": 600, "min_p": 0.05, "temperature": 2.0},
+    {"top_p": 1e-6},
+]
+
+
+def test_rows_drawn_together_are_those_drawn_alone() -> None:
+    """What a GPU does for all rows at once; with a filter both go through tokens from the likeliest on."""
+    logits = torch.randn(len(FILTERS), 700) * 2
+    params = [SamplingParams(seed=i, **kwargs) for i, kwargs in enumerate(FILTERS)]
+    for count in range(40):
+        counts = [count] * len(params)
+        assert draw_together(logits, params, counts).tolist() == sample(logits, params, counts)
+
+
+def test_rows_drawn_together_follow_the_distribution() -> None:
+    draws = 4000
+    params = [SamplingParams(seed=3)] * draws
+    tokens = draw_together(LOGITS.expand(draws, -1), params, list(range(draws)))
+    shares = torch.bincount(tokens, minlength=5) / draws
+    torch.testing.assert_close(shares, PROBS, rtol=0, atol=0.03)
+
+
+def test_rows_that_are_no_numbers_have_no_token() -> None:
+    logits = torch.randn(4, 50)
+    logits[1, 7], logits[3, 0] = float("nan"), float("inf")
+    params = [SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams(seed=2, top_p=0.5)]
+    got = sample_finite(logits, [*params, params[0]], [0] * 4)
+    good = sample(logits[[0, 2]], [params[0], params[2]], [0, 0])
+    assert got == [good[0], None, good[1], None]

@@ -4,6 +4,7 @@
 check is checked: shapes of `tl.dot`, types, shared memory. Prints a line a kernel.
 """
 
+import itertools
 import sys
 from dataclasses import replace
 from typing import Any
@@ -14,8 +15,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgmv_kernels import attention_triton, pointwise_triton, sgmv_triton
+from sgmv_kernels import attention_triton, linear_triton, pointwise_triton, sgmv_triton
 from sgmv_kernels.backend import SgmvPlan, plan_of
+from sgmv_kernels.group_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes
 from sgmv_kernels.kv_pages import kv_pages
 from sgmv_kernels.layout import AdapterLayout, SiteDims
 from sgmv_kernels.segments import build_segments
@@ -27,6 +29,8 @@ TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.int8: "*i8",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -99,6 +103,16 @@ def compile_pointwise(dtype: torch.dtype) -> None:
     pointwise_triton.softcap_(x, 30.0)
 
 
+def compile_linear(active: torch.dtype, rows: int, out: int, width: int, group: int, levels: int) -> None:
+    scales = torch.zeros(out, width // group, dtype=torch.float16)
+    stored, minima = (torch.int8, None) if levels == INT8_LEVELS else (torch.uint8, scales)
+    codes = GroupCodes(torch.zeros(out, width, dtype=stored), scales, minima, levels)
+    packed = linear_triton.pack_linear(codes, torch.zeros(out))
+    linear_triton.linear(torch.zeros(rows, width, dtype=active), packed)
+    packed.rows(torch.zeros(2, dtype=torch.int64))
+    packed.dequantize()
+
+
 def main() -> None:
     triton.JITFunction.run = compile_launch
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -110,6 +124,12 @@ def main() -> None:
     compile_attention(bf16, bf16, 32, 8, 128)
     compile_attention(fp32, fp32, 9, 3, 80)
     compile_pointwise(bf16)
+    for levels, rows in itertools.product((INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS), (1, 40, 90, 200)):
+        compile_linear(bf16, rows, 4096, 4096, 128, levels)
+    for levels in (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS):
+        compile_linear(bf16, 1, 16384, 576, 32, levels)
+        compile_linear(fp32, 1, 576, 576, 64, levels)
+        compile_linear(torch.float16, 9, 576, 576, 32, levels)
     print(len(seen), "kernels compiled")
 
 

@@ -14,7 +14,16 @@ from sgmv_kernels.attention_triton_tables import MAX_SPLITS, NO_SLOT, Shape, cut
 from sgmv_kernels.backend import plan_of
 from sgmv_kernels.layout import SiteDims
 from sgmv_kernels.sgmv_triton_tables import chunks_of
-from sgmv_kernels.triton_configs import DEFAULT, attention_config, file_name, rows_config, sgmv_config, table_of
+from sgmv_kernels.triton_configs import (
+    DEFAULT,
+    attention_config,
+    dequantize_above,
+    file_name,
+    linear_config,
+    rows_config,
+    sgmv_config,
+    table_of,
+)
 
 
 @given(st.lists(st.integers(0, 70), max_size=8), st.sampled_from([16, 32]))
@@ -94,6 +103,16 @@ def test_the_default_table_has_blocks_for_every_head(dim: int, itemsize: int) ->
     config = attention_config(DEFAULT, dim, itemsize)
     assert all(is_block(n) for n in (config.decode_n, config.prefill_m, config.prefill_n))
     assert config.split_tokens % config.decode_n == 0
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3])
+@pytest.mark.parametrize("rows", [1, 17, 65, 100_000])
+def test_the_default_table_has_blocks_for_every_linear(bits: int, rows: int) -> None:
+    for out in WIDTHS:
+        config = linear_config(DEFAULT, bits, rows, out)
+        assert all(is_block(n) for n in (config.block_m, config.block_n))
+        assert config.split_k >= 1
+    assert dequantize_above(DEFAULT, bits) > 0
 
 
 def test_a_device_without_a_table_takes_the_default_one() -> None:

@@ -1,0 +1,25 @@
+"""Whole numbers of a step on their way to a device: one copy for all of them, which the host does not wait for."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+Ints = npt.NDArray[np.integer[Any]]
+
+
+def upload(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
+    """Arrays [n] of numbers below 2^31 -> int64 tensors [n] on the device.
+
+    On CUDA they share a fresh pinned int32 buffer: torch gives pinned memory out again only after its copies are done.
+    """
+    if device.type != "cuda":
+        return [torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays]
+    sizes = [array.size for array in arrays]
+    packed = torch.empty(sum(sizes), dtype=torch.int32, pin_memory=True)
+    for target, array in zip(torch.split(packed, sizes), arrays, strict=True):
+        target.copy_(torch.from_numpy(array.astype(np.int32)))
+    return list(torch.split(packed.to(device, non_blocking=True).long(), sizes))

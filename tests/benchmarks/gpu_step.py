@@ -1,0 +1,212 @@
+"""The decode step of Llama-3-8B's shape with random weights: the base, and what adapters add, beside their floors.
+
+The floors are bytes over the bandwidth of a copy, adapters after the base: what a step must read and write at least.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from gpu_linears import FORMATS, random_codes
+
+from lorasrv.base_shapes import site_dims
+from lorasrv.cuda_graphs import CudaGraph, GraphedSteps, Recorded
+from lorasrv.device_memory import DeviceMemory
+from lorasrv.models.decoder import Decoder, DecoderLimits
+from lorasrv.models.shapes import SHAPES
+from lorasrv.models.spec import ModelSpec
+from lorasrv.models.weights import LayerWeights, ModelWeights
+from lorasrv.quant.none import FloatEmbedding, FloatLinear
+from lorasrv.request import RequestId, SamplingParams
+from lorasrv.side_stream import SideStream
+from lorasrv.step import AdapterOrders, ScheduledRequest, SchedulerOutput
+from sgmv_kernels.layout import AdapterLayout, PlacedAdapter
+from sgmv_kernels.ops import Ops, PackedLinear
+
+SPEC = SHAPES["llama-3-8b"]
+WORK = ((1, 1), (32, 8), (32, 32), (128, 128))
+"""(rows, distinct adapters)."""
+RANK, CONTEXT, PAGE, MAX_LEN = 16, 512, 16, 2048
+REPEATS = 20
+STD = 0.02
+
+
+class PackedBase:
+    """See `lorasrv.quant.Linear`: random codes."""
+
+    def __init__(self, ops: Ops, packed: PackedLinear) -> None:
+        self._ops, self._packed = ops, packed
+        self.in_features, self.out_features, self.nbytes = packed.in_features, packed.out_features, packed.nbytes
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._ops.linear(x, self._packed)
+
+    def dequantize(self) -> torch.Tensor:
+        return self._packed.dequantize()
+
+
+def random_weights(spec: ModelSpec, ops: Ops, quantization: str, dtype: torch.dtype) -> ModelWeights:
+    """Embedding and head are floats, as in the floors."""
+
+    def floats(out: int, width: int) -> torch.Tensor:
+        return torch.empty(out, width, dtype=dtype, device=ops.device).normal_(std=STD)
+
+    def linear(out: int, width: int) -> FloatLinear | PackedBase:
+        if quantization == "bf16":
+            return FloatLinear(floats(out, width), None)
+        return PackedBase(ops, ops.pack_linear(random_codes(out, width, FORMATS[quantization], ops.device)))
+
+    def layer() -> LayerWeights:
+        norm = torch.ones(spec.hidden_size, device=ops.device)
+        sites = [linear(sum(site.out_features), site.in_features) for site in spec.sites()]
+        return LayerWeights(norm, norm, *sites)
+
+    layers = tuple(layer() for _ in range(spec.num_layers))
+    head = FloatLinear(floats(spec.vocab_size, spec.hidden_size), None)
+    embed = FloatEmbedding(floats(spec.vocab_size, spec.hidden_size))
+    return ModelWeights(spec, embed, layers, torch.ones(spec.hidden_size, device=ops.device), head, "random")
+
+
+class StepCase:
+    """A decoder over a pool that holds keys for `rows` sequences of `context` tokens and `adapters` adapters."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        ops: Ops,
+        rows: int,
+        adapters: int,
+        dtype: torch.dtype,
+        record: Callable[[Callable[[], torch.Tensor]], Recorded],
+        side: SideStream | None,
+        context: int = CONTEXT,
+    ) -> None:
+        spec, self.weights = weights.spec, weights
+        per_row = -(-(context + 1) // PAGE)
+        ranks = tuple(tuple(RANK for _ in site.out_features) for site in spec.sites())
+        layout = AdapterLayout(site_dims(spec), (ranks,) * spec.num_layers, dtype.itemsize)
+        page_bytes = 2 * spec.kv_width * PAGE * dtype.itemsize
+        per_adapter = layout.num_pages(page_bytes)
+        pages = rows * per_row + adapters * per_adapter
+        self.memory = DeviceMemory(spec, pages, PAGE, dtype, ops.device, scratch=True)
+        for layer in range(spec.num_layers):
+            self.memory.slab(layer).view(dtype).normal_(std=STD)
+        self.placed: list[PlacedAdapter] = []
+        for i in range(adapters):
+            placed = layout.place([(rows * per_row + i * per_adapter, per_adapter)], page_bytes)
+            assert placed is not None
+            self.placed.append(placed)
+        self.rows, self.context, self.per_row = rows, context, per_row
+        self.recorded: Recorded | None = None
+        limits = DecoderLimits(MAX_LEN, rows, rows, dtype, dtype)
+        decoder = Decoder(weights, self.memory, limits, ops, side)
+
+        def remember(compute: Callable[[], torch.Tensor]) -> Recorded:
+            self.recorded = record(compute)
+            return self.recorded
+
+        self.steps = GraphedSteps(decoder.forward, spec, self.memory, limits, remember)
+
+    def step(self, adapters: int) -> SchedulerOutput:
+        keys = [f"a{i:03}" for i in range(adapters)]
+        scheduled = tuple(
+            ScheduledRequest(
+                RequestId(str(i)),
+                (i % 1000,),
+                self.context,
+                tuple(range(i * self.per_row, (i + 1) * self.per_row)),
+                keys[i % adapters] if adapters else None,
+                True,
+                SamplingParams(),
+                0,
+            )
+            for i in range(self.rows)
+        )
+        used = dict(zip(keys, self.placed, strict=False))
+        return SchedulerOutput(scheduled, used, (), AdapterOrders(), 0)
+
+    def base_bytes(self) -> int:
+        """All weights but the embedding once, keys and values once."""
+        spec, weights = self.weights.spec, self.weights
+        linears = sum(linear.nbytes for layer in weights.layers for linear in layer.linears()) + weights.head.nbytes
+        return linears + self.rows * self.context * 2 * spec.kv_width * self.memory.kv_pages(0).dtype.itemsize * (
+            spec.num_layers
+        )
+
+    def lora_bytes(self, adapters: int, itemsize: int) -> int:
+        """Panels once; inputs read once more, outputs read and written."""
+        dims = site_dims(self.weights.spec)
+        panels = RANK * sum(site.in_features * len(site.out_features) + site.total_out for site in dims)
+        rows = sum(site.in_features + 2 * site.total_out for site in dims)
+        return itemsize * self.weights.spec.num_layers * (adapters * panels + self.rows * rows)
+
+
+@dataclass(frozen=True)
+class Took:
+    """Milliseconds: on the device, and with what the host does for a step."""
+
+    device: float
+    whole: float
+
+
+def measure(case: StepCase, adapters: int) -> Took:
+    step = case.step(adapters)
+    for _ in range(3):
+        assert case.steps.compute(step) is not None
+    assert case.recorded is not None
+    device, whole = [], []
+    for _ in range(REPEATS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        case.recorded.replay()
+        end.record()
+        end.synchronize()
+        device.append(begin.elapsed_time(end))
+    for _ in range(REPEATS):
+        started = time.perf_counter()
+        made = case.steps.compute(step)
+        assert made is not None
+        made[0].argmax(dim=-1).tolist()
+        whole.append(1e3 * (time.perf_counter() - started))
+    return Took(statistics.median(device), statistics.median(whole))
+
+
+def time_steps(ops: Ops, bandwidth: float, quick: bool) -> list[list[str]]:
+    """Rows of a table, see `COLUMNS`."""
+    table, pool = [], torch.cuda.graph_pool_handle()
+    for quantization in ("int4", "bf16") if quick else ("bf16", "int8", "int4", "q3h"):
+        weights = random_weights(SPEC, ops, quantization, torch.bfloat16)
+        for rows, adapters in WORK[:2] if quick else WORK:
+            side = SideStream(ops.device)
+            args = (ops, rows, adapters, torch.bfloat16, lambda compute: CudaGraph(compute, pool))
+            case = StepCase(weights, *args, side)
+            base, lora = measure(case, 0), measure(case, adapters)
+            del case
+            torch.cuda.empty_cache()
+            case = StepCase(weights, *args, None)
+            one_stream = measure(case, adapters)
+            floors = case.base_bytes() / bandwidth * 1e3, case.lora_bytes(adapters, 2) / bandwidth * 1e3
+            cells = [base.device, floors[0], lora.device, one_stream.device, floors[1], base.whole, lora.whole]
+            over = f"{lora.device / base.device - 1:.1%} ({floors[1] / floors[0]:.1%})"
+            table.append([quantization, f"{rows}/{adapters}", *(f"{ms:.3f}" for ms in cells), over])
+            print(*table[-1], flush=True)
+            del case
+            torch.cuda.empty_cache()
+        del weights
+    return table
+
+
+COLUMNS = (
+    "base",
+    "rows/adapters",
+    "base ms",
+    "floor ms",
+    "with adapters ms",
+    "in one stream ms",
+    "adapters' floor ms",
+    "base with host ms",
+    "adapters with host ms",
+    "overhead (of floors)",
+)
