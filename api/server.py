@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from api.app import create_app
+from api.profile import profile_written
 from api.settings import ServerSettings
 from lorasrv.config import EngineConfig
 from lorasrv.errors import ConfigError
@@ -102,7 +103,8 @@ def _serve(
             gc.freeze()
             on_ready(_ready(settings, engine, listener, time.monotonic() - started))
 
-        _Uvicorn(app, tell_ready).run(sockets=[listener])
+        with profile_written(settings.profile, engine.profile):
+            _Uvicorn(app, tell_ready).run(sockets=[listener])
 
 
 def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "TraceRecorder | None":

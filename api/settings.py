@@ -73,6 +73,7 @@ class ServerSettings(BaseSettings):
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = DEFAULT_ALLOWED_ORIGINS
     insecure: bool = False
     record_trace: Path | None = None
+    profile: Path | None = None
 
     @field_validator(*_SIZES, mode="before")
     @classmethod

@@ -106,6 +106,7 @@ class AsyncEngine:
             self._loader = ThreadedLoader(model.parts.source, write, lambda: self._inbox.put(_Wake()))
         self._engine = Engine(model.parts, self._loader)
         self.metrics = self._engine.metrics
+        self.profile = self._engine.profile
         self._streams: dict[RequestId, RequestStream] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -298,8 +299,9 @@ class AsyncEngine:
     # The engine thread.
 
     def _run(self) -> None:
-        compute_in_parallel()
         try:
+            compute_in_parallel()
+            self._engine.settle()
             idle = True
             while self._drain_inbox(wait=idle):
                 outputs = self._engine.step()
@@ -347,6 +349,10 @@ class AsyncEngine:
     def _deliver(self, outputs: list[EngineOutput], answers: list[Answer]) -> None:
         for answer in answers:
             self._reply(answer)
+        with self.profile.span("detokenizing"):
+            self._deliver_outputs(outputs)
+
+    def _deliver_outputs(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:
             stream = self._streams.get(output.request_id)
             if stream is None:

@@ -31,6 +31,7 @@ from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, Re
 from lorasrv.scheduler import WARM_GRACE_S, Scheduler
 from lorasrv.step import AdapterOrders, SchedulerOutput
 from lorasrv.step_costs import StepShape
+from lorasrv.step_profile import StepProfile
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,15 @@ class Engine:
         """How long nothing is to be done if nothing happens; infinite: until something does."""
         return math.inf if self._wake_s is None else max(0.0, self._wake_s - self._books.clock())
 
+    @property
+    def profile(self) -> StepProfile:
+        """Where the time of steps has gone."""
+        return self._parts.runner.profile
+
+    def settle(self) -> None:
+        """The calling thread is the one that will call `step`."""
+        self._parts.runner.settle()
+
     def add_request(self, message: AddRequest) -> None:
         """Queue a request that `Admission` has passed."""
         self._scheduler.add(message)
@@ -125,13 +135,16 @@ class Engine:
     def step(self) -> list[EngineOutput]:
         """Compute one batch, and say what it brought for each request."""
         begun = time.perf_counter()
-        self._take_reports()
-        step = self._scheduler.schedule()
-        self._arrange(step)
-        self._give_orders(step.orders)
+        with self.profile.span("scheduling"):
+            self._take_reports()
+            step = self._scheduler.schedule()
+        with self.profile.span("pages"):
+            self._arrange(step)
+            self._give_orders(step.orders)
         output = self._parts.runner.run(step)
-        outputs = self._scheduler.update_from_output(step, output.sampled)
-        self._finish_step(step, time.perf_counter() - begun)
+        with self.profile.span("scheduling"):
+            outputs = self._scheduler.update_from_output(step, output.sampled)
+            self._finish_step(step, time.perf_counter() - begun)
         return outputs
 
     def check_integrity(self) -> None:

@@ -1,5 +1,6 @@
 """A planned step -> sampled tokens. Owns the model and the pool's memory."""
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -15,6 +16,8 @@ from lorasrv.request import RequestId
 from lorasrv.sampler import sample_finite
 from lorasrv.side_stream import SideStream
 from lorasrv.step import PageOp, ScheduledRequest, SchedulerOutput
+from lorasrv.step_profile import StepProfile
+from lorasrv.threads import find_best_team
 from sgmv_kernels.ops import Ops
 
 if TYPE_CHECKING:
@@ -38,6 +41,7 @@ class ModelRunner:
         limits: DecoderLimits,
         ops: Ops,
     ) -> None:
+        self.profile = StepProfile()
         self._memory = memory
         self._adapter_dtype = limits.adapter_dtype
         self._ops = ops
@@ -57,6 +61,10 @@ class ModelRunner:
         """How loaders fill an adapter's pages, in a thread of theirs."""
         return self._memory.write_adapter
 
+    def settle(self) -> None:
+        """Make the calling thread, which will run steps, as many threads' leader as is fastest here."""
+        find_best_team(self._ops)
+
     def arrange(self, ops: Sequence[PageOp]) -> int:
         """Move, copy and swap pages as the step wants them; returns how many bytes went to or came from host memory."""
         return self._memory.apply(ops)
@@ -65,9 +73,12 @@ class ModelRunner:
         """Compute a step whose pages are arranged."""
         if not step.scheduled:
             return ModelRunnerOutput({})
+        self.profile.steps += 1
+        self.profile.rows += step.num_tokens
         logits, sampled = self._logits(step)
-        # The weights of one adapter may overflow; its requests fail, the step's others do not.
-        tokens = sample_finite(logits, [s.sampling for s in sampled], [s.num_generated for s in sampled])
+        with self.profile.span("sampling"):
+            # The weights of one adapter may overflow; its requests fail, the step's others do not.
+            tokens = sample_finite(logits, [s.sampling for s in sampled], [s.num_generated for s in sampled])
         both = zip(sampled, tokens, strict=True)
         return ModelRunnerOutput({s.request_id: token for s, token in both if token is not None})
 
@@ -76,5 +87,9 @@ class ModelRunner:
         graphed = self._graphs.compute(step) if self._graphs is not None else None
         if graphed is not None:
             return graphed
-        batch = build_batch(step, self._memory, self._adapter_dtype, self._ops)
-        return self._decoder.forward(batch), batch.sampled
+        with self.profile.span("batch"):
+            batch = build_batch(step, self._memory, self._adapter_dtype, self._ops)
+        begun = time.perf_counter()
+        logits = self._decoder.forward(batch)
+        self.profile.add_kernels(time.perf_counter() - begun, self._decoder.kernel_seconds())
+        return logits, batch.sampled

@@ -7,6 +7,8 @@ products takes four times as long (docs/benchmarks.md). So whoever loads models 
 
 import torch
 
+from sgmv_kernels.ops import Ops
+
 ENGINE_THREADS = torch.get_num_threads()
 """The processors that torch found, or OMP_NUM_THREADS."""
 
@@ -19,6 +21,11 @@ def compute_alone() -> None:
 def compute_in_parallel() -> None:
     """The calling thread is the engine's."""
     _settle(ENGINE_THREADS)
+
+
+def find_best_team(ops: Ops) -> None:
+    """Give the engine's thread, which calls this, as many threads as these kernels are fastest with."""
+    _settle(ops.best_threads(ENGINE_THREADS))
 
 
 def _settle(count: int) -> None:

@@ -3,7 +3,7 @@
 import importlib
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
 
@@ -98,6 +98,10 @@ class ProgramShape:
     sites: tuple[SiteDims, ...]
     adapter_dtype: torch.dtype
 
+    def below(self, rows: int | None) -> "ProgramShape":
+        """For fewer rows than these."""
+        return self if rows is None else replace(self, max_rows=min(self.max_rows, rows - 1))
+
 
 class PackedLinear(Protocol):
     """Weight codes as a backend's kernels read them, [O, H], and a bias if there is one."""
@@ -143,6 +147,8 @@ class Backend:
     linear: Callable[[Tensor, Any], Tensor]
     warm_up: Callable[[Sequence[torch.dtype]], None]
     can_record: bool = False
+    wide_rows: Callable[[], int | None] = lambda: None
+    best_threads: Callable[[int], int] = lambda most: most
 
 
 @cache

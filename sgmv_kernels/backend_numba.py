@@ -3,12 +3,21 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from sgmv_kernels import attention_cpu, linear_cpu, pointwise_cpu, sgmv_cpu
-from sgmv_kernels.backend import Backend
+from sgmv_kernels.backend import Backend, PackedLinear
+from sgmv_kernels.group_codes import GroupCodes
 from sgmv_kernels.kernel_code import address_of, numba_version
+from sgmv_kernels.linear_probe import wide_rows
+from sgmv_kernels.team_probe import best_threads
 
 numba_version()
+
+
+def pack_linear(codes: GroupCodes, bias: Tensor | None) -> PackedLinear:
+    """See `ops.Ops.pack_linear`."""
+    return linear_cpu.pack_linear_cpu(codes, bias, wide_rows())
 
 
 def warm_up(dtypes: Sequence[torch.dtype]) -> None:
@@ -40,8 +49,10 @@ BACKEND = Backend(
     norm_heads_=pointwise_cpu.norm_heads_cpu_,
     softcap_=pointwise_cpu.softcap_cpu_,
     take_rows=pointwise_cpu.take_rows_cpu,
-    pack_linear=linear_cpu.pack_linear_cpu,
+    pack_linear=pack_linear,
     linear=linear_cpu.linear_cpu,
     warm_up=warm_up,
     can_record=True,
+    wide_rows=wide_rows,
+    best_threads=best_threads,
 )

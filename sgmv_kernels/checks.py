@@ -12,6 +12,7 @@ from sgmv_kernels.kv_pages import KvPages
 from sgmv_kernels.layout import MAX_SLICES, PlacedAdapter
 from sgmv_kernels.segments import BASE, Int32, Segments
 
+_SLAB = "slab must be contiguous one-dimensional uint8"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -122,6 +123,12 @@ def check_queries(
         fits = alibi_slopes.shape == q.shape[1:2] and alibi_slopes.dtype == torch.float32
         require(fits and alibi_slopes.is_contiguous(), "alibi_slopes must be contiguous float32 [heads]")
     require(softcap is None or softcap > 0, f"softcap must be positive, not {softcap}")
+
+
+def check_slab(slab: Tensor, plan: SgmvPlan, device: torch.device) -> None:
+    require(slab.dtype == torch.uint8 and slab.dim() == 1 and slab.is_contiguous(), _SLAB)
+    require(slab.device.type == device.type, f"slab is on {slab.device}, these kernels are for {device}")
+    require(slab.numel() >= plan.tables.slab_bytes, "slab ends before the panels of the plan's adapters do")
 
 
 def require(holds: object, message: str) -> None:

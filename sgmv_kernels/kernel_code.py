@@ -42,7 +42,7 @@ def numba_version() -> str:
 @cache
 def address_of(module: str, function: str) -> int:
     """The address of a kernel: from the disk, or compiled now, which takes seconds."""
-    directory = _cache_directory()
+    directory = cache_directory()
     path = None if directory is None else directory / f"{module}.{function}"
     stored = None if path is None else _read(path)
     if stored is None:
@@ -122,7 +122,7 @@ def _write(path: Path, stored: ObjectCode) -> None:
 
 
 @cache
-def _cache_directory() -> Path | None:
+def cache_directory() -> Path | None:
     """One folder a processor and version of these sources, for its owner only; None if it cannot be."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")

@@ -106,7 +106,10 @@ def launch(module: str, entry: str, part: Part, own: Words) -> None:
 
 
 class Program:
-    """Recorded launches, run together as often as wanted."""
+    """Recorded launches, run together as often as wanted.
+
+    It keeps the recording's buffers; the weights and inputs that launches point to are for the caller to keep.
+    """
 
     def __init__(self, recorded: Recorder) -> None:
         names = list(dict.fromkeys(name for _, _, name, _ in recorded.launches))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sgmv_kernels.codes_cpu import CodeTiles, pack_tiles
 from sgmv_kernels.group_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes
-from sgmv_kernels.launches import NUM_ROWS, Words, empty, launch, rows_part
+from sgmv_kernels.launches import NUM_ROWS, Words, empty, launch, recording_now, rows_part
 from sgmv_kernels.layout import CODE_BLOCK, TILE
 from sgmv_kernels.team import team_size
 
@@ -44,10 +44,14 @@ class RoundedRows:
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
-    """See `backend.PackedLinear`. `bias` reaches to the end of the last tile."""
+    """See `backend.PackedLinear`. `bias` reaches to the end of the last tile; `wide` [O, H] bf16 is a dequantized copy
+    for calls of `wide_from` rows and more.
+    """
 
     tiles: CodeTiles
     bias: Tensor | None
+    wide: Tensor | None = None
+    wide_from: int | None = None
 
     @property
     def in_features(self) -> int:
@@ -59,7 +63,7 @@ class CpuLinear:
 
     @property
     def nbytes(self) -> int:
-        return self.tiles.data.nbytes + (0 if self.bias is None else self.bias.nbytes)
+        return self.tiles.data.nbytes + sum(part.nbytes for part in (self.bias, self.wide) if part is not None)
 
     def dequantize(self) -> Tensor:
         return self.tiles.unpack().dequantize()
@@ -68,12 +72,12 @@ class CpuLinear:
         return self.tiles.rows(ids).dequantize() if len(ids) else torch.empty((0, self.in_features))
 
 
-def pack_linear_cpu(codes: GroupCodes, bias: Tensor | None) -> CpuLinear:
+def pack_linear_cpu(codes: GroupCodes, bias: Tensor | None, wide_from: int | None) -> CpuLinear:
     """See `ops.Ops.pack_linear`."""
     tiles = pack_tiles(codes)
     if bias is not None:
         bias = F.pad(bias, (0, len(tiles.data) * TILE - len(bias)))
-    return CpuLinear(tiles, bias)
+    return CpuLinear(tiles, bias, None if wide_from is None else codes.dequantize().bfloat16(), wide_from)
 
 
 def entries() -> list[str]:
@@ -101,6 +105,9 @@ def round_rows(x: Tensor, words: bool) -> RoundedRows:
 def linear_cpu(x: Tensor, packed: CpuLinear) -> Tensor:
     """See `ops.Ops.linear`."""
     weight, bias = packed.tiles, packed.bias
+    if packed.wide is not None and packed.wide_from is not None and len(x) >= packed.wide_from and not recording_now():
+        y = F.linear(x.bfloat16(), packed.wide).float()
+        return y if bias is None else y.add_(bias[: weight.out_features])
     words = weight.levels == INT8_LEVELS and needs_words()
     rounded = round_rows(x, words)
     y = empty("linear", (len(x), weight.out_features))

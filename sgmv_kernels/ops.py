@@ -35,6 +35,7 @@ from sgmv_kernels.checks import (
     check_rotated,
     check_segments,
     check_sequences,
+    check_slab,
     require,
     site_dims,
 )
@@ -55,7 +56,6 @@ __all__ = [
     "GroupCodes",
     "KernelArgumentError",
     "KernelsUnavailable",
-    "KvPages",
     "Ops",
     "PackedLinear",
     "ProgramShape",
@@ -97,11 +97,15 @@ class Ops:
         """Whether launches of these kernels can be recorded, and run together (`sgmv_kernels.step_program`)."""
         return self._backend.can_record
 
+    def best_threads(self, most: int) -> int:
+        """How many threads, of `most`, these kernels are fastest with; may measure, in the calling thread's team."""
+        return self._backend.best_threads(most)
+
     def program(self, layers: Layers, shape: ProgramShape) -> "StepProgram":
-        """What runs a model's layers from recordings. Only where `can_record`."""
+        """What runs a model's layers from recordings; steps whose linears take other kernels go without."""
         from sgmv_kernels.step_program import StepProgram
 
-        return StepProgram(layers, shape, self)
+        return StepProgram(layers, shape.below(self._backend.wide_rows()), self)
 
     def warm_up(self, dtypes: Sequence[torch.dtype]) -> None:
         """Compile what panels and pages of these dtypes need, so that no request waits for it.
@@ -152,7 +156,7 @@ class Ops:
             KernelArgumentError: as `sgmv_`.
         Source: split sums without atomics, SGLang's `triton_v2` planes.
         """
-        self._check_slab(slab, plan)
+        check_slab(slab, plan, self.device)
         self._check_rows(x, "x", plan, site_dims(plan, layer, site)[0])
         return self._backend.shrink(x, slab, plan, layer, site)
 
@@ -168,7 +172,7 @@ class Ops:
         Raises:
             KernelArgumentError: as `sgmv_`, or v does not fit.
         """
-        self._check_slab(slab, plan)
+        check_slab(slab, plan, self.device)
         self._check_rows(y, "y", plan, site_dims(plan, layer, site)[1])
         if not plan.tables.num_segments:
             return
@@ -194,7 +198,7 @@ class Ops:
         Source: SGMV of Punica (Chen et al. 2023), true ranks and pages shared with KV after S-LoRA (Sheng et al. 2023).
         """
         inputs, outputs = site_dims(plan, layer, site)
-        self._check_slab(slab, plan)
+        check_slab(slab, plan, self.device)
         self._check_rows(x, "x", plan, inputs)
         self._check_rows(y, "y", plan, outputs)
         require(x.dtype == y.dtype, "x and y must have the same dtype")
@@ -340,7 +344,7 @@ class Ops:
         """Semantics: x[rows]. x [T, H] contiguous, rows [N] int64 below T -> [N, H], a new tensor."""
         self._check_activation(x, "x")
         require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
-        require(rows.dtype == torch.int64 and rows.dim() == 1 and rows.is_contiguous(), "rows must be int64 [N]")
+        require(rows.dtype == torch.int64 and rows.dim() == 1, "rows must be int64 [N]")
         return self._backend.take_rows(x, rows)
 
     def pack_linear(self, codes: GroupCodes, bias: Tensor | None) -> PackedLinear:
@@ -391,11 +395,3 @@ class Ops:
             raise KernelArgumentError(f"{name} has {x.shape[0]} rows, the plan has {plan.num_rows}: not the same rows")
         if x.shape[1] != columns and plan.tables.num_segments:
             raise KernelArgumentError(f"{name} has {x.shape[1]} columns, the site has {columns}")
-
-    def _check_slab(self, slab: Tensor, plan: SgmvPlan) -> None:
-        if slab.dtype != torch.uint8 or slab.dim() != 1 or not slab.is_contiguous():
-            raise KernelArgumentError("slab must be contiguous one-dimensional uint8")
-        if slab.device.type != self.device.type:
-            raise KernelArgumentError(f"slab is on {slab.device}, these kernels are for {self.device}")
-        if slab.numel() < plan.tables.slab_bytes:
-            raise KernelArgumentError("slab ends before the panels of the plan's adapters do")

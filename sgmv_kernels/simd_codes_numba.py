@@ -34,8 +34,8 @@ LEVELS = 127
 LINE, FACTORS = 4 * TILE, 8 * TILE
 """Bytes of a line, and of a block's scales and minima, fp32."""
 
-FETCH_BYTES = 8192
-"""How far ahead of what is unpacked memory is fetched: about a tile."""
+FETCH_BYTES = 2048
+"""How far ahead of what is unpacked memory is fetched."""
 
 _A = types.int64
 _I8, _I16 = ir.IntType(8), ir.IntType(16)

@@ -4,6 +4,7 @@ What a pass does is the same for every step but for its rows and tables; so it i
 be, with adapters and without, and each run is told the step's own numbers (`launches`).
 """
 
+import time
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -31,29 +32,34 @@ class StepProgram:
         widths = [(shape.max_rows, width) for width in shape.angles]
         self._angles = tuple((torch.empty(size), torch.empty(size)) for size in widths)
         self._recorded: dict[bool, tuple[Program, Tensor]] = {}
-        self._last: Program | None = None
+        self._last: tuple[Program, float] | None = None
 
     def run(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
         """Logits [S, V], in a buffer that the next run overwrites."""
         rows, samples = len(x), len(tables.sample_rows)
         if rows > self._shape.max_rows or samples > self._shape.max_samples:
+            self._last = None
             return self._layers(x, angles, tables)
         with_adapters = tables.lora.tables.num_segments > 0
         if with_adapters not in self._recorded:
             self._recorded[with_adapters] = self._record(with_adapters)
         program, logits = self._recorded[with_adapters]
         self._x[:rows] = x
-        program.run(self._parts(rows, angles, tables))
-        self._last = program
+        parts = self._parts(rows, angles, tables)
+        begun = time.perf_counter()
+        program.run(parts)
+        self._last = program, time.perf_counter() - begun
         return logits[:samples]
 
-    def ticks(self) -> Mapping[str, int]:
-        """Ticks of the processor's clock in the last run, by kind of kernel."""
+    def seconds(self) -> Mapping[str, float]:
+        """Of the last run, by kind of kernel; waiting for the slowest thread included."""
         if self._last is None:
             return {}
-        spent: dict[str, int] = {}
-        for kind, ticks in zip(self._last.kinds, self._last.ticks().tolist(), strict=True):
-            spent[kind] = spent.get(kind, 0) + ticks
+        program, whole = self._last
+        ticks = program.ticks()
+        spent: dict[str, float] = {}
+        for kind, share in zip(program.kinds, (ticks * (whole / max(1, ticks.sum()))).tolist(), strict=True):
+            spent[kind] = spent.get(kind, 0.0) + share
         return spent
 
     def _record(self, with_adapters: bool) -> tuple[Program, Tensor]:

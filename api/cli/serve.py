@@ -117,6 +117,9 @@ def serve(
     insecure: Annotated[
         bool, typer.Option("--insecure", help="Serve other machines without keys.", rich_help_panel=_NET)
     ] = False,
+    profile: Annotated[
+        Path | None, _text("Write where the time of steps went to this JSON file, at the end.", _TRACE)
+    ] = None,
     record_trace: Annotated[
         Path | None, _text("Append a line for each request that ends, for lorasrv plan.", _TRACE)
     ] = None,

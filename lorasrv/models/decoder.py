@@ -64,9 +64,9 @@ class Decoder:
         run = self._layers if self._program is None else self._program.run
         return run(x, angles, batch.tables)
 
-    def ticks(self) -> Mapping[str, int]:
-        """Ticks of the processor's clock in the last pass, by kind of kernel; empty where passes are not recorded."""
-        return {} if self._program is None else self._program.ticks()
+    def kernel_seconds(self) -> Mapping[str, float]:
+        """Of the last pass, by kind of kernel; empty where it was not recorded."""
+        return {} if self._program is None else self._program.seconds()
 
     def _can_be_recorded(self) -> bool:
         linears = [linear for layer in self._weights.layers for linear in layer.linears()]

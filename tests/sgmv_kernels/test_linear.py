@@ -1,6 +1,7 @@
 """Linears over weight codes: exact against their definition, for every format, by every kernel of this machine."""
 
 import ctypes
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sgmv_kernels import linear_cpu
+from sgmv_kernels import linear_cpu, linear_probe
 from sgmv_kernels.codes_cpu import pack_tiles
 from sgmv_kernels.group_codes import stack_codes
-from sgmv_kernels.launches import WORDS
+from sgmv_kernels.launches import WORDS, recording
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes, KernelArgumentError, Ops
 from sgmv_kernels.reference import linear_reference
 
@@ -143,7 +144,7 @@ def test_without_the_processors_own_products(levels: int, group: int, monkeypatc
 
     compiled = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(entry)
     codes, x = random_codes(levels, group, 40, 256), rows(5, 256)
-    packed = linear_cpu.pack_linear_cpu(codes, None)
+    packed = linear_cpu.pack_linear_cpu(codes, None, None)
     expected = linear_cpu.linear_cpu(x, packed)
     monkeypatch.setattr(linear_cpu, "needs_words", lambda: False)
     monkeypatch.setattr("sgmv_kernels.launches.address_of", _replaced(compiled.address))
@@ -197,3 +198,43 @@ def test_codes_that_contradict_themselves(wrong) -> None:  # type: ignore[no-unt
 def test_kernels_fit_their_block() -> None:
     assert linear_cpu.NUM_ARGS <= WORDS
     assert ctypes.sizeof(ctypes.c_int64) * WORDS == 256
+
+
+def test_many_rows_through_a_bf16_copy() -> None:
+    """As on processors that multiply bf16 fast: from so many rows on, and never while launches are recorded."""
+    codes, x, bias = random_codes(INT4_LEVELS, 32, 40, 256), rows(9, 256), rows(1, 40, seed=2)[0]
+    packed = linear_cpu.pack_linear_cpu(codes, bias, 8)
+    plain = linear_cpu.pack_linear_cpu(codes, bias, None)
+    assert packed.nbytes == plain.nbytes + 2 * 40 * 256
+    assert torch.equal(linear_cpu.linear_cpu(x[:7], packed), linear_cpu.linear_cpu(x[:7], plain))
+    wide = linear_cpu.linear_cpu(x, packed)
+    assert 0 < error(wide, linear_reference(x, codes, bias, rounded=False)) < 1e-2
+    assert not torch.equal(wide, linear_cpu.linear_cpu(x, plain))
+    with recording() as recorded:
+        linear_cpu.linear_cpu(x, packed)
+    assert [kind for kind, *_ in recorded.launches] == ["linear", "linear"]
+
+
+def test_the_probe_wants_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
+    def seconds(product: object, x: Tensor) -> float:
+        return float(len(x)) if product == "codes" else 100.0
+
+    monkeypatch.setattr(linear_probe, "_seconds", seconds)
+    assert linear_probe.measured("codes", "wide") == 256  # type: ignore[arg-type]
+    monkeypatch.setattr(linear_probe, "GAIN", 0.5)
+    assert linear_probe.measured("codes", "wide") == 64  # type: ignore[arg-type]
+    monkeypatch.setattr(linear_probe, "GAIN", 3)
+    assert linear_probe.measured("codes", "wide") is None  # type: ignore[arg-type]
+
+
+def test_what_was_probed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr(linear_probe, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(linear_probe.llvm, "get_host_cpu_features", lambda: {"amx-bf16": True})
+    monkeypatch.setattr(linear_probe, "measured", lambda *products: calls.append(1) or 128)
+    asked = linear_probe.wide_rows.__wrapped__
+    assert [asked(), asked(), len(calls)] == [128, 128, 1]
+    (tmp_path / linear_probe.FILE).write_text("{nonsense")
+    assert [asked(), len(calls)] == [128, 2]
+    monkeypatch.setattr(linear_probe.llvm, "get_host_cpu_features", lambda: {"avx2": True})
+    assert [asked(), len(calls)] == [None, 2]

@@ -1,0 +1,129 @@
+"""One base linear on the CPU: our kernels over codes against torch's own ops, by number of rows; a markdown table.
+
+    GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_linear.py --rows 1,4,16,64,256,512
+
+Weights of 30 layers of 1536 x 1536 (71 million) go through in turn, so that none stays in a cache. Methods take turns,
+and the best of several rounds counts. int4pack and int8pack take bf16 activations and round the scales to bf16.
+"""
+
+import argparse
+import os
+
+os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from sgmv_kernels.group_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes
+from sgmv_kernels.launches import NUM_ROWS, ROWS, Program, recording
+from sgmv_kernels.ops import Ops
+
+WIDTH, LAYERS, GROUP = 1536, 30, 64
+GIVE_UP_S, NEVER = 0.5, float("inf")
+"""A method that takes longer is not asked for more rows."""
+Run = Callable[[int], None]
+"""All layers, with so many rows."""
+
+
+def codes_of(levels: int) -> GroupCodes:
+    signed = levels == INT8_LEVELS
+    low, high, dtype = (-127, 128, torch.int8) if signed else (0, levels, torch.uint8)
+    scales = torch.full((WIDTH, WIDTH // GROUP), 0.01, dtype=torch.float16)
+    codes = torch.randint(low, high, (WIDTH, WIDTH), dtype=dtype)
+    return GroupCodes(codes, scales, None if signed else scales * -4, levels)
+
+
+def ours(levels: int, most: int) -> Run:
+    """As a recorded pass: what the server runs."""
+    ops, x = Ops(torch.device("cpu"), "numba"), torch.randn(most, WIDTH)
+    packed = [ops.pack_linear(codes_of(levels), None) for _ in range(LAYERS)]
+    with recording() as recorded:
+        for layer in packed:
+            ops.linear(x, layer)
+    program = Program(recorded)
+
+    def run(rows: int, kept: object = (packed, x)) -> None:
+        program.run({ROWS: {NUM_ROWS: rows}})
+
+    return run
+
+
+def torchs(name: str, most: int) -> Run:
+    """One call an op, as from Python."""
+    dtype = torch.float32 if name in ("fp32", "dynamic int8") else torch.bfloat16
+    x = torch.randn(most, WIDTH).to(dtype)
+    layers = [_torch_layer(name) for _ in range(LAYERS)]
+
+    def run(rows: int) -> None:
+        for layer in layers:
+            layer(x[:rows])
+
+    return run
+
+
+def _torch_layer(name: str) -> Callable[[Tensor], Tensor]:
+    weight = torch.randn(WIDTH, WIDTH)
+    if name in ("fp32", "bf16"):
+        return partial(_product, weight=weight if name == "fp32" else weight.bfloat16())
+    if name == "int8pack":
+        values = torch.randint(-127, 128, (WIDTH, WIDTH), dtype=torch.int8)
+        return lambda x: torch._weight_int8pack_mm(x, values, torch.ones(WIDTH, dtype=torch.bfloat16))
+    if name == "int4pack":
+        packed = torch._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (WIDTH, WIDTH), dtype=torch.int32), 1)
+        factors = torch.ones(WIDTH // GROUP, WIDTH, 2, dtype=torch.bfloat16)
+        return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, factors)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.backends.quantized.engine = "fbgemm"
+        quantized = torch.quantize_per_channel(weight, torch.ones(WIDTH), torch.zeros(WIDTH).long(), 0, torch.qint8)
+        prepacked = torch.ops.quantized.linear_prepack(quantized, None)
+    return lambda x: torch.ops.quantized.linear_dynamic(x, prepacked, True)
+
+
+def _product(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.nn.functional.linear(x, weight)
+
+
+def methods(most: int) -> Iterator[tuple[str, Run]]:
+    for name, levels in (("int4", INT4_LEVELS), ("q3h", Q3H_LEVELS), ("int8", INT8_LEVELS)):
+        yield f"ours, {name}", ours(levels, most)
+    for name in ("int4pack", "int8pack", "dynamic int8", "bf16", "fp32"):
+        try:
+            run = torchs(name, most)
+            run(1)
+        except (RuntimeError, AttributeError) as error:
+            print(f"{name}: not here ({str(error)[:80]})")
+            continue
+        yield f"torch, {name}", run
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="1,4,16,64,256,512")
+    parser.add_argument("--rounds", type=int, default=5)
+    a = parser.parse_args()
+    counts = [int(rows) for rows in a.rows.split(",")]
+    every = list(methods(max(counts)))
+    best = {(name, rows): NEVER for name, _ in every for rows in counts}
+    for _ in range(a.rounds):
+        for name, run in every:
+            for rows in counts:
+                if any(best[name, fewer] > GIVE_UP_S for fewer in counts if fewer < rows and best[name, fewer] < NEVER):
+                    continue
+                begun = time.perf_counter()
+                run(rows)
+                best[name, rows] = min(best[name, rows], time.perf_counter() - begun)
+    print("| ms for 71 million weights, rows: | " + " | ".join(map(str, counts)) + " |")
+    print("|---" * (len(counts) + 1) + "|")
+    for name, _ in every:
+        print(f"| {name} | " + " | ".join(f"{1e3 * best[name, rows]:.2f}" for rows in counts) + " |")
+
+
+if __name__ == "__main__":
+    main()

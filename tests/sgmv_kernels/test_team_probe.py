@@ -1,0 +1,35 @@
+"""How many threads: fewer only for a gain, measured once."""
+
+from pathlib import Path
+
+import pytest
+
+from sgmv_kernels import team_probe
+from sgmv_kernels.team_probe import best_threads, choose
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({8: 1.0, 4: 1.0, 2: 1.0, 1: 1.0}, 8),
+        ({8: 1.0, 4: 0.99, 2: 0.98, 1: 0.97}, 8),
+        ({8: 1.0, 4: 0.9, 2: 0.89, 1: 2.0}, 4),
+        ({8: 4.0, 4: 3.0, 2: 2.0, 1: 1.0}, 1),
+        ({6: 1.0, 3: 0.5, 1: 0.4}, 1),
+    ],
+)
+def test_fewer_threads_only_for_a_gain(seconds: dict[int, float], chosen: int) -> None:
+    assert choose(max(seconds), seconds.__getitem__) == chosen
+
+
+def test_measured_once_and_not_against_the_users_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(team_probe, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(team_probe, "_probe", lambda: lambda count: asked.append(count) or float(count))
+    assert [best_threads(4), best_threads(4), asked] == [1, 1, [4, 2, 1]]
+    (tmp_path / team_probe.FILE).write_text('{"4": 9}')
+    assert best_threads(4) == 1
+    assert best_threads(1) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert [best_threads(4), len(asked)] == [4, 6]
