@@ -45,8 +45,9 @@ class Part:
 
 @dataclass
 class Recorder:
-    """Launches in the making of a program, and the buffers that they share."""
+    """Launches in the making of a program for a team of `threads`, and the buffers that they share."""
 
+    threads: int
     part_of_rows: str = ROWS
     launches: list[tuple[str, int, str, Words]] = field(default_factory=list)
     buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
@@ -59,7 +60,7 @@ _recorder: Recorder | None = None
 def recording() -> Iterator[Recorder]:
     """Launches of this thread are recorded instead of run; buffers of one name and shape are one."""
     global _recorder
-    _recorder = Recorder()
+    _recorder = Recorder(team_size())
     try:
         yield _recorder
     finally:
@@ -108,7 +109,8 @@ def launch(module: str, entry: str, part: Part, own: Words) -> None:
 class Program:
     """Recorded launches, run together as often as wanted.
 
-    It keeps the recording's buffers; the weights and inputs that launches point to are for the caller to keep.
+    For a team as large as the recording's, as scratch memory is a thread's own. It keeps the recording's buffers; the
+    weights and inputs that launches point to are for the caller to keep.
     """
 
     def __init__(self, recorded: Recorder) -> None:
@@ -128,6 +130,7 @@ class Program:
         self._barrier = np.zeros(16, dtype=np.int64)
         self._clock = np.zeros(count + 1, dtype=np.int64)
         self._kept = recorded.buffers
+        self.threads = recorded.threads
         self._kernel = address_of("program_numba", "run_items")
         self.kinds = tuple(kind for kind, _, _, _ in recorded.launches)
 
@@ -141,11 +144,10 @@ class Program:
         np.take(self._parts, self._part_of, axis=0, out=self._blocks)
         self._blocks += self._own
         self._barrier[:] = 0
-        threads = team_size()
         block = arguments(
-            len(self._items), self._items.ctypes.data, self._barrier.ctypes.data, threads, self._clock.ctypes.data
+            len(self._items), self._items.ctypes.data, self._barrier.ctypes.data, self.threads, self._clock.ctypes.data
         )
-        run(self._kernel, block, threads, len(self._items) + 1)
+        run(self._kernel, block, self.threads, len(self._items) + 1)
 
     def ticks(self) -> npt.NDArray[np.int64]:
         """What each launch of the last run took, in ticks of the processor's clock; the waiting at its end included."""

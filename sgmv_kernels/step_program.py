@@ -18,6 +18,7 @@ from sgmv_kernels.backend import Angles, Layers, ProgramShape, StepTables
 from sgmv_kernels.launches import NUM_ROWS, ROWS, Program, Words, recording
 from sgmv_kernels.pointwise_cpu import SAMPLED, TAKEN, rope_name, rope_part, taken_part
 from sgmv_kernels.tables import rankless_tables
+from sgmv_kernels.team import team_size
 
 if TYPE_CHECKING:
     from sgmv_kernels.ops import Ops
@@ -41,9 +42,10 @@ class StepProgram:
             self._last = None
             return self._layers(x, angles, tables)
         with_adapters = tables.lora.tables.num_segments > 0
-        if with_adapters not in self._recorded:
-            self._recorded[with_adapters] = self._record(with_adapters)
-        program, logits = self._recorded[with_adapters]
+        held = self._recorded.get(with_adapters)
+        if held is None or held[0].threads != team_size():
+            held = self._recorded[with_adapters] = self._record(with_adapters)
+        program, logits = held
         self._x[:rows] = x
         parts = self._parts(rows, angles, tables)
         begun = time.perf_counter()

@@ -34,6 +34,7 @@ from lorasrv.models.spec import ModelSpec
 from lorasrv.pool_map import PoolMap
 from lorasrv.questions import Reached
 from lorasrv.request import AdapterTier, FinishReason, OnCold, RequestId, RequestOutput, RequestTiming, SamplingParams
+from lorasrv.step_profile import StepProfile
 
 if TYPE_CHECKING:
     from lorasrv.async_engine import AsyncEngine
@@ -140,6 +141,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.model_name = BASE
         self.quantization = "int8"
+        self.profile = StepProfile()
         self.max_model_len = CONTEXT
         self.page_size_tokens = 16
         self.spec = SPEC

@@ -123,11 +123,17 @@ class _Served:
     """A decoder over a small pool, stepped by hand: logits of the last row of each sequence."""
 
     def __init__(
-        self, directory: Path, adapters: dict[str, Path], store: Path, dtype: torch.dtype, kernels: str
+        self,
+        directory: Path,
+        adapters: dict[str, Path],
+        store: Path,
+        dtype: torch.dtype,
+        kernels: str,
+        quantization: str = "none",
     ) -> None:
         checkpoint = open_checkpoint(str(directory))
         self.ops = Ops(torch.device("cpu"), kernels)
-        weights = load_weights(checkpoint, get_format("none", self.ops), torch.float32)
+        weights = load_weights(checkpoint, get_format(quantization, self.ops), torch.float32)
         self.memory = DeviceMemory(weights.spec, PAGES, PAGE_SIZE, torch.float32, torch.device("cpu"))
         self.dtype = dtype
         self.decoder = Decoder(weights, self.memory, DecoderLimits(512, 512, 8, dtype), self.ops)
@@ -204,6 +210,38 @@ def test_mixed_batch_of_chunks_equals_transformers_and_peft(
         torch.testing.assert_close(third[i], want[-1], rtol=1e-3, atol=1e-4)
         if name is not None:
             assert (_oracle(directory, None, ids)[-1] - want[-1]).abs().max() > 0.1, "the adapter changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"), [(f, "int4") for f in sorted({c[0] for c in CASES})] + [("llama", "int8")]
+)
+def test_a_recorded_pass_is_the_pass(tiny_hf_checkpoints, tmp_path: Path, family: str, quantization: str) -> None:
+    """Bit for bit, logits, keys and values: prompts, single tokens, with adapters and without, in teams of any size."""
+    directory = tiny_hf_checkpoints[family]()
+    adapters = _save_adapters(directory, tmp_path)
+    recorded, called = (
+        _Served(directory, adapters, tmp_path / name, torch.float32, "numba", quantization) for name in ("r", "c")
+    )
+    assert recorded.decoder._program is not None
+    called.decoder._program = None
+    tables = [tuple(range(i * 10, i * 10 + 10)) for i in range(4)]
+    names = [None, "qv", "all", "rs"]
+    steps = [
+        [(name, list(range(20 + i, 30 + 2 * i)), 0, tables[i]) for i, name in enumerate(names)],
+        [(name, [40 + i], 10 + i, tables[i]) for i, name in enumerate(names)],
+        [(None, [50], 11, tables[0])],
+        [("all", list(range(60, 93)), 13, tables[2]), (None, [51], 12, tables[0])],
+    ]
+    threads = torch.get_num_threads()
+    try:
+        for count, shares in zip((threads, threads, 1, threads), steps, strict=True):
+            torch.set_num_threads(count)
+            got, want = recorded.logits(shares), called.logits(shares)
+            assert all(torch.equal(got[i], want[i]) for i in range(len(shares)))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(recorded.memory.slab(1), called.memory.slab(1))
+    assert recorded.decoder.kernel_seconds().keys() == {"linear", "pointwise", "attention", "sgmv"}
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
