@@ -1,6 +1,7 @@
 """`serve --profile FILE`: where the time of a server went, as JSON, written when it ends."""
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Iterator
@@ -13,32 +14,37 @@ from lorasrv.errors import ConfigError
 if TYPE_CHECKING:
     from lorasrv.step_profile import StepProfile
 
+logger = logging.getLogger(__name__)
 ENGINE, LOOP = "engine", "event loop"
+
+
+def check_profile_path(path: Path | None) -> None:
+    """Raises: ConfigError: the file cannot be written; to be told before a model is loaded."""
+    if path is None:
+        return
+    try:
+        with path.expanduser().open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--profile {path} cannot be written: {error.strerror or error}") from None
 
 
 @contextmanager
 def profile_written(path: Path | None, profile: "StepProfile") -> Iterator[None]:
-    """Write the file when what is inside ends; what is inside runs the event loop in this thread.
-
-    Raises:
-        ConfigError: the file cannot be written, told before anything is done inside.
-    """
+    """Write the file when what is inside ends; what is inside runs the event loop in this thread."""
     if path is None:
         yield
         return
-    path = path.expanduser()
-    try:
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise ConfigError(f"--profile {path} cannot be written: {error.strerror or error}") from None
     assert threading.current_thread() is threading.main_thread()
     begun, loop_s = time.monotonic(), time.thread_time()
     try:
         yield
     finally:
         whole = describe(profile, time.monotonic() - begun, time.thread_time() - loop_s)
-        path.write_text(json.dumps(whole, indent=1) + "\n")
+        try:
+            path.expanduser().write_text(json.dumps(whole, indent=1) + "\n")
+        except OSError as error:
+            logger.error("--profile %s could not be written: %s", path, error.strerror or error)
 
 
 def describe(profile: "StepProfile", wall_s: float, loop_s: float) -> dict[str, Any]:

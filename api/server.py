@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from api.app import create_app
-from api.profile import profile_written
+from api.profile import check_profile_path, profile_written
 from api.settings import ServerSettings
 from lorasrv.config import EngineConfig
 from lorasrv.errors import ConfigError
@@ -91,6 +91,7 @@ def _serve(
 
     progress("importing torch", 1.0)
     with ExitStack() as opened:
+        check_profile_path(settings.profile)
         recorder = _open_recorder(settings, opened)
         store = opened.enter_context(_open_store(settings))
         # One bar for the whole load, not one for each of its layers.

@@ -8,6 +8,7 @@ computed without a graph. NOT MEASURED: no GPU was at hand.
 Source: graphs by bucket of rows, vLLM; separate graphs without adapters, SGLang.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -36,6 +37,7 @@ MAX_GRAPHS = 96
 MAX_CONTEXT = 16384
 """Longer ones have no graph: page tables are copied at their full capacity every step."""
 
+logger = logging.getLogger(__name__)
 Forward = Callable[[ForwardBatch], Tensor]
 
 
@@ -134,11 +136,7 @@ class GraphedSteps:
     def _filled(self, capacity: StaticCapacity, step: SchedulerOutput) -> _Held | None:
         """The plans of a bucket with a step in them; None if it does not fit."""
         scheduled, keys = by_adapter(step)
-        held = self._held.get(capacity)
-        if held is None:
-            if len(self._held) >= MAX_GRAPHS:
-                del self._held[next(iter(self._held))]
-            held = self._held[capacity] = _Held(StaticPlans(self._dims, capacity))
+        held = self._held.pop(capacity, None) or _Held(StaticPlans(self._dims, capacity))
         index = {key: i for i, key in enumerate(keys)}
         padding = capacity.rows - len(scheduled)
         try:
@@ -151,7 +149,13 @@ class GraphedSteps:
                 adapters=[step.placements[key] for key in keys],
             )
         except CapacityExceeded:
+            if held.recorded is not None:
+                self._held[capacity] = held
             return None
+        if len(self._held) >= MAX_GRAPHS:
+            # The one that was used longest ago: each goes to the end when it is used.
+            del self._held[next(iter(self._held))]
+        self._held[capacity] = held
         return held
 
     def _play(self, held: _Held) -> Tensor:
@@ -167,5 +171,9 @@ class GraphedSteps:
         # Compiles kernels, which a capture cannot; its result is this step's.
         logits = self._forward(batch)
         target = self._logits[: inputs.shape[1]]
-        held.recorded = self._record(lambda: target.copy_(self._forward(batch)))
+        try:
+            held.recorded = self._record(lambda: target.copy_(self._forward(batch)))
+        except RuntimeError as error:
+            # The step is computed; the next of its kind is too, without a graph.
+            logger.warning("steps of %d rows have no CUDA graph: %s", inputs.shape[1], error)
         return logits

@@ -143,7 +143,7 @@ class Backend:
     norm_heads_: Callable[[Tensor, Tensor, Tensor, int, float], None]
     softcap_: Callable[[Tensor, float], None]
     take_rows: Callable[[Tensor, Tensor], Tensor]
-    pack_linear: Callable[[GroupCodes, Tensor | None], PackedLinear]
+    pack_linear: Callable[[GroupCodes, Tensor | None, bool], PackedLinear]
     linear: Callable[[Tensor, Any], Tensor]
     warm_up: Callable[[Sequence[torch.dtype]], None]
     can_record: bool = False

@@ -15,9 +15,9 @@ from sgmv_kernels.team_probe import best_threads
 numba_version()
 
 
-def pack_linear(codes: GroupCodes, bias: Tensor | None) -> PackedLinear:
+def pack_linear(codes: GroupCodes, bias: Tensor | None, few_rows: bool) -> PackedLinear:
     """See `ops.Ops.pack_linear`."""
-    return linear_cpu.pack_linear_cpu(codes, bias, wide_rows())
+    return linear_cpu.pack_linear_cpu(codes, bias, None if few_rows else wide_rows())
 
 
 def warm_up(dtypes: Sequence[torch.dtype]) -> None:

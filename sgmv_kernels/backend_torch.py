@@ -21,7 +21,7 @@ BACKEND = Backend(
     norm_heads_=pointwise_torch.norm_heads_torch_,
     softcap_=pointwise_torch.softcap_torch_,
     take_rows=linear_torch.take_rows_torch,
-    pack_linear=linear_torch.PlainLinear,
+    pack_linear=lambda codes, bias, few_rows: linear_torch.PlainLinear(codes, bias),
     linear=linear_torch.linear_torch,
     warm_up=lambda dtypes: None,
 )

@@ -31,7 +31,7 @@ BACKEND = Backend(
     norm_heads_=pointwise_triton.norm_heads_,
     softcap_=pointwise_triton.softcap_,
     take_rows=linear_torch.take_rows_torch,
-    pack_linear=linear_triton.pack_linear,
+    pack_linear=lambda codes, bias, few_rows: linear_triton.pack_linear(codes, bias),
     linear=linear_triton.linear,
     warm_up=lambda dtypes: None,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.group_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes
-from sgmv_kernels.layout import CODE_BLOCK, TILE
+from sgmv_kernels.layout import CHUNK, CODE_BLOCK, TILE
 
 _BYTES_OF_64 = {INT8_LEVELS: 64, INT4_LEVELS: 32, Q3H_LEVELS: 28}
 """Bytes of 64 codes."""
@@ -71,8 +71,10 @@ class CodeTiles:
 def pack_tiles(weight: GroupCodes) -> CodeTiles:
     """Raises: KernelArgumentError: groups that the kernels cannot read."""
     least = 64 if weight.levels == Q3H_LEVELS else CODE_BLOCK
-    if weight.group % least:
-        raise KernelArgumentError(f"groups must be multiples of {least} for these kernels, not {weight.group}")
+    if weight.group % least or weight.group > CHUNK:
+        raise KernelArgumentError(
+            f"groups must be multiples of {least}, at most {CHUNK}, for these kernels, not {weight.group}"
+        )
     tiles, groups = -(-weight.out_features // TILE), weight.scales.shape[1]
     codes = _tiled(weight.codes, tiles).view(tiles, TILE, groups, -1, _QUAD).permute(0, 2, 3, 1, 4)
     factors = [weight.scales] if weight.minima is None else [weight.scales, weight.minima]

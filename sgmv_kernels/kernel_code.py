@@ -9,6 +9,7 @@ import ctypes
 import hashlib
 import importlib
 import importlib.metadata
+import json
 import logging
 import os
 import stat
@@ -119,6 +120,27 @@ def _write(path: Path, stored: ObjectCode) -> None:
             os.replace(whole, path)
     except OSError as error:
         logger.warning("a compiled kernel cannot be kept: %s; the next start compiles it anew", error)
+
+
+def keep(path: Path | None, facts: dict[str, Any]) -> None:
+    """Add to what was measured on this machine; whole or not at all, and not at all if it cannot be."""
+    if path is None:
+        return
+    try:
+        known = _facts(path)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps({**known, **facts}))
+        part.replace(path)
+    except OSError as error:
+        logger.warning("%s cannot be kept: %s", path.name, error)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
 
 
 @cache

@@ -7,6 +7,7 @@ with a barrier between launches: without it, a step of SmolLM2 spends half its t
 Source: CUDA graphs, of which this is the counterpart.
 """
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,12 +18,12 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.kernel_code import address_of
-from sgmv_kernels.team import arguments, run, team_size
+from sgmv_kernels.team import arguments, granted, run, team_size
 
 WORDS = 32
 """Of a block, the two counters included."""
 COUNTERS = 2
-NUM_ITEMS, ITEMS, BARRIER, THREADS, CLOCK = range(2, 7)
+NUM_ITEMS, ITEMS, BARRIER, GRANTED, CLOCK = range(2, 7)
 """Places in the arguments of the kernel that runs a program."""
 ITEM_WORDS = 2
 NUM_ROWS = COUNTERS
@@ -53,51 +54,54 @@ class Recorder:
     buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
 
 
-_recorder: Recorder | None = None
+class _Local(threading.local):
+    recorder: Recorder | None = None
+
+
+_local = _Local()
 
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
     """Launches of this thread are recorded instead of run; buffers of one name and shape are one."""
-    global _recorder
-    _recorder = Recorder(team_size())
+    _local.recorder = made = Recorder(team_size())
     try:
-        yield _recorder
+        yield made
     finally:
-        _recorder = None
+        _local.recorder = None
 
 
 def recording_now() -> bool:
     """Whether launches are recorded."""
-    return _recorder is not None
+    return _local.recorder is not None
 
 
 def empty(name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """Memory for a result: new, or of a recorded program the one buffer of this name, which its next use overwrites."""
-    if _recorder is None:
+    if _local.recorder is None:
         return torch.empty(tuple(shape), dtype=dtype)
     key = name, tuple(shape), dtype
-    if key not in _recorder.buffers:
-        _recorder.buffers[key] = torch.empty(tuple(shape), dtype=dtype)
-    return _recorder.buffers[key]
+    if key not in _local.recorder.buffers:
+        _local.recorder.buffers[key] = torch.empty(tuple(shape), dtype=dtype)
+    return _local.recorder.buffers[key]
 
 
 def rows_part(rows: int, tasks: int) -> Part:
     """The part of a launch that needs nothing of the step but its number of rows."""
-    return Part(ROWS if _recorder is None else _recorder.part_of_rows, {NUM_ROWS: rows}, tasks)
+    return Part(ROWS if _local.recorder is None else _local.recorder.part_of_rows, {NUM_ROWS: rows}, tasks)
 
 
 def rows_are_now(part: str) -> None:
     """From here on, a recorded pass goes by the rows that this part tells."""
-    if _recorder is not None:
-        _recorder.part_of_rows = part
+    if _local.recorder is not None:
+        _local.recorder.part_of_rows = part
 
 
 def launch(module: str, entry: str, part: Part, own: Words) -> None:
     """Run a kernel by its module and name, or record it."""
     kernel = address_of(module, entry)
-    if _recorder is not None:
-        _recorder.launches.append((module.removesuffix("_numba"), kernel, part.name, own))
+    if _local.recorder is not None:
+        _local.recorder.launches.append((module.removesuffix("_numba"), kernel, part.name, own))
         return
     block = arguments(*(0,) * (WORDS - COUNTERS))
     for words in (part.words, own):
@@ -145,7 +149,7 @@ class Program:
         self._blocks += self._own
         self._barrier[:] = 0
         block = arguments(
-            len(self._items), self._items.ctypes.data, self._barrier.ctypes.data, self.threads, self._clock.ctypes.data
+            len(self._items), self._items.ctypes.data, self._barrier.ctypes.data, granted(), self._clock.ctypes.data
         )
         run(self._kernel, block, self.threads, len(self._items) + 1)
 

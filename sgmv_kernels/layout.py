@@ -28,8 +28,9 @@ MAX_RANK = 256
 """Most rank rows of one slice that kernels are made and tested for."""
 MAX_SLICES = 3
 RECORD_INTS = 1 + MAX_SLICES
-TILE, CODE_BLOCK = 16, 32
-"""Outputs, and neighbours along the inputs, that the CPU's kernels take at a time of a quantized base weight."""
+TILE, CODE_BLOCK, CHUNK = 16, 32, 1024
+"""Of a quantized base weight, what the CPU's kernels take at a time: outputs, and neighbours along the inputs, which
+groups are multiples of; most inputs that are unpacked together."""
 
 Run = tuple[int, int]
 """(first page, number of pages), consecutive page ids."""

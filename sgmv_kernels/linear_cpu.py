@@ -16,15 +16,13 @@ from torch import Tensor
 from sgmv_kernels.codes_cpu import CodeTiles, pack_tiles
 from sgmv_kernels.group_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes
 from sgmv_kernels.launches import NUM_ROWS, Words, empty, launch, recording_now, rows_part
-from sgmv_kernels.layout import CODE_BLOCK, TILE
+from sgmv_kernels.layout import CHUNK, CODE_BLOCK, TILE
 from sgmv_kernels.team import team_size
 
 MODULE = "linear_numba"
 
 ROUND_ROWS = 4
 """Rows of a task of rounding."""
-CHUNK = 1024
-"""Most inputs that are unpacked at a time."""
 TASKS_A_THREAD = 4
 """So many tasks a thread, that a late one costs little."""
 WIDTH, X, CODES, CODE_STRIDE, UNITS, UNIT_STRIDE = range(NUM_ROWS + 1, 9)

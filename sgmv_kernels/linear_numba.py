@@ -6,10 +6,9 @@ import numpy as np
 from numba import carray, njit
 
 from sgmv_kernels.launches import NUM_ROWS
-from sgmv_kernels.layout import CODE_BLOCK, TILE
+from sgmv_kernels.layout import CHUNK, CODE_BLOCK, TILE
 from sgmv_kernels.linear_cpu import (
     BIAS,
-    CHUNK,
     CODE_BYTES,
     CODE_STRIDE,
     CODES,

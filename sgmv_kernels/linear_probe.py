@@ -7,8 +7,10 @@ and rows of such steps are rounded otherwise than in smaller steps, so the gain 
 
 import json
 import logging
+import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 
 import llvmlite.binding as llvm
@@ -17,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sgmv_kernels.group_codes import INT4_LEVELS, GroupCodes
-from sgmv_kernels.kernel_code import cache_directory
+from sgmv_kernels.kernel_code import cache_directory, keep
 
 logger = logging.getLogger(__name__)
 CANDIDATES = (64, 128, 256)
@@ -42,15 +44,19 @@ def wide_rows() -> int | None:
             kept = json.loads(path.read_text())["rows"]
             return kept if isinstance(kept, int) else None
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    found = measured(*_products())
+        logger.debug("nothing is known of bf16 linears")
+    with ThreadPoolExecutor(1) as apart:
+        # A thread of its own, whose team goes with it: the one that loads models computes alone.
+        found = apart.submit(_measured_by_all).result()
     logger.info("base linears of %s rows and more are computed in bf16", found)
-    try:
-        if path is not None:
-            path.write_text(json.dumps({"rows": found}))
-    except OSError as error:
-        logger.warning("what was measured of base linears cannot be kept: %s", error)
+    keep(path, {"rows": found})
     return found
+
+
+def _measured_by_all() -> int | None:
+    torch.get_num_threads()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
+    return measured(*_products())
 
 
 def measured(codes: Product, wide: Product, width: int = WIDTH) -> int | None:

@@ -347,19 +347,20 @@ class Ops:
         require(rows.dtype == torch.int64 and rows.dim() == 1, "rows must be int64 [N]")
         return self._backend.take_rows(x, rows)
 
-    def pack_linear(self, codes: GroupCodes, bias: Tensor | None) -> PackedLinear:
+    def pack_linear(self, codes: GroupCodes, bias: Tensor | None, *, few_rows: bool = False) -> PackedLinear:
         """Weight codes in the order in which these kernels read them; a copy, or the codes themselves.
 
         Args:
             codes: [O, H], on these kernels' device.
             bias: [O] fp32, or None for 0.
+            few_rows: an embedding or a head: never multiplied with as many rows as layers are.
         Raises:
             KernelArgumentError: groups that the kernels cannot read, or shapes that do not fit.
         """
         require(codes.codes.device.type == self.device.type, f"codes must be on {self.device}")
         fits = bias is None or (bias.shape == (codes.out_features,) and bias.dtype == torch.float32)
         require(fits, f"bias must be float32 [{codes.out_features}]")
-        return self._backend.pack_linear(codes, bias)
+        return self._backend.pack_linear(codes, bias, few_rows)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """A base linear over packed codes.
@@ -370,7 +371,8 @@ class Ops:
         Args:
             x: [T, H] contiguous.
             packed: of `pack_linear` of these ops.
-        Returns: [T, O] in x's dtype; sums are fp32, and a row's result does not depend on the rows beside it.
+        Returns: [T, O] in x's dtype; sums are fp32, and a row's result does not depend on the rows beside it, unless
+            there are so many that the CPU takes them in bf16 (`linear_probe`).
         Raises:
             KernelArgumentError: shapes or dtypes that do not fit.
         Source: group-wise scales, ggml (Gerganov) and GPTQ (Frantar et al. 2022).

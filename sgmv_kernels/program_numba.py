@@ -8,7 +8,7 @@ from numba import carray, njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from sgmv_kernels.launches import BARRIER, CLOCK, ITEM_WORDS, ITEMS, NUM_ITEMS, THREADS
+from sgmv_kernels.launches import BARRIER, CLOCK, GRANTED, ITEM_WORDS, ITEMS, NUM_ITEMS
 from sgmv_kernels.simd_ir import I32, I64, Value
 from sgmv_kernels.simd_numba import i64, take_next
 
@@ -30,6 +30,17 @@ def call_kernel(typingctx, kernel, block):  # type: ignore[no-untyped-def]
         return ctx.get_dummy_value()
 
     return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def count_threads(typingctx, function):  # type: ignore[no-untyped-def]
+    """What a C function `int f(void)` says."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        told = b.call(b.inttoptr(args[0], ir.FunctionType(I32, []).as_pointer()), [])
+        return b.sext(told, I64)
+
+    return types.int64(types.int64), codegen
 
 
 @intrinsic
@@ -91,7 +102,8 @@ def run_items(raw: Any) -> None:
 
 @njit
 def _run_items(args):  # type: ignore[no-untyped-def]
-    member, threads = take_next(args.ctypes.data + 8), args[THREADS]
+    member = take_next(args.ctypes.data + 8)
+    threads = count_threads(args[GRANTED]) if args[GRANTED] else np.int64(1)
     barrier, clock = args[BARRIER], args[CLOCK]
     if member == 0:
         store_shared(clock, ticks())

@@ -31,11 +31,11 @@ def run(kernel: int, block: Arguments, threads: int, tasks: int) -> None:
     Never in a part of the team: OpenMP would end the other threads, and start them anew for the next.
     """
     block[0] = block[1] = 0
-    start = _team()
-    if start is None or threads == 1 or tasks <= 1:
+    team = _team()
+    if team is None or threads == 1 or tasks <= 1:
         _KERNEL(kernel)(block)
     else:
-        start(kernel, block, threads, 0)
+        team[0](kernel, block, threads, 0)
 
 
 def team_size() -> int:
@@ -46,17 +46,29 @@ def team_size() -> int:
 _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
+def granted() -> int:
+    """The address of a function that tells, inside a parallel region, how many threads it has got; 0 if there is none.
+
+    OMP_THREAD_LIMIT and OMP_DYNAMIC make it fewer than were asked for.
+    """
+    team = _team()
+    return 0 if team is None else team[1]
+
+
 @cache
-def _team() -> Callable[..., None] | None:
-    """GOMP_parallel(function, argument, threads, flags) of the OpenMP library that torch has loaded."""
+def _team() -> tuple[Callable[..., None], int] | None:
+    """GOMP_parallel(function, argument, threads, flags) of the OpenMP library that torch has loaded, and the address of
+    omp_get_num_threads.
+    """
     for path in _loaded_libraries():
         try:
-            start = ctypes.CDLL(path).GOMP_parallel
+            library = ctypes.CDLL(path)
+            start, count = library.GOMP_parallel, library.omp_get_num_threads
         except (OSError, AttributeError):
             continue
         start.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
         start.restype = None
-        return start
+        return start, ctypes.cast(count, ctypes.c_void_p).value or 0
     logger.warning("torch's OpenMP library was not found: kernels run in one thread")
     return None
 

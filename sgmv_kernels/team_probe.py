@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 
 from sgmv_kernels.group_codes import INT4_LEVELS, GroupCodes
-from sgmv_kernels.kernel_code import cache_directory
+from sgmv_kernels.kernel_code import cache_directory, keep
 from sgmv_kernels.launches import NUM_ROWS, ROWS, Program, recording
 from sgmv_kernels.linear_cpu import CpuLinear, linear_cpu, pack_linear_cpu
 
@@ -37,14 +37,14 @@ def best_threads(most: int) -> int:
             if isinstance(kept, int) and 1 <= kept <= most:
                 return kept
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    found = choose(most, _probe())
+        logger.debug("nothing is known of %d threads", most)
+    seconds = _probe()
+    found, again = choose(most, seconds), choose(most, seconds)
+    if found != again:
+        # Somebody else computes: ask again at the next start.
+        return most
     logger.info("base linears are fastest with %d of %d threads", found, most)
-    try:
-        if path is not None:
-            path.write_text(json.dumps({str(most): found}))
-    except OSError as error:
-        logger.warning("what was measured of threads cannot be kept: %s", error)
+    keep(path, {str(most): found})
     return found
 
 

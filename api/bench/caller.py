@@ -53,7 +53,7 @@ class Caller:
             outcome.fail("unreachable", str(error) or type(error).__name__)
         except httpx2.TimeoutException as error:
             outcome.fail("timeout", str(error) or type(error).__name__)
-        except httpx2.HTTPError as error:
+        except (httpx2.HTTPError, httpx2.StreamError, httpx2.InvalidURL, httpx2.CookieConflict) as error:
             outcome.fail("cut stream", str(error) or type(error).__name__)
         except Malformed as error:
             outcome.fail("malformed event", str(error))
@@ -79,17 +79,27 @@ class Caller:
             if event.get("error"):
                 outcome.fail("error event", _message(json.dumps(event)))
                 return
-            if usage := event.get("usage"):
-                _take_usage(outcome, usage)
-            if choices := event.get("choices"):
-                event_s = time.perf_counter()
-                if self._text(choices[0]):
-                    outcome.arrivals_s.append(event_s)
+            try:
+                event_s = self._take(event, outcome) or event_s
+            except (AttributeError, TypeError, KeyError, IndexError):
+                raise Malformed(line[5:].strip()) from None
         if not ended:
             outcome.fail("cut stream", "the stream ended without its last event")
         elif not outcome.arrivals_s and event_s:
             # Tokens that are no text, as those of a model of random weights may be: the last event is all there is.
             outcome.arrivals_s.append(event_s)
+
+    def _take(self, event: dict[str, Any], outcome: Outcome) -> float | None:
+        """Usage and text of an event; when it came, if it is one of a choice."""
+        if usage := event.get("usage"):
+            _take_usage(outcome, usage)
+        choices = event.get("choices")
+        if not choices:
+            return None
+        now = time.perf_counter()
+        if self._text(choices[0]):
+            outcome.arrivals_s.append(now)
+        return now
 
     def _text(self, choice: dict[str, Any]) -> object:
         if not self._chat:

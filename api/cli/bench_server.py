@@ -33,18 +33,20 @@ def started(flags: Sequence[str], names: Sequence[str], rank: int, seed: int) ->
     with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder:
         store = Path(folder) / "store"
         if names:
-            _fill(store, _model_of(flags), names, rank, seed)
+            _fill(store, flags, names, rank, seed)
         with running_server([*flags, "--store", str(store)]) as url:
             yield url
 
 
-def _fill(folder: Path, model: str, names: Sequence[str], rank: int, seed: int) -> None:
+def _fill(folder: Path, flags: Sequence[str], names: Sequence[str], rank: int, seed: int) -> None:
     from adapter_store.store import AdapterStore
     from lorasrv.base_shapes import base_shapes
+    from lorasrv.config import BUILTIN_MODEL
     from lorasrv.loaders import open_checkpoint
     from lorasrv.planning.random_adapters import write_random_adapter
 
-    with closing(open_checkpoint(model)) as checkpoint:
+    model, load_format = _value(flags, "model", BUILTIN_MODEL), _value(flags, "load-format", "auto")
+    with closing(open_checkpoint(model, load_format)) as checkpoint:
         shapes = base_shapes(checkpoint.spec, checkpoint.name)
     with progress() as step, AdapterStore(folder, shapes) as store:
         for number, name in enumerate(names):
@@ -53,14 +55,12 @@ def _fill(folder: Path, model: str, names: Sequence[str], rank: int, seed: int) 
         step("making adapters", len(names), len(names))
 
 
-def _model_of(flags: Sequence[str]) -> str:
-    """The base that `serve` will take, by the last of its flags, its variable or its default."""
-    from lorasrv.config import BUILTIN_MODEL
-
-    found = os.environ.get("LORASRV_MODEL") or BUILTIN_MODEL
+def _value(flags: Sequence[str], name: str, default: str) -> str:
+    """What `serve` will take for an option: by the last of its flags, its variable or its default."""
+    found = os.environ.get(f"LORASRV_{name.replace('-', '_').upper()}") or default
     for flag, after in zip(flags, [*flags[1:], ""], strict=False):
-        if flag == "--model":
+        if flag == f"--{name}":
             found = after
-        elif flag.startswith("--model="):
-            found = flag.removeprefix("--model=")
+        elif flag.startswith(f"--{name}="):
+            found = flag.partition("=")[2]
     return found

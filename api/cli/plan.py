@@ -47,7 +47,7 @@ class _Asked:
 def plan(
     trace: Annotated[Path, typer.Option("--trace", metavar="FILE", help="What serve --record-trace has written.")],
     model: Annotated[str | None, _option("As of serve. [default: smollm2-135m]", _SERVER)] = None,
-    quantization: Annotated[str | None, _option("As of serve. [default: int8]", _SERVER)] = None,
+    quantization: Annotated[str | None, _option("As of serve. [default: auto]", _SERVER)] = None,
     dtype: Annotated[str | None, _option("As of serve. [default: bfloat16]", _SERVER)] = None,
     kernels: Annotated[str | None, _option("As of serve. [default: auto]", _SERVER)] = None,
     pool_bytes: Annotated[str | None, _option("As of serve. [default: what serve would take now]", _SERVER)] = None,

@@ -10,7 +10,9 @@ from torch import Tensor
 from lorasrv.loaders.checkpoint import Checkpoint, WeightMeter
 from lorasrv.models.family import split_layer
 from lorasrv.models.spec import ModelSpec, SiteShape
+from lorasrv.quant.coded import INT8_GROUP
 from lorasrv.quant.format import Embedding, Linear, QuantFormat
+from lorasrv.quant.rounding import round_symmetric
 from sgmv_kernels.ops import GroupCodes, stack_codes
 
 Progress = Callable[[str, float], None]
@@ -171,13 +173,21 @@ class _Builder:
         """Stacked weights: as the codes that the file holds, if the format keeps them, else as floats."""
         parts = [self._checkpoint.codes(name) for name in names]
         kept = [part for part in parts if part is not None and self._format.keeps(part)]
-        stacked = stack_codes(kept) if len(kept) == len(names) else None
-        if stacked is None:
+        if len(kept) < len(names):
             return self._stacked(names)
+        stacked = stack_codes(kept)
+        if stacked is None:
+            # A file that keeps v finer than q and k: 8 bits for all of them lose next to nothing.
+            floats = self._stacked(names)
+            rounded = round_symmetric(floats, INT8_GROUP)
+            self._meter.add(_nbytes(rounded))
+            self._meter.release(floats.nbytes)
+            return rounded
         for name, part in zip(names, kept, strict=True):
             self._meter.add(_nbytes(part))
-            self._sample(name, part.codes)
-            self._hash.update(part.scales.view(-1)[:: max(1, part.scales.numel() // _SAMPLE)].numpy().tobytes())
+            for tensor in (part.codes, part.scales, part.minima):
+                if tensor is not None:
+                    self._sample(f"{name} {part.levels}", tensor)
         return _moved(stacked, self._device)
 
     def _norm(self, module: str) -> Tensor:

@@ -72,11 +72,11 @@ class CodedFormat:
 
     def embedding(self, weight: Tensor | GroupCodes, dtype: torch.dtype) -> Embedding:
         del dtype
-        return CodedEmbedding(self._ops.pack_linear(self._ends(weight), None))
+        return CodedEmbedding(self._ops.pack_linear(self._ends(weight), None, few_rows=True))
 
     def head(self, weight: Tensor | GroupCodes, dtype: torch.dtype) -> Linear:
         del dtype
-        return CodedLinear(self._ops, self._ops.pack_linear(self._ends(weight), None))
+        return CodedLinear(self._ops, self._ops.pack_linear(self._ends(weight), None, few_rows=True))
 
     def tied_head(self, embedding: Embedding, dtype: torch.dtype) -> Linear:
         del dtype

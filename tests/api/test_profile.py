@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from api.profile import describe, profile_written
+from api.profile import check_profile_path, describe, profile_written
 from lorasrv.errors import ConfigError
 from lorasrv.step_profile import StepProfile
 
@@ -43,8 +43,7 @@ def test_a_span_counts_what_is_done_inside_even_if_it_fails() -> None:
 
 def test_the_file_is_written_at_the_end(tmp_path: Path) -> None:
     path = tmp_path / "profile.json"
-    with pytest.raises(KeyboardInterrupt), profile_written(path, profile()):  # noqa: PT012 - what a server does
-        assert path.read_text() == ""
+    with pytest.raises(KeyboardInterrupt), profile_written(path, profile()):
         raise KeyboardInterrupt
     assert json.loads(path.read_text())["steps"] == 4
     with profile_written(None, profile()):
@@ -52,5 +51,11 @@ def test_the_file_is_written_at_the_end(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--profile .* cannot be written"), profile_written(tmp_path, profile()):
-        raise AssertionError
+    with pytest.raises(ConfigError, match=r"--profile .* cannot be written"):
+        check_profile_path(tmp_path)
+    check_profile_path(None)
+
+
+def test_a_file_that_cannot_be_written_any_more_hides_no_error(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), profile_written(tmp_path, profile()):
+        raise KeyboardInterrupt
