@@ -1,5 +1,6 @@
 """How many threads: fewer only for a gain, measured once."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,9 +28,21 @@ def test_measured_once_and_not_against_the_users_word(tmp_path: Path, monkeypatc
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(team_probe, "cache_directory", lambda: tmp_path)
     monkeypatch.setattr(team_probe, "_probe", lambda: lambda count: asked.append(count) or float(count))
-    assert [best_threads(4), best_threads(4), asked] == [1, 1, [4, 2, 1]]
+    assert [best_threads(4), best_threads(4), asked] == [1, 1, [4, 2, 1] * 2]
+    assert best_threads(2) == 1
+    assert json.loads((tmp_path / team_probe.FILE).read_text()) == {"4": 1, "2": 1}
     (tmp_path / team_probe.FILE).write_text('{"4": 9}')
     assert best_threads(4) == 1
     assert best_threads(1) == 1
+    count = len(asked)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert [best_threads(4), len(asked)] == [4, 6]
+    assert [best_threads(4), len(asked)] == [4, count]
+
+
+def test_what_a_busy_machine_says_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([1.0, 0.5, 0.6, 1.0, 1.0, 1.0])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(team_probe, "cache_directory", lambda: tmp_path)
+    monkeypatch.setattr(team_probe, "_probe", lambda: lambda count: next(seconds))
+    assert best_threads(4) == 4
+    assert not (tmp_path / team_probe.FILE).exists()
