@@ -109,7 +109,7 @@ def _part(plan: AttentionPlan, sequences: CpuSequences, heads: int, kv_heads: in
         ROWS: rows * group,
         BLOCK: block,
     }
-    return Part(PART, words, len(tasks))
+    return Part(PART, words, len(tasks), threads)
 
 
 def _tasks(query_lens: Int32, kv_lens: Int32, rows: int, kv_heads: int, threads: int) -> Int32:

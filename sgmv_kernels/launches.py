@@ -37,11 +37,15 @@ Words = Mapping[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a step tells launches; those of one name are told the same. `tasks`: below two, one thread does it alone."""
+    """What a step tells launches; those of one name are told the same. `tasks`: below two, one thread does it alone.
+
+    `threads`: those that its scratch memory is for; 0: any.
+    """
 
     name: str
     words: Words
     tasks: int
+    threads: int = 0
 
 
 @dataclass
@@ -107,7 +111,7 @@ def launch(module: str, entry: str, part: Part, own: Words) -> None:
     for words in (part.words, own):
         for place, value in words.items():
             block[place] += value
-    run(kernel, block, team_size(), part.tasks)
+    run(kernel, block, part.threads or team_size(), part.tasks)
 
 
 class Program:

@@ -347,7 +347,7 @@ class Ops:
         require(rows.dtype == torch.int64 and rows.dim() == 1, "rows must be int64 [N]")
         return self._backend.take_rows(x, rows)
 
-    def pack_linear(self, codes: GroupCodes, bias: Tensor | None, *, few_rows: bool = False) -> PackedLinear:
+    def pack_linear(self, codes: GroupCodes, bias: Tensor | None = None, *, few_rows: bool = False) -> PackedLinear:
         """Weight codes in the order in which these kernels read them; a copy, or the codes themselves.
 
         Args:

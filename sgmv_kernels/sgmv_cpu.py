@@ -76,7 +76,7 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
         shape = {X_WIDTH: site.in_features, Y_WIDTH: site.total_out}
         widths = {WIDTHS + s: width for s, width in enumerate(site.out_features)}
         words = same | shape | widths | {NUM_TASKS: len(own), TASKS: own.ctypes.data}
-        parts.append(Part(part_name(i), words, len(own)))
+        parts.append(Part(part_name(i), words, len(own), threads))
     return CpuTables(parts, ranks.tolist(), v, (parted, scratch, tasks, permutation, records, panels))
 
 
@@ -135,7 +135,7 @@ def _launch(instead: Words, y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, 
         return
     part = tables.parts[site]
     if instead:
-        part = Part(part.name, {**part.words, **instead}, part.tasks)
+        part = Part(part.name, {**part.words, **instead}, part.tasks, part.threads)
     place = layer * len(tables.parts) + site
     own = {SLAB: slab.data_ptr(), X: x.data_ptr(), Y: y.data_ptr(), PLACE: place}
     launch(MODULE, ENTRIES[plan.dtype], part, own)

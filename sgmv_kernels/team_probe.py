@@ -19,15 +19,17 @@ from sgmv_kernels.linear_cpu import CpuLinear, linear_cpu, pack_linear_cpu
 
 logger = logging.getLogger(__name__)
 FILE = "threads.json"
-GAIN = 1.05
-"""So much faster fewer threads must be: there are kernels that gain more from many."""
+GAIN = 1.2
+"""So much faster fewer threads must be, twice: there are kernels that gain more from many."""
+FEW_THREADS = 4
+"""Not worth asking: so few do not saturate memory, and one busy neighbour at the first start would cost half of all."""
 WIDTH, GROUP, LAYERS, ROUNDS = 1024, 64, 48, 5
 MANY_ROWS = 16
 
 
 def best_threads(most: int) -> int:
     """Of `most`, its half, its quarter...: the fastest. The calling thread's team is resized for it."""
-    if most == 1 or "OMP_NUM_THREADS" in os.environ:
+    if most <= FEW_THREADS or "OMP_NUM_THREADS" in os.environ:
         return most
     directory = cache_directory()
     path = None if directory is None else directory / FILE

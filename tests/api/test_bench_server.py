@@ -79,6 +79,7 @@ def test_a_sweep_on_a_server_of_its_own(run, flags: tuple[str, ...]) -> None:
     assert 1 <= adapters["figures"]["adapters"] <= 3
 
 
+@pytest.mark.long
 def test_a_trace_gets_the_adapters_that_it_names(run, flags: tuple[str, ...], tmp_path: Path) -> None:
     lines = [{"arrival_s": n / 20, "prompt_tokens": 30, "output_tokens": 3, "adapter": "mia"} for n in range(2)]
     file = tmp_path / "t.jsonl"
@@ -89,7 +90,7 @@ def test_a_trace_gets_the_adapters_that_it_names(run, flags: tuple[str, ...], tm
     assert (figures["requests"], figures["failed"], figures["adapters"]) == (3, 0, 1), figures["first_error"]
 
 
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.long)])
 def test_an_interrupted_bench_leaves_no_server(run, flags: tuple[str, ...], how: signal.Signals) -> None:
     process = run("--adapters", 1, "--rate", "0.001", "--requests", 9, "--output-tokens", 4, "--", *flags)
     assert process.stderr is not None
@@ -131,7 +132,7 @@ def test_a_server_that_does_not_start(run) -> None:
 
 def test_adapters_are_seeded(flags: tuple[str, ...], tmp_path: Path) -> None:
     def digests(folder: Path, seed: int) -> list[str]:
-        bench_server._fill(folder, flags[1], bench_server.adapter_names(2), 4, seed)
+        bench_server._fill(folder, flags, bench_server.adapter_names(2), 4, seed)
         with AdapterStore(folder, _shapes(flags[1])) as store:
             return [record.key for record in store.list_adapters()]
 
@@ -161,4 +162,4 @@ def _shapes(model: str):
 )
 def test_whose_adapters(flags: tuple[str, ...], variable: str, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORASRV_MODEL", variable)
-    assert bench_server._model_of(flags) == model
+    assert bench_server._value(flags, "model", "smollm2-135m") == model

@@ -10,9 +10,10 @@ Rows are REQUESTS/ADAPTERS at a time, `base` without any; `zipf`: 32 at a time o
 base rows only; `peft`: transformers and PEFT in this process, static batches, bf16 or fp32, whichever is faster in the
 row; `llama`: llama.cpp's server, base rows only. A peer that the machine does not have is skipped with a word.
 
-Adapters are seeded, rank 16 on all seven linears. The machine's bandwidth and arithmetic are measured first; `of floor`
-is the share reached of what they allow for each server's own weights (`api/bench/work.py`). Results go to --out as JSON
-lines as they come; tests/benchmarks/report.py writes them into docs/benchmarks.md.
+Adapters are seeded, rank 16 on all seven linears, in memory before the load, as vLLM and PEFT have them. The machine's
+bandwidth and arithmetic are measured first; `of floor` is the share reached of what they allow for each server's own
+weights (`api/bench/work.py`). Results go to --out as JSON lines as they come; tests/benchmarks/report.py writes them
+into docs/benchmarks.md.
 """
 
 import argparse
@@ -103,6 +104,10 @@ def serve(run: Run, peer: str, served: Served, *, base_only: bool) -> None:
     with Client(served.url) as client:
         seen = look(client)
         own = work_of(client, seen, [n for n in seen.adapters if n in run.names])
+        if peer == "lorasrv":
+            # As the others, which have every adapter in memory when they are ready.
+            for adapter in seen.adapters:
+                client.warm(adapter)
     name = "vLLM" if peer.startswith("vllm") else "llama.cpp" if peer == "llama" else seen.name
     server = {**seen.to_dict(), "name": name, "start_s": round(served.start_s, 1)}
     work = own or peer_work(run.a.assets, BF16_BYTES)

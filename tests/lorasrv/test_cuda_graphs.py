@@ -136,7 +136,7 @@ STEPS: list[list[Share]] = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_steps_replayed_from_graphs_are_those_computed_without(folder: Path) -> None:
     served, plain = Served(folder), Served(folder)
     for shares in STEPS:

@@ -203,7 +203,7 @@ def test_every_policy_says_the_same(serve, alone, policy: str, preemption: str) 
         assert (snapshot.swaps_total > 0) == (preemption == "swap")
         assert all(len(names) <= 4 for names in world.gate.named())
 
-    serve(scenario, pages=24, policy=policy, preemption=preemption, max_num_seqs=4, max_num_batched_tokens=64)
+    serve(scenario, pages=20, policy=policy, preemption=preemption, max_num_seqs=4, max_num_batched_tokens=64)
 
 
 def test_a_newcomer_takes_the_seat_of_one_that_has_run_long(serve, alone) -> None:
