@@ -50,7 +50,7 @@ def address_of(module: str, function: str) -> int:
         stored = _compile(module, function)
         if path is not None:
             _write(path, stored)
-    engine = _engine()
+    engine = _new_engine()
     for name in stored.needed:
         _provide(name)
     engine.add_object_file(llvm.ObjectFileRef.from_data(stored.code))
@@ -73,13 +73,19 @@ def _compile(module: str, function: str) -> ObjectCode:
     return ObjectCode(kernel.native_name, needed, code)
 
 
-@cache
-def _engine() -> Any:
-    """What links object code into this process."""
+_engines: list[Any] = []
+"""Never let go: with one goes its code."""
+
+
+def _new_engine() -> Any:
+    """What links one kernel into this process. Each has its own: Numba numbers a kernel's inner functions by process, so
+    that two which were compiled by different processes may call different functions by one name.
+    """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
     machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
-    return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+    _engines.append(llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine))
+    return _engines[-1]
 
 
 def _provide(name: str) -> None:

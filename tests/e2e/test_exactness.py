@@ -102,7 +102,11 @@ def _first_difference(logits: torch.Tensor, prompt: list[int], answer: list[int]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", [None, 0, 1, 2], ids=["base", "persona1", "persona2", "persona3"])
+@pytest.mark.parametrize(
+    "which",
+    [None, 0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)],
+    ids=["base", "persona1", "persona2", "persona3"],
+)
 def test_greedy_tokens_equal_transformers_and_peft(
     oracle, llm, prompts, answers, personas, which, kernels, capsys
 ) -> None:

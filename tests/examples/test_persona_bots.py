@@ -93,6 +93,7 @@ def tiny_model():
     return LlamaForCausalLM(config).eval()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("base", ["int8", "int4"])
 def test_quantize_rounds_what_it_says(example, base: str) -> None:
     fake_quant = example("fake_quant")
@@ -116,6 +117,7 @@ def tiny_batch() -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
+@pytest.mark.long
 def test_answer_loss_is_the_models_own(example) -> None:
     train = example("train")
     model = train.get_peft_model(tiny_model(), train.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))

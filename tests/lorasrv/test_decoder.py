@@ -178,7 +178,11 @@ def _register(store: AdapterStore, name: str, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("family", "changes", "kernels"),
     [
-        *(pytest.param(*case, k, id=f"{name}-{k}") for case, name in zip(CASES, IDS, strict=True) for k in KERNELS),
+        *(pytest.param(*case, "numba", id=f"{name}-numba") for case, name in zip(CASES, IDS, strict=True)),
+        *(
+            pytest.param(*case, "torch", id=f"{name}-torch", marks=() if case[0] == "llama" else pytest.mark.long)
+            for case, name in zip(CASES, IDS, strict=True)
+        ),
         pytest.param("llama", {}, "triton", id="llama-triton", marks=pytest.mark.long),
         pytest.param("mistral", {}, "triton", id="mistral-window-triton", marks=pytest.mark.long),
         pytest.param("gemma2", {}, "triton", id="gemma2-triton", marks=pytest.mark.long),

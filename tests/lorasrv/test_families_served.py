@@ -22,7 +22,9 @@ def _config(**model: object) -> EngineConfig:
     return EngineConfig(model=ModelOptions(**options), memory=MemoryOptions(pool_bytes=8 << 20))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen3", "gemma2", "phi3"))]
+)
 def test_greedy_answers_are_those_of_transformers(tiny_hf_checkpoints: Tiny, tmp_path: Path, family: str) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM

@@ -113,3 +113,30 @@ def test_compiling_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert kernel_code._compile("pointwise_numba", "silu").code
     assert "compiling pointwise_numba.silu, once on this machine" in caplog.text
+
+
+APART = """
+import sys
+from sgmv_kernels.kernel_code import address_of
+address_of("linear_numba", "round8")
+address_of("linear_numba", sys.argv[1])
+"""
+TOGETHER = """
+import torch
+from sgmv_kernels.ops import INT4_LEVELS, Q3H_LEVELS, GroupCodes, Ops
+from sgmv_kernels.reference import linear_reference
+ops, x = Ops(torch.device("cpu"), "numba"), torch.randn(3, 128)
+for levels in (INT4_LEVELS, Q3H_LEVELS):
+    scales = torch.rand(32, 2).half()
+    codes = GroupCodes(torch.randint(0, levels, (32, 128), dtype=torch.uint8), scales, -scales, levels)
+    wanted = linear_reference(x, codes, None, rounded=True)
+    assert torch.allclose(ops.linear(x, ops.pack_linear(codes, None)).double(), wanted, 1e-4, 1e-4), levels
+"""
+
+
+@pytest.mark.long
+def test_kernels_compiled_by_different_processes_do_not_meet(tmp_path: Path) -> None:
+    """Their inner functions may have the same names: Numba numbers them by process."""
+    for entry in ("q3h", "int4"):
+        _run(f"import sys; sys.argv[1:] = ['{entry}']\n{APART}", tmp_path)
+    _run(TOGETHER, tmp_path)
