@@ -78,8 +78,8 @@ _engines: list[Any] = []
 
 
 def _new_engine() -> Any:
-    """What links one kernel into this process. Each has its own: Numba numbers a kernel's inner functions by process, so
-    that two which were compiled by different processes may call different functions by one name.
+    """What links one kernel into this process. Each has its own: Numba numbers a kernel's inner functions by process,
+    so that two which were compiled by different processes may call different functions by one name.
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
