@@ -18,7 +18,7 @@ from lorasrv.request import RequestId, SamplingParams
 
 MAX_TIE = 1e-3
 NEW_TOKENS = 48
-PROMPTS = {"numba": 8, "all": 20, "torch": 4}
+PROMPTS = {"numba": 4, "all": 20, "torch": 4}
 """All of them, and plain torch, which is slow, are in `make test-long`."""
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
 
