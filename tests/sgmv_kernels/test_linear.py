@@ -12,6 +12,7 @@ from torch import Tensor
 from sgmv_kernels import linear_cpu, linear_probe
 from sgmv_kernels.codes_cpu import pack_tiles
 from sgmv_kernels.group_codes import stack_codes
+from sgmv_kernels.kernel_code import address_of
 from sgmv_kernels.launches import WORDS, recording
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes, KernelArgumentError, Ops
 from sgmv_kernels.reference import linear_reference
@@ -130,6 +131,11 @@ def test_without_the_processors_own_products(levels: int, group: int, monkeypatc
 
     from sgmv_kernels import linear_numba, simd_codes_ir
 
+    codes, x = random_codes(levels, group, 40, 256), rows(5, 256)
+    packed = linear_cpu.pack_linear_cpu(codes, None, None)
+    # Before anything is replaced: what is compiled here is kept on disk for everybody.
+    expected = linear_cpu.linear_cpu(x, packed)
+    address_of(linear_cpu.MODULE, "round8")
     monkeypatch.setattr(simd_codes_ir, "HAS_PAIR_DOT", False)
     monkeypatch.setattr(simd_codes_ir, "HAS_BYTE_DOT", False)
     monkeypatch.setattr(simd_codes_ir.SmallDot, "in_pairs", False)
@@ -143,17 +149,12 @@ def test_without_the_processors_own_products(levels: int, group: int, monkeypatc
         work(numba.carray(raw, (WORDS,), numba.int64))
 
     compiled = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(entry)
-    codes, x = random_codes(levels, group, 40, 256), rows(5, 256)
-    packed = linear_cpu.pack_linear_cpu(codes, None, None)
-    expected = linear_cpu.linear_cpu(x, packed)
     monkeypatch.setattr(linear_cpu, "needs_words", lambda: False)
     monkeypatch.setattr("sgmv_kernels.launches.address_of", _replaced(compiled.address))
     assert error(linear_cpu.linear_cpu(x, packed), expected.double()) < 1e-6
 
 
 def _replaced(address: int):  # type: ignore[no-untyped-def]
-    from sgmv_kernels.kernel_code import address_of
-
     return lambda module, entry: address if entry in linear_cpu.ENTRIES.values() else address_of(module, entry)
 
 
