@@ -27,8 +27,10 @@ setup: $(VENV)/.developed
 demo: $(VENV)/.served
 	@$(BIN)/lorasrv demo
 
+# Whole systems come last and one at a time: they use every core, and two would wait for each other's threads.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --ignore tests/e2e
+	$(BIN)/python -m pytest tests/e2e
 
 # What takes too long for everyday use: perplexity, exactness through every backend, kernels compiled for absent GPUs.
 test-long: setup

@@ -7,7 +7,7 @@ twice, not even after an id was deleted, so `mia@3` means one thing for ever. No
 import contextlib
 import json
 import sqlite3
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -217,8 +217,8 @@ class Index:
                 (adapter_id, json.dumps(dict(limits), allow_nan=False)),
             )
 
-    def delete_versions(self, record: AdapterRecord, doomed: frozenset[int]) -> set[str]:
-        """Remove versions; the id moves to the highest that is left, or goes. Returns digests nothing names now."""
+    def delete_versions(self, record: AdapterRecord, doomed: frozenset[int]) -> None:
+        """Remove versions; the id moves to the highest that is left, or goes. Contents stay until they are dropped."""
         adapter_id, kept = record.adapter_id, [v.version for v in record.versions if v.version not in doomed]
         with self._transaction():
             rows = [(adapter_id, version) for version in sorted(doomed)]
@@ -229,10 +229,21 @@ class Index:
             elif record.current_version in doomed:
                 query = "UPDATE adapters SET current_version = ? WHERE adapter_id = ?"
                 self._db.execute(query, (max(kept), adapter_id))
-            return self._drop_unnamed({v.key for v in record.versions if v.version in doomed})
 
-    def _drop_unnamed(self, keys: set[AdapterKey]) -> set[str]:
-        """Remove those of these contents that no version names; returns the digests that no content names now."""
-        query = "DELETE FROM contents WHERE key = ? AND key NOT IN (SELECT key FROM versions) RETURNING weights_digest"
-        dropped = [row for key in sorted(keys) for row in self._db.execute(query, (key,)).fetchall()]
-        return {digest for (digest,) in dropped if not self.is_referenced(digest)}
+    def is_named(self, key: AdapterKey) -> bool:
+        """Whether any version names this content."""
+        with sql_errors():
+            return self._db.execute("SELECT 1 FROM versions WHERE key = ?", (key,)).fetchone() is not None
+
+    def unnamed(self) -> set[AdapterKey]:
+        """Contents that no version names."""
+        with sql_errors():
+            rows = self._db.execute("SELECT key FROM contents WHERE key NOT IN (SELECT key FROM versions)")
+            return {key for (key,) in rows}
+
+    def drop(self, keys: Collection[AdapterKey]) -> set[str]:
+        """Remove contents that no version names; returns the digests that no content names now."""
+        query = "DELETE FROM contents WHERE key = ? RETURNING weights_digest"
+        with self._transaction():
+            dropped = [row for key in sorted(keys) for row in self._db.execute(query, (key,)).fetchall()]
+            return {digest for (digest,) in dropped if not self.is_referenced(digest)}

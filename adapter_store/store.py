@@ -10,7 +10,6 @@ makes the change visible at once. Resolving a name reads a dictionary and never 
 
 import contextlib
 import difflib
-import fcntl
 import hashlib
 import os
 import threading
@@ -21,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from adapter_store.blobs import BlobDirectory, BlobUpload, disk_errors, fsync_directory
+from adapter_store.blobs import BlobDirectory, BlobUpload, disk_errors
 from adapter_store.contents import ContentReader
 from adapter_store.errors import (
     AdapterCorrupt,
@@ -30,9 +29,9 @@ from adapter_store.errors import (
     BlobNotFound,
     BlobTooLarge,
     StoreFull,
-    StoreLocked,
     StoreUnusable,
 )
+from adapter_store.holds import ContentHold, Holds
 from adapter_store.index import Content, Index
 from adapter_store.loader import AdapterWeights
 from adapter_store.manifest import canonical_json
@@ -41,6 +40,7 @@ from adapter_store.records import AdapterRecord, Deletion, Registration, Version
 from adapter_store.references import VERBS, Reference, check_adapter_id, check_digest, parse_reference
 from adapter_store.report import UploadReport
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes
+from adapter_store.store_folder import lock_root, opening
 from adapter_store.validate import CheckedAdapter, check_adapter, max_adapter_bytes
 
 NEAR_NAMES = 3
@@ -68,14 +68,16 @@ class AdapterStore:
         self._reserved = reserved_ids | VERBS
         self._lock = threading.RLock()
         self._leases: Counter[str] = Counter()
+        self._holds = Holds()
         self._closed = False
-        with contextlib.ExitStack() as undo, _opening(root):
-            undo.callback(os.close, _lock_root(root))
+        with contextlib.ExitStack() as undo, opening(root):
+            undo.callback(os.close, lock_root(root))
             self._blobs = BlobDirectory(root)
             self._index = Index(root / "index.sqlite3")
             self._contents = ContentReader(self._blobs, base, max_lora_rank, self._content)
             undo.callback(self._index.close)
             self._records = self._read_records()
+            self.collect()
             self._blobs.sweep(self._index.referenced_digests())
             self._undo = undo.pop_all()
 
@@ -263,17 +265,17 @@ class AdapterStore:
             self._index.set_limits(record.adapter_id, limits)
             self._refresh(record.adapter_id)
 
-    def holds(self, key: AdapterKey) -> bool:
+    def is_named(self, key: AdapterKey) -> bool:
         """Whether any version names this content."""
         with self._lock:
             self._check_open()
-            return self._index.content(key) is not None
+            return self._index.is_named(key)
 
     def delete(self, reference: str) -> Deletion:
         """Remove an id, or the version or content that the reference pins.
 
-        The id moves to its highest version left. Weights that no version names any more are removed; what is in memory
-        stays usable. Version numbers are not used again.
+        The id moves to its highest version left. Weights that no version names any more are removed, once nobody holds
+        them; what is in memory stays usable. Version numbers are not used again.
 
         Raises:
             AdapterNotFound: there is nothing of that name.
@@ -285,12 +287,35 @@ class AdapterStore:
             doomed = _select(record, parsed) if record is not None else ()
             if record is None or not doomed:
                 raise AdapterNotFound(reference, self._near(parsed.adapter_id))
-            freed = self._index.delete_versions(record, frozenset(v.version for v in doomed))
+            self._index.delete_versions(record, frozenset(v.version for v in doomed))
             self._refresh(parsed.adapter_id)
-            for digest in sorted(freed):
-                self._remove_unused(digest)
+            # It is deleted whether or not the disk lets its weights go now.
+            with contextlib.suppress(StoreUnusable, StoreFull):
+                self.collect()
             contents = sorted({v.key for v in doomed})
-            return Deletion(len(doomed), tuple(key for key in contents if self._index.content(key) is None))
+            return Deletion(len(doomed), tuple(key for key in contents if not self._index.is_named(key)))
+
+    def hold(self, key: AdapterKey) -> ContentHold:
+        """Keep a content for as long as the returned object lives, whatever is deleted meanwhile.
+
+        Raises: AdapterNotFound: it is gone already.
+        """
+        with self._lock:
+            self._content(key)
+            return self._holds.take(key)
+
+    def collect(self) -> int:
+        """Remove contents that no version names and nobody holds, with their weights; returns how many.
+
+        Deleting does it; what was held at that time goes with the next call.
+        """
+        with self._lock:
+            self._check_open()
+            unnamed = self._index.unnamed() - self._holds.held()
+            if unnamed:
+                for digest in sorted(self._index.drop(unnamed)):
+                    self._remove_unused(digest)
+            return len(unnamed)
 
     def _refresh(self, adapter_id: AdapterId) -> None:
         """Bring one id of the dictionary up to date. It is replaced, not changed: readers do not lock."""
@@ -308,7 +333,7 @@ class AdapterStore:
         """What a content is, read from the header of its weights and checked against the base once more.
 
         Raises:
-            AdapterNotFound: no version names it any more.
+            AdapterNotFound: no version names it, and nobody held it, so that it was removed.
             AdapterCorrupt: its weights are damaged or gone.
             AdapterInvalid: this server's limits are tighter than those it was accepted under.
         """
@@ -350,28 +375,3 @@ def _fingerprint(base: BaseShapes) -> str:
     modules = {name: list(shape) for name, shape in base.modules.items()}
     facts = [base.family, base.num_layers, base.layer_prefix, modules]
     return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
-
-
-@contextlib.contextmanager
-def _opening(root: Path) -> Iterator[None]:
-    """Errors met while opening name the folder: they are for whoever gave it."""
-    try:
-        with disk_errors("opening"):
-            yield
-    except StoreUnusable as error:
-        raise StoreUnusable(f"store {root} cannot be used: {error}") from error
-
-
-def _lock_root(root: Path) -> int:
-    """Create the folder and take its lock; the file descriptor holds it, and a dead server's lock goes with it."""
-    new = [path for path in (root, *root.parents) if not path.exists()]
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    for path in new:
-        fsync_directory(path.parent)
-    fd = os.open(root / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise StoreLocked(f"store {root} is in use by another server; stop it, or choose another --store") from None
-    return fd

@@ -1,5 +1,7 @@
 """The HTTP application: one factory, no state outside it."""
 
+import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -9,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry
+from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
@@ -30,7 +33,10 @@ from lorasrv.errors import LorasrvError
 if TYPE_CHECKING:
     from lorasrv.async_engine import AsyncEngine
 
+_LOG = logging.getLogger(__name__)
+
 CLIENT_CLOSED_REQUEST = 499
+COLLECT_EVERY_S = 60.0
 EXPOSED_HEADERS = (
     "x-request-id",
     "x-adapter-id",
@@ -55,10 +61,12 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start()
+        collecting = asyncio.create_task(_collect(store))
         try:
             await limits.tell_all()
             yield
         finally:
+            collecting.cancel()
             await engine.shutdown()
 
     app = FastAPI(
@@ -78,6 +86,16 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
     return app
+
+
+async def _collect(store: AdapterStore) -> None:
+    """What was deleted while requests needed it goes when they have ended."""
+    while True:
+        await asyncio.sleep(COLLECT_EVERY_S)
+        try:
+            await run_in_threadpool(store.collect)
+        except AdapterError as error:
+            _LOG.warning("deleted adapters stay on the disk for now: %s", error)
 
 
 def _middleware(settings: ServerSettings) -> list[Middleware]:

@@ -5,6 +5,7 @@ from functools import lru_cache
 
 import torch
 
+from adapter_store.holds import ContentHold
 from adapter_store.host_cache import HostCache, HostCacheStats
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
@@ -34,6 +35,10 @@ class AdapterSource:
 
     def host_stats(self) -> HostCacheStats:
         return self._host_cache.stats()
+
+    def hold(self, key: AdapterKey) -> ContentHold:
+        """Keep an adapter in the store while the returned object lives. Raises: AdapterNotFound."""
+        return self._store.hold(key)
 
     def is_on_host(self, key: AdapterKey) -> bool:
         """Whether the packed adapter is in host memory; never waits for a disk."""

@@ -38,6 +38,8 @@ class AdapterFacts(Protocol):
     @property
     def max_host_bytes(self) -> int: ...
 
+    def hold(self, key: AdapterKey, /) -> object: ...
+
     def layout(self, key: AdapterKey, /) -> AdapterLayout: ...
 
     def is_on_host(self, key: AdapterKey) -> bool: ...
@@ -82,7 +84,8 @@ class Admission:
     ) -> AddRequest:
         """The message for `Engine.add_request`, or a refusal.
 
-        `max_tokens` None takes the rest of the context or of the pool; a random request gets a seed.
+        `max_tokens` None takes the rest of the context or of the pool; a random request gets a seed. What the request
+        was accepted with stays in the store until it has ended.
         Raises:
             InvalidRequest: the prompt is empty or names a token that does not exist, the adapter fits nowhere, or
                 priority or timeout are out of range.
@@ -97,6 +100,7 @@ class Admission:
             raise InvalidRequest("the prompt is empty", param="prompt")
         if not all(0 <= t < self._vocab_size for t in token_ids):
             raise InvalidRequest(f"token ids must lie in [0, {self._vocab_size})", param="prompt")
+        hold = self._source.hold(adapter) if self._source is not None and adapter is not None else None
         layout = self.layout(adapter) if adapter is not None else None
         max_tokens = sampling.max_tokens or self._max_new_tokens(len(token_ids), layout)
         self._check_fits(len(token_ids), max_tokens, layout)
@@ -116,6 +120,7 @@ class Admission:
             adapter_id=adapter_id or (adapter or ""),
             priority=priority,
             timeout_s=timeout_s,
+            hold=hold,
         )
 
     def _tier(self, adapter: AdapterKey) -> AdapterTier:

@@ -235,12 +235,13 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class AddRequest:
-    """The message that brings a request to the engine: frozen, no tensors, so that any transport can carry it.
+    """The message that brings a request to the engine: frozen, no tensors.
 
-    `found` is the tier in which the adapter was on arrival, before anything was begun for this request. `fork_of` is
-    the first choice of the same prompt, whose pages this one shares. `cache_salt` keeps its prefix pages from those who
-    have another. `adapter_id` is the name on whose account it runs, whatever version it means; "" is the base. A lower
-    `priority` goes first. `timeout_s` from arrival to the last token.
+    `hold` keeps the adapter in the store until the request has ended and this message is forgotten. `found` is the
+    tier in which the adapter was on arrival, before anything was begun for this request. `fork_of` is the first choice
+    of the same prompt, whose pages this one shares. `cache_salt` keeps its prefix pages from those who have another.
+    `adapter_id` is the name on whose account it runs, whatever version it means; "" is the base. A lower `priority`
+    goes first. `timeout_s` from arrival to the last token.
     """
 
     request_id: RequestId
@@ -257,6 +258,7 @@ class AddRequest:
     adapter_id: str = ""
     priority: int = 0
     timeout_s: float | None = None
+    hold: object = None
 
 
 @dataclass(frozen=True, slots=True)

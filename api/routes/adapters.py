@@ -119,7 +119,7 @@ async def change_adapter(reference: str, body: AdapterPatch, services: ServicesD
 
 async def _set_pinned(services: Services, key: AdapterKey, reference: str, pinned: bool) -> AdapterTier:
     reached = await (services.engine.pin if pinned else services.engine.unpin)(key)
-    if pinned and not await run_in_threadpool(services.store.holds, key):
+    if pinned and not await run_in_threadpool(services.store.is_named, key):
         # Deleted meanwhile: nothing would be left to unpin it by.
         await services.engine.unpin(key)
         raise AdapterNotFound(reference)

@@ -126,6 +126,9 @@ class Replay:
     def max_host_bytes(self) -> int:
         return self.cache.max_bytes
 
+    def hold(self, key: AdapterKey, /) -> None:
+        """Nothing is deleted here."""
+
     def layout(self, key: AdapterKey, /) -> AdapterLayout:
         return self._layouts[key]
 

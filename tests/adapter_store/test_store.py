@@ -113,6 +113,50 @@ def test_two_ids_share_one_content(store: AdapterStore, put: Put, build: Any, tm
             call(key)
 
 
+def test_what_is_held_outlives_its_deletion(store: AdapterStore, put: Put, build: Any, tmp_path: Path) -> None:
+    digest = put(store, build.file())
+    key = store.register("mia", build.config(), digest).ref.key
+    first, second = store.hold(key), store.hold(key)
+    assert store.delete("mia").contents == (key,)
+    assert not store.is_named(key)
+    with pytest.raises(AdapterNotFound):
+        store.resolve("mia")
+    assert store.load(key).spec.key == key
+    third = store.hold(key)
+    del first, third
+    assert store.collect() == 0
+    assert blobs(store, tmp_path) == {digest}
+    del second
+    assert store.collect() == 1
+    assert blobs(store, tmp_path) == set()
+    with pytest.raises(AdapterNotFound):
+        store.hold(key)
+
+
+def test_a_held_content_that_gets_a_name_again_stays(store: AdapterStore, put: Put, build: Any, tmp_path: Path) -> None:
+    digest = put(store, build.file())
+    hold = store.hold(store.register("mia", build.config(), digest).ref.key)
+    store.delete("mia")
+    assert store.register("noa", build.config(), digest).ref.key == hold.key
+    del hold
+    assert store.collect() == 0
+    assert blobs(store, tmp_path) == {digest}
+
+
+def test_what_was_held_when_the_server_died_is_gone_at_the_next_start(
+    store: AdapterStore, put: Put, build: Any, tmp_path: Path
+) -> None:
+    root, base = tmp_path / "store", store.base
+    key = store.register("mia", build.config(), put(store, build.file())).ref.key
+    hold = store.hold(key)
+    store.delete("mia")
+    store.close()
+    with AdapterStore(root, base) as again:
+        with pytest.raises(AdapterNotFound):
+            again.load(hold.key)
+        assert blobs(again, tmp_path) == set()
+
+
 def test_delete_of_a_version_moves_the_id_and_its_number_is_not_used_again(
     store: AdapterStore, put: Put, build: Any
 ) -> None:

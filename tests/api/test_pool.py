@@ -328,6 +328,6 @@ def test_deleting_lets_go_of_pins_that_no_name_is_left_for(server, engine, keys:
 
 
 def test_a_pin_that_crosses_a_delete_is_taken_back(server, engine, store, keys: list[str], monkeypatch) -> None:
-    monkeypatch.setattr(store, "holds", lambda key: False)
+    monkeypatch.setattr(store, "is_named", lambda key: False)
     assert patch(server, pinned=True).status_code == 404
     assert engine.asked == [("pin", keys[1], True), ("pin", keys[1], False)]

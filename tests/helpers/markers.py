@@ -343,12 +343,9 @@ class Library:
         self._changed[name] = self.names.index(name)
         self._put(name, number, variety)
 
-    def delete(self, name: str) -> set[AdapterKey]:
-        """The contents that the store has no more."""
+    def delete(self, name: str) -> None:
         self._changed[name] = self.names.index(name)
-        keys = {version.key for version in self.store.get(name).versions}
         self.store.delete(name)
-        return {key for key in keys if not self._is_stored(key)}
 
     def reset(self) -> None:
         """Every name as `fill` made it."""
@@ -365,10 +362,3 @@ class Library:
         peft = read_peft_dir(folder)
         registered = self.store.register(name, peft.config, self.store.add_blob(peft.weights_path))
         self.numbers[registered.ref.key] = number
-
-    def _is_stored(self, key: AdapterKey) -> bool:
-        try:
-            self.store.report(key)
-        except AdapterNotFound:
-            return False
-        return True

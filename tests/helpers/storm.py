@@ -83,7 +83,6 @@ class Asked:
     marker: tuple[int, int]
     topics: frozenset[int]
     max_tokens: int
-    step: int
     num_tokens: int = 0
 
 
@@ -97,8 +96,6 @@ class Tally:
     uploads: int = 0
     deletes: int = 0
     unknown_names: int = 0
-    lost_adapters: int = 0
-    lost_midway: int = 0
     ends: Counter[str] = field(default_factory=Counter)
     tiers: Counter[str] = field(default_factory=Counter)
     preemptions: int = 0
@@ -119,7 +116,6 @@ class Storm:
         self.rng = random.Random(seed)
         self.tally = Tally()
         self.live: dict[RequestId, Asked] = {}
-        self.gone: dict[AdapterKey, int] = {}
         self.absent: list[str] = []
         self.target, self.longest = SEQS, MAX_PROMPT
         self._numbers = itertools.count()
@@ -174,7 +170,7 @@ class Storm:
         topics = frozenset(m.topic_of(token) for token in prompt)
         others = [self._new_id() for _ in range(self.rng.choice((0, 0, 0, 0, 1, 3)))]
         for message in (first, *further_choices(first, others)):
-            asked = Asked(message.request_id, name, key, marker, topics, message.max_tokens, self.tally.steps)
+            asked = Asked(message.request_id, name, key, marker, topics, message.max_tokens)
             self.live[asked.request_id] = asked
             self.tally.requests += 1
             self.engine.add_request(message)
@@ -205,7 +201,7 @@ class Storm:
 
     def _delete(self, name: str) -> None:
         if name not in self.absent:
-            self.gone |= dict.fromkeys(self.library.delete(name), self.tally.steps)
+            self.library.delete(name)
             self.absent.append(name)
             self.tally.deletes += 1
 
@@ -269,11 +265,8 @@ class Storm:
         if output.timing.tier is not None:
             self.tally.tiers[str(output.timing.tier)] += 1
         if reason is FinishReason.ERROR:
-            was_deleted = asked.key is not None and self.gone.get(asked.key, -1) >= asked.step
-            assert was_deleted, f"{asked.request_id} ({asked.name}) failed: {output.error}"
-            self.tally.lost_adapters += 1
-            self.tally.lost_midway += asked.num_tokens > 0
-        elif reason is FinishReason.LENGTH:
+            raise AssertionError(f"{asked.request_id} ({asked.name}) failed: {output.error}")
+        if reason is FinishReason.LENGTH:
             assert asked.num_tokens == asked.max_tokens, f"{asked.request_id} ended after {asked.num_tokens} tokens"
 
 

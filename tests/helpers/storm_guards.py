@@ -208,6 +208,17 @@ def _read_while_filling(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DeviceMemory, "write_adapter", slowly)
 
 
+def _hold_nothing(patch: pytest.MonkeyPatch) -> None:
+    fetch = AdapterSource.fetch_pinned
+
+    def late(self: AdapterSource, *args: Any) -> Any:
+        time.sleep(0.02)
+        return fetch(self, *args)
+
+    patch.setattr(AdapterSource, "fetch_pinned", late)
+    patch.setattr(AdapterSource, "hold", lambda self, key: None)
+
+
 @dataclass(frozen=True)
 class Guard:
     """How to take it away, and the storm that shows it."""
@@ -237,5 +248,6 @@ GUARDS: dict[str, Guard] = {
     "tokens go to their own rows": Guard(_mix_up_rows),
     "host copies by key": Guard(_cache_by_name),
     "loads by key": Guard(_load_by_name),
+    "what is asked for stays stored": Guard(_hold_nothing, threaded=True),
     "one end for each request": Guard(_end_twice),
 }

@@ -25,6 +25,7 @@ That a storm can tell at all is shown by taking guards away, one at a time, with
     tokens go to their own rows       ModelRunner takes the scheduler's order for the batch's
     host copies by key                AdapterSource caches by name
     loads by key                      AdapterStore reads what the name means by now
+    what is asked for stays stored    AdapterSource.hold holds nothing, and names are deleted
     one end for each request          Scheduler._emit tells of an abort twice
 
 What a storm cannot see, because the same adapter would say the same: choices of one request in each other's pages
@@ -105,7 +106,6 @@ def _assert_stormy(tally: storm.Tally) -> None:
     assert {"length", "abort", "stop"} <= set(tally.ends)
     assert tally.uploads
     assert tally.deletes
-    assert tally.lost_adapters <= 0.02 * tally.requests
 
 
 @pytest.mark.parametrize(("threaded", "preemption"), [(False, "recompute"), (True, "swap")], ids=["inline", "threads"])
