@@ -212,7 +212,7 @@ def _hold_nothing(patch: pytest.MonkeyPatch) -> None:
     fetch = AdapterSource.fetch_pinned
 
     def late(self: AdapterSource, *args: Any) -> Any:
-        time.sleep(0.02)
+        time.sleep(0.2)
         return fetch(self, *args)
 
     patch.setattr(AdapterSource, "fetch_pinned", late)
