@@ -37,6 +37,7 @@ class ServerSettings(BaseSettings):
     model: str = BUILTIN_MODEL
     quantization: str = _MODEL.quantization
     quantization_group: int | None = _MODEL.quantization_group
+    quantized_weights: Path | None = None
     dtype: str = _MODEL.dtype
     device: str = _MODEL.device
     kernels: str = _MODEL.kernels
@@ -117,6 +118,7 @@ class ServerSettings(BaseSettings):
                 model=self.model,
                 quantization=self.quantization,
                 quantization_group=self.quantization_group,
+                quantized_weights=self.quantized_weights,
                 dtype=self.dtype,
                 device=self.device,
                 kernels=self.kernels,

@@ -118,7 +118,7 @@ class AsyncEngine:
     ) -> "AsyncEngine":
         """Load the model (seconds; call it in a thread). Raises ModelError or ConfigError."""
         compute_alone()
-        checkpoint = open_checkpoint(config.model.model, config.model.load_format)
+        checkpoint = open_checkpoint(config.model.model, config.model.load_format, config.model.quantized_weights)
         try:
             built = build(checkpoint, config, store, progress)
             return cls(built, checkpoint.name, config.scheduler.max_num_queued_seqs)

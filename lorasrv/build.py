@@ -23,15 +23,17 @@ from lorasrv.models.decoder import DecoderLimits
 from lorasrv.models.spec import ModelSpec
 from lorasrv.models.weights import load_weights
 from lorasrv.pool_books import PoolBooks, PoolGeometry
-from lorasrv.quant import INT8_GROUP, get_format
+from lorasrv.quant import INT8_GROUP, LEVELS, QuantFormat, get_format
 from lorasrv.scheduler import Scheduler
 from lorasrv.tokenizer import Tokenizer
-from sgmv_kernels.ops import INT4_LEVELS, KernelsUnavailable, Ops
+from sgmv_kernels.ops import INT8_LEVELS, KernelsUnavailable, Ops
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is, from 0 to 1."""
 
 MIN_POOL_PAGES = 4
+_TYPICAL_LINEAR = "model.layers.0.mlp.down_proj.weight"
+_FORMAT_OF_LEVELS = {levels: name for name, levels in LEVELS.items()}
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,7 @@ def build(
     # Before the weights: what is refused here is refused at once.
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
-    quantization = quantization_of(config.model, checkpoint)
-    fmt = get_format(quantization, ops, config.model.quantization_group)
+    fmt = choose_format(config.model, checkpoint, ops)
     weights = load_weights(checkpoint, fmt, dtype, WeightMeter(), progress, device)
     memory = _memory(config.memory, spec, kv_dtype, device)
     adapters = AdapterSource(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None
@@ -86,19 +87,28 @@ def build(
         pool_bytes=memory.nbytes,
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
-    return BuiltModel(parts, spec, quantization, tokenizer, template)
+    return BuiltModel(parts, spec, fmt.name, tokenizer, template)
 
 
-def quantization_of(options: ModelOptions, checkpoint: Checkpoint) -> str:
-    """The format to serve in. "auto" is int4 for a file of 4-bit weights, which it holds exactly, else int8; a model
-    whose linears do not divide into groups stays as it is.
+def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> QuantFormat:
+    """The format to serve in. "auto" is that of the file's codes, which it keeps exactly, else int8; a model whose
+    linears do not divide into groups stays as it is. Where the format is the file's, its groups are too.
+
+    Raises:
+        ConfigError: an unknown format or group, or another than that of --quantized-weights.
     """
-    if options.quantization != "auto":
-        return options.quantization
-    if any(site.in_features % INT8_GROUP for site in checkpoint.spec.sites()):
-        return "none"
-    codes = checkpoint.codes("model.layers.0.mlp.down_proj.weight")
-    return "int4" if codes is not None and codes.levels == INT4_LEVELS else "int8"
+    name, group = options.quantization, options.quantization_group
+    divides = all(site.in_features % INT8_GROUP == 0 for site in checkpoint.spec.sites())
+    codes = checkpoint.codes(_TYPICAL_LINEAR) if divides else None
+    if name == "auto":
+        name = _FORMAT_OF_LEVELS[codes.levels if codes is not None else INT8_LEVELS] if divides else "none"
+    if codes is not None and codes.levels == LEVELS.get(name) and group is None:
+        group = codes.group
+    if options.quantized_weights is not None and (
+        codes is None or codes.levels != LEVELS.get(name) or codes.group != group
+    ):
+        raise ConfigError("--quantized-weights has a format and groups of its own: leave out --quantization and -group")
+    return get_format(name, ops, group, keeps_finer=codes is not None and codes.levels != INT8_LEVELS)
 
 
 def _ops(kernels: str, device: torch.device, dtypes: list[torch.dtype]) -> Ops:

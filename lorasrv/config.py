@@ -29,7 +29,7 @@ class ModelOptions:
     on CUDA of activations too. `load_format` dummy: random weights.
 
     `quantization` "auto" keeps 4-bit files exactly, as int4, and is int8 for others; `quantization_group` None is the
-    format's own.
+    format's own. `quantized_weights`: linears as `lorasrv quantize` has rounded them.
     """
 
     model: str = BUILTIN_MODEL
@@ -40,6 +40,7 @@ class ModelOptions:
     kernels: str = "auto"
     max_model_len: int | None = None
     load_format: str = "auto"
+    quantized_weights: Path | None = None
 
     def __post_init__(self) -> None:
         _positive("--quantization-group", self.quantization_group)

@@ -67,7 +67,7 @@ class LLM:
         config = config or EngineConfig()
         self._config = replace(config, model=replace(config.model, model=model))
         self._folder = None if store else tempfile.TemporaryDirectory(prefix="lorasrv-")
-        checkpoint = open_checkpoint(model, config.model.load_format)
+        checkpoint = open_checkpoint(model, config.model.load_format, config.model.quantized_weights)
         try:
             root = store or Path(self._folder.name if self._folder else "")
             shapes = base_shapes(checkpoint.spec, checkpoint.name)

@@ -7,7 +7,7 @@ from typing import NoReturn
 import typer
 
 from adapter_store.errors import AdapterError, AdapterInvalid
-from api.cli import adapters, bench, check, demo, limits, plan, pool, serve, talk
+from api.cli import adapters, bench, check, demo, limits, plan, pool, quantize, serve, talk
 from api.cli.console import CliError, ExitCode, note
 from lorasrv import __version__
 from lorasrv.errors import ConfigError, LorasrvError
@@ -35,6 +35,7 @@ app.command("generate")(talk.generate)
 app.command("check")(check.check)
 app.command("bench")(bench.bench)
 app.command("plan")(plan.plan)
+app.command("quantize")(quantize.quantize)
 app.command("demo")(demo.demo)
 
 

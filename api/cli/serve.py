@@ -36,6 +36,9 @@ def serve(
     quantization_group: Annotated[
         int | None, _text("Weights that share a scale: 32, 64 or 128. [default: the format's]", _MODEL)
     ] = None,
+    quantized_weights: Annotated[
+        Path | None, _text("What lorasrv quantize has made of the model: its format and groups.", _MODEL)
+    ] = None,
     dtype: Annotated[str | None, _text("Of adapters, and of the base with none: bfloat16 or float32.", _MODEL)] = None,
     device: Annotated[str | None, _text("auto, cpu or cuda. [default: auto]", _MODEL)] = None,
     kernels: Annotated[str | None, _text("auto, numba, triton or torch. [default: auto]", _MODEL)] = None,

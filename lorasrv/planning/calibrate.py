@@ -102,7 +102,9 @@ def calibrate(config: EngineConfig, rank: int, progress: Progress) -> Calibrated
     """
     with (
         tempfile.TemporaryDirectory(prefix="lorasrv-calibrate-") as folder,
-        closing(open_checkpoint(config.model.model, config.model.load_format)) as checkpoint,
+        closing(
+            open_checkpoint(config.model.model, config.model.load_format, config.model.quantized_weights)
+        ) as checkpoint,
         AdapterStore(Path(folder), base_shapes(checkpoint.spec, checkpoint.name)) as store,
     ):
         compute_alone()

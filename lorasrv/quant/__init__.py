@@ -14,17 +14,19 @@ from lorasrv.quant.none import NoneFormat
 from lorasrv.quant.q3h import Q3hFormat
 from sgmv_kernels.ops import Ops
 
-__all__ = ["FORMATS", "INT8_GROUP", "Embedding", "Linear", "QuantFormat", "get_format"]
+__all__ = ["FORMATS", "INT8_GROUP", "LEVELS", "Embedding", "Linear", "QuantFormat", "get_format"]
 
-_CODED: Mapping[str, type[Int8Format] | type[Int4Format] | type[Q3hFormat]] = {
-    fmt.name: fmt for fmt in (Int8Format, Int4Format, Q3hFormat)
-}
+_CODED: Mapping[str, type[CodedFormat]] = {fmt.name: fmt for fmt in (Int8Format, Int4Format, Q3hFormat)}
+LEVELS: Mapping[str, int] = {name: fmt.levels for name, fmt in _CODED.items()}
+"""How many codes a weight may have, of the formats of codes."""
 _FLOATS: Mapping[str, type[NoneFormat] | type[Fp8Format]] = {fmt.name: fmt for fmt in (NoneFormat, Fp8Format)}
 FORMATS = (NoneFormat.name, *_CODED, Fp8Format.name)
 
 
-def get_format(name: str, ops: Ops, group: int | None = None) -> QuantFormat:
+def get_format(name: str, ops: Ops, group: int | None = None, *, keeps_finer: bool = True) -> QuantFormat:
     """A format, with the kernels that will compute with it; `group` None takes the format's own.
+
+    `keeps_finer`: whether 8-bit codes of a file stay as they are in a format of fewer bits.
 
     Raises:
         ConfigError: an unknown format or group, with the choices.
@@ -39,5 +41,4 @@ def get_format(name: str, ops: Ops, group: int | None = None) -> QuantFormat:
     if group is not None and group not in coded.groups:
         choices = ", ".join(map(str, coded.groups))
         raise ConfigError(f"--quantization-group {group} does not go with {name}; choose from {choices}")
-    made: CodedFormat = coded(ops, group or coded.default_group)
-    return made
+    return coded(ops, group or coded.default_group, keeps_finer=keeps_finer)

@@ -4,6 +4,9 @@ The embedding and the head keep 8 bits whatever the layers have: they are read o
 token. A tied head is the embedding, one copy.
 """
 
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -46,22 +49,31 @@ class CodedEmbedding:
         return self.packed.dequantize()
 
 
-class CodedFormat:
-    """A format whose linears are codes; a subclass says how floats become them."""
+class CodedFormat(ABC):
+    """A format whose linears are codes; a subclass says how floats become them.
 
-    name: str
-    levels: int
+    Codes that a file holds are taken as they are if they are of these levels and groups. With `keeps_finer` so are
+    8-bit codes, which a file may have for some of its linears.
+    """
 
-    def __init__(self, ops: Ops, group: int) -> None:
+    name: ClassVar[str]
+    levels: ClassVar[int]
+    groups: ClassVar[tuple[int, ...]]
+    default_group: ClassVar[int]
+
+    def __init__(self, ops: Ops, group: int, *, keeps_finer: bool) -> None:
         self._ops = ops
+        self._keeps_finer = keeps_finer
         self.group = group
 
     def keeps(self, codes: GroupCodes) -> bool:
-        raise NotImplementedError
+        if codes.levels == self.levels:
+            return codes.group == self.group
+        return self._keeps_finer and codes.levels == INT8_LEVELS
 
+    @abstractmethod
     def round(self, weight: Tensor) -> GroupCodes:
         """weight [O, H] floats -> codes."""
-        raise NotImplementedError
 
     def linear(self, weight: Tensor | GroupCodes, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         del dtype

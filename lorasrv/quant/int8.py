@@ -11,11 +11,9 @@ class Int8Format(CodedFormat):
     """`--quantization int8`."""
 
     name = "int8"
+    levels = INT8_LEVELS
     groups = (32, 64, 128)
     default_group = 32
-
-    def keeps(self, codes: GroupCodes) -> bool:
-        return codes.levels == INT8_LEVELS and codes.group == self.group
 
     def round(self, weight: Tensor) -> GroupCodes:
         return round_symmetric(weight, self.group)

@@ -14,12 +14,9 @@ class Q3hFormat(CodedFormat):
     """`--quantization q3h`."""
 
     name = "q3h"
+    levels = Q3H_LEVELS
     groups = (64, 128)
     default_group = 64
-
-    def keeps(self, codes: GroupCodes) -> bool:
-        del codes
-        return False
 
     def round(self, weight: Tensor) -> GroupCodes:
         return round_asymmetric(weight, self.group, Q3H_LEVELS)

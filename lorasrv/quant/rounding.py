@@ -1,5 +1,8 @@
 """Weights rounded to codes, group by group. Rows go in chunks, so that temporaries stay small beside a large tensor."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -10,7 +13,7 @@ _CHUNK_BYTES = 4 << 20
 _MAX_INT8 = 127
 _SMALLEST = 2.0**-24
 """Of fp16's positive numbers: no scale may become 0."""
-_SHRINKS = (1.0, 0.96, 0.92, 0.88, 0.84)
+_SYMMETRIC = tuple((part, part) for part in (1.0, 0.96, 0.92, 0.88, 0.84))
 """Parts of a group's range that are tried: cutting off its ends may cost less than coarser steps for all."""
 
 
@@ -34,28 +37,52 @@ def round_symmetric(weight: Tensor, group: int) -> GroupCodes:
     return _by_chunks(weight, group, INT8_LEVELS, rounded)
 
 
-def round_asymmetric(weight: Tensor, group: int, levels: int) -> GroupCodes:
-    """weight [O, H] floats -> codes below `levels` between a group's smallest and largest, or a little inside of them.
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Of each group the step and the smallest weight, fp16."""
 
-    Of a few ranges, each group takes that with the least sum of squares of errors.
+    scale: Tensor
+    minimum: Tensor
+
+    def codes(self, groups: Tensor, levels: int) -> Tensor:
+        """groups [..., group] -> the nearest code of each weight, as floats."""
+        at, by = self.minimum.float()[..., None], self.scale.float()[..., None]
+        return ((groups - at) / by).round_().clamp_(0, levels - 1)
+
+
+def fit_range(
+    groups: Tensor, levels: int, parts: Sequence[tuple[float, float]] = _SYMMETRIC, importance: Tensor | None = None
+) -> Range:
+    """groups [..., group] floats -> of a few ranges, for each group that with the least sum of squares of errors.
+
+    Args:
+        parts: what is kept of the way from the middle down to the smallest and up to the largest.
+        importance: how much the square of each weight's error counts, like the last dimensions of `groups`.
     """
+    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+    middle = (low + high) / 2
+    best = torch.full_like(low, torch.inf)
+    scale, minimum = low.half(), low.half()
+    for down, up in parts:
+        tried_minimum = (middle + (low - middle) * down).half()
+        top = middle + (high - middle) * up
+        tried_scale = ((top - tried_minimum.float()) / (levels - 1)).clamp_min_(_SMALLEST).half()
+        tried = Range(tried_scale, tried_minimum)
+        held = tried.codes(groups, levels) * tried_scale.float()[..., None] + tried_minimum.float()[..., None]
+        error = held.sub_(groups).square_()
+        total = (error if importance is None else error.mul_(importance)).sum(dim=-1)
+        better = total < best
+        best = torch.where(better, total, best)
+        scale, minimum = torch.where(better, tried_scale, scale), torch.where(better, tried_minimum, minimum)
+    return Range(scale, minimum)
+
+
+def round_asymmetric(weight: Tensor, group: int, levels: int) -> GroupCodes:
+    """weight [O, H] floats -> codes below `levels` between a group's smallest and largest, or a little inside."""
 
     def rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        low, high = groups.amin(dim=-1), groups.amax(dim=-1)
-        best = torch.full_like(low, torch.inf)
-        codes, scale, minimum = torch.empty_like(groups), low.half(), low.half()
-        for shrink in _SHRINKS:
-            cut = (high - low) * ((1 - shrink) / 2)
-            tried_minimum = (low + cut).half()
-            tried_scale = ((high - cut - tried_minimum.float()) / (levels - 1)).clamp_min_(_SMALLEST).half()
-            at, by = tried_minimum.float()[..., None], tried_scale.float()[..., None]
-            tried = ((groups - at) / by).round_().clamp_(0, levels - 1)
-            error = (tried * by).add_(at).sub_(groups).square_().sum(dim=-1)
-            better = error < best
-            best = torch.where(better, error, best)
-            codes = torch.where(better[..., None], tried, codes)
-            scale, minimum = torch.where(better, tried_scale, scale), torch.where(better, tried_minimum, minimum)
-        return codes, scale, minimum
+        fitted = fit_range(groups, levels)
+        return fitted.codes(groups, levels), fitted.scale, fitted.minimum
 
     return _by_chunks(weight, group, levels, rounded)
 
