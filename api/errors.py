@@ -42,6 +42,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.ContextLengthExceeded: Answer(400, "context_length_exceeded"),
     engine_errors.ModelError: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.ModelNotFound: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
+    engine_errors.UnsupportedFormat: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.UnsupportedModel: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.CorruptModel: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.ConfigError: Answer(500, "config_error", SERVER, retry=False, message=INTERNAL_MESSAGE),

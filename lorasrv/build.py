@@ -16,7 +16,7 @@ from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.device_memory import DeviceMemory, page_bytes
 from lorasrv.devices import activation_dtype, free_device_bytes, resolve_device
 from lorasrv.engine import EngineParts
-from lorasrv.errors import ConfigError
+from lorasrv.errors import ConfigError, UnsupportedFormat
 from lorasrv.loaders import Checkpoint, WeightMeter
 from lorasrv.model_runner import ModelRunner
 from lorasrv.models.decoder import DecoderLimits
@@ -33,6 +33,7 @@ Progress = Callable[[str, float], None]
 
 MIN_POOL_PAGES = 4
 _TYPICAL_LINEAR = "model.layers.0.mlp.down_proj.weight"
+_OWN_FORMAT = "--quantized-weights has a format and groups of its own"
 _FORMAT_OF_LEVELS = {levels: name for name, levels in LEVELS.items()}
 
 
@@ -95,7 +96,7 @@ def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> Qu
     linears do not divide into groups stays as it is. Where the format is the file's, its groups are too.
 
     Raises:
-        ConfigError: an unknown format or group, or another than that of --quantized-weights.
+        UnsupportedFormat: an unknown format or group, or another than that of --quantized-weights.
     """
     name, group = options.quantization, options.quantization_group
     divides = all(site.in_features % INT8_GROUP == 0 for site in checkpoint.spec.sites())
@@ -107,7 +108,7 @@ def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> Qu
     if options.quantized_weights is not None and (
         codes is None or codes.levels != LEVELS.get(name) or codes.group != group
     ):
-        raise ConfigError("--quantized-weights has a format and groups of its own: leave out --quantization and -group")
+        raise UnsupportedFormat(f"{_OWN_FORMAT}: leave out --quantization and --quantization-group")
     return get_format(name, ops, group, keeps_finer=codes is not None and codes.levels != INT8_LEVELS)
 
 

@@ -6,6 +6,7 @@
     ├── ModelError                         the base model cannot be served
     │   ├── ModelNotFound (FileNotFoundError)
     │   ├── UnsupportedModel (ValueError)  architecture, tensor type or tokenizer that we do not know; lists what we do
+    │   ├── UnsupportedFormat (ValueError) no such weight format or group, or not for this model or device
     │   └── CorruptModel (ValueError)      the file is damaged
     ├── ConfigError (ValueError)           a server option is wrong; names the option and the choices
     ├── InvalidLimits (ValueError)         a limit or a weight of an adapter is out of range; names it
@@ -48,6 +49,10 @@ class ModelNotFound(ModelError, FileNotFoundError):
 
 class UnsupportedModel(ModelError, ValueError):
     """An architecture, tensor type or tokenizer that we do not know. The message lists the known ones."""
+
+
+class UnsupportedFormat(ModelError, ValueError):
+    """The base cannot be kept in this weight format or group. The message names the option and the choices."""
 
 
 class CorruptModel(ModelError, ValueError):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from lorasrv.calibration import CPU, Progress, moments_of_layers
-from lorasrv.errors import ConfigError, CorruptModel
+from lorasrv.errors import CorruptModel, UnsupportedFormat
 from lorasrv.loaders import Checkpoint
 from lorasrv.loaders.codes_file import FEW_LEVELS
 from lorasrv.models.spec import SiteShape
@@ -29,9 +29,9 @@ class Quantized:
 
 
 def check_format(checkpoint: Checkpoint, quantization: str, group: int) -> None:
-    """Raises: ConfigError: no format of codes below 8 bits, or a group that it has not or that does not divide."""
+    """Raises: UnsupportedFormat: no format of few bits, or a group that it has not or that does not divide."""
     if quantization not in FEW_LEVELS:
-        raise ConfigError(f"--quantization {quantization!r:.60}: choose from {', '.join(FEW_LEVELS)}")
+        raise UnsupportedFormat(f"--quantization {quantization!r:.60}: choose from {', '.join(FEW_LEVELS)}")
     get_format(quantization, Ops(CPU, "torch"), group)
     for site in checkpoint.spec.sites():
         check_group(torch.empty((0, site.in_features)), group, "--quantization-group")
@@ -47,7 +47,7 @@ def quantize(
         quantization: int4 or q3h.
         texts: token ids that the float model reads, to see what its linears are given; none longer than its context.
     Raises:
-        ConfigError: as `check_format`.
+        UnsupportedFormat: as `check_format`.
         CorruptModel: a tensor cannot be read, or the model computes no numbers.
     """
     check_format(checkpoint, quantization, group)

@@ -48,7 +48,10 @@ def plan(
     trace: Annotated[Path, typer.Option("--trace", metavar="FILE", help="What serve --record-trace has written.")],
     model: Annotated[str | None, _option("As of serve. [default: smollm2-135m]", _SERVER)] = None,
     quantization: Annotated[str | None, _option("As of serve. [default: auto]", _SERVER)] = None,
+    quantization_group: Annotated[int | None, _option("As of serve. [default: the format's]", _SERVER)] = None,
+    quantized_weights: Annotated[Path | None, _option("As of serve.", _SERVER)] = None,
     dtype: Annotated[str | None, _option("As of serve. [default: bfloat16]", _SERVER)] = None,
+    device: Annotated[str | None, _option("As of serve. [default: auto]", _SERVER)] = None,
     kernels: Annotated[str | None, _option("As of serve. [default: auto]", _SERVER)] = None,
     pool_bytes: Annotated[str | None, _option("As of serve. [default: what serve would take now]", _SERVER)] = None,
     host_cache_bytes: Annotated[str | None, _option("As of serve. [default: 1GiB]", _SERVER)] = None,
@@ -92,7 +95,15 @@ def plan(
         "max_num_batched_tokens": max_num_batched_tokens,
         "target_itl_ms": target_itl_ms,
     }
-    of_model = {"model": model, "quantization": quantization, "dtype": dtype, "kernels": kernels}
+    of_model = {
+        "model": model,
+        "quantization": quantization,
+        "quantization_group": quantization_group,
+        "quantized_weights": quantized_weights,
+        "dtype": dtype,
+        "device": device,
+        "kernels": kernels,
+    }
     sizes = {"pool_bytes": pool_bytes, "host_cache_bytes": host_cache_bytes}
     asked = _Asked(_config(of_model, sizes, of_scheduler), rank, store, costs, server, recalibrate)
     done = _plan(asked, requests, p99_ttft_ms, predict_only)

@@ -18,7 +18,8 @@ FORMAT = 1
 def cache_file(model_name: str, options: ModelOptions) -> Path:
     """Where the costs of this model are kept: they are this CPU's and this version's."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    weights = [options.quantization, options.quantization_group, options.load_format]
+    made = str(options.quantized_weights.absolute()) if options.quantized_weights is not None else None
+    weights = [options.quantization, options.quantization_group, made, options.load_format]
     facts = [FORMAT, model_name, *weights, options.dtype, options.device, options.kernels, cpu_model(), os.cpu_count()]
     digest = hashlib.sha256(json.dumps([*facts, __version__]).encode()).hexdigest()
     return Path(base) / "lorasrv" / f"costs-{digest[:16]}.json"

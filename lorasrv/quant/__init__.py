@@ -4,7 +4,7 @@ the arithmetic is in `sgmv_kernels`.
 
 from collections.abc import Mapping
 
-from lorasrv.errors import ConfigError
+from lorasrv.errors import UnsupportedFormat
 from lorasrv.quant.coded import INT8_GROUP, CodedFormat
 from lorasrv.quant.format import Embedding, Linear, QuantFormat
 from lorasrv.quant.fp8 import Fp8Format
@@ -29,16 +29,16 @@ def get_format(name: str, ops: Ops, group: int | None = None, *, keeps_finer: bo
     `keeps_finer`: whether 8-bit codes of a file stay as they are in a format of fewer bits.
 
     Raises:
-        ConfigError: an unknown format or group, with the choices.
+        UnsupportedFormat: an unknown format or group, with the choices.
     """
     if name not in FORMATS:
-        raise ConfigError(f"--quantization {name!r:.60} is unknown; choose from auto, {', '.join(FORMATS)}")
+        raise UnsupportedFormat(f"--quantization {name!r:.60} is unknown; choose from auto, {', '.join(FORMATS)}")
     coded = _CODED.get(name)
     if coded is None:
         if group is not None:
-            raise ConfigError(f"--quantization-group {group}: --quantization {name} has no groups; leave it out")
+            raise UnsupportedFormat(f"--quantization-group {group}: --quantization {name} has no groups; leave it out")
         return _FLOATS[name]()
     if group is not None and group not in coded.groups:
         choices = ", ".join(map(str, coded.groups))
-        raise ConfigError(f"--quantization-group {group} does not go with {name}; choose from {choices}")
+        raise UnsupportedFormat(f"--quantization-group {group} does not go with {name}; choose from {choices}")
     return coded(ops, group or coded.default_group, keeps_finer=keeps_finer)

@@ -6,7 +6,7 @@ For GPUs that multiply e4m3 (sm89 and later). Embeddings, and weights whose widt
 import torch
 from torch import Tensor
 
-from lorasrv.errors import ConfigError
+from lorasrv.errors import UnsupportedFormat
 from lorasrv.quant.format import Embedding, Linear
 from lorasrv.quant.none import FloatEmbedding, FloatLinear
 from sgmv_kernels.group_codes import GroupCodes
@@ -33,7 +33,7 @@ class Fp8Format:
     """`--quantization fp8`. A tied head is quantized beside the embedding.
 
     Raises:
-        ConfigError: weights on a device that does not multiply e4m3.
+        UnsupportedFormat: weights on a device that does not multiply e4m3.
     """
 
     name = "fp8"
@@ -67,7 +67,7 @@ def _check(device: torch.device) -> None:
     if multiplies_fp8(device):
         return
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"device {device.type!r}"
-    raise ConfigError(
+    raise UnsupportedFormat(
         f"--quantization fp8 needs a GPU with e4m3 products (sm89 or later), and {name} has none; "
         "choose int8 or none, or --device cuda where there is such a GPU"
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lorasrv.errors import ConfigError
+from lorasrv.errors import UnsupportedFormat
 from sgmv_kernels.ops import INT8_LEVELS, GroupCodes
 
 _CHUNK_BYTES = 4 << 20
@@ -18,9 +18,9 @@ _SYMMETRIC = tuple((part, part) for part in (1.0, 0.96, 0.92, 0.88, 0.84))
 
 
 def check_group(weight: Tensor, group: int, option: str) -> None:
-    """Raises: ConfigError: rows of `weight` [O, H] do not divide into groups."""
+    """Raises: UnsupportedFormat: rows of `weight` [O, H] do not divide into groups."""
     if weight.shape[1] % group:
-        raise ConfigError(
+        raise UnsupportedFormat(
             f"{option}: groups of {group} do not divide the {weight.shape[1]} inputs of a linear; "
             "choose another --quantization-group, or --quantization none"
         )

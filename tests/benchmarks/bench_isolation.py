@@ -3,10 +3,10 @@
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_isolation.py --rows 16 --adapters 0
 
 alone: steps of the engine in this process, no HTTP anywhere: what no arrangement can beat.
-beside: the same steps, while another process streams as many tokens at the same pace, detokenized, as server-sent events,
-  to `lorasrv bench`: an engine process beside an HTTP process, with nothing to pay for the messages between them.
-served: `lorasrv serve` as it is, engine and HTTP as threads of one process, under the same `lorasrv bench`: time between
-  tokens.
+beside: the same steps, while another process streams as many tokens at the same pace, detokenized, as server-sent
+  events, to `lorasrv bench`: an engine process beside an HTTP process, with nothing to pay for messages between them.
+served: `lorasrv serve` as it is, engine and HTTP as threads of one process, under the same `lorasrv bench`: time
+  between tokens.
 
 What beside is below served is the most that a process could gain.
 """
@@ -78,8 +78,8 @@ def fake_server(step_s: float, port: int) -> None:
             begun = time.monotonic()
             for i in range(count):
                 await asyncio.sleep(max(0.0, begun + i * step_s - time.monotonic()))
-                said = pieces.push([text[i % len(text)]])
-                choice = {"index": 0, "text": said, "logprobs": None, "finish_reason": None}
+                piece = pieces.push([text[i % len(text)]])
+                choice = {"index": 0, "text": piece, "logprobs": None, "finish_reason": None}
                 yield event({"id": "x", "object": "text_completion", "model": "fake", "choices": [choice]})
             ended = {"index": 0, "text": "", "logprobs": None, "finish_reason": "length"}
             yield event({"id": "x", "object": "text_completion", "model": "fake", "choices": [ended]})

@@ -178,6 +178,25 @@ def test_start_failures_are_one_clear_line(cli, tmp_path: Path) -> None:
         assert "Traceback" not in done.stdout + done.stderr
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--quantization", "int5"], "--quantization 'int5' is unknown; choose from auto, none, int8, int4, q3h, fp8"),
+        (["--quantization", "int4", "--quantization-group", "48"], "choose from 32, 64, 128"),
+        (["--quantization", "int4", "--quantization-group", "128"], "do not divide the 576 inputs"),
+        (["--quantization", "fp8"], "fp8"),
+        (["--quantized-weights", "nowhere.safetensors"], "there is no file nowhere.safetensors"),
+    ],
+)
+def test_formats_that_cannot_be_had_are_one_clear_line(cli, tmp_path: Path, flags: list[str], named: str) -> None:
+    done = cli("serve", "--store", str(tmp_path / "store"), "--port", "0", *flags)
+    assert (done.returncode, done.stdout) == (1, "")
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("lorasrv: ")
+    assert named in last
+
+
 def test_unreachable_server_is_exit_code_3(cli) -> None:
     done: subprocess.CompletedProcess[str] = cli("list", "--server", "http://127.0.0.1:9")
     assert done.returncode == 3

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lorasrv.errors import ConfigError
+from lorasrv.errors import UnsupportedFormat
 from lorasrv.quant import fp8, get_format
 from lorasrv.quant.fp8 import Fp8Format, Fp8Linear
 from sgmv_kernels.linear_fp8 import E4M3_MAX, fp8_linear, quantize_fp8
@@ -63,7 +63,7 @@ def test_odd_widths_stay_floats(capable: None) -> None:
 
 def test_a_device_without_e4m3_is_refused() -> None:
     assert isinstance(get_format("fp8", Ops(torch.device("cpu"), "torch")), Fp8Format)
-    with pytest.raises(ConfigError, match=r"sm89 or later\), and device 'cpu' has none; choose int8 or none"):
+    with pytest.raises(UnsupportedFormat, match=r"sm89 or later\), and device 'cpu' has none; choose int8 or none"):
         FORMAT.embedding(torch.zeros(4, 4), torch.bfloat16)
-    with pytest.raises(ConfigError, match="--quantization fp8"):
+    with pytest.raises(UnsupportedFormat, match="--quantization fp8"):
         FORMAT.linear(torch.zeros(16, 16), None, torch.bfloat16)

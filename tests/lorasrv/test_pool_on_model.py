@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from mispredict import expect_short_answers
 
+from adapter_store.errors import AdapterNotFound
 from adapter_store.peft_dir import read_peft_dir
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
@@ -152,6 +153,26 @@ def test_preempted_requests_say_the_same(model, store, adapter_dirs, alone, pree
     assert (snapshot.swaps_total > 0) == (preemption == "swap")
     assert snapshot.swap_bytes == 0
     assert [list(a.token_ids) for a in answers] == [alone(p, sampling, n) for p, n in zip(prompts, names, strict=True)]
+
+
+def test_who_was_accepted_is_served_though_the_adapter_is_deleted_before_it_is_read(serve, store, alone) -> None:
+    """And afterwards nothing of it stays."""
+
+    async def scenario(engine: AsyncEngine) -> None:
+        key = store.resolve("two").key
+        streams = [await engine.add(prompt, GREEDY, adapter=key, adapter_id="two") for prompt in (PROMPT, LONG)]
+        store.delete("two")
+        answers = [[t async for output in stream for t in output.token_ids] for stream in streams]
+        assert answers == [alone(prompt, GREEDY, "two") for prompt in (PROMPT, LONG)]
+        async with asyncio.timeout(10):
+            while not store.collect():
+                await asyncio.sleep(0.01)
+        with pytest.raises(AdapterNotFound):
+            store.load(key)
+        with pytest.raises(AdapterNotFound):
+            await engine.add(PROMPT, GREEDY, adapter=key, adapter_id="two")
+
+    serve(scenario, host_cache_bytes=1 << 20)
 
 
 def test_pages_that_move_under_running_requests_change_nothing(model, adapter_dirs, alone) -> None:

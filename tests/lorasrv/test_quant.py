@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorasrv.errors import ConfigError
+from lorasrv.errors import UnsupportedFormat
 from lorasrv.quant import FORMATS, QuantFormat, get_format
 from lorasrv.quant.rounding import round_asymmetric, round_symmetric
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, Ops
@@ -146,10 +146,10 @@ def test_what_a_file_holds_is_not_rounded_again() -> None:
     ],
 )
 def test_unknown_formats_and_groups_list_the_choices(name: str, group: int | None, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(UnsupportedFormat, match=words):
         get_format(name, Ops(CPU, "torch"), group)
 
 
 def test_groups_that_do_not_divide() -> None:
-    with pytest.raises(ConfigError, match="groups of 64 do not divide the 96 inputs of a linear"):
+    with pytest.raises(UnsupportedFormat, match="groups of 64 do not divide the 96 inputs of a linear"):
         get_format("q3h", Ops(CPU, "torch")).linear(tensor(16, 96), None, torch.float32)

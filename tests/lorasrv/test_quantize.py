@@ -15,7 +15,7 @@ from api.cli.main import app
 from lorasrv.build import choose_format
 from lorasrv.calibration import moments_of_layers
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
-from lorasrv.errors import ConfigError, CorruptModel, ModelNotFound
+from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedFormat
 from lorasrv.llm import LLM
 from lorasrv.loaders import open_checkpoint
 from lorasrv.loaders.codes_file import QuantizedCheckpoint, linear_names, write_codes
@@ -129,7 +129,7 @@ def test_another_format_than_the_files_is_refused(model: Path, file: Path, kind:
             ModelOptions(quantization="none", quantized_weights=file),
             ModelOptions(quantization=kind, quantization_group=128, quantized_weights=file),
         ):
-            with pytest.raises(ConfigError, match="--quantized-weights"):
+            with pytest.raises(UnsupportedFormat, match="--quantized-weights"):
                 choose_format(options, checkpoint, Ops(CPU))
         named = ModelOptions(quantization=kind, quantization_group=64, quantized_weights=file)
         assert choose_format(named, checkpoint, Ops(CPU)).name == kind
