@@ -103,18 +103,20 @@ class QuantizedCheckpoint:
         if lacking:
             raise CorruptModel(f"lacks {len(lacking)} linears of {base.name}, {lacking[0]} the first")
         group = int(facts["group"]) if facts.get("group", "").isdecimal() else 0
+        shapes = tensor_shapes(base.spec)
         for name in sorted(self._held):
-            self._check_shapes(name, *tensor_shapes(base.spec)[name], group)
+            self._check_shapes(name, shapes[name], group)
         if facts.get("base") != _sample(base):
             raise CorruptModel(f"was made from other weights than those of {base.name}; quantize this model again")
 
-    def _check_shapes(self, name: str, outputs: int, inputs: int, group: int) -> None:
+    def _check_shapes(self, name: str, shape: tuple[int, ...], group: int) -> None:
+        outputs, inputs = shape
         if not group or inputs % group or inputs % 2:
             raise CorruptModel(f"has groups of {group or 'no size'}, which do not divide the inputs of {name}")
         for part, columns in zip(_PARTS, (inputs // 2, inputs // group, inputs // group), strict=True):
-            shape = self._reader.get_slice(f"{name}.{part}").get_shape()
-            if shape != [outputs, columns]:
-                raise CorruptModel(f"has {name}.{part} as {shape}, not {[outputs, columns]}")
+            found = self._reader.get_slice(f"{name}.{part}").get_shape()
+            if found != [outputs, columns]:
+                raise CorruptModel(f"has {name}.{part} as {found}, not {[outputs, columns]}")
 
 
 def _told(error: BaseException, file: str) -> BaseException:

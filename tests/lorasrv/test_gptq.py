@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorasrv.quant.gptq import output_error, round_to_outputs
+from lorasrv.quant.gptq import RANGES, output_error, round_to_outputs
 from lorasrv.quant.rounding import fit_range, round_asymmetric
 from sgmv_kernels.ops import INT4_LEVELS, Q3H_LEVELS
 
@@ -50,7 +50,7 @@ def test_the_error_is_that_of_the_outputs(levels: int) -> None:
 def test_inputs_that_have_nothing_in_common_are_rounded_to_the_nearest(levels: int) -> None:
     weight = drawn(48, 128)
     rounded = round_to_outputs(weight, torch.eye(128), 64, levels).codes
-    range_ = fit_range(weight.view(48, 2, 64), levels)
+    range_ = fit_range(weight.view(48, 2, 64), levels, RANGES)
     half = range_.scale.float().repeat_interleave(64, dim=1) / 2
     inside = (rounded.codes > 0) & (rounded.codes < levels - 1)
     assert ((rounded.dequantize() - weight).abs() <= half * 1.01)[inside].all()

@@ -133,7 +133,9 @@ def test_what_a_file_holds_is_not_rounded_again() -> None:
     assert kept(get_format("int4", ops)) == (True, True)
     assert kept(get_format("int4", ops, 64)) == (False, True)
     assert kept(get_format("int8", ops)) == (False, True)
-    assert kept(get_format("q3h", ops)) == kept(get_format("none", ops)) == (False, False)
+    assert kept(get_format("q3h", ops)) == (False, True)
+    assert kept(get_format("int4", ops, keeps_finer=False)) == (True, False)
+    assert kept(get_format("q3h", ops, keeps_finer=False)) == kept(get_format("none", ops)) == (False, False)
 
 
 @pytest.mark.parametrize(
