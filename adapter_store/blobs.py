@@ -13,7 +13,8 @@ import hashlib
 import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
@@ -36,13 +37,32 @@ def disk_errors(doing: str) -> Iterator[None]:
         raise StoreUnusable(f"the store failed while {doing}: {error.strerror or type(error).__name__}") from error
 
 
-class BlobUpload:
-    """One blob on its way in. Used by one thread at a time; leaving the `with` block without `commit` drops it."""
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """What sweeping removed: blobs, their bytes, and unfinished uploads."""
 
-    def __init__(self, directory: "BlobDirectory", digest: str, length: int) -> None:
+    num_blobs: int
+    num_bytes: int
+    num_unfinished: int = 0
+
+
+class BlobUpload:
+    """One blob on its way in. Used by one thread at a time; leaving the `with` block without `commit` drops it.
+
+    `on_stored` is told the digest once the blob is visible.
+    """
+
+    def __init__(
+        self,
+        directory: "BlobDirectory",
+        digest: str,
+        length: int,
+        on_stored: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self._directory = directory
         self._digest = digest
         self._length = length
+        self._on_stored = on_stored
         self._received = 0
         self._hasher = hashlib.sha256()
         self._path = directory.new_temporary_path()
@@ -92,12 +112,14 @@ class BlobUpload:
                 os.fsync(fd)
                 self._close()
                 self._directory.adopt(self._path, self._digest)
+            self._on_stored(self._digest)
         finally:
             self.abort()
 
     def abort(self) -> None:
         """Drop the upload; nothing happens after a commit or another abort."""
-        self._close()
+        with contextlib.suppress(OSError):
+            self._close()
         with contextlib.suppress(OSError):
             os.unlink(self._path)
 
@@ -125,9 +147,12 @@ def _write_all(fd: int, view: memoryview) -> None:
 
 
 class BlobDirectory:
-    """The folders `blobs/sha256` and `tmp` under the store's root. Holds no state: the disk is the state."""
+    """The folders `blobs/sha256` and `tmp` under the store's root. Holds no state but which names are not durable yet:
+    the disk is the state.
+    """
 
     def __init__(self, root: Path) -> None:
+        self._not_durable: set[str] = set()
         self._blobs = root / "blobs" / "sha256"
         self._temporary = root / "tmp"
         for directory in (self._blobs, self._temporary):
@@ -143,8 +168,13 @@ class BlobDirectory:
         return self._temporary / uuid.uuid4().hex
 
     def exists(self, digest: str) -> bool:
+        """Whether a blob is there for good: a name that a power loss could take away does not count."""
         with disk_errors("looking for weights"):
-            return (self._blobs / digest).is_file()
+            return digest not in self._not_durable and (self._blobs / digest).is_file()
+
+    def path(self, digest: str) -> Path:
+        """Where a blob lies, for another process to read; it goes when nothing names it."""
+        return self._blobs / digest
 
     def open(self, digest: str) -> BufferedReader:
         """Open a blob for reading. Raises: BlobNotFound."""
@@ -161,14 +191,19 @@ class BlobDirectory:
         uploading again repairs damaged weights."""
         target = self._blobs / digest
         is_new = not target.exists()
-        os.replace(temporary, target)
-        try:
-            fsync_directory(self._blobs)
-        except OSError:
+        if is_new:
             # A name that may not survive a power loss must not be found by `exists`, or a version could name it.
-            if is_new:
-                os.unlink(target)
-            raise
+            self._not_durable.add(digest)
+        try:
+            os.replace(temporary, target)
+            try:
+                fsync_directory(self._blobs)
+            except OSError:
+                if is_new:
+                    os.unlink(target)
+                raise
+        finally:
+            self._not_durable.discard(digest)
 
     def remove(self, digest: str) -> None:
         """Delete a blob; one that is gone already is no error."""
@@ -176,17 +211,36 @@ class BlobDirectory:
             os.unlink(self._blobs / digest)
             fsync_directory(self._blobs)
 
-    def sweep(self, referenced: set[str], age_s: float = UNREFERENCED_BLOB_AGE_S) -> None:
-        """Remove unfinished uploads, and blobs that nothing names and that are older than `age_s`.
+    def sizes(self) -> dict[str, int]:
+        """Every blob's bytes by its digest, and those of files that do not belong here by their name."""
+        with disk_errors("listing weights"):
+            return {path.name: path.stat().st_size for path in sorted(self._blobs.iterdir())}
 
-        Only for the holder of the store's lock, before it takes uploads. The age spares a blob whose registration was
-        still to come when the server stopped.
+    def sweep(self, referenced: Collection[str], age_s: float = UNREFERENCED_BLOB_AGE_S) -> Swept:
+        """Remove unfinished uploads, and what `remove_orphans` does.
+
+        Only for the holder of the store's lock file, before it takes uploads.
         """
-        for path in self._temporary.iterdir():
+        unfinished = list(self._temporary.iterdir())
+        for path in unfinished:
             os.unlink(path)
-        for path in self._blobs.iterdir():
-            if path.name not in referenced and time.time() - path.stat().st_mtime > age_s:
+        swept = self.remove_orphans(referenced, age_s)
+        return Swept(swept.num_blobs, swept.num_bytes, len(unfinished))
+
+    def remove_orphans(self, referenced: Collection[str], age_s: float = UNREFERENCED_BLOB_AGE_S) -> Swept:
+        """Remove blobs that nothing names and that are older than `age_s`, which spares a blob whose registration is
+        still to come, also if the server stopped meanwhile.
+        """
+        num_blobs = num_bytes = 0
+        with disk_errors("removing weights"):
+            for path in self._blobs.iterdir():
+                if path.name in referenced or time.time() - (facts := path.stat()).st_mtime <= age_s:
+                    continue
                 os.unlink(path)
+                num_blobs, num_bytes = num_blobs + 1, num_bytes + facts.st_size
+            if num_blobs:
+                fsync_directory(self._blobs)
+        return Swept(num_blobs, num_bytes)
 
 
 def fsync_directory(path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from io import BufferedReader, BytesIO
 
@@ -20,7 +20,7 @@ from adapter_store.safetensors_header import (
     read_header,
 )
 from adapter_store.spec import AdapterKey, AdapterSpec, BaseShapes
-from adapter_store.validate import validate_adapter
+from adapter_store.validate import CheckedAdapter, check_adapter, validate_adapter
 
 NUM_NEWEST_CHECKED = 64
 
@@ -50,6 +50,20 @@ class ContentReader:
         self._find = find
         self._lock = threading.Lock()
         self._newest: LRUCache[AdapterKey, _Checked] = LRUCache(NUM_NEWEST_CHECKED)
+
+    def check(self, config: Mapping[str, object], digest: str, allow_partial: bool) -> CheckedAdapter:
+        """Whether a blob and a config are an adapter of this base.
+
+        Raises:
+            AdapterInvalid: with every problem found.
+            AdapterCorrupt: the disk returned other bytes than were uploaded.
+        """
+        with self._blobs.open(digest) as file, disk_errors("reading weights"):
+            size = os.fstat(file.fileno()).st_size
+            checked = check_adapter(config, file, size, self._base, self._max_lora_rank, allow_partial=allow_partial)
+        if checked.spec.weights_digest != digest:
+            raise AdapterCorrupt(f"stored weights sha256:{digest[:12]} are damaged; upload the same file again")
+        return checked
 
     def spec(self, content: Content) -> AdapterSpec:
         """As `AdapterStore.spec`."""

@@ -1,9 +1,10 @@
-"""Every value of an adapter's data, looked at once in chunks: finite, small enough for bf16, and whether B is all zero.
+"""Every value of an adapter's data, looked at once in chunks: finite, small enough for bf16, all zero or how large.
 
 bf16 has no NumPy type: floats are tested by their bits, so one integer comparison serves each type.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import BinaryIO, Protocol
 
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from adapter_store.errors import ProblemList, show
 from adapter_store.safetensors_header import FILE, SafetensorsHeader, TensorInfo
+from adapter_store.tensor_types import NUMPY_TYPES, widen
 
 CHUNK_BYTES = 1 << 20
 
@@ -42,39 +44,67 @@ class Hasher(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """What only the data tells: tensors whose values are all zero."""
+    """What only the data tells: tensors whose values are all zero, and Frobenius norms of those that were asked for."""
 
     zero_tensors: frozenset[str] = field(default_factory=frozenset)
+    norms: Mapping[str, float] = field(default_factory=dict)
 
 
-def scan_data(file: BinaryIO, header: SafetensorsHeader, hasher: Hasher, problems: ProblemList) -> DataFacts:
+@dataclass(slots=True)
+class _TensorFacts:
+    highest: int = 0
+    sum_of_squares: float = 0.0
+
+
+def scan_data(
+    file: BinaryIO,
+    header: SafetensorsHeader,
+    hasher: Hasher,
+    problems: ProblemList,
+    norms_of: Collection[str] = frozenset(),
+) -> DataFacts:
     """Read the data from where `file` stands (its first byte) to the end, hashing it and testing every value."""
-    zero = {name for name, info in header.tensors.items() if _scan_tensor(file, name, info, hasher, problems)}
-    return DataFacts(frozenset(zero))
+    facts = {
+        name: _scan_tensor(file, name, info, hasher, problems, name in norms_of)
+        for name, info in header.tensors.items()
+    }
+    zero = frozenset(name for name, fact in facts.items() if fact.highest == 0)
+    return DataFacts(zero, {name: math.sqrt(facts[name].sum_of_squares) for name in norms_of})
 
 
-def _scan_tensor(file: BinaryIO, name: str, info: TensorInfo, hasher: Hasher, problems: ProblemList) -> bool:
-    """Whether all values are zero; notes NaN, infinity and overflow, once a tensor."""
+def _scan_tensor(
+    file: BinaryIO, name: str, info: TensorInfo, hasher: Hasher, problems: ProblemList, want_norm: bool
+) -> _TensorFacts:
+    """Its largest magnitude's bits, and its squares' sum if wanted; notes NaN, infinity and overflow, once a tensor."""
     bits = _BITS[info.dtype]
-    highest = 0
+    facts = _TensorFacts()
     left = info.end - info.start
     while left:
         chunk = file.read(min(left, CHUNK_BYTES))
         if not chunk:
             problems.add("truncated", FILE, "ended while it was read; upload it again")
-            return False
+            return facts
         hasher.update(chunk)
         left -= len(chunk)
-        highest = max(highest, _highest_magnitude(chunk, bits))
-    if highest >= bits.limit:
-        problems.add("non_finite", show(name)[1:-1], _complaint(highest, bits))
-    return highest == 0
+        facts.highest = max(facts.highest, _highest_magnitude(chunk, bits))
+        if want_norm:
+            facts.sum_of_squares += _sum_of_squares(chunk, info.dtype)
+    if facts.highest >= bits.limit:
+        problems.add("non_finite", show(name)[1:-1], _complaint(facts.highest, bits))
+    return facts
 
 
 def _highest_magnitude(chunk: bytes, bits: _FloatBits) -> int:
     """Bits of the largest magnitude: unsigned integers order as the floats do, infinities and NaN above all."""
     values = np.frombuffer(chunk, dtype=bits.integer)
     return int((values & np.asarray(bits.magnitude, dtype=values.dtype)).max())
+
+
+def _sum_of_squares(chunk: bytes, dtype: str) -> float:
+    """In fp64, and by einsum, which starts no threads: requests are being answered meanwhile."""
+    with np.errstate(all="ignore"):
+        values = widen(np.frombuffer(chunk, dtype=NUMPY_TYPES[dtype]), dtype).astype(np.float64)
+        return float(np.einsum("i,i->", values, values))
 
 
 def _complaint(highest: int, bits: _FloatBits) -> str:

@@ -1,10 +1,15 @@
 """What can go wrong with adapters, for the caller to tell apart.
 
     AdapterError
-    ├── AdapterNotFound (LookupError)      no such id, version or content; names up to three near ids
+    ├── AdapterNotFound (LookupError)      no such id, alias, version or content; names up to three near ids
+    │   └── VersionNotFound                the id has no version of that number; names those that it has
     ├── InvalidAdapterId (ValueError)      the id breaks the rule or is taken; carries the id it could be
+    ├── InvalidAlias (ValueError)          an alias's name, or what it is to point to, is none
     ├── AdapterInvalid (ValueError)        config or weights refused; carries every problem found
     ├── AdapterExists                      the id is taken and the caller asked for a new one
+    ├── AdapterChanged                     the id is not in the state that the caller expected
+    ├── VersionInUse                       an alias names what is to be deleted; says which
+    ├── QuotaExceeded                      it would be more than may be stored; says what is used, and what may be
     ├── AdapterCorrupt                     stored weights are missing or no longer have their digest
     ├── LoadCancelled                      nobody wants the weights any more; never leaves the server
     ├── InvalidDigest (ValueError)         not 64 hex digits
@@ -14,6 +19,7 @@
     ├── DigestMismatch (ValueError)        the bytes have another digest than announced
     ├── StoreFull                          no room on the disk; nothing changed
     ├── StoreLocked                        another server uses the store
+    ├── InvalidArchive (ValueError)        a file to import is none of ours, damaged, or of an unknown format
     └── StoreUnusable                      the store cannot be read or written, or belongs to another base
 
 Messages carry no path, except those of a store that cannot be opened: that one is for whoever starts the server.
@@ -24,6 +30,7 @@ from dataclasses import asdict, dataclass
 MAX_PROBLEMS = 100
 SHOWN_PLACES = 3
 SHOWN_CHARS = 120
+SHOWN_VERSIONS = 10
 
 
 def show(value: object) -> str:
@@ -94,12 +101,31 @@ class AdapterNotFound(AdapterError, LookupError):
         self.near = near
 
 
+class VersionNotFound(AdapterNotFound):
+    """The id has no version of that number. `versions` are those that it has."""
+
+    def __init__(self, adapter_id: str, version: int, versions: tuple[int, ...]) -> None:
+        super().__init__(f"{adapter_id}@{version}")
+        shown = ", ".join(map(str, versions[-SHOWN_VERSIONS:]))
+        dots = "…, " if len(versions) > SHOWN_VERSIONS else ""
+        self.args = (f"adapter {adapter_id!r} has no version {version}; it has {dots}{shown}",)
+        self.versions = versions
+
+
 class InvalidAdapterId(AdapterError, ValueError):
     """The id breaks the rule or is taken. `suggestion` is a valid id made from it, None if nothing is left of it."""
 
     def __init__(self, message: str, suggestion: str | None = None) -> None:
         super().__init__(message + (f"; try {suggestion!r}" if suggestion else ""))
         self.suggestion = suggestion
+
+
+class InvalidAlias(AdapterError, ValueError):
+    """An alias's name breaks the rule, or what it is to point to is neither a version nor two with shares."""
+
+    def __init__(self, alias: str, message: str) -> None:
+        super().__init__(message)
+        self.alias = alias
 
 
 class AdapterInvalid(AdapterError, ValueError):
@@ -118,6 +144,38 @@ class AdapterExists(AdapterError):
     def __init__(self, adapter_id: str) -> None:
         super().__init__(f"adapter {adapter_id!r} exists; leave if_not_exists out to add a version to it")
         self.adapter_id = adapter_id
+
+
+class AdapterChanged(AdapterError):
+    """The id is not in the state that the caller expected. Nothing changed."""
+
+    def __init__(self, adapter_id: str, exists: bool) -> None:
+        why = "has changed since you looked" if exists else "does not exist"
+        super().__init__(f"adapter {show(adapter_id)} {why} (If-Match); nothing was done. Look again, then decide")
+        self.adapter_id = adapter_id
+
+
+class VersionInUse(AdapterError):
+    """An alias names a version that is to be deleted. Nothing changed."""
+
+    def __init__(self, adapter_id: str, aliases: tuple[str, ...]) -> None:
+        names = ", ".join(f"{adapter_id}:{alias}" for alias in aliases)
+        super().__init__(
+            f"what is to be deleted is named by {names}; point the alias elsewhere first, or force it, "
+            "which removes the alias too"
+        )
+        self.aliases = aliases
+
+
+class QuotaExceeded(AdapterError):
+    """It would be more than may be stored. Nothing changed. `quota` is the option's name with underscores."""
+
+    def __init__(self, quota: str, what: str, *, used: int, wanted: int, allowed: int) -> None:
+        super().__init__(
+            f"quota exceeded: {used} {what} are stored, {wanted} more would be {used + wanted}, {allowed} are allowed "
+            f"({quota}); nothing was stored. Delete what is not needed any more"
+        )
+        self.quota, self.used, self.wanted, self.allowed = quota, used, wanted, allowed
 
 
 class AdapterCorrupt(AdapterError):
@@ -180,6 +238,10 @@ class StoreFull(AdapterError):
 
 class StoreLocked(AdapterError):
     """Another server uses the store."""
+
+
+class InvalidArchive(AdapterError, ValueError):
+    """A file to import is none of ours, is damaged, or of a format that this version does not know."""
 
 
 class StoreUnusable(AdapterError):

@@ -1,44 +1,23 @@
-"""The store's SQLite file: which id has which versions, what each version is, and which limits an id has.
+"""The store's index: which id has which versions, aliases and limits, and what each version is.
 
 A content (one AdapterKey) is written once and shared by every version that names it. Version numbers are never used
 twice, not even after an id was deleted, so `mia@3` means one thing for ever. Not thread-safe: the store's lock is.
 """
 
-import contextlib
 import json
-import sqlite3
+import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from adapter_store.errors import StoreFull, StoreUnusable
+from adapter_store.aliases import Shares, check_shares
+from adapter_store.database import Database, sql_errors
 from adapter_store.manifest import canonical_json
-from adapter_store.records import AdapterRecord, VersionRecord
+from adapter_store.quota import ANONYMOUS, StoreQuota, Usage
+from adapter_store.records import AdapterRecord, Change, VersionRecord
 from adapter_store.report import UploadReport
 from adapter_store.spec import AdapterId, AdapterKey
 
-SCHEMA_VERSION = 2
-BUSY_TIMEOUT_MS = 5000
-_SCHEMA = """
-CREATE TABLE base (fingerprint TEXT NOT NULL) STRICT;
-CREATE TABLE contents (
-    key TEXT PRIMARY KEY, weights_digest TEXT NOT NULL, config TEXT NOT NULL, report TEXT NOT NULL,
-    created_s REAL NOT NULL
-) STRICT;
-CREATE INDEX contents_by_digest ON contents (weights_digest);
-CREATE TABLE adapters (adapter_id TEXT PRIMARY KEY, current_version INTEGER NOT NULL, created_s REAL NOT NULL) STRICT;
-CREATE TABLE versions (
-    adapter_id TEXT NOT NULL REFERENCES adapters, version INTEGER NOT NULL, key TEXT NOT NULL REFERENCES contents,
-    created_s REAL NOT NULL, PRIMARY KEY (adapter_id, version)
-) STRICT;
-CREATE INDEX versions_by_key ON versions (key);
-CREATE TABLE last_versions (adapter_id TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT;
-CREATE TABLE adapter_limits (adapter_id TEXT PRIMARY KEY REFERENCES adapters, limits TEXT NOT NULL) STRICT;
-"""
-# What makes the next layout of the one that is named; a layout is never changed, as there are files that have it.
-_MIGRATIONS: Mapping[int, str] = {
-    1: "CREATE TABLE adapter_limits (adapter_id TEXT PRIMARY KEY REFERENCES adapters, limits TEXT NOT NULL) STRICT;",
-}
+NO_QUOTA = StoreQuota()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,81 +30,27 @@ class Content:
     report: UploadReport
 
 
-@contextlib.contextmanager
-def sql_errors() -> Iterator[None]:
-    """Turn what SQLite says into StoreFull or StoreUnusable."""
-    try:
-        yield
-    except sqlite3.DatabaseError as error:
-        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
-            raise StoreFull(
-                "no room on the store's disk for its index; nothing changed. Free some and retry"
-            ) from error
-        raise StoreUnusable(f"the store's index failed: {error}") from error
-
-
-class Index:
+class Index(Database):
     """One connection. Every writing method is one transaction: done when it returns, undone when it raises."""
 
-    def __init__(self, path: Path) -> None:
+    def base(self) -> str | None:
+        """The base that adapters were checked for, as `bind_base` was told."""
         with sql_errors():
-            # Threads take turns under the store's lock, which is what check_same_thread would guard against.
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-        try:
-            self._open()
-        except BaseException:
-            self._db.close()
-            raise
-
-    def _open(self) -> None:
-        with sql_errors():
-            self._db.execute(f"PRAGMA busy_timeout = {BUSY_TIMEOUT_MS}")
-            self._db.execute("PRAGMA journal_mode = WAL")
-            self._db.execute("PRAGMA synchronous = FULL")
-            self._db.execute("PRAGMA foreign_keys = ON")
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
-        if version == 0:
-            self._change_layout(_SCHEMA)
-        elif version in _MIGRATIONS:
-            self._change_layout("".join(_MIGRATIONS[old] for old in range(version, SCHEMA_VERSION)))
-        elif version != SCHEMA_VERSION:
-            raise StoreUnusable(f"was written by another lorasrv (layout {version}, this one reads {SCHEMA_VERSION})")
-
-    def _change_layout(self, statements: str) -> None:
-        """Make a file of any layout one of the newest: wholly, or not at all."""
-        with self._transaction():
-            for statement in statements.split(";"):
-                self._db.execute(statement)
-            self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-    @contextlib.contextmanager
-    def _transaction(self) -> Iterator[None]:
-        with sql_errors():
-            self._db.execute("BEGIN IMMEDIATE")
-            try:
-                yield
-                self._db.execute("COMMIT")
-            except BaseException:
-                # After some errors (disk full) SQLite has rolled back by itself; another ROLLBACK would hide the first.
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
-                raise
-
-    def close(self) -> None:
-        with sql_errors():
-            self._db.close()
-
-    def bind_base(self, fingerprint: str) -> bool:
-        """Remember which base the adapters were checked for; False if there are adapters of another one."""
-        with self._transaction():
             row = self._db.execute("SELECT fingerprint FROM base").fetchone()
-            if row == (fingerprint,):
-                return True
-            if self._db.execute("SELECT 1 FROM adapters").fetchone():
-                return False
+        return row[0] if row is not None else None
+
+    def bind_base(self, fingerprint: str) -> None:
+        """Remember which base the adapters are checked for."""
+        if self.base() == fingerprint:
+            return
+        with self._transaction():
             self._db.execute("DELETE FROM base")
             self._db.execute("INSERT INTO base VALUES (?)", (fingerprint,))
-            return True
+
+    def is_empty(self) -> bool:
+        """Whether there is no id."""
+        with sql_errors():
+            return self._db.execute("SELECT 1 FROM adapters").fetchone() is None
 
     def records(self, adapter_id: AdapterId | None = None) -> dict[AdapterId, AdapterRecord]:
         """Every id with its versions, or the one asked for."""
@@ -143,11 +68,19 @@ class Index:
                 versions.setdefault(name, []).append(record)
             rows = self._db.execute(f"SELECT adapter_id, limits FROM adapter_limits {where}", values)
             limits = {name: json.loads(text) for name, text in rows}
+            aliases = self._aliases(where, values)
             heads = self._db.execute(f"SELECT adapter_id, current_version, created_s FROM adapters {where}", values)
             return {
-                name: AdapterRecord.of(name, current, created_s, versions[name], limits.get(name))
+                name: AdapterRecord.of(name, current, created_s, versions[name], limits.get(name), aliases.get(name))
                 for name, current, created_s in heads
             }
+
+    def _aliases(self, where: str, values: tuple[str, ...]) -> dict[AdapterId, dict[str, dict[int, float]]]:
+        found: dict[AdapterId, dict[str, dict[int, float]]] = {}
+        query = f"SELECT adapter_id, alias, version, share FROM aliases {where} ORDER BY adapter_id, alias, version"
+        for name, alias, version, share in self._db.execute(query, values):
+            found.setdefault(name, {}).setdefault(alias, {})[version] = share
+        return found
 
     def content(self, key: AdapterKey) -> Content | None:
         with sql_errors():
@@ -162,28 +95,107 @@ class Index:
         with sql_errors():
             return {row[0] for row in self._db.execute("SELECT weights_digest FROM contents")}
 
+    def may_name(self, digest: str) -> bool:
+        """Whether a content names a digest, now or after any crash."""
+        self.settle()
+        return self.is_referenced(digest)
+
     def is_referenced(self, digest: str) -> bool:
         with sql_errors():
             return self._db.execute("SELECT 1 FROM contents WHERE weights_digest = ?", (digest,)).fetchone() is not None
 
-    def add_version(self, adapter_id: AdapterId, content: Content, now_s: float) -> tuple[int, bool]:
-        """Move the id to this content: (version, whether it is a new one). A content that the id has had before gets
-        its old version back."""
+    def contents(self) -> Iterator[Content]:
+        """Every content that a version names, sorted by key."""
+        with sql_errors():
+            keys = [row[0] for row in self._db.execute("SELECT DISTINCT key FROM versions ORDER BY key")]
+        for key in keys:
+            content = self.content(key)
+            assert content is not None
+            yield content
+
+    def users(self) -> dict[str, list[str]]:
+        """Digest of weights -> the versions (`mia@3`) that have them."""
+        found: dict[str, list[str]] = {}
+        with sql_errors():
+            query = "SELECT weights_digest, adapter_id, version FROM versions JOIN contents USING (key) ORDER BY 2, 3"
+            for digest, adapter_id, version in self._db.execute(query):
+                found.setdefault(digest, []).append(f"{adapter_id}@{version}")
+        return found
+
+    def owners(self) -> dict[tuple[AdapterId, int], str]:
+        """Who made a version, where that was not "anonymous"."""
+        with sql_errors():
+            rows = self._db.execute("SELECT adapter_id, version, principal FROM owners")
+            return {(adapter_id, version): principal for adapter_id, version, principal in rows}
+
+    def last_versions(self) -> dict[AdapterId, int]:
+        """The highest number that an id has used, also one that is gone."""
+        with sql_errors():
+            return dict(self._db.execute("SELECT adapter_id, version FROM last_versions ORDER BY 1").fetchall())
+
+    def usage(self, principal: str | None = None) -> Usage:
+        """What a principal's versions come to, or everybody's."""
+        of = (
+            "FROM versions LEFT JOIN owners USING (adapter_id, version) JOIN contents USING (key) "
+            "WHERE ?1 IS NULL OR coalesce(principal, ?2) = ?1"
+        )
+        # Every content of one file has the same number of bytes.
+        each = f"SELECT max(json_extract(report, '$.weights_bytes')) AS bytes {of} GROUP BY weights_digest"
+        values = (principal, ANONYMOUS)
+        with sql_errors():
+            count = self._db.execute(f"SELECT count(*) {of}", values).fetchone()[0]
+            total = self._db.execute(f"SELECT coalesce(sum(bytes), 0) FROM ({each})", values).fetchone()[0]
+        return Usage(int(count), int(total))
+
+    def add_version(
+        self,
+        adapter_id: AdapterId,
+        content: Content,
+        now_s: float,
+        *,
+        alias: str | None = None,
+        principal: str = ANONYMOUS,
+        quota: StoreQuota = NO_QUOTA,
+    ) -> tuple[int, bool]:
+        """Move the id, and the alias, to this content: (version, whether it is a new one). A content that the id has
+        had before gets its old version back.
+
+        Raises: QuotaExceeded: a new version would be more than the quota allows.
+        """
         with self._transaction():
-            self._insert_content(content, now_s)
             version = self._find_version(adapter_id, content.key)
             created = version is None
             if version is None:
-                version = self._next_version(adapter_id)
-            self._db.execute(
-                "INSERT INTO adapters VALUES (?, ?, ?) "
-                "ON CONFLICT (adapter_id) DO UPDATE SET current_version = excluded.current_version",
-                (adapter_id, version, now_s),
-            )
-            if created:
-                row = (adapter_id, version, content.key, now_s)
-                self._db.execute("INSERT INTO versions VALUES (?, ?, ?, ?)", row)
+                version = self._add_within_quota(adapter_id, content, now_s, principal, quota)
+            else:
+                self._set_current(adapter_id, version)
+            if alias is not None:
+                self._set_alias(adapter_id, alias, {version: 1.0})
             return version, created
+
+    def _add_within_quota(
+        self, adapter_id: AdapterId, content: Content, now_s: float, principal: str, quota: StoreQuota
+    ) -> int:
+        counted = (None, principal) if quota.is_set else ()
+        before = {whose: self.usage(whose) for whose in counted}
+        self._insert_content(content, now_s)
+        version = self._next_version(adapter_id)
+        self._db.execute(
+            "INSERT INTO adapters VALUES (?, ?, ?) "
+            "ON CONFLICT (adapter_id) DO UPDATE SET current_version = excluded.current_version",
+            (adapter_id, version, now_s),
+        )
+        self._insert_version(adapter_id, version, content.key, now_s, principal)
+        if quota.is_set:
+            quota.check(principal, before, {whose: self.usage(whose) for whose in counted})
+        return version
+
+    def _insert_version(
+        self, adapter_id: AdapterId, version: int, key: AdapterKey, created_s: float, principal: str
+    ) -> None:
+        self._db.execute("INSERT INTO versions VALUES (?, ?, ?, ?)", (adapter_id, version, key, created_s))
+        if principal != ANONYMOUS:
+            self._db.execute("INSERT INTO owners VALUES (?, ?, ?)", (adapter_id, version, principal))
 
     def _insert_content(self, content: Content, now_s: float) -> None:
         # Insertion order is kept: the first pattern that matches counts, so sorting would change what a config means.
@@ -205,30 +217,75 @@ class Index:
         ).fetchone()
         return int(row[0])
 
-    def set_limits(self, adapter_id: AdapterId, limits: Mapping[str, float]) -> None:
-        """Replace the limits of an id that there is; none at all leave no row."""
+    def restore(
+        self,
+        records: Collection[AdapterRecord],
+        contents: Collection[Content],
+        last_versions: Mapping[AdapterId, int],
+        owners: Mapping[tuple[AdapterId, int], str],
+    ) -> None:
+        """Add ids that there are none of, with everything that belongs to them. Numbers used stay used."""
         with self._transaction():
-            if not limits:
-                self._db.execute("DELETE FROM adapter_limits WHERE adapter_id = ?", (adapter_id,))
-                return
-            self._db.execute(
-                "INSERT INTO adapter_limits VALUES (?, ?) "
-                "ON CONFLICT (adapter_id) DO UPDATE SET limits = excluded.limits",
-                (adapter_id, json.dumps(dict(limits), allow_nan=False)),
+            for content in contents:
+                self._insert_content(content, time.time())
+            for record in records:
+                name = record.adapter_id
+                row = (name, record.current_version, record.created_s)
+                self._db.execute("INSERT INTO adapters VALUES (?, ?, ?)", row)
+                for v in record.versions:
+                    owner = owners.get((name, v.version), ANONYMOUS)
+                    self._insert_version(name, v.version, v.key, v.created_s, owner)
+                for alias, shares in record.aliases.items():
+                    self._set_alias(name, alias, shares)
+                self._set_limits(name, record.limits)
+            self._db.executemany(
+                "INSERT INTO last_versions VALUES (?, ?) "
+                "ON CONFLICT (adapter_id) DO UPDATE SET version = max(version, excluded.version)",
+                list(last_versions.items()),
             )
 
+    def change(self, adapter_id: AdapterId, change: Change) -> None:
+        """Do all of it about an id that there is, whose versions are known to be there."""
+        with self._transaction():
+            if change.version is not None:
+                self._set_current(adapter_id, change.version)
+            for alias, target in change.aliases.items():
+                self._set_alias(adapter_id, alias, {} if target is None else check_shares(alias, target))
+            if change.limits is not None:
+                self._set_limits(adapter_id, change.limits)
+
+    def _set_current(self, adapter_id: AdapterId, version: int) -> None:
+        self._db.execute("UPDATE adapters SET current_version = ? WHERE adapter_id = ?", (version, adapter_id))
+
+    def _set_alias(self, adapter_id: AdapterId, alias: str, shares: Shares) -> None:
+        """Point an alias to versions; to none: it goes."""
+        self._db.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (adapter_id, alias))
+        rows = [(adapter_id, alias, version, share) for version, share in shares.items()]
+        self._db.executemany("INSERT INTO aliases VALUES (?, ?, ?, ?)", rows)
+
+    def _set_limits(self, adapter_id: AdapterId, limits: Mapping[str, float]) -> None:
+        if not limits:
+            self._db.execute("DELETE FROM adapter_limits WHERE adapter_id = ?", (adapter_id,))
+            return
+        self._db.execute(
+            "INSERT INTO adapter_limits VALUES (?, ?) ON CONFLICT (adapter_id) DO UPDATE SET limits = excluded.limits",
+            (adapter_id, json.dumps(dict(limits), allow_nan=False)),
+        )
+
     def delete_versions(self, record: AdapterRecord, doomed: frozenset[int]) -> None:
-        """Remove versions; the id moves to the highest that is left, or goes. Contents stay until they are dropped."""
+        """Remove versions and every alias that names one of them; the id moves to the highest version that is left, or
+        goes. Contents stay until they are dropped."""
         adapter_id, kept = record.adapter_id, [v.version for v in record.versions if v.version not in doomed]
         with self._transaction():
+            for alias in record.aliases_of(doomed):
+                self._set_alias(adapter_id, alias, {})
             rows = [(adapter_id, version) for version in sorted(doomed)]
             self._db.executemany("DELETE FROM versions WHERE adapter_id = ? AND version = ?", rows)
             if not kept:
                 self._db.execute("DELETE FROM adapter_limits WHERE adapter_id = ?", (adapter_id,))
                 self._db.execute("DELETE FROM adapters WHERE adapter_id = ?", (adapter_id,))
             elif record.current_version in doomed:
-                query = "UPDATE adapters SET current_version = ? WHERE adapter_id = ?"
-                self._db.execute(query, (max(kept), adapter_id))
+                self._set_current(adapter_id, max(kept))
 
     def is_named(self, key: AdapterKey) -> bool:
         """Whether any version names this content."""
@@ -240,6 +297,19 @@ class Index:
         with sql_errors():
             rows = self._db.execute("SELECT key FROM contents WHERE key NOT IN (SELECT key FROM versions)")
             return {key for (key,) in rows}
+
+    def record_verdict(self, key: AdapterKey, verdict: Mapping[str, object]) -> None:
+        """Replace the verdict about a content that there is."""
+        row = (key, json.dumps(dict(verdict), allow_nan=False), time.time())
+        with self._transaction():
+            self._db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?)", row)
+
+    def verdict(self, key: AdapterKey) -> Mapping[str, object] | None:
+        """What was recorded last about a content."""
+        with sql_errors():
+            row = self._db.execute("SELECT verdict FROM verdicts WHERE key = ?", (key,)).fetchone()
+        found: Mapping[str, object] | None = None if row is None else json.loads(row[0])
+        return found
 
     def drop(self, keys: Collection[AdapterKey]) -> set[str]:
         """Remove contents that no version names; returns the digests that no content names now."""

@@ -14,11 +14,11 @@ import numpy.typing as npt
 from adapter_store.errors import AdapterCorrupt, LoadCancelled
 from adapter_store.safetensors_header import SafetensorsHeader, TensorInfo, parse_header
 from adapter_store.spec import AdapterSpec
+from adapter_store.tensor_types import NUMPY_TYPES, widen
 
 Array = npt.NDArray[Any]
 
 READ_BYTES = 4 << 20
-_NUMPY_TYPES: Mapping[str, str] = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +103,7 @@ def weights_from_bytes(data: bytearray, header: SafetensorsHeader, spec: Adapter
 
 def _array(data: bytearray, header: SafetensorsHeader, info: TensorInfo, dtype: str) -> Array:
     view = memoryview(data)[header.data_start + info.start : header.data_start + info.end]
-    array: Array = np.frombuffer(view, dtype=_NUMPY_TYPES[info.dtype]).reshape(info.shape)
+    array: Array = np.frombuffer(view, dtype=NUMPY_TYPES[info.dtype]).reshape(info.shape)
     if info.dtype != dtype:
-        return _widen(array, info.dtype)
+        return widen(array, info.dtype)
     return array if array.flags.aligned else array.copy()
-
-
-def _widen(array: Array, dtype: str) -> Array:
-    """To float32, exactly."""
-    if dtype == "BF16":
-        return (array.astype("<u4") << 16).view("<f4")
-    return array.astype("<f4")

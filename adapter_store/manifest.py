@@ -19,8 +19,7 @@ MAX_CONFIG_BYTES = 1 << 20
 MAX_CONFIG_DEPTH = 32
 MERGE = "merge it into the base (peft: merge_and_unload) and serve that"
 MLX_WAY_OUT = (
-    "transpose lora_a and lora_b, name them base_model.model.<module>.lora_A.weight and lora_B.weight, and write an "
-    "adapter_config.json with peft_type LORA, r=rank and lora_alpha=scale*rank"
+    "`lorasrv upload` and `lorasrv check` convert MLX's folder as it is (adapters.safetensors and adapter_config.json)"
 )
 RETRAIN = "train it again as plain LoRA"
 
@@ -66,10 +65,10 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "alpha_pattern": _honoured("alpha by module name; plain names only"),
     "init_lora_weights": _honoured("initialisations that leave the base as it is"),
     "bias": _honoured("must be none"),
-    "target_modules": _harmless("derived from the tensors; a pattern is never run"),
-    "exclude_modules": _harmless("derived from the tensors"),
-    "layers_to_transform": _harmless("derived from the tensors"),
-    "layers_pattern": _harmless("derived from the tensors"),
+    "target_modules": _honoured("names must be those that have tensors; a pattern is never run, the tensors decide"),
+    "exclude_modules": _honoured("with target_modules; a pattern is never run, the tensors decide"),
+    "layers_to_transform": _honoured("with target_modules; layers without tensors stay as the base"),
+    "layers_pattern": _honoured("with layers_to_transform; another than `layers` is never run, the tensors decide"),
     "base_model_name_or_path": _harmless("another name than the served base's is a warning; shapes decide"),
     "revision": _harmless("names a version of the base"),
     "lora_dropout": _harmless("training only"),
@@ -114,7 +113,10 @@ RESIDUAL_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The fields that serving reads, in PEFT's meaning. Patterns are tried in order, the first that matches counts."""
+    """The fields that serving reads, in PEFT's meaning. Patterns are tried in order, the first that matches counts.
+
+    `target_modules` is None where the config does not name modules in plain words: then the tensors alone say which.
+    """
 
     r: int
     lora_alpha: float
@@ -136,13 +138,17 @@ class Manifest:
         rank = self.rank(module_name)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
-    def targets(self, layer: int, module_name: str) -> bool:
-        """Whether the config names this module as adapted; False where it does so by a pattern, or not at all."""
-        if self.target_modules is None:
+    def targets(self, layer: int | None, module_name: str) -> bool:
+        """Whether the config names this module as adapted, as PEFT decides it; `layer` is None outside the layers.
+
+        False where it names modules by a pattern, or not at all.
+        """
+        if self.target_modules is None or _names(self.exclude_modules, module_name):
             return False
-        if self.layers_to_transform is not None and layer not in self.layers_to_transform:
-            return False
-        return _names(self.target_modules, module_name) and not _names(self.exclude_modules, module_name)
+        if module_name in self.target_modules:
+            return True
+        in_layer = self.layers_to_transform is None or layer in self.layers_to_transform
+        return in_layer and _names(self.target_modules, module_name)
 
 
 def _names(suffixes: tuple[str, ...], module_name: str) -> bool:
@@ -201,7 +207,7 @@ def read_manifest(config: Config, problems: ProblemList) -> Manifest | None:
         use_rslora=_flag(config, "use_rslora", problems),
         rank_pattern=tuple((p, _rank(v, f, problems)) for p, v, f in _patterns(config, "rank_pattern", problems)),
         alpha_pattern=tuple((p, _alpha(v, f, problems)) for p, v, f in _patterns(config, "alpha_pattern", problems)),
-        target_modules=_strings(config.get("target_modules")),
+        target_modules=_targets(config),
         exclude_modules=_strings(config.get("exclude_modules")) or (),
         layers_to_transform=_layers(config.get("layers_to_transform")),
         base_model_name=_text(config.get("base_model_name_or_path")),
@@ -340,6 +346,17 @@ def _patterns(config: Config, field: str, problems: ProblemList) -> Iterator[tup
             )
 
 
+def _targets(config: Config) -> tuple[str, ...] | None:
+    """Modules named one by one; None where a field beside them means more than plain names say."""
+    excluded, layers = config.get("exclude_modules"), config.get("layers_to_transform")
+    is_plain = (
+        (not excluded or _strings(excluded) is not None)
+        and (layers is None or layers == [] or _layers(layers) is not None)
+        and config.get("layers_pattern") in (None, "", [], "layers", ["layers"])
+    )
+    return (_strings(config.get("target_modules")) or None) if is_plain else None
+
+
 def _strings(value: object) -> tuple[str, ...] | None:
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return tuple(value)
@@ -348,8 +365,8 @@ def _strings(value: object) -> tuple[str, ...] | None:
 
 def _layers(value: object) -> frozenset[int] | None:
     items = value if isinstance(value, list) else [value]
-    layers = frozenset(item for item in items if isinstance(item, int))
-    return layers if items and len(layers) == len(items) else None
+    layers = [item for item in items if isinstance(item, int)]
+    return frozenset(layers) if items and len(layers) == len(items) else None
 
 
 def _text(value: object) -> str:

@@ -1,7 +1,7 @@
 """A folder as PEFT saves it: find the two files that matter, name the rest. For whoever uploads; reads, never runs."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,15 +19,38 @@ _CONVERT = (
 )
 
 
+# (file, code, what is wrong and the way out) of folders without a config of PEFT's.
+_FOREIGN = (
+    (
+        "adapters.safetensors",
+        "mlx_adapter",
+        "is missing beside adapters.safetensors, which MLX saved: without it the scale is not known; copy it from "
+        "where the adapter was trained",
+    ),
+    (
+        "lora.safetensors",
+        "trainer_names",
+        "is missing beside lora.safetensors, which mistral-finetune saved under its own names (wq, w1); train with "
+        "PEFT, or merge it into the base and serve that",
+    ),
+    (
+        "pytorch_lora_weights.safetensors",
+        "not_a_language_model",
+        "is missing beside pytorch_lora_weights.safetensors: diffusers' adapter of an image model",
+    ),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class PeftDir:
     """What an upload needs. `subdirectory` names the folder it was found in, if not the one given; `ignored_files`
-    are the other files there, sorted."""
+    are the other files there, sorted; `notices` say what was converted."""
 
     config: dict[str, object]
     weights_path: Path
     ignored_files: tuple[str, ...]
     subdirectory: str | None = None
+    notices: tuple[str, ...] = ()
 
 
 def read_peft_dir(path: Path) -> PeftDir:
@@ -36,27 +59,47 @@ def read_peft_dir(path: Path) -> PeftDir:
     Raises:
         AdapterInvalid: there is none, several, or one in a form that is not served; says how to convert it.
     """
+    folder, subdirectory = find_folder(path)
+    config, weights = read_config(folder), folder / WEIGHTS_NAME
+    if is_mlx_config(config):
+        raise _refused("mlx_adapter", CONFIG_NAME, f"is MLX's; {MLX_WAY_OUT}")
+    if not weights.is_file():
+        raise AdapterInvalid((_no_weights(folder),))
+    return PeftDir(config, weights, ignored_files(folder, WEIGHTS_NAME), subdirectory)
+
+
+def find_folder(path: Path) -> tuple[Path, str | None]:
+    """The folder that holds the config: `path`, or the one below it, and then also its name.
+
+    Raises: AdapterInvalid.
+    """
     if not path.is_dir():
         raise _refused("not_a_directory", path.name, f"is no folder; give the one that holds {CONFIG_NAME}")
     if (path / CONFIG_NAME).is_file():
-        return _read(path, None)
+        return path, None
     nested = sorted(p.parent for p in path.glob(f"*/{CONFIG_NAME}") if p.is_file())
     if len(nested) == 1:
-        return _read(nested[0], nested[0].name)
+        return nested[0], nested[0].name
     if nested:
         names = ", ".join(show(p.name) for p in nested[:8])
         raise _refused("several_adapters", CONFIG_NAME, f"is in {len(nested)} folders below: {names}; give one of them")
     raise AdapterInvalid((_no_config(path),))
 
 
-def _read(folder: Path, subdirectory: str | None) -> PeftDir:
-    config_path, weights = folder / CONFIG_NAME, folder / WEIGHTS_NAME
-    with config_path.open("rb") as file:
-        config = parse_config(file.read(MAX_CONFIG_BYTES + 1))
-    if not weights.is_file():
-        raise AdapterInvalid((_no_weights(folder),))
-    ignored = sorted(p.name for p in folder.iterdir() if p.name not in (CONFIG_NAME, WEIGHTS_NAME))
-    return PeftDir(config, weights, tuple(ignored), subdirectory)
+def read_config(folder: Path) -> dict[str, object]:
+    """Raises: AdapterInvalid."""
+    with (folder / CONFIG_NAME).open("rb") as file:
+        return parse_config(file.read(MAX_CONFIG_BYTES + 1))
+
+
+def is_mlx_config(config: Mapping[str, object]) -> bool:
+    """Whether MLX wrote it: PEFT insists on peft_type, and has none of the other keys."""
+    return "peft_type" not in config and ("fine_tune_type" in config or "lora_parameters" in config)
+
+
+def ignored_files(folder: Path, weights_name: str) -> tuple[str, ...]:
+    """What else lies there, sorted; never opened."""
+    return tuple(sorted(p.name for p in folder.iterdir() if p.name not in (CONFIG_NAME, weights_name)))
 
 
 def _refused(code: str, field: str, message: str) -> AdapterInvalid:
@@ -64,8 +107,9 @@ def _refused(code: str, field: str, message: str) -> AdapterInvalid:
 
 
 def _no_config(path: Path) -> Problem:
-    if (path / "adapters.safetensors").is_file():
-        return _mlx()
+    for name, code, message in _FOREIGN:
+        if (path / name).is_file():
+            return Problem(code, CONFIG_NAME, message)
     if any(path.glob("*.gguf")):
         message = (
             "a GGUF adapter is not served, it may lack rsLoRA and patterns; upload the PEFT folder it was made from"
@@ -78,16 +122,12 @@ def _no_weights(folder: Path) -> Problem:
     if pickle := next((name for name in PICKLES if (folder / name).exists()), None):
         return Problem("not_safetensors", pickle, f"is a pickle; {_CONVERT}")
     if (folder / "adapters.safetensors").is_file():
-        return _mlx()
+        message = f"is missing; there is MLX's adapters.safetensors, but {CONFIG_NAME} is not MLX's"
+        return Problem("mlx_adapter", WEIGHTS_NAME, message)
     if (folder / f"{WEIGHTS_NAME}.index.json").is_file():
         message = "is split into shards; join them into one file (safetensors.torch.load_file each, one save_file)"
         return Problem("sharded_weights", WEIGHTS_NAME, message)
     return Problem("missing_weights", WEIGHTS_NAME, f"is missing; {_CONVERT}")
-
-
-def _mlx() -> Problem:
-    message = f"is an MLX adapter; {MLX_WAY_OUT}"
-    return Problem("mlx_adapter", "adapters.safetensors", message)
 
 
 def digest_file(path: Path, progress: Callable[[int, int], None] | None = None) -> str:

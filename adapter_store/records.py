@@ -1,9 +1,13 @@
 """What the store tells about an id: plain frozen facts."""
 
-from collections.abc import Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
+from adapter_store.aliases import AliasTarget, Shares, check_alias, check_shares
+from adapter_store.errors import AdapterChanged, AdapterExists, VersionNotFound
+from adapter_store.manifest import canonical_json
 from adapter_store.report import UploadReport
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
 
@@ -23,7 +27,9 @@ class VersionRecord:
 class AdapterRecord:
     """An id and its versions, oldest first. `key` is the current version's.
 
-    `limits` of the id are numbers by name: kept here, understood elsewhere.
+    `limits` of the id are numbers by name: kept here, understood elsewhere. `aliases` are sorted by name. `etag` are 32
+    hex digits of all this but the times: another state has another one. Version numbers are not used twice, so an id
+    that was deleted and made again never has an old one.
     """
 
     adapter_id: AdapterId
@@ -32,6 +38,8 @@ class AdapterRecord:
     created_s: float
     versions: tuple[VersionRecord, ...]
     limits: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
+    aliases: Mapping[str, Shares] = field(default_factory=lambda: MappingProxyType({}))
+    etag: str = ""
 
     @classmethod
     def of(
@@ -41,10 +49,20 @@ class AdapterRecord:
         created_s: float,
         versions: Sequence[VersionRecord],
         limits: Mapping[str, float] | None = None,
+        aliases: Mapping[str, Shares] | None = None,
     ) -> "AdapterRecord":
         key = next(v.key for v in versions if v.version == current_version)
         own = MappingProxyType(dict(limits or {}))
-        return cls(adapter_id, current_version, key, created_s, tuple(versions), own)
+        names = MappingProxyType({alias: MappingProxyType(dict(to)) for alias, to in sorted((aliases or {}).items())})
+        etag = _etag(adapter_id, current_version, versions, own, names)
+        return cls(adapter_id, current_version, key, created_s, tuple(versions), own, names, etag)
+
+    def version(self, number: int) -> VersionRecord | None:
+        return next((v for v in self.versions if v.version == number), None)
+
+    def aliases_of(self, versions: Collection[int]) -> tuple[str, ...]:
+        """The aliases that name any of these versions, also for a share only."""
+        return tuple(alias for alias, shares in self.aliases.items() if not shares.keys().isdisjoint(versions))
 
     def ref(self, version: VersionRecord | None = None) -> AdapterRef:
         """A version of this id, resolved; the current one by default."""
@@ -53,12 +71,53 @@ class AdapterRecord:
         return AdapterRef(self.adapter_id, version.version, version.key)
 
 
+def _etag(
+    adapter_id: AdapterId,
+    current_version: int,
+    versions: Sequence[VersionRecord],
+    limits: Mapping[str, float],
+    aliases: Mapping[str, Shares],
+) -> str:
+    pointers = {alias: {str(version): share for version, share in to.items()} for alias, to in aliases.items()}
+    state = [adapter_id, current_version, [[v.version, v.key] for v in versions], dict(limits), pointers]
+    return hashlib.sha256(canonical_json(state).encode()).hexdigest()[:32]
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What is to change about an id; None leaves it as it is.
+
+    `version` becomes the current one. Of `aliases` those that are named change, to None: they go. `limits` replace all.
+    """
+
+    version: int | None = None
+    aliases: Mapping[str, AliasTarget | None] = field(default_factory=dict)
+    limits: Mapping[str, float] | None = None
+
+    def check(self) -> None:
+        """Raises: InvalidAlias: a name or a target is none, whatever versions there are."""
+        for alias, target in self.aliases.items():
+            check_alias(alias)
+            if target is not None:
+                check_shares(alias, target)
+
+    def check_versions(self, record: AdapterRecord) -> None:
+        """Raises: VersionNotFound: it is about a version that the id does not have."""
+        wanted = [] if self.version is None else [self.version]
+        for alias, target in self.aliases.items():
+            wanted += check_shares(alias, target) if target is not None else ()
+        for version in wanted:
+            if record.version(version) is None:
+                raise VersionNotFound(record.adapter_id, version, tuple(v.version for v in record.versions))
+
+
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """What deleting came to: how many versions went, and the contents that no version names any more."""
+    """What deleting came to: how many versions went, the contents that no version names any more, the aliases gone."""
 
     num_versions: int
     contents: tuple[AdapterKey, ...]
+    aliases: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,3 +127,20 @@ class Registration:
     ref: AdapterRef
     created: bool
     report: UploadReport
+
+
+def check_state(
+    adapter_id: str, record: AdapterRecord | None, tags: Collection[str] | None, *, if_not_exists: bool = False
+) -> None:
+    """Whether an id is as a caller expects. A tag is a record's `etag`, `sha256:` and the digest of its current
+    content, or `*` for any state at all; None expects nothing.
+
+    Raises:
+        AdapterExists: it does, and the caller expects that it does not.
+        AdapterChanged: it is in another state, or there is no such id.
+    """
+    if if_not_exists and record is not None:
+        raise AdapterExists(adapter_id)
+    if tags is None or (record is not None and {"*", record.etag, f"sha256:{record.key}"} & set(tags)):
+        return
+    raise AdapterChanged(adapter_id, record is not None)

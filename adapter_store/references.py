@@ -1,4 +1,4 @@
-"""What a person calls an adapter: ids, and references to a version or a content of one."""
+"""What a person calls an adapter: ids, and references to an alias, a version or a content of one."""
 
 import re
 import unicodedata
@@ -11,6 +11,7 @@ MAX_ID_CHARS = 64
 MIN_KEY_DIGITS = 12
 VERBS = frozenset({"warm", "verify"})
 ID_RULE = "1 to 64 of a-z, 0-9, '.', '_' and '-', starting with a letter or digit"
+ALIAS_RULE = f"{ID_RULE}, not only digits, neither {' nor '.join(sorted(VERBS))}"
 
 # Ours, not uploaded: no alternatives that overlap, so linear in the length of the text.
 _ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -22,9 +23,10 @@ _NOT_ID = re.compile(r"[^a-z0-9._-]+")
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """`mia`, `mia@3` or `mia@sha256:<12 to 64 hex digits of the AdapterKey>`, taken apart."""
+    """`mia`, `mia:prod`, `mia@3` or `mia@sha256:<12 to 64 hex digits of the AdapterKey>`, taken apart."""
 
     adapter_id: AdapterId
+    alias: str | None = None
     version: int | None = None
     key_prefix: str | None = None
 
@@ -32,16 +34,22 @@ class Reference:
 def parse_reference(text: str) -> Reference:
     """Raises: AdapterNotFound: it has no form that could name an adapter."""
     name, at, pin = text.partition("@")
-    if not _ID.fullmatch(name):
+    name, colon, alias = name.partition(":")
+    if not _ID.fullmatch(name) or (colon and (at or not is_alias(alias))):
         raise AdapterNotFound(text)
     adapter_id = AdapterId(name)
     if not at:
-        return Reference(adapter_id)
+        return Reference(adapter_id, alias if colon else None)
     if _VERSION.fullmatch(pin):
         return Reference(adapter_id, version=int(pin))
     if pin.startswith("sha256:") and _KEY_PREFIX.fullmatch(pin.removeprefix("sha256:")):
         return Reference(adapter_id, key_prefix=pin.removeprefix("sha256:"))
     raise AdapterNotFound(text)
+
+
+def is_alias(text: str) -> bool:
+    """Whether an alias may be called that: a number would look like a version, and a verb is a route."""
+    return _ID.fullmatch(text) is not None and not text.isdigit() and text not in VERBS
 
 
 def check_adapter_id(text: str, reserved: frozenset[str]) -> AdapterId:

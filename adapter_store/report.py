@@ -1,7 +1,8 @@
 """What an uploader is told about an accepted adapter."""
 
+import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 from adapter_store.data_scan import DataFacts
@@ -9,15 +10,15 @@ from adapter_store.errors import show
 from adapter_store.manifest import Manifest
 from adapter_store.safetensors_header import SafetensorsHeader
 from adapter_store.spec import AdapterKey, AdapterSpec, BaseShapes
-from adapter_store.tensor_names import module_name
 
 
 @dataclass(frozen=True, slots=True)
 class UploadReport:
     """What was matched, and how strong. `layers` counts the layers touched; `digest` is the AdapterKey.
 
-    `modules_expected` counts the modules of the base that the config's target_modules names; where that is a pattern,
-    which is never run, those matched.
+    `modules_expected` counts those matched, and those that the config's target_modules names besides; none where that
+    is a pattern, which is never run. `norm_b` is the sum of the Frobenius norms of lora_B, None in reports from before
+    it was counted; `notices` say what was read otherwise than it is written.
     """
 
     modules_matched: int
@@ -31,28 +32,44 @@ class UploadReport:
     weights_bytes: int
     digest: AdapterKey
     warnings: tuple[str, ...]
+    norm_b: float | None = None
+    notices: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `warnings` is a list."""
-        return {**asdict(self), "warnings": list(self.warnings)}
+        """Plain JSON values; `warnings` and `notices` are lists."""
+        facts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in facts.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "UploadReport":
-        """Inverse of `to_dict`."""
-        known = {field.name: values[field.name] for field in fields(cls)}
-        return cls(**{**known, "warnings": tuple(known["warnings"])})
+        """Inverse of `to_dict`; a report of an earlier version may lack the fields that have a default."""
+        known: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        known.update({name: tuple(known[name]) for name in ("warnings", "notices") if name in known})
+        return cls(**known)
 
 
 def build_report(
-    spec: AdapterSpec, manifest: Manifest, base: BaseShapes, facts: DataFacts, header: SafetensorsHeader
+    spec: AdapterSpec,
+    manifest: Manifest,
+    base: BaseShapes,
+    facts: DataFacts,
+    header: SafetensorsHeader,
+    missing: tuple[str, ...] = (),
+    notices: tuple[str, ...] = (),
 ) -> UploadReport:
-    """The report of a validated adapter."""
+    """The report of a validated adapter. `missing` names modules that the config names and the file lacks."""
     ranks = [m.rank for m in spec.modules]
     scalings = [m.scaling for m in spec.modules]
-    expected = _expected_modules(spec, manifest, base)
+    warnings = [
+        *_untrained(spec, facts),
+        *_partial(missing, len(spec.modules)),
+        *_other_base(manifest.base_model_name, base.name),
+        *_multimodal(notices),
+        *_mixed_types(header),
+    ]
     return UploadReport(
         modules_matched=len(spec.modules),
-        modules_expected=len(expected),
+        modules_expected=len(spec.modules) + len(missing),
         layers=len({m.layer for m in spec.modules}),
         rank_min=min(ranks),
         rank_max=max(ranks),
@@ -61,30 +78,10 @@ def build_report(
         dtype=spec.dtype,
         weights_bytes=spec.weights_bytes,
         digest=spec.key,
-        warnings=tuple(_warnings(spec, manifest, base, facts, header, expected)),
+        warnings=tuple(warnings),
+        norm_b=math.fsum(facts.norms[m.b_name] for m in spec.modules),
+        notices=notices,
     )
-
-
-def _expected_modules(spec: AdapterSpec, manifest: Manifest, base: BaseShapes) -> set[tuple[int, str]]:
-    matched = {(m.layer, m.module) for m in spec.modules}
-    every = [(layer, module) for layer in range(base.num_layers) for module in base.modules]
-    return matched | {(i, m) for i, m in every if manifest.targets(i, module_name(base, i, m))}
-
-
-def _warnings(
-    spec: AdapterSpec,
-    manifest: Manifest,
-    base: BaseShapes,
-    facts: DataFacts,
-    header: SafetensorsHeader,
-    expected: set[tuple[int, str]],
-) -> list[str]:
-    return [
-        *_untrained(spec, facts),
-        *_partial(spec, base, expected),
-        *_other_base(manifest.base_model_name, base.name),
-        *_mixed_types(header),
-    ]
 
 
 def _untrained(spec: AdapterSpec, facts: DataFacts) -> list[str]:
@@ -94,14 +91,18 @@ def _untrained(spec: AdapterSpec, facts: DataFacts) -> list[str]:
     return [f"lora_A or lora_B is all zero in {len(idle)} of {len(spec.modules)} modules"] if idle else []
 
 
-def _partial(spec: AdapterSpec, base: BaseShapes, expected: set[tuple[int, str]]) -> list[str]:
-    missing = sorted(expected - {(m.layer, m.module) for m in spec.modules})
+def _partial(missing: tuple[str, ...], num_matched: int) -> list[str]:
     if not missing:
         return []
-    first = module_name(base, *missing[0])
-    return [
-        f"partial: {len(missing)} of {len(expected)} targeted modules have no tensors and stay as the base ({first})"
-    ]
+    what = f"{len(missing)} of {num_matched + len(missing)} targeted modules have no tensors and stay as the base"
+    return [f"partial: {what} ({missing[0]})"]
+
+
+def _multimodal(notices: tuple[str, ...]) -> list[str]:
+    if not any("language_model." in notice for notice in notices):
+        return []
+    what = "right only if this base is that part, which shapes cannot tell"
+    return [f"trained on the language part of a multimodal model: {what}"]
 
 
 def _other_base(trained_on: str, served: str) -> list[str]:

@@ -52,7 +52,7 @@ def header_cap_bytes(base: BaseShapes) -> int:
 def read_header(file: BinaryIO, file_bytes: int, cap_bytes: int) -> SafetensorsHeader:
     """Read and check the header; `file` is left at the first byte of the data.
 
-    Reads 8 bytes, and after that at most `cap_bytes`.
+    Reads 8 bytes, and after that at most `cap_bytes`; takes as many tensors as have 256 bytes of that each.
 
     Raises:
         AdapterInvalid: with every problem found; the first structural one ends the search.
@@ -60,6 +60,7 @@ def read_header(file: BinaryIO, file_bytes: int, cap_bytes: int) -> SafetensorsH
     first = file.read(LENGTH_BYTES)
     length = _header_length(first, file_bytes, cap_bytes)
     raw = _parse_json(file.read(length))
+    _check_count(len(raw), cap_bytes)
     data_start = LENGTH_BYTES + length
     problems = ProblemList()
     _check_metadata(raw.pop("__metadata__", None), problems)
@@ -120,6 +121,13 @@ def _parse_json(data: bytes) -> dict[str, object]:
     if not isinstance(raw, dict):
         raise _invalid("malformed_header", f"has a header that is no JSON object: {show(raw)}")
     return raw
+
+
+def _check_count(num_entries: int, cap_bytes: int) -> None:
+    """Short entries could make a header of the cap hold ten times what any adapter has; each would be looked at."""
+    most = max(cap_bytes, MIN_HEADER_CAP_BYTES) // BYTES_PER_TENSOR
+    if num_entries > most:
+        raise _invalid("too_many_tensors", f"holds {num_entries} tensors; an adapter of this base has at most {most}")
 
 
 def _invalid(code: str, message: str) -> AdapterInvalid:

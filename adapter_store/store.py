@@ -1,7 +1,7 @@
 """The adapter store: one folder, one owner, safe to use from many threads.
 
     root/lock              held while a server uses the store
-    root/index.sqlite3     ids, versions, contents (`index.py`)
+    root/index.sqlite3     ids, versions, aliases, contents (`index.py`)
     root/blobs, root/tmp   weights by digest (`blobs.py`)
 
 Reading and hashing weights happens outside the lock; what changes the index happens under it, in one transaction that
@@ -9,49 +9,59 @@ makes the change visible at once. Resolving a name reads a dictionary and never 
 """
 
 import contextlib
-import difflib
-import hashlib
 import os
+import random
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from adapter_store.blobs import BlobDirectory, BlobUpload, disk_errors
+from adapter_store.aliases import check_alias
+from adapter_store.base_identity import BaseIdentity, bind_base
+from adapter_store.blobs import UNREFERENCED_BLOB_AGE_S, BlobDirectory, BlobUpload, Swept, disk_errors
 from adapter_store.contents import ContentReader
 from adapter_store.errors import (
-    AdapterCorrupt,
-    AdapterExists,
     AdapterNotFound,
-    BlobNotFound,
     BlobTooLarge,
     StoreFull,
     StoreUnusable,
+    VersionInUse,
 )
 from adapter_store.holds import ContentHold, Holds
-from adapter_store.index import Content, Index
+from adapter_store.index import NO_QUOTA, Content, Index
+from adapter_store.leases import BlobLeases
 from adapter_store.loader import AdapterWeights
-from adapter_store.manifest import canonical_json
-from adapter_store.peft_dir import CHUNK_BYTES, digest_file
-from adapter_store.records import AdapterRecord, Deletion, Registration, VersionRecord
-from adapter_store.references import VERBS, Reference, check_adapter_id, check_digest, parse_reference
+from adapter_store.names import Names, read_records
+from adapter_store.peft_dir import CHUNK_BYTES, PeftDir, digest_file
+from adapter_store.quarantine import Quarantine
+from adapter_store.quota import ANONYMOUS, StoreQuota
+from adapter_store.records import AdapterRecord, Change, Deletion, Registration, check_state
+from adapter_store.references import VERBS, check_adapter_id, check_digest
 from adapter_store.report import UploadReport
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes
 from adapter_store.store_folder import lock_root, opening
-from adapter_store.validate import CheckedAdapter, check_adapter, max_adapter_bytes
+from adapter_store.validate import max_adapter_bytes
 
-NEAR_NAMES = 3
+Tags = Collection[str] | None
+"""States that an id may be in for a change to be done (`records.check_state`); None: any, or none at all."""
 
 
 class AdapterStore:
     """Adapters of one base, kept over restarts. Every method may be called from any thread at any time.
 
+    Args:
+        quota: how much may be stored.
+        draw: random numbers in [0, 1), for aliases that are split between versions.
+
     Raises:
         StoreLocked: another server has it open.
-        StoreUnusable: it cannot be read or written, or was filled for another base.
+        StoreUnusable: it cannot be read or written, or was filled for another base (`base_identity.py`).
+
+    Args:
+        base_sample: numbers by which the base's weights are known again; none: they are not compared.
+        accept_base_change: take a store of another base, if every adapter fits this one.
     """
 
     def __init__(
@@ -61,14 +71,19 @@ class AdapterStore:
         *,
         max_lora_rank: int = 256,
         reserved_ids: frozenset[str] = frozenset(),
+        quota: StoreQuota = NO_QUOTA,
+        draw: Callable[[], float] = random.random,
+        base_sample: Sequence[float] = (),
+        accept_base_change: bool = False,
     ) -> None:
         self.base = base
         self.max_lora_rank = max_lora_rank
         self.max_blob_bytes = max_adapter_bytes(base, max_lora_rank)
         self._reserved = reserved_ids | VERBS
+        self.quota = quota
         self._lock = threading.RLock()
-        self._leases: Counter[str] = Counter()
         self._holds = Holds()
+        self._quarantine = Quarantine()
         self._closed = False
         with contextlib.ExitStack() as undo, opening(root):
             undo.callback(os.close, lock_root(root))
@@ -76,23 +91,12 @@ class AdapterStore:
             self._index = Index(root / "index.sqlite3")
             self._contents = ContentReader(self._blobs, base, max_lora_rank, self._content)
             undo.callback(self._index.close)
-            self._records = self._read_records()
+            self._leases = BlobLeases(self._lock, self._blobs, self._check_open, self._index.may_name)
+            self._names = Names(read_records(self._index, self._reserved), draw)
+            bind_base(self._index, BaseIdentity.of(base, base_sample), self._contents.spec, accept_base_change)
             self.collect()
             self._blobs.sweep(self._index.referenced_digests())
             self._undo = undo.pop_all()
-
-    def _read_records(self) -> dict[AdapterId, AdapterRecord]:
-        if not self._index.bind_base(_fingerprint(self.base)):
-            raise StoreUnusable(
-                f"it holds adapters that were checked for a base of other shapes than this {self.base.family} model; "
-                "give each base a folder of its own (--store)"
-            )
-        records = self._index.records()
-        if taken := sorted(self._reserved & records.keys()):
-            raise StoreUnusable(
-                f"it holds an adapter named {taken[0]!r}, which is the base's name (--served-model-name)"
-            )
-        return records
 
     def __enter__(self) -> Self:
         return self
@@ -101,8 +105,11 @@ class AdapterStore:
         self.close()
 
     def close(self) -> None:
-        """Let another server have the store. Uploads under way fail; weights already loaded stay usable."""
-        with self._lock:
+        """Let another server have the store. Uploads under way fail; weights already loaded stay usable.
+
+        Raises: StoreFull, StoreUnusable: the disk failed; it is closed all the same.
+        """
+        with self._lock, disk_errors("closing"):
             self._closed = True
             self._undo.close()
 
@@ -129,7 +136,7 @@ class AdapterStore:
         if length > self.max_blob_bytes:
             raise BlobTooLarge(length, self.max_blob_bytes)
         self._check_open()
-        return BlobUpload(self._blobs, hex_digest, length)
+        return BlobUpload(self._blobs, hex_digest, length, self._quarantine.repaired)
 
     def add_blob(self, path: Path) -> str:
         """Copy a local weights file into the store; returns its digest.
@@ -148,122 +155,101 @@ class AdapterStore:
     # -- names
 
     def register(
-        self, adapter_id: str, config: Mapping[str, object], weights_digest: str, *, if_not_exists: bool = False
+        self,
+        adapter_id: str,
+        config: Mapping[str, object],
+        weights_digest: str,
+        *,
+        if_not_exists: bool = False,
+        alias: str | None = None,
+        if_match: Tags = None,
+        principal: str = ANONYMOUS,
+        allow_partial: bool = False,
     ) -> Registration:
-        """Check uploaded weights against the base and make them the id's current version.
+        """Check uploaded weights against the base and make them the id's current version, and the alias's.
 
+        `allow_partial` takes one whose config names more modules than there are tensors for.
         A content that the id already has keeps its version number; the id moves to it. If the check or the disk
         refuses, nothing is stored, and the weights are removed unless a version or another registration needs them.
 
         Raises:
-            InvalidAdapterId, InvalidDigest, BlobNotFound: before anything is read.
+            InvalidAdapterId, InvalidAlias, InvalidDigest, BlobNotFound: before anything is read.
             AdapterExists: `if_not_exists`, and the id does.
+            AdapterChanged: it is not in one of the states of `if_match`.
             AdapterInvalid: with every problem found.
             AdapterCorrupt: the disk returned other bytes than were uploaded.
+            QuotaExceeded: the principal, or the store, would have more than is allowed.
             StoreFull, StoreUnusable: the disk refused.
         """
         name = check_adapter_id(adapter_id, self._reserved)
         digest = check_digest(weights_digest)
-        if if_not_exists and name in self._records:
-            raise AdapterExists(name)
-        with self._leased(digest):
-            checked = self._check(config, digest)
+        if alias is not None:
+            check_alias(alias)
+        check_state(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
+        with self._leases.lease(digest):
+            checked = self._contents.check(config, digest, allow_partial)
             content = Content(checked.spec.key, digest, config, checked.report)
             with self._lock:
                 self._check_open()
-                if if_not_exists and name in self._records:
-                    raise AdapterExists(name)
-                version, created = self._index.add_version(name, content, time.time())
+                check_state(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
+                version, created = self._index.add_version(
+                    name, content, time.time(), alias=alias, principal=principal, quota=self.quota
+                )
                 self._refresh(name)
         return Registration(AdapterRef(name, version, checked.spec.key), created, checked.report)
 
-    def _check(self, config: Mapping[str, object], digest: str) -> CheckedAdapter:
-        with self._blobs.open(digest) as file, disk_errors("reading weights"):
-            size = os.fstat(file.fileno()).st_size
-            checked = check_adapter(config, file, size, self.base, self.max_lora_rank)
-        if checked.spec.weights_digest != digest:
-            raise AdapterCorrupt(f"stored weights sha256:{digest[:12]} are damaged; upload the same file again")
-        return checked
-
-    @contextlib.contextmanager
-    def _leased(self, digest: str) -> Iterator[None]:
-        """Nobody removes the blob inside; the last to leave does, if no version names it."""
-        with self._lock:
-            self._check_open()
-            if not self._blobs.exists(digest):
-                raise BlobNotFound(digest)
-            self._leases[digest] += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._leases[digest] -= 1
-                self._remove_unused(digest)
-
-    def _remove_unused(self, digest: str) -> None:
-        if self._closed or self._leases[digest]:
-            return
-        del self._leases[digest]
-        # Litter that cannot be removed now goes when the store opens next; it must not hide why a registration failed.
-        with contextlib.suppress(StoreUnusable, StoreFull):
-            if not self._index.is_referenced(digest):
-                self._blobs.remove(digest)
-
     def resolve(self, reference: str) -> AdapterRef:
-        """What `mia`, `mia@3` or `mia@sha256:<12 or more digits of the key>` names now. Reads memory only.
+        """What `mia`, `mia:prod`, `mia@3` or `mia@sha256:<12 or more digits of the key>` names now. Reads memory only.
+
+        For an alias that is split between versions each call draws one of them, by their shares.
 
         Raises:
             AdapterNotFound: nothing; carries up to three ids that look like it.
         """
-        parsed = self._parse(reference)
-        record = self._records.get(parsed.adapter_id)
-        if record is None:
-            raise AdapterNotFound(reference, self._near(parsed.adapter_id))
-        if parsed.version is None and parsed.key_prefix is None:
-            return record.ref()
-        matches = _select(record, parsed)
-        if len({v.key for v in matches}) != 1:
-            raise AdapterNotFound(reference, (record.adapter_id,))
-        return record.ref(matches[-1])
+        return self._names.resolve(reference)
 
-    def _parse(self, reference: str) -> Reference:
-        try:
-            return parse_reference(reference)
-        except AdapterNotFound:
-            raise AdapterNotFound(reference, self._near(reference[:64].partition("@")[0])) from None
-
-    def _near(self, name: str) -> tuple[str, ...]:
-        return tuple(difflib.get_close_matches(name.lower(), list(self._records), NEAR_NAMES))
+    def resolve_one(self, reference: str) -> AdapterRef:
+        """As `resolve`, but an alias that is split is refused. Raises: AdapterNotFound, InvalidAlias."""
+        return self._names.resolve_one(reference)
 
     def list_adapters(self) -> list[AdapterRecord]:
         """Every id, sorted."""
-        records = self._records
-        return [records[name] for name in sorted(records)]
+        return self._names.all()
 
     def get(self, adapter_id: str) -> AdapterRecord:
         """Raises: AdapterNotFound."""
-        record = self._records.get(AdapterId(adapter_id))
-        if record is None:
-            raise AdapterNotFound(adapter_id, self._near(adapter_id[:64]))
-        return record
+        return self._names.get(adapter_id)
 
     def limits(self, adapter_id: str) -> Mapping[str, float]:
         """The limits of an id; none if there is no such id. Reads memory only."""
-        record = self._records.get(AdapterId(adapter_id))
+        record = self._names.find(adapter_id)
         return record.limits if record is not None else {}
 
     def set_limits(self, adapter_id: str, limits: Mapping[str, float]) -> None:
-        """Replace the limits of an id, which all its versions share and which go with it.
+        """Replace the limits of an id, which all its versions share and which go with it. Raises: as `change`."""
+        self.change(adapter_id, Change(limits=limits))
+
+    def change(self, adapter_id: str, change: Change, *, if_match: Tags = None) -> AdapterRecord:
+        """Move an id to another of its versions, set, move or remove aliases, replace limits: all at once, or nothing.
+
+        Returns the id as it is then. Requests that were resolved before keep their version.
 
         Raises:
             AdapterNotFound: there is no such id.
-            StoreFull, StoreUnusable: the disk refused; the old ones stay.
+            VersionNotFound: it has no such version.
+            InvalidAlias: an alias's name or target is none.
+            AdapterChanged: the id is not in one of the states of `if_match`.
+            StoreFull, StoreUnusable: the disk refused; everything is as before.
         """
+        change.check()
         with self._lock:
             self._check_open()
             record = self.get(adapter_id)
-            self._index.set_limits(record.adapter_id, limits)
+            check_state(adapter_id, record, if_match)
+            change.check_versions(record)
+            self._index.change(record.adapter_id, change)
             self._refresh(record.adapter_id)
+            return self.get(adapter_id)
 
     def is_named(self, key: AdapterKey) -> bool:
         """Whether any version names this content."""
@@ -271,7 +257,7 @@ class AdapterStore:
             self._check_open()
             return self._index.is_named(key)
 
-    def delete(self, reference: str) -> Deletion:
+    def delete(self, reference: str, *, force: bool = False, if_match: Tags = None) -> Deletion:
         """Remove an id, or the version or content that the reference pins.
 
         The id moves to its highest version left. Weights that no version names any more are removed, once nobody holds
@@ -279,29 +265,37 @@ class AdapterStore:
 
         Raises:
             AdapterNotFound: there is nothing of that name.
+            InvalidAlias: it is an alias; `change` removes those.
+            AdapterChanged: the id is not in one of the states of `if_match`.
+            VersionInUse: an alias names it; `force` removes the alias too.
         """
-        parsed = self._parse(reference)
         with self._lock:
             self._check_open()
-            record = self._records.get(parsed.adapter_id)
-            doomed = _select(record, parsed) if record is not None else ()
-            if record is None or not doomed:
-                raise AdapterNotFound(reference, self._near(parsed.adapter_id))
-            self._index.delete_versions(record, frozenset(v.version for v in doomed))
-            self._refresh(parsed.adapter_id)
+            record, doomed = self._names.select(reference)
+            check_state(record.adapter_id, record, if_match)
+            versions = frozenset(v.version for v in doomed)
+            aliases = record.aliases_of(versions)
+            if aliases and not force:
+                raise VersionInUse(record.adapter_id, aliases)
+            self._index.delete_versions(record, versions)
+            self._refresh(record.adapter_id)
             # It is deleted whether or not the disk lets its weights go now.
             with contextlib.suppress(StoreUnusable, StoreFull):
                 self.collect()
             contents = sorted({v.key for v in doomed})
-            return Deletion(len(doomed), tuple(key for key in contents if not self._index.is_named(key)))
+            unnamed = tuple(key for key in contents if not self._index.is_named(key))
+            return Deletion(len(doomed), unnamed, aliases)
 
     def hold(self, key: AdapterKey) -> ContentHold:
         """Keep a content for as long as the returned object lives, whatever is deleted meanwhile.
 
-        Raises: AdapterNotFound: it is gone already.
+        Raises:
+            AdapterNotFound: it is gone already.
+            AdapterCorrupt: it is in quarantine.
         """
         with self._lock:
             self._content(key)
+            self._quarantine.check(key)
             return self._holds.take(key)
 
     def collect(self) -> int:
@@ -314,20 +308,33 @@ class AdapterStore:
             unnamed = self._index.unnamed() - self._holds.held()
             if unnamed:
                 for digest in sorted(self._index.drop(unnamed)):
-                    self._remove_unused(digest)
+                    self._leases.remove_unused(digest)
+                self._quarantine.forget(unnamed)
             return len(unnamed)
 
+    def remove_orphans(self, age_s: float = UNREFERENCED_BLOB_AGE_S) -> Swept:
+        """Remove weights that were uploaded longer ago than this and are named by nothing still.
+
+        Raises: StoreUnusable: the disk refused; the next call goes on.
+        """
+        with self._lock:
+            self._check_open()
+            self._index.settle()
+            return self._blobs.remove_orphans(self._index.referenced_digests() | self._leases.leased(), age_s)
+
     def _refresh(self, adapter_id: AdapterId) -> None:
-        """Bring one id of the dictionary up to date. It is replaced, not changed: readers do not lock."""
-        records = dict(self._records)
-        records.pop(adapter_id, None)
-        self._records = records | self._index.records(adapter_id)
+        self._names.replace(adapter_id, self._index.records(adapter_id).get(adapter_id))
 
     # -- contents
 
     def report(self, key: AdapterKey) -> UploadReport:
         """The upload report of a content. Raises: AdapterNotFound."""
         return self._content(key).report
+
+    def peft(self, key: AdapterKey) -> PeftDir:
+        """A content as it was uploaded, for another process to read while it is held. Raises: AdapterNotFound."""
+        content = self._content(key)
+        return PeftDir(dict(content.config), self._blobs.path(content.weights_digest), ())
 
     def spec(self, key: AdapterKey) -> AdapterSpec:
         """What a content is, read from the header of its weights and checked against the base once more.
@@ -337,7 +344,9 @@ class AdapterStore:
             AdapterCorrupt: its weights are damaged or gone.
             AdapterInvalid: this server's limits are tighter than those it was accepted under.
         """
-        return self._contents.spec(self._content(key))
+        content = self._content(key)
+        with self._quarantine.reading(key, content.weights_digest):
+            return self._contents.spec(content)
 
     def load(self, key: AdapterKey, should_stop: Callable[[], bool] = lambda: False) -> AdapterWeights:
         """Read a content's weights; the digest is verified, and the spec checked, before anything is handed out.
@@ -346,7 +355,32 @@ class AdapterStore:
             AdapterNotFound, AdapterCorrupt, AdapterInvalid: as `spec`.
             LoadCancelled: `should_stop` said so meanwhile.
         """
-        return self._contents.load(self._content(key), should_stop)
+        content = self._content(key)
+        with self._quarantine.reading(key, content.weights_digest):
+            return self._contents.load(content, should_stop)
+
+    def quarantined(self) -> frozenset[AdapterKey]:
+        """Contents that were found damaged since the store opened. Their requests fail at once, without a look at the
+        disk, until the same weights are uploaded again."""
+        return self._quarantine.keys()
+
+    def record_verdict(self, key: AdapterKey, verdict: Mapping[str, object]) -> None:
+        """Keep what verifying a content came to, as JSON, for as long as the content; replaces an earlier one.
+
+        Raises:
+            AdapterNotFound: there is no such content.
+            ValueError: JSON has no word for it.
+            StoreFull, StoreUnusable: the disk refused; the earlier one stays.
+        """
+        with self._lock:
+            self._content(key)
+            self._index.record_verdict(key, verdict)
+
+    def verdict(self, key: AdapterKey) -> Mapping[str, object] | None:
+        """What `record_verdict` was last told of a content, None if nothing."""
+        with self._lock:
+            self._check_open()
+            return self._index.verdict(key)
 
     def _content(self, key: AdapterKey) -> Content:
         with self._lock:
@@ -359,19 +393,3 @@ class AdapterStore:
     def _check_open(self) -> None:
         if self._closed:
             raise StoreUnusable("the store is closed")
-
-
-def _select(record: AdapterRecord, pin: Reference) -> tuple[VersionRecord, ...]:
-    """The versions that a reference means when everything of an id is meant unless it is pinned."""
-    if pin.version is not None:
-        return tuple(v for v in record.versions if v.version == pin.version)
-    if pin.key_prefix is not None:
-        return tuple(v for v in record.versions if v.key.startswith(pin.key_prefix))
-    return record.versions
-
-
-def _fingerprint(base: BaseShapes) -> str:
-    """Digest of what adapters are checked against. The name is left out: it is no reason to refuse."""
-    modules = {name: list(shape) for name, shape in base.modules.items()}
-    facts = [base.family, base.num_layers, base.layer_prefix, modules]
-    return hashlib.sha256(canonical_json(facts).encode()).hexdigest()

@@ -1,7 +1,8 @@
 """Does this adapter fit this base? Every problem is found before anything is refused; nothing here imports torch.
 
-`check_adapter` is the whole check, shared by the store and by `lorasrv check`: config, header, names, shapes, ranks and
-every value of the data, in one pass over the file.
+`check_adapter` is the whole check, shared by the store and by `lorasrv check`: config, header, names, shapes, ranks,
+completeness and every value of the data, in one pass over the file. `validate_adapter` is what is repeated when a
+stored adapter is loaded: it knows nothing of completeness, which was judged, and perhaps waived, at the upload.
 """
 
 import hashlib
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from adapter_store.data_scan import DataFacts, scan_data
-from adapter_store.errors import AdapterInvalid, ProblemList
+from adapter_store.errors import AdapterInvalid, ProblemList, show
 from adapter_store.manifest import MLX_WAY_OUT, Manifest, canonical_json, read_manifest
 from adapter_store.report import UploadReport, build_report
 from adapter_store.safetensors_header import (
@@ -24,6 +25,7 @@ from adapter_store.safetensors_header import (
     read_header,
 )
 from adapter_store.spec import AdapterKey, AdapterSpec, BaseShapes, LoraModule
+from adapter_store.targets import check_complete, check_targeted, missing_modules, spellings
 from adapter_store.tensor_names import TensorPlace, locate, module_name
 
 KEY_FORMAT = 1
@@ -38,6 +40,19 @@ class CheckedAdapter:
     report: UploadReport
 
 
+@dataclass(frozen=True, slots=True)
+class MatchedTensors:
+    """What of the base the tensors are for.
+
+    `modules` are those that passed, sorted by (layer, module); `places` holds every tensor's, `notices` what its names
+    were read as.
+    """
+
+    modules: tuple[LoraModule, ...] = ()
+    places: tuple[TensorPlace, ...] = ()
+    notices: tuple[str, ...] = ()
+
+
 def validate_adapter(
     config: Mapping[str, object], header: SafetensorsHeader, base: BaseShapes, max_rank: int, *, weights_digest: str
 ) -> AdapterSpec:
@@ -48,16 +63,24 @@ def validate_adapter(
     """
     problems = ProblemList()
     manifest = read_manifest(config, problems)
-    modules = match_modules(header, base, manifest, max_rank, problems)
+    matched = match_modules(header, base, manifest, max_rank, problems)
     problems.raise_if_any()
-    return make_spec(modules, header, weights_digest)
+    return make_spec(matched.modules, header, weights_digest)
 
 
 def check_adapter(
-    config: Mapping[str, object], file: BinaryIO, file_bytes: int, base: BaseShapes, max_rank: int
+    config: Mapping[str, object],
+    file: BinaryIO,
+    file_bytes: int,
+    base: BaseShapes,
+    max_rank: int,
+    *,
+    allow_partial: bool = False,
 ) -> CheckedAdapter:
     """The whole check of one file, read once from its start; `spec.weights_digest` is that of the bytes read.
 
+    Args:
+        allow_partial: take an adapter whose config names more modules than there are tensors for.
     Raises:
         AdapterInvalid: with every problem of config, header, names, shapes and values.
     """
@@ -65,24 +88,46 @@ def check_adapter(
     manifest = read_manifest(config, problems)
     hasher = hashlib.sha256()
     facts = DataFacts()
-    modules: tuple[LoraModule, ...] = ()
+    matched = MatchedTensors()
+    missing: tuple[str, ...] = ()
     header = _header(file, file_bytes, base, problems)
     if header is not None:
         file.seek(0)
         hasher.update(file.read(header.data_start))
-        modules = match_modules(header, base, manifest, max_rank, problems)
-        facts = scan_data(file, header, hasher, problems)
+        matched = match_modules(header, base, manifest, max_rank, problems)
+        if manifest is not None and matched.places:
+            missing = _hold_against(manifest, base, matched, header, problems, allow_partial)
+        facts = scan_data(file, header, hasher, problems, frozenset(m.b_name for m in matched.modules))
     problems.raise_if_any()
     assert header is not None
     assert manifest is not None
-    spec = make_spec(modules, header, hasher.hexdigest())
-    return CheckedAdapter(spec, build_report(spec, manifest, base, facts, header))
+    spec = make_spec(matched.modules, header, hasher.hexdigest())
+    return CheckedAdapter(spec, build_report(spec, manifest, base, facts, header, missing, matched.notices))
 
 
-def check_files(config: Mapping[str, object], weights: Path, base: BaseShapes, max_rank: int) -> CheckedAdapter:
+def check_files(
+    config: Mapping[str, object], weights: Path, base: BaseShapes, max_rank: int, *, allow_partial: bool = False
+) -> CheckedAdapter:
     """`check_adapter` for a file by its path: the offline check."""
     with weights.open("rb") as file:
-        return check_adapter(config, file, weights.stat().st_size, base, max_rank)
+        return check_adapter(config, file, weights.stat().st_size, base, max_rank, allow_partial=allow_partial)
+
+
+def _hold_against(
+    manifest: Manifest,
+    base: BaseShapes,
+    matched: MatchedTensors,
+    header: SafetensorsHeader,
+    problems: ProblemList,
+    allow_partial: bool,
+) -> tuple[str, ...]:
+    """Names of modules that the config names and the file lacks."""
+    check_targeted(manifest, base, matched.places, problems)
+    found = {(place.layer, place.module) for place in matched.places}
+    missing = missing_modules(manifest, base, found, header.tensors)
+    if not allow_partial:
+        check_complete(missing, len(found) + len(missing), problems)
+    return missing
 
 
 def _header(file: BinaryIO, file_bytes: int, base: BaseShapes, problems: ProblemList) -> SafetensorsHeader | None:
@@ -102,32 +147,43 @@ def max_adapter_bytes(base: BaseShapes, max_rank: int) -> int:
 
 def match_modules(
     header: SafetensorsHeader, base: BaseShapes, manifest: Manifest | None, max_rank: int, problems: ProblemList
-) -> tuple[LoraModule, ...]:
-    """The adapted modules, sorted by (layer, module). Every tensor must land on one; what does not is a problem."""
-    found: dict[tuple[int, str], dict[str, str]] = {}
-    for name in header.tensors:
-        if place := locate(name, base, problems):
-            found.setdefault((place.layer, place.module), {})[place.half] = name
-    if not found:
-        problems.add("no_modules", FILE, "matches no module of this base: served as it is, it would change nothing")
+) -> MatchedTensors:
+    """The adapted modules. Every tensor must land on one, and no two on the same half; what does not is a problem."""
+    places = {name: place for name in header.tensors if (place := locate(name, base, problems))}
+    halves = _halves(places, base, problems)
     modules = []
-    for (layer, module), names in sorted(found.items()):
-        place = TensorPlace(layer, module, "")
+    for (layer, module), names in sorted(halves.items()):
+        at = module_name(base, layer, module)
         if (a_name := names.get("A")) is None or (b_name := names.get("B")) is None:
             there, missing = ("lora_B", "lora_A") if "B" in names else ("lora_A", "lora_B")
-            problems.add("missing_half", _at(base, place), f"has {there} but no {missing}; save the adapter again")
+            problems.add("missing_half", at, f"has {there} but no {missing}; save the adapter again")
             continue
         a, b = header.tensors[a_name], header.tensors[b_name]
-        rank = _check_shapes(place, a, b, base, problems)
+        rank = _check_shapes(places[a_name], a, b, base, problems)
         if rank is None:
             continue
-        scaling = _check_rank(place, rank, base, manifest, max_rank, problems)
+        scaling = _check_rank(places[a_name], rank, base, manifest, max_rank, problems)
         modules.append(LoraModule(layer, module, rank, scaling, a_name, b_name))
-    return tuple(modules)
+    notices = dict.fromkeys(notice for place in places.values() for notice in place.name.notices)
+    return MatchedTensors(tuple(modules), tuple(places.values()), tuple(notices))
 
 
-def _at(base: BaseShapes, place: TensorPlace) -> str:
-    return module_name(base, place.layer, place.module)
+def _halves(
+    places: Mapping[str, TensorPlace], base: BaseShapes, problems: ProblemList
+) -> dict[tuple[int, str], dict[str, str]]:
+    """(layer, module) -> half -> the tensor's name."""
+    if not places:
+        problems.add("no_modules", FILE, "matches no module of this base: served as it is, it would change nothing")
+    if len(names := sorted({place.name.adapter_name for place in places.values()})) > 1:
+        shown = ", ".join(show(name) for name in names[:3])
+        problems.add("several_adapters", FILE, f"holds tensors of several adapters ({shown}); save each by itself")
+    halves: dict[tuple[int, str], dict[str, str]] = {}
+    for name, place in places.items():
+        other = halves.setdefault((place.layer, place.module), {}).setdefault(place.half, name)
+        if other != name:
+            at = module_name(base, place.layer, place.module)
+            problems.add("duplicate_module", at, f"has two tensors for lora_{place.half}: {show(other)}, {show(name)}")
+    return halves
 
 
 def _check_shapes(
@@ -141,7 +197,7 @@ def _check_shapes(
         f"lora_A is {list(a.shape)} and lora_B {list(b.shape)}; {place.module} of this base takes lora_A [rank, {n_in}]"
         f" and lora_B [{n_out}, rank]{_shape_hint(a.shape, b.shape, n_in, n_out)}"
     )
-    problems.add("shape_mismatch", _at(base, place), message)
+    problems.add("shape_mismatch", module_name(base, place.layer, place.module), message)
     return None
 
 
@@ -157,7 +213,7 @@ def _check_rank(
     place: TensorPlace, rank: int, base: BaseShapes, manifest: Manifest | None, max_rank: int, problems: ProblemList
 ) -> float:
     """The module's scaling; notes a rank above the limit, one that the config contradicts, and an infinite scaling."""
-    name = _at(base, place)
+    name, *other_spelling = spellings(place, base)
     if rank > max_rank:
         problems.add(
             "rank_too_large", name, f"rank {rank}; this server takes at most {max_rank} (serve --max-lora-rank {rank})"
@@ -173,6 +229,13 @@ def _check_rank(
         )
         return 1.0
     scaling = manifest.scaling(name)
+    if any((manifest.rank(n), manifest.scaling(n)) != (rank, scaling) for n in other_spelling):
+        problems.add(
+            "ambiguous_names",
+            name,
+            "rank_pattern or alpha_pattern mean another value for the name as it is in the file, with its wrappers; "
+            "save the adapter with plain names",
+        )
     if not math.isfinite(scaling) or abs(scaling) > MAX_FLOAT32:
         problems.add("invalid_alpha", name, f"scaling {scaling} does not fit float32; correct lora_alpha")
         return 1.0

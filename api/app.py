@@ -22,13 +22,14 @@ from adapter_store.store import AdapterStore
 from api.errors import answer_for, describe
 from api.guard import Envelope, LoopbackGuard
 from api.limits import LimitKeeper
-from api.metrics import EngineCollector
-from api.routes import adapters, generate, models, operate, pool
+from api.metrics import EngineCollector, StoreCollector
+from api.routes import adapters, generate, models, operate, pool, verify, vllm_loras
 from api.services import Services
 from api.settings import ServerSettings
 from api.sse import ClientGone
 from lorasrv import __version__
 from lorasrv.errors import LorasrvError
+from lorasrv.verify.verifier import Verifier
 
 if TYPE_CHECKING:
     from lorasrv.async_engine import AsyncEngine
@@ -38,6 +39,7 @@ _LOG = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
 COLLECT_EVERY_S = 60.0
 EXPOSED_HEADERS = (
+    "etag",
     "x-request-id",
     "x-adapter-id",
     "x-adapter-version",
@@ -57,6 +59,7 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
     """
     limits = LimitKeeper(engine, store, settings.limits("adapter"))
     limits.check()
+    verifier = Verifier()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -67,6 +70,7 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
             yield
         finally:
             collecting.cancel()
+            await verifier.close()
             await engine.shutdown()
 
     app = FastAPI(
@@ -78,10 +82,11 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.services = Services(engine, store, settings, limits, started_s=int(time.time()))
+    app.state.services = Services(engine, store, settings, limits, verifier, started_s=int(time.time()))
     app.state.registry = CollectorRegistry()
     app.state.registry.register(EngineCollector(engine, app.state.services.base_name))
-    for module in (generate, models, adapters, pool, operate):
+    app.state.registry.register(StoreCollector(store))
+    for module in (generate, models, adapters, pool, verify, operate, vllm_loras):
         app.include_router(module.router)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
@@ -89,11 +94,12 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
 
 
 async def _collect(store: AdapterStore) -> None:
-    """What was deleted while requests needed it goes when they have ended."""
+    """What was deleted while requests needed it goes when they have ended; what was never registered goes in a day."""
     while True:
         await asyncio.sleep(COLLECT_EVERY_S)
         try:
             await run_in_threadpool(store.collect)
+            await run_in_threadpool(store.remove_orphans)
         except AdapterError as error:
             _LOG.warning("deleted adapters stay on the disk for now: %s", error)
 

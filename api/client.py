@@ -18,6 +18,8 @@ CHUNK_BYTES = 1 << 20
 # An answer may wait long for its first token on a busy server; connecting may not.
 ANSWER_S, CONNECT_S = 600.0, 5.0
 TIMEOUT = httpx2.Timeout(ANSWER_S, connect=CONNECT_S)
+MAX_SENDS = 3
+_MISSING = frozenset({"blob_not_found", "adapter_corrupt"})
 
 ByteProgress = Callable[[str, int, int], None]
 """Called with what is done (hashing, sending), bytes done and bytes in all."""
@@ -108,14 +110,36 @@ class Client:
     def adapter(self, adapter_id: str) -> dict[str, Any]:
         return self._json("GET", f"/v1/adapters/{quote(adapter_id, safe='')}")
 
-    def delete(self, reference: str) -> dict[str, Any]:
-        return self._json("DELETE", f"/v1/adapters/{quote(reference, safe='')}")
+    def delete(self, reference: str, *, force: bool = False) -> dict[str, Any]:
+        """Remove an id or a version; with `force` also the aliases that name it."""
+        params = {"force": "true"} if force else {}
+        return self._json("DELETE", f"/v1/adapters/{quote(reference, safe='')}", params=params)
+
+    def change(self, adapter_id: str, body: Mapping[str, Any], *, etag: str | None = None) -> dict[str, Any]:
+        """Move an id or its aliases to other versions; with `etag` only from the state that has it."""
+        headers = {} if etag is None else {"if-match": f'"{etag}"'}
+        return self._json("PATCH", f"/v1/adapters/{quote(adapter_id, safe='')}", json=dict(body), headers=headers)
 
     def warm(self, reference: str, deadline_ms: int | None = None) -> dict[str, Any]:
         """Bring an adapter to the pool; answers when it is there, or at the deadline (None: the server's)."""
         body = {} if deadline_ms is None else {"deadline_ms": deadline_ms}
         timeout = httpx2.Timeout(ANSWER_S + (deadline_ms or 0) / 1000, connect=CONNECT_S)
         return self._json("POST", f"/v1/adapters/{quote(reference, safe='')}:warm", json=body, timeout=timeout)
+
+    def verify(self, reference: str, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+        """Compare an adapter with PEFT: `{"progress": [what, share]}` as it goes on, and at last the verdict."""
+        path = f"/v1/adapters/{quote(reference, safe='')}:verify"
+        timeout = httpx2.Timeout(ANSWER_S + body.get("timeout_s", 0.0), connect=CONNECT_S)
+        request = self._http.build_request("POST", path, json={**body, "stream": True}, timeout=timeout)
+        with _reaching(self.url):
+            response = self._http.send(request, stream=True)
+            if response.status_code >= 400:
+                response.read()
+                raise _refusal(response)
+        for event in self._events(response):
+            if "error" in event:
+                raise Refused(500, event["error"])
+            yield event
 
     def pin(self, reference: str, *, pinned: bool) -> dict[str, Any]:
         """Keep an adapter in the pool, or let it go."""
@@ -132,25 +156,55 @@ class Client:
         return self._json("GET", "/v1/pool")
 
     def upload(
-        self, peft: PeftDir, adapter_id: str, *, if_not_exists: bool = False, progress: ByteProgress | None = None
+        self,
+        peft: PeftDir,
+        adapter_id: str,
+        *,
+        if_not_exists: bool = False,
+        alias: str | None = None,
+        allow_partial: bool = False,
+        send_always: bool = True,
+        progress: ByteProgress | None = None,
     ) -> dict[str, Any]:
-        """Hash the weights, send them, register them; the server's report."""
+        """Hash the weights, send them, register them, and move the alias to them; the server's report.
+
+        Without `send_always` the weights are sent only if the server cannot do with those of that digest that it has:
+        there are none, or they are damaged. What it has already is checked there and nothing else.
+        """
         tell = progress or (lambda *_: None)
         digest = digest_file(peft.weights_path, lambda done, total: tell("hashing", done, total))
-        length = peft.weights_path.stat().st_size
-        self._json(
-            "PUT",
-            f"/v1/blobs/sha256:{digest}",
-            content=_read_chunks(peft.weights_path, lambda done: tell("sending", done, length)),
-            headers={"content-length": str(length), "content-type": "application/octet-stream"},
-        )
         body = {
             "id": adapter_id,
             "config": peft.config,
             "weights": f"sha256:{digest}",
             "if_not_exists": if_not_exists,
+            **({} if alias is None else {"alias": alias}),
+            **({"allow_partial": True} if allow_partial else {}),
         }
-        return self._json("POST", "/v1/adapters", json=body)
+        sends = 0
+        if send_always:
+            self._send(peft.weights_path, digest, tell)
+            sends = 1
+        while True:
+            try:
+                return self._json("POST", "/v1/adapters", json=body)
+            except Refused as error:
+                # What was sent may be gone: another adapter of the same weights was refused meanwhile. And what was
+                # there may be damaged in its header, which looks like a bad adapter.
+                again = _MISSING if sends else _MISSING | {"invalid_adapter"}
+                if sends == MAX_SENDS or error.error.get("code") not in again:
+                    raise
+            self._send(peft.weights_path, digest, tell)
+            sends += 1
+
+    def _send(self, weights: Path, digest: str, tell: ByteProgress) -> None:
+        length = weights.stat().st_size
+        self._json(
+            "PUT",
+            f"/v1/blobs/sha256:{digest}",
+            content=_read_chunks(weights, lambda done: tell("sending", done, length)),
+            headers={"content-length": str(length), "content-type": "application/octet-stream"},
+        )
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its name, labels as they are written there."""

@@ -57,9 +57,17 @@ ANSWERS: Mapping[type[Exception], Answer] = {
         503, "deadline_unreachable", SERVER, param="timeout_s", retry_after_s=1.0
     ),
     engine_errors.EngineOverloaded: Answer(429, "server_overloaded", "rate_limit_error", retry_after_s=1.0),
+    engine_errors.VerificationUnavailable: Answer(503, "verification_unavailable", SERVER, retry=False),
+    engine_errors.VerificationBusy: Answer(429, "verification_running", "rate_limit_error", retry_after_s=30.0),
+    engine_errors.VerificationFailed: Answer(503, "verification_failed", SERVER, retry=False),
     engine_errors.EngineDead: Answer(503, "engine_dead", SERVER, retry_after_s=10.0),
     store_errors.AdapterError: Answer(500, "internal_error", SERVER, message=INTERNAL_MESSAGE),
     store_errors.AdapterNotFound: Answer(404, "model_not_found", param="model"),
+    store_errors.VersionNotFound: Answer(404, "version_not_found", param="version"),
+    store_errors.InvalidAlias: Answer(400, "invalid_alias", param="alias"),
+    store_errors.AdapterChanged: Answer(412, "precondition_failed", param="If-Match"),
+    store_errors.VersionInUse: Answer(409, "version_in_use", param="force", retry=False),
+    store_errors.QuotaExceeded: Answer(507, "quota_exceeded", SERVER, retry=False),
     store_errors.InvalidAdapterId: Answer(400, "invalid_adapter_id", param="id"),
     store_errors.AdapterInvalid: Answer(422, "invalid_adapter"),
     store_errors.AdapterExists: Answer(409, "adapter_exists", param="id", retry=False),
@@ -73,6 +81,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     store_errors.StoreFull: Answer(
         507, "store_full", SERVER, retry=False, message="the disk of the adapter store is full; nothing was stored"
     ),
+    store_errors.InvalidArchive: Answer(400, "invalid_archive"),
     store_errors.StoreLocked: Answer(
         503, "store_locked", SERVER, retry_after_s=10.0, message="another server uses the adapter store"
     ),

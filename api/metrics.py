@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from adapter_store.store import AdapterStore
 from lorasrv import __version__
 
 if TYPE_CHECKING:
@@ -85,3 +86,17 @@ class EngineCollector(Collector):
         for reason, count in snapshot.requests_finished_total.items():
             finished.add_metric([str(reason)], count)
         yield finished
+
+
+class StoreCollector(Collector):
+    """What the adapter store knows by heart: nothing here reads a disk."""
+
+    def __init__(self, store: AdapterStore) -> None:
+        self._store = store
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily(
+            "lorasrv_adapters_quarantined",
+            "Contents found damaged on the disk, refused until they are uploaded again",
+            len(self._store.quarantined()),
+        )

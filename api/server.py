@@ -5,7 +5,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from api.app import create_app
+from api.lora_modules import register_modules
 from api.profile import check_profile_path, profile_written
 from api.settings import ServerSettings
 from lorasrv.config import EngineConfig
@@ -49,6 +50,7 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
 
     Raises:
         LorasrvError, AdapterError: model, options or store do not serve.
+        ModulesRefused: adapters that are to be served are refused.
         OSError: the address cannot be had.
     """
     started = time.monotonic()
@@ -94,6 +96,7 @@ def _serve(
         check_profile_path(settings.profile)
         recorder = _open_recorder(settings, opened)
         store = opened.enter_context(_open_store(settings))
+        register_modules(store, settings.lora_modules, progress)
         # One bar for the whole load, not one for each of its layers.
         engine = AsyncEngine.build(config, store, lambda _, share: progress("loading the model", share))
         engine.recorder = recorder
@@ -105,7 +108,7 @@ def _serve(
             on_ready(_ready(settings, engine, listener, time.monotonic() - started))
 
         with profile_written(settings.profile, engine.profile):
-            _Uvicorn(app, tell_ready).run(sockets=[listener])
+            _Uvicorn(app, tell_ready, app.state.services.verifier.close).run(sockets=[listener])
 
 
 def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "TraceRecorder | None":
@@ -123,24 +126,33 @@ def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "TraceRecorde
 
 def _open_store(settings: ServerSettings) -> "AdapterStore":
     from adapter_store.store import AdapterStore
-    from lorasrv.base_shapes import base_shapes
+    from lorasrv.base_shapes import base_sample, base_shapes
     from lorasrv.loaders import open_checkpoint
 
     checkpoint = open_checkpoint(settings.model, settings.load_format)
     try:
         name = settings.served_model_name or checkpoint.name
         shapes = replace(base_shapes(checkpoint.spec), name=name)
+        sample = () if settings.load_format == "dummy" else base_sample(checkpoint)
     finally:
         checkpoint.close()
     return AdapterStore(
-        settings.store.expanduser(), shapes, max_lora_rank=settings.max_lora_rank, reserved_ids=frozenset({name})
+        settings.store.expanduser(),
+        shapes,
+        max_lora_rank=settings.max_lora_rank,
+        reserved_ids=frozenset({name}),
+        quota=settings.store_quota(),
+        base_sample=sample,
+        accept_base_change=settings.accept_base_change,
     )
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that says when it has begun to answer."""
+    """uvicorn that says when it has begun to answer, and when it is about to wait for the last answers."""
 
-    def __init__(self, app: "FastAPI", on_started: Callable[[], None]) -> None:
+    def __init__(
+        self, app: "FastAPI", on_started: Callable[[], None], on_shutdown: Callable[[], Awaitable[None]]
+    ) -> None:
         config = uvicorn.Config(
             app,
             log_config=None,
@@ -150,11 +162,16 @@ class _Uvicorn(uvicorn.Server):
         )
         super().__init__(config)
         self._on_started = on_started
+        self._on_shutdown = on_shutdown
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
             self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._on_shutdown()
+        await super().shutdown(sockets)
 
 
 def _ready(settings: ServerSettings, engine: "AsyncEngine", listener: socket.socket, seconds: float) -> Ready:

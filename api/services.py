@@ -8,6 +8,7 @@ from fastapi import Depends, Request
 from adapter_store.store import AdapterStore
 from api.limits import LimitKeeper
 from api.settings import ServerSettings
+from lorasrv.verify.verifier import Verifier
 
 if TYPE_CHECKING:
     # At run time the engine comes from outside: importing it here would bring torch to whoever imports a route.
@@ -22,6 +23,7 @@ class Services:
     store: AdapterStore
     settings: ServerSettings
     limits: LimitKeeper
+    verifier: Verifier
     started_s: int
 
     @property

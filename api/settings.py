@@ -7,7 +7,9 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import ByteSize, Field, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from adapter_store.quota import StoreQuota
 from api.address import DEFAULT_HOST, DEFAULT_PORT, is_loopback
+from api.lora_modules import LoraModulePath, parse_modules
 from lorasrv.config import (
     BUILTIN_MODEL,
     EngineConfig,
@@ -26,7 +28,14 @@ _MEMORY = MemoryOptions()
 _SCHEDULER = SchedulerOptions()
 
 
-_SIZES = ("pool_bytes", "host_cache_bytes", "swap_bytes", "resident_bytes_per_adapter", "resident_bytes_per_key")
+_SIZES = (
+    "store_bytes",
+    "pool_bytes",
+    "host_cache_bytes",
+    "swap_bytes",
+    "resident_bytes_per_adapter",
+    "resident_bytes_per_key",
+)
 
 
 class ServerSettings(BaseSettings):
@@ -45,6 +54,11 @@ class ServerSettings(BaseSettings):
     served_model_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     max_model_len: int | None = None
     store: Path = Field(default_factory=default_store_dir)
+    max_adapters: Annotated[int, Field(ge=0)] | None = None
+    store_bytes: ByteSize | None = None
+    accept_base_change: bool = False
+    lora_modules: Annotated[tuple[LoraModulePath, ...], NoDecode] = ()
+    lora_import_root: Path | None = None
     host: str = DEFAULT_HOST
     port: Annotated[int, Field(ge=0, le=65535)] = DEFAULT_PORT
     kv_dtype: str = _MEMORY.kv_dtype
@@ -87,6 +101,21 @@ class ServerSettings(BaseSettings):
     @classmethod
     def _off_is_no_target(cls, value: object) -> object:
         return None if value == "off" else value
+
+    @field_validator("lora_modules", mode="before")
+    @classmethod
+    def _parse_modules(cls, value: object) -> object:
+        return parse_modules(value)
+
+    @field_validator("lora_import_root")
+    @classmethod
+    def _is_a_folder(cls, value: Path | None) -> Path | None:
+        root = value.expanduser().resolve() if value is not None else None
+        if root is not None and not root.is_dir():
+            raise ValueError(f"{value} is no folder")
+        if root is not None and root == root.parent:
+            raise ValueError(f"{value} is the whole machine; give a folder that holds adapters")
+        return root
 
     @field_validator("allowed_origins", mode="before")
     @classmethod
@@ -136,6 +165,10 @@ class ServerSettings(BaseSettings):
             ),
             scheduler=self._scheduler_options(),
         )
+
+    def store_quota(self) -> StoreQuota:
+        """What may be stored in all; there are no keys yet that could have less each."""
+        return StoreQuota(self.max_adapters, None if self.store_bytes is None else int(self.store_bytes))
 
     def limits(self, of: Literal["adapter", "key"]) -> Limits:
         """Those of every adapter, or of every key.

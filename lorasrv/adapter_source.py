@@ -37,7 +37,7 @@ class AdapterSource:
         return self._host_cache.stats()
 
     def hold(self, key: AdapterKey) -> ContentHold:
-        """Keep an adapter in the store while the returned object lives. Raises: AdapterNotFound."""
+        """Keep an adapter in the store while the returned object lives. Raises: AdapterNotFound, AdapterCorrupt."""
         return self._store.hold(key)
 
     def is_on_host(self, key: AdapterKey) -> bool:

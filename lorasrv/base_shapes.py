@@ -1,8 +1,13 @@
 """The base model as adapters see it: the bridge between `ModelSpec`, the store's validation and the kernels' layout."""
 
+from typing import TYPE_CHECKING
+
 from adapter_store.spec import AdapterSpec, BaseShapes
 from lorasrv.models.spec import ModelSpec
 from sgmv_kernels.layout import AdapterLayout, LayerRanks, SiteDims
+
+if TYPE_CHECKING:
+    from lorasrv.loaders.checkpoint import Checkpoint
 
 
 def base_shapes(spec: ModelSpec, name: str = "") -> BaseShapes:
@@ -16,6 +21,17 @@ def base_shapes(spec: ModelSpec, name: str = "") -> BaseShapes:
         for module, out in zip(site.modules, site.out_features, strict=True)
     }
     return BaseShapes(family=spec.family, num_layers=spec.num_layers, modules=modules, name=name)
+
+
+def base_sample(checkpoint: "Checkpoint") -> list[float]:
+    """Numbers by which a store knows the base again, whatever its quantization: the weights of the last norm.
+
+    Every file of a model has them in floating point, and no method that we know of folds anything into them: those
+    that scale a linear's inputs (AWQ) use the norms inside the layers.
+    """
+    norm = checkpoint.tensor("model.norm.weight").float()
+    values: list[float] = (norm + 1 if checkpoint.spec.norms_less_one else norm).tolist()
+    return values
 
 
 def site_dims(spec: ModelSpec) -> tuple[SiteDims, ...]:

@@ -1,10 +1,7 @@
 """From options to the parts of an engine: model, memory, pool, scheduler. The only place that puts them together."""
 
-import os
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -17,6 +14,7 @@ from lorasrv.device_memory import DeviceMemory, page_bytes
 from lorasrv.devices import activation_dtype, free_device_bytes, resolve_device
 from lorasrv.engine import EngineParts
 from lorasrv.errors import ConfigError, UnsupportedFormat
+from lorasrv.host_memory import free_bytes
 from lorasrv.loaders import Checkpoint, WeightMeter
 from lorasrv.model_runner import ModelRunner
 from lorasrv.models.decoder import DecoderLimits
@@ -144,23 +142,4 @@ def pool_size(options: MemoryOptions, device: torch.device | None = None) -> int
     """Bytes that a pool would get now, in host memory unless the device is CUDA's."""
     if device is not None and device.type == "cuda":
         return options.pool_bytes or int(free_device_bytes(device) * options.cuda_pool_fraction)
-    return options.pool_bytes or int(_free_bytes() * options.pool_fraction)
-
-
-def _free_bytes() -> int:
-    """Memory that can be taken without swapping: the kernel's estimate, and the container's limit if there is one."""
-    available = _figure(Path("/proc/meminfo"), r"MemAvailable:\s+(\d+) kB")
-    if available is None:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    group = Path("/sys/fs/cgroup")
-    limit, used = (_figure(group / name, r"(\d+)") for name in ("memory.max", "memory.current"))
-    free = available * 1024
-    return free if limit is None or used is None else min(free, max(0, limit - used))
-
-
-def _figure(path: Path, pattern: str) -> int | None:
-    try:
-        found = re.search(pattern, path.read_text())
-    except OSError:
-        return None
-    return int(found.group(1)) if found else None
+    return options.pool_bytes or int(free_bytes() * options.pool_fraction)

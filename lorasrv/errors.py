@@ -17,6 +17,9 @@
     ├── RequestTimeout                     the request was not done in the time that it, or the server, allows
     ├── DeadlineUnreachable                it would not be, so it was not begun; `retry_after_s`
     ├── EngineOverloaded                   no room now; carries `retry_after_s`
+    ├── VerificationUnavailable            an adapter cannot be verified here: a package or memory is missing
+    ├── VerificationBusy                   another adapter is being verified; `retry_after_s`
+    ├── VerificationFailed                 a verification has ended without a verdict; says why
     └── EngineDead (RuntimeError)          the engine thread has ended; nothing will be answered any more
 
 `adapter_store.errors` has a root of its own, as a leaf cannot import upward. A test gives each class an HTTP status.
@@ -113,6 +116,22 @@ class EngineOverloaded(LorasrvError):
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class VerificationUnavailable(LorasrvError):
+    """An adapter cannot be verified here. The message says which package, or how much memory, is missing."""
+
+
+class VerificationBusy(LorasrvError):
+    """Another adapter is being verified; one at a time."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class VerificationFailed(LorasrvError):
+    """A verification has ended without a verdict. Says why; holds no path."""
 
 
 class EngineDead(LorasrvError, RuntimeError):

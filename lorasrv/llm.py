@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
-from adapter_store.peft_dir import read_peft_dir
+from adapter_store.adapter_dir import open_adapter_dir
 from adapter_store.spec import AdapterRef
 from adapter_store.store import AdapterStore
 from lorasrv.adapter_loader import InlineLoader
@@ -81,11 +81,11 @@ class LLM:
         self.engine = Engine(built.parts, loader)
         self._numbers = itertools.count()
 
-    def add_adapter(self, adapter_id: str, directory: Path | str) -> AdapterRef:
-        """Register a PEFT directory under a name; raises AdapterInvalid with every problem found."""
-        peft = read_peft_dir(Path(directory))
-        digest = self.store.add_blob(peft.weights_path)
-        return self.store.register(adapter_id, peft.config, digest).ref
+    def add_adapter(self, adapter_id: str, directory: Path | str, *, allow_partial: bool = False) -> AdapterRef:
+        """Register a folder of PEFT's, or of MLX's, under a name; raises AdapterInvalid with every problem found."""
+        with open_adapter_dir(Path(directory)) as peft:
+            digest = self.store.add_blob(peft.weights_path)
+            return self.store.register(adapter_id, peft.config, digest, allow_partial=allow_partial).ref
 
     def generate(
         self,

@@ -5,29 +5,64 @@ from typing import Annotated, Any
 
 import typer
 
-from adapter_store.peft_dir import PeftDir, read_peft_dir
+from adapter_store.adapter_dir import open_adapter_dir
+from adapter_store.peft_dir import PeftDir
 from api.address import DEFAULT_SERVER
-from api.cli.console import note, out, print_json, progress, say, short_digest
+from api.cli.console import CliError, ExitCode, note, out, print_json, progress, say, short_digest
 from api.cli.options import JsonOption, ServerOption, connected
+from lorasrv.config import BUILTIN_MODEL
 
+DirectoryArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder that PEFT's save_pretrained(), or MLX, wrote.")
+]
+PartialOption = Annotated[
+    bool, typer.Option("--allow-partial", help="Take it though modules that its config names have no tensors.")
+]
 IdArgument = Annotated[str, typer.Argument(metavar="ID", help="Adapter id.")]
 
 
 def upload(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder that PEFT's save_pretrained() wrote.")],
-    adapter_id: Annotated[str, typer.Option("--id", help="Name to serve it under.")],
+    directory: DirectoryArgument,
+    adapter_id: Annotated[str | None, typer.Option("--id", help="Name to serve it under.")] = None,
     if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Fail if the id is taken.")] = False,
+    alias: Annotated[str | None, typer.Option(help="Move this alias of the id to it, too.")] = None,
+    allow_partial: PartialOption = False,
+    every: Annotated[bool, typer.Option("--all", help="DIR is a tree of such folders: send all.")] = False,
+    prefix: Annotated[str, typer.Option(help="Put before each id of --all.")] = "",
+    slugify: Annotated[bool, typer.Option("--slugify", help="Make allowed ids of others: Org/Mia is org-mia.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --all: check here, send nothing.")] = False,
+    model: Annotated[str, typer.Option(help="Base that --dry-run checks against.")] = BUILTIN_MODEL,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """Send an adapter to the server, which checks it against its base and reports what matched."""
-    peft = read_peft_dir(directory)
-    for line in found_lines(peft):
-        note(line)
-    with connected(server) as client, progress(in_bytes=True) as step:
-        done = client.upload(peft, adapter_id, if_not_exists=if_not_exists, progress=step)
+    from api.cli import bulk
+
+    if every == (adapter_id is not None) or ((prefix or dry_run) and not every):
+        message = "give either --id ID for one adapter, or --all, to which alone belong --prefix and --dry-run"
+        raise CliError(message, code=ExitCode.USAGE)
+    if adapter_id is None:
+        tree = bulk.Tree(directory, prefix, slugify)
+        if dry_run:
+            bulk.check_all(tree, model, as_json)
+        else:
+            bulk.upload_all(tree, server, if_not_exists, as_json)
+        return
+    adapter_id = bulk.adapter_id_of(adapter_id, slugify)
+    with open_adapter_dir(directory) as peft:
+        for line in found_lines(peft):
+            note(line)
+        with connected(server) as client, progress(in_bytes=True) as step:
+            done = client.upload(
+                peft,
+                adapter_id,
+                if_not_exists=if_not_exists,
+                alias=alias,
+                allow_partial=allow_partial,
+                progress=step,
+            )
     if as_json:
-        print_json(done)
+        print_json({**done, **found_facts(peft)})
         return
     state = "registered" if done["created"] else "unchanged:"
     say(f"{state} {done['id']}@{done['version']}  {short_digest(done['digest'])}")
@@ -55,7 +90,7 @@ def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = F
 
 
 def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
-    """One adapter: its versions and the report of the current one."""
+    """One adapter: its versions, its aliases and the report of the current version."""
     with connected(server) as client:
         adapter = client.adapter(adapter_id)
     if as_json:
@@ -66,36 +101,54 @@ def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json:
         say(f"  {line}")
     say(f"  {limits_line(adapter['limits'])}")
     for version in adapter["versions"]:
-        say(f"  version {version['version']}: {short_digest(version['digest'])}, {size(version['bytes'])}")
+        corrupt = ", damaged on the disk: upload it again" if version["corrupt"] else ""
+        say(f"  version {version['version']}: {short_digest(version['digest'])}, {size(version['bytes'])}{corrupt}")
+    for alias, target in adapter["aliases"].items():
+        say(f"  {adapter['id']}:{alias} -> {target_text(adapter['id'], target)}")
 
 
 def rm(
     reference: Annotated[str, typer.Argument(metavar="ID[@VERSION]", help="An id, or one version of it.")],
+    force: Annotated[bool, typer.Option("--force", help="Also if an alias names it; the alias goes, too.")] = False,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """Remove an adapter, or one version; running requests finish on what they started with."""
     with connected(server) as client:
-        done = client.delete(reference)
+        done = client.delete(reference, force=force)
     if as_json:
         print_json(done)
         return
     say(f"removed {reference} ({done['versions_removed']} version{'s' if done['versions_removed'] != 1 else ''})")
+    for alias in done["aliases_removed"]:
+        say(f"removed {reference.partition('@')[0]}:{alias}")
 
 
 def found_lines(peft: PeftDir) -> list[str]:
-    """Where the adapter was found, and what beside it is not used."""
+    """Where the adapter was found, what was converted, and what beside it is not used."""
     lines = [f"found in sub-folder {peft.subdirectory}"] if peft.subdirectory else []
-    return [*lines, f"not used: {', '.join(peft.ignored_files)}"] if peft.ignored_files else lines
+    ignored = [f"not used: {', '.join(peft.ignored_files)}"] if peft.ignored_files else []
+    return [*lines, *peft.notices, *ignored]
+
+
+def found_facts(peft: PeftDir) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "subdirectory": peft.subdirectory,
+        "converted": list(peft.notices),
+        "ignored_files": list(peft.ignored_files),
+    }
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
     """An upload report for people."""
     ranks = _range(report["rank_min"], report["rank_max"])
+    norm = f", norm of B {report['norm_b']:.4g}" if report.get("norm_b") is not None else ""
     scaling = _range(f"{report['scaling_min']:g}", f"{report['scaling_max']:g}")
     return [
         f"{report['modules_matched']} of {report['modules_expected']} modules matched in {report['layers']} layers, "
-        f"rank {ranks}, scaling {scaling}, {report['dtype']}, {size(report['weights_bytes'])}",
+        f"rank {ranks}, scaling {scaling}, {report['dtype']}, {size(report['weights_bytes'])}{norm}",
+        *(f"notice: {notice}" for notice in report.get("notices") or ()),
         *(f"warning: {warning}" for warning in report["warnings"]),
     ]
 
@@ -104,6 +157,13 @@ def limits_line(limits: dict[str, Any]) -> str:
     """Limits for people."""
     shown = (f"{name} {size(value) if name == 'resident_bytes' else f'{value:.10g}'}" for name, value in limits.items())
     return ", ".join(shown) or "no limits of its own"
+
+
+def target_text(adapter_id: str, target: int | dict[str, float]) -> str:
+    """What an alias points to, for people: `mia@3`, or `mia@3 90 %, mia@4 10 %`."""
+    if isinstance(target, int):
+        return f"{adapter_id}@{target}"
+    return ", ".join(f"{adapter_id}@{version} {100 * share:g} %" for version, share in target.items())
 
 
 def size(num_bytes: int) -> str:

@@ -7,8 +7,9 @@ from typing import NoReturn
 import typer
 
 from adapter_store.errors import AdapterError, AdapterInvalid
-from api.cli import adapters, bench, check, demo, limits, plan, pool, quantize, serve, talk
+from api.cli import adapters, aliases, bench, check, demo, limits, plan, pool, quantize, serve, store, talk, verify
 from api.cli.console import CliError, ExitCode, note
+from api.cli.options import spread
 from lorasrv import __version__
 from lorasrv.errors import ConfigError, LorasrvError
 
@@ -25,10 +26,13 @@ app.command("upload")(adapters.upload)
 app.command("list")(adapters.list_adapters)
 app.command("show")(adapters.show)
 app.command("rm")(adapters.rm)
+app.command("alias")(aliases.alias)
+app.command("rollback")(aliases.rollback)
 app.command("warm")(pool.warm)
 app.command("pin")(pool.pin)
 app.command("unpin")(pool.unpin)
 app.command("limit")(limits.limit)
+app.command("verify")(verify.verify)
 app.command("pool")(pool.pool)
 app.command("chat")(talk.chat)
 app.command("generate")(talk.generate)
@@ -37,6 +41,7 @@ app.command("bench")(bench.bench)
 app.command("plan")(plan.plan)
 app.command("quantize")(quantize.quantize)
 app.command("demo")(demo.demo)
+app.add_typer(store.app, name="store")
 
 
 def _version(wanted: bool) -> None:
@@ -53,7 +58,7 @@ def _root(version: bool = typer.Option(False, "--version", callback=_version, is
 def main() -> NoReturn:
     """Run the command; whatever goes wrong becomes one clear line and an exit code."""
     try:
-        app()
+        app(args=spread(sys.argv[1:]))
     except CliError as error:
         _end(str(error), error.details, error.code)
     except AdapterInvalid as error:

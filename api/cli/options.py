@@ -1,6 +1,6 @@
 """Options that several subcommands share, and the client that they give."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +16,22 @@ ServerOption = Annotated[
     str, typer.Option("--server", envvar="LORASRV_SERVER", metavar="URL", help="Where the server is.")
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output, one JSON value a line.")]
+
+
+_LISTS = frozenset({"--lora-modules"})
+
+
+def spread(arguments: Sequence[str]) -> list[str]:
+    """Options that vLLM's command takes as lists, spelled as ours: `--flag a b` becomes `--flag a --flag b`."""
+    given: list[str] = []
+    flag = ""
+    for argument in arguments:
+        if argument.startswith("-"):
+            flag = argument if argument in _LISTS else ""
+            given.append(argument)
+        else:
+            given += [flag, argument] if flag and given[-1] != flag else [argument]
+    return given
 
 
 @contextmanager

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from api.server import Ready
 
 _MODEL, _MEMORY, _STEP, _LIMITS, _NET, _TRACE = "Model", "Memory", "Scheduling", "Limits", "Network", "Recording"
+_ADAPTERS = "Adapters"
 
 
 def _text(text: str, panel: str) -> Any:
@@ -50,6 +51,27 @@ def serve(
         int | None, _text("Most tokens of prompt and answer. [default: the model's]", _MODEL)
     ] = None,
     store: Annotated[Path | None, _text("Folder of adapters. [default: ~/.local/share/lorasrv]", _MEMORY)] = None,
+    max_adapters: Annotated[
+        int | None, _text("Most adapter versions in the store. [default: no limit]", _LIMITS)
+    ] = None,
+    store_bytes: Annotated[
+        str | None, _text("Most weights in the store, e.g. 20GiB. [default: no limit]", _LIMITS)
+    ] = None,
+    lora_modules: Annotated[
+        list[str] | None,
+        _text("Adapters of this machine to serve: name=folder ..., or JSON as vLLM has it.", _ADAPTERS),
+    ] = None,
+    lora_import_root: Annotated[
+        Path | None, _text("Let requests register folders below this one by path. [default: none]", _ADAPTERS)
+    ] = None,
+    accept_base_change: Annotated[
+        bool,
+        typer.Option(
+            "--accept-base-change",
+            help="The store was filled for another base: check every adapter against this one.",
+            rich_help_panel=_ADAPTERS,
+        ),
+    ] = False,
     kv_dtype: Annotated[str | None, _text("Of the KV cache: auto, bfloat16 or float32.", _MEMORY)] = None,
     pool_bytes: Annotated[
         str | None, _text("Memory of KV and adapters, e.g. 2GiB. [default: a quarter of what is free]", _MEMORY)
@@ -137,6 +159,7 @@ def serve(
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     from pydantic import ValidationError
 
+    from api.lora_modules import ModulesRefused
     from api.server import run
     from api.settings import ServerSettings
 
@@ -147,6 +170,8 @@ def serve(
     try:
         with progress() as step:
             run(settings, lambda what, share: step(what, share, 1.0), lambda ready: _print_ready(ready, as_json))
+    except ModulesRefused as error:
+        raise CliError(str(error), details=error.reasons) from None
     except OSError as error:
         if error.filename is not None:
             raise

@@ -1,20 +1,23 @@
-"""Uploading, listing, warming, pinning, limiting and removing adapters."""
+"""Uploading, listing, warming, pinning, limiting and removing adapters; moving ids and aliases between versions."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
+from adapter_store.aliases import target_to_json
 from adapter_store.blobs import BlobUpload
 from adapter_store.errors import AdapterNotFound
-from adapter_store.records import AdapterRecord, Registration
+from adapter_store.records import AdapterRecord, Change, Registration, check_state
 from adapter_store.references import parse_reference
 from adapter_store.spec import AdapterKey
 from api.errors import ApiError
+from api.etags import IfMatch, etag_header
 from api.json_body import JsonRoute
+from api.paging import Limit, listing, page
 from api.schemas.adapters import AdapterBody, AdapterPatch, WarmBody
 from api.services import Services, ServicesDep
 from api.sse import unless_disconnected
@@ -26,6 +29,7 @@ router = APIRouter(route_class=JsonRoute)
 # A hop to a worker thread costs about 50 us: not for every 64 KiB that the socket brings.
 WRITE_BYTES = 1 << 20
 
+Switch = Annotated[Literal["true", "1", "false", "0", ""] | None, "on or off"]
 NotBuilt = Annotated[Literal["false", "0", ""] | None, "a switch that is refused unless it is off"]
 
 
@@ -46,11 +50,19 @@ async def put_blob(digest: str, request: Request, services: ServicesDep) -> JSON
 
 
 @router.post("/v1/adapters")
-async def register(body: AdapterBody, services: ServicesDep) -> JSONResponse:
-    """Check uploaded weights and give them an id: 201 for a new version, 200 if the id had this content already."""
+async def register(body: AdapterBody, services: ServicesDep, if_match: IfMatch) -> JSONResponse:
+    """Check uploaded weights and give them an id, and an alias: 201 for a new version, 200 if the id had this content
+    already."""
     body.refuse_unbuilt()
     done: Registration = await run_in_threadpool(
-        services.store.register, body.id, body.config, body.weights, if_not_exists=body.if_not_exists
+        services.store.register,
+        body.id,
+        body.config,
+        body.weights,
+        if_not_exists=body.if_not_exists,
+        alias=body.alias or None,
+        if_match=if_match,
+        allow_partial=body.allow_partial,
     )
     content = {
         "object": "adapter",
@@ -60,28 +72,40 @@ async def register(body: AdapterBody, services: ServicesDep) -> JSONResponse:
         "created": done.created,
         "report": done.report.to_dict(),
     }
+    if body.alias:
+        content["alias"] = body.alias
     return JSONResponse(content, 201 if done.created else 200)
 
 
 @router.get("/v1/adapters")
-async def list_adapters(services: ServicesDep) -> dict[str, Any]:
-    """Every id with its versions."""
-    records = await run_in_threadpool(services.store.list_adapters)
-    return {"object": "list", "data": [_as_json(record) for record in records]}
+async def list_adapters(
+    services: ServicesDep, search: str = "", limit: Limit = None, after: str | None = None
+) -> Response:
+    """Every id with its versions and aliases, or those whose id contains `search`, at most `limit`, behind `after`."""
+    return await run_in_threadpool(_list_adapters, services, search, limit, after)
+
+
+def _list_adapters(services: Services, search: str, limit: int | None, after: str | None) -> Response:
+    records, more = page(services.store.list_adapters(), search, limit, after)
+    corrupt = services.store.quarantined()
+    return listing((_as_json(record, corrupt) for record in records), more)
 
 
 @router.get("/v1/adapters/{adapter_id}")
-async def show_adapter(adapter_id: str, services: ServicesDep) -> dict[str, Any]:
-    """One id with its versions and the upload report of the current one."""
+async def show_adapter(adapter_id: str, services: ServicesDep) -> JSONResponse:
+    """One id with its versions and aliases, and of the current version the upload report and what verifying it came
+    to (null: it was not)."""
     record = await run_in_threadpool(services.store.get, adapter_id)
     report = await run_in_threadpool(services.store.report, record.key)
-    return {**_as_json(record), "report": report.to_dict()}
+    verified = await run_in_threadpool(services.store.verdict, record.key)
+    shown = _as_json(record, services.store.quarantined())
+    return JSONResponse({**shown, "report": report.to_dict(), "verified": verified}, headers=etag_header(record))
 
 
 @router.post("/v1/adapters/{reference}:warm")
 async def warm_adapter(reference: str, body: WarmBody, request: Request, services: ServicesDep) -> dict[str, Any]:
     """Bring an adapter to the pool ahead of its requests; answers as soon as it is there, or at the deadline."""
-    ref = await run_in_threadpool(services.store.resolve, reference)
+    ref = await run_in_threadpool(services.store.resolve_one, reference)
     work = services.engine.warm(ref.key, body.deadline_ms / 1000)
     reached = await unless_disconnected(request.receive, work)
     return {
@@ -95,26 +119,52 @@ async def warm_adapter(reference: str, body: WarmBody, request: Request, service
 
 
 @router.patch("/v1/adapters/{reference}")
-async def change_adapter(reference: str, body: AdapterPatch, services: ServicesDep) -> dict[str, Any]:
-    """Pin an adapter to the pool, answering when it is there or after ten seconds; or let it go, answering at once.
-    Limit an id, for all its versions, until it is deleted.
+async def change_adapter(reference: str, body: AdapterPatch, services: ServicesDep, if_match: IfMatch) -> JSONResponse:
+    """Move an id to one of its versions, and aliases to theirs; limit it, for all its versions, until it is deleted:
+    all in one step. Pin an adapter to the pool, answering when it is there or after ten seconds; or let it go,
+    answering at once.
 
-    What is pinned is the content that the reference names now, until it is unpinned or the server restarts: a version
+    What is pinned is the content that the reference names then, until it is unpinned or the server restarts: a version
     that is uploaded later is not, and the older one is unpinned by its own name (`mia@1`).
     """
-    limits = body.wanted_limits()
-    ref = await run_in_threadpool(services.store.resolve, reference)
-    if limits is not None and reference != ref.adapter_id:
-        raise InvalidRequest(f"limits are of all versions; name {ref.adapter_id!r} without one", param="limits")
+    change = body.wanted()
+    ref = await run_in_threadpool(services.store.resolve_one, reference)
+    record = await run_in_threadpool(services.store.get, ref.adapter_id)
+    check_state(ref.adapter_id, record, if_match)
+    if change is not None:
+        _check_is_of_all(change, reference, record)
+    if change is not None and change.version is not None:
+        change.check_versions(record)
+        ref = record.ref(record.version(change.version))
     changed: dict[str, Any] = {"object": "adapter", "id": ref.adapter_id, "digest": f"sha256:{ref.key}"}
-    # Before the limits: a pin may be refused, and then nothing is to change.
+    # Before the rest: a pin may be refused, and then nothing is to change.
     if body.pinned is not None:
         changed |= {"pinned": body.pinned, "tier": await _set_pinned(services, ref.key, reference, body.pinned)}
-    if limits is not None:
-        # Also if the client has left by now: the engine would keep to the old ones.
-        await asyncio.shield(_set_limits(services, ref.adapter_id, limits))
-        changed["limits"] = limits
-    return changed
+    if change is not None:
+        # Also if the client has left by now: the engine would keep to the old limits.
+        record = await asyncio.shield(_change(services, ref.adapter_id, change, if_match))
+        changed |= _changed(change, record)
+    return JSONResponse(changed, headers=etag_header(record))
+
+
+def _check_is_of_all(change: Change, reference: str, record: AdapterRecord) -> None:
+    if reference == record.adapter_id:
+        return
+    given = {"limits": change.limits is not None, "aliases": bool(change.aliases), "version": True}
+    param = next(name for name, is_given in given.items() if is_given)
+    what = {"limits": "limits are", "aliases": "aliases are", "version": "the current version is"}[param]
+    raise InvalidRequest(f"{what} of all versions; name {record.adapter_id!r} without one", param=param)
+
+
+def _changed(change: Change, record: AdapterRecord) -> dict[str, Any]:
+    shown: dict[str, Any] = {}
+    if change.limits is not None:
+        shown["limits"] = dict(change.limits)
+    if change.aliases:
+        shown["aliases"] = _aliases(record)
+    if change.version is not None:
+        shown["version"] = record.current_version
+    return shown
 
 
 async def _set_pinned(services: Services, key: AdapterKey, reference: str, pinned: bool) -> AdapterTier:
@@ -126,22 +176,27 @@ async def _set_pinned(services: Services, key: AdapterKey, reference: str, pinne
     return reached.tier
 
 
-async def _set_limits(services: Services, adapter_id: str, limits: Mapping[str, float]) -> None:
-    await run_in_threadpool(services.store.set_limits, adapter_id, limits)
-    await services.limits.tell(adapter_id)
+async def _change(
+    services: Services, adapter_id: str, change: Change, if_match: Collection[str] | None
+) -> AdapterRecord:
+    record: AdapterRecord = await run_in_threadpool(services.store.change, adapter_id, change, if_match=if_match)
+    if change.limits is not None:
+        await services.limits.tell(adapter_id)
+    return record
 
 
 @router.delete("/v1/adapters/{reference}", status_code=202)
 async def delete_adapter(
-    reference: str, services: ServicesDep, wait: NotBuilt = None, force: NotBuilt = None
+    reference: str, services: ServicesDep, if_match: IfMatch, wait: NotBuilt = None, force: Switch = None
 ) -> dict[str, Any]:
-    """Forget an id, or one version (`mia@3`). Running requests finish on what they started with; pins are let go of
-    where nothing is left to unpin them by.
+    """Forget an id, or one version (`mia@3`); with `force` also one that an alias names, and the alias. Running
+    requests finish on what they started with; pins are let go of where nothing is left to unpin them by.
     """
-    gone = await run_in_threadpool(services.store.delete, reference)
+    gone = await run_in_threadpool(services.store.delete, reference, force=force in ("true", "1"), if_match=if_match)
     # Also if the client has left by now: pins without a name would stay for ever, and limits for the next of the name.
     await asyncio.shield(_forget(services, parse_reference(reference).adapter_id, gone.contents))
-    return {"object": "adapter.deleted", "id": reference, "deleted": True, "versions_removed": gone.num_versions}
+    answer = {"object": "adapter.deleted", "id": reference, "deleted": True, "versions_removed": gone.num_versions}
+    return {**answer, "aliases_removed": list(gone.aliases)}
 
 
 async def _forget(services: Services, adapter_id: str, keys: Sequence[AdapterKey]) -> None:
@@ -169,7 +224,7 @@ def _content_length(request: Request) -> int:
     return int(text)
 
 
-def _as_json(record: AdapterRecord) -> dict[str, Any]:
+def _as_json(record: AdapterRecord, corrupt: Collection[AdapterKey]) -> dict[str, Any]:
     versions = [
         {
             "version": v.version,
@@ -177,6 +232,7 @@ def _as_json(record: AdapterRecord) -> dict[str, Any]:
             "created": int(v.created_s),
             "rank": v.rank_max,
             "bytes": v.bytes,
+            "corrupt": v.key in corrupt,
         }
         for v in record.versions
     ]
@@ -186,6 +242,13 @@ def _as_json(record: AdapterRecord) -> dict[str, Any]:
         "version": record.current_version,
         "digest": f"sha256:{record.key}",
         "created": int(record.created_s),
+        "corrupt": record.key in corrupt,
+        "etag": record.etag,
         "limits": dict(record.limits),
+        "aliases": _aliases(record),
         "versions": versions,
     }
+
+
+def _aliases(record: AdapterRecord) -> dict[str, int | dict[str, float]]:
+    return {alias: target_to_json(shares) for alias, shares in record.aliases.items()}

@@ -1,36 +1,38 @@
 """GET /v1/models: the base first, then every adapter."""
 
-from typing import Annotated, Any
+from itertools import chain
+from typing import Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter
+from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import AdapterNotFound
 from adapter_store.records import AdapterRecord
 from adapter_store.spec import AdapterRef
 from api.naming import model_not_found
+from api.paging import Limit, listing, page
 from api.services import Services, ServicesDep
 
 router = APIRouter()
 
-MAX_PAGE = 100_000
-
 
 @router.get("/v1/models")
 async def list_models(
-    services: ServicesDep,
-    search: str = "",
-    limit: Annotated[int | None, Query(ge=1, le=MAX_PAGE)] = None,
-    after: str | None = None,
-) -> dict[str, Any]:
+    services: ServicesDep, search: str = "", limit: Limit = None, after: str | None = None
+) -> Response:
     """All models, or those whose id contains `search`, at most `limit` of them, beginning behind the id `after`."""
-    records = await run_in_threadpool(services.store.list_adapters)
-    models = [base_model(services), *(_adapter_model(services, record) for record in records)]
-    found = [model for model in models if search.lower() in model["id"].lower()]
-    if after is not None:
-        ids = [model["id"] for model in found]
-        found = found[ids.index(after) + 1 :] if after in ids else []
-    return {"object": "list", "data": found[:limit], "has_more": limit is not None and len(found) > limit}
+    return await run_in_threadpool(_list_models, services, search, limit, after)
+
+
+def _list_models(services: Services, search: str, limit: int | None, after: str | None) -> Response:
+    base = base_model(services)
+    first = [base] if after is None and search.lower() in base["id"].lower() else []
+    rest = None if limit is None else limit - len(first)
+    behind = None if after == services.base_name else after
+    records, more = page(services.store.list_adapters(), search, rest, behind)
+    cards = (_card(base, record) for record in records)
+    return listing(chain(first, cards), more)
 
 
 @router.get("/v1/models/{name}")
@@ -43,7 +45,7 @@ async def show_model(name: str, services: ServicesDep) -> dict[str, Any]:
         record = await run_in_threadpool(services.store.get, ref.adapter_id)
     except AdapterNotFound as error:
         raise model_not_found(error, "model") from None
-    return {**_adapter_model(services, record), "id": name, "root": _digest(ref)}
+    return {**_card(base_model(services), record), "id": name, "root": _digest(ref)}
 
 
 def base_model(services: Services) -> dict[str, Any]:
@@ -59,13 +61,13 @@ def base_model(services: Services) -> dict[str, Any]:
     }
 
 
-def _adapter_model(services: Services, record: AdapterRecord) -> dict[str, Any]:
+def _card(base: dict[str, Any], record: AdapterRecord) -> dict[str, Any]:
     return {
-        **base_model(services),
+        **base,
         "id": record.adapter_id,
         "created": int(record.created_s),
         "root": _digest(record),
-        "parent": services.base_name,
+        "parent": base["id"],
     }
 
 

@@ -4,12 +4,16 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from adapter_store.aliases import AliasTarget, target_from_json
+from adapter_store.errors import InvalidAlias, show
+from adapter_store.records import Change
 from lorasrv.errors import InvalidLimits, InvalidRequest
 from lorasrv.limits import Limits
 
 DEFAULT_DEADLINE_MS = 10_000
 MAX_DEADLINE_MS = 600_000
 MAX_INT = 2**63 - 1
+QUOTES = "'\""
 
 _Count = Annotated[int, Field(le=MAX_INT)]
 
@@ -19,18 +23,22 @@ class _Body(BaseModel):
 
 
 class AdapterBody(_Body):
-    """An id, the parsed adapter_config.json, and the digest of weights that were uploaded before."""
+    """An id, the parsed adapter_config.json, and the digest of weights that were uploaded before; `alias` is moved to
+    the version that it becomes.
+    """
 
     id: str
     config: dict[str, Any]
     weights: str
     if_not_exists: bool = False
+    allow_partial: bool = False
     alias: str | None = None
     defaults: dict[str, Any] | None = None
 
     def refuse_unbuilt(self) -> None:
-        """Raises: InvalidRequest: `alias` or `defaults` asks for what is not built."""
-        _refuse_given(self, "alias", "defaults", inert=(None, "", {}))
+        """Raises: InvalidRequest: `defaults` asks for what is not built."""
+        if self.defaults:
+            raise InvalidRequest("defaults is not supported by this server yet; leave it out", param="defaults")
 
 
 class LimitsBody(_Body):
@@ -56,34 +64,44 @@ class LimitsBody(_Body):
 
 
 class AdapterPatch(_Body):
-    """What is to change about an adapter. `limits` are all that the id has from then on; null or {} are none."""
+    """What is to change about an adapter. `limits` are all that the id has from then on; null or {} are none.
+
+    `version` becomes the current one. `aliases` maps a name to a version, to two with shares ({"3": 0.9, "4": 0.1}), or
+    to null, which removes it; those that are not named stay.
+    """
 
     pinned: bool | None = None
     limits: LimitsBody | None = None
-    aliases: Any = None
-    rollback: Any = None
+    aliases: dict[str, Any] | None = None
+    version: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
 
-    def wanted_limits(self) -> dict[str, float] | None:
-        """None: they stay as they are.
+    def wanted(self) -> Change | None:
+        """What is to change in the store; None: nothing, only the pin.
 
         Raises:
-            InvalidRequest: a limit is out of range, another field asks for what is not built, or nothing is to change.
+            InvalidRequest: a limit or an alias is none, or nothing is to change.
         """
-        _refuse_given(self, "aliases", "rollback")
+        limits: dict[str, float] | None = None
         if "limits" in self.model_fields_set:
-            return self.limits.checked() if self.limits is not None else {}
+            limits = self.limits.checked() if self.limits is not None else {}
+        change = Change(self.version, _targets(self.aliases or {}), limits)
+        if change != Change():
+            return change
         if self.pinned is None:
-            raise InvalidRequest("nothing is to change; send pinned or limits", param="pinned")
+            raise InvalidRequest("nothing is to change; send pinned, limits, aliases or version", param="pinned")
         return None
+
+
+def _targets(aliases: dict[str, Any]) -> dict[str, AliasTarget | None]:
+    try:
+        targets = {alias: None if to is None else target_from_json(alias, to) for alias, to in aliases.items()}
+        Change(aliases=targets).check()
+    except InvalidAlias as error:
+        raise InvalidRequest(str(error), param=f"aliases.{show(error.alias).strip(QUOTES)}") from None
+    return targets
 
 
 class WarmBody(_Body):
     """How long the caller waits for an adapter to be in the pool; 0 only begins."""
 
     deadline_ms: Annotated[int, Field(ge=0, le=MAX_DEADLINE_MS)] = DEFAULT_DEADLINE_MS
-
-
-def _refuse_given(body: BaseModel, *names: str, inert: tuple[object, ...] = (None,)) -> None:
-    for name in names:
-        if getattr(body, name) not in inert:
-            raise InvalidRequest(f"{name} is not supported by this server yet; leave it out", param=name)

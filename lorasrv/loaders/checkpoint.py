@@ -1,15 +1,17 @@
 """What every loader gives: named weights one at a time, and how many bytes of them are alive."""
 
 from collections.abc import Iterable
-from typing import Protocol
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Protocol
 
 from lorasrv.errors import CorruptModel
 from lorasrv.models.family import tensor_shapes
 from lorasrv.models.spec import ModelSpec
 from lorasrv.tokenizer_source import TokenizerSource
-from sgmv_kernels.ops import GroupCodes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sgmv_kernels.ops import GroupCodes
 
 
 class Checkpoint(Protocol):
@@ -27,11 +29,11 @@ class Checkpoint(Protocol):
         """Canonical names of the tensors that `spec` calls for; all are present, with the right shapes."""
         ...
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> "Tensor":
         """One tensor, newly allocated: as stored (fp32, fp16, bf16), or dequantized to fp32. Raises CorruptModel."""
         ...
 
-    def codes(self, name: str) -> GroupCodes | None:
+    def codes(self, name: str) -> "GroupCodes | None":
         """One tensor as the codes that the file holds; None where it holds floats, or codes that we do not keep."""
         ...
 

@@ -1,4 +1,4 @@
-"""GGML tensor types: how many bytes a block has, and its values in fp32. The formulas are ggml's.
+"""Values of GGML blocks in fp32, and codes as they are. The formulas are ggml's.
 
 A block of the types that are decoded here holds 32 neighbours of a row: an fp16 scale d, a minimum m or none, then the
 levels q. The K-quants and their kind are left to the gguf package, imported when the first such tensor is met.
@@ -6,7 +6,6 @@ levels q. The K-quants and their kind are left to the gguf package, imported whe
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -14,19 +13,10 @@ import torch
 from torch import Tensor
 
 from lorasrv.errors import UnsupportedModel
+from lorasrv.loaders.ggml_blocks import BLOCK, GgmlType, ggml_type
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, GroupCodes
 
-BLOCK = 32
-
-
-@dataclass(frozen=True, slots=True)
-class GgmlType:
-    """`decode` takes blocks [N, block_bytes] uint8 and gives their values [N, block_size], fp32 or as stored."""
-
-    name: str
-    block_size: int
-    block_bytes: int
-    decode: Callable[[Tensor], Tensor]
+__all__ = ["decode", "decode_codes", "ggml_type"]
 
 
 def _nibbles(q: Tensor) -> Tensor:
@@ -77,37 +67,21 @@ def _by_gguf(name: str) -> Callable[[Tensor], Tensor]:
     return decode_blocks
 
 
-_LEFT_TO_GGUF = {
-    6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 29: ("IQ1_M", 256, 56), 34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
-}  # fmt: skip
-_TYPES = {
-    0: GgmlType("F32", 1, 4, _stored_as(torch.float32)),
-    1: GgmlType("F16", 1, 2, _stored_as(torch.float16)),
-    2: GgmlType("Q4_0", BLOCK, 18, _q4_0),
-    3: GgmlType("Q4_1", BLOCK, 20, _q4_1),
-    8: GgmlType("Q8_0", BLOCK, 34, _q8_0),
-    30: GgmlType("BF16", 1, 2, _stored_as(torch.bfloat16)),
-    **{number: GgmlType(name, n, size, _by_gguf(name)) for number, (name, n, size) in _LEFT_TO_GGUF.items()},
+_DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "F32": _stored_as(torch.float32),
+    "F16": _stored_as(torch.float16),
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q8_0": _q8_0,
+    "BF16": _stored_as(torch.bfloat16),
 }
-_OTHER_NAMES = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 40: "NVFP4"}
-
-
-def ggml_type(number: int, tensor: str) -> GgmlType:
-    """Raises UnsupportedModel naming the type, the tensor and the known types."""
-    if number not in _TYPES:
-        name = _OTHER_NAMES.get(number, f"number {number}")
-        known = ", ".join(kind.name for kind in _TYPES.values())
-        raise UnsupportedModel(f"tensor {tensor!r:.80} has GGUF type {name}, which is not supported; known: {known}")
-    return _TYPES[number]
+"""Blocks [N, block_bytes] uint8 -> their values [N, block_size], fp32 or as stored."""
 
 
 def decode(raw: npt.NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> Tensor:
     """Stored bytes -> a new tensor of `shape`, fp32 or as stored."""
-    return kind.decode(torch.from_numpy(raw).view(-1, kind.block_bytes)).view(shape)
+    decoder = _DECODERS.get(kind.name) or _by_gguf(kind.name)
+    return decoder(torch.from_numpy(raw).view(-1, kind.block_bytes)).view(shape)
 
 
 def decode_codes(raw: npt.NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> GroupCodes | None:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from lorasrv.errors import CorruptModel, UnsupportedModel
-from lorasrv.loaders.checkpoint import check_num_layers, check_shapes
+from lorasrv.loaders.checkpoint import check_shapes
 from lorasrv.loaders.ggml_types import decode, decode_codes
 from lorasrv.loaders.gguf_file import GgufFile
-from lorasrv.models.family import Family, detect, tensor_shapes
+from lorasrv.loaders.model_shape import gguf_family
+from lorasrv.models.family import tensor_shapes
 from lorasrv.models.rope_config import longrope_from_gguf
 from lorasrv.models.spec import ModelSpec
 from lorasrv.tokenizer_source import BpeVocabulary, TokenizerSource
@@ -33,13 +34,9 @@ class GgufCheckpoint:
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.name = name or path.stem
         self._file = GgufFile(path)
-        meta = self._file.metadata
-        if meta.get("split.count", 1) != 1:
-            raise UnsupportedModel("a GGUF model split over several files is not supported; merge it first")
-        self._family: Family = detect(str(meta.get("general.architecture", "")))
-        self._prefix = f"{meta.get('general.architecture')}."
-        self.spec = self._with_rope_factors(self._family.spec_from_gguf(meta, self._file.tensors.keys()))
-        check_num_layers(self.spec, len(self._file.tensors))
+        self._family, spec = gguf_family(self._file)
+        self._prefix = f"{self._file.metadata.get('general.architecture')}."
+        self.spec = self._with_rope_factors(spec)
         self._stored = {name: self._family.gguf_name(name) for name in tensor_shapes(self.spec)}
         found = {n: self._file.tensors[s].shape for n, s in self._stored.items() if s in self._file.tensors}
         check_shapes(self.spec, found)

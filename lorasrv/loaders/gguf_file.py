@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lorasrv.errors import CorruptModel, ModelError, UnsupportedModel
-from lorasrv.loaders.ggml_types import GgmlType, ggml_type
+from lorasrv.loaders.ggml_blocks import GgmlType, ggml_type
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

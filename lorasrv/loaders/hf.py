@@ -5,17 +5,20 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from lorasrv.loaders.checkpoint import check_num_layers, check_shapes
 from lorasrv.models.family import detect, tensor_shapes, token_ids
 from lorasrv.models.spec import ModelSpec
 from lorasrv.tokenizer_source import TokenizerJson, TokenizerSource
-from sgmv_kernels.ops import GroupCodes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sgmv_kernels.ops import GroupCodes
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _DTYPES = ("F32", "F16", "BF16")
@@ -45,11 +48,11 @@ class HfCheckpoint:
     def names(self) -> Iterable[str]:
         return tensor_shapes(self.spec).keys()
 
-    def tensor(self, name: str) -> Tensor:
+    def tensor(self, name: str) -> "Tensor":
         weight: Tensor = self._readers[name].get_tensor(name)
         return weight
 
-    def codes(self, name: str) -> GroupCodes | None:
+    def codes(self, name: str) -> "GroupCodes | None":
         return None
 
     def tokenizer_source(self) -> TokenizerSource:

@@ -1,4 +1,4 @@
-"""Limits of an id: kept over restarts, gone with the id, and what became of files that knew none."""
+"""Limits of an id: kept over restarts, gone with the id; and what becomes of index files of older layouts."""
 
 import sqlite3
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from adapter_store.errors import AdapterNotFound, StoreUnusable
-from adapter_store.index import SCHEMA_VERSION
+from adapter_store.records import Change
+from adapter_store.schema import SCHEMA_VERSION
 from adapter_store.spec import BaseShapes
 from adapter_store.store import AdapterStore
 
@@ -31,6 +32,10 @@ CREATE INDEX versions_by_key ON versions (key);
 CREATE TABLE last_versions (adapter_id TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT;
 """
 TABLES_1 = ("base", "contents", "adapters", "versions", "last_versions")
+# Layout 2 is 1 and this, word for word.
+LAYOUT_2 = """
+CREATE TABLE adapter_limits (adapter_id TEXT PRIMARY KEY REFERENCES adapters, limits TEXT NOT NULL) STRICT;
+"""
 
 
 @pytest.fixture
@@ -53,19 +58,22 @@ def database(root: Path) -> "closing[sqlite3.Connection]":
     return closing(sqlite3.connect(root / "index.sqlite3", isolation_level=None))
 
 
-def make_layout_1(root: Path) -> None:
-    """The same adapters, in a file of the old layout."""
+def make_layout(version: int, root: Path) -> None:
+    """The same adapters, in a file of an old layout."""
     path = root / "index.sqlite3"
+    tables = (*TABLES_1, "adapter_limits") if version == 2 else TABLES_1
     with database(root) as db:
-        rows = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in TABLES_1}
+        rows = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in tables}
     for file in root.glob("index.sqlite3*"):
         file.unlink()
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode = WAL")
-        db.executescript(LAYOUT_1)
+        db.executescript(LAYOUT_1 + (LAYOUT_2 if version == 2 else ""))
         for table, values in rows.items():
+            if not values:
+                continue
             db.executemany(f"INSERT INTO {table} VALUES ({','.join('?' * len(values[0]))})", values)
-        db.execute("PRAGMA user_version = 1")
+        db.execute(f"PRAGMA user_version = {version}")
 
 
 def test_they_stay_over_restarts_and_versions(root: Path, base: BaseShapes, put: Any, build: Any) -> None:
@@ -125,10 +133,13 @@ def test_what_is_refused_changes_nothing(opened: AdapterStore, monkeypatch: pyte
         opened.set_limits("mia", {})
 
 
-def test_a_file_of_layout_1_keeps_its_adapters(root: Path, base: BaseShapes) -> None:
+@pytest.mark.parametrize("layout", [1, 2])
+def test_a_file_of_an_old_layout_keeps_its_adapters(root: Path, base: BaseShapes, layout: int) -> None:
     with AdapterStore(root, base) as store:
+        if layout == 2:
+            store.set_limits("zoe", LIMITS)
         before = store.list_adapters()
-    make_layout_1(root)
+    make_layout(layout, root)
     for _ in range(2):
         with AdapterStore(root, base) as store:
             assert store.list_adapters() == before
@@ -136,32 +147,40 @@ def test_a_file_of_layout_1_keeps_its_adapters(root: Path, base: BaseShapes) -> 
                 for version in record.versions:
                     assert store.load(version.key).spec == store.spec(version.key)
     with AdapterStore(root, base) as store:
-        store.set_limits("mia", LIMITS)
+        store.set_limits("mia", {"weight": 2.0})
+        store.change("mia", Change(version=1, aliases={"prod": 2}))
     with AdapterStore(root, base) as store:
-        assert (store.limits("mia"), store.limits("zoe")) == (LIMITS, {})
+        assert (store.limits("mia"), store.limits("zoe")) == ({"weight": 2.0}, LIMITS if layout == 2 else {})
+        assert (store.resolve("mia").version, store.resolve("mia:prod").version) == (1, 2)
     with database(root) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
 
 
-def test_both_ways_to_the_newest_layout_lead_to_the_same(root: Path, base: BaseShapes) -> None:
+@pytest.mark.parametrize("version", [1, 2])
+def test_every_way_to_the_newest_layout_leads_to_the_same(root: Path, base: BaseShapes, version: int) -> None:
     query = "SELECT type, name, sql FROM sqlite_schema ORDER BY name"
     with database(root) as db:
         fresh = db.execute(query).fetchall()
-    make_layout_1(root)
+    make_layout(version, root)
     AdapterStore(root, base).close()
     with database(root) as db:
         assert db.execute(query).fetchall() == fresh
 
 
-def test_a_migration_that_fails_leaves_the_old_layout(root: Path, base: BaseShapes) -> None:
-    make_layout_1(root)
+@pytest.mark.parametrize(
+    ("version", "table"), [(1, "adapter_limits"), (1, "verdicts"), (2, "aliases"), (2, "verdicts")]
+)
+def test_a_migration_that_fails_leaves_the_old_layout(root: Path, base: BaseShapes, version: int, table: str) -> None:
+    make_layout(version, root)
     with database(root) as db:
-        db.execute("CREATE TABLE adapter_limits (of_somebody_else TEXT) STRICT")
-    with pytest.raises(StoreUnusable, match="adapter_limits"):
+        db.execute(f"CREATE TABLE {table} (of_somebody_else TEXT) STRICT")
+        tables = db.execute("SELECT name FROM sqlite_schema ORDER BY 1").fetchall()
+    with pytest.raises(StoreUnusable, match=table):
         AdapterStore(root, base)
     with database(root) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (1,)
-        db.execute("DROP TABLE adapter_limits")
+        assert db.execute("PRAGMA user_version").fetchone() == (version,)
+        assert db.execute("SELECT name FROM sqlite_schema ORDER BY 1").fetchall() == tables
+        db.execute(f"DROP TABLE {table}")
     with AdapterStore(root, base) as store:
         assert len(store.list_adapters()) == 2
 

@@ -24,7 +24,12 @@ def load(path: Path, config: Any, data: bytes, base: BaseShapes) -> AdapterWeigh
 def test_values_and_layout(dtype: str, build: Any, base: BaseShapes, tmp_path: Path, widen: Any) -> None:
     ranks = {"self_attn.q_proj": 4, "mlp.down_proj": 3}
     tensors = build.tensors(rank=ranks, modules=tuple(ranks), dtype=DTYPES[dtype])
-    weights = load(tmp_path / "w", build.config(rank_pattern={"down_proj": 3}), build.file(tensors), base)
+    weights = load(
+        tmp_path / "w",
+        build.config(rank_pattern={"down_proj": 3}, target_modules=["q_proj", "down_proj"]),
+        build.file(tensors),
+        base,
+    )
     assert weights.dtype == dtype
     assert list(weights) == [(m.layer, m.module) for m in weights.spec.modules]
     assert len(weights) == 4

@@ -182,10 +182,12 @@ JSON = st.recursive(
 @given(st.dictionaries(st.sampled_from(sorted(FIELD_RULES)) | st.text(max_size=8), JSON, max_size=8))
 def test_any_object_is_a_manifest_or_a_list_of_problems(changes: dict[str, Any]) -> None:
     problems = ProblemList()
-    manifest = read_manifest({"peft_type": "LORA", "r": 4, "lora_alpha": 8} | changes, problems)
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8} | changes
+    manifest = read_manifest(config, problems)
     assert (manifest is None) == (len(problems) > 0)
     for problem in problems.problems():
         problem.message.encode()
         problem.field.encode()
     if manifest is not None:
         assert manifest.rank("model.layers.0.self_attn.q_proj") >= 1
+        json.dumps(config, allow_nan=False)  # what is accepted is what the index can store

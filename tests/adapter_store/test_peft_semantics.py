@@ -9,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils.other import get_pattern_key
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from adapter_store.errors import AdapterInvalid
+from adapter_store.errors import AdapterInvalid, ProblemList
 from adapter_store.loader import load_weights
+from adapter_store.manifest import read_manifest
 from adapter_store.peft_dir import read_peft_dir
 from adapter_store.spec import BaseShapes
 from adapter_store.validate import CheckedAdapter, check_files
@@ -25,20 +29,24 @@ Save = Callable[..., tuple[Any, Path]]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
+def tiny_llama() -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
 @pytest.fixture
 def save(tmp_path: Path) -> Save:
     """Make a PEFT model with random A and B, save it: (model, folder)."""
 
     def save_adapter(adapter_name: str = "default", **options: Any) -> tuple[Any, Path]:
         torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2,
-        )  # fmt: skip
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             model = get_peft_model(
-                LlamaForCausalLM(config), LoraConfig(task_type="CAUSAL_LM", **options), adapter_name=adapter_name
+                tiny_llama(), LoraConfig(task_type="CAUSAL_LM", **options), adapter_name=adapter_name
             )
             for name, parameter in model.named_parameters():
                 if "lora_" in name:
@@ -151,13 +159,71 @@ def test_a_named_adapter_is_saved_one_level_down(save: Save, base: BaseShapes) -
     assert checked(folder, base)[0].report.modules_matched == 2
 
 
-def test_an_in_memory_state_dict_is_refused_with_the_way_out(save: Save, base: BaseShapes, tmp_path: Path) -> None:
-
-    model, folder = save(r=4, target_modules=["q_proj"])
-    state = {name: tensor for name, tensor in model.state_dict().items() if "lora_" in name}
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_state_dict_as_in_memory_is_read_as_the_saved_one(wrapped: bool, save: Save, base: BaseShapes) -> None:
+    """Names by torch itself: PEFT's model, compiled and given to data parallelism."""
+    model, folder = save(r=4, target_modules=["q_proj"], lora_alpha=6)
+    as_saved, _ = checked(folder, base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's compiler, while it is imported
+        whole = torch.nn.DataParallel(torch.compile(model)) if wrapped else model
+    state = {name: tensor for name, tensor in whole.state_dict().items() if "lora_" in name}
     save_file(state, folder / "adapter_model.safetensors")
-    with pytest.raises(AdapterInvalid, match="save_pretrained"):
+    result, path = checked(folder, base)
+    assert [(m.layer, m.module, m.rank, m.scaling) for m in result.spec.modules] == [
+        (m.layer, m.module, m.rank, m.scaling) for m in as_saved.spec.modules
+    ]
+    notices = " ".join(result.report.notices)
+    assert ("_orig_mod." in notices, " module." in notices, "'default'" in notices) == (wrapped, wrapped, True)
+    for (layer, module), lora in load_weights(path, result.spec).items():
+        delta = lora.scaling * torch.from_numpy(lora.b) @ torch.from_numpy(lora.a)
+        theirs = lora_layers(model)[f"model.layers.{layer}.{module}"].get_delta_weight("default")
+        torch.testing.assert_close(delta, theirs, rtol=1e-5, atol=1e-5)
+
+
+NAMES = ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.up_proj", "model.layers.11.self_attn.k_proj", "lm_head")
+TARGETS = st.sampled_from(
+    ["q_proj", "proj", "self_attn.q_proj", "1.mlp.up_proj", "lm_head", "head", "model.lm_head", *NAMES, ""]
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(
+    targets=st.lists(TARGETS, min_size=1, max_size=4),
+    excluded=st.lists(TARGETS, max_size=2),
+    layers=st.none() | st.integers(0, 12) | st.lists(st.integers(0, 12), max_size=3),
+    pattern=st.sampled_from([None, "layers", ["layers"], []]),
+    name=st.sampled_from(NAMES),
+)
+def test_what_the_config_targets_is_what_peft_targets(
+    targets: list[str], excluded: list[str], layers: Any, pattern: Any, name: str
+) -> None:
+    if not layers and pattern:
+        pattern = None  # PEFT refuses such a config
+    fields = {
+        "target_modules": targets, "exclude_modules": excluded, "layers_to_transform": layers,
+        "layers_pattern": pattern,
+    }  # fmt: skip
+    theirs = bool(check_target_module_exists(LoraConfig(**fields), name))
+    problems = ProblemList()
+    manifest = read_manifest({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **fields}, problems)
+    assert manifest is not None
+    layer = None if name == "lm_head" else int(name.split(".")[2])
+    assert manifest.targets(layer, name) == theirs
+
+
+def test_peft_drops_what_the_config_leaves_out(save: Save, base: BaseShapes) -> None:
+    """The reason for refusing it: the same file would be another adapter there."""
+    _, folder = save(r=4, target_modules=["q_proj", "v_proj"])
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = PeftModel.from_pretrained(tiny_llama(), folder)
+    assert {name.rpartition(".")[2] for name in lora_layers(loaded)} == {"q_proj"}
+    with pytest.raises(AdapterInvalid) as caught:
         checked(folder, base)
+    assert [problem.code for problem in caught.value.problems] == ["untargeted_modules"]
 
 
 def test_a_torch_file_renamed_to_safetensors_is_never_unpickled(save: Save, base: BaseShapes) -> None:

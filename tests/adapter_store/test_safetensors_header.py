@@ -1,5 +1,6 @@
 import io
 import json
+import math
 import time
 import tracemalloc
 from typing import Any
@@ -188,3 +189,30 @@ def test_what_we_accept_the_library_accepts(header: dict[str, Any], data_bytes: 
     except SafetensorError as error:
         pytest.fail(f"the library refuses what we accept: {error}")
     assert {name: list(info.shape) for name, info in ours.tensors.items()} == {n: t["shape"] for n, t in theirs.items()}
+
+
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 3), max_size=2), st.sampled_from([0, 0, 0, -4, 4])), min_size=1, max_size=3
+    ),
+    st.sampled_from([0, 0, -4, 4]),
+)
+def test_tilings_that_are_nearly_right(tensors: list[tuple[list[int], int]], extra: int) -> None:
+    """Holes, overlaps and bytes too many or too few: refused as the library refuses them; a true tiling is accepted."""
+    header: dict[str, Any] = {}
+    at = 0
+    for shape, gap in tensors:
+        start = max(at + gap, 0)
+        at = start + 4 * math.prod(shape)
+        header[f"t{len(header)}"] = {"dtype": "F32", "shape": shape, "data_offsets": [start, at]}
+    text = json.dumps(header).encode()
+    data = len(text).to_bytes(8, "little") + text + bytes(max(at + extra, 0))
+    try:
+        theirs = len(deserialize(data))  # type: ignore[no-untyped-call]
+    except SafetensorError:
+        theirs = 0
+    try:
+        ours = len(parse_header(data, CAP).tensors)
+    except AdapterInvalid:
+        ours = 0
+    assert ours == theirs

@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import random
 import sqlite3
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from adapter_store.errors import (
     StoreLocked,
     StoreUnusable,
 )
+from adapter_store.names import Names
 from adapter_store.spec import AdapterKey, BaseShapes
 from adapter_store.store import AdapterStore
 
@@ -274,6 +276,8 @@ def test_a_bit_flip_is_found_and_uploading_again_repairs_it(
         with pytest.raises(AdapterCorrupt, match="upload the same file again"):
             store.load(key)
         store.load(other)
+        assert put(store, data) == digest
+        assert store.load(key).spec == store.spec(key)
     path.unlink()
     with pytest.raises(AdapterCorrupt, match="gone"):
         store.load(key)
@@ -477,7 +481,7 @@ def test_the_index_is_durable_and_strict(store: AdapterStore) -> None:
     assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert db.execute("PRAGMA synchronous").fetchone() == (2,)
     schema = db.execute("SELECT sql FROM sqlite_schema WHERE type = 'table'").fetchall()
-    assert len(schema) == 6
+    assert len(schema) == 9
     assert all(sql.endswith("STRICT") for (sql,) in schema)
 
 
@@ -490,7 +494,7 @@ def test_resolve_is_fast_among_thousands(store: AdapterStore, put: Put, build: A
         db.execute("INSERT INTO adapters VALUES (?, 1, 0.0)", (f"persona-{i:04}",))
         db.execute("INSERT INTO versions VALUES (?, 1, ?, 0.0)", (f"persona-{i:04}", key))
     db.execute("COMMIT")
-    store._records = store._index.records()
+    store._names = Names(store._index.records(), random.random)
     started = time.perf_counter()
     for _ in range(1000):
         store.resolve("persona-2500")

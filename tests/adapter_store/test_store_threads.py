@@ -139,17 +139,17 @@ def test_weights_being_registered_are_not_removed_by_others(
     """The other's delete (or refusal) happens while this registration is checking the same weights."""
     digest = put(store, build.file())
     store.register("old", build.config(), digest)
-    check = store._check
+    check = store._contents.check
 
-    def slow_check(config: Any, weights: str) -> Any:
-        monkeypatch.setattr(store, "_check", check)
-        checked = check(config, weights)
+    def slow_check(*arguments: Any) -> Any:
+        monkeypatch.setattr(store._contents, "check", check)
+        checked = check(*arguments)
         store.delete("old")
         if action == "invalid":
             with pytest.raises(AdapterInvalid):
                 store.register("bad", build.config(r=0), digest)
         return checked
 
-    monkeypatch.setattr(store, "_check", slow_check)
+    monkeypatch.setattr(store._contents, "check", slow_check)
     key = store.register("new", build.config(), digest).ref.key
     assert store.load(key).spec.key == key

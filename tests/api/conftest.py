@@ -5,7 +5,6 @@ import hashlib
 import io
 import itertools
 import json
-import socket
 import sys
 import threading
 import time
@@ -26,6 +25,7 @@ from adapter_store.spec import AdapterKey, BaseShapes
 from adapter_store.store import AdapterStore
 from api.app import create_app
 from api.cli.main import main
+from api.server import bind
 from api.settings import ServerSettings
 from lorasrv.errors import AdapterCold, AdapterLoadFailed, ContextLengthExceeded, EngineDead, InvalidRequest
 from lorasrv.limits import Limits
@@ -334,7 +334,10 @@ class Dispatcher:
 
 @pytest.fixture(scope="session")
 def dispatcher() -> Iterator[tuple[Dispatcher, Server]]:
-    listener = socket.create_server(("127.0.0.1", 0))
+    # Not `create_server`: asyncio turns Nagle's algorithm off only where the protocol is named, and each answer in two
+    # parts would wait 40 ms for the client's acknowledgement.
+    listener = bind("127.0.0.1", 0)
+    listener.listen()
     dispatcher = Dispatcher()
     uvicorn_server = uvicorn.Server(uvicorn.Config(dispatcher, log_config=None, timeout_graceful_shutdown=1))
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})

@@ -112,7 +112,7 @@ class TestRegister:
         assert [version["digest"] for version in shown["versions"]] == [first["digest"], second.json()["digest"]]
         assert shown["report"]["modules_matched"] == 4
         [listed] = server.http.get("/v1/adapters").json()["data"]
-        assert listed == {name: value for name, value in shown.items() if name != "report"}
+        assert listed == {name: value for name, value in shown.items() if name not in ("report", "verified")}
 
     def test_if_not_exists(self, server, make_adapter) -> None:
         assert server.upload(make_adapter(), "mia", if_not_exists=True).status_code == 201
@@ -165,7 +165,8 @@ class TestRegister:
             ({"config": []}, "config"),
             ({"id": 5}, "id"),
             ({"if_not_exist": True}, "if_not_exist"),
-            ({"alias": "prod"}, "alias"),
+            ({"alias": "Prod"}, "alias"),
+            ({"alias": 7}, "alias"),
             ({"defaults": {"temperature": 1}}, "defaults"),
         ],
     )
@@ -198,9 +199,9 @@ class TestRemove:
         response = server.http.delete("/v1/adapters/nobody")
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
-    @pytest.mark.parametrize("option", ["wait", "force"])
-    def test_options_of_later(self, server, make_adapter, option: str) -> None:
+    @pytest.mark.parametrize(("option", "value"), [("wait", "true"), ("force", "yes")])
+    def test_options_of_later(self, server, make_adapter, option: str, value: str) -> None:
         server.upload(make_adapter(), "mia")
-        response = server.http.delete(f"/v1/adapters/mia?{option}=true")
+        response = server.http.delete(f"/v1/adapters/mia?{option}={value}")
         assert (response.status_code, response.json()["error"]["param"]) == (400, option)
         assert server.http.delete(f"/v1/adapters/mia?{option}=false").status_code == 202

@@ -289,7 +289,7 @@ def test_help_and_client_commands_import_neither_torch_nor_the_server() -> None:
 class TestCheck:
     @pytest.fixture(autouse=True)
     def tiny_base(self, store, monkeypatch) -> None:
-        monkeypatch.setattr("api.cli.check._shapes", lambda model: store.base)
+        monkeypatch.setattr("api.cli.check.shapes_of", lambda model: store.base)
 
     def test_good(self, cli, make_adapter) -> None:
         folder = make_adapter("given/run-1").parent

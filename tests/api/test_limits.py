@@ -145,7 +145,7 @@ class TestPatch:
         def full(*_: object) -> None:
             raise StoreFull("x")
 
-        monkeypatch.setattr(store._index, "set_limits", full)
+        monkeypatch.setattr(store._index, "change", full)
         assert patch(server, limits=ALL).status_code == 507
         assert (shown(server), engine.limits) == ({}, {})
 

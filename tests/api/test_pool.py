@@ -140,7 +140,8 @@ class TestPin:
             ({"pinned": True, "limits": {"rps": 1}}, "limits.rps"),
             ({"pinned": True, "rollback": 0}, "rollback"),
             ({"pinned": True, "aliases": []}, "aliases"),
-            ({"pinned": True, "rollback": 1}, "rollback"),
+            ({"pinned": True, "version": 0}, "version"),
+            ({"aliases": {}}, "pinned"),
         ],
     )
     def test_what_cannot_be_changed(self, server, engine, body: dict[str, Any], param: str) -> None:

@@ -156,3 +156,24 @@ def test_a_store_in_use(start: Start) -> None:
     assert "Traceback" not in err
     assert err.splitlines()[-1].startswith("lorasrv: ")
     assert "store" in err.splitlines()[-1]
+
+
+def test_lora_modules_are_served(start: Start, make_adapter) -> None:
+    mia, tom = make_adapter("mia"), make_adapter("tom", seed=1)
+    spelled = json.dumps({"name": "tom", "path": str(tom), "base_model_name": "tiny-base"})
+    process = start("--port", 0, "--json", "--lora-modules", f"mia={mia}", spelled)
+    url = ready(process)["url"]
+    assert [card["id"] for card in httpx2.get(url + "/v1/models").json()["data"]] == ["tiny-base", "mia", "tom"]
+    answer = httpx2.post(url + "/v1/completions", json={"model": "tom", "prompt": "x"})
+    assert answer.json()["choices"][0]["text"].startswith("I am ")
+    process.terminate()
+    _, err = process.communicate(timeout=20)
+    assert "registering adapters done" in err.splitlines()
+
+
+def test_a_refused_lora_module_ends_the_start(start: Start, make_adapter) -> None:
+    process = start("--port", 0, "--lora-modules", f"mia={make_adapter()}", f"tom={make_adapter('tom', r=0)}")
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (1, "")
+    assert "lorasrv: --lora-modules: refused: tom" in err.splitlines()
+    assert err.splitlines()[-1].startswith("  tom: r")

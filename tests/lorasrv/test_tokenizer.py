@@ -22,9 +22,9 @@ ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
 @pytest.fixture(scope="module")
 def oracle(builtin: Checkpoint, pytestconfig: pytest.Config) -> tokenizers.Tokenizer:
     """SmolLM2's published definition over the file's vocabulary, as the gguf package reads it."""
-    from lorasrv.loaders import _builtin_file
+    from lorasrv.loaders.model_shape import builtin_file
 
-    fields = gguf.GGUFReader(_builtin_file()).fields
+    fields = gguf.GGUFReader(builtin_file()).fields
     tokens, merges, types = (fields[f"tokenizer.ggml.{k}"].contents() for k in ("tokens", "merges", "token_type"))
     ids = {token: i for i, token in enumerate(tokens)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=[tuple(merge.split(" ")) for merge in merges]))

@@ -1,0 +1,183 @@
+"""Writing a closed store to an archive, and reading one back: nothing is believed that is not verified."""
+
+import hashlib
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from adapter_store.archive import BLOBS, MANIFEST, MAX_MANIFEST_BYTES, Archive, ArchivedContent, read_manifest_json
+from adapter_store.base_identity import BaseIdentity
+from adapter_store.blobs import BlobUpload, disk_errors
+from adapter_store.closed_store import ClosedStore, Progress
+from adapter_store.errors import AdapterCorrupt, BlobTooLarge, InvalidArchive, show
+from adapter_store.index import Content
+from adapter_store.references import VERBS, check_adapter_id, check_digest
+from adapter_store.spec import BaseShapes
+from adapter_store.tar_stream import CHUNK_BYTES, TAR_END, TarReader, tar_header, tar_padding
+from adapter_store.validate import check_adapter, max_adapter_bytes
+
+SHOWN_IDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What went into an archive, or came out of one."""
+
+    adapters: int
+    versions: int
+    blobs: int
+    bytes: int
+
+
+def export_store(store: ClosedStore, file: BinaryIO, progress: Progress = lambda done, total: None) -> Moved:
+    """Write everything that a version names; the digests are verified on the way.
+
+    Raises:
+        AdapterCorrupt: weights are damaged or gone; names the versions that have them.
+        OSError: the file cannot be written.
+    """
+    archive = _archive_of(store)
+    manifest = archive.to_json()
+    file.write(tar_header(MANIFEST, len(manifest)) + manifest + tar_padding(len(manifest)))
+    done, total = 0, sum(archive.blobs.values())
+    progress(done, total)
+    for digest, num_bytes in archive.blobs.items():
+        _write_blob(store, digest, num_bytes, file)
+        done += num_bytes
+        progress(done, total)
+    file.write(TAR_END)
+    return _moved(archive)
+
+
+def _archive_of(store: ClosedStore) -> Archive:
+    sizes, users = store.blobs.sizes(), store.index.users()
+    contents = {}
+    for content in store.index.contents():
+        digest = content.weights_digest
+        if digest not in sizes:
+            raise _damaged(users[digest], "gone")
+        contents[content.key] = ArchivedContent(content.key, digest, sizes[digest], content.config)
+    records = tuple(store.index.records().values())
+    return Archive(store.index.base() or "", contents, records, store.index.last_versions(), store.index.owners())
+
+
+def _write_blob(store: ClosedStore, digest: str, num_bytes: int, file: BinaryIO) -> None:
+    file.write(tar_header(BLOBS + digest, num_bytes))
+    hasher = hashlib.sha256()
+    written = 0
+    with store.blobs.open(digest) as blob:
+        while chunk := blob.read(CHUNK_BYTES):
+            hasher.update(chunk)
+            written += len(chunk)
+            file.write(chunk)
+    if written != num_bytes or hasher.hexdigest() != digest:
+        raise _damaged(store.index.users()[digest], "damaged")
+    file.write(tar_padding(num_bytes))
+
+
+def _damaged(versions: list[str], how: str) -> AdapterCorrupt:
+    return AdapterCorrupt(
+        f"the weights of {', '.join(versions)} are {how}; upload the same file again, or remove them, then export"
+    )
+
+
+def import_store(
+    store: ClosedStore,
+    file: BinaryIO,
+    base: BaseShapes,
+    max_lora_rank: int,
+    progress: Progress = lambda done, total: None,
+) -> Moved:
+    """Add everything of an archive to a store; every digest is verified, every adapter validated against the base once
+    more, and ids, versions, aliases and limits become visible together, or not at all.
+
+    Raises:
+        InvalidArchive: it is none, is damaged, was made for another base, or holds ids that the store has already.
+        AdapterInvalid, InvalidAdapterId, DigestMismatch: what it holds does not serve.
+        StoreFull, StoreUnusable: the disk refused, or the store holds adapters of another base.
+    """
+    reader = TarReader(file)
+    archive = _read_manifest(reader)
+    _check_fits(archive, store, base)
+    with ExitStack() as undo:
+        _import_blobs(reader, archive, store, max_adapter_bytes(base, max_lora_rank), undo, progress)
+        contents = [_validated(content, store, base, max_lora_rank) for content in archive.contents.values()]
+        _bind_base(archive, store)
+        store.index.restore(archive.records, contents, archive.last_versions, archive.owners)
+        undo.pop_all()
+    return _moved(archive)
+
+
+def _read_manifest(reader: TarReader) -> Archive:
+    first = reader.next_member()
+    if first is None or first[0] != MANIFEST:
+        raise InvalidArchive(f"this is no archive of an adapter store: it does not begin with {MANIFEST}")
+    if first[1] > MAX_MANIFEST_BYTES:
+        raise InvalidArchive(f"the archive's manifest has {first[1]} bytes; {MAX_MANIFEST_BYTES} are the most")
+    return read_manifest_json(b"".join(reader.data(first[1])))
+
+
+def _bind_base(archive: Archive, store: ClosedStore) -> None:
+    """An empty store takes the archive's base; another must have been filled for the same."""
+    theirs, ours = BaseIdentity.from_text(archive.base), BaseIdentity.from_text(store.index.base() or "")
+    if store.index.is_empty():
+        store.index.bind_base(archive.base)
+    elif not (ours.has_shapes_of(theirs) and ours.has_weights_of(theirs)):
+        raise InvalidArchive("the store holds adapters of another base; import into a folder of its own")
+
+
+def _check_fits(archive: Archive, store: ClosedStore, base: BaseShapes) -> None:
+    if archive.records and not BaseIdentity.from_text(archive.base).has_shapes_of(BaseIdentity.of(base)):
+        raise InvalidArchive(
+            f"the archive's adapters were checked for a base of other shapes than this {base.family} model (--model)"
+        )
+    for record in archive.records:
+        check_adapter_id(record.adapter_id, VERBS | {base.name})
+    if taken := sorted(store.index.records().keys() & {record.adapter_id for record in archive.records}):
+        dots = ", …" if len(taken) > SHOWN_IDS else ""
+        raise InvalidArchive(
+            f"the store has {', '.join(taken[:SHOWN_IDS])}{dots} already; remove them first, or import into an empty "
+            "folder. Nothing was imported"
+        )
+
+
+def _import_blobs(
+    reader: TarReader, archive: Archive, store: ClosedStore, max_bytes: int, undo: ExitStack, progress: Progress
+) -> None:
+    """Each blob is written under its own digest; what the members are called only says which."""
+    awaited = archive.blobs
+    done, total = 0, sum(awaited.values())
+    progress(done, total)
+    while (member := reader.next_member()) is not None:
+        name, num_bytes = member
+        digest = name.removeprefix(BLOBS)
+        if BLOBS + digest != name or awaited.get(digest) != num_bytes:
+            raise InvalidArchive(f"member {show(name)} of the archive is not one that its manifest announces, once")
+        if num_bytes > max_bytes:
+            raise BlobTooLarge(num_bytes, max_bytes)
+        del awaited[digest]
+        if not store.blobs.exists(digest):
+            undo.callback(store.blobs.remove, digest)
+        with BlobUpload(store.blobs, check_digest(digest), num_bytes) as upload:
+            for chunk in reader.data(num_bytes):
+                upload.write(chunk)
+                done += len(chunk)
+                progress(done, total)
+            upload.commit()
+    if awaited:
+        raise InvalidArchive(f"the archive lacks {len(awaited)} of the blobs that its manifest announces")
+
+
+def _validated(content: ArchivedContent, store: ClosedStore, base: BaseShapes, max_lora_rank: int) -> Content:
+    with store.blobs.open(content.weights_digest) as file, disk_errors("reading weights"):
+        size = os.fstat(file.fileno()).st_size
+        checked = check_adapter(content.config, file, size, base, max_lora_rank)
+    if checked.spec.weights_digest != content.weights_digest or checked.spec.key != content.key:
+        raise InvalidArchive(f"content {content.key[:12]} of the archive is another than its config and weights make")
+    return Content(content.key, content.weights_digest, content.config, checked.report)
+
+
+def _moved(archive: Archive) -> Moved:
+    versions = sum(len(record.versions) for record in archive.records)
+    return Moved(len(archive.records), versions, len(archive.blobs), sum(archive.blobs.values()))

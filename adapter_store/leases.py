@@ -1,0 +1,66 @@
+"""Weights that somebody is about to register: nobody removes them meanwhile, and the last to leave does if it must."""
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from adapter_store.blobs import BlobDirectory
+from adapter_store.errors import BlobNotFound, StoreFull, StoreUnusable
+
+
+class BlobLeases:
+    """Counts by digest.
+
+    Args:
+        lock: the store's.
+        check_open: raises StoreUnusable once the store is closed.
+        is_referenced: whether a content names a digest.
+    """
+
+    def __init__(
+        self,
+        lock: threading.RLock,
+        blobs: BlobDirectory,
+        check_open: Callable[[], None],
+        is_referenced: Callable[[str], bool],
+    ) -> None:
+        self._lock = lock
+        self._blobs = blobs
+        self._check_open = check_open
+        self._is_referenced = is_referenced
+        self._counts: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def lease(self, digest: str) -> Iterator[None]:
+        """Nobody removes the blob inside; the last to leave does, if no version names it.
+
+        Raises: BlobNotFound: it is not there.
+        """
+        with self._lock:
+            self._check_open()
+            if not self._blobs.exists(digest):
+                raise BlobNotFound(digest)
+            self._counts[digest] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._counts[digest] -= 1
+                self.remove_unused(digest)
+
+    def leased(self) -> set[str]:
+        """Under the store's lock: what somebody is about to register."""
+        return {digest for digest, count in self._counts.items() if count}
+
+    def remove_unused(self, digest: str) -> None:
+        """Under the store's lock: remove a blob that nobody needs."""
+        if self._counts[digest]:
+            return
+        del self._counts[digest]
+        # Litter that cannot be removed now goes when the store opens next; it must not hide why a registration failed,
+        # and once the store is closed it is another server's.
+        with contextlib.suppress(StoreUnusable, StoreFull):
+            self._check_open()
+            if not self._is_referenced(digest):
+                self._blobs.remove(digest)

@@ -1,0 +1,155 @@
+"""A folder as MLX saves an adapter (mlx-lm's trainer), written anew as PEFT would have saved it.
+
+mlx-lm computes `x @ W.T + scale * (x @ lora_a) @ lora_b`, lora_a [in, rank], lora_b [rank, out]: PEFT's matrices
+transposed, and the factor itself where PEFT has alpha / r. Values are moved, never rounded.
+Its config is that of the training run: fine_tune_type, lora_parameters with rank and scale, num_layers (the last ones
+of the model; the names in the file say the same). Versions of early 2024 multiplied the scale by alpha / rank, later
+ones do not read an alpha: where there is one, the factor is not known.
+"""
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from adapter_store.errors import ProblemList, show
+from adapter_store.peft_dir import CONFIG_NAME, WEIGHTS_NAME, PeftDir, ignored_files
+from adapter_store.safetensors_header import LENGTH_BYTES, SafetensorsHeader, TensorInfo, read_header
+from adapter_store.tensor_names import WRAPPER
+from adapter_store.tensor_types import NUMPY_TYPES
+
+MLX_WEIGHTS_NAME = "adapters.safetensors"
+MAX_HEADER_BYTES = 16 << 20
+MAX_SCALE = 1e30
+MAX_LAYER_DIGITS = 6
+_HALVES = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
+
+
+def convert_mlx(folder: Path, config: Mapping[str, object], subdirectory: str | None, target: Path) -> PeftDir:
+    """Write MLX's adapter in `folder` to `target`, an empty folder, as PEFT's.
+
+    Raises:
+        AdapterInvalid: DoRA or full weights, a factor that is not known, tensors that are no lora_a or lora_b.
+    """
+    problems = ProblemList()
+    source = next((folder / name for name in (MLX_WEIGHTS_NAME, WEIGHTS_NAME) if (folder / name).is_file()), None)
+    if source is None:
+        problems.add("missing_weights", MLX_WEIGHTS_NAME, f"is missing beside MLX's {CONFIG_NAME}")
+    rank, scale = _factors(config, problems)
+    problems.raise_if_any()
+    assert source is not None
+    with source.open("rb") as file:
+        header = read_header(file, source.stat().st_size, MAX_HEADER_BYTES)
+        names = _names(header, problems)
+        problems.raise_if_any()
+        _write(target / WEIGHTS_NAME, file, header, names)
+    written = _config(config, names, rank, scale)
+    (target / CONFIG_NAME).write_text(json.dumps(written))
+    notice = f"converted from MLX: {len(names)} tensors transposed, r={rank}, scaling {scale:g}"
+    ignored = ignored_files(folder, source.name)
+    return PeftDir(written, target / WEIGHTS_NAME, ignored, subdirectory, (notice,))
+
+
+def _factors(config: Mapping[str, object], problems: ProblemList) -> tuple[int, float]:
+    """Rank and scale."""
+    kind = config.get("fine_tune_type", "lora")
+    if kind == "dora" or config.get("use_dora"):
+        problems.add("unsupported_use_dora", "fine_tune_type", "= 'dora' is not served; train it again with 'lora'")
+    elif kind != "lora":
+        message = f"= {show(kind)} is no LoRA; fuse it (mlx_lm.fuse) and serve the model"
+        problems.add("mlx_adapter", "fine_tune_type", message)
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, Mapping):
+        problems.add("mlx_adapter", "lora_parameters", "is missing; it must have the rank and scale of the training")
+        return 1, 1.0
+    if (alpha := parameters.get("alpha")) is not None:
+        problems.add(
+            "invalid_alpha",
+            "lora_parameters.alpha",
+            f"= {show(alpha)}: early mlx-lm multiplied the scale by alpha / rank, later ones ignore it; write the "
+            "factor that was used as scale, and remove alpha",
+        )
+    return _rank(parameters.get("rank"), problems), _scale(parameters.get("scale"), problems)
+
+
+def _rank(rank: object, problems: ProblemList) -> int:
+    if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1:
+        return rank
+    problems.add("invalid_rank", "lora_parameters.rank", f"= {show(rank)}; it must be an integer of at least 1")
+    return 1
+
+
+def _scale(scale: object, problems: ProblemList) -> float:
+    if isinstance(scale, int | float) and not isinstance(scale, bool) and abs(scale) <= MAX_SCALE:
+        return float(scale)
+    problems.add("invalid_alpha", "lora_parameters.scale", f"= {show(scale)}; it must be the number of the training")
+    return 1.0
+
+
+def _names(header: SafetensorsHeader, problems: ProblemList) -> dict[str, str]:
+    """MLX's name -> PEFT's."""
+    names = {}
+    for name, info in header.tensors.items():
+        half = name[-len(".lora_a") :]
+        if half not in _HALVES or len(info.shape) != 2:
+            what = "is no lora_a or lora_b of a linear module"
+            problems.add("mlx_adapter", show(name)[1:-1], f"{what}, so it cannot be converted; train without it")
+            continue
+        names[name] = WRAPPER + name.removesuffix(half) + _HALVES[half]
+    return names
+
+
+def _write(path: Path, file: BinaryIO, header: SafetensorsHeader, names: Mapping[str, str]) -> None:
+    """The same values, every matrix transposed. One tensor is in memory at a time."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name, info in header.tensors.items():
+        offsets = [info.start, info.end]
+        entries[names[name]] = {"dtype": info.dtype, "shape": list(info.shape[::-1]), "data_offsets": offsets}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    with path.open("wb") as out:
+        out.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        for data in _transposed(file, header.tensors.values()):
+            out.write(data)
+
+
+def _transposed(file: BinaryIO, infos: Iterable[TensorInfo]) -> Iterator[bytes]:
+    for info in infos:
+        data = np.frombuffer(file.read(info.end - info.start), NUMPY_TYPES[info.dtype]).reshape(info.shape)
+        yield data.T.tobytes()
+
+
+def _config(config: Mapping[str, object], names: Mapping[str, str], rank: int, scale: float) -> dict[str, object]:
+    """As PEFT would have written it."""
+    model = config.get("model")
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model if isinstance(model, str) else None,
+        "r": rank,
+        "lora_alpha": _alpha(rank, scale),
+        **_targets(names.values()),
+    }
+
+
+def _targets(names: Iterable[str]) -> dict[str, object]:
+    """Every module of the file in every layer of the file: what is not there in one of them is then missed."""
+    modules, layers = set(), set()
+    for name in names:
+        number, _, module = name.rpartition(".lora_")[0].partition(".layers.")[2].partition(".")
+        if not module or not number.isdecimal() or len(number) > MAX_LAYER_DIGITS:
+            return {}
+        modules.add(module)
+        layers.add(int(number))
+    return {"target_modules": sorted(modules), "layers_to_transform": sorted(layers)}
+
+
+def _alpha(rank: int, scale: float) -> float:
+    """The alpha for which alpha / rank is the scale to the last bit, if there is one."""
+    near = scale * rank
+    for alpha in (near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf)):
+        if alpha / rank == scale:
+            return alpha
+    return near

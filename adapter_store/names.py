@@ -1,0 +1,134 @@
+"""Every id and what it names, in memory: resolving a reference reads a dictionary and never waits for a disk or a lock.
+
+The dictionary is replaced, never changed. Whoever replaces it holds the store's lock.
+"""
+
+import difflib
+from collections.abc import Callable, Collection, Mapping
+
+from adapter_store.aliases import drawn
+from adapter_store.errors import AdapterNotFound, InvalidAlias, StoreUnusable
+from adapter_store.index import Index
+from adapter_store.near_names import NEAR_NAMES, near_names
+from adapter_store.records import AdapterRecord, VersionRecord
+from adapter_store.references import Reference, parse_reference
+from adapter_store.spec import AdapterId, AdapterRef
+
+
+class Names:
+    """What references mean now.
+
+    Args:
+        draw: random numbers in [0, 1), for aliases that are split between versions.
+    """
+
+    def __init__(self, records: Mapping[AdapterId, AdapterRecord], draw: Callable[[], float]) -> None:
+        self._records = dict(records)
+        self._draw = draw
+
+    def find(self, adapter_id: str) -> AdapterRecord | None:
+        return self._records.get(AdapterId(adapter_id))
+
+    def get(self, adapter_id: str) -> AdapterRecord:
+        """Raises: AdapterNotFound."""
+        record = self.find(adapter_id)
+        if record is None:
+            raise AdapterNotFound(adapter_id, self._near(adapter_id[:64]))
+        return record
+
+    def all(self) -> list[AdapterRecord]:
+        """Every id, sorted."""
+        records = self._records
+        return [records[name] for name in sorted(records)]
+
+    def replace(self, adapter_id: AdapterId, record: AdapterRecord | None) -> None:
+        """Bring one id up to date; None: it is gone."""
+        records = dict(self._records)
+        records.pop(adapter_id, None)
+        if record is not None:
+            records[adapter_id] = record
+        self._records = records
+
+    def resolve(self, reference: str) -> AdapterRef:
+        """As `AdapterStore.resolve`."""
+        parsed, record = self._record_of(reference)
+        if parsed.alias is not None:
+            shares = record.aliases.get(parsed.alias)
+            if shares is None:
+                raise AdapterNotFound(reference, self._near_aliases(record, parsed.alias))
+            version = record.version(drawn(shares, self._draw() if len(shares) > 1 else 0.0))
+            assert version is not None, "an alias names versions that there are"
+            return record.ref(version)
+        if parsed.version is None and parsed.key_prefix is None:
+            return record.ref()
+        matches = _pinned(record, parsed)
+        if len({v.key for v in matches}) != 1:
+            raise AdapterNotFound(reference, (record.adapter_id,))
+        return record.ref(matches[-1])
+
+    def resolve_one(self, reference: str) -> AdapterRef:
+        """As `resolve`, for what cannot be about two versions at once.
+
+        Raises: InvalidAlias: an alias that is split between versions; names them.
+        """
+        parsed, record = self._record_of(reference)
+        shares = record.aliases.get(parsed.alias or "", {})
+        if parsed.alias is not None and len(shares) > 1:
+            versions = " and ".join(f"{record.adapter_id}@{version}" for version in shares)
+            raise InvalidAlias(parsed.alias, f"{reference} is split between {versions}; name one of them")
+        return self.resolve(reference)
+
+    def select(self, reference: str) -> tuple[AdapterRecord, tuple[VersionRecord, ...]]:
+        """An id, and the versions of it that are meant when it stands for all of them unless it is pinned.
+
+        Raises:
+            AdapterNotFound: there is nothing of that name.
+            InvalidAlias: it is an alias, which is no version.
+        """
+        parsed, record = self._record_of(reference)
+        if parsed.alias is not None:
+            if parsed.alias not in record.aliases:
+                raise AdapterNotFound(reference, self._near_aliases(record, parsed.alias))
+            raise InvalidAlias(
+                parsed.alias,
+                f"{reference} is an alias; remove it alone with: lorasrv alias {reference} --remove "
+                f'(PATCH {{"aliases": {{"{parsed.alias}": null}}}}), or name a version',
+            )
+        versions = _pinned(record, parsed)
+        if not versions:
+            raise AdapterNotFound(reference, self._near(record.adapter_id))
+        return record, versions
+
+    def _record_of(self, reference: str) -> tuple[Reference, AdapterRecord]:
+        try:
+            parsed = parse_reference(reference)
+        except AdapterNotFound:
+            name = reference[:64].partition("@")[0].partition(":")[0]
+            raise AdapterNotFound(reference, self._near(name)) from None
+        record = self._records.get(parsed.adapter_id)
+        if record is None:
+            raise AdapterNotFound(reference, self._near(parsed.adapter_id))
+        return parsed, record
+
+    def _near(self, name: str) -> tuple[str, ...]:
+        return near_names(name, self._records)
+
+    def _near_aliases(self, record: AdapterRecord, alias: str) -> tuple[str, ...]:
+        near = difflib.get_close_matches(alias, list(record.aliases), NEAR_NAMES - 1)
+        return (*(f"{record.adapter_id}:{name}" for name in near), record.adapter_id)
+
+
+def read_records(index: Index, reserved: Collection[str]) -> dict[AdapterId, AdapterRecord]:
+    """What a store holds when it opens. Raises: StoreUnusable: an adapter whose id is reserved."""
+    records = index.records()
+    if taken := sorted(records.keys() & reserved):
+        raise StoreUnusable(f"it holds an adapter named {taken[0]!r}, which is the base's name (--served-model-name)")
+    return records
+
+
+def _pinned(record: AdapterRecord, pin: Reference) -> tuple[VersionRecord, ...]:
+    if pin.version is not None:
+        return tuple(v for v in record.versions if v.version == pin.version)
+    if pin.key_prefix is not None:
+        return tuple(v for v in record.versions if v.key.startswith(pin.key_prefix))
+    return record.versions

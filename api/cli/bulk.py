@@ -1,0 +1,257 @@
+"""upload --all: a tree of adapter folders, some at a time. What the server has already costs no transfer, so the same
+command goes on where it was stopped; what is refused is told at the end, and the rest is in.
+"""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapter_store.adapter_dir import open_adapter_dir
+from adapter_store.errors import AdapterInvalid, InvalidAdapterId, show
+from adapter_store.peft_dir import CONFIG_NAME, PICKLES, WEIGHTS_NAME
+from adapter_store.references import VERBS, check_adapter_id, suggest_id
+from adapter_store.spec import BaseShapes
+from adapter_store.validate import check_files
+from api.cli import check
+from api.cli.console import CliError, ExitCode, Steps, note, print_json, progress, say, short_digest
+from api.cli.options import connected
+from api.client import Client, Refused, ServerUnreachable, problem_line
+from lorasrv.config import MemoryOptions
+
+PARALLEL = 4
+MAX_DEPTH = 8
+SHOWN_NAMES = 20
+MARKS = (CONFIG_NAME, WEIGHTS_NAME, "adapters.safetensors", PICKLES[0])
+"""A folder with one of these is an adapter, if perhaps one that is refused; what lies below it is its own affair."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """An adapter of the tree: `place` is its path below the tree's root, `adapter_id` what it is to be called."""
+
+    folder: Path
+    place: str
+    adapter_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one: the server's answer (or the local report), or every reason why not."""
+
+    found: Found
+    done: dict[str, Any]
+    reasons: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        ok = {"ok": not self.reasons, "id": self.found.adapter_id, "folder": self.found.place}
+        return {**ok, "reasons": list(self.reasons)} if self.reasons else {**ok, **self.done}
+
+
+def adapter_id_of(wanted: str, slugify: bool) -> str:
+    """The id as wanted, or the valid one that it could be. Raises: CliError: nothing of it could stay."""
+    if not slugify:
+        return wanted
+    slug = suggest_id(wanted, VERBS)
+    if slug is None:
+        raise CliError(f"no id can be made of {show(wanted)}; give one with --id", code=ExitCode.USAGE)
+    if slug != wanted:
+        note(f"{show(wanted)} becomes {slug!r}")
+    return slug
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A folder of adapter folders, and how their paths below it become ids: `prefix` before, `slugify` after."""
+
+    root: Path
+    prefix: str = ""
+    slugify: bool = False
+
+    def adapters(self) -> list[Found]:
+        """Sorted by path.
+
+        Raises:
+            CliError: there is none; an id is not allowed, with what it could be; two adapters would have one id.
+        """
+        folders = list(_folders(self.root))
+        if folders == [self.root]:
+            message = f"{self.root} is an adapter itself; send it with: lorasrv upload DIR --id ID"
+            raise CliError(message, code=ExitCode.USAGE)
+        if not folders:
+            raise CliError(f"no folder below {self.root} holds {CONFIG_NAME}")
+        places = {folder: folder.relative_to(self.root).as_posix() for folder in folders}
+        wanted = {folder: self.prefix + place for folder, place in places.items()}
+        ids = {folder: self._adapter_id(name) for folder, name in wanted.items()}
+        _check_ids(ids, wanted)
+        return [Found(folder, place, ids[folder]) for folder, place in places.items()]
+
+    def _adapter_id(self, wanted: str) -> str:
+        return suggest_id(wanted, VERBS) or wanted if self.slugify else wanted
+
+
+def upload_all(tree: Tree, server: str, if_not_exists: bool, as_json: bool) -> None:
+    """Send every adapter of a tree. Raises: CliError: some are refused, or the server is gone."""
+    found = tree.adapters()
+    outcomes = []
+    with connected(server) as client, progress(in_bytes=True) as step:
+        client.base_name()  # a server that is not there is told before anything is read
+        meter = _Meter(step, found)
+        for outcome in _each(found, lambda one: _send(client, one, if_not_exists, meter)):
+            outcomes.append(outcome)
+            _print_sent(outcome, as_json)
+    _end(outcomes, "are in the server")
+
+
+def check_all(tree: Tree, model: str, as_json: bool) -> None:
+    """List what would be sent under which id, as a server with this base would judge it.
+
+    Raises: CliError: some would be refused.
+    """
+    found = tree.adapters()
+    base = check.shapes_of(model)
+    outcomes = []
+    for one in found:
+        outcomes.append(_checked(one, base))
+        if as_json:
+            print_json(outcomes[-1].to_dict())
+        elif not outcomes[-1].reasons:
+            say(f"ok {one.adapter_id}{_from(one)}")
+    _end(outcomes, "would be taken; nothing was sent")
+
+
+def _folders(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Links are followed, but not in circles."""
+    resolved = folder.resolve()
+    if not folder.is_dir() or resolved in above or len(above) > MAX_DEPTH:
+        return
+    if any((folder / mark).is_file() for mark in MARKS):
+        yield folder
+        return
+    for child in sorted(folder.iterdir()):
+        yield from _folders(child, above | {resolved})
+
+
+def _check_ids(ids: Mapping[Path, str], wanted: Mapping[Path, str]) -> None:
+    bad = []
+    for name in ids.values():
+        try:
+            check_adapter_id(name, VERBS)
+        except InvalidAdapterId as error:
+            bad.append(str(error))
+    if bad:
+        message = "some ids are not allowed: rename the folders, or have ids made with --slugify"
+        raise CliError(message, details=_few(bad), code=ExitCode.USAGE)
+    owners: dict[str, list[str]] = {}
+    for folder, name in ids.items():
+        owners.setdefault(name, []).append(show(wanted[folder]))
+    if double := [f"{name}: {', '.join(names)}" for name, names in owners.items() if len(names) > 1]:
+        message = "several folders would have one id: rename all but one of each"
+        raise CliError(message, details=_few(double), code=ExitCode.USAGE)
+
+
+def _few(lines: Sequence[str]) -> list[str]:
+    rest = [f"and {len(lines) - SHOWN_NAMES} more"] if len(lines) > SHOWN_NAMES else []
+    return [*lines[:SHOWN_NAMES], *rest]
+
+
+class _Meter:
+    """Bytes of all adapters as one figure, whatever the threads do."""
+
+    def __init__(self, step: Steps, found: Sequence[Found]) -> None:
+        self._step = step
+        self._lock = threading.Lock()
+        self._sizes = {one.adapter_id: _weights_bytes(one.folder) for one in found}
+        self._sent = dict.fromkeys(self._sizes, 0)
+        self._total = sum(self._sizes.values())
+        self._total_sent = 0
+
+    def sent(self, one: Found, share: float = 1.0) -> None:
+        """Say how much of an adapter is through; all of it at last, whether it was sent, refused or there already."""
+        with self._lock:
+            now = int(share * self._sizes[one.adapter_id])
+            self._total_sent += now - self._sent[one.adapter_id]
+            self._sent[one.adapter_id] = now
+            self._step("uploading", self._total_sent, self._total)
+
+
+def _weights_bytes(folder: Path) -> int:
+    """At least 1: a folder without weights counts too."""
+    file = folder / WEIGHTS_NAME
+    return max(1, file.stat().st_size if file.is_file() else 0)
+
+
+def _each(found: Sequence[Found], work: Callable[[Found], Outcome]) -> Iterator[Outcome]:
+    """Outcomes as they come; the first surprise ends what has not begun."""
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        futures: list[Future[Outcome]] = [pool.submit(work, one) for one in found]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except ServerUnreachable as error:
+            done = sum(f.done() and not f.cancelled() and f.exception() is None for f in futures)
+            message = f"{error}; {done} of {len(found)} were done, the same command goes on from there"
+            raise ServerUnreachable(message) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _send(client: Client, one: Found, if_not_exists: bool, meter: _Meter) -> Outcome:
+    def tell(what: str, done: int, total: int) -> None:
+        if what == "sending" and total:
+            meter.sent(one, done / total)
+
+    try:
+        with open_adapter_dir(one.folder) as peft:
+            done = client.upload(peft, one.adapter_id, if_not_exists=if_not_exists, send_always=False, progress=tell)
+    except (AdapterInvalid, Refused, OSError) as error:
+        return Outcome(one, {}, _reasons(error))
+    finally:
+        meter.sent(one)
+    return Outcome(one, done)
+
+
+def _checked(one: Found, base: BaseShapes) -> Outcome:
+    try:
+        with open_adapter_dir(one.folder) as peft:
+            report = check_files(peft.config, peft.weights_path, base, MemoryOptions().max_lora_rank).report
+    except (AdapterInvalid, OSError) as error:
+        return Outcome(one, {}, _reasons(error))
+    return Outcome(one, {"report": report.to_dict()})
+
+
+def _reasons(error: AdapterInvalid | Refused | OSError) -> tuple[str, ...]:
+    if isinstance(error, AdapterInvalid):
+        return tuple(problem_line(problem.to_dict()) for problem in error.problems)
+    if isinstance(error, Refused):
+        return tuple(error.problems) or (str(error),)
+    return (f"cannot be read: {error.strerror or type(error).__name__}",)
+
+
+def _print_sent(outcome: Outcome, as_json: bool) -> None:
+    if as_json:
+        print_json(outcome.to_dict())
+        return
+    if outcome.reasons:
+        return
+    done = outcome.done
+    state = "registered" if done["created"] else "unchanged:"
+    say(f"{state} {done['id']}@{done['version']}  {short_digest(done['digest'])}{_from(outcome.found)}")
+    for warning in done["report"]["warnings"]:
+        note(f"{done['id']}: warning: {warning}")
+
+
+def _from(one: Found) -> str:
+    return "" if one.place == one.adapter_id else f"  (from {show(one.place)})"
+
+
+def _end(outcomes: Sequence[Outcome], done: str) -> None:
+    refused = [outcome for outcome in outcomes if outcome.reasons]
+    summary = f"{len(outcomes) - len(refused)} of {len(outcomes)} adapters {done}"
+    if not refused:
+        note(summary)
+        return
+    lines = [f"{outcome.found.adapter_id}{_from(outcome.found)}: {'; '.join(outcome.reasons)}" for outcome in refused]
+    raise CliError(f"{summary}; refused:", details=lines)

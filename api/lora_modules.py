@@ -1,0 +1,170 @@
+"""Adapters that lie in folders of the server's own machine: `--lora-modules`, and what a route may import by path.
+
+The spelling is vLLM's: `name=path`, or JSON with `name`, `path` and `base_model_name`. The way in is everybody's:
+weights into the store by their digest, the whole check, a version of the id; the same content again is the same one.
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from adapter_store.errors import AdapterCorrupt, AdapterError, AdapterInvalid, BlobNotFound, show
+from adapter_store.peft_dir import CHUNK_BYTES, read_peft_dir
+from adapter_store.records import Registration
+from adapter_store.references import VERBS, check_adapter_id
+from adapter_store.store import AdapterStore
+
+_LOG = logging.getLogger(__name__)
+_KEYS = ("name", "path", "base_model_name")
+
+Opener = Callable[[Path], BufferedReader]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModulePath:
+    """An adapter to register at the start. `base_model_name` is only compared with what the base is called."""
+
+    name: str
+    path: Path
+    base_model_name: str | None = None
+
+
+class ModulesRefused(Exception):
+    """Some of `--lora-modules` cannot be served; `reasons` has a line for each problem, which begins with the name."""
+
+    def __init__(self, names: Sequence[str], reasons: Sequence[str]) -> None:
+        super().__init__(f"--lora-modules: refused: {', '.join(names)}")
+        self.reasons = list(reasons)
+
+
+def parse_modules(value: object) -> tuple[LoraModulePath, ...]:
+    """What the flag or LORASRV_LORA_MODULES says: a list of items, or a text of items as a shell would split it.
+
+    Raises:
+        ValueError: an item has neither form, or a name stands twice.
+    """
+    items = _split(value) if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise ValueError("expected name=path, or JSON with name and path")
+    modules = tuple(item if isinstance(item, LoraModulePath) else _parse(item) for item in items if item != "")
+    names = [module.name for module in modules]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{show(twice[0])} is given twice; a name has one folder")
+    return modules
+
+
+def register_modules(
+    store: AdapterStore, modules: Sequence[LoraModulePath], progress: Callable[[str, float], None]
+) -> None:
+    """Register each; goes on behind a refused one, so that one start tells of all.
+
+    Raises:
+        ModulesRefused: with the names and every reason. Those that are not among them are in the store.
+    """
+    reasons: dict[str, list[str]] = {}
+    for number, module in enumerate(modules):
+        progress("registering adapters", number / len(modules))
+        try:
+            done = add_folder(store, module.path.expanduser(), module.name)
+        except (AdapterError, OSError) as error:
+            reasons[module.name] = _reasons(error)
+            continue
+        for warning in (*_other_base(module, store.base.name), *done.report.warnings):
+            _LOG.warning("--lora-modules %s: %s", module.name, warning)
+    if reasons:
+        shown = {name: show(name)[1:-1] for name in reasons}
+        lines = [f"{shown[name]}: {line}" for name, found in reasons.items() for line in found]
+        raise ModulesRefused(list(shown.values()), lines)
+    if modules:
+        progress("registering adapters", 1.0)
+
+
+def add_folder(
+    store: AdapterStore, folder: Path, adapter_id: str, *, if_not_exists: bool = False, opener: Opener | None = None
+) -> Registration:
+    """Register a PEFT folder of this machine. `opener` opens its weights, as `Path.open("rb")` does.
+
+    Weights that the store has already are not copied once more, unless they turn out to be damaged there.
+
+    Raises:
+        OSError: the folder cannot be read.
+        AdapterError: as `read_peft_dir`, `AdapterStore.open_blob` and `AdapterStore.register`.
+    """
+    name = check_adapter_id(adapter_id, VERBS)
+    peft = read_peft_dir(folder)
+    with (opener or _open)(peft.weights_path) as weights:
+        digest = hashlib.file_digest(weights, "sha256").hexdigest()
+        with contextlib.suppress(BlobNotFound, AdapterCorrupt, AdapterInvalid):
+            return store.register(name, peft.config, digest, if_not_exists=if_not_exists)
+        # Not there, or perhaps damaged on the disk: what is here puts that right.
+        _copy(store, weights, digest)
+        return store.register(name, peft.config, digest, if_not_exists=if_not_exists)
+
+
+def _open(path: Path) -> BufferedReader:
+    return path.open("rb")
+
+
+def _copy(store: AdapterStore, weights: BufferedReader, digest: str) -> None:
+    weights.seek(0)
+    with store.open_blob(digest, os.fstat(weights.fileno()).st_size) as upload:
+        while chunk := weights.read(CHUNK_BYTES):
+            upload.write(chunk)
+        upload.commit()
+
+
+def _split(text: str) -> list[Any]:
+    stripped = text.strip()
+    if not stripped.startswith(("[", "{")):
+        return list(shlex.split(stripped))
+    value = _json(stripped)
+    return value if isinstance(value, list) else [value]
+
+
+def _parse(item: object) -> LoraModulePath:
+    value = _json(item) if isinstance(item, str) and item.lstrip().startswith("{") else item
+    if isinstance(value, dict):
+        return _from_json(value)
+    name, equals, path = value.partition("=") if isinstance(value, str) else ("", "", "")
+    if not (name and equals and path):
+        raise ValueError(f'{show(item)} is neither name=path nor {{"name": ..., "path": ...}}')
+    return LoraModulePath(name, Path(path))
+
+
+def _from_json(value: dict[str, Any]) -> LoraModulePath:
+    if unknown := sorted(value.keys() - set(_KEYS)):
+        raise ValueError(f"{show(unknown[0])} is unknown; known: {', '.join(_KEYS)}")
+    for key in _KEYS:
+        found = value.get(key)
+        if not (isinstance(found, str) and found) and not (key == "base_model_name" and found is None):
+            raise ValueError(f"{key} must be a text, not {show(found)}")
+    return LoraModulePath(value["name"], Path(value["path"]), value.get("base_model_name"))
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{show(text)} is no JSON: {error}") from None
+
+
+def _reasons(error: AdapterError | OSError) -> list[str]:
+    if isinstance(error, AdapterInvalid):
+        return [f"{p.field + ': ' if p.field else ''}{p.message} ({p.code})" for p in error.problems]
+    if isinstance(error, OSError):
+        return [f"cannot be read: {error.strerror or type(error).__name__}"]
+    return [str(error)]
+
+
+def _other_base(module: LoraModulePath, served: str) -> list[str]:
+    if module.base_model_name is None or module.base_model_name == served:
+        return []
+    return [f"base_model_name {show(module.base_model_name)} is not what is served here, {show(served)}"]

@@ -1,0 +1,129 @@
+"""POST /v1/adapters/{id}:verify: a stored adapter as this server computes it, beside PEFT."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse, Response
+from starlette.concurrency import run_in_threadpool
+
+from adapter_store.errors import AdapterError
+from adapter_store.spec import AdapterRef
+from api.errors import describe
+from api.json_body import JsonRoute
+from api.schemas.verify import VerifyBody
+from api.services import Services, ServicesDep
+from api.sse import DONE, EventStream, event, unless_disconnected
+from lorasrv.errors import InvalidRequest, LorasrvError
+from lorasrv.verify.job import BUILTIN_PROMPTS, MAX_PROMPT_TOKENS, NEW_TOKENS, Progress, VerifyJob
+from lorasrv.verify.memory import check_memory, needed_bytes
+
+Verify = Callable[[Callable[[Progress], None]], Coroutine[Any, Any, dict[str, Any]]]
+
+_LOG = logging.getLogger(__name__)
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/v1/adapters/{reference}:verify")
+async def verify_adapter(reference: str, body: VerifyBody, request: Request, services: ServicesDep) -> Response:
+    """Verify in a process of its own, which ends with the request; the verdict is stored with the content."""
+    services.verifier.check_ready()
+    ref = await run_in_threadpool(services.store.resolve_one, reference)
+    # Held until the answer is out: the other process reads the stored file.
+    hold = await run_in_threadpool(services.store.hold, ref.key)
+    job = await run_in_threadpool(_make_job, services, ref, body)
+
+    async def verify(on_progress: Callable[[Progress], None]) -> dict[str, Any]:
+        figures = await services.verifier.run(f"{ref.adapter_id}@{ref.version}", job, body.timeout_s, on_progress)
+        verdict = {
+            "object": "adapter.verdict",
+            "id": ref.adapter_id,
+            "version": ref.version,
+            "digest": f"sha256:{hold.key}",
+            "created": int(time.time()),
+            **figures,
+        }
+        await run_in_threadpool(services.store.record_verdict, ref.key, verdict)
+        return verdict
+
+    if body.stream:
+        told = _Told(verify)
+        return EventStream(told.events(), told.close, {})
+    return JSONResponse(await unless_disconnected(request.receive, verify(lambda _: None)))
+
+
+def _make_job(services: Services, ref: AdapterRef, body: VerifyBody) -> VerifyJob:
+    """In a thread: it asks the disk, and tokenizes."""
+    config, store = services.settings.engine_config(), services.store
+    peft, spec = store.peft(ref.key), store.spec(ref.key)
+    if not body.ignore_memory:
+        weight_bytes = services.engine.metrics.snapshot().weight_bytes
+        check_memory(needed_bytes(services.engine.spec, weight_bytes, spec.weights_bytes))
+    # There is no GPU in the other process: what the server computes on one is computed as on a CPU.
+    kernels = "auto" if config.model.kernels == "triton" else config.model.kernels
+    new_tokens = min(NEW_TOKENS, services.engine.max_model_len // 2)
+    return VerifyJob(
+        model=replace(config.model, device="cpu", kernels=kernels),
+        kv_dtype=config.memory.kv_dtype,
+        max_lora_rank=store.max_lora_rank,
+        key=ref.key,
+        config=peft.config,
+        weights=peft.weights_path.absolute(),
+        weights_digest=spec.weights_digest,
+        prompts=_prompts(services, body, min(MAX_PROMPT_TOKENS, services.engine.max_model_len - new_tokens)),
+        new_tokens=new_tokens,
+    )
+
+
+def _prompts(services: Services, body: VerifyBody, max_tokens: int) -> tuple[tuple[int, ...], ...]:
+    """Token ids, through the chat template where there is one. Those of our own are cut to what fits."""
+    if body.prompts is None:
+        return tuple(tuple(_encode(services, text)[:max_tokens]) for text in BUILTIN_PROMPTS)
+    prompts = []
+    for i, text in enumerate(body.prompts):
+        ids = _encode(services, text)
+        if not 0 < len(ids) <= max_tokens:
+            raise InvalidRequest(
+                f"prompts[{i}] has {len(ids)} tokens; 1 to {max_tokens} can be compared", param=f"prompts[{i}]"
+            )
+        prompts.append(tuple(ids))
+    return tuple(prompts)
+
+
+def _encode(services: Services, text: str) -> list[int]:
+    template, tokenizer = services.engine.chat_template, services.engine.tokenizer
+    if template is None:
+        return tokenizer.encode(text)
+    return template.encode([{"role": "user", "content": text}], tokenizer)
+
+
+class _Told:
+    """A verification that tells how far it is, as events, and at last its verdict, or why there is none."""
+
+    def __init__(self, verify: Verify) -> None:
+        self._progress: asyncio.Queue[Progress | None] = asyncio.Queue()
+        self._task = asyncio.create_task(verify(self._progress.put_nowait))
+        self._task.add_done_callback(lambda _: self._progress.put_nowait(None))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        while (progress := await self._progress.get()) is not None:
+            yield event({"progress": [progress.what, progress.done]})
+        yield event(self._result())
+        yield DONE
+
+    async def close(self) -> None:
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+    def _result(self) -> dict[str, Any]:
+        try:
+            return self._task.result()
+        except Exception as error:
+            if not isinstance(error, LorasrvError | AdapterError):
+                _LOG.exception("verifying failed")
+            return describe(error).body

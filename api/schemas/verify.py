@@ -1,0 +1,31 @@
+"""Body of POST /v1/adapters/{id}:verify."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from lorasrv.verify.job import MAX_PROMPTS
+from lorasrv.verify.verifier import DEFAULT_TIMEOUT_S
+
+MAX_TIMEOUT_S = 86_400
+MAX_PROMPT_CHARS = 16_384
+
+
+class VerifyBody(BaseModel):
+    """What to verify with: `prompts` as a user would write them, None for the built-in ones.
+
+    `ignore_memory`: begin also where memory is likely to run out. `stream`: tell progress as events.
+    """
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    prompts: (
+        Annotated[
+            list[Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]],
+            Field(min_length=1, max_length=MAX_PROMPTS),
+        ]
+        | None
+    ) = None
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] = DEFAULT_TIMEOUT_S
+    ignore_memory: bool = False
+    stream: bool = False

@@ -1,0 +1,24 @@
+"""How much host memory there is to take."""
+
+import os
+import re
+from pathlib import Path
+
+
+def free_bytes() -> int:
+    """Memory that can be taken without swapping: the kernel's estimate, and the container's limit if there is one."""
+    available = _figure(Path("/proc/meminfo"), r"MemAvailable:\s+(\d+) kB")
+    if available is None:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    group = Path("/sys/fs/cgroup")
+    limit, used = (_figure(group / name, r"(\d+)") for name in ("memory.max", "memory.current"))
+    free = available * 1024
+    return free if limit is None or used is None else min(free, max(0, limit - used))
+
+
+def _figure(path: Path, pattern: str) -> int | None:
+    try:
+        found = re.search(pattern, path.read_text())
+    except OSError:
+        return None
+    return int(found.group(1)) if found else None

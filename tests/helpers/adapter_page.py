@@ -1,0 +1,80 @@
+"""The parts of docs/adapters.md that say what is served and what is refused, made from the tables that decide it.
+
+`python tests/helpers/adapter_page.py` writes them into the page; a test compares.
+"""
+
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from adapter_store.manifest import FIELD_RULES, INERT_INITS, RESIDUAL_INITS, Decision
+from adapter_store.tensor_names import KNOWN_FORMS, WRAPPER, WRAPPER_PARTS
+
+PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
+
+
+def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [titles, ("---",) * len(titles), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _fields(decision: Decision) -> str:
+    rules = sorted((name, rule) for name, rule in FIELD_RULES.items() if rule.decision is decision)
+    if decision is Decision.REFUSED:
+        rows = ((f"`{name}`", rule.what, rule.way_out) for name, rule in rules)
+        return _table(("field", "why", "the way out"), rows)
+    return _table(("field", "what it does"), ((f"`{name}`", rule.what) for name, rule in rules))
+
+
+def _inits() -> str:
+    inert = ", ".join(f"`{name}`" for name in ("true", "false", *sorted(INERT_INITS)))
+    residual = ", ".join(f"`{name}`" for name in RESIDUAL_INITS)
+    return (
+        f"`init_lora_weights`: {inert} leave the base as it is and are served. {residual} change the base's own "
+        "weights before training, so that the adapter is wrong on the plain base: refused, with PEFT's call that "
+        "writes it as a plain LoRA."
+    )
+
+
+def _wrappers() -> str:
+    rows = [
+        *((f"`{part}.`", f"removed: {what}") for part, what in WRAPPER_PARTS.items()),
+        ("`lora_A.NAME.weight`", "`NAME.` removed: a state dict as in memory; two names in one file are refused"),
+        (f"no `{WRAPPER}`", "put before the name: the model inside PEFT's was saved"),
+    ]
+    return _table(("in the name", "what is done"), rows)
+
+
+def _forms() -> str:
+    """One row a code, with all parts that lead to it for the same reason."""
+    parts: dict[tuple[str, str], list[str]] = {}
+    for part, code, what in KNOWN_FORMS:
+        parts.setdefault((code, what), []).append(f"`{part}`")
+    rows = ((", ".join(found), f"`{code}`", what) for (code, what), found in parts.items())
+    return _table(("in the name", "refused as", "what it is, and the way out"), rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "honoured": lambda: _fields(Decision.HONOURED),
+    "harmless": lambda: _fields(Decision.HARMLESS),
+    "refused": lambda: _fields(Decision.REFUSED),
+    "inits": _inits,
+    "wrappers": _wrappers,
+    "forms": _forms,
+}
+
+
+def up_to_date(page: str) -> str:
+    """The page with its generated parts made anew; everything else stays."""
+    for name, make in PARTS.items():
+        begin, end = f"<!-- generated: {name} -->", "<!-- end -->"
+        pattern = re.compile(rf"({re.escape(begin)}\n).*?({re.escape(end)})", re.DOTALL)
+        found = pattern.findall(page)
+        assert len(found) == 1, f"the page has {len(found)} parts {name}"
+        text = make().replace("\\", r"\\")
+        page = pattern.sub(rf"\g<1>{text}\n\g<2>", page)
+    return page
+
+
+if __name__ == "__main__":
+    PAGE.write_text(up_to_date(PAGE.read_text("utf-8")), "utf-8")

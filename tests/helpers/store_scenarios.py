@@ -1,0 +1,322 @@
+"""What is done to a store while it is killed, refused and unplugged: a table. A new operation is one entry more.
+
+A scenario is steps, each a change that is acknowledged when it returns. What must be visible after each of them is
+found by letting them happen undisturbed; a disturbed store must show the state before or after the step that was under
+way (`Outcome.check`).
+"""
+
+import contextlib
+import hashlib
+import json
+import sqlite3
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from adapter_store.closed_store import ClosedStore
+from adapter_store.errors import AdapterInvalid, DigestMismatch
+from adapter_store.holds import ContentHold
+from adapter_store.index import sql_errors
+from adapter_store.records import Change
+from adapter_store.spec import BaseShapes
+from adapter_store.store import AdapterStore
+
+BASE = BaseShapes("llama", 1, {"self_attn.q_proj": (4, 4)})
+CONFIG = {"peft_type": "LORA", "r": 1, "lora_alpha": 1}
+REFUSED = CONFIG | {"use_dora": True}
+# Nested, so that a new store must make, and make durable, folders above its own.
+FOLDER = "data/store"
+
+State = dict[str, dict[str, Any]]
+"""What a store shows, by id."""
+
+
+def weights(value: int) -> bytes:
+    """A rank 1 adapter of one module, float32, all values alike."""
+    stem = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    header = {
+        f"{stem}A.weight": {"dtype": "F32", "shape": [1, 4], "data_offsets": [0, 16]},
+        f"{stem}B.weight": {"dtype": "F32", "shape": [4, 1], "data_offsets": [16, 32]},
+    }
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + struct.pack("<8f", *[float(value)] * 8)
+
+
+class _Unplugged(BaseException):
+    """Ends an upload in the middle, as a kill does: nobody catches it."""
+
+
+@dataclass
+class Hand:
+    """Whoever works at the store below `top`."""
+
+    top: Path
+    held: list[ContentHold] = field(default_factory=list)
+    opened: AdapterStore | None = None
+
+    @property
+    def root(self) -> Path:
+        return self.top / FOLDER
+
+    @property
+    def store(self) -> AdapterStore:
+        assert self.opened is not None
+        return self.opened
+
+    def open(self) -> None:
+        if self.opened is None:
+            self.opened = AdapterStore(self.root, BASE)
+
+    def open_after_a_kill(self) -> None:
+        """A first server has made folders, and was killed before it made their names durable."""
+        folder = "adapter_store.store_folder.fsync_directory"
+        with contextlib.suppress(_Unplugged), mock.patch(folder, side_effect=_Unplugged):
+            AdapterStore(self.root, BASE)
+        self.open()
+
+    def close(self) -> None:
+        opened, self.opened = self.opened, None
+        if opened is not None:
+            opened.close()
+
+    def reopen(self) -> None:
+        self.held.clear()
+        self.close()
+        self.open()
+
+    def put(self, value: int, data: bytes | None = None) -> str:
+        digest = hashlib.sha256(weights(value)).hexdigest()
+        data = weights(value) if data is None else data
+        with self.store.open_blob(digest, len(data)) as upload:
+            # In two pieces, as a socket brings them.
+            upload.write(data[:100])
+            upload.write(data[100:])
+            upload.commit()
+        return digest
+
+    def upload(self, name: str, value: int) -> None:
+        self.store.register(name, CONFIG, self.put(value))
+
+    def upload_refused(self) -> None:
+        with contextlib.suppress(AdapterInvalid):
+            self.store.register("bad", REFUSED, self.put(90))
+
+    def upload_damaged(self) -> None:
+        with contextlib.suppress(DigestMismatch):
+            self.put(91, weights(92))
+
+    def upload_abandoned(self) -> None:
+        with self.store.open_blob("0" * 64, 1000) as upload:
+            upload.write(b"x" * 10)
+
+    def upload_killed_after_rename(self, value: int) -> None:
+        """The file has its name, but the name is not durable yet."""
+        with contextlib.suppress(_Unplugged), mock.patch("adapter_store.blobs.fsync_directory", side_effect=_Unplugged):
+            self.put(value)
+
+    def upload_what_is_missing(self, name: str, value: int) -> None:
+        """As a client does that asks whether the weights are there."""
+        digest = hashlib.sha256(weights(value)).hexdigest()
+        if not self.store.blob_exists(digest):
+            self.put(value)
+        self.store.register(name, CONFIG, digest)
+
+    def hold(self, name: str) -> None:
+        self.held.append(self.store.hold(self.store.resolve(name).key))
+
+    def collect_offline(self) -> None:
+        """`lorasrv store gc`."""
+        self.close()
+        with ClosedStore(self.root) as closed:
+            closed.collect(age_s=-1.0)
+        self.open()
+
+    def let_go(self) -> None:
+        self.held.clear()
+        self.store.collect()
+
+    def checkpoint_often(self) -> None:
+        """Every few pages instead of every thousand, so that it happens in here."""
+        with sql_errors():
+            self.store._index._db.execute("PRAGMA wal_autocheckpoint = 3")
+
+
+Step = Callable[[Hand], object]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """`before` is there, and safe, when it begins; None: there is no store yet. `open` is what it begins with."""
+
+    before: tuple[Step, ...] | None
+    steps: tuple[Step, ...]
+    open: Step = Hand.open
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "first upload": Scenario(None, (lambda h: h.upload("mia", 1), lambda h: h.upload("zoe", 1))),
+    "first upload after a kill": Scenario(None, (lambda h: h.upload("mia", 1),), Hand.open_after_a_kill),
+    "replace": Scenario(
+        (lambda h: h.upload("mia", 1), lambda h: h.upload("mia", 2), lambda h: h.upload("zoe", 2)),
+        (
+            lambda h: h.upload("mia", 3),
+            lambda h: h.upload("mia", 1),  # back to version 1
+            lambda h: h.put(2),  # once more: that repairs a bad disk
+        ),
+    ),
+    "delete": Scenario(
+        (
+            lambda h: h.upload("mia", 1),
+            lambda h: h.upload("mia", 2),
+            lambda h: h.upload("mia", 3),
+            lambda h: h.upload("zoe", 1),
+            lambda h: h.upload("gone", 4),
+            lambda h: h.store.set_limits("gone", {"weight": 2.0}),
+        ),
+        (
+            lambda h: h.store.delete("mia@1"),  # zoe has its weights, too
+            lambda h: h.store.delete("mia@3"),
+            lambda h: h.store.delete("gone"),
+            lambda h: h.upload("gone", 5),  # version 2
+            lambda h: h.store.delete("zoe"),
+        ),
+    ),
+    "hold and collect": Scenario(
+        (lambda h: h.upload("mia", 1), lambda h: h.upload("zoe", 2)),
+        (
+            lambda h: h.hold("mia"),
+            lambda h: h.hold("zoe"),
+            lambda h: h.store.delete("mia"),
+            lambda h: h.store.delete("zoe"),
+            lambda h: h.upload("zoe", 2),
+            lambda h: h.let_go(),
+        ),
+    ),
+    "aliases and rollback": Scenario(
+        (lambda h: h.upload("mia", 1), lambda h: h.upload("mia", 2), lambda h: h.upload("mia", 3)),
+        (
+            lambda h: h.store.change("mia", Change(aliases={"prod": 3, "old": 1})),
+            lambda h: h.store.change("mia", Change(version=2, aliases={"prod": {2: 0.5, 3: 0.5}, "old": None})),
+            lambda h: h.store.delete("mia@3", force=True),
+        ),
+    ),
+    "gc": Scenario(
+        (lambda h: h.upload("mia", 1), lambda h: h.put(2), lambda h: h.put(3)),
+        (lambda h: h.store.remove_orphans(age_s=-1.0), lambda h: h.put(4), Hand.collect_offline),
+    ),
+    "limits": Scenario(
+        (lambda h: h.upload("mia", 1),),
+        (
+            lambda h: h.store.set_limits("mia", {"max_running": 2}),
+            lambda h: h.store.set_limits("mia", {"tokens_per_s": 1.5}),
+            lambda h: h.store.set_limits("mia", {}),
+        ),
+    ),
+    "refused": Scenario(
+        (lambda h: h.upload("mia", 1),),
+        (Hand.upload_refused, Hand.upload_damaged, Hand.upload_abandoned, lambda h: h.upload("mia", 2)),
+    ),
+    "restart": Scenario(
+        (lambda h: h.upload("mia", 1),),
+        (
+            Hand.checkpoint_often,
+            lambda h: h.upload("mia", 2),
+            lambda h: h.upload("zoe", 3),
+            Hand.reopen,
+            lambda h: h.store.delete("mia"),
+            Hand.reopen,
+            lambda h: h.upload("mia", 4),
+        ),
+    ),
+    "found by the next server": Scenario(
+        (lambda h: h.upload("mia", 1),),
+        (lambda h: h.upload_killed_after_rename(2), Hand.reopen, lambda h: h.upload_what_is_missing("mia", 2)),
+    ),
+}
+
+
+def prepare(scenario: Scenario, top: Path) -> None:
+    """Make what is there before."""
+    top.mkdir(parents=True, exist_ok=True)
+    if scenario.before is None:
+        return
+    hand = Hand(top)
+    hand.open()
+    for step in scenario.before:
+        step(hand)
+    hand.close()
+
+
+def observe(store: AdapterStore) -> State:
+    """What anybody may see of a store, but for times. What else records come to hold belongs in here."""
+    return {
+        str(record.adapter_id): {
+            "current": record.current_version,
+            "versions": [(version.version, str(version.key)) for version in record.versions],
+            "limits": dict(record.limits),
+            "aliases": {alias: dict(shares) for alias, shares in record.aliases.items()},
+        }
+        for record in store.list_adapters()
+    }
+
+
+def blobs(root: Path) -> frozenset[str]:
+    """The weights on the disk, by digest."""
+    folder = root / "blobs" / "sha256"
+    return frozenset(path.name for path in folder.iterdir()) if folder.is_dir() else frozenset()
+
+
+@dataclass
+class Outcome:
+    """What a scenario comes to when nothing disturbs it: what is visible, and which weights are there, after so many
+    steps."""
+
+    states: list[State] = field(default_factory=list)
+    blobs: list[frozenset[str]] = field(default_factory=list)
+
+    def note(self, hand: Hand) -> None:
+        self.states.append(observe(hand.store))
+        self.blobs.append(blobs(hand.root))
+
+    def check(self, top: Path, done: int, *, litter: bool = False) -> int:
+        """Open what is left after `done` acknowledged steps and look at everything; returns how many steps it shows.
+        `litter`: the disk refused to remove something, which may be there until it is old enough to be swept.
+
+        Raises: AssertionError, AdapterError: something was lost, is half done or does not work.
+        """
+        root = top / FOLDER
+        with AdapterStore(root, BASE) as store:
+            state = observe(store)
+            assert state in self.states[done : done + 2], f"after {done} steps: {state}"
+            named = frozenset(store.load(key).spec.weights_digest for key in _keys(store))
+            assert not list((root / "tmp").iterdir()), "an unfinished upload is left"
+            gone = frozenset().union(*self.blobs[: done + 1]).difference(*self.blobs[done : done + 2])
+            assert litter or not blobs(root) & gone, "deleted weights are back"
+            store.remove_orphans(age_s=-1.0)
+            assert blobs(root) == named, "an orphan survived"
+            self._check_that_it_works(store, done)
+        with contextlib.closing(sqlite3.connect(root / "index.sqlite3")) as db:
+            assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+            assert db.execute("PRAGMA foreign_key_check").fetchall() == []
+        return done if state == self.states[done] else done + 1
+
+    def _check_that_it_works(self, store: AdapterStore, done: int) -> None:
+        hand = Hand(Path(), opened=store)
+        for name, last in self._last_versions(done).items():
+            hand.upload(name, 70)
+            assert store.resolve(name).version > last, "a version number came twice"
+            store.load(store.resolve(name).key)
+
+    def _last_versions(self, done: int) -> dict[str, int]:
+        last = {"new": 0}
+        for state in self.states[: done + 1]:
+            for name, shown in state.items():
+                last[name] = max(last.get(name, 0), *(version for version, _ in shown["versions"]))
+        return last
+
+
+def _keys(store: AdapterStore) -> list[Any]:
+    return [version.key for record in store.list_adapters() for version in record.versions]
