@@ -54,14 +54,12 @@ class AdapterStore:
     Args:
         quota: how much may be stored.
         draw: random numbers in [0, 1), for aliases that are split between versions.
+        base_sample: numbers by which the base's weights are known again; none: they are not compared.
+        accept_base_change: take a store of another base, if every adapter fits this one.
 
     Raises:
         StoreLocked: another server has it open.
         StoreUnusable: it cannot be read or written, or was filled for another base (`base_identity.py`).
-
-    Args:
-        base_sample: numbers by which the base's weights are known again; none: they are not compared.
-        accept_base_change: take a store of another base, if every adapter fits this one.
     """
 
     def __init__(
