@@ -34,11 +34,14 @@ test: setup
 
 # What takes too long for everyday use: perplexity, exactness through every backend, kernels compiled for absent GPUs.
 test-long: setup
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m long --ignore tests/e2e
+	$(BIN)/python -m pytest -m long tests/e2e
 
-# Kills a real server at random moments, COUNT times; the sum of all kills is in docs/reliability.md.
+# Every storage operation killed, refused and unplugged; then a real server killed at random moments, COUNT times: the sum
+# of all kills is in docs/reliability.md.
 COUNT ?= 100
 test-crash: setup
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m exhaustive
 	$(BIN)/python tests/adapter_store/kill_server.py --count $(COUNT) --record docs/reliability.md
 
 check: setup

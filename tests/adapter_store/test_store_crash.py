@@ -57,7 +57,7 @@ def test_a_power_loss_after_any_change(name: str, runs: dict[str, Run], scratch:
     assert looked > 10
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_power_loss_that_leaves_any_part(name: str, runs: dict[str, Run], scratch: Path) -> None:
     _, failure = runs[name].failure(scratch, CHANCES)
@@ -99,6 +99,6 @@ def test_kills_of_real_processes(scratch: Path) -> None:
     assert _kill(scratch, 40) > 15
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_kill_at_every_call(scratch: Path) -> None:
     assert _kill(scratch, 1) > 600

@@ -74,7 +74,7 @@ def test_weights_cannot_be_registered_before_their_name_is_durable(
     assert store.register("mia", build.config(), digest).ref.version == 1
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_any_call_fails(name: str, number: int, scratch: Path) -> None:
