@@ -7,8 +7,8 @@ from lorasrv.host_memory import free_bytes
 from lorasrv.models.family import tensor_shapes
 from lorasrv.models.spec import ModelSpec
 
-LIBRARY_BYTES = 1 << 30
-"""torch, transformers and PEFT, the kernels, and logits."""
+LIBRARY_BYTES = 1280 << 20
+"""torch, transformers and PEFT, the kernels, on a first start their compiler, and logits."""
 FLOAT_BYTES = 4
 
 
