@@ -149,7 +149,13 @@ async def _until_ready(http: httpx2.AsyncClient) -> None:
     raise AssertionError("the server never became ready")
 
 
-@pytest.mark.parametrize("names", [["mia"] * NUM_UPLOADS, [f"a{n}" for n in range(NUM_UPLOADS)]], ids=["one", "many"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["mia"] * NUM_UPLOADS, id="one"),
+        pytest.param([f"a{n}" for n in range(NUM_UPLOADS)], id="many", marks=pytest.mark.long),
+    ],
+)
 def test_two_hundred_uploads_at_once(live: Live, names: list[str]) -> None:
     done, num_streams = asyncio.run(_storm(live.url, names))
     assert num_streams >= NUM_STREAMS

@@ -100,7 +100,12 @@ def serve(
     ("family", "settings", "verdict"),
     [
         ("llama", {"quantization": "int8"}, "within"),
-        ("gemma3", {"quantization": "none", "dtype": "float32", "kernels": "torch"}, "exact"),
+        pytest.param(
+            "gemma3",
+            {"quantization": "none", "dtype": "float32", "kernels": "torch"},
+            "exact",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_an_adapter_is_verified(serve, cli, family: str, settings: dict[str, str], verdict: str) -> None:
@@ -120,7 +125,7 @@ def test_an_adapter_is_verified(serve, cli, family: str, settings: dict[str, str
     assert 100 << 20 < stored["peak_bytes"] < LIBRARY_BYTES
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sabotage_in_the_process_is_found(serve, cli) -> None:
     url = serve("llama", (sys.executable, "-P", "-c", TWICE_AS_STRONG), quantization="int8")
     done = cli("verify", "mia", "--server", url)
