@@ -2,6 +2,8 @@
 
 import os
 import re
+import resource
+import sys
 from pathlib import Path
 
 
@@ -14,6 +16,15 @@ def free_bytes() -> int:
     limit, used = (_figure(group / name, r"(\d+)") for name in ("memory.max", "memory.current"))
     free = available * 1024
     return free if limit is None or used is None else min(free, max(0, limit - used))
+
+
+def peak_bytes() -> int:
+    """Most memory that this process has held. Not getrusage's figure, which begins with that of whoever started it."""
+    peak = _figure(Path("/proc/self/status"), r"VmHWM:\s+(\d+) kB")
+    if peak is not None:
+        return peak * 1024
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else most * 1024
 
 
 def _figure(path: Path, pattern: str) -> int | None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from lorasrv.host_memory import peak_bytes
 from lorasrv.verify.job import VerifyJob
 
 NICENESS = 19
@@ -77,9 +78,7 @@ class _Events:
 
 def _used() -> dict[str, float]:
     used = resource.getrusage(resource.RUSAGE_SELF)
-    # In KiB, but on macOS.
-    peak = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return {"cpu_seconds": round(used.ru_utime + used.ru_stime, 2), "peak_bytes": peak}
+    return {"cpu_seconds": round(used.ru_utime + used.ru_stime, 2), "peak_bytes": peak_bytes()}
 
 
 def _shown(error: Exception) -> str:
