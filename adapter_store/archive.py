@@ -31,12 +31,14 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ArchivedContent:
-    """A content as it is written: its weights are the blob of this digest, `num_bytes` long with its header."""
+    """A content as it is written: its weights are the blob of this digest, `num_bytes` long with its header.
+    `is_partial`: its uploader has allowed that modules are missing."""
 
     key: AdapterKey
     weights_digest: str
     num_bytes: int
     config: Mapping[str, object]
+    is_partial: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +84,8 @@ class Archive:
 
 
 def _content_json(content: ArchivedContent) -> Json:
-    return {"weights": content.weights_digest, "bytes": content.num_bytes, "config": dict(content.config)}
+    facts = {"weights": content.weights_digest, "bytes": content.num_bytes, "config": dict(content.config)}
+    return {**facts, "partial": True} if content.is_partial else facts
 
 
 def read_manifest_json(data: bytes) -> Archive:
@@ -164,7 +167,10 @@ def _content(key: str, of: _Place) -> ArchivedContent:
     num_bytes = of.get("bytes", int)
     if num_bytes < 0:
         raise of.wrong("bytes")
-    return ArchivedContent(AdapterKey(key), digest, num_bytes, of.get("config", dict))
+    is_partial = of.values.get("partial", False)
+    if not isinstance(is_partial, bool):
+        raise of.wrong("partial")
+    return ArchivedContent(AdapterKey(key), digest, num_bytes, of.get("config", dict), is_partial)
 
 
 def _record(

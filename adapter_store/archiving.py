@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO
@@ -57,7 +58,8 @@ def _archive_of(store: ClosedStore) -> Archive:
         digest = content.weights_digest
         if digest not in sizes:
             raise _damaged(users[digest], "gone")
-        contents[content.key] = ArchivedContent(content.key, digest, sizes[digest], content.config)
+        is_partial = content.report.is_partial
+        contents[content.key] = ArchivedContent(content.key, digest, sizes[digest], content.config, is_partial)
     records = tuple(store.index.records().values())
     return Archive(store.index.base() or "", contents, records, store.index.last_versions(), store.index.owners())
 
@@ -88,10 +90,13 @@ def import_store(
     base: BaseShapes,
     max_lora_rank: int,
     progress: Progress = lambda done, total: None,
+    check_limits: Callable[[Mapping[str, float]], object] = dict,
 ) -> Moved:
     """Add everything of an archive to a store; every digest is verified, every adapter validated against the base once
     more, and ids, versions, aliases and limits become visible together, or not at all.
 
+    Args:
+        check_limits: raises ValueError or TypeError for limits of an id that are none.
     Raises:
         InvalidArchive: it is none, is damaged, was made for another base, or holds ids that the store has already.
         AdapterInvalid, InvalidAdapterId, DigestMismatch: what it holds does not serve.
@@ -100,6 +105,7 @@ def import_store(
     reader = TarReader(file)
     archive = _read_manifest(reader)
     _check_fits(archive, store, base)
+    _check_limits(archive, check_limits)
     with ExitStack() as undo:
         _import_blobs(reader, archive, store, max_adapter_bytes(base, max_lora_rank), undo, progress)
         contents = [_validated(content, store, base, max_lora_rank) for content in archive.contents.values()]
@@ -142,6 +148,14 @@ def _check_fits(archive: Archive, store: ClosedStore, base: BaseShapes) -> None:
         )
 
 
+def _check_limits(archive: Archive, check: Callable[[Mapping[str, float]], object]) -> None:
+    for record in archive.records:
+        try:
+            check(record.limits)
+        except (ValueError, TypeError) as error:
+            raise InvalidArchive(f"the archive keeps limits of {record.adapter_id!r} that are none: {error}") from None
+
+
 def _import_blobs(
     reader: TarReader, archive: Archive, store: ClosedStore, max_bytes: int, undo: ExitStack, progress: Progress
 ) -> None:
@@ -172,7 +186,7 @@ def _import_blobs(
 def _validated(content: ArchivedContent, store: ClosedStore, base: BaseShapes, max_lora_rank: int) -> Content:
     with store.blobs.open(content.weights_digest) as file, disk_errors("reading weights"):
         size = os.fstat(file.fileno()).st_size
-        checked = check_adapter(content.config, file, size, base, max_lora_rank)
+        checked = check_adapter(content.config, file, size, base, max_lora_rank, allow_partial=content.is_partial)
     if checked.spec.weights_digest != content.weights_digest or checked.spec.key != content.key:
         raise InvalidArchive(f"content {content.key[:12]} of the archive is another than its config and weights make")
     return Content(content.key, content.weights_digest, content.config, checked.report)

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterator
@@ -21,6 +22,7 @@ from pathlib import Path
 from adapter_store.errors import BlobLengthMismatch, BlobNotFound, DigestMismatch, StoreFull, StoreUnusable
 
 UNREFERENCED_BLOB_AGE_S = 24 * 3600.0
+NUM_TURNS = 64
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -47,7 +49,8 @@ class Swept:
 
 
 class BlobUpload:
-    """One blob on its way in. Used by one thread at a time; leaving the `with` block without `commit` drops it.
+    """One blob on its way in; leaving the `with` block without `commit` drops it. Written by one thread at a time; any
+    may abort it, and then waits for what is being done.
 
     `on_stored` is told the digest once the blob is visible.
     """
@@ -61,14 +64,21 @@ class BlobUpload:
     ) -> None:
         self._directory = directory
         self._digest = digest
-        self._length = length
+        self.length = length
         self._on_stored = on_stored
         self._received = 0
+        self._lock = threading.RLock()
         self._hasher = hashlib.sha256()
         self._path = directory.new_temporary_path()
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         with disk_errors("starting an upload"):
             self._fd: int | None = os.open(self._path, flags, 0o600)
+        directory.begins(self._path, length)
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more can be written."""
+        return self._fd is None
 
     def __enter__(self) -> "BlobUpload":
         return self
@@ -84,18 +94,19 @@ class BlobUpload:
             StoreFull, StoreUnusable: the disk refused them; the upload is dropped.
         """
         view = memoryview(data)
-        fd = self._open_fd()
-        if self._received + view.nbytes > self._length:
-            self.abort()
-            raise BlobLengthMismatch(self._length, self._received + view.nbytes)
-        try:
-            with disk_errors("writing an upload"):
-                _write_all(fd, view)
-        except Exception:
-            self.abort()
-            raise
-        self._hasher.update(view)
-        self._received += view.nbytes
+        with self._lock:
+            fd = self._open_fd()
+            if self._received + view.nbytes > self.length:
+                self.abort()
+                raise BlobLengthMismatch(self.length, self._received + view.nbytes)
+            try:
+                with disk_errors("writing an upload"):
+                    _write_all(fd, view)
+            except Exception:
+                self.abort()
+                raise
+            self._hasher.update(view)
+            self._received += view.nbytes
 
     def commit(self) -> None:
         """Make the blob visible, durably.
@@ -105,27 +116,30 @@ class BlobUpload:
             DigestMismatch: other bytes than announced.
             StoreFull, StoreUnusable: the disk refused. In every case nothing is visible.
         """
-        fd = self._open_fd()
-        try:
-            with disk_errors("finishing an upload"):
-                self._verify()
-                os.fsync(fd)
-                self._close()
-                self._directory.adopt(self._path, self._digest)
-            self._on_stored(self._digest)
-        finally:
-            self.abort()
+        with self._lock:
+            fd = self._open_fd()
+            try:
+                with disk_errors("finishing an upload"):
+                    self._verify()
+                    os.fsync(fd)
+                    self._close()
+                    self._directory.adopt(self._path, self._digest)
+                self._on_stored(self._digest)
+            finally:
+                self.abort()
 
     def abort(self) -> None:
         """Drop the upload; nothing happens after a commit or another abort."""
-        with contextlib.suppress(OSError):
-            self._close()
-        with contextlib.suppress(OSError):
-            os.unlink(self._path)
+        with self._lock:
+            with contextlib.suppress(OSError):
+                self._close()
+            with contextlib.suppress(OSError):
+                os.unlink(self._path)
+            self._directory.ends(self._path)
 
     def _verify(self) -> None:
-        if self._received != self._length:
-            raise BlobLengthMismatch(self._length, self._received)
+        if self._received != self.length:
+            raise BlobLengthMismatch(self.length, self._received)
         if (actual := self._hasher.hexdigest()) != self._digest:
             raise DigestMismatch(self._digest, actual)
 
@@ -147,12 +161,17 @@ def _write_all(fd: int, view: memoryview) -> None:
 
 
 class BlobDirectory:
-    """The folders `blobs/sha256` and `tmp` under the store's root. Holds no state but which names are not durable yet:
-    the disk is the state.
+    """The folders `blobs/sha256` and `tmp` under the store's root. The disk is the state, but for which names are not
+    durable yet and how long uploads under way will be.
+
+    Of one digest one thing is done at a time: an upload that fails must not take away what another has just brought,
+    nor a removal what has replaced the file that it looked at.
     """
 
     def __init__(self, root: Path) -> None:
         self._not_durable: set[str] = set()
+        self._lengths: dict[Path, int] = {}
+        self._turns = tuple(threading.Lock() for _ in range(NUM_TURNS))
         self._blobs = root / "blobs" / "sha256"
         self._temporary = root / "tmp"
         for directory in (self._blobs, self._temporary):
@@ -166,6 +185,18 @@ class BlobDirectory:
 
     def new_temporary_path(self) -> Path:
         return self._temporary / uuid.uuid4().hex
+
+    def begins(self, temporary: Path, length: int) -> None:
+        """An upload of so many bytes."""
+        self._lengths[temporary] = length
+
+    def ends(self, temporary: Path) -> None:
+        """It is complete, or dropped."""
+        self._lengths.pop(temporary, None)
+
+    def under_way(self) -> tuple[int, ...]:
+        """The lengths of uploads that have not ended."""
+        return tuple(self._lengths.values())
 
     def exists(self, digest: str) -> bool:
         """Whether a blob is there for good: a name that a power loss could take away does not count."""
@@ -190,57 +221,78 @@ class BlobDirectory:
         """Rename a complete file into place and make the name durable. An old file of the digest is replaced:
         uploading again repairs damaged weights."""
         target = self._blobs / digest
-        is_new = not target.exists()
-        if is_new:
-            # A name that may not survive a power loss must not be found by `exists`, or a version could name it.
-            self._not_durable.add(digest)
-        try:
-            os.replace(temporary, target)
+        with self._turn(digest):
+            is_new = not target.exists()
+            if is_new:
+                # A name that may not survive a power loss must not be found by `exists`, or a version could name it.
+                self._not_durable.add(digest)
             try:
-                fsync_directory(self._blobs)
-            except OSError:
-                if is_new:
-                    os.unlink(target)
-                raise
-        finally:
-            self._not_durable.discard(digest)
+                os.replace(temporary, target)
+                try:
+                    fsync_directory(self._blobs)
+                except OSError:
+                    if is_new:
+                        os.unlink(target)
+                    raise
+            finally:
+                self._not_durable.discard(digest)
 
     def remove(self, digest: str) -> None:
         """Delete a blob; one that is gone already is no error."""
-        with disk_errors("removing weights"), contextlib.suppress(FileNotFoundError):
+        with self._turn(digest), disk_errors("removing weights"), contextlib.suppress(FileNotFoundError):
             os.unlink(self._blobs / digest)
             fsync_directory(self._blobs)
 
     def sizes(self) -> dict[str, int]:
         """Every blob's bytes by its digest, and those of files that do not belong here by their name."""
+        found = {}
         with disk_errors("listing weights"):
-            return {path.name: path.stat().st_size for path in sorted(self._blobs.iterdir())}
+            for path in sorted(self._blobs.iterdir()):
+                with contextlib.suppress(FileNotFoundError):
+                    found[path.name] = path.stat().st_size
+        return found
 
     def sweep(self, referenced: Collection[str], age_s: float = UNREFERENCED_BLOB_AGE_S) -> Swept:
-        """Remove unfinished uploads, and what `remove_orphans` does.
+        """Remove unfinished uploads, and blobs that nothing names and that are older than `age_s`, which spares one
+        whose registration is still to come, also if the server stopped meanwhile.
 
         Only for the holder of the store's lock file, before it takes uploads.
         """
-        unfinished = list(self._temporary.iterdir())
-        for path in unfinished:
-            os.unlink(path)
-        swept = self.remove_orphans(referenced, age_s)
+        with disk_errors("removing unfinished uploads"):
+            unfinished = list(self._temporary.iterdir())
+            for path in unfinished:
+                os.unlink(path)
+        swept = self.remove_old(self.older_than(age_s).difference(referenced), age_s)
         return Swept(swept.num_blobs, swept.num_bytes, len(unfinished))
 
-    def remove_orphans(self, referenced: Collection[str], age_s: float = UNREFERENCED_BLOB_AGE_S) -> Swept:
-        """Remove blobs that nothing names and that are older than `age_s`, which spares a blob whose registration is
-        still to come, also if the server stopped meanwhile.
-        """
+    def older_than(self, age_s: float) -> set[str]:
+        """Names of all files that were written longer ago than this."""
+        found = set()
+        with disk_errors("listing weights"):
+            for path in self._blobs.iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if time.time() - path.stat().st_mtime > age_s:
+                        found.add(path.name)
+        return found
+
+    def remove_old(self, names: Collection[str], age_s: float) -> Swept:
+        """Remove those of these files that are still that old: one that was uploaded again meanwhile stays."""
         num_blobs = num_bytes = 0
         with disk_errors("removing weights"):
-            for path in self._blobs.iterdir():
-                if path.name in referenced or time.time() - (facts := path.stat()).st_mtime <= age_s:
-                    continue
-                os.unlink(path)
-                num_blobs, num_bytes = num_blobs + 1, num_bytes + facts.st_size
+            for name in sorted(names):
+                path = self._blobs / name
+                with self._turn(name), contextlib.suppress(FileNotFoundError):
+                    facts = path.stat()
+                    if time.time() - facts.st_mtime > age_s:
+                        os.unlink(path)
+                        num_blobs, num_bytes = num_blobs + 1, num_bytes + facts.st_size
             if num_blobs:
                 fsync_directory(self._blobs)
         return Swept(num_blobs, num_bytes)
+
+    def _turn(self, name: str) -> threading.Lock:
+        """What is held while something is done to a file."""
+        return self._turns[hash(name) % NUM_TURNS]
 
 
 def fsync_directory(path: Path) -> None:

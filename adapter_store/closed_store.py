@@ -57,9 +57,9 @@ class ClosedStore:
     """
 
     def __init__(self, root: Path, *, create: bool = False) -> None:
-        if not create and not (root / "index.sqlite3").is_file():
-            raise StoreUnusable(f"there is no adapter store in {root}")
         with ExitStack() as undo, opening(root):
+            if not create and not (root / "index.sqlite3").is_file():
+                raise StoreUnusable("there is no adapter store in it")
             undo.callback(os.close, lock_root(root))
             self.blobs = BlobDirectory(root)
             self.index = Index(root / "index.sqlite3")
@@ -70,7 +70,8 @@ class ClosedStore:
         return self
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        self._undo.close()
+        with disk_errors("closing"):
+            self._undo.close()
 
     def collect(self, age_s: float = UNREFERENCED_BLOB_AGE_S) -> Collected:
         """Remove what nothing names: contents and their weights at once, weights that were never registered when they

@@ -58,13 +58,14 @@ class Index(Database):
         versions: dict[AdapterId, list[VersionRecord]] = {}
         with sql_errors():
             rows = self._db.execute(
-                "SELECT adapter_id, version, key, versions.created_s, report FROM versions JOIN contents USING (key) "
+                "SELECT adapter_id, version, key, versions.created_s, report, weights_digest "
+                "FROM versions JOIN contents USING (key) "
                 f"{where} ORDER BY adapter_id, version",
                 values,
             )
-            for name, version, key, created_s, report in rows:
+            for name, version, key, created_s, report, digest in rows:
                 facts = json.loads(report)
-                record = VersionRecord(version, key, created_s, facts["rank_max"], facts["weights_bytes"])
+                record = VersionRecord(version, key, created_s, facts["rank_max"], facts["weights_bytes"], digest)
                 versions.setdefault(name, []).append(record)
             rows = self._db.execute(f"SELECT adapter_id, limits FROM adapter_limits {where}", values)
             limits = {name: json.loads(text) for name, text in rows}

@@ -32,14 +32,14 @@ class BlobLeases:
         self._counts: Counter[str] = Counter()
 
     @contextlib.contextmanager
-    def lease(self, digest: str) -> Iterator[None]:
+    def lease(self, digest: str, is_known: bool = True) -> Iterator[None]:
         """Nobody removes the blob inside; the last to leave does, if no version names it.
 
-        Raises: BlobNotFound: it is not there.
+        Raises: BlobNotFound: it is not there, or not for whoever asks.
         """
         with self._lock:
             self._check_open()
-            if not self._blobs.exists(digest):
+            if not self._blobs.exists(digest) or not is_known:
                 raise BlobNotFound(digest)
             self._counts[digest] += 1
         try:

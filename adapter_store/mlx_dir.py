@@ -9,6 +9,7 @@ ones do not read an alpha: where there is one, the factor is not known.
 
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -16,19 +17,28 @@ from typing import BinaryIO
 import numpy as np
 
 from adapter_store.errors import ProblemList, show
-from adapter_store.peft_dir import CONFIG_NAME, WEIGHTS_NAME, PeftDir, ignored_files
+from adapter_store.peft_dir import (
+    CONFIG_NAME,
+    MLX_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    Opener,
+    PeftDir,
+    ignored_files,
+    open_file,
+)
 from adapter_store.safetensors_header import LENGTH_BYTES, SafetensorsHeader, TensorInfo, read_header
 from adapter_store.tensor_names import WRAPPER
 from adapter_store.tensor_types import NUMPY_TYPES
 
-MLX_WEIGHTS_NAME = "adapters.safetensors"
 MAX_HEADER_BYTES = 16 << 20
 MAX_SCALE = 1e30
 MAX_LAYER_DIGITS = 6
 _HALVES = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
 
 
-def convert_mlx(folder: Path, config: Mapping[str, object], subdirectory: str | None, target: Path) -> PeftDir:
+def convert_mlx(
+    folder: Path, config: Mapping[str, object], subdirectory: str | None, target: Path, opener: Opener = open_file
+) -> PeftDir:
     """Write MLX's adapter in `folder` to `target`, an empty folder, as PEFT's.
 
     Raises:
@@ -41,8 +51,8 @@ def convert_mlx(folder: Path, config: Mapping[str, object], subdirectory: str | 
     rank, scale = _factors(config, problems)
     problems.raise_if_any()
     assert source is not None
-    with source.open("rb") as file:
-        header = read_header(file, source.stat().st_size, MAX_HEADER_BYTES)
+    with opener(source) as file:
+        header = read_header(file, os.fstat(file.fileno()).st_size, MAX_HEADER_BYTES)
         names = _names(header, problems)
         problems.raise_if_any()
         _write(target / WEIGHTS_NAME, file, header, names)

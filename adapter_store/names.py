@@ -6,7 +6,7 @@ The dictionary is replaced, never changed. Whoever replaces it holds the store's
 import difflib
 from collections.abc import Callable, Collection, Mapping
 
-from adapter_store.aliases import drawn
+from adapter_store.aliases import Shares, drawn
 from adapter_store.errors import AdapterNotFound, InvalidAlias, StoreUnusable
 from adapter_store.index import Index
 from adapter_store.near_names import NEAR_NAMES, near_names
@@ -41,6 +41,11 @@ class Names:
         records = self._records
         return [records[name] for name in sorted(records)]
 
+    @property
+    def records(self) -> Mapping[AdapterId, AdapterRecord]:
+        """Every id as it is now: another state is another mapping, and none ever changes."""
+        return self._records
+
     def replace(self, adapter_id: AdapterId, record: AdapterRecord | None) -> None:
         """Bring one id up to date; None: it is gone."""
         records = dict(self._records)
@@ -51,32 +56,33 @@ class Names:
 
     def resolve(self, reference: str) -> AdapterRef:
         """As `AdapterStore.resolve`."""
-        parsed, record = self._record_of(reference)
-        if parsed.alias is not None:
-            shares = record.aliases.get(parsed.alias)
-            if shares is None:
-                raise AdapterNotFound(reference, self._near_aliases(record, parsed.alias))
-            version = record.version(drawn(shares, self._draw() if len(shares) > 1 else 0.0))
-            assert version is not None, "an alias names versions that there are"
-            return record.ref(version)
-        if parsed.version is None and parsed.key_prefix is None:
-            return record.ref()
-        matches = _pinned(record, parsed)
-        if len({v.key for v in matches}) != 1:
-            raise AdapterNotFound(reference, (record.adapter_id,))
-        return record.ref(matches[-1])
+        record, shares = self.targets(reference)
+        return record.ref(drawn(shares, self._draw() if len(shares) > 1 else 0.0))
 
     def resolve_one(self, reference: str) -> AdapterRef:
         """As `resolve`, for what cannot be about two versions at once.
 
         Raises: InvalidAlias: an alias that is split between versions; names them.
         """
-        parsed, record = self._record_of(reference)
-        shares = record.aliases.get(parsed.alias or "", {})
-        if parsed.alias is not None and len(shares) > 1:
+        record, shares = self.targets(reference)
+        if len(shares) > 1:
             versions = " and ".join(f"{record.adapter_id}@{version}" for version in shares)
-            raise InvalidAlias(parsed.alias, f"{reference} is split between {versions}; name one of them")
-        return self.resolve(reference)
+            raise InvalidAlias(
+                reference.partition(":")[2], f"{reference} is split between {versions}; name one of them"
+            )
+        return record.ref(*shares)
+
+    def targets(self, reference: str) -> tuple[AdapterRecord, Shares]:
+        """As `AdapterStore.targets`."""
+        parsed, record = self._record_of(reference)
+        if parsed.alias is not None:
+            return record, self._alias(reference, record, parsed.alias)
+        if parsed.version is None and parsed.key_prefix is None:
+            return record, {record.current_version: 1.0}
+        matches = _pinned(record, parsed)
+        if len({v.key for v in matches}) != 1:
+            raise AdapterNotFound(reference, (record.adapter_id,))
+        return record, {matches[-1].version: 1.0}
 
     def select(self, reference: str) -> tuple[AdapterRecord, tuple[VersionRecord, ...]]:
         """An id, and the versions of it that are meant when it stands for all of them unless it is pinned.
@@ -87,8 +93,7 @@ class Names:
         """
         parsed, record = self._record_of(reference)
         if parsed.alias is not None:
-            if parsed.alias not in record.aliases:
-                raise AdapterNotFound(reference, self._near_aliases(record, parsed.alias))
+            self._alias(reference, record, parsed.alias)
             raise InvalidAlias(
                 parsed.alias,
                 f"{reference} is an alias; remove it alone with: lorasrv alias {reference} --remove "
@@ -110,12 +115,14 @@ class Names:
             raise AdapterNotFound(reference, self._near(parsed.adapter_id))
         return parsed, record
 
+    def _alias(self, reference: str, record: AdapterRecord, alias: str) -> Shares:
+        if alias not in record.aliases:
+            near = difflib.get_close_matches(alias, list(record.aliases), NEAR_NAMES - 1)
+            raise AdapterNotFound(reference, (*(f"{record.adapter_id}:{name}" for name in near), record.adapter_id))
+        return record.aliases[alias]
+
     def _near(self, name: str) -> tuple[str, ...]:
         return near_names(name, self._records)
-
-    def _near_aliases(self, record: AdapterRecord, alias: str) -> tuple[str, ...]:
-        near = difflib.get_close_matches(alias, list(record.aliases), NEAR_NAMES - 1)
-        return (*(f"{record.adapter_id}:{name}" for name in near), record.adapter_id)
 
 
 def read_records(index: Index, reserved: Collection[str]) -> dict[AdapterId, AdapterRecord]:

@@ -2,7 +2,8 @@
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from io import BufferedReader
 from pathlib import Path
 
 from adapter_store.errors import AdapterInvalid, Problem, show
@@ -10,6 +11,7 @@ from adapter_store.manifest import MAX_CONFIG_BYTES, MLX_WAY_OUT, parse_config
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+MLX_WEIGHTS_NAME = "adapters.safetensors"
 PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
 CHUNK_BYTES = 1 << 20
 
@@ -22,7 +24,7 @@ _CONVERT = (
 # (file, code, what is wrong and the way out) of folders without a config of PEFT's.
 _FOREIGN = (
     (
-        "adapters.safetensors",
+        MLX_WEIGHTS_NAME,
         "mlx_adapter",
         "is missing beside adapters.safetensors, which MLX saved: without it the scale is not known; copy it from "
         "where the adapter was trained",
@@ -41,6 +43,15 @@ _FOREIGN = (
 )
 
 
+Opener = Callable[[Path], BufferedReader]
+"""Opens a file of a folder for reading, or refuses to."""
+
+
+def open_file(path: Path) -> BufferedReader:
+    """As it is, wherever links lead."""
+    return path.open("rb")
+
+
 @dataclass(frozen=True, slots=True)
 class PeftDir:
     """What an upload needs. `subdirectory` names the folder it was found in, if not the one given; `ignored_files`
@@ -51,21 +62,26 @@ class PeftDir:
     ignored_files: tuple[str, ...]
     subdirectory: str | None = None
     notices: tuple[str, ...] = ()
+    opener: Opener = field(default=open_file, compare=False, repr=False)
+
+    def open_weights(self) -> BufferedReader:
+        """Raises: OSError."""
+        return self.opener(self.weights_path)
 
 
-def read_peft_dir(path: Path) -> PeftDir:
+def read_peft_dir(path: Path, opener: Opener = open_file) -> PeftDir:
     """Find an adapter in `path`, or one level down, where PEFT saves one that has a name of its own.
 
     Raises:
         AdapterInvalid: there is none, several, or one in a form that is not served; says how to convert it.
     """
     folder, subdirectory = find_folder(path)
-    config, weights = read_config(folder), folder / WEIGHTS_NAME
+    config, weights = read_config(folder, opener), folder / WEIGHTS_NAME
     if is_mlx_config(config):
         raise _refused("mlx_adapter", CONFIG_NAME, f"is MLX's; {MLX_WAY_OUT}")
     if not weights.is_file():
         raise AdapterInvalid((_no_weights(folder),))
-    return PeftDir(config, weights, ignored_files(folder, WEIGHTS_NAME), subdirectory)
+    return PeftDir(config, weights, ignored_files(folder, WEIGHTS_NAME), subdirectory, opener=opener)
 
 
 def find_folder(path: Path) -> tuple[Path, str | None]:
@@ -86,9 +102,9 @@ def find_folder(path: Path) -> tuple[Path, str | None]:
     raise AdapterInvalid((_no_config(path),))
 
 
-def read_config(folder: Path) -> dict[str, object]:
-    """Raises: AdapterInvalid."""
-    with (folder / CONFIG_NAME).open("rb") as file:
+def read_config(folder: Path, opener: Opener = open_file) -> dict[str, object]:
+    """Raises: AdapterInvalid, OSError."""
+    with opener(folder / CONFIG_NAME) as file:
         return parse_config(file.read(MAX_CONFIG_BYTES + 1))
 
 
@@ -121,8 +137,8 @@ def _no_config(path: Path) -> Problem:
 def _no_weights(folder: Path) -> Problem:
     if pickle := next((name for name in PICKLES if (folder / name).exists()), None):
         return Problem("not_safetensors", pickle, f"is a pickle; {_CONVERT}")
-    if (folder / "adapters.safetensors").is_file():
-        message = f"is missing; there is MLX's adapters.safetensors, but {CONFIG_NAME} is not MLX's"
+    if (folder / MLX_WEIGHTS_NAME).is_file():
+        message = f"is missing; there is MLX's {MLX_WEIGHTS_NAME}, but {CONFIG_NAME} is not MLX's"
         return Problem("mlx_adapter", WEIGHTS_NAME, message)
     if (folder / f"{WEIGHTS_NAME}.index.json").is_file():
         message = "is split into shards; join them into one file (safetensors.torch.load_file each, one save_file)"

@@ -14,13 +14,14 @@ from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """One immutable version of an id. `bytes` counts the weights alone."""
+    """One immutable version of an id. `bytes` counts the weights alone, whose SHA-256 is `weights_digest`."""
 
     version: int
     key: AdapterKey
     created_s: float
     rank_max: int
     bytes: int
+    weights_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,13 @@ class AdapterRecord:
         """The aliases that name any of these versions, also for a share only."""
         return tuple(alias for alias, shares in self.aliases.items() if not shares.keys().isdisjoint(versions))
 
-    def ref(self, version: VersionRecord | None = None) -> AdapterRef:
-        """A version of this id, resolved; the current one by default."""
-        if version is None:
-            return AdapterRef(self.adapter_id, self.current_version, self.key)
-        return AdapterRef(self.adapter_id, version.version, version.key)
+    def ref(self, number: int) -> AdapterRef:
+        """A version that this id has, resolved."""
+        if number == self.current_version:
+            return AdapterRef(self.adapter_id, number, self.key)
+        version = self.version(number)
+        assert version is not None, "ids and aliases name versions that there are"
+        return AdapterRef(self.adapter_id, number, version.key)
 
 
 def _etag(
@@ -113,11 +116,17 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """What deleting came to: how many versions went, the contents that no version names any more, the aliases gone."""
+    """What deleting came to: the contents of the versions that went, of these the ones that no version names any more,
+    and the aliases gone."""
 
-    num_versions: int
+    adapter_id: AdapterId
     contents: tuple[AdapterKey, ...]
+    unnamed: tuple[AdapterKey, ...]
     aliases: tuple[str, ...] = ()
+
+    @property
+    def num_versions(self) -> int:
+        return len(self.contents)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,6 +35,11 @@ class UploadReport:
     norm_b: float | None = None
     notices: tuple[str, ...] = ()
 
+    @property
+    def is_partial(self) -> bool:
+        """Whether its config names modules that it lacks, which its uploader has allowed."""
+        return self.modules_expected > self.modules_matched
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON values; `warnings` and `notices` are lists."""
         facts = {field.name: getattr(self, field.name) for field in fields(self)}

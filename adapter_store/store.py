@@ -18,17 +18,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from adapter_store.aliases import check_alias
+from adapter_store.aliases import Shares, check_alias
 from adapter_store.base_identity import BaseIdentity, bind_base
 from adapter_store.blobs import UNREFERENCED_BLOB_AGE_S, BlobDirectory, BlobUpload, Swept, disk_errors
 from adapter_store.contents import ContentReader
-from adapter_store.errors import (
-    AdapterNotFound,
-    BlobTooLarge,
-    StoreFull,
-    StoreUnusable,
-    VersionInUse,
-)
+from adapter_store.errors import AdapterNotFound, BlobTooLarge, StoreFull, StoreUnusable, VersionInUse
 from adapter_store.holds import ContentHold, Holds
 from adapter_store.index import NO_QUOTA, Content, Index
 from adapter_store.leases import BlobLeases
@@ -41,6 +35,7 @@ from adapter_store.records import AdapterRecord, Change, Deletion, Registration,
 from adapter_store.references import VERBS, check_adapter_id, check_digest
 from adapter_store.report import UploadReport
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes
+from adapter_store.staging import ANYBODY, Sender, Staging
 from adapter_store.store_folder import lock_root, opening
 from adapter_store.validate import max_adapter_bytes
 
@@ -74,6 +69,7 @@ class AdapterStore:
         base_sample: Sequence[float] = (),
         accept_base_change: bool = False,
     ) -> None:
+        self.root = root
         self.base = base
         self.max_lora_rank = max_lora_rank
         self.max_blob_bytes = max_adapter_bytes(base, max_lora_rank)
@@ -87,6 +83,7 @@ class AdapterStore:
             undo.callback(os.close, lock_root(root))
             self._blobs = BlobDirectory(root)
             self._index = Index(root / "index.sqlite3")
+            self.staging = Staging(self._blobs, self._referenced, self._quarantine.repaired)
             self._contents = ContentReader(self._blobs, base, max_lora_rank, self._content)
             undo.callback(self._index.close)
             self._leases = BlobLeases(self._lock, self._blobs, self._check_open, self._index.may_name)
@@ -116,25 +113,23 @@ class AdapterStore:
         """Whether uploads can be taken now: open, and its folder is there and on a writable disk."""
         return not self._closed and self._blobs.is_writable
 
-    # -- blobs
-
     def blob_exists(self, digest: str) -> bool:
         """Raises: InvalidDigest."""
         return self._blobs.exists(check_digest(digest))
 
-    def open_blob(self, digest: str, length: int) -> BlobUpload:
+    def open_blob(self, digest: str, length: int, sender: Sender = ANYBODY) -> BlobUpload:
         """Begin an upload of `length` bytes whose SHA-256 is `digest`.
 
         Raises:
             InvalidDigest: not 64 hex digits.
             BlobTooLarge: no adapter of this base is that long.
+            QuotaExceeded: too many bytes were sent that no version names yet (`staging.py`).
             StoreFull, StoreUnusable: the disk refused.
         """
-        hex_digest = check_digest(digest)
         if length > self.max_blob_bytes:
             raise BlobTooLarge(length, self.max_blob_bytes)
         self._check_open()
-        return BlobUpload(self._blobs, hex_digest, length, self._quarantine.repaired)
+        return self.staging.open(check_digest(digest), length, self.quota.store_bytes, sender)
 
     def add_blob(self, path: Path) -> str:
         """Copy a local weights file into the store; returns its digest.
@@ -150,8 +145,6 @@ class AdapterStore:
             upload.commit()
         return digest
 
-    # -- names
-
     def register(
         self,
         adapter_id: str,
@@ -162,13 +155,16 @@ class AdapterStore:
         alias: str | None = None,
         if_match: Tags = None,
         principal: str = ANONYMOUS,
+        max_bytes: int | None = None,
+        is_known: bool = True,
         allow_partial: bool = False,
     ) -> Registration:
         """Check uploaded weights against the base and make them the id's current version, and the alias's.
 
-        `allow_partial` takes one whose config names more modules than there are tensors for.
-        A content that the id already has keeps its version number; the id moves to it. If the check or the disk
-        refuses, nothing is stored, and the weights are removed unless a version or another registration needs them.
+        `allow_partial` takes one whose config names more modules than there are tensors for. `max_bytes`: of all that
+        is the principal's. Weights not `is_known` to it are not there. A content that the id already has keeps its
+        version number; the id moves to it. If the check or the disk refuses, nothing is stored, and the weights are
+        removed unless a version or another registration needs them.
 
         Raises:
             InvalidAdapterId, InvalidAlias, InvalidDigest, BlobNotFound: before anything is read.
@@ -184,14 +180,14 @@ class AdapterStore:
         if alias is not None:
             check_alias(alias)
         check_state(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
-        with self._leases.lease(digest):
+        with self._leases.lease(digest, is_known), self.staging.using(principal, digest):
             checked = self._contents.check(config, digest, allow_partial)
             content = Content(checked.spec.key, digest, config, checked.report)
             with self._lock:
                 self._check_open()
                 check_state(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
                 version, created = self._index.add_version(
-                    name, content, time.time(), alias=alias, principal=principal, quota=self.quota
+                    name, content, time.time(), alias=alias, principal=principal, quota=self.quota.with_bytes(max_bytes)
                 )
                 self._refresh(name)
         return Registration(AdapterRef(name, version, checked.spec.key), created, checked.report)
@@ -206,6 +202,12 @@ class AdapterStore:
         """
         return self._names.resolve(reference)
 
+    def targets(self, reference: str) -> tuple[AdapterRecord, Shares]:
+        """The id that `resolve` would find, and the version that it would return; of an alias that is split, both, with
+        their shares. Draws nothing. Raises: AdapterNotFound.
+        """
+        return self._names.targets(reference)
+
     def resolve_one(self, reference: str) -> AdapterRef:
         """As `resolve`, but an alias that is split is refused. Raises: AdapterNotFound, InvalidAlias."""
         return self._names.resolve_one(reference)
@@ -213,6 +215,10 @@ class AdapterStore:
     def list_adapters(self) -> list[AdapterRecord]:
         """Every id, sorted."""
         return self._names.all()
+
+    def records(self) -> Mapping[AdapterId, AdapterRecord]:
+        """Every id, in no order. The same object as long as nothing changes; what was returned never does."""
+        return self._names.records
 
     def get(self, adapter_id: str) -> AdapterRecord:
         """Raises: AdapterNotFound."""
@@ -222,10 +228,6 @@ class AdapterStore:
         """The limits of an id; none if there is no such id. Reads memory only."""
         record = self._names.find(adapter_id)
         return record.limits if record is not None else {}
-
-    def set_limits(self, adapter_id: str, limits: Mapping[str, float]) -> None:
-        """Replace the limits of an id, which all its versions share and which go with it. Raises: as `change`."""
-        self.change(adapter_id, Change(limits=limits))
 
     def change(self, adapter_id: str, change: Change, *, if_match: Tags = None) -> AdapterRecord:
         """Move an id to another of its versions, set, move or remove aliases, replace limits: all at once, or nothing.
@@ -280,9 +282,9 @@ class AdapterStore:
             # It is deleted whether or not the disk lets its weights go now.
             with contextlib.suppress(StoreUnusable, StoreFull):
                 self.collect()
-            contents = sorted({v.key for v in doomed})
+            contents = tuple(v.key for v in doomed)
             unnamed = tuple(key for key in contents if not self._index.is_named(key))
-            return Deletion(len(doomed), unnamed, aliases)
+            return Deletion(record.adapter_id, contents, unnamed, aliases)
 
     def hold(self, key: AdapterKey) -> ContentHold:
         """Keep a content for as long as the returned object lives, whatever is deleted meanwhile.
@@ -315,15 +317,20 @@ class AdapterStore:
 
         Raises: StoreUnusable: the disk refused; the next call goes on.
         """
+        # Thousands of files are looked at outside the lock, for which every request waits; what goes is few.
+        old = self._blobs.older_than(age_s)
         with self._lock:
             self._check_open()
             self._index.settle()
-            return self._blobs.remove_orphans(self._index.referenced_digests() | self._leases.leased(), age_s)
+            return self._blobs.remove_old(old - self._referenced() - self._leases.leased(), age_s)
+
+    def _referenced(self) -> set[str]:
+        with self._lock:
+            self._check_open()
+            return self._index.referenced_digests()
 
     def _refresh(self, adapter_id: AdapterId) -> None:
         self._names.replace(adapter_id, self._index.records(adapter_id).get(adapter_id))
-
-    # -- contents
 
     def report(self, key: AdapterKey) -> UploadReport:
         """The upload report of a content. Raises: AdapterNotFound."""

@@ -4,13 +4,19 @@ One writer serves both routes; what differs between chat and plain completions i
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from starlette.concurrency import run_in_threadpool
+
+from adapter_store.errors import AdapterError
 from api.choices import Choices
+from api.echo import Echo
 from api.errors import ApiError, describe
+from api.logprobs import PlacedToken, ShownTokens, Speller, mean_logprob
 from api.naming import Target
 from api.sse import DONE, event
 from lorasrv.errors import LorasrvError
@@ -29,14 +35,36 @@ class Wording(Protocol):
     def opening(self) -> Json | None:
         """What the first chunk says before any text, None if nothing."""
 
+    def logprobs(self, speller: Speller, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+        """How likely tokens are; None if there are none."""
+
     def piece(self, text: str) -> Json:
         """A piece of text, in a chunk."""
 
     def whole(self, text: str) -> Json:
         """All of the text."""
 
+    def pieces(self, index: int, output: RequestOutput) -> list[Json]:
+        """What one output of a choice says, in as many chunks."""
 
-class ChatWording:
+    def reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
+        """Why a choice ended, whose last words are `content`."""
+
+
+class _PlainText(ABC):
+    """An answer that is read for nothing."""
+
+    @abstractmethod
+    def piece(self, text: str) -> Json: ...
+
+    def pieces(self, index: int, output: RequestOutput) -> list[Json]:
+        return [self.piece(output.text)]
+
+    def reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
+        return ended.finish_reason
+
+
+class ChatWording(_PlainText):
     """Messages and deltas."""
 
     id_prefix = "chatcmpl"
@@ -46,6 +74,9 @@ class ChatWording:
     def opening(self) -> Json | None:
         return {"delta": {"role": "assistant", "content": ""}}
 
+    def logprobs(self, speller: Speller, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+        return speller.chat(tokens)
+
     def piece(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
@@ -53,7 +84,7 @@ class ChatWording:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
-class CompletionWording:
+class CompletionWording(_PlainText):
     """Bare text."""
 
     id_prefix = "cmpl"
@@ -61,6 +92,9 @@ class CompletionWording:
 
     def opening(self) -> Json | None:
         return None
+
+    def logprobs(self, speller: Speller, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+        return speller.completion(tokens, top)
 
     def piece(self, text: str) -> Json:
         return {"text": text}
@@ -71,13 +105,23 @@ class CompletionWording:
 
 @dataclass(frozen=True)
 class AnswerWriter:
-    """Writes one request's answer, of one choice or many; `include_usage` and `usage_in_chunks` are stream options."""
+    """Writes one request's answer, of one choice or many; `include_usage` and `usage_in_chunks` are stream options.
+
+    `shown`: so many of the choices to each prompt, the best by mean logarithm of their tokens' probabilities. With a
+    `speller`, probabilities are shown: of the likeliest `top` tokens beside each of the answer, of `prompt_top` beside
+    each of the prompt. `echoes`: the prompts, where they come back.
+    """
 
     answer_id: str
     target: Target
     wording: Wording
     include_usage: bool = False
     usage_in_chunks: bool = False
+    shown: int | None = None
+    speller: Speller | None = None
+    top: int | None = None
+    prompt_top: int | None = None
+    echoes: Sequence[Echo] = ()
     created_s: int = field(default_factory=lambda: int(time.time()))
     started_s: float = field(default_factory=time.monotonic)
 
@@ -87,41 +131,85 @@ class AnswerWriter:
         Raises:
             LorasrvError, ApiError: one of them failed; what came before is dropped.
         """
-        pieces: defaultdict[int, list[str]] = defaultdict(list)
+        outputs: defaultdict[int, list[RequestOutput]] = defaultdict(list)
         try:
             async for index, output in choices:
-                pieces[index].append(output.text)
+                outputs[index].append(output)
         finally:
             await choices.aclose()
-        wholes = [
-            self._choice(index, self.wording.whole("".join(pieces[index])), ended)
-            for index, ended in sorted(choices.latest.items())
-        ]
+        if self.speller is None:
+            wholes = self._wholes(outputs, choices.width)
+        else:
+            # In a thread: to spell a long answer's probabilities takes seconds, in which nobody's stream would go on.
+            wholes = await run_in_threadpool(self._wholes, outputs, choices.width)
         body = self._envelope(self.wording.whole_object, wholes)
         return {**body, "usage": self.usage(choices)}, self.headers(choices)
 
+    def _wholes(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[Json]:
+        return [self._whole(number, index, width, outputs) for number, index in enumerate(self._best(outputs, width))]
+
+    def _best(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[int]:
+        """Which choices are shown, prompt by prompt."""
+        shown = self.shown or width
+        best: list[int] = []
+        for first in range(0, len(outputs), width):
+            tried = range(first, first + width)
+            best += tried if shown == width else sorted(tried, key=lambda i: -mean_logprob(outputs[i]))[:shown]
+        return best
+
+    def _whole(self, number: int, index: int, width: int, outputs: Mapping[int, Sequence[RequestOutput]]) -> Json:
+        """A whole choice; its prompt is told by the first of those that were tried."""
+        own, first = outputs[index], outputs[index - index % width][0]
+        echo = self.echoes[index // width] if self.echoes else None
+        text = (echo.text if echo else "") + "".join(output.text for output in own)
+        content = self.wording.whole(text)
+        tokens: list[PlacedToken] = []
+        if self.top is not None:
+            shown = ShownTokens(len(echo.text) if echo else 0)
+            tokens += echo.placed(first.prompt_logprobs or ()) if echo else ()
+            tokens += [placed for output in own for placed in shown.take(output)]
+        choice = self._choice(number, content, own[-1], tokens)
+        if self.prompt_top is not None and self.speller is not None:
+            choice["prompt_logprobs"] = self.speller.prompt(first.prompt_logprobs or (), self.prompt_top)
+        return choice
+
     async def chunks(self, choices: Choices) -> AsyncGenerator[bytes, None]:
         """The events of a stream, whose choices take turns as they come."""
-        opened: set[int] = set()
-        opening = self.wording.opening()
+        opened: dict[int, ShownTokens] = {}
+        waiting: defaultdict[int, list[PlacedToken]] = defaultdict(list)
         try:
             async for index, output in choices:
-                if opening is not None and index not in opened:
-                    opened.add(index)
-                    yield self._chunk(choices, self._choice(index, opening))
+                if index not in opened:
+                    echo = self.echoes[index // choices.width] if self.echoes else None
+                    opened[index] = ShownTokens(len(echo.text) if echo else 0)
+                    if (opening := self._opening(index, output, echo)) is not None:
+                        yield self._chunk(choices, opening)
+                tokens = opened[index].take(output) if self.top is not None else ()
                 if output.finished or output.text or self.usage_in_chunks:
                     ended = output if output.finished else None
-                    yield self._chunk(choices, self._choice(index, self.wording.piece(output.text), ended))
+                    waiting[index] += tokens
+                    pieces = self.wording.pieces(index, output)
+                    for left, piece in zip(range(len(pieces) - 1, -1, -1), pieces, strict=True):
+                        told = waiting.pop(index, ())
+                        yield self._chunk(choices, self._choice(index, piece, None if left else ended, told))
             if self.include_usage:
                 body = self._envelope(self.wording.chunk_object, [])
                 yield event({**body, "usage": self.usage(choices)})
-        except (LorasrvError, ApiError) as error:
+        except (LorasrvError, AdapterError, ApiError) as error:
             yield event(describe(error).body)
         yield DONE
 
+    def _opening(self, index: int, output: RequestOutput, echo: Echo | None) -> Json | None:
+        """The first chunk of a choice, before any text of its answer; None if there is nothing to say."""
+        if echo is not None:
+            tokens = echo.placed(output.prompt_logprobs or ()) if self.top is not None else ()
+            return self._choice(index, self.wording.piece(echo.text), None, tokens)
+        opening = self.wording.opening()
+        return None if opening is None else self._choice(index, opening)
+
     def headers(self, choices: Choices) -> dict[str, str]:
         """Who was asked and who answered, where the adapter was found, and how long that took."""
-        timing = _first(choices).timing
+        timing = choices.firsts()[0].timing
         known = {
             **self.target.headers,
             "x-queue-ms": f"{timing.queue_ms:.1f}",
@@ -136,17 +224,18 @@ class AnswerWriter:
     def usage(self, choices: Choices) -> Json:
         """OpenAI's counts so far, and under `lorasrv` who answered and where the time went (ms).
 
-        The prompt counts once: the first choice computes it, the others share its pages.
+        A prompt counts once: the first choice computes it, the others share its pages. Choices that were not the best
+        count.
         """
-        first = _first(choices)
-        prompt = first.num_prompt_tokens
+        firsts = choices.firsts()
+        prompt = sum(first.num_prompt_tokens for first in firsts)
         completion = sum(output.num_generated_tokens for output in choices.latest.values())
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": first.timing.num_cached_tokens},
-            "lorasrv": self._figures(choices, first.timing),
+            "prompt_tokens_details": {"cached_tokens": sum(first.timing.num_cached_tokens for first in firsts)},
+            "lorasrv": self._figures(choices, firsts[0].timing),
         }
 
     def _figures(self, choices: Choices, timing: RequestTiming) -> Json:
@@ -172,8 +261,16 @@ class AnswerWriter:
             body["usage"] = None
         return event(body)
 
-    def _choice(self, index: int, content: Mapping[str, Any], ended: RequestOutput | None = None) -> Json:
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": ended and ended.finish_reason}
+    def _choice(
+        self,
+        index: int,
+        content: Mapping[str, Any],
+        ended: RequestOutput | None = None,
+        tokens: Sequence[PlacedToken] = (),
+    ) -> Json:
+        known = self.speller and self.wording.logprobs(self.speller, tokens, self.top or 0)
+        reason = ended and self.wording.reason(index, content, ended)
+        choice = {"index": index, **content, "logprobs": known, "finish_reason": reason}
         return choice if ended is None else {**choice, "stop_reason": ended.stop_reason}
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
@@ -184,11 +281,6 @@ class AnswerWriter:
             "model": self.target.name,
             "choices": choices,
         }
-
-
-def _first(choices: Choices) -> RequestOutput:
-    """What the first of the choices that have come said last."""
-    return choices.latest[min(choices.latest)]
 
 
 def _fallback(choices: Choices) -> str | None:

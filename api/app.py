@@ -5,12 +5,12 @@ import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from prometheus_client import CollectorRegistry
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -19,14 +19,42 @@ from starlette.requests import ClientDisconnect
 
 from adapter_store.errors import AdapterError
 from adapter_store.store import AdapterStore
-from api.errors import answer_for, describe
+from api.batches.in_process import asker
+from api.batches.keeper import BatchKeeper
+from api.body_bounds import BodyBounds
+from api.console import pages as console
+from api.draining import DrainGate
+from api.errors import INTERNAL_MESSAGE, answer_for
 from api.guard import Envelope, LoopbackGuard
+from api.keys.allowance import HEADERS as RATE_HEADERS
+from api.keys.allowance import RateHeaders
+from api.keys.gate import KeyGate, check_key
+from api.keys.ring import KeyRing
 from api.limits import LimitKeeper
-from api.metrics import EngineCollector, StoreCollector
-from api.routes import adapters, generate, models, operate, pool, verify, vllm_loras
+from api.openapi import DocumentedApi
+from api.openapi_examples import EXAMPLES
+from api.routes import (
+    adapters,
+    batches,
+    files,
+    generate,
+    info,
+    models,
+    operate,
+    pool,
+    stats,
+    tgi,
+    tokenize,
+    unserved,
+    verify,
+    vllm_loras,
+)
 from api.services import Services
 from api.settings import ServerSettings
 from api.sse import ClientGone
+from api.tgi_answers import LORAX_HEADERS
+from api.tgi_errors import describe_at
+from api.watching import Watching
 from lorasrv import __version__
 from lorasrv.errors import LorasrvError
 from lorasrv.verify.verifier import Verifier
@@ -48,6 +76,25 @@ EXPOSED_HEADERS = (
     "x-adapter-fallback",
     "x-queue-ms",
     "x-load-ms",
+    *RATE_HEADERS,
+    *LORAX_HEADERS,
+)
+_ROUTES = (
+    generate,
+    tgi,
+    tokenize,
+    models,
+    adapters,
+    pool,
+    stats,
+    verify,
+    files,
+    batches,
+    operate,
+    info,
+    vllm_loras,
+    console,
+    unserved,
 )
 
 
@@ -60,33 +107,45 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
     limits = LimitKeeper(engine, store, settings.limits("adapter"))
     limits.check()
     verifier = Verifier()
+    services = Services(engine, store, settings, limits, verifier, int(time.time()))
+    watching = Watching.of(services)
+    keys = KeyRing(store.root, settings.secret_key, open_without_keys=settings.serves_without_keys)
+    batch_keeper = BatchKeeper(store.root, partial(asker, services, check=partial(check_key, keys)))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await engine.start()
+        watching.start()
         collecting = asyncio.create_task(_collect(store))
+        noting = asyncio.create_task(keys.keep_uses())
         try:
             await limits.tell_all()
+            await batch_keeper.start()
             yield
         finally:
             collecting.cancel()
+            noting.cancel()
+            await batch_keeper.close()
             await verifier.close()
             await engine.shutdown()
+            await keys.write_uses()
+            keys.close()
+            await watching.close()
 
-    app = FastAPI(
+    app = DocumentedApi(
+        EXAMPLES,
         title="lorasrv",
         version=__version__,
         lifespan=lifespan,
-        middleware=_middleware(settings),
+        middleware=[watching.middleware, *_middleware(settings, keys, services)],
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
     )
-    app.state.services = Services(engine, store, settings, limits, verifier, started_s=int(time.time()))
-    app.state.registry = CollectorRegistry()
-    app.state.registry.register(EngineCollector(engine, app.state.services.base_name))
-    app.state.registry.register(StoreCollector(store))
-    for module in (generate, models, adapters, pool, verify, operate, vllm_loras):
+    app.state.services = services
+    app.state.batches = batch_keeper
+    app.state.registry = watching.registry
+    for module in _ROUTES:
         app.include_router(module.router)
     for kind, handler in _HANDLERS.items():
         app.add_exception_handler(kind, handler)
@@ -104,11 +163,16 @@ async def _collect(store: AdapterStore) -> None:
             _LOG.warning("deleted adapters stay on the disk for now: %s", error)
 
 
-def _middleware(settings: ServerSettings) -> list[Middleware]:
-    """Outermost first."""
+def _middleware(settings: ServerSettings, keys: KeyRing, services: Services) -> list[Middleware]:
+    """Outermost first. A browser's preflight, which carries no key, is answered before keys are asked for."""
     around = [
         Middleware(Envelope),
-        Middleware(LoopbackGuard, allowed_origins=settings.allowed_origins, checks_host=settings.checks_host),
+        Middleware(DrainGate, draining=services.draining),
+        Middleware(
+            LoopbackGuard,
+            allowed_origins=settings.allowed_origins,
+            checks_host=lambda: settings.checks_host and keys.is_open(),
+        ),
     ]
     if settings.allowed_origins:
         cors = Middleware(
@@ -119,13 +183,20 @@ def _middleware(settings: ServerSettings) -> list[Middleware]:
             expose_headers=EXPOSED_HEADERS,
         )
         around.append(cors)
-    return around
+    return [
+        *around,
+        Middleware(KeyGate, keys=keys),
+        Middleware(BodyBounds),
+        Middleware(RateHeaders, allowances=services.allowances),
+    ]
 
 
-async def _answer_error(_: Request, error: Exception) -> Response:
-    if answer_for(type(error)).status == 500 and not isinstance(error, HTTPException | RequestValidationError):
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if answer_for(type(error)).message == INTERNAL_MESSAGE and not isinstance(
+        error, HTTPException | RequestValidationError
+    ):
         raise error
-    return describe(error).response()
+    return describe_at(request.url.path, error).response()
 
 
 async def _answer_nobody(_: Request, __: Exception) -> Response:

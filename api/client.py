@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -19,6 +19,7 @@ CHUNK_BYTES = 1 << 20
 ANSWER_S, CONNECT_S = 600.0, 5.0
 TIMEOUT = httpx2.Timeout(ANSWER_S, connect=CONNECT_S)
 MAX_SENDS = 3
+BUSY = (429, 503)
 _MISSING = frozenset({"blob_not_found", "adapter_corrupt"})
 
 ByteProgress = Callable[[str, int, int], None]
@@ -30,12 +31,15 @@ class ServerUnreachable(Exception):
 
 
 class Refused(Exception):
-    """The server said no. `error` is the body's error object."""
+    """The server said no. `error` is the body's error object; `retry_after_s` when it may say yes to the same, None if
+    it did not tell.
+    """
 
-    def __init__(self, status: int, error: Mapping[str, Any]) -> None:
+    def __init__(self, status: int, error: Mapping[str, Any], retry_after_s: float | None = None) -> None:
         super().__init__(str(error.get("message") or f"the server answered {status}"))
         self.status = status
         self.error = error
+        self.retry_after_s = retry_after_s
 
     @property
     def problems(self) -> list[str]:
@@ -50,22 +54,44 @@ def problem_line(problem: Mapping[str, Any]) -> str:
 
 
 @dataclass
+class Choice:
+    """One of the answers to a request. `logprobs`: an entry a token, as OpenAI's chat has them."""
+
+    text: str = ""
+    finish_reason: str | None = None
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
 class StreamedAnswer:
     """An answer as it arrives: iterate for pieces of text; the rest is known when the iteration ends."""
 
     headers: Mapping[str, str]
     events: Iterator[Mapping[str, Any]]
     usage: dict[str, Any] = field(default_factory=dict)
-    finish_reason: str | None = None
+    choices: dict[int, Choice] = field(default_factory=dict)
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Of the last choice, None while it is not there."""
+        return self.choices[max(self.choices)].finish_reason if self.choices else None
+
+    def close(self) -> None:
+        """End it before its end: the server stops computing."""
+        if isinstance(self.events, Generator):
+            self.events.close()
 
     def __iter__(self) -> Iterator[str]:
         for payload in self.events:
             if "error" in payload:
                 raise Refused(500, payload["error"])
             self.usage = payload.get("usage") or self.usage
-            for choice in payload["choices"]:
-                self.finish_reason = choice["finish_reason"] or self.finish_reason
-                if text := choice["delta"].get("content"):
+            for told in payload["choices"]:
+                choice = self.choices.setdefault(told.get("index", 0), Choice())
+                choice.finish_reason = told["finish_reason"] or choice.finish_reason
+                choice.logprobs += (told.get("logprobs") or {}).get("content") or []
+                if text := told["delta"].get("content"):
+                    choice.text += text
                     yield text
 
 
@@ -76,12 +102,14 @@ class Client:
         ServerUnreachable, Refused.
     """
 
-    def __init__(self, url: str = DEFAULT_SERVER, key: str | None = None) -> None:
+    def __init__(self, url: str = DEFAULT_SERVER, key: str | None = None, *, wait_s: float | None = None) -> None:
+        """`wait_s`: give up on a server that is silent for so long; None: as long as an answer may take."""
         self.url = url.rstrip("/")
         # A proxy from the environment has no business with this machine's own address.
         trust_env = not is_loopback(urlsplit(self.url).hostname or "")
         headers = {"authorization": f"Bearer {key}"} if key else {}
-        self._http = httpx2.Client(base_url=self.url, timeout=TIMEOUT, trust_env=trust_env, headers=headers)
+        timeout = TIMEOUT if wait_s is None else httpx2.Timeout(wait_s)
+        self._http = httpx2.Client(base_url=self.url, timeout=timeout, trust_env=trust_env, headers=headers)
 
     def __enter__(self) -> Self:
         return self
@@ -99,9 +127,13 @@ class Client:
         """Cards of everything that may be asked, as any OpenAI-compatible server lists it."""
         return [card for card in self._json("GET", "/v1/models").get("data") or [] if isinstance(card, dict)]
 
-    def get(self, path: str) -> dict[str, Any]:
+    def get(self, path: str, **params: object) -> dict[str, Any]:
         """A JSON object that stands at a path."""
-        return self._json("GET", path)
+        return self._json("GET", path, params=params)
+
+    def name_of(self, reference: str) -> str:
+        """What the server calls the base, an adapter, one of its versions or an alias; it must be there."""
+        return str(self._json("GET", f"/v1/models/{quote(reference, safe='')}")["id"])
 
     def adapters(self) -> list[dict[str, Any]]:
         adapters: list[dict[str, Any]] = self._json("GET", "/v1/adapters")["data"]
@@ -110,9 +142,13 @@ class Client:
     def adapter(self, adapter_id: str) -> dict[str, Any]:
         return self._json("GET", f"/v1/adapters/{quote(adapter_id, safe='')}")
 
-    def delete(self, reference: str, *, force: bool = False) -> dict[str, Any]:
-        """Remove an id or a version; with `force` also the aliases that name it."""
-        params = {"force": "true"} if force else {}
+    def stats(self, adapter_id: str) -> dict[str, Any]:
+        return self._json("GET", f"/v1/adapters/{quote(adapter_id, safe='')}/stats")
+
+    def delete(self, reference: str, *, force: bool = False, wait_s: float = 0.0) -> dict[str, Any]:
+        """Remove an id or a version; with `force` also the aliases that name it, and its requests end. Waits for those
+        that run, at most so long."""
+        params = {**({"force": "true"} if force else {}), **({"wait": f"{wait_s:g}"} if wait_s else {})}
         return self._json("DELETE", f"/v1/adapters/{quote(reference, safe='')}", params=params)
 
     def change(self, adapter_id: str, body: Mapping[str, Any], *, etag: str | None = None) -> dict[str, Any]:
@@ -280,7 +316,9 @@ def _refusal(response: httpx2.Response) -> Refused:
         error = None
     if not isinstance(error, dict):
         error = {"message": f"the server answered {response.status_code} {response.reason_phrase}"}
-    return Refused(response.status_code, error)
+    retry_after = response.headers.get("retry-after", "")
+    is_for_now = response.status_code in BUSY and response.headers.get("x-should-retry") != "false"
+    return Refused(response.status_code, error, float(retry_after) if is_for_now and retry_after.isdecimal() else None)
 
 
 def _read_chunks(path: Path, progress: Callable[[int], None]) -> Iterator[bytes]:

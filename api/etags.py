@@ -15,12 +15,14 @@ def etag_header(record: AdapterRecord) -> dict[str, str]:
 def if_match(request: Request) -> frozenset[str] | None:
     """The states that the caller accepts, without quotes; None if there is no such header.
 
-    Weak tags match nothing, as the RFC has it. The digest of the current content stands for the state, too.
+    Weak tags match nothing, as the RFC has it, nor does `"*"`, which is a tag like any other. The digest of the current
+    content stands for the state, too.
     """
     values = request.headers.getlist("if-match")
     if not values:
         return None
-    return frozenset(tag.strip().strip('"') for tag in ",".join(values).split(","))
+    tags = (tag.strip() for tag in ",".join(values).split(","))
+    return frozenset(tag.strip('"') for tag in tags if tag != '"*"')
 
 
 IfMatch = Annotated[frozenset[str] | None, Depends(if_match)]

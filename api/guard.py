@@ -6,14 +6,15 @@ Plain ASGI: Starlette's BaseHTTPMiddleware hides the client's disconnect from th
 import logging
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.address import is_loopback
-from api.errors import ApiError, describe
+from api.errors import ApiError
+from api.tgi_errors import describe_at
 
 _LOG = logging.getLogger(__name__)
 _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -30,6 +31,7 @@ class Envelope:
             await self._app(scope, receive, send)
             return
         request_id = _request_id(Headers(scope=scope).get("x-request-id", ""))
+        scope["state"] = {**scope.get("state", {}), "request_id": request_id}
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -46,30 +48,40 @@ class Envelope:
             # Once the answer has begun, only closing the connection tells the client that it is not whole.
             if started:
                 raise
-            await describe(error).response()(scope, receive, send_with_id)
+            await describe_at(scope["path"], error).response()(scope, receive, send_with_id)
 
 
 class LoopbackGuard:
     """Lets local programs in, and web pages only if their origin is allowed.
 
     A page of any site can make the visitor's browser send requests to 127.0.0.1: its Origin tells. A name of the
-    attacker's that resolves to 127.0.0.1 makes the page same-origin: its Host tells (DNS rebinding).
+    attacker's that resolves to 127.0.0.1 makes the page same-origin: its Host tells (DNS rebinding). `checks_host` says
+    at each request whether that matters: not where a key is asked for, which such a page does not have.
     """
 
-    def __init__(self, app: ASGIApp, allowed_origins: Iterable[str], checks_host: bool) -> None:
+    def __init__(self, app: ASGIApp, allowed_origins: Iterable[str], checks_host: Callable[[], bool]) -> None:
         self._app = app
         self._allowed_origins = frozenset(allowed_origins)
         self._checks_host = checks_host
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(Headers(scope=scope))):
-            await describe(refusal).response()(scope, receive, send)
+            await describe_at(scope["path"], refusal).response()(scope, receive, send)
             return
         await self._app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> ApiError | None:
+        if "content-length" in headers and "transfer-encoding" in headers:
+            # Whoever stands before us may take the other one, and with it what follows for another request
+            # (RFC 9112 section 6.3).
+            return ApiError(
+                400,
+                "the body's length is said twice, by Content-Length and by Transfer-Encoding",
+                code="invalid_http",
+                headers={"connection": "close"},
+            )
         hosts = headers.getlist("host")
-        if self._checks_host and (len(hosts) != 1 or not is_loopback(host_name(hosts[0]))):
+        if (len(hosts) != 1 or not is_loopback(host_name(hosts[0]))) and self._checks_host():
             return ApiError(
                 403, "this server answers only to a loopback Host such as 127.0.0.1", code="host_not_allowed"
             )

@@ -9,7 +9,7 @@ import stat
 from io import BufferedReader
 from pathlib import Path
 
-from adapter_store.peft_dir import CONFIG_NAME, WEIGHTS_NAME
+from adapter_store.peft_dir import CONFIG_NAME, MLX_WEIGHTS_NAME, WEIGHTS_NAME
 from api.errors import ApiError
 
 
@@ -23,14 +23,14 @@ class ImportRoot:
         """The adapter's folder that a request names, absolute or below the root, resolved.
 
         Raises:
-            ApiError: 403, it or one of its two files is outside; 404, there is no such folder.
+            ApiError: 403, it or a file of an adapter in it is outside; 404, there is no such folder.
         """
         found = self._resolved(self._root / path)
         try:
             if not found.is_dir():
                 raise _not_there()
             for folder in (found, *(file.parent for file in found.glob(f"*/{CONFIG_NAME}"))):
-                for name in (CONFIG_NAME, WEIGHTS_NAME):
+                for name in (CONFIG_NAME, WEIGHTS_NAME, MLX_WEIGHTS_NAME):
                     self._resolved(folder / name)
         except (OSError, ValueError):
             raise _not_there() from None

@@ -16,16 +16,15 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
+from adapter_store.adapter_dir import open_adapter_dir
 from adapter_store.errors import AdapterCorrupt, AdapterError, AdapterInvalid, BlobNotFound, show
-from adapter_store.peft_dir import CHUNK_BYTES, read_peft_dir
+from adapter_store.peft_dir import CHUNK_BYTES, Opener, open_file
 from adapter_store.records import Registration
 from adapter_store.references import VERBS, check_adapter_id
 from adapter_store.store import AdapterStore
 
 _LOG = logging.getLogger(__name__)
 _KEYS = ("name", "path", "base_model_name")
-
-Opener = Callable[[Path], BufferedReader]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,29 +87,31 @@ def register_modules(
 
 
 def add_folder(
-    store: AdapterStore, folder: Path, adapter_id: str, *, if_not_exists: bool = False, opener: Opener | None = None
+    store: AdapterStore,
+    folder: Path,
+    adapter_id: str,
+    *,
+    if_not_exists: bool = False,
+    opener: Opener = open_file,
+    **owner: Any,
 ) -> Registration:
-    """Register a PEFT folder of this machine. `opener` opens its weights, as `Path.open("rb")` does.
+    """Register a folder of this machine, whoever saved it, as `lorasrv upload` would. `opener` opens its files; `owner`
+    is whose the version becomes, for `AdapterStore.register`.
 
     Weights that the store has already are not copied once more, unless they turn out to be damaged there.
 
     Raises:
         OSError: the folder cannot be read.
-        AdapterError: as `read_peft_dir`, `AdapterStore.open_blob` and `AdapterStore.register`.
+        AdapterError: as `open_adapter_dir`, `AdapterStore.open_blob` and `AdapterStore.register`.
     """
     name = check_adapter_id(adapter_id, VERBS)
-    peft = read_peft_dir(folder)
-    with (opener or _open)(peft.weights_path) as weights:
+    with open_adapter_dir(folder, opener) as peft, peft.open_weights() as weights:
         digest = hashlib.file_digest(weights, "sha256").hexdigest()
         with contextlib.suppress(BlobNotFound, AdapterCorrupt, AdapterInvalid):
-            return store.register(name, peft.config, digest, if_not_exists=if_not_exists)
+            return store.register(name, peft.config, digest, if_not_exists=if_not_exists, **owner)
         # Not there, or perhaps damaged on the disk: what is here puts that right.
         _copy(store, weights, digest)
-        return store.register(name, peft.config, digest, if_not_exists=if_not_exists)
-
-
-def _open(path: Path) -> BufferedReader:
-    return path.open("rb")
+        return store.register(name, peft.config, digest, if_not_exists=if_not_exists, **owner)
 
 
 def _copy(store: AdapterStore, weights: BufferedReader, digest: str) -> None:

@@ -1,11 +1,12 @@
 """A serving process: address, store, model, HTTP, in the order in which failing early is cheapest."""
 
+import asyncio
 import gc
 import os
 import signal
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -14,21 +15,30 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from api.app import create_app
+from api.edge_bounds import EdgeBounds
+from api.http_protocol import allow_open_files, bounded
+from api.keys.book import has_keys
 from api.lora_modules import register_modules
 from api.profile import check_profile_path, profile_written
 from api.settings import ServerSettings
 from lorasrv.config import EngineConfig
-from lorasrv.errors import ConfigError
+from lorasrv.errors import ConfigError, ServerStopping
+from lorasrv.faults import Faults
+from lorasrv.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from adapter_store.store import AdapterStore
+    from api.batches.keeper import BatchKeeper
+    from api.services import Services
     from lorasrv.async_engine import AsyncEngine
     from lorasrv.trace_recorder import TraceRecorder
 
-# Streams get this long to end by themselves when the server is told to stop.
 GRACE_S = 5
+"""How long requests may go on after Ctrl-C: whoever sits before a terminal does not want to wait."""
+LAST_WORDS_S = 2
+"""Those that have been ended then have this long to send what they have to say about it."""
 Progress = Callable[[str, float], None]
 """Told what is being done and how much of it is, from 0 to 1."""
 
@@ -46,22 +56,38 @@ class Ready:
 
 
 def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then end cleanly; both also end a server that is still loading.
+    """Serve until SIGINT or SIGTERM, then end cleanly (`api/draining.py`); a second signal shortens that. Both also end
+    a server that is still loading.
 
     Raises:
-        LorasrvError, AdapterError: model, options or store do not serve.
+        LorasrvError, AdapterError: model, options or store do not serve; other machines would need no key.
         ModulesRefused: adapters that are to be served are refused.
         OSError: the address cannot be had.
     """
     started = time.monotonic()
     config = settings.engine_config()
+    check_guarded(settings)
+    faults = Faults(settings.faults())
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         with bind(settings.host, settings.port) as listener:
-            _serve(settings, config, listener, progress, on_ready, started)
+            _serve(settings, config, faults, listener, progress, on_ready, started)
     except KeyboardInterrupt:
         return
+
+
+def check_guarded(settings: ServerSettings) -> None:
+    """Other machines are served if they have to show a key, or if that is wanted.
+
+    Raises: ConfigError: neither. StoreUnusable: the store's keys cannot be read.
+    """
+    if settings.serves_without_keys or settings.api_key is not None or has_keys(settings.store.expanduser()):
+        return
+    raise ConfigError(
+        f"--host {settings.host} opens the server to other machines without any key; make one with lorasrv key create "
+        "or --api-key, add --insecure if that is what you want, or leave --host at 127.0.0.1"
+    )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -80,6 +106,7 @@ def bind(host: str, port: int) -> socket.socket:
 def _serve(
     settings: ServerSettings,
     config: EngineConfig,
+    faults: Faults,
     listener: socket.socket,
     progress: Progress,
     on_ready: Callable[[Ready], None],
@@ -96,10 +123,12 @@ def _serve(
         check_profile_path(settings.profile)
         recorder = _open_recorder(settings, opened)
         store = opened.enter_context(_open_store(settings))
+        faults.arm_store(store)
         register_modules(store, settings.lora_modules, progress)
         # One bar for the whole load, not one for each of its layers.
         engine = AsyncEngine.build(config, store, lambda _, share: progress("loading the model", share))
         engine.recorder = recorder
+        faults.arm_engine(engine)
         app = create_app(engine, store, settings)
 
         def tell_ready() -> None:
@@ -107,8 +136,12 @@ def _serve(
             gc.freeze()
             on_ready(_ready(settings, engine, listener, time.monotonic() - started))
 
+        watchdog = Watchdog(engine, settings.watchdog_s)
+        opened.callback(watchdog.disarm)
         with profile_written(settings.profile, engine.profile):
-            _Uvicorn(app, tell_ready, app.state.services.verifier.close).run(sockets=[listener])
+            bounds = settings.edge_bounds()
+            allow_open_files(bounds.max_connections)
+            _Uvicorn(app, bounds, tell_ready, watchdog).run(sockets=[listener])
 
 
 def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "TraceRecorder | None":
@@ -122,6 +155,14 @@ def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "TraceRecorde
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"--record-trace {settings.record_trace} cannot be written: {why}") from None
+
+
+def open_store(settings: ServerSettings) -> "AdapterStore":
+    """The store as the server opens it, for others who have an engine in their process.
+
+    Raises: ModelError, AdapterError.
+    """
+    return _open_store(settings)
 
 
 def _open_store(settings: ServerSettings) -> "AdapterStore":
@@ -148,29 +189,56 @@ def _open_store(settings: ServerSettings) -> "AdapterStore":
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that says when it has begun to answer, and when it is about to wait for the last answers."""
+    """uvicorn that says when it has begun to answer, and that drains before it shuts down."""
 
-    def __init__(
-        self, app: "FastAPI", on_started: Callable[[], None], on_shutdown: Callable[[], Awaitable[None]]
-    ) -> None:
+    def __init__(self, app: "FastAPI", bounds: EdgeBounds, on_started: Callable[[], None], watchdog: Watchdog) -> None:
         config = uvicorn.Config(
             app,
+            http=bounded(bounds),
+            ws="none",
             log_config=None,
             access_log=False,
             server_header=False,
-            timeout_graceful_shutdown=GRACE_S,
+            timeout_graceful_shutdown=LAST_WORDS_S,
         )
         super().__init__(config)
+        self._services: Services = app.state.services
+        self._batches: BatchKeeper = app.state.batches
         self._on_started = on_started
-        self._on_shutdown = on_shutdown
+        self._watchdog = watchdog
+        self._pausing: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         if self.started:
+            self._watchdog.start()
             self._on_started()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # uvicorn raises them again, to the handlers that were there before, once it has shut down.
+        self._captured_signals.append(sig)
+        draining = self._services.draining
+        if draining.is_over:
+            self.force_exit = self.should_exit = True
+        seconds = self._services.settings.drain_s
+        draining.begin(0.0 if draining.is_on else min(seconds, GRACE_S) if sig == signal.SIGINT else seconds)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second: whether it is time to shut down."""
+        if await super().on_tick(counter):
+            return True
+        draining = self._services.draining
+        if not draining.is_on:
+            return False
+        if self._pausing is None:
+            # They would never be done; they go on from where they are at the next start.
+            self._pausing = asyncio.create_task(self._batches.close())
+        return draining.is_over or not self.server_state.tasks
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        await self._on_shutdown()
+        self._watchdog.close()
+        self._services.engine.break_off("the server is shutting down", ServerStopping)
+        await self._services.verifier.close()
         await super().shutdown(sockets)
 
 

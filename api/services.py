@@ -1,18 +1,32 @@
 """What routes work with, put into `app.state` by `create_app`; no module holds any of it."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from fastapi import Depends, Request
+from starlette.concurrency import run_in_threadpool
 
 from adapter_store.store import AdapterStore
+from api.draining import Draining
+from api.keys.allowance import Allowances
+from api.keys.caller import Caller, CallerDep
+from api.keys.view import View, Views
 from api.limits import LimitKeeper
+from api.model_list import ModelList, adapter_card, base_card
 from api.settings import ServerSettings
+from lorasrv.errors import EngineOverloaded
+from lorasrv.ledger import Ledger
 from lorasrv.verify.verifier import Verifier
 
 if TYPE_CHECKING:
     # At run time the engine comes from outside: importing it here would bring torch to whoever imports a route.
     from lorasrv.async_engine import AsyncEngine
+
+T = TypeVar("T")
+LONG_CHARS = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +39,44 @@ class Services:
     limits: LimitKeeper
     verifier: Verifier
     started_s: int
+    draining: Draining = field(default_factory=Draining)
+    allowances: Allowances = field(init=False, repr=False)
+    _long_texts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1), repr=False)
+    ledger: Ledger = field(init=False, repr=False)
+    _views: Views = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        base = base_card(self.base_name, self.started_s, self.engine.max_model_len)
+        views = Views(self.store, partial(ModelList, base, partial(adapter_card, base)))
+        object.__setattr__(self, "_views", views)
+        object.__setattr__(self, "allowances", Allowances(tell=self.engine.traffic.refused))
+        object.__setattr__(self, "ledger", Ledger(self.engine, self.store, self.store.root))
+
+    async def in_thread(self, text: str, work: Callable[[], T]) -> T:
+        """The result of work on a text that may be longer than any context. Long ones one at a time: eight million
+        characters take most of a minute, and threads are few, for everybody."""
+        if len(text) <= LONG_CHARS:
+            return await run_in_threadpool(work)
+        async with self._long_texts:
+            return await run_in_threadpool(work)
+
+    def view(self, caller: Caller) -> View:
+        """The store as the caller may know it: what routes work with."""
+        return self._views.of(caller)
+
+    def check_room(self, caller: Caller) -> None:
+        """Whether one more request could come in now: asked before anything is done for it. A dead engine says so
+        itself, later.
+
+        Raises: EngineOverloaded, LimitExceeded: not now; counted as those are that the engine refuses.
+        """
+        if self.engine.is_alive:
+            try:
+                self.engine.waiting_room.check()
+            except EngineOverloaded as error:
+                self.engine.traffic.refused(error)
+                raise
+        self.allowances.check(caller)
 
     @property
     def base_name(self) -> str:
@@ -32,10 +84,19 @@ class Services:
         return self.settings.served_model_name or self.engine.model_name
 
 
-def get_services(request: Request) -> Services:
+# Asynchronous, though they wait for nothing: others are called in a thread, and a body that has been parsed would wait
+# for one before it is checked.
+async def get_services(request: Request) -> Services:
     services = request.app.state.services
     assert isinstance(services, Services)
     return services
 
 
 ServicesDep = Annotated[Services, Depends(get_services)]
+
+
+async def get_view(services: ServicesDep, caller: CallerDep) -> View:
+    return services.view(caller)
+
+
+ViewDep = Annotated[View, Depends(get_view)]

@@ -1,14 +1,16 @@
-"""What `lorasrv serve` is told, by flags or by LORASRV_* variables, and what the engine is built from."""
+"""What `lorasrv serve` is told, by flags, LORASRV_* variables or a file, and what the engine is built from."""
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import ByteSize, Field, field_validator, model_validator
+from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from adapter_store.quota import StoreQuota
 from api.address import DEFAULT_HOST, DEFAULT_PORT, is_loopback
+from api.edge_bounds import EdgeBounds
 from api.lora_modules import LoraModulePath, parse_modules
 from lorasrv.config import (
     BUILTIN_MODEL,
@@ -19,15 +21,24 @@ from lorasrv.config import (
     default_store_dir,
 )
 from lorasrv.errors import ConfigError, InvalidLimits
+from lorasrv.faults import Fault, parse_faults
 from lorasrv.limits import Limits
+from lorasrv.watermark import Watermark
 
+DEFAULT_WATCHDOG_S = 60.0
+DEFAULT_DRAIN_S = 25.0
+"""Orchestrators kill after 30 s, if nobody tells them otherwise."""
 DEFAULT_ALLOWED_ORIGINS: tuple[str, ...] = ()
 
 _MODEL = ModelOptions()
 _MEMORY = MemoryOptions()
 _SCHEDULER = SchedulerOptions()
+_WATERMARK = Watermark()
+_EDGE = EdgeBounds()
+_Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
+_SECRET = re.compile(r"[!-~]{8,512}")
 _SIZES = (
     "store_bytes",
     "pool_bytes",
@@ -41,7 +52,9 @@ _SIZES = (
 class ServerSettings(BaseSettings):
     """Every option of `serve`. Field names are the flags' with underscores; sizes take 512MiB, 2GB or plain bytes."""
 
-    model_config = SettingsConfigDict(env_prefix="LORASRV_", extra="forbid", frozen=True, env_ignore_empty=True)
+    model_config = SettingsConfigDict(
+        env_prefix="LORASRV_", extra="forbid", frozen=True, env_ignore_empty=True, hide_input_in_errors=True
+    )
 
     model: str = BUILTIN_MODEL
     quantization: str = _MODEL.quantization
@@ -75,6 +88,7 @@ class ServerSettings(BaseSettings):
     target_itl_ms: float | None = _SCHEDULER.target_itl_ms
     max_wait_steps: int = _SCHEDULER.max_wait_steps
     max_queued: Annotated[int, Field(ge=1)] = _SCHEDULER.max_num_queued_seqs
+    max_queued_tokens: Annotated[int, Field(ge=1)] = _SCHEDULER.max_num_queued_tokens
     queue_timeout_s: float | None = _SCHEDULER.queue_timeout_s
     early_abort: bool = _SCHEDULER.early_abort
     max_running_per_adapter: int | None = None
@@ -85,8 +99,27 @@ class ServerSettings(BaseSettings):
     max_queued_per_key: int | None = None
     tokens_per_s_per_key: float | None = None
     resident_bytes_per_key: ByteSize | None = None
+    watchdog_s: Annotated[float, Field(ge=0)] = DEFAULT_WATCHDOG_S
+    drain_s: Annotated[float, Field(ge=0)] = DEFAULT_DRAIN_S
+    inject_faults: str | None = None
+    testing: bool = False
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = DEFAULT_ALLOWED_ORIGINS
+    api_key: SecretStr | None = None
     insecure: bool = False
+    max_connections: Annotated[int, Field(ge=1)] = _EDGE.max_connections
+    header_timeout_s: _Seconds = _EDGE.header_timeout_s
+    body_timeout_s: _Seconds = _EDGE.body_timeout_s
+    write_timeout_s: _Seconds = _EDGE.write_timeout_s
+    keep_alive_s: _Seconds = _EDGE.keep_alive_s
+    watermark_gamma: float = _WATERMARK.gamma
+    watermark_delta: float = _WATERMARK.delta
+    watermark_key: Annotated[int, Field(repr=False)] = _WATERMARK.key
+    log_format: Literal["auto", "json", "text"] = "auto"
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_prompts: bool = False
+    metrics_compat: Literal["vllm"] | None = None
+    metrics_adapters: Annotated[int, Field(ge=0, le=1000)] = 50
+    otlp_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
     record_trace: Path | None = None
     profile: Path | None = None
 
@@ -126,14 +159,34 @@ class ServerSettings(BaseSettings):
             return value
         return tuple(origin.strip().rstrip("/") for part in parts for origin in str(part).split(",") if origin.strip())
 
+    @field_validator("api_key")
+    @classmethod
+    def _can_be_sent(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and not _SECRET.fullmatch(value.get_secret_value()):
+            raise ValueError("takes 8 or more letters, digits and signs without spaces; lorasrv key create makes one")
+        return value
+
+    @property
+    def secret_key(self) -> str | None:
+        """The key of `--api-key`, to be shown to nobody."""
+        return None if self.api_key is None else self.api_key.get_secret_value()
+
+    @property
+    def serves_without_keys(self) -> bool:
+        """Whether everybody is served while there are no keys."""
+        return self.insecure or is_loopback(self.host)
+
     @model_validator(mode="after")
-    def _address_is_guarded(self) -> Self:
-        if not self.insecure and not is_loopback(self.host):
+    def _faults_are_meant(self) -> Self:
+        if self.inject_faults and not self.testing:
             raise ValueError(
-                f"--host {self.host} opens the server to other machines without any key; "
-                "add --insecure if that is what you want, or leave --host at 127.0.0.1"
+                "--inject-faults makes this server fail on purpose; add --testing if that is what you want"
             )
         return self
+
+    def faults(self) -> tuple[Fault, ...]:
+        """What shall go wrong. Raises: ConfigError: it is no fault; names it."""
+        return parse_faults(self.inject_faults or "")
 
     @property
     def checks_host(self) -> bool:
@@ -164,7 +217,12 @@ class ServerSettings(BaseSettings):
                 adapter_pool_fraction=self.adapter_pool_fraction,
             ),
             scheduler=self._scheduler_options(),
+            watermark=Watermark(self.watermark_gamma, self.watermark_delta, self.watermark_key),
         )
+
+    def edge_bounds(self) -> EdgeBounds:
+        """Of every connection."""
+        return EdgeBounds(**{field.name: getattr(self, field.name) for field in fields(EdgeBounds)})
 
     def store_quota(self) -> StoreQuota:
         """What may be stored in all; there are no keys yet that could have less each."""
@@ -188,6 +246,7 @@ class ServerSettings(BaseSettings):
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
             max_num_queued_seqs=self.max_queued,
+            max_num_queued_tokens=self.max_queued_tokens,
             preemption=self.preemption,
             policy=self.policy,
             target_itl_ms=self.target_itl_ms,

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
-from adapter_store.errors import AdapterError, LoadCancelled
+from adapter_store.errors import AdapterCorrupt, AdapterError, LoadCancelled
 from adapter_store.spec import AdapterKey
 from lorasrv.adapter_pack import PackedAdapter
 from lorasrv.adapter_source import AdapterSource
 from lorasrv.costs import PARALLEL_LOADS
+from lorasrv.ended_request import name_of
+from lorasrv.request import Refusal
 from lorasrv.threads import compute_alone
 from sgmv_kernels.layout import PlacedAdapter
 
@@ -40,7 +42,9 @@ class Done(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoaderReport:
-    """A finished part of the way. `seconds` it took; `from_disk` tells whether a load had to read it."""
+    """A finished part of the way. `seconds` it took; `from_disk` tells whether a load had to read it. Of one that
+    failed `error` says why, `reason` in a word for counting, and `refusal` what that is to those who wait for it, if
+    there is a word for it."""
 
     key: AdapterKey
     done: Done
@@ -48,6 +52,8 @@ class LoaderReport:
     nbytes: int = 0
     from_disk: bool = False
     error: str = ""
+    refusal: Refusal | None = None
+    reason: str = "other"
 
 
 @dataclass(slots=True, eq=False)
@@ -258,10 +264,11 @@ def _reported(key: AdapterKey, work: Callable[[], LoaderReport]) -> LoaderReport
     except LoadCancelled:
         return LoaderReport(key, Done.FAILED, error="cancelled")
     except AdapterError as error:
-        return LoaderReport(key, Done.FAILED, error=str(error))
+        refusal = Refusal.CORRUPT if isinstance(error, AdapterCorrupt) else None
+        return LoaderReport(key, Done.FAILED, error=str(error), refusal=refusal, reason=name_of(type(error)))
     except OSError as error:
         _LOG.exception("reading adapter %s failed", key)
-        return LoaderReport(key, Done.FAILED, error=f"reading the adapter failed: {error.strerror}")
+        return LoaderReport(key, Done.FAILED, error=f"reading the adapter failed: {error.strerror}", reason="disk")
     except Exception:
         # A bad adapter must not take a loader thread and every later load with it; the log has the trace.
         _LOG.exception("loading adapter %s failed", key)

@@ -5,19 +5,26 @@ which is a moment old when it is used.
 """
 
 import secrets
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Protocol, TypedDict
+from collections.abc import Collection, Sequence
+from dataclasses import fields, replace
+from typing import Any, Protocol, TypedDict
 
 from adapter_store.spec import AdapterKey
+from lorasrv.beam_options import BeamOptions
+from lorasrv.constraint import TokenConstraint
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest
 from lorasrv.pool_books import PoolBooks
-from lorasrv.request import AdapterTier, AddRequest, OnCold, RequestId, SamplingParams
+from lorasrv.request import AdapterTier, AddRequest, OnCold, RequestId
+from lorasrv.sampling import MAX_LOGPROBS, SamplingParams, check_token_ids
+from lorasrv.tokenizer import Tokenizer
+from lorasrv.watermark import Watermark
 from sgmv_kernels.layout import AdapterLayout
 
 MAX_PINNED_SHARE = 0.5
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400.0
+MAX_BEAM_STOPS = 8
+SOME_TOKEN_CHARS = 8
 
 
 class RequestOptions(TypedDict, total=False):
@@ -30,6 +37,9 @@ class RequestOptions(TypedDict, total=False):
     adapter_id: str
     priority: int
     timeout_s: float | None
+    constraint: TokenConstraint | None
+    shown_token_ids: frozenset[int]
+    beams: BeamOptions | None
 
 
 class AdapterFacts(Protocol):
@@ -46,27 +56,74 @@ class AdapterFacts(Protocol):
 
 
 def further_choices(first: AddRequest, request_ids: Sequence[RequestId]) -> list[AddRequest]:
-    """More answers to the same prompt, each from the next seed, on the first one's pages."""
-    seed = first.sampling.seed
+    """More answers to the same prompt, each from the next seed, on the first one's pages. How likely the prompt is, the
+    first one says."""
+    seed, sampling = first.sampling.seed, replace(first.sampling, prompt_logprobs=None)
     return [
         replace(
             first,
             request_id=request_id,
-            sampling=first.sampling if seed is None else replace(first.sampling, seed=(seed + number) % 2**64),
+            sampling=sampling if seed is None else replace(sampling, seed=(seed + number) % 2**64),
             fork_of=first.request_id,
         )
         for number, request_id in enumerate(request_ids, 1)
     ]
 
 
-class Admission:
-    """The gate of one engine."""
+def check_could_fit(texts: Sequence[str], tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
+    """Before texts are tokenized, by their length alone.
 
-    def __init__(self, books: PoolBooks, source: AdapterFacts | None, max_model_len: int, vocab_size: int) -> None:
+    Raises:
+        ContextLengthExceeded: no tokenization of them is short enough.
+    """
+    # In every vocabulary some token is so long: most texts need no closer look.
+    if sum(map(len, texts)) <= SOME_TOKEN_CHARS * max_model_len:
+        return
+    least = sum(map(tokenizer.least_tokens, texts))
+    if least > max_model_len:
+        raise ContextLengthExceeded(
+            f"the context holds {max_model_len} tokens, but the text has at least {least}", param=param
+        )
+
+
+def beam_sampling(sampling: SamplingParams, constraint: TokenConstraint | None) -> SamplingParams:
+    """How beams offer tokens. The likeliest answer is no draw, and nothing else changes what is likely.
+
+    Raises:
+        InvalidRequest: a field asks for that; `param` names it.
+    """
+    free = ("max_tokens", "stop_token_ids", "ignore_eos", "temperature", "top_p", "top_k", "min_p")
+    for field in fields(sampling):
+        if field.init and field.name not in free and getattr(sampling, field.name) != field.default:
+            raise InvalidRequest(f"{field.name} does not go with beam search; leave it out", param=field.name)
+    if sampling.temperature not in (0.0, 1.0):
+        raise InvalidRequest("temperature does not go with beam search; leave it out", param="temperature")
+    if constraint is not None:
+        raise InvalidRequest("beam search does not go with a grammar", param="use_beam_search")
+    if len(sampling.stop_token_ids) > MAX_BEAM_STOPS:
+        raise InvalidRequest(f"beam search takes at most {MAX_BEAM_STOPS} stop_token_ids", param="stop_token_ids")
+    return replace(sampling, temperature=0.0, logprobs=MAX_LOGPROBS)
+
+
+class Admission:
+    """The gate of one engine. `eos_token_ids` end an answer unless they are ignored."""
+
+    def __init__(
+        self,
+        books: PoolBooks,
+        source: AdapterFacts | None,
+        max_model_len: int,
+        vocab_size: int,
+        *,
+        eos_token_ids: Collection[int] = (),
+        watermark: Watermark | None = None,
+    ) -> None:
         self._books = books
         self._source = source
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._eos = tuple(sorted(token for token in eos_token_ids if token < vocab_size))
+        self._watermark = watermark or Watermark()
 
     def admit(
         self,
@@ -81,14 +138,18 @@ class Admission:
         adapter_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
+        constraint: TokenConstraint | None = None,
+        shown_token_ids: frozenset[int] = frozenset(),
+        beams: BeamOptions | None = None,
     ) -> AddRequest:
         """The message for `Engine.add_request`, or a refusal.
 
         `max_tokens` None takes the rest of the context or of the pool; a random request gets a seed. What the request
         was accepted with stays in the store until it has ended.
         Raises:
-            InvalidRequest: the prompt is empty or names a token that does not exist, the adapter fits nowhere, or
-                priority or timeout are out of range.
+            InvalidRequest: the prompt is empty, it or a field names a token that does not exist, the adapter fits
+                nowhere, priority, timeout or min_tokens are out of range, or sampling contradicts the constraint or
+                the beams.
             ContextLengthExceeded: it can never fit.
             AdapterError: the adapter is not in the store any more, or damaged.
         """
@@ -96,16 +157,22 @@ class Admission:
             raise InvalidRequest(f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}", param="priority")
         if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
             raise InvalidRequest(f"timeout_s must be above 0 and at most {MAX_TIMEOUT_S:g}", param="timeout_s")
+        if constraint is not None:
+            _check_constrained(sampling)
         if not token_ids:
             raise InvalidRequest("the prompt is empty", param="prompt")
         if not all(0 <= t < self._vocab_size for t in token_ids):
             raise InvalidRequest(f"token ids must lie in [0, {self._vocab_size})", param="prompt")
+        check_token_ids(sampling, self._vocab_size)
         hold = self._source.hold(adapter) if self._source is not None and adapter is not None else None
         layout = self.layout(adapter) if adapter is not None else None
-        max_tokens = sampling.max_tokens or self._max_new_tokens(len(token_ids), layout)
-        self._check_fits(len(token_ids), max_tokens, layout)
-        if sampling.seed is None and not sampling.is_greedy:
-            sampling = replace(sampling, seed=secrets.randbits(63))
+        if beams is not None:
+            sampling = beam_sampling(sampling, constraint)
+            self._check_offers(sampling, beams)
+        width = 1 if beams is None else beams.width
+        max_tokens = sampling.max_tokens or self._max_new_tokens(len(token_ids), layout, width)
+        self._check_fits(len(token_ids), max_tokens, layout, width)
+        sampling = self._completed(sampling, max_tokens)
         return AddRequest(
             request_id=request_id,
             prompt_token_ids=tuple(token_ids),
@@ -121,7 +188,38 @@ class Admission:
             priority=priority,
             timeout_s=timeout_s,
             hold=hold,
+            constraint=constraint,
+            shown_token_ids=shown_token_ids,
+            beams=beams,
         )
+
+    def _completed(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
+        """With what only the server knows."""
+        if sampling.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {sampling.min_tokens}, but there is room for {max_tokens} tokens; lower it",
+                param="min_tokens",
+            )
+        known: dict[str, Any] = {}
+        if sampling.seed is None and not sampling.is_greedy:
+            known["seed"] = secrets.randbits(63)
+        if sampling.min_tokens:
+            ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos))
+            known["end_token_ids"] = tuple(dict.fromkeys(ends))
+        if sampling.watermark is True:
+            known["watermark"] = self._watermark
+        return replace(sampling, **known) if known else sampling
+
+    def _check_offers(self, sampling: SamplingParams, beams: BeamOptions) -> None:
+        """Every beam must find tokens to go on with among those that it offers, however many of these end an answer."""
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
+        most = min(MAX_LOGPROBS, self._vocab_size)
+        if beams.width + len(ends) > most:
+            raise InvalidRequest(
+                f"best_of is {beams.width} beams, but with {len(ends)} tokens that end an answer there may be "
+                f"{max(0, most - len(ends))}; lower it, or send fewer stop_token_ids",
+                param="best_of",
+            )
 
     def _tier(self, adapter: AdapterKey) -> AdapterTier:
         """Where an adapter was a moment ago."""
@@ -166,12 +264,12 @@ class Admission:
             param="pinned",
         )
 
-    def _max_new_tokens(self, num_prompt_tokens: int, layout: AdapterLayout | None) -> int:
+    def _max_new_tokens(self, num_prompt_tokens: int, layout: AdapterLayout | None, width: int) -> int:
         """The rest of the context, or of the pool if that is smaller; at least one."""
-        room = min(self._max_model_len, self._books.most_kv_pages(layout) * self._books.kv.page_size)
+        room = min(self._max_model_len, self._books.most_kv_pages(layout) // width * self._books.kv.page_size)
         return max(1, room - num_prompt_tokens)
 
-    def _check_fits(self, num_prompt_tokens: int, max_tokens: int, layout: AdapterLayout | None) -> None:
+    def _check_fits(self, num_prompt_tokens: int, max_tokens: int, layout: AdapterLayout | None, width: int) -> None:
         total = num_prompt_tokens + max_tokens
         if total > self._max_model_len:
             raise ContextLengthExceeded(
@@ -179,12 +277,20 @@ class Admission:
                 f"{num_prompt_tokens} of the prompt and {max_tokens} to generate (max_tokens)",
                 param="max_tokens" if num_prompt_tokens < self._max_model_len else "messages",
             )
-        kv_pages, most = self._books.kv.pages_for(total), self._books.most_kv_pages(layout)
+        kv_pages, most = width * self._books.kv.pages_for(total), self._books.most_kv_pages(layout)
         if kv_pages > most:
             of_adapter = self._books.kv_pool.num_pages - most
             raise ContextLengthExceeded(
                 f"the pool has {self._books.kv_pool.num_pages} pages, but the request needs {kv_pages + of_adapter}: "
-                f"{kv_pages} for {total} tokens and {of_adapter} for the adapter; lower max_tokens "
+                f"{kv_pages} for {width * total} tokens and {of_adapter} for the adapter; lower max_tokens "
                 "or start the server with a larger --pool-bytes",
                 param="max_tokens",
             )
+
+
+def _check_constrained(sampling: SamplingParams) -> None:
+    """A grammar says where an answer ends."""
+    if sampling.ignore_eos:
+        raise InvalidRequest("ignore_eos contradicts a grammar, which says where the answer ends", param="ignore_eos")
+    if sampling.min_tokens:
+        raise InvalidRequest("min_tokens contradicts a grammar, which says where the answer ends", param="min_tokens")

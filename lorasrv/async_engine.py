@@ -11,18 +11,20 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Unpack
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.adapter_loader import ThreadedLoader
-from lorasrv.admission import RequestOptions, further_choices
+from lorasrv.adapter_uses import AdapterUse, AdapterUses
+from lorasrv.admission import RequestOptions, check_could_fit, further_choices
 from lorasrv.build import BuiltModel, Progress, build
-from lorasrv.config import EngineConfig
+from lorasrv.config import EngineConfig, SchedulerOptions
 from lorasrv.detokenizer import Detokenizer
 from lorasrv.engine import Engine
-from lorasrv.errors import EngineDead, EngineOverloaded
+from lorasrv.errors import EngineDead, ServerStopping
+from lorasrv.grammars.compiler import GrammarCompiler
+from lorasrv.inbox import Add, Ask, End, Message, Stop, Wake, act_on
 from lorasrv.limits import Limits
 from lorasrv.loaders import open_checkpoint
 from lorasrv.output import OutputProcessor
@@ -31,6 +33,7 @@ from lorasrv.questions import (
     Answer,
     AskTier,
     DescribePool,
+    ListResidents,
     PinAdapter,
     Question,
     Reached,
@@ -38,11 +41,15 @@ from lorasrv.questions import (
     UnpinAdapter,
     WarmAdapter,
 )
-from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestOutput, SamplingParams
+from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestOutput
 from lorasrv.request_stream import RequestStream
+from lorasrv.sampling import SamplingParams
+from lorasrv.step_attempts import Rehearsal
 from lorasrv.threads import compute_alone, compute_in_parallel
 from lorasrv.tokenizer import Tokenizer
 from lorasrv.trace_recorder import TraceRecorder
+from lorasrv.traffic import Traffic
+from lorasrv.waiting_room import WaitingRoom
 
 _LOG = logging.getLogger(__name__)
 PIN_WAIT_S = 10.0
@@ -50,63 +57,33 @@ MAX_SLEEP_S = 3600.0
 """A queue cannot wait for ever long."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Add:
-    """The choices of one request: together, so that all of them find the same adapters in the pool."""
-
-    messages: tuple[AddRequest, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Ask:
-    """A question, whose answer comes back under this number; None: nobody waits for it any more."""
-
-    number: int
-    question: Question | None
-
-
-@dataclass(frozen=True, slots=True)
-class _End:
-    """A stream has ended before its request: the client left, or a stop string was met."""
-
-    request_id: RequestId
-    stopped: bool
-
-
-class _Wake:
-    """An adapter has arrived."""
-
-
-class _Stop:
-    """The server ends."""
-
-
-_Message = _Add | _Ask | _End | _Wake | _Stop
-
-
 class AsyncEngine:
     """The engine as a server sees it. Methods are for the event loop's thread. `recorder` hears of every request."""
 
-    def __init__(self, model: BuiltModel, model_name: str, max_queued: int) -> None:
+    def __init__(self, model: BuiltModel, model_name: str, options: SchedulerOptions) -> None:
         self.recorder: TraceRecorder | None = None
+        self.traffic = Traffic()
         self.model_name = model_name
         self.quantization = model.quantization
         self.spec = model.spec
         self.tokenizer: Tokenizer = model.tokenizer
         self.chat_template = model.chat_template
+        self.grammars = GrammarCompiler(model.tokenizer, model.spec.vocab_size, frozenset(model.spec.eos_token_ids))
         self.max_model_len = model.parts.max_model_len
         self.page_size_tokens = model.parts.books.kv.page_size
         self.error: str | None = None
-        self._max_queued = max_queued
         self._numbers = itertools.count()
-        self._inbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._loader: ThreadedLoader | None = None
         if model.parts.source is not None:
             write = model.parts.runner.write_adapter
-            self._loader = ThreadedLoader(model.parts.source, write, lambda: self._inbox.put(_Wake()))
+            self._loader = ThreadedLoader(model.parts.source, write, lambda: self._inbox.put(Wake()))
         self._engine = Engine(model.parts, self._loader)
-        self.metrics = self._engine.metrics
+        self.metrics, self.heartbeat = self._engine.metrics, self._engine.heartbeat
+        self.waiting_room = WaitingRoom(options, self.metrics.snapshot)
         self.profile = self._engine.profile
+        self.book = self._engine.book
+        self.uses = AdapterUses()
         self._streams: dict[RequestId, RequestStream] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -121,7 +98,7 @@ class AsyncEngine:
         checkpoint = open_checkpoint(config.model.model, config.model.load_format, config.model.quantized_weights)
         try:
             built = build(checkpoint, config, store, progress)
-            return cls(built, checkpoint.name, config.scheduler.max_num_queued_seqs)
+            return cls(built, checkpoint.name, config.scheduler)
         finally:
             checkpoint.close()
 
@@ -135,12 +112,21 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
+    def rehearse(self, faults: Rehearsal) -> None:
+        """Have steps fail on purpose; before `start`."""
+        self._engine.attempts.rehearsal = faults
+
+    def break_off(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
+        """End every stream with an error; nothing is answered any more."""
+        self._fail_all(why, kind)
+
     async def shutdown(self) -> None:
         """End the engine thread; requests that still run end with an error."""
         if self._thread.is_alive():
-            self._inbox.put(_Stop())
+            self._inbox.put(Stop())
             await asyncio.to_thread(self._thread.join)
-        self._fail_all("the server is shutting down")
+        self._fail_all("the server is shutting down", ServerStopping)
+        await self.grammars.aclose()
         await asyncio.to_thread(self._engine.close)
 
     async def add(
@@ -161,6 +147,8 @@ class AsyncEngine:
             InvalidRequest: the prompt is empty or names a token that does not exist, or the adapter fits nowhere.
             ContextLengthExceeded: it can never fit.
             AdapterError: the adapter is not in the store any more, or damaged.
+            AdapterDeleted: it was deleted, and whoever did would not wait.
+            PoisonRequest: requests like it have made the engine fail.
             EngineOverloaded: too many are queued.
             EngineDead: nothing is answered any more.
         """
@@ -182,16 +170,24 @@ class AsyncEngine:
         arrived_s = time.monotonic()
         label = request_id or "req"
         rids = [RequestId(f"{label}#{next(self._numbers)}") for _ in range(count)]
-        messages = await asyncio.to_thread(self._admit, rids, prompt, sampling, options)
-        # Nothing is awaited from here on, so that no stream is registered after the last one was told of the end.
-        if not self.is_alive:
-            raise EngineDead(self.error or "the engine is not running")
-        if len(self._streams) + count > self._max_queued:
-            raise EngineOverloaded(f"{len(self._streams)} requests are queued already", retry_after_s=1.0)
-        streams = [self._open(message) for message in messages]
+        use = self.uses.begin(options.get("adapter_id", ""), options.get("adapter"))
+        try:
+            messages = await asyncio.to_thread(self._admit, rids, prompt, sampling, options)
+            # Nothing is awaited from here on, so that no stream is registered after the last one was told of the end.
+            use.check()
+            if not self.is_alive:
+                raise EngineDead(self.error or "the engine is not running")
+            self.waiting_room.check(count, len(messages[0].prompt_token_ids))
+        except BaseException as error:
+            self.uses.end(use)
+            self.traffic.refused(error)
+            raise
+        streams = [self._open(message, use) for message in messages]
+        self.waiting_room.enter(messages)
+        self.traffic.accepted(messages, arrived_s)
         if self.recorder is not None:
             self.recorder.accepted(messages, arrived_s)
-        self._inbox.put(_Add(tuple(messages)))
+        self._inbox.put(Add(tuple(messages)))
         key = messages[0].adapter_key
         if self._loader is not None and key is not None and messages[0].found is AdapterTier.DISK:
             # The engine will order it when its step is over; reading it begins now.
@@ -242,10 +238,20 @@ class AsyncEngine:
         """From the next step on, an adapter has these limits; None: those of every adapter. Raises: EngineDead."""
         await self._ask(SetLimits(adapter_id, limits))
 
+    async def tier(self, adapter: AdapterKey) -> AdapterTier:
+        """Where an adapter is now. Raises: EngineDead."""
+        reached: Reached = await self._ask(AskTier(adapter))
+        return reached.tier
+
     async def pool_map(self) -> PoolMap:
         """Who holds which pages. Raises: EngineDead."""
         described: PoolMap = await self._ask(DescribePool())
         return described
+
+    async def residents(self) -> list[tuple[AdapterKey, int]]:
+        """(key, bytes of its pages) of each adapter in the pool. Raises: EngineDead."""
+        found: list[tuple[AdapterKey, int]] = await self._ask(ListResidents())
+        return found
 
     async def _reached(self, question: WarmAdapter | PinAdapter, deadline_s: float) -> Reached:
         try:
@@ -261,29 +267,35 @@ class AsyncEngine:
             raise EngineDead(self.error or "the engine is not running")
         number = next(self._numbers)
         future = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._inbox.put(_Ask(number, question))
+        self._inbox.put(Ask(number, question))
         try:
             return await future
         finally:
             if self._questions.pop(number, None) is not None:
-                self._inbox.put(_Ask(number, None))
+                self._inbox.put(Ask(number, None))
 
-    def _open(self, message: AddRequest) -> RequestStream:
+    def _open(self, message: AddRequest, use: AdapterUse) -> RequestStream:
         num_prompt_tokens = len(message.prompt_token_ids)
-        processor = OutputProcessor(num_prompt_tokens, message.sampling, Detokenizer(self.tokenizer))
-        stream = RequestStream(self, message.request_id, processor, num_prompt_tokens)
+        # A grammar's text is exactly its tokens'.
+        detokenizer = Detokenizer(self.tokenizer, shown=message.shown_token_ids, strip_start=message.constraint is None)
+        processor = OutputProcessor(num_prompt_tokens, message.sampling, detokenizer)
+        stream = RequestStream(self, message.request_id, processor, num_prompt_tokens, use)
         self._streams[message.request_id] = stream
         return stream
 
     def forget(self, request_id: RequestId) -> None:
         """A stream takes no more outputs."""
-        self._streams.pop(request_id, None)
+        self.waiting_room.leave(request_id)
+        if (stream := self._streams.pop(request_id, None)) is not None:
+            self.uses.leave(stream.use, stream)
 
-    def end(self, request_id: RequestId, *, stopped: bool) -> None:
+    def end(self, request_id: RequestId, *, stopped: bool, why: str = "client") -> None:
         """Have the engine end a request before its next step."""
+        if not stopped:
+            self.traffic.left(request_id, why)
         if self.recorder is not None and not stopped:
             self.recorder.left(request_id)
-        self._inbox.put(_End(request_id, stopped))
+        self._inbox.put(End(request_id, stopped))
 
     def _admit(
         self,
@@ -292,14 +304,18 @@ class AsyncEngine:
         sampling: SamplingParams,
         options: RequestOptions,
     ) -> list[AddRequest]:
+        if isinstance(prompt, str):
+            check_could_fit([prompt], self.tokenizer, self.max_model_len, "prompt")
         ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
         first = self._engine.admission.admit(request_ids[0], ids, sampling, **options)
+        self._engine.poison.check(first)
         return [first, *further_choices(first, request_ids[1:])]
 
     # The engine thread.
 
     def _run(self) -> None:
         try:
+            self.heartbeat.beat()
             compute_in_parallel()
             self._engine.settle()
             idle = True
@@ -318,26 +334,17 @@ class AsyncEngine:
         """Act on every message; False once the server ends. Waits for the first one if there is nothing to compute, at
         most until the engine has something to do by itself."""
         while wait or not self._inbox.empty():
+            if wait:
+                self.heartbeat.rest()
             try:
                 message = self._inbox.get(timeout=min(self._engine.idle_s, MAX_SLEEP_S) if wait else None)
             except queue.Empty:
                 return True
+            finally:
+                self.heartbeat.beat()
             wait = False
-            match message:
-                case _Add():
-                    for added in message.messages:
-                        self._engine.add_request(added)
-                case _Ask():
-                    if message.question is None:
-                        self._engine.forget_question(message.number)
-                    else:
-                        self._engine.ask(message.number, message.question)
-                case _End():
-                    (self._engine.stop if message.stopped else self._engine.abort)(message.request_id)
-                case _Stop():
-                    return False
-                case _Wake():
-                    pass
+            if not act_on(message, self._engine):
+                return False
         return True
 
     def _post(self, outputs: list[EngineOutput], answers: list[Answer]) -> None:
@@ -358,15 +365,15 @@ class AsyncEngine:
             if stream is None:
                 continue
             try:
+                self.waiting_room.leave(output.request_id)
                 result = stream.deliver(output)
+                self.traffic.heard(output.request_id, result)
                 if self.recorder is not None:
                     self.recorder.heard(output.request_id, result)
             except Exception as error:
                 # One stream's text must not cost the others of this step their outputs.
                 _LOG.exception("request %s failed", output.request_id)
-                self.forget(output.request_id)
-                self.end(output.request_id, stopped=False)
-                stream.fail(error)
+                stream.break_off(error)
 
     def _reply(self, answer: Answer) -> None:
         future = self._questions.pop(answer.number, None)
@@ -377,10 +384,11 @@ class AsyncEngine:
         else:
             future.set_result(answer.content)
 
-    def _fail_all(self, reason: str) -> None:
+    def _fail_all(self, reason: str, kind: type[EngineDead] = EngineDead) -> None:
         self.error = self.error or reason
         for number in list(self._questions):
-            self._reply(Answer(number, EngineDead(reason)))
+            self._reply(Answer(number, kind(reason)))
         for stream in list(self._streams.values()):
-            stream.fail(EngineDead(reason))
-        self._streams.clear()
+            stream.fail(kind(reason))
+            self.forget(stream.request_id)
+            self.traffic.left(stream.request_id, "engine_dead")

@@ -17,12 +17,14 @@ from sgmv_kernels.upload import upload
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """T rows of B sequences, those of one adapter together; the last rows of those `sampled` want logits."""
+    """T rows of B sequences, those of one adapter together. Logits want the last rows of those `sampled`, and behind
+    them the `prompt_rows` of `asked`."""
 
     token_ids: Tensor
     positions: Tensor
     tables: StepTables
     sampled: tuple[ScheduledRequest, ...]
+    asked: tuple[ScheduledRequest, ...] = ()
 
 
 def build_batch(step: SchedulerOutput, memory: DeviceMemory, adapter_dtype: torch.dtype, ops: Ops) -> ForwardBatch:
@@ -37,7 +39,10 @@ def build_batch(step: SchedulerOutput, memory: DeviceMemory, adapter_dtype: torc
     rows = [BASE if s.adapter_key is None else index[s.adapter_key] for s in scheduled]
     samples = np.array([s.samples for s in scheduled])
     token_ids = np.array([t for s in scheduled for t in s.token_ids])
-    ids, places, sample_rows = upload([token_ids, positions, (np.cumsum(lens) - 1)[samples]], memory.device)
+    firsts = np.cumsum(lens) - lens
+    asked = [firsts[i] + np.array(s.prompt_rows) for i, s in enumerate(scheduled) if s.prompt_rows]
+    wanted = np.concatenate([(firsts + lens - 1)[samples], *asked])
+    ids, places, sample_rows = upload([token_ids, positions, wanted], memory.device)
 
     attention = ops.plan_attention(tables, lens.tolist(), (starts + lens).tolist(), page_size, memory.num_pages)
     segments = build_segments(np.repeat(np.array(rows, dtype=np.int32), lens))
@@ -47,6 +52,7 @@ def build_batch(step: SchedulerOutput, memory: DeviceMemory, adapter_dtype: torc
         positions=places,
         tables=StepTables(attention, lora, sample_rows),
         sampled=tuple(s for s in scheduled if s.samples),
+        asked=tuple(s for s in scheduled if s.prompt_rows),
     )
 
 

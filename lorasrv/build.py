@@ -84,6 +84,8 @@ def build(
         vocab_size=spec.vocab_size,
         weight_bytes=weights.nbytes,
         pool_bytes=memory.nbytes,
+        eos_token_ids=frozenset(spec.eos_token_ids),
+        watermark=config.watermark,
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
     return BuiltModel(parts, spec, fmt.name, tokenizer, template)

@@ -18,7 +18,8 @@ from lorasrv.llm import LLM
 from lorasrv.models.decoder import Decoder, DecoderLimits
 from lorasrv.models.weights import LayerWeights, ModelWeights
 from lorasrv.quant import Linear
-from lorasrv.request import RequestId, SamplingParams
+from lorasrv.request import RequestId
+from lorasrv.sampling import SamplingParams
 from lorasrv.step import AdapterOrders, ScheduledRequest, SchedulerOutput
 from sgmv_kernels.ops import Ops
 

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -26,6 +27,10 @@ Message = Mapping[str, Any]
 
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,31}")
 _NOT_ASCII = re.compile(f"[^\\x00-\\x7f{MARKS}]")
+_OWN_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "pad_token", "unk_token"}
+    | {"raise_exception", "strftime_now", "chat_template", "tokenize", "tokenizer", "continue_final_message"}
+)
 _TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 
 
@@ -40,8 +45,10 @@ class ChatTemplate:
         self.source = template
         self._special = dict(special or {})
         self._guards: dict[int, tuple[Tokenizer, PromptGuard]] = {}
+        environment = _environment()
         try:
-            self._template = _environment().from_string(template)
+            self._template = environment.from_string(template)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(environment.parse(template)))
         except jinja2.TemplateSyntaxError as e:
             raise CorruptModel(f"the chat template is not valid Jinja: {e.message} in line {e.lineno}") from None
 
@@ -49,6 +56,27 @@ class ChatTemplate:
     def from_source(cls, source: TokenizerSource) -> "ChatTemplate | None":
         """The checkpoint's template, None if it has none."""
         return None if source.chat_template is None else cls(source.chat_template, source.special)
+
+    def checked_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """What a client may tell the template: variables that it reads, but for those that are the server's.
+
+        Raises:
+            InvalidRequest: param chat_template_kwargs; one is none of these, or no plain value.
+        """
+        readable = (self.variables | {"enable_thinking"}) - self._special.keys() - _OWN_VARIABLES
+        for name, value in given.items():
+            if name not in readable:
+                raise InvalidRequest(
+                    f"chat_template_kwargs: {name[:64]!r} is not supported; this base's chat template takes "
+                    f"{', '.join(sorted(readable))}",
+                    param="chat_template_kwargs",
+                )
+            if not isinstance(value, bool | int | float | str):
+                raise InvalidRequest(
+                    f"chat_template_kwargs: {name} must be true, false, a number or a text",
+                    param="chat_template_kwargs",
+                )
+        return dict(given)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **kwargs: Any) -> str:
         """The prompt as text. `kwargs` are template variables (tools, documents, enable_thinking...).

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from lorasrv.errors import ConfigError
 from lorasrv.limits import Limits
+from lorasrv.watermark import Watermark
 
 BUILTIN_MODEL = "smollm2-135m"
 DTYPES = ("bfloat16", "float32")
@@ -97,6 +98,8 @@ class SchedulerOptions:
         policy: one of `POLICIES`.
         target_itl_ms: what a step with running answers in it should take at most; chunks of prompts are cut to that.
         max_wait_steps: a request that could run is put before all others once it has waited so long.
+        max_num_queued_seqs, max_num_queued_tokens: requests that do not run yet, and the tokens of prompts that are not
+            computed yet; further ones are refused.
         queue_timeout_s: longest wait for the first step; None waits for ever.
         early_abort: refuse what is predicted to miss its deadline.
         adapter_limits: of every adapter that has none of its own.
@@ -106,6 +109,7 @@ class SchedulerOptions:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_num_queued_seqs: int = 4096
+    max_num_queued_tokens: int = 1 << 20
     preemption: str = "auto"
     policy: str = "fair"
     target_itl_ms: float | None = 250.0
@@ -121,6 +125,7 @@ class SchedulerOptions:
         _positive("--max-num-seqs", self.max_num_seqs)
         _positive("--max-num-batched-tokens", self.max_num_batched_tokens)
         _positive("most queued requests", self.max_num_queued_seqs)
+        _positive("most queued tokens", self.max_num_queued_tokens)
         _positive("--target-itl-ms", self.target_itl_ms)
         _positive("--max-wait-steps", self.max_wait_steps)
         _positive("--queue-timeout-s", self.queue_timeout_s)
@@ -139,11 +144,12 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything an engine is built from."""
+    """Everything an engine is built from. `watermark`: what requests that want one get."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    watermark: Watermark = field(default_factory=Watermark)
 
 
 def _one_of(option: str, value: str, choices: tuple[str, ...]) -> None:

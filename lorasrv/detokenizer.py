@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from typing import Protocol
 
@@ -11,13 +12,22 @@ from lorasrv.tokenizer import Decoding, Tokenizer
 class Detokenizer:
     """Text of one growing sequence. Constant work a token: nothing is decoded twice.
 
-    `push(ids)` gives the text that has become certain, `flush()` the rest (an unfinished character as U+FFFD).
+    `push(ids)` gives the text that has become certain, `flush()` the rest (an unfinished character as U+FFFD). Of the
+    special tokens those of `shown` are written. `strip_start` False keeps a blank that the tokenizer would strip.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+        strip_start: bool = True,
+    ) -> None:
         self._tokenizer = tokenizer
-        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
-        self._stream = _stream(tokenizer.decoding)
+        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
+        decoding = tokenizer.decoding
+        self._stream = _stream(decoding if strip_start else replace(decoding, strip_start=False))
 
     def push(self, ids: Iterable[int]) -> str:
         tokens = (self._tokenizer.token(i) for i in ids if i not in self._skipped)
@@ -25,6 +35,22 @@ class Detokenizer:
 
     def flush(self) -> str:
         return self._stream.flush()
+
+
+def token_id_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """What a token stands for, which may be a part of a character; nothing outside the vocabulary. The blank that some
+    tokenizers strip from the beginning of a text is in it."""
+    token = tokenizer.token(token_id)
+    return b"" if token is None else token_bytes(token, tokenizer.decoding)
+
+
+def token_bytes(token: str, decoding: Decoding) -> bytes:
+    """What a token, as the vocabulary spells it, adds to a text."""
+    if decoding.kind == "byte_level":
+        return _token_bytes(token)
+    text = token.replace(decoding.space, " ")
+    byte = _fallback_byte(text)
+    return text.encode() if byte is None else bytes([byte])
 
 
 class _Stream(Protocol):

@@ -83,12 +83,14 @@ class DeviceMemory:
                     self._swapped[op.request_id] = kept
                     swapped += kept.nbytes
                 case SwapIn():
-                    kept = self._swapped.pop(op.request_id)
+                    kept = self._swapped[op.request_id]
                     for place, page in zip(kept, op.pages, strict=True):
                         self._pages[:, page].copy_(place)
+                    del self._swapped[op.request_id]
                     swapped += kept.nbytes
                 case DropSwap():
-                    del self._swapped[op.request_id]
+                    # Nothing is there if it could not be kept.
+                    self._swapped.pop(op.request_id, None)
         if self._ring is not None:
             self._ring.mark_arranged()
         return swapped

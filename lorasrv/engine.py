@@ -3,23 +3,28 @@
 Everything in here belongs to the one thread that calls `step`; loads run wherever the `Loader` runs them.
 """
 
+import logging
 import math
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, replace
 
+from adapter_store.errors import AdapterError
 from adapter_store.spec import AdapterKey
 from lorasrv.adapter_loader import Done, Loader, LoaderReport
 from lorasrv.adapter_source import AdapterSource
 from lorasrv.admission import Admission
-from lorasrv.errors import AdapterLoadFailed
+from lorasrv.errors import LorasrvError
 from lorasrv.metrics import EngineMetrics, EngineSnapshot
 from lorasrv.model_runner import ModelRunner
+from lorasrv.poison import PoisonGuard
 from lorasrv.pool_books import PoolBooks
 from lorasrv.pool_map import describe_pool
 from lorasrv.questions import (
     Answer,
     AskTier,
     DescribePool,
+    ListResidents,
     PinAdapter,
     Question,
     Reached,
@@ -27,11 +32,19 @@ from lorasrv.questions import (
     UnpinAdapter,
     WarmAdapter,
 )
+from lorasrv.refusals import not_loaded
 from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestStatus
 from lorasrv.scheduler import WARM_GRACE_S, Scheduler
-from lorasrv.step import AdapterOrders, SchedulerOutput
+from lorasrv.step import AdapterOrders, DropSwap, PageOp, SchedulerOutput, SwapIn, SwapOut
+from lorasrv.step_attempts import Attempted, StepAttempts
+from lorasrv.step_book import StepBook
 from lorasrv.step_costs import StepShape
+from lorasrv.step_faults import StepFaults
 from lorasrv.step_profile import StepProfile
+from lorasrv.watchdog import Heartbeat
+from lorasrv.watermark import Watermark
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,8 @@ class EngineParts:
     vocab_size: int
     weight_bytes: int
     pool_bytes: int
+    eos_token_ids: frozenset[int] = frozenset()
+    watermark: Watermark | None = None
 
 
 @dataclass(slots=True)
@@ -64,10 +79,25 @@ class Engine:
         self._scheduler = parts.scheduler
         self._books = parts.books
         self._loader = loader
-        self.admission = Admission(parts.books, parts.source, parts.max_model_len, parts.vocab_size)
+        self.admission = Admission(
+            parts.books,
+            parts.source,
+            parts.max_model_len,
+            parts.vocab_size,
+            eos_token_ids=parts.eos_token_ids,
+            watermark=parts.watermark,
+        )
+        self.heartbeat = Heartbeat()
+        self.poison = PoisonGuard()
+        runner = parts.runner
+        self.attempts = StepAttempts(lambda step: runner.run(step), runner.recover, self.heartbeat.beat)
+        self._faults = StepFaults(parts.scheduler, self.poison)
+        self._due_ops: deque[PageOp] = deque()
         self._asked_to_warm: dict[int, tuple[AdapterKey, float]] = {}
         self._answers: list[Answer] = []
         self._loads = _LoadCounters()
+        self._num_arrived = 0
+        self.book = StepBook()
         self._steps = 0
         self._last_step_s = 0.0
         self._made_progress = False
@@ -100,6 +130,7 @@ class Engine:
 
     def add_request(self, message: AddRequest) -> None:
         """Queue a request that `Admission` has passed."""
+        self._num_arrived += 1
         self._scheduler.add(message)
 
     def abort(self, request_id: RequestId) -> None:
@@ -115,6 +146,10 @@ class Engine:
         match question:
             case DescribePool():
                 self._answer(number, describe_pool(self._books, self._scheduler))
+            case ListResidents():
+                block = self._books.geometry.block_bytes
+                residents = self._books.adapters.residents()
+                self._answer(number, [(key, placed.num_pages * block) for key, placed, ready, _ in residents if ready])
             case AskTier():
                 self._answer(number, Reached(self._scheduler.tier(question.key)))
             case WarmAdapter():
@@ -133,18 +168,27 @@ class Engine:
         return answers
 
     def step(self) -> list[EngineOutput]:
-        """Compute one batch, and say what it brought for each request."""
+        """Compute one batch, and say what it brought for each request; if it fails, some end with an error.
+
+        Raises: DeviceLost, AssertionError: nothing can be computed any more.
+        """
         begun = time.perf_counter()
+        self.heartbeat.beat()
         with self.profile.span("scheduling"):
             self._take_reports()
-            step = self._scheduler.schedule()
+            try:
+                step = self._scheduler.schedule()
+            except Exception as error:
+                self._made_progress = True
+                return self._faults.not_planned(error)
+            self._faults.planned()
         with self.profile.span("pages"):
-            self._arrange(step)
+            step = self._arrange(step)
             self._give_orders(step.orders)
-        output = self._parts.runner.run(step)
+        attempted = self.attempts.run(step)
         with self.profile.span("scheduling"):
-            outputs = self._scheduler.update_from_output(step, output.sampled)
-            self._finish_step(step, time.perf_counter() - begun)
+            outputs = self._enter(step, attempted)
+            self._finish_step(step, time.perf_counter() - begun, is_usual=attempted.num_runs == 1)
         return outputs
 
     def check_integrity(self) -> None:
@@ -154,6 +198,18 @@ class Engine:
     def close(self) -> None:
         if self._loader is not None:
             self._loader.close()
+
+    def _enter(self, step: SchedulerOutput, attempted: Attempted) -> list[EngineOutput]:
+        if attempted.failed:
+            self._faults.not_computed(attempted.failed)
+        output = attempted.output
+        try:
+            outputs = self._scheduler.update_from_output(step, output.sampled, output.logprobs, output.prompt_logprobs)
+        except Exception as error:
+            return self._faults.not_entered(step, error)
+        if attempted.failed:
+            self._scheduler.check_integrity()
+        return outputs
 
     # Adapters on their way.
 
@@ -165,25 +221,44 @@ class Engine:
                     self._books.tiers.loaded(report.key)
                 case Done.COPIED:
                     self._books.costs.copy.observe(report.seconds, report.nbytes)
+                    self.book.copied(report.key, report.seconds, report.nbytes)
                     self._scheduler.adapter_copied(report.key)
                     self._reached(report.key)
                 case Done.FAILED:
                     self._loads.failures += 1
-                    self._scheduler.adapter_failed(report.key, report.error)
-                    self._reached(report.key, AdapterLoadFailed(report.error))
+                    self.book.failed(report.reason)
+                    self._scheduler.adapter_failed(report.key, report.error, report.refusal)
+                    self._reached(report.key, not_loaded(report.error, report.refusal))
 
     def _count_load(self, report: LoaderReport) -> None:
         self._loads.seconds += report.seconds
         if report.from_disk:
             self._loads.from_disk += 1
             self._books.costs.load.observe(report.seconds, report.nbytes)
+            self.book.loaded(report.key, report.seconds, report.nbytes)
         else:
             self._loads.from_host += 1
 
-    def _arrange(self, step: SchedulerOutput) -> None:
-        begun = time.perf_counter()
-        swapped = self._parts.runner.arrange(step.page_ops)
+    def _arrange(self, step: SchedulerOutput) -> SchedulerOutput:
+        """Do what is due to pages, in its order, what an exception kept from being done first. A request whose pages
+        did not come back is left out of the step."""
+        begun, swapped = time.perf_counter(), 0
+        self._due_ops += step.page_ops
+        while self._due_ops:
+            op = self._due_ops[0]
+            try:
+                swapped += self._parts.runner.arrange((op,))
+            except Exception as error:
+                if not isinstance(op, SwapOut | SwapIn):
+                    raise
+                _LOG.warning("request %s is computed again: %s", op.request_id, error)
+                self._due_ops.insert(1, DropSwap(op.request_id))
+                self._scheduler.swap_failed(op.request_id)
+                step = replace(step, scheduled=tuple(s for s in step.scheduled if s.request_id != op.request_id))
+            self._due_ops.popleft()
+        self._parts.runner.arrange(())
         self._books.costs.page_copy.observe(time.perf_counter() - begun, swapped)
+        return step
 
     def _give_orders(self, orders: AdapterOrders) -> None:
         if self._loader is None:
@@ -224,7 +299,7 @@ class Engine:
         else:
             self._asked_to_warm[number] = (key, time.monotonic())
 
-    def _reached(self, key: AdapterKey, error: AdapterLoadFailed | None = None) -> None:
+    def _reached(self, key: AdapterKey, error: LorasrvError | AdapterError | None = None) -> None:
         for number, (wanted, begun) in list(self._asked_to_warm.items()):
             if wanted == key:
                 del self._asked_to_warm[number]
@@ -237,8 +312,12 @@ class Engine:
 
     # Figures.
 
-    def _finish_step(self, step: SchedulerOutput, seconds: float) -> None:
-        self._books.costs.observe_step(StepShape.of(step), seconds)
+    def _finish_step(self, step: SchedulerOutput, seconds: float, *, is_usual: bool) -> None:
+        if is_usual:
+            self._books.costs.observe_step(StepShape.of(step), seconds)
+        if step.scheduled:
+            self.heartbeat.computed()
+        self.book.step(step, seconds)
         self._wake_s = step.wake_s
         self._made_progress = bool(step.scheduled) or step.num_preempted > 0
         self._steps += bool(step.scheduled)
@@ -254,11 +333,13 @@ class Engine:
             requests_running=self._scheduler.num_running,
             requests_waiting=self._scheduler.num_waiting - for_adapter,
             requests_waiting_for_adapter=for_adapter,
+            requests_arrived_total=self._num_arrived,
             pages_total=books.geometry.num_pages,
             pages_free=books.num_free,
             pages_kv=books.num_kv_pages,
             pages_prefix=books.num_resting_prefix_pages,
             pages_adapters=books.adapters.num_pages,
+            pages_adapters_idle=books.adapters.num_idle_pages,
             free_runs=fragmentation.free_runs,
             longest_free_run=fragmentation.longest_free_run,
             adapters_resident=books.adapters.num_ready,
@@ -285,9 +366,12 @@ class Engine:
             adapter_load_failures_total=self._loads.failures,
             adapter_evictions_total=books.adapters.num_evictions,
             prefix_evictions_total=books.prefixes.num_evictions if books.prefixes is not None else 0,
+            requests_failed_total=self._faults.total,
             last_step_s=self._last_step_s,
             weight_bytes=self._parts.weight_bytes,
             pool_bytes=self._parts.pool_bytes,
             host_cache_bytes=host.bytes_used if host else 0,
+            host_cache_adapters=host.entries if host else 0,
+            host_cache_evictions_total=host.evictions if host else 0,
             swap_bytes=books.swap.nbytes,
         )

@@ -12,6 +12,7 @@
     ├── InvalidLimits (ValueError)         a limit or a weight of an adapter is out of range; names it
     ├── InvalidTrace (ValueError)          a line of recorded traffic is malformed; names the line and the field
     ├── AdapterLoadFailed                  a registered adapter could not be brought into the pool; says why
+    ├── AdapterDeleted                     the adapter was deleted while a request was on it, by who would not wait
     ├── AdapterCold                        the adapter is not in the pool and the caller would not wait; `retry_after_s`
     ├── LimitExceeded                      as many requests of the adapter or the key wait as may; `retry_after_s`
     ├── RequestTimeout                     the request was not done in the time that it, or the server, allows
@@ -20,7 +21,12 @@
     ├── VerificationUnavailable            an adapter cannot be verified here: a package or memory is missing
     ├── VerificationBusy                   another adapter is being verified; `retry_after_s`
     ├── VerificationFailed                 a verification has ended without a verdict; says why
+    ├── StepFailed                         the request could not be computed, though others could
+    ├── OutOfMemory                        not even it alone fits into memory now; `retry_after_s`
+    ├── PoisonRequest                      a request like it could not be computed, twice; it is not tried again for now
+    ├── DeviceLost                         the GPU's context is broken: the engine ends
     └── EngineDead (RuntimeError)          the engine thread has ended; nothing will be answered any more
+        └── ServerStopping                 the server was told to end, before the request was done
 
 `adapter_store.errors` has a root of its own, as a leaf cannot import upward. A test gives each class an HTTP status.
 """
@@ -82,6 +88,10 @@ class AdapterLoadFailed(LorasrvError):
     """A registered adapter could not be brought into the pool. Fails its own requests only."""
 
 
+class AdapterDeleted(LorasrvError):
+    """The adapter was deleted while the request was on it, and whoever did would not wait. What came is no answer."""
+
+
 class AdapterCold(LorasrvError):
     """The adapter is not in the pool and the request would not wait. It is brought in; try again in `retry_after_s`."""
 
@@ -136,3 +146,25 @@ class VerificationFailed(LorasrvError):
 
 class EngineDead(LorasrvError, RuntimeError):
     """The engine thread has ended; nothing will be answered any more."""
+
+
+class StepFailed(LorasrvError):
+    """The request could not be computed: something of ours has failed, and not for others. The log says what."""
+
+
+class OutOfMemory(LorasrvError):
+    """The request does not fit into what memory the machine has left, not even alone; try again later."""
+
+    retry_after_s = 10.0
+
+
+class PoisonRequest(LorasrvError):
+    """Requests like it have failed in the engine, so it is not computed again for a while."""
+
+
+class DeviceLost(LorasrvError):
+    """The device does nothing any more (a sticky CUDA error); only a new process can."""
+
+
+class ServerStopping(EngineDead):
+    """The server was told to end, and the request was not done in time, or came too late."""

@@ -50,8 +50,9 @@ class KVCacheManager:
         assert request_id not in self._tables, f"request {request_id} has a table"
         self._tables[request_id] = _Table(adapter=adapter, root=root_hash(adapter, salt))
 
-    def attach_prefix(self, request_id: RequestId, token_ids: Sequence[int]) -> int:
-        """Put the cached pages that hold the beginning of `token_ids` into the request's empty table.
+    def attach_prefix(self, request_id: RequestId, token_ids: Sequence[int], most: int | None = None) -> int:
+        """Put the cached pages that hold the beginning of `token_ids`, of at most `most` of them, into the request's
+        empty table.
 
         Returns the number of tokens that they cover; at least one token is left to compute, as its logits are wanted.
         """
@@ -59,7 +60,8 @@ class KVCacheManager:
         assert not table.pages, f"request {request_id} has pages"
         if self._prefixes is None:
             return 0
-        for number in range((len(token_ids) - 1) // self.page_size):
+        most = len(token_ids) - 1 if most is None else min(most, len(token_ids) - 1)
+        for number in range(most // self.page_size):
             page = self._prefixes.find(self._hash(table, token_ids, number))
             if page is None:
                 break

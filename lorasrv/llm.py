@@ -13,7 +13,9 @@ from adapter_store.adapter_dir import open_adapter_dir
 from adapter_store.spec import AdapterRef
 from adapter_store.store import AdapterStore
 from lorasrv.adapter_loader import InlineLoader
+from lorasrv.admission import further_choices
 from lorasrv.base_shapes import base_shapes
+from lorasrv.beam_options import BeamOptions
 from lorasrv.build import build
 from lorasrv.config import BUILTIN_MODEL, EngineConfig
 from lorasrv.detokenizer import Detokenizer
@@ -22,7 +24,8 @@ from lorasrv.errors import AdapterLoadFailed
 from lorasrv.loaders import open_checkpoint
 from lorasrv.output import OutputProcessor
 from lorasrv.refusals import refused
-from lorasrv.request import AddRequest, Completion, RequestId, RequestOutput, SamplingParams
+from lorasrv.request import AddRequest, Completion, RequestId, RequestOutput
+from lorasrv.sampling import SamplingParams
 
 MAX_SLEEP_S = 0.05
 """Loads are done by the steps themselves, so that a step without progress only waits for a rate or a time."""
@@ -49,6 +52,8 @@ class _Answer:
             stop_reason=last.stop_reason,
             num_prompt_tokens=last.num_prompt_tokens,
             timing=last.timing,
+            logprobs=tuple(one for part in self.parts for one in part.logprobs),
+            prompt_logprobs=self.parts[0].prompt_logprobs,
         )
 
 
@@ -105,7 +110,9 @@ class LLM:
         """
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
-        messages = [self._message(*args) for args in zip(prompts, each, adapters, strict=True)]
+        return self._run([self._message(*args) for args in zip(prompts, each, adapters, strict=True)])
+
+    def _run(self, messages: Sequence[AddRequest]) -> list[Completion]:
         answers = {m.request_id: self._answer(m) for m in messages}
         try:
             for message in messages:
@@ -114,11 +121,30 @@ class LLM:
                 self._step(answers)
                 if not self.engine.made_progress and self.engine.idle_s < math.inf:
                     time.sleep(min(self.engine.idle_s, MAX_SLEEP_S))
+            # The last may have been refused before any step.
+            self._step(answers)
         finally:
             # After an interrupt, nothing may be left for the next call to trip over.
             for message in messages:
                 self.engine.abort(message.request_id)
         return [answers[m.request_id].completion() for m in messages]
+
+    def beam_search(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        sampling: SamplingParams,
+        beams: BeamOptions,
+        adapter_ids: Sequence[str | None] | None = None,
+    ) -> list[list[Completion]]:
+        """The `beams.width` likeliest answers to each prompt, best first. Raises: as `generate`."""
+        adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
+        groups = []
+        for prompt, adapter in zip(prompts, adapters, strict=True):
+            first = self._message(prompt, sampling, adapter, beams)
+            others = [RequestId(f"{first.request_id}.{beam}") for beam in range(1, beams.width)]
+            groups.append([first, *further_choices(first, others)])
+        done = iter(self._run([message for group in groups for message in group]))
+        return [[next(done) for _ in group] for group in groups]
 
     def close(self) -> None:
         """Let go of the store; a temporary one is removed."""
@@ -145,13 +171,19 @@ class LLM:
             if part.finished and output.finish_reason is None:
                 self.engine.stop(output.request_id)
 
-    def _message(self, prompt: str | Sequence[int], sampling: SamplingParams, adapter_id: str | None) -> AddRequest:
+    def _message(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        adapter_id: str | None,
+        beams: BeamOptions | None = None,
+    ) -> AddRequest:
         ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
         ref = self.store.resolve(adapter_id) if adapter_id is not None else None
         request_id = RequestId(f"offline-{next(self._numbers)}")
         if ref is None:
-            return self.engine.admission.admit(request_id, ids, sampling)
-        return self.engine.admission.admit(request_id, ids, sampling, ref.key, adapter_id=ref.adapter_id)
+            return self.engine.admission.admit(request_id, ids, sampling, beams=beams)
+        return self.engine.admission.admit(request_id, ids, sampling, ref.key, adapter_id=ref.adapter_id, beams=beams)
 
     def _answer(self, message: AddRequest) -> _Answer:
         detokenizer = Detokenizer(self.tokenizer)

@@ -23,11 +23,13 @@ class EngineSnapshot:
     requests_running: int = 0
     requests_waiting: int = 0
     requests_waiting_for_adapter: int = 0
+    requests_arrived_total: int = 0
     pages_total: int = 0
     pages_free: int = 0
     pages_kv: int = 0
     pages_prefix: int = 0
     pages_adapters: int = 0
+    pages_adapters_idle: int = 0
     free_runs: int = 0
     longest_free_run: int = 0
     adapters_resident: int = 0
@@ -54,11 +56,20 @@ class EngineSnapshot:
     adapter_load_failures_total: int = 0
     adapter_evictions_total: int = 0
     prefix_evictions_total: int = 0
+    requests_failed_total: int = 0
     last_step_s: float = 0.0
     weight_bytes: int = 0
     pool_bytes: int = 0
     host_cache_bytes: int = 0
+    host_cache_adapters: int = 0
+    host_cache_evictions_total: int = 0
     swap_bytes: int = 0
+
+    @property
+    def kv_cache_usage_ratio(self) -> float:
+        """Keys and values' share of the pages that they could have: all but those of adapters in use."""
+        reachable = self.pages_total - self.pages_adapters + self.pages_adapters_idle
+        return self.pages_kv / reachable if reachable else 0.0
 
 
 class EngineMetrics:

@@ -2,18 +2,21 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from lorasrv.adapter_loader import WriteAdapter
 from lorasrv.batch import build_batch
 from lorasrv.device_memory import DeviceMemory
+from lorasrv.logprobs import chosen_logprobs, prompt_logprobs
 from lorasrv.models.decoder import Decoder, DecoderLimits
 from lorasrv.models.weights import ModelWeights
-from lorasrv.request import RequestId
+from lorasrv.request import RequestId, TokenLogprobs
 from lorasrv.sampler import sample_finite
+from lorasrv.sampling_row import SamplingRow
 from lorasrv.side_stream import SideStream
 from lorasrv.step import PageOp, ScheduledRequest, SchedulerOutput
 from lorasrv.step_profile import StepProfile
@@ -26,9 +29,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The token of every request whose tokens are all computed; a request whose logits are no numbers has none."""
+    """The token of every request whose tokens are all computed; a request whose logits are no numbers has none.
+
+    `logprobs` of these tokens for those that ask, `prompt_logprobs` of the prompts' tokens that were asked for.
+    """
 
     sampled: Mapping[RequestId, int]
+    logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -65,6 +73,19 @@ class ModelRunner:
         """Make the calling thread, which will run steps, as many threads' leader as is fastest here."""
         find_best_team(self._ops)
 
+    def recover(self) -> bool:
+        """After an exception: gives back memory that the device holds for nobody; whether it still does anything. A
+        CUDA context is lost after some errors (an illegal address, a failed assertion), whatever is asked of it.
+        """
+        if self._memory.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self._memory.device)
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            return False
+        return True
+
     def arrange(self, ops: Sequence[PageOp]) -> int:
         """Move, copy and swap pages as the step wants them; returns how many bytes went to or came from host memory."""
         return self._memory.apply(ops)
@@ -75,21 +96,25 @@ class ModelRunner:
             return ModelRunnerOutput({})
         self.profile.steps += 1
         self.profile.rows += step.num_tokens
-        logits, sampled = self._logits(step)
+        logits, sampled, asked = self._logits(step)
         with self.profile.span("sampling"):
             # The weights of one adapter may overflow; its requests fail, the step's others do not.
-            tokens = sample_finite(logits, [s.sampling for s in sampled], [s.num_generated for s in sampled])
-        both = zip(sampled, tokens, strict=True)
-        return ModelRunnerOutput({s.request_id: token for s, token in both if token is not None})
+            tokens = sample_finite(logits[: len(sampled)], [SamplingRow.of(share) for share in sampled])
+            chosen = {s.request_id: token for s, token in zip(sampled, tokens, strict=True) if token is not None}
+            return ModelRunnerOutput(
+                chosen, chosen_logprobs(logits, sampled, chosen), prompt_logprobs(logits[len(sampled) :], asked)
+            )
 
-    def _logits(self, step: SchedulerOutput) -> tuple[Tensor, tuple[ScheduledRequest, ...]]:
-        """Logits [B, V] fp32, and the request of each row."""
+    def _logits(
+        self, step: SchedulerOutput
+    ) -> tuple[Tensor, tuple[ScheduledRequest, ...], tuple[ScheduledRequest, ...]]:
+        """Logits [B, V] fp32, the request of each of the first rows, and those whose `prompt_rows` the others are."""
         graphed = self._graphs.compute(step) if self._graphs is not None else None
         if graphed is not None:
-            return graphed
+            return *graphed, ()
         with self.profile.span("batch"):
             batch = build_batch(step, self._memory, self._adapter_dtype, self._ops)
         begun = time.perf_counter()
         logits = self._decoder.forward(batch)
         self.profile.add_kernels(time.perf_counter() - begun, self._decoder.kernel_seconds())
-        return logits, batch.sampled
+        return logits, batch.sampled, batch.asked

@@ -1,5 +1,6 @@
 """The pool as an operator sees it: which pages are free, whose the others are."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
@@ -11,12 +12,15 @@ from sgmv_kernels.layout import Run
 
 @dataclass(frozen=True, slots=True)
 class RequestPages:
-    """A running request's keys and values. `shared` of the pages are also in other tables or in the prefix cache."""
+    """A running request's keys and values. `shared` of the pages are also in other tables or in the prefix cache.
+    `principal`: whose request it is. `page_ids`: which they are."""
 
     request_id: RequestId
     adapter: AdapterKey | None
     pages: int
     shared: int
+    page_ids: tuple[int, ...] = ()
+    principal: str = "anonymous"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +48,7 @@ class PromisedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class PoolMap:
-    """One moment between two steps. free + kv + prefix + adapters = total pages."""
+    """One moment between two steps. free + kv + prefix + adapters = total pages. `prefix_page_ids`: those of prefix."""
 
     pages_total: int
     pages_free: int
@@ -60,6 +64,18 @@ class PoolMap:
     adapters: tuple[AdapterPages, ...]
     swap_bytes: int
     promised: tuple[PromisedAdapter, ...] = ()
+    prefix_page_ids: tuple[int, ...] = ()
+
+
+def runs_of(page_ids: Iterable[int]) -> list[Run]:
+    """The pages in order, neighbours together."""
+    runs: list[Run] = []
+    for page in sorted(page_ids):
+        if runs and sum(runs[-1]) == page:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((page, 1))
+    return runs
 
 
 def describe_pool(books: PoolBooks, scheduler: Scheduler) -> PoolMap:
@@ -80,6 +96,7 @@ def describe_pool(books: PoolBooks, scheduler: Scheduler) -> PoolMap:
         adapters=_adapters(books),
         promised=tuple(PromisedAdapter(key, pinned, _state(books, key)) for key, pinned in books.tiers.promises()),
         swap_bytes=books.swap.nbytes,
+        prefix_page_ids=tuple(books.prefixes.unused()) if books.prefixes is not None else (),
     )
 
 
@@ -91,9 +108,16 @@ def _state(books: PoolBooks, key: AdapterKey) -> str:
 
 
 def _requests(books: PoolBooks, scheduler: Scheduler) -> tuple[RequestPages, ...]:
-    adapters = {request.request_id: request.adapter_key for request in scheduler.requests()}
+    requests = {request.request_id: request for request in scheduler.requests()}
     return tuple(
-        RequestPages(rid, adapters[rid], len(pages), sum(books.kv_pool.refcount(page) > 1 for page in pages))
+        RequestPages(
+            request_id=rid,
+            adapter=requests[rid].adapter_key,
+            pages=len(pages),
+            shared=sum(books.kv_pool.refcount(page) > 1 for page in pages),
+            principal=requests[rid].message.principal,
+            page_ids=pages,
+        )
         for rid, pages in books.kv.holders().items()
     )
 

@@ -86,6 +86,11 @@ class PrefixCache:
         """Pages that nobody can use before their adapter is back."""
         return len(self._stranded)
 
+    def unused(self) -> Iterator[int]:
+        """Pages that no request uses: those that rest, and those that are stranded."""
+        yield from self._resting
+        yield from self._stranded
+
     def find(self, digest: bytes) -> int | None:
         """The page of this hash, now with one reference more, which is the caller's."""
         page = self._pages.get(digest)

@@ -14,6 +14,11 @@ class DescribePool:
 
 
 @dataclass(frozen=True, slots=True)
+class ListResidents:
+    """Which adapters are in the pool? Answered by (key, bytes of their pages) of each that a step may read."""
+
+
+@dataclass(frozen=True, slots=True)
 class AskTier:
     """Where is an adapter now? Answered by `Reached`."""
 
@@ -52,7 +57,7 @@ class SetLimits:
     limits: Limits | None
 
 
-Question = DescribePool | AskTier | WarmAdapter | PinAdapter | UnpinAdapter | SetLimits
+Question = DescribePool | ListResidents | AskTier | WarmAdapter | PinAdapter | UnpinAdapter | SetLimits
 
 
 @dataclass(frozen=True, slots=True)

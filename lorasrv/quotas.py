@@ -104,9 +104,12 @@ class Quotas:
         return None
 
     def why_never(self, request: Request) -> str | None:
-        """Which limit forbids that it ever runs, if one does."""
-        needed = self._pages_reserved_by(request) + self._pages_for_adapter(request)
+        """Which limit forbids that it ever runs, with all the beams that must run together, if one does."""
+        width = 1 if request.message.beams is None else request.message.beams.width
+        needed = width * self._pages_reserved_by(request) + self._pages_for_adapter(request)
         for account in self._accounts(request):
+            if account.limits.max_running is not None and account.limits.max_running < width:
+                return f"{width} beams run together, but {account.shown} may have {account.limits.max_running} running"
             most = account.limits.resident_bytes
             if most is not None and needed * self._page_bytes > most:
                 return (

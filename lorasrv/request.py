@@ -5,60 +5,32 @@ a position in the pool is the adapter cache's own business.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from typing import NewType
 
 from adapter_store.spec import AdapterKey
-from lorasrv.errors import InvalidRequest
+from lorasrv.beam_options import BeamOptions
+from lorasrv.constraint import ConstraintState, TokenConstraint
+from lorasrv.sampling import SamplingParams
 from sgmv_kernels.layout import AdapterLayout
 
 RequestId = NewType("RequestId", str)
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_BYTES = 256
 MAX_CHOICES = 8
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 are off.
+class TokenLogprobs:
+    """How likely the model found a token, before any penalty, filter or temperature, and what it found likelier.
 
-    Raises:
-        InvalidRequest: a value is out of range; `param` names the field.
+    `logprob` natural, of the softmax of the raw logits; `top` the likeliest tokens, likeliest first, the smaller id
+    first of equals. A token that is in `top` has the very same float there.
     """
 
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        _check(self.max_tokens is None or 1 <= self.max_tokens < 2**31, "max_tokens", "must be a positive integer")
-        _check(0.0 <= self.temperature <= 100.0, "temperature", "must be between 0 and 100")
-        _check(0.0 < self.top_p <= 1.0, "top_p", "must be above 0 and at most 1")
-        _check(0 <= self.top_k < 2**31, "top_k", "must be 0 (off) or a positive integer")
-        _check(0.0 <= self.min_p <= 1.0, "min_p", "must be between 0 and 1")
-        _check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "must fit in 64 bits")
-        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"must have at most {MAX_STOP_STRINGS} strings")
-        for stop in self.stop:
-            _check(stop != "", "stop", "must not contain an empty string")
-            _check(len(stop.encode("utf-8", "replace")) <= MAX_STOP_BYTES, "stop", f"strings: {MAX_STOP_BYTES} bytes")
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether the choice is the argmax: a temperature below 1e-5 is the same as none."""
-        return self.temperature < 1e-5
-
-
-def _check(holds: bool, param: str, rule: str) -> None:
-    if not holds:
-        raise InvalidRequest(f"{param} {rule}", param=param)
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class RequestStatus(IntEnum):
@@ -109,13 +81,16 @@ class OnCold(StrEnum):
 
 
 class Refusal(StrEnum):
-    """Why a request was not served, where the adapter or the engine did not fail."""
+    """Why a request was not served, where whoever asked can do something about it."""
 
     COLD = "cold"
     LIMIT = "limit"
     TIMEOUT = "timeout"
     LATE = "late"
     UNFIT = "unfit"
+    CORRUPT = "corrupt"
+    STEP = "step"
+    MEMORY = "memory"
 
 
 @dataclass(slots=True, eq=False)
@@ -126,7 +101,8 @@ class Request:
     what is computed lie in host memory. `number` counts up in the order of arrival. `last_share_step` is the step in
     which it had tokens computed last, or arrived; until it has `protected_until_tokens` it gives way to nobody.
     `service` is `Mlfq`'s. `predicted_tokens` the answer was expected to have when it began, `planned_tokens` since it
-    outgrew that. The first `num_charged_tokens` tokens are on its account.
+    outgrew that. The first `num_charged_tokens` tokens are on its account. `prompt_logprobs`: those known so far, if
+    they are asked for; they are not computed again after a preemption.
     """
 
     message: "AddRequest"
@@ -154,10 +130,16 @@ class Request:
     error: str | None = None
     refusal: Refusal | None = None
     retry_after_s: float | None = None
+    constraint_state: ConstraintState | None = None
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
+        if self.sampling.prompt_logprobs is not None:
+            self.prompt_logprobs.append(None)
         self.token_ids = list(self.message.prompt_token_ids)
         self.adapter_key = self.message.adapter_key
+        constraint = self.message.constraint
+        self.constraint_state = constraint.begin() if constraint is not None else None
 
     @property
     def request_id(self) -> RequestId:
@@ -180,6 +162,19 @@ class Request:
     def num_generated_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
+    def prompt_rows(self, start: int, end: int) -> range:
+        """Of positions `start .. end - 1`, those whose logits say how likely the prompt's next token is, and are asked
+        for. What is known is not asked again."""
+        if self.sampling.prompt_logprobs is None:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs) - 1), min(end, self.num_prompt_tokens - 1))
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """How many of its first tokens need no logits: their keys and values may be another request's."""
+        asked = self.prompt_rows(0, self.num_tokens)
+        return asked.start if asked else self.num_tokens
+
     @property
     def finish_reason(self) -> FinishReason | None:
         """None while tokens may still follow."""
@@ -198,8 +193,12 @@ class Request:
             self.load_started_s = None
             self.status = RequestStatus.WAITING
 
-    def output(self, new_token_ids: tuple[int, ...], now_s: float) -> "EngineOutput":
+    def output(
+        self, new_token_ids: tuple[int, ...], now_s: float, logprobs: tuple[TokenLogprobs, ...] = ()
+    ) -> "EngineOutput":
         """What the caller is told: these tokens, and the end if this is it."""
+        asked = self.sampling.prompt_logprobs is not None
+        says_prompt = asked and bool(new_token_ids) and self.num_generated_tokens == len(new_token_ids)
         return EngineOutput(
             request_id=self.request_id,
             new_token_ids=new_token_ids,
@@ -209,6 +208,8 @@ class Request:
             error=self.error,
             refusal=self.refusal,
             retry_after_s=self.retry_after_s,
+            logprobs=logprobs,
+            prompt_logprobs=tuple(self.prompt_logprobs) if says_prompt else None,
         )
 
     def _timing(self, now_s: float) -> "RequestTiming":
@@ -241,7 +242,8 @@ class AddRequest:
     tier in which the adapter was on arrival, before anything was begun for this request. `fork_of` is the first choice
     of the same prompt, whose pages this one shares. `cache_salt` keeps its prefix pages from those who have another.
     `adapter_id` is the name on whose account it runs, whatever version it means; "" is the base. A lower `priority`
-    goes first. `timeout_s` from arrival to the last token.
+    goes first. `timeout_s` from arrival to the last token. `constraint` says which tokens may come. Of the special
+    tokens those of `shown_token_ids` are written as text. It may be one of `beams`.
     """
 
     request_id: RequestId
@@ -259,6 +261,9 @@ class AddRequest:
     priority: int = 0
     timeout_s: float | None = None
     hold: object = None
+    constraint: TokenConstraint | None = None
+    shown_token_ids: frozenset[int] = frozenset()
+    beams: BeamOptions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,6 +293,8 @@ class EngineOutput:
     error: str | None = None
     refusal: Refusal | None = None
     retry_after_s: float | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +302,10 @@ class RequestOutput:
     """What a caller of `AsyncEngine.generate` or `LLM.generate` sees: text that is whole UTF-8, and counts so far.
 
     Exactly one output of a request has a `finish_reason`, and it is the last. `stop_reason` is the stop string or
-    stop token id that ended it, None for an end-of-sequence token or another reason.
+    stop token id that ended it, None for an end-of-sequence token or another reason. `logprobs`, if asked for: one for
+    each of `token_ids`; `prompt_logprobs`, in the first output only: one for each token of the prompt, None for its
+    first, which nothing predicts. `text_offsets`, with `logprobs`: how many characters of the whole text are certain
+    before each of `token_ids`, also those that are still held back.
     """
 
     request_id: RequestId
@@ -309,15 +319,29 @@ class RequestOutput:
     error: str | None = None
     refusal: Refusal | None = None
     retry_after_s: float | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    text_offsets: tuple[int, ...] = ()
 
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
 
+    def followed_by(self, later: "RequestOutput") -> "RequestOutput":
+        """This one and the next as one output."""
+        return replace(
+            later,
+            text=self.text + later.text,
+            token_ids=self.token_ids + later.token_ids,
+            logprobs=self.logprobs + later.logprobs,
+            prompt_logprobs=later.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs,
+            text_offsets=self.text_offsets + later.text_offsets,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer, as `LLM.generate` returns it."""
+    """A whole answer, as `LLM.generate` returns it; `logprobs` and `prompt_logprobs` as in `RequestOutput`."""
 
     text: str
     token_ids: Sequence[int]
@@ -325,3 +349,5 @@ class Completion:
     stop_reason: str | int | None
     num_prompt_tokens: int
     timing: RequestTiming
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

@@ -9,7 +9,7 @@ from collections.abc import Set
 from adapter_store.spec import AdapterKey
 from lorasrv.pool_books import PoolBooks
 from lorasrv.reclaim import Need
-from lorasrv.request import Request
+from lorasrv.request import Request, RequestStatus
 from lorasrv.step import CopyPages, DropSwap, PageOp, SwapIn, SwapOut
 
 
@@ -84,6 +84,20 @@ class RequestMemory:
             request.num_computed_tokens = 0
         self.release(request)
 
+    def fork_again(self, request: Request, parent: Request) -> None:
+        """A request goes on from where another one is, on its pages, and forgets what it had."""
+        rid = request.request_id
+        self.drop_swap(request)
+        request.num_computed_tokens = 0
+        request.num_charged_tokens = parent.num_charged_tokens
+        if request.status is not RequestStatus.RUNNING:
+            return
+        self._kv.free(rid)
+        self._kv.open(rid, request.adapter_key, request.message.cache_salt)
+        if parent.status is RequestStatus.RUNNING:
+            request.num_computed_tokens = parent.num_computed_tokens
+            self._kv.fork(parent.request_id, rid, parent.num_computed_tokens)
+
     def release(self, request: Request) -> None:
         """Give back the pages and the pin of a request that runs no more."""
         self._kv.free(request.request_id)
@@ -95,6 +109,12 @@ class RequestMemory:
         if request.num_swapped_pages:
             self._ops.append(DropSwap(request.request_id))
             self._forget_swap(request)
+
+    def lose(self, request: Request) -> None:
+        """What a request had computed is gone; it keeps its pages, if it runs."""
+        if request.num_swapped_pages:
+            self._forget_swap(request)
+        request.num_computed_tokens = 0
 
     def note_moves(self) -> None:
         """Put the copies that moves have made due behind what is noted already."""
@@ -108,7 +128,7 @@ class RequestMemory:
     def _share(self, request: Request, parent: Request | None) -> int:
         """Returns how many tokens need not be computed; the last one of the prompt does, as its logits are wanted."""
         if parent is None:
-            return self._kv.attach_prefix(request.request_id, request.token_ids)
+            return self._kv.attach_prefix(request.request_id, request.token_ids, request.num_reusable_tokens)
         shared = request.num_prompt_tokens - 1
         self._kv.fork(parent.request_id, request.request_id, shared)
         return shared

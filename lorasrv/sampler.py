@@ -6,80 +6,99 @@ likely tokens in the one, all of them in the other.)
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lorasrv.request import SamplingParams
+from lorasrv.logit_adjustments import adjusted_rows
+from lorasrv.sampling import SamplingParams
+from lorasrv.sampling_row import SamplingRow
+from lorasrv.typical import typical
 from sgmv_kernels.upload import upload
 
 TOP_P_CANDIDATES = 256
 _NO_TOKEN = -1
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequence[int]) -> list[int]:
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     """Choose a token for each row.
 
     Args:
         logits: [B, V] fp32, finite.
-        params: how to choose, one a row; `seed` must be set unless greedy.
-        num_generated: tokens that each row's request has so far: its position in the seed's random stream.
+        rows: how to choose; `seed` must be set unless greedy.
     """
-    chosen: list[int] = _tokens(logits, params, num_generated).tolist()
+    chosen: list[int] = _tokens(logits, rows).tolist()
     return chosen
 
 
-def sample_finite(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequence[int]) -> list[int | None]:
+def sample_finite(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int | None]:
     """As `sample`, for any logits; None for a row whose logits are no numbers."""
     finite = torch.isfinite(logits.sum(dim=-1))
     if logits.device.type != "cuda" and not bool(finite.all()):
-        good = finite.nonzero()[:, 0].tolist()
-        tokens = iter(sample(logits[finite], [params[i] for i in good], [num_generated[i] for i in good]))
+        tokens = iter(sample(logits[finite], [rows[i] for i in finite.nonzero()[:, 0].tolist()]))
         return [next(tokens) if is_good else None for is_good in finite.tolist()]
     # On a GPU a draw from a row that is no numbers gives some token, and nothing has been waited for.
-    marked = torch.where(finite, _tokens(logits, params, num_generated), _NO_TOKEN)
+    marked = torch.where(finite, _tokens(logits, rows), _NO_TOKEN)
     return [None if token == _NO_TOKEN else token for token in marked.tolist()]
 
 
-def _tokens(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequence[int]) -> Tensor:
-    """[B] int64."""
-    tokens = logits.argmax(dim=-1)
-    random = [row for row, p in enumerate(params) if not p.is_greedy]
-    if random and logits.device.type == "cuda":
-        (rows,) = upload([np.array(random)], logits.device)
-        tokens[rows] = draw_together(logits[rows], [params[i] for i in random], [num_generated[i] for i in random])
-        return tokens
-    for row in random:
-        tokens[row] = _draw(logits[row], params[row], num_generated[row])
+def _tokens(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """[B] int64. Rows that ask for more than the model's logits are copied, the others are not."""
+    asking = [number for number, row in enumerate(rows) if row.changes_logits]
+    if not asking:
+        return _chosen(logits, rows, range(len(rows)))
+    if len(asking) == len(rows):
+        return _chosen(adjusted_rows(logits.clone(), rows), rows, range(len(rows)))
+    (numbers,) = upload([np.array(asking)], logits.device)
+    those = [rows[number] for number in asking]
+    tokens = _chosen(logits, rows, [number for number, row in enumerate(rows) if not row.changes_logits])
+    tokens[numbers] = _chosen(adjusted_rows(logits.index_select(0, numbers), those), those, range(len(those)))
     return tokens
 
 
-def draw_together(logits: Tensor, params: Sequence[SamplingParams], num_generated: Sequence[int]) -> Tensor:
+def _chosen(logits: Tensor, rows: Sequence[SamplingRow], of: Iterable[int]) -> Tensor:
+    """[B] int64: the argmax; of those rows, if they are random, what is drawn."""
+    tokens = logits.argmax(dim=-1)
+    random = [number for number in of if not rows[number].params.is_greedy]
+    if random and logits.device.type == "cuda":
+        (numbers,) = upload([np.array(random)], logits.device)
+        tokens[numbers] = draw_together(logits[numbers], [rows[number] for number in random])
+        return tokens
+    for number in random:
+        tokens[number] = _draw(logits[number], rows[number].params, rows[number].num_generated)
+    return tokens
+
+
+def draw_together(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """What `_draw` does, for all rows at once, over sorted logits: nothing on the way is known to the host.
 
     Returns: [B] int64.
     """
-    facts = [[p.temperature, p.top_k or math.inf, p.top_p, p.min_p] for p in params]
-    draws = [_uniform(p.seed, count) for p, count in zip(params, num_generated, strict=True)]
+    params = [row.params for row in rows]
+    facts = [[p.temperature, p.top_k or math.inf, p.top_p, p.min_p, p.typical_p] for p in params]
+    draws = [_uniform(row.params.seed, row.num_generated) for row in rows]
     host = torch.tensor([[*row, draw] for row, draw in zip(facts, draws, strict=True)], dtype=torch.float64)
     if logits.device.type == "cuda":
         host = host.pin_memory()
-    temperature, top_k, top_p, min_p, draw = host.to(logits.device, non_blocking=True).T[:, :, None]
+    temperature, top_k, top_p, min_p, typical_p, draw = host.to(logits.device, non_blocking=True).T[:, :, None]
     probs, order = torch.softmax(logits / temperature.float(), dim=-1).sort(dim=-1, descending=True, stable=True)
     probs = torch.where(torch.arange(probs.shape[1], device=probs.device) < top_k, probs, 0.0)
     probs = probs / probs.sum(dim=-1, keepdim=True)
     # The likeliest is always kept.
     kept = (probs.cumsum(dim=-1) - probs < top_p) & (probs >= min_p * probs[:, :1])
-    cumulative = torch.where(kept, probs, 0.0).double().cumsum(dim=-1)
+    probs = torch.where(kept, probs, 0.0)
+    if any(p.typical_p < 1.0 for p in params):
+        probs = torch.where(typical(probs, typical_p.float()) | (typical_p == 1.0), probs, 0.0)
+    cumulative = probs.double().cumsum(dim=-1)
     at = torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True)
-    last = (kept & (probs > 0)).sum(dim=-1, keepdim=True) - 1
-    return order.gather(1, torch.minimum(at, last.clamp_min(0)))[:, 0]
+    last = torch.where(probs > 0, torch.arange(probs.shape[1], device=probs.device), 0).amax(dim=-1, keepdim=True)
+    return order.gather(1, torch.minimum(at, last))[:, 0]
 
 
 def _draw(logits: Tensor, p: SamplingParams, count: int) -> Tensor:
-    """One token from a row: temperature, then top-k, top-p over what is left, min-p against the likeliest."""
+    """One token from a row: temperature, then top-k, top-p over what is left, min-p against the likeliest, typical."""
     probs = torch.softmax(logits / p.temperature, dim=-1)
     candidates: Tensor | None = None
     if 0 < p.top_k < probs.numel():
@@ -89,6 +108,8 @@ def _draw(logits: Tensor, p: SamplingParams, count: int) -> Tensor:
         probs, candidates = _nucleus(probs, candidates, p.top_p)
     if p.min_p > 0.0:
         probs = torch.where(probs >= p.min_p * probs.max(), probs, 0.0)
+    if p.typical_p < 1.0:
+        probs = torch.where(typical(probs, p.typical_p), probs, 0.0)
     cumulative = probs.double().cumsum(0)
     at = torch.searchsorted(cumulative, _uniform(p.seed, count) * cumulative[-1], right=True)
     if int(at) == probs.numel():  # the draw was rounded up to the whole

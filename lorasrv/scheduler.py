@@ -7,8 +7,10 @@ holds in the pool is in `request_memory`. Here they are told what happens, and w
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 from adapter_store.spec import AdapterKey
+from lorasrv.beam_search import BeamGroups, Hypothesis
 from lorasrv.config import SchedulerOptions
 from lorasrv.deadlines import Deadlines
 from lorasrv.length_predictor import LengthPredictor
@@ -26,6 +28,7 @@ from lorasrv.request import (
     Request,
     RequestId,
     RequestStatus,
+    TokenLogprobs,
 )
 from lorasrv.request_memory import RequestMemory
 from lorasrv.step import ScheduledRequest, SchedulerOutput
@@ -63,11 +66,12 @@ class Scheduler:
         self.predictor = LengthPredictor()
         self.quotas = Quotas(options.adapter_limits, options.key_limits, books)
         self.policy = make_policy(options, books.costs, self.predictor, self.quotas)
-        self._lineup = Lineup(self.policy, options.max_wait_steps, self.quotas.may_run)
+        self._lineup = Lineup(self.policy, options.max_wait_steps, self._may_run)
         self._deadlines = Deadlines(options.queue_timeout_s, books.costs, self.predictor, books.clock)
         self._memory = RequestMemory(books)
+        self._beams = BeamGroups(self._memory, eos_token_ids)
         self._planner = StepPlanner(
-            options, books, self._lineup, self._memory, self.quotas, self.predictor, self.counters
+            options, books, self._lineup, self._memory, self.quotas, self.predictor, self.counters, self._beams
         )
         self._wanted: Counter[AdapterKey] = Counter()
         self._outbox: list[EngineOutput] = []
@@ -115,6 +119,9 @@ class Scheduler:
         request = Request(message, arrival_s=self._clock())
         if self._is_refused(request):
             return
+        if message.beams is not None and not self._beams.add(request):
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
+            return
         self._lineup.arrives(request)
         self.quotas.arrives(request)
         self._deadlines.watch(request)
@@ -124,16 +131,19 @@ class Scheduler:
 
     def end(self, request_id: RequestId, status: RequestStatus) -> None:
         """End a request now, aborted or stopped by its text; nothing happens if it has ended already."""
-        request = self._lineup.requests.get(request_id)
-        if request is not None:
+        if (request := self._lineup.requests.get(request_id)) is not None:
             self._finish(request, status)
 
-    def fail(self, request_id: RequestId, error: str) -> None:
+    def fail(self, request_id: RequestId, error: str, refusal: Refusal | None = None) -> None:
         """End a request with an error; nothing happens if it has ended already."""
-        request = self._lineup.requests.get(request_id)
-        if request is not None:
-            request.error = error
+        if (request := self._lineup.requests.get(request_id)) is not None:
+            request.error, request.refusal = error, refusal
             self._finish(request, RequestStatus.FINISHED_ERROR)
+
+    def swap_failed(self, request_id: RequestId) -> None:
+        """Its pages could not be kept in host memory, or not be brought back: they are computed again."""
+        if (request := self._lineup.requests.get(request_id)) is not None:
+            self._memory.lose(request)
 
     def adapter_copied(self, key: AdapterKey) -> None:
         """A copy that the step's orders asked for has filled its pages."""
@@ -142,17 +152,18 @@ class Scheduler:
             if request.adapter_key == key:
                 request.load_ends(self._clock())
 
-    def adapter_failed(self, key: AdapterKey, error: str) -> None:
+    def adapter_failed(self, key: AdapterKey, error: str, refusal: Refusal | None = None) -> None:
         """A load failed: the requests that wait for it end with the reason, nobody else notices."""
         self._tiers.failed(key)
         for request in [r for r in self._lineup.waiting.values() if r.adapter_key == key]:
-            self.fail(request.request_id, error)
+            self.fail(request.request_id, error, refusal)
 
     # Steps.
 
     def schedule(self) -> SchedulerOutput:
         """Choose the next step's tokens and take the pages they need."""
         preemptions = self.counters.preemptions
+        self._memory.note_moves()  # of a step that could not be planned to its end
         self._lineup.begin_step()
         self._tiers.begin_step()
         self._end_missed()
@@ -171,25 +182,39 @@ class Scheduler:
                 ScheduledRequest.of(r, counts[r.request_id], self._kv.page_table(r.request_id)) for r in chosen
             ),
             placements={key: self._adapters.placed(key) for key in keys},
-            page_ops=self._memory.take_ops(),
-            orders=self._tiers.take_orders(),
             num_preempted=self.counters.preemptions - preemptions,
             wake_s=self._wake_s(planned),
+            page_ops=self._memory.take_ops(),  # last: what is taken and not done would be lost
+            orders=self._tiers.take_orders(),
         )
 
-    def update_from_output(self, step: SchedulerOutput, sampled: Mapping[RequestId, int]) -> list[EngineOutput]:
-        """Append the sampled tokens and end what has ended; a request without its token has failed."""
+    def update_from_output(
+        self,
+        step: SchedulerOutput,
+        sampled: Mapping[RequestId, int],
+        logprobs: Mapping[RequestId, TokenLogprobs] = MappingProxyType({}),
+        prompt_logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
+    ) -> list[EngineOutput]:
+        """Append the sampled tokens and end what has ended; a request without its token, or without its prompt's
+        probabilities if it asks for them, has failed."""
         for share in step.scheduled:
             request = self._lineup.requests.get(share.request_id)
             if request is None:
                 continue
             self._account(request, share)
             request.num_computed_tokens += len(share.token_ids)
-            failed = share.samples and share.request_id not in sampled
-            if not failed:
-                self._kv.keep_computed(request.request_id, request.token_ids, request.num_computed_tokens)
-            if share.samples:
-                self._take_sampled(request, sampled.get(share.request_id))
+            no_token = share.samples and share.request_id not in sampled
+            if no_token or (share.prompt_rows and share.request_id not in prompt_logprobs):
+                self.fail(request.request_id, "the model's values are no numbers; the adapter's weights are too large")
+                continue
+            self._kv.keep_computed(request.request_id, request.token_ids, request.num_computed_tokens)
+            if share.prompt_rows:
+                request.prompt_logprobs += prompt_logprobs[share.request_id]
+            if share.samples and request.message.beams is not None:
+                self._beams.offer(request, logprobs[share.request_id].top)
+            elif share.samples:
+                self._append(request, sampled[share.request_id], logprobs.get(share.request_id))
+        self.counters.generated_tokens += self._beams.advance(self._take_answer)
         return self.take_outputs()
 
     def take_outputs(self) -> list[EngineOutput]:
@@ -198,11 +223,7 @@ class Scheduler:
         return outputs
 
     def check_integrity(self) -> None:
-        """Pages, pins and accounts add up with the requests that hold them.
-
-        Raises:
-            AssertionError: they do not.
-        """
+        """Pages, pins and accounts add up with the requests that hold them. Raises: AssertionError: they do not."""
         self._books.check_integrity()
         self._lineup.check_integrity()
         running, waiting = self._lineup.running, list(self._lineup.waiting.values())
@@ -213,6 +234,7 @@ class Scheduler:
         assert self._wanted == wanted, "wanted adapters differ from the requests"
         swapped = {r.request_id: r.num_swapped_pages for r in waiting if r.num_swapped_pages}
         assert dict(self._books.swap.holders()) == swapped, "swapped pages differ from the waiting requests"
+        self._beams.check_integrity(self._lineup.requests)
         assert self._kv.holders().keys() == {r.request_id for r in running}, "tables differ from those that run"
 
     def _account(self, request: Request, share: ScheduledRequest) -> None:
@@ -292,6 +314,9 @@ class Scheduler:
         request.retry_after_s = seconds
         self._finish(request, RequestStatus.FINISHED_REFUSED)
 
+    def _may_run(self, request: Request) -> bool:
+        return not self._beams.is_held(request) and self.quotas.may_run(request)
+
     def _is_wanted(self, key: AdapterKey) -> bool:
         return key in self._wanted or self._tiers.is_promised(key)
 
@@ -302,33 +327,49 @@ class Scheduler:
 
     # Ends.
 
-    def _take_sampled(self, request: Request, token: int | None) -> None:
-        if token is None:
-            self.fail(request.request_id, "the model's values are no numbers; the adapter's weights are too large")
-        else:
-            self._append(request, token)
-
-    def _append(self, request: Request, token: int) -> None:
+    def _append(self, request: Request, token: int, logprob: TokenLogprobs | None) -> None:
         request.token_ids.append(token)
+        logprobs = () if logprob is None else (logprob,)
         self.counters.generated_tokens += 1
+        if request.constraint_state is not None:
+            request.constraint_state.advance(token)
         status = self._status_after(request, token)
         if status is None:
-            self._emit(request, (token,))
+            self._emit(request, (token,), logprobs)
         else:
-            self._finish(request, status, (token,))
+            self._finish(request, status, (token,), logprobs)
+
+    def _take_answer(self, request: Request, answer: Hypothesis) -> None:
+        """Of a beam search that is over."""
+        request.token_ids[request.num_prompt_tokens :] = answer.token_ids
+        status = self._status_after(request, answer.token_ids[-1])
+        self._finish(request, status or RequestStatus.FINISHED_LENGTH, answer.token_ids)
 
     def _status_after(self, request: Request, token: int) -> RequestStatus | None:
-        sampling = request.sampling
+        sampling, state = request.sampling, request.constraint_state
+        if state is not None and state.error is not None:
+            request.error = state.error
+            return RequestStatus.FINISHED_ERROR
         if token in sampling.stop_token_ids:
             request.stop_token_id = token
             return RequestStatus.FINISHED_STOPPED
         if not sampling.ignore_eos and token in self._eos:
             return RequestStatus.FINISHED_STOPPED
+        if state is not None and state.is_over:
+            return RequestStatus.FINISHED_STOPPED
         if request.num_generated_tokens >= request.message.max_tokens:
             return RequestStatus.FINISHED_LENGTH
         return None
 
-    def _finish(self, request: Request, status: RequestStatus, new_tokens: Sequence[int] = ()) -> None:
+    def _finish(
+        self,
+        request: Request,
+        status: RequestStatus,
+        new_tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
+        if request.status.is_finished:
+            return  # with another beam of its group
         if request.request_id in self._lineup.requests:
             self._let_go(request)
         request.status = status
@@ -337,7 +378,11 @@ class Scheduler:
         reason = request.finish_reason
         assert reason is not None
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
-        self._emit(request, tuple(new_tokens))
+        self._emit(request, tuple(new_tokens), tuple(logprobs))
+        for other in self._beams.ended(request) if request.message.beams is not None else ():
+            other.error, other.refusal, other.retry_after_s = request.error, request.refusal, request.retry_after_s
+            self._finish(other, status)
+        request.constraint_state = None  # may be large, and a deadline remembers the request
 
     def _let_go(self, request: Request) -> None:
         """Of all that a live request has."""
@@ -350,5 +395,5 @@ class Scheduler:
         if request.adapter_key is not None:
             self._lose_interest(request.adapter_key)
 
-    def _emit(self, request: Request, new_tokens: tuple[int, ...]) -> None:
-        self._outbox.append(request.output(new_tokens, self._clock()))
+    def _emit(self, request: Request, new_tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> None:
+        self._outbox.append(request.output(new_tokens, self._clock(), logprobs))

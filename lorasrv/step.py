@@ -4,13 +4,17 @@ Rebuilt for every step, never memoised: adapters move and leave between steps (a
 answered with another user's adapter, vllm#47724).
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
-from lorasrv.request import Request, RequestId, SamplingParams
+from lorasrv.constraint import ConstraintState
+from lorasrv.request import Request, RequestId
+from lorasrv.sampling import SamplingParams
 from sgmv_kernels.layout import PlacedAdapter
+
+_NO_ROWS = range(0)
 
 
 class PageCopy(NamedTuple):
@@ -68,7 +72,12 @@ class AdapterOrders:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """One request's share of a step: compute `token_ids`, which stand at positions from `start` on."""
+    """One request's share of a step: compute `token_ids`, which stand at positions from `start` on.
+
+    `history`: prompt and answer so far, the scheduler's own list, to be read within the step only. `prompt_rows`: those
+    of its tokens, counted from 0, whose logits say how likely the prompt's next token is, which the request asks for.
+    `adapter_id`: the name by which the adapter was asked for; "" for the base.
+    """
 
     request_id: RequestId
     token_ids: tuple[int, ...]
@@ -78,11 +87,16 @@ class ScheduledRequest:
     samples: bool
     sampling: SamplingParams
     num_generated: int
+    history: Sequence[int] = ()
+    constraint: ConstraintState | None = None
+    prompt_rows: range = _NO_ROWS
+    adapter_id: str = ""
 
     @classmethod
     def of(cls, request: Request, count: int, page_table: tuple[int, ...]) -> "ScheduledRequest":
         """The next `count` tokens of a request."""
         start = request.num_computed_tokens
+        asked = _NO_ROWS if request.sampling.prompt_logprobs is None else request.prompt_rows(start, start + count)
         return cls(
             request_id=request.request_id,
             token_ids=tuple(request.token_ids[start : start + count]),
@@ -92,6 +106,26 @@ class ScheduledRequest:
             samples=start + count == request.num_tokens,
             sampling=request.sampling,
             num_generated=request.num_generated_tokens,
+            history=request.token_ids,
+            constraint=request.constraint_state,
+            prompt_rows=range(asked.start - start, asked.stop - start) if asked else _NO_ROWS,
+            adapter_id=request.message.adapter_id if request.adapter_key is not None else "",
+        )
+
+    @property
+    def prompt_targets(self) -> tuple[int, ...]:
+        """The prompt's tokens that follow its `prompt_rows`."""
+        first = self.start + self.prompt_rows.start + 1
+        return tuple(self.history[first : first + len(self.prompt_rows)])
+
+    def cut(self, count: int) -> "tuple[ScheduledRequest, ScheduledRequest]":
+        """Its first `count` tokens, after which nothing is sampled, and the others: to be computed in this order."""
+        asked = self.prompt_rows
+        first = range(asked.start, min(asked.stop, count)) or _NO_ROWS
+        then = range(max(asked.start - count, 0), asked.stop - count) or _NO_ROWS
+        return (
+            replace(self, token_ids=self.token_ids[:count], samples=False, prompt_rows=first),
+            replace(self, token_ids=self.token_ids[count:], start=self.start + count, prompt_rows=then),
         )
 
 
@@ -113,3 +147,7 @@ class SchedulerOutput:
     def num_tokens(self) -> int:
         """Rows to compute."""
         return sum(len(share.token_ids) for share in self.scheduled)
+
+    def only(self, shares: Sequence[ScheduledRequest]) -> "SchedulerOutput":
+        """The step with these shares. What is to be done to pages stands in the whole one."""
+        return replace(self, scheduled=tuple(shares), page_ops=(), orders=AdapterOrders())

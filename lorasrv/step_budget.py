@@ -15,17 +15,22 @@ from lorasrv.step_costs import StepCosts, StepShape
 
 MIN_CHUNK = 16
 """Tokens of prompts that every step may have: else a target that is never met would stop them for ever."""
+MAX_PROMPT_ROWS = 128
+"""Rows of prompts whose logits a step computes at most, for those who ask how likely their prompt is: a row takes 4
+bytes for each token of the vocabulary."""
 
 
 @dataclass(slots=True)
 class StepBudget:
-    """`tokens` left for all, `seats` left, `chunk` left for prompts, `reserved`: answers that are to have a token."""
+    """`tokens` left for all, `seats` left, `chunk` left for prompts, `reserved`: answers that are to have a token,
+    `prompt_rows` that may still have logits."""
 
     tokens: int
     seats: int
     chunk: int
     reserved: set[RequestId]
     counts: dict[RequestId, int] = field(default_factory=dict)
+    prompt_rows: int = MAX_PROMPT_ROWS
 
     @classmethod
     def of(
@@ -49,6 +54,10 @@ class StepBudget:
         """Whether there is a seat, and a token."""
         return self.seats > 0 and self._most(request) > 0
 
+    def lacks_rows(self, request: Request) -> bool:
+        """Whether all that it lacks are logits for its prompt: nobody behind it waits for these."""
+        return not self.prompt_rows and request.num_reusable_tokens < request.num_tokens
+
     def take(self, request: Request, share: int = 1) -> None:
         """Give a request its tokens, of a prompt at most one `share`th of what is left of the chunk."""
         count = self._most(request)
@@ -56,6 +65,7 @@ class StepBudget:
         if not is_answering(request):
             count = min(count, max(MIN_CHUNK, self.chunk // share))
             self.chunk -= count
+            self.prompt_rows -= len(_prompt_rows(request, count))
         self.tokens -= count
         self.seats -= 1
         self.counts[request.request_id] = count
@@ -64,7 +74,11 @@ class StepBudget:
         """Give a request that has its seat what is left of the chunk."""
         had = self.counts[request.request_id]
         more = min(missing(request) - had, self.chunk, self.tokens - len(self.reserved))
+        if more <= 0:
+            return
+        more = self._with_rows(request, had + more, self.prompt_rows + len(_prompt_rows(request, had))) - had
         if more > 0:
+            self.prompt_rows -= len(_prompt_rows(request, had + more)) - len(_prompt_rows(request, had))
             self.chunk -= more
             self.tokens -= more
             self.counts[request.request_id] = had + more
@@ -75,11 +89,23 @@ class StepBudget:
         if count:
             self.tokens += count
             self.seats += 1
+            # Its prompt rows are gone for this step: which they were cannot be told any more.
 
     def _most(self, request: Request) -> int:
         if is_answering(request):
             return min(1, self.tokens)
-        return min(missing(request), self.chunk, self.tokens - len(self.reserved))
+        count = min(missing(request), self.chunk, self.tokens - len(self.reserved))
+        return self._with_rows(request, count, self.prompt_rows)
+
+    def _with_rows(self, request: Request, count: int, left: int) -> int:
+        """So many tokens, or fewer: those whose prompt rows are not more than are left."""
+        rows = _prompt_rows(request, count)
+        return count if len(rows) <= left else rows.start + left - request.num_computed_tokens
+
+
+def _prompt_rows(request: Request, count: int) -> range:
+    """Those of its next tokens whose logits are asked for."""
+    return request.prompt_rows(request.num_computed_tokens, request.num_computed_tokens + count)
 
 
 def missing(request: Request) -> int:

@@ -14,6 +14,7 @@ way (`Reclaimer`), at last a running request: it is swapped to host memory or co
 from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
+from lorasrv.beam_search import BeamGroups
 from lorasrv.config import SchedulerOptions
 from lorasrv.growth import peak_growth
 from lorasrv.length_predictor import LengthPredictor
@@ -75,6 +76,7 @@ class StepPlanner:
         quotas: Quotas,
         predictor: LengthPredictor,
         counters: SchedulerCounters,
+        beams: BeamGroups,
     ) -> None:
         self._options = options
         self._books = books
@@ -85,6 +87,7 @@ class StepPlanner:
         self._quotas = quotas
         self._predictor = predictor
         self._counters = counters
+        self._beams = beams
         self._target_s = None if options.target_itl_ms is None else options.target_itl_ms / 1e3
 
     def plan(self) -> PlannedStep:
@@ -189,7 +192,7 @@ class StepPlanner:
         this.num_behind += this.blocked
         if this.num_behind >= MAX_LOOK_AHEAD:
             this.is_over = True
-        if this.is_over or not self._is_within_limits(request, this):
+        if this.is_over or self._beams.is_held(request) or not self._is_within_limits(request, this):
             return
         if key is not None and not self._adapters.is_ready(key):
             if not self._bring_near(request, key, this):
@@ -202,7 +205,7 @@ class StepPlanner:
             this.is_over = True
 
     def _start_or_block(self, request: Request, this: _Round) -> None:
-        if this.blocked:
+        if this.blocked or this.budget.lacks_rows(request):
             return
         if not this.budget.may_take(request):
             this.blocked = True
@@ -239,11 +242,12 @@ class StepPlanner:
     def _start(self, request: Request, this: _Round) -> bool:
         """Take pages for all of the request's tokens; others give way if it is due, or the policy says so."""
         while not self._try_to_start(request, this):
-            victim = self._lineup.worst_below(request)
+            victim = self._lineup.worst_below(request) or self._worst_that_rests()
             if victim is None:
                 self._start_over(request, this)
                 return False
             self._give_way(victim, this)
+        self._beams.starts(request)
         self._quotas.starts(request)
         self._lineup.starts(request)
         self._predictor.starts(request)
@@ -265,11 +269,16 @@ class StepPlanner:
         return peak_growth(everybody, self._kv.page_size)
 
     def _need(self) -> Need:
-        return Need.ADMISSION if self._lineup.running else Need.PROGRESS
+        return Need.ADMISSION if any(map(missing, self._lineup.running)) else Need.PROGRESS
+
+    def _worst_that_rests(self) -> Request | None:
+        """Who gives way if nobody gets on: beams that wait for one another run, and need no pages until all are ready.
+        An adapter that lies in pieces may leave too few for all of them."""
+        return None if any(map(missing, self._lineup.running)) else self._lineup.worst()
 
     def _pages_to_grow(self) -> int:
-        """Pages that new ones leave to those that run: one each."""
-        return len(self._lineup.running)
+        """Pages that new ones leave to those that run and get on: one each."""
+        return sum(missing(request) > 0 for request in self._lineup.running)
 
     def _pages_to_start(self, request: Request) -> int:
         return self._kv.pages_for(request.num_tokens)

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import tokenizers
@@ -19,6 +20,7 @@ class Tokenizer:
         self._backend = backend
         self.eos_token_ids = frozenset(source.eos_token_ids)
         self.bos_token_id = source.bos_token_id
+        self.named_tokens: Mapping[str, str] = dict(source.special)
         self.added_tokens: Mapping[str, bool] = {
             token.content: token.special for token in backend.get_added_tokens_decoder().values()
         }
@@ -40,8 +42,39 @@ class Tokenizer:
         Raises:
             InvalidRequest: lone surrogates, which are no text.
         """
+        return self._encode(text, add_special_tokens).ids
+
+    def least_tokens(self, text: str) -> int:
+        """As many tokens a text has at least, by its length alone; 0 where a tokenizer may leave some of it out."""
+        return -(-len(text) // longest) if (longest := self._longest_token) else 0
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        """Most characters of a text that become one token (of which each is a byte or more); None: any number."""
+        normalizer = self._backend.normalizer
+        # NFC joins up to four characters, and nothing is left out.
+        kind = None if normalizer is None else json.loads(normalizer.__getstate__()).get("type")
+        strips = any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
+        if strips or kind not in (None, "NFC"):
+            return None
+        return (4 if kind else 1) * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
+        """Ids of a text, and the character at which each of them begins; one that was added begins with the next.
+
+        Raises: as `encode`.
+        """
+        encoding = self._encode(text, add_special_tokens)
+        offsets: list[int] = []
+        begin = len(text)
+        for (first, last), special in zip(encoding.offsets[::-1], encoding.special_tokens_mask[::-1], strict=True):
+            begin = begin if special and first == last else first
+            offsets.append(begin)
+        return encoding.ids, offsets[::-1]
+
+    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode(text, add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):  # which of them is up to the version of the library
             raise InvalidRequest("prompt has a lone surrogate (U+D800 to U+DFFF): not text", param="prompt") from None
 

@@ -1,6 +1,8 @@
-"""Seeds and tolerances for every test; Triton's interpreter where there is no GPU."""
+"""Seeds, tolerances and signals for every test; Triton's interpreter where there is no GPU."""
 
 import os
+import signal
+import threading
 
 import pytest
 import torch
@@ -8,6 +10,10 @@ import torch
 if not torch.cuda.is_available():
     # Triton reads it once, when it is imported: by peft, if not by the kernels.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+    # Started in the background by a shell: what is interrupted in tests, and what they start, would never hear of it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 TOLERANCES = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.bfloat16: {"rtol": 2e-2, "atol": 2e-2}}
 

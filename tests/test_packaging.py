@@ -29,7 +29,7 @@ def test_every_module_and_data_file_is_inside(wheel_names: set[str]) -> None:
     wanted = {
         path.relative_to(ROOT).as_posix()
         for package in PACKAGES
-        for pattern in ("*.py", "py.typed", "*.toml")
+        for pattern in ("*.py", "py.typed", "*.toml", "*.html", "*.css", "*.js", "*.svg")
         for path in (ROOT / package).rglob(pattern)
     }
     assert wanted <= wheel_names

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 _Number = TypeVar("_Number", int, float)
 
+_KEYS = ("--key", "--api-key")
 SLO_NAMES = ("ttft", "tpot", "e2e")
 _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -56,9 +57,10 @@ def service_bounds(text: str) -> dict[str, float]:
 
 
 def hidden_key(words: Sequence[str]) -> list[str]:
-    """A command line without the key in it."""
-    hidden = [f"--key={'***'}" if word.startswith("--key=") else word for word in words]
-    return ["***" if before == "--key" else word for before, word in zip(["", *hidden], hidden, strict=False)]
+    """A command line without the keys in it."""
+    parts = [(word, word.partition("=")) for word in words]
+    hidden = [f"{option}=***" if equals and option in _KEYS else word for word, (option, equals, _) in parts]
+    return ["***" if before in _KEYS else word for before, word in zip(["", *hidden], hidden, strict=False)]
 
 
 def spelled(bounds: Mapping[str, float]) -> str:

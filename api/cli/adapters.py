@@ -1,5 +1,6 @@
 """upload, list, show, rm: adapters of a running server."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -8,8 +9,10 @@ import typer
 from adapter_store.adapter_dir import open_adapter_dir
 from adapter_store.peft_dir import PeftDir
 from api.address import DEFAULT_SERVER
+from api.cli.completion import complete_adapter_ids
 from api.cli.console import CliError, ExitCode, note, out, print_json, progress, say, short_digest
 from api.cli.options import JsonOption, ServerOption, connected
+from api.cli.stats import stats_lines
 from lorasrv.config import BUILTIN_MODEL
 
 DirectoryArgument = Annotated[
@@ -18,7 +21,7 @@ DirectoryArgument = Annotated[
 PartialOption = Annotated[
     bool, typer.Option("--allow-partial", help="Take it though modules that its config names have no tensors.")
 ]
-IdArgument = Annotated[str, typer.Argument(metavar="ID", help="Adapter id.")]
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="Adapter id.", autocompletion=complete_adapter_ids)]
 
 
 def upload(
@@ -90,14 +93,22 @@ def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = F
 
 
 def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
-    """One adapter: its versions, its aliases and the report of the current version."""
+    """One adapter: its versions, its aliases, the report of the current version, what it was asked and what it cost."""
     with connected(server) as client:
-        adapter = client.adapter(adapter_id)
+        stats = client.stats(adapter_id)
+        adapter = client.adapter(adapter_id) if stats["versions"] else None
     if as_json:
-        print_json(adapter)
+        print_json({**(adapter or {}), "stats": stats})
+        return
+    if adapter is None:
+        for line in (f"{stats['id']}, the base", *stats_lines(stats)):
+            say(line)
         return
     say(f"{adapter['id']}@{adapter['version']}  {adapter['digest']}")
     for line in report_lines(adapter["report"]):
+        say(f"  {line}")
+    say(f"  tier {adapter['tier'] or 'unknown'}, asked {adapter['traffic']['requests']} times since the start")
+    for line in stats_lines(stats):
         say(f"  {line}")
     say(f"  {limits_line(adapter['limits'])}")
     for version in adapter["versions"]:
@@ -105,23 +116,38 @@ def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json:
         say(f"  version {version['version']}: {short_digest(version['digest'])}, {size(version['bytes'])}{corrupt}")
     for alias, target in adapter["aliases"].items():
         say(f"  {adapter['id']}:{alias} -> {target_text(adapter['id'], target)}")
+    say(f"  {verdict_line(adapter['verified'])}")
 
 
 def rm(
-    reference: Annotated[str, typer.Argument(metavar="ID[@VERSION]", help="An id, or one version of it.")],
-    force: Annotated[bool, typer.Option("--force", help="Also if an alias names it; the alias goes, too.")] = False,
+    reference: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID[@VERSION]", help="An id, or one version of it.", autocompletion=complete_adapter_ids
+        ),
+    ],
+    force: Annotated[
+        bool, typer.Option("--force", help="Whatever is in the way: aliases of it go, its requests end with an error.")
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(min=0, max=60, metavar="SECONDS", help="Wait so long for its requests to end.")
+    ] = 0.0,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """Remove an adapter, or one version; running requests finish on what they started with."""
     with connected(server) as client:
-        done = client.delete(reference, force=force)
+        done = client.delete(reference, force=force, wait_s=wait)
     if as_json:
         print_json(done)
         return
-    say(f"removed {reference} ({done['versions_removed']} version{'s' if done['versions_removed'] != 1 else ''})")
+    say(f"removed {reference} ({_count(done['versions_removed'], 'version')})")
     for alias in done["aliases_removed"]:
         say(f"removed {reference.partition('@')[0]}:{alias}")
+    if done["requests_ended"]:
+        say(f"ended {_count(done['requests_ended'], 'request')}")
+    if done["requests_running"]:
+        note(f"{_count(done['requests_running'], 'request')} still on it")
 
 
 def found_lines(peft: PeftDir) -> list[str]:
@@ -159,6 +185,18 @@ def limits_line(limits: dict[str, Any]) -> str:
     return ", ".join(shown) or "no limits of its own"
 
 
+def verdict_line(verdict: dict[str, Any] | None) -> str:
+    """What the last verification of the current version came to, for people."""
+    if verdict is None:
+        return "never verified (lorasrv verify)"
+    when = datetime.fromtimestamp(verdict["created"], UTC)
+    error = verdict["adapter_error"]
+    return (
+        f"verified {when:%Y-%m-%d %H:%M} UTC: {verdict['verdict']}, logits off by at most {error['max_abs']:.3g}, "
+        f"{error['mean_abs']:.3g} on average"
+    )
+
+
 def target_text(adapter_id: str, target: int | dict[str, float]) -> str:
     """What an alias points to, for people: `mia@3`, or `mia@3 90 %, mia@4 10 %`."""
     if isinstance(target, int):
@@ -174,6 +212,10 @@ def size(num_bytes: int) -> str:
             return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
 
 
 def _range(low: object, high: object) -> str:

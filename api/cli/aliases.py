@@ -8,6 +8,7 @@ from adapter_store.aliases import AliasTarget, check_shares, target_to_json
 from adapter_store.errors import InvalidAlias
 from api.address import DEFAULT_SERVER
 from api.cli.adapters import IdArgument, target_text
+from api.cli.completion import complete_adapter_ids
 from api.cli.console import CliError, ExitCode, print_json, print_table, say
 from api.cli.options import JsonOption, ServerOption, connected
 
@@ -15,7 +16,12 @@ MAX_VERSION = 2**63 - 1
 
 
 def alias(
-    name: Annotated[str, typer.Argument(metavar="ID[:NAME]", help="An alias; an id alone: all its aliases.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID[:NAME]", help="An alias; an id alone: all its aliases.", autocompletion=complete_adapter_ids
+        ),
+    ],
     versions: Annotated[
         list[str] | None,
         typer.Argument(metavar="VERSION", help="Point it to a version (3), or split it between two (3=0.9 4=0.1)."),

@@ -69,7 +69,7 @@ def bench(
     url: Annotated[
         str | None, _option("An OpenAI-compatible server that runs. [default: starts lorasrv serve]", _WHERE)
     ] = None,
-    key: Annotated[str | None, _option("Its API key.", _WHERE, envvar="LORASRV_API_KEY")] = None,
+    key: Annotated[str | None, _option("Its API key.", _WHERE, "--api-key", "--key", envvar="LORASRV_API_KEY")] = None,
     rank: Annotated[
         int, typer.Option(min=1, max=MAX_RANK, help="Of adapters that are made.", rich_help_panel=_WHERE)
     ] = 16,

@@ -3,6 +3,7 @@ command goes on where it was stopped; what is refused is told at the end, and th
 """
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any
 
 from adapter_store.adapter_dir import open_adapter_dir
 from adapter_store.errors import AdapterInvalid, InvalidAdapterId, show
-from adapter_store.peft_dir import CONFIG_NAME, PICKLES, WEIGHTS_NAME
+from adapter_store.peft_dir import CONFIG_NAME, MLX_WEIGHTS_NAME, PICKLES, WEIGHTS_NAME
 from adapter_store.references import VERBS, check_adapter_id, suggest_id
 from adapter_store.spec import BaseShapes
 from adapter_store.validate import check_files
@@ -22,9 +23,11 @@ from api.client import Client, Refused, ServerUnreachable, problem_line
 from lorasrv.config import MemoryOptions
 
 PARALLEL = 4
+MAX_PATIENCE_S = 120.0
+MIN_PAUSE_S = 0.5
 MAX_DEPTH = 8
 SHOWN_NAMES = 20
-MARKS = (CONFIG_NAME, WEIGHTS_NAME, "adapters.safetensors", PICKLES[0])
+MARKS = (CONFIG_NAME, WEIGHTS_NAME, MLX_WEIGHTS_NAME, PICKLES[0])
 """A folder with one of these is an adapter, if perhaps one that is refused; what lies below it is its own affair."""
 
 
@@ -179,8 +182,8 @@ class _Meter:
 
 def _weights_bytes(folder: Path) -> int:
     """At least 1: a folder without weights counts too."""
-    file = folder / WEIGHTS_NAME
-    return max(1, file.stat().st_size if file.is_file() else 0)
+    files = (folder / name for name in (WEIGHTS_NAME, MLX_WEIGHTS_NAME))
+    return max([1, *(file.stat().st_size for file in files if file.is_file())])
 
 
 def _each(found: Sequence[Found], work: Callable[[Found], Outcome]) -> Iterator[Outcome]:
@@ -205,12 +208,31 @@ def _send(client: Client, one: Found, if_not_exists: bool, meter: _Meter) -> Out
 
     try:
         with open_adapter_dir(one.folder) as peft:
-            done = client.upload(peft, one.adapter_id, if_not_exists=if_not_exists, send_always=False, progress=tell)
+            done = _patiently(
+                lambda: client.upload(
+                    peft, one.adapter_id, if_not_exists=if_not_exists, send_always=False, progress=tell
+                )
+            )
     except (AdapterInvalid, Refused, OSError) as error:
         return Outcome(one, {}, _reasons(error))
     finally:
         meter.sent(one)
     return Outcome(one, done)
+
+
+def _patiently(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Again while the server is busy and says for how long, up to `MAX_PATIENCE_S` in all. Raises: Refused."""
+    waited = 0.0
+    while True:
+        try:
+            return work()
+        except Refused as error:
+            # At least a while each time, so that a server that says 0 for ever is not asked for ever.
+            pause = max(MIN_PAUSE_S, error.retry_after_s or 0.0)
+            if error.retry_after_s is None or waited + pause > MAX_PATIENCE_S:
+                raise
+            time.sleep(pause)
+            waited += pause
 
 
 def _checked(one: Found, base: BaseShapes) -> Outcome:

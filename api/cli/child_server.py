@@ -1,6 +1,7 @@
 """`lorasrv serve` as a process of its own, as a user would start it, for commands that need a server for a while."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -8,7 +9,9 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from api.address import DEFAULT_SERVER
 from api.cli.console import CliError, note
+from api.cli.options import client_key
 
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 20.0
@@ -20,7 +23,12 @@ def running_server(options: Sequence[str]) -> Iterator[str]:
     # -P: a folder named api in the working directory must not be taken for ours.
     command = [sys.executable, "-P", "-c", "from api.cli.main import main; main()", "serve"]
     place = ["--host", "127.0.0.1", "--port", "0", "--json"]
-    process = subprocess.Popen([*command, *options, *place], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    key = client_key(DEFAULT_SERVER)
+    # The key that commands will show it, wherever they have it from.
+    environment = {**os.environ, **({} if key is None else {"LORASRV_API_KEY": key})}
+    process = subprocess.Popen(
+        [*command, *options, *place], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
     relay = threading.Thread(target=_relay, args=(process,))
     relay.start()
     try:

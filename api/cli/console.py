@@ -20,6 +20,7 @@ class ExitCode(IntEnum):
     REFUSED = 1
     USAGE = 2
     UNREACHABLE = 3
+    INTERRUPTED = 130
 
 
 class CliError(Exception):
@@ -60,20 +61,38 @@ def note(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Aligned on a terminal; elsewhere a tab between cells."""
+def stdin_text() -> str:
+    """All of stdin. Raises: CliError: it is no UTF-8."""
+    return "".join(stdin_lines())
+
+
+def stdin_lines() -> Iterator[str]:
+    """Lines of stdin as they come, with their ends. Raises: CliError: one is no UTF-8."""
+    try:
+        for line in sys.stdin:
+            # Python lets bytes that are no text through as halves of characters, depending on the locale.
+            line.encode("utf-8")
+            yield line
+    except UnicodeError:
+        raise CliError("stdin: the text is not UTF-8; convert it first", code=ExitCode.USAGE) from None
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> None:
+    """Aligned on a terminal, `numbers` to the right behind the first column; elsewhere a tab between cells."""
     console = out()
     if not console.is_terminal:
         for row in (titles, *rows):
             say("\t".join(row))
         return
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(box=None)
     for number, title in enumerate(titles):
-        table.add_column(title, justify="right" if number else "left")
+        table.add_column(title, justify="right" if number and numbers else "left", overflow="fold")
     for row in rows:
-        table.add_row(*row)
+        # As they are: a bracket would be markup.
+        table.add_row(*(Text(cell) for cell in row))
     console.print(table)
 
 

@@ -1,47 +1,157 @@
 """Entry point of the `lorasrv` command. Subcommands import what they need when they run: `--help` stays fast."""
 
+import contextlib
 import os
 import sys
-from typing import NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from adapter_store.errors import AdapterError, AdapterInvalid
-from api.cli import adapters, aliases, bench, check, demo, limits, plan, pool, quantize, serve, store, talk, verify
+from api.cli import (
+    adapters,
+    aliases,
+    batch,
+    bench,
+    chat,
+    check,
+    config,
+    demo,
+    doctor,
+    keys,
+    limits,
+    plan,
+    pool,
+    quantize,
+    serve,
+    store,
+    talk,
+    top,
+    verify,
+    watermark,
+)
 from api.cli.console import CliError, ExitCode, note
-from api.cli.options import spread
+from api.cli.options import ServerDefaults, spread, taking_key
 from lorasrv import __version__
 from lorasrv.errors import ConfigError, LorasrvError
 
+EXIT_CODES = (
+    "Exit codes: 0 done, 1 refused (the reason is on stderr), 2 wrong usage, 3 server unreachable, 130 interrupted."
+)
+# Of all that goes wrong while arguments are read; typer has no public name for it.
+_UsageError: Any = typer.BadParameter.__mro__[1]
+
+
+class _Interrupted(Exception):
+    """Ctrl-C. typer would end by itself, with words of its own."""
+
+
+class _PipeClosed(Exception):
+    """Whoever read our output has seen enough."""
+
+
+class _Group(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise _Interrupted from None
+        except BrokenPipeError:
+            raise _PipeClosed from None
+
+
 app = typer.Typer(
     name="lorasrv",
+    cls=_Group,
     help="One base model, many LoRA adapters, every request in one batch.",
+    epilog=EXIT_CODES,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("serve")(serve.serve)
-app.command("upload")(adapters.upload)
-app.command("list")(adapters.list_adapters)
-app.command("show")(adapters.show)
-app.command("rm")(adapters.rm)
-app.command("alias")(aliases.alias)
-app.command("rollback")(aliases.rollback)
-app.command("warm")(pool.warm)
-app.command("pin")(pool.pin)
-app.command("unpin")(pool.unpin)
-app.command("limit")(limits.limit)
-app.command("verify")(verify.verify)
-app.command("pool")(pool.pool)
-app.command("chat")(talk.chat)
-app.command("generate")(talk.generate)
-app.command("check")(check.check)
-app.command("bench")(bench.bench)
-app.command("plan")(plan.plan)
-app.command("quantize")(quantize.quantize)
-app.command("demo")(demo.demo)
+
+
+def _command(name: str, function: Callable[..., None], *examples: str, of: typer.Typer = app) -> None:
+    """Add a subcommand; every one comes with examples."""
+    # A paragraph each, and no markup: a bracket would be some.
+    shown = [f"Example: {example}".replace("[", r"\[") for example in examples]
+    of.command(name, epilog="\n\n".join(shown))(taking_key(function))
+
+
+_command(
+    "serve",
+    serve.serve,
+    "lorasrv serve --pool-bytes 2GiB --lora-modules mia=./mia",
+    "LORASRV_PORT=9000 lorasrv serve --model ./Llama-3.2-1B",
+)
+_command(
+    "upload",
+    adapters.upload,
+    "lorasrv upload ./mia --id mia --alias prod",
+    "lorasrv upload ./adapters --all --slugify",
+)
+_command("list", adapters.list_adapters, "lorasrv list --json")
+_command("show", adapters.show, "lorasrv show mia")
+_command("rm", adapters.rm, "lorasrv rm mia@2")
+_command("alias", aliases.alias, "lorasrv alias mia:prod 3", "lorasrv alias mia:prod 3=0.9 4=0.1")
+_command("rollback", aliases.rollback, "lorasrv rollback mia --to 2")
+_command("warm", pool.warm, "lorasrv warm mia --deadline-ms 2000")
+_command("pin", pool.pin, "lorasrv pin mia@3")
+_command("unpin", pool.unpin, "lorasrv unpin mia@3")
+_command("limit", limits.limit, "lorasrv limit mia --max-running 4 --tokens-per-s 200")
+_command("verify", verify.verify, "lorasrv verify mia --prompts prompts.txt")
+_command("pool", pool.pool, "lorasrv pool")
+_command("top", top.top, "lorasrv top --interval 1", "lorasrv top --once --json")
+_command("chat", chat.chat, "lorasrv chat mia --system 'You are a pirate.'", "lorasrv chat mia < questions.txt")
+_command(
+    "generate",
+    talk.generate,
+    "lorasrv generate 'Name three rivers.' --adapter mia --temperature 0",
+    "lorasrv generate - --json-schema city.json --json < prompt.txt",
+)
+_command("check", check.check, "lorasrv check ./mia --model ./Llama-3.2-1B")
+_command(
+    "bench",
+    bench.bench,
+    "lorasrv bench --adapters 0,16 --concurrency 1,16",
+    "lorasrv bench --url http://127.0.0.1:8000",
+)
+_command("plan", plan.plan, "lorasrv plan --trace traffic.jsonl --pool-bytes 4GiB")
+_command(
+    "quantize",
+    quantize.quantize,
+    "lorasrv quantize llama-int4.safetensors --model ./Llama-3.2-1B",
+)
+_command("doctor", doctor.doctor, "lorasrv doctor", "lorasrv doctor --model ./Llama-3.2-1B --rank 32")
+_command(
+    "batch",
+    batch.batch,
+    "lorasrv batch questions.jsonl answers.jsonl",
+    "lorasrv batch questions.jsonl answers.jsonl --model smollm2-135m --store ./adapters",
+)
+_command("demo", demo.demo, "lorasrv demo")
+_command("gc", store.gc, "lorasrv store gc --older-than 7d", of=store.app)
+_command("fsck", store.fsck, "lorasrv store fsck --store ./store", of=store.app)
+_command("export", store.export, "lorasrv store export backup.tar", of=store.app)
+_command("import", store.import_, "lorasrv store import backup.tar --store ./new", of=store.app)
+_command(
+    "create",
+    keys.create,
+    "lorasrv key create --name alice --adapters 'alice-*' --rpm 60",
+    "lorasrv key create --scope admin --expires-in 30d --json",
+    of=keys.app,
+)
+_command("list", keys.list_keys, "lorasrv key list", of=keys.app)
+_command("revoke", keys.revoke, "lorasrv key revoke alice", of=keys.app)
+_command("show", config.show, "lorasrv config show --origin", of=config.app)
+_command("init", config.init, "lorasrv config init > ~/.config/lorasrv/config.toml", of=config.app)
+_command("detect", watermark.detect_watermark, "lorasrv watermark detect --text answer.txt", of=watermark.app)
 app.add_typer(store.app, name="store")
+app.add_typer(keys.app, name="key")
+app.add_typer(config.app, name="config")
+app.add_typer(watermark.app, name="watermark")
 
 
 def _version(wanted: bool) -> None:
@@ -51,42 +161,72 @@ def _version(wanted: bool) -> None:
 
 
 @app.callback()
-def _root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print it.")) -> None:
-    """Options that stand before the subcommand."""
+def _root(
+    ctx: typer.Context,
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print it."),
+) -> None:
+    """One base model, many LoRA adapters, every request in one batch."""
+    ctx.default_map = ServerDefaults()
 
 
 def main() -> NoReturn:
     """Run the command; whatever goes wrong becomes one clear line and an exit code."""
     try:
-        app(args=spread(sys.argv[1:]))
+        code = _run()
+        sys.stdout.flush()
+    except (_PipeClosed, BrokenPipeError):
+        # Python would complain once more when it flushes at exit.
+        with contextlib.suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = ExitCode.DONE
+    sys.exit(code)
+
+
+def _run() -> int:
+    try:
+        # The code of typer.Exit, else what the command returned: None.
+        return app(args=spread(sys.argv[1:]), prog_name="lorasrv", standalone_mode=False) or ExitCode.DONE
     except CliError as error:
-        _end(str(error), error.details, error.code)
+        return _say(str(error), error.details, error.code)
     except AdapterInvalid as error:
-        _end("the adapter is refused", [_problem(p.field, p.message, p.code) for p in error.problems])
+        return _say("the adapter is refused", [_problem(p.field, p.message, p.code) for p in error.problems])
     except ConfigError as error:
-        _end(str(error), code=ExitCode.USAGE)
+        return _say(str(error), code=ExitCode.USAGE)
     except (LorasrvError, AdapterError) as error:
-        _end(str(error))
-    except KeyboardInterrupt:
-        _end("interrupted", code=ExitCode.REFUSED)
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; Python would complain once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _say(str(error))
+    except (_Interrupted, KeyboardInterrupt, typer.Abort):
+        return ExitCode.INTERRUPTED
+    except (_PipeClosed, BrokenPipeError):
+        raise
+    except _UsageError as error:
+        return _wrong_usage(error)
     except OSError as error:
-        _end(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
+        return _say(f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}")
     except Exception as error:
         if os.environ.get("LORASRV_TRACEBACK"):
             raise
-        _end(f"unexpected {type(error).__name__}: {error}", ["LORASRV_TRACEBACK=1 shows where; please report it"])
-    sys.exit(ExitCode.DONE)
+        return _say(
+            f"unexpected {type(error).__name__}: {error}", ["LORASRV_TRACEBACK=1 shows where; please report it"]
+        )
+
+
+def _wrong_usage(error: Any) -> int:
+    if type(error).__name__ == "NoArgsIsHelpError":
+        error.show()  # the help, which typer has put into the message or prints itself
+        return ExitCode.USAGE
+    command = error.ctx.command_path if error.ctx is not None else "lorasrv"
+    message = error.format_message()
+    stop = "" if message.endswith((".", "?")) else "."
+    return _say(f"{message[0].lower()}{message[1:]}{stop} See: {command} --help", code=ExitCode.USAGE)
 
 
 def _problem(field: str, message: str, code: str) -> str:
     return f"{field + ': ' if field else ''}{message} ({code})"
 
 
-def _end(message: str, details: list[str] | None = None, code: ExitCode = ExitCode.REFUSED) -> NoReturn:
-    note(f"lorasrv: {message}")
-    for line in details or []:
-        note(f"  {line}")
-    sys.exit(code)
+def _say(message: str, details: list[str] | None = None, code: ExitCode = ExitCode.REFUSED) -> int:
+    with contextlib.suppress(BrokenPipeError):
+        note(f"lorasrv: {message}")
+        for line in details or []:
+            note(f"  {line}")
+    return code

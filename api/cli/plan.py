@@ -60,7 +60,8 @@ def plan(
     max_num_batched_tokens: Annotated[int | None, _option("As of serve. [default: 512]", _SERVER)] = None,
     target_itl_ms: Annotated[float | None, _option("What a step should take at most. [default: 250]", _SERVER)] = None,
     rank: Annotated[
-        int, typer.Option(min=1, max=MAX_RANK, help="Of adapters of unknown size.", rich_help_panel=_SERVER)
+        int,
+        typer.Option(min=1, max=MAX_RANK, metavar="R", help="Of adapters of unknown size.", rich_help_panel=_SERVER),
     ] = DEFAULT_RANK,
     store: Annotated[Path | None, _option("Folder that knows the adapters' true sizes.", _SERVER)] = None,
     recalibrate: Annotated[

@@ -7,6 +7,7 @@ import typer
 
 from api.address import DEFAULT_SERVER
 from api.cli.adapters import size
+from api.cli.completion import complete_adapter_ids
 from api.cli.console import CliError, out, print_json, say, short_digest
 from api.cli.options import JsonOption, ServerOption, connected
 
@@ -17,7 +18,12 @@ if TYPE_CHECKING:
 PARTS = {"kv": "cyan", "prefix": "blue", "adapters": "magenta", "free": "bright_black"}
 BAR_CHARS = 60
 
-Reference = Annotated[str, typer.Argument(metavar="ID[@VERSION]", help="An adapter, or one version of it.")]
+Reference = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID[@VERSION]", help="An adapter, or one version of it.", autocompletion=complete_adapter_ids
+    ),
+]
 
 
 def warm(

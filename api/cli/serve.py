@@ -1,26 +1,39 @@
 """serve: options to settings, settings to a server."""
 
-import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from api.cli.console import CliError, ExitCode, print_json, progress, say
-from api.cli.options import JsonOption
+from api.cli.console import CliError, ExitCode, note, print_json, progress, say
+from api.cli.options import ConfigOption, JsonOption
+from lorasrv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pydantic import ValidationError
-
     from api.server import Ready
 
 _MODEL, _MEMORY, _STEP, _LIMITS, _NET, _TRACE = "Model", "Memory", "Scheduling", "Limits", "Network", "Recording"
 _ADAPTERS = "Adapters"
+_WATERMARK = "Watermark"
+_ENDS = "Faults and ends"
+_SEEING = "Seeing"
 
 
 def _text(text: str, panel: str) -> Any:
     # A bracket would be markup.
     return typer.Option(help=text.replace("[", r"\["), rich_help_panel=panel, show_default=False)
+
+
+def _switch(name: str, text: str, panel: str = "", *, hidden: bool = False) -> Any:
+    return typer.Option(f"--{name}", help=text, rich_help_panel=panel or None, show_default=False, hidden=hidden)
+
+
+def _opposite(name: str) -> Any:
+    """Undoes what a file or the environment says. Not in the help, whose columns would not hold both."""
+    return _switch(name, "The opposite.", hidden=True)
+
+
+_SWITCHES = ("accept_base_change", "enable_prefix_caching", "early_abort", "insecure", "testing", "log_prompts")
 
 
 def serve(
@@ -66,12 +79,13 @@ def serve(
     ] = None,
     accept_base_change: Annotated[
         bool,
-        typer.Option(
-            "--accept-base-change",
-            help="The store was filled for another base: check every adapter against this one.",
-            rich_help_panel=_ADAPTERS,
+        _switch(
+            "accept-base-change",
+            "The store was filled for another base: check every adapter against this one.",
+            _ADAPTERS,
         ),
     ] = False,
+    no_accept_base_change: Annotated[bool, _opposite("no-accept-base-change")] = False,
     kv_dtype: Annotated[str | None, _text("Of the KV cache: auto, bfloat16 or float32.", _MEMORY)] = None,
     pool_bytes: Annotated[
         str | None, _text("Memory of KV and adapters, e.g. 2GiB. [default: a quarter of what is free]", _MEMORY)
@@ -81,9 +95,9 @@ def serve(
         str | None, _text("Host memory for preempted requests; 0 for none. [default: 256MiB]", _MEMORY)
     ] = None,
     no_enable_prefix_caching: Annotated[
-        bool,
-        typer.Option("--no-enable-prefix-caching", help="Compute every prompt anew.", rich_help_panel=_MEMORY),
+        bool, _switch("no-enable-prefix-caching", "Compute every prompt anew.", _MEMORY)
     ] = False,
+    enable_prefix_caching: Annotated[bool, _opposite("enable-prefix-caching")] = False,
     adapter_pool_fraction: Annotated[
         float | None, _text("Split the pool for good, this share for adapters. [default: shared]", _MEMORY)
     ] = None,
@@ -103,12 +117,13 @@ def serve(
     queue_timeout_s: Annotated[
         float | None, _text("Longest wait of a request for its first step. [default: for ever]", _STEP)
     ] = None,
-    early_abort: Annotated[
-        bool,
-        typer.Option("--early-abort", help="Refuse what would miss its deadline.", rich_help_panel=_STEP),
-    ] = False,
+    early_abort: Annotated[bool, _switch("early-abort", "Refuse what would miss its deadline.", _STEP)] = False,
+    no_early_abort: Annotated[bool, _opposite("no-early-abort")] = False,
     max_queued: Annotated[
-        int | None, _text("Most requests in the server; more are refused. [default: 4096]", _LIMITS)
+        int | None, _text("Most requests that wait for their first step. [default: 4096]", _LIMITS)
+    ] = None,
+    max_queued_tokens: Annotated[
+        int | None, _text("Most tokens of prompts that are not computed yet. [default: 1048576]", _LIMITS)
     ] = None,
     max_running_per_adapter: Annotated[
         int | None, _text("Most requests of an adapter in a step. [default: no limit]", _LIMITS)
@@ -139,37 +154,97 @@ def serve(
     allowed_origins: Annotated[
         list[str] | None, _text("Origins whose web pages may use the server; may be repeated.", _NET)
     ] = None,
-    insecure: Annotated[
-        bool, typer.Option("--insecure", help="Serve other machines without keys.", rich_help_panel=_NET)
+    api_key: Annotated[
+        str | None,
+        _text("A key that may do everything, besides those of lorasrv key; better set as LORASRV_API_KEY.", _NET),
+    ] = None,
+    insecure: Annotated[bool, _switch("insecure", "Serve other machines even without keys.", _NET)] = False,
+    no_insecure: Annotated[bool, _opposite("no-insecure")] = False,
+    max_connections: Annotated[int | None, _text("Most connections at a time. [default: 2048]", _NET)] = None,
+    header_timeout_s: Annotated[
+        float | None, _text("Longest time for a request's headers to come. [default: 10]", _NET)
+    ] = None,
+    body_timeout_s: Annotated[
+        float | None, _text("Longest time for a body with less than 1 KiB/s. [default: 30]", _NET)
+    ] = None,
+    write_timeout_s: Annotated[
+        float | None, _text("Longest time for a client that does not read its answer. [default: 60]", _NET)
+    ] = None,
+    keep_alive_s: Annotated[
+        float | None, _text("Longest time between two requests of a connection. [default: 30]", _NET)
+    ] = None,
+    watermark_gamma: Annotated[
+        float | None, _text("Share of tokens that are green for watermark: true. [default: 0.5]", _WATERMARK)
+    ] = None,
+    watermark_delta: Annotated[
+        float | None, _text("What a green token's logit gets more. [default: 2]", _WATERMARK)
+    ] = None,
+    watermark_key: Annotated[
+        int | None,
+        _text("Whoever knows it can find the mark; better set as LORASRV_WATERMARK_KEY. [default: TGI's]", _WATERMARK),
+    ] = None,
+    watchdog_s: Annotated[
+        float | None, _text("End with an error if a step takes longer than this; 0: never. [default: 60]", _ENDS)
+    ] = None,
+    drain_s: Annotated[
+        float | None, _text("How long requests may go on when the server is told to end. [default: 25]", _ENDS)
+    ] = None,
+    inject_faults: Annotated[
+        str | None, _text("Fail on purpose, e.g. slow-disk:200ms,step-raises@50. Needs --testing.", _ENDS)
+    ] = None,
+    testing: Annotated[bool, _switch("testing", "This server is for tests: it may fail on purpose.", _ENDS)] = False,
+    no_testing: Annotated[bool, _opposite("no-testing")] = False,
+    log_format: Annotated[
+        str | None, _text("Of the lines on stderr: json, text, or auto: text in a terminal. [default: auto]", _SEEING)
+    ] = None,
+    log_level: Annotated[
+        str | None, _text("debug, info, warning or error; info has a line a request. [default: info]", _SEEING)
+    ] = None,
+    log_prompts: Annotated[
+        bool, _switch("log-prompts", "Put the beginnings of prompts and answers into these lines.", _SEEING)
     ] = False,
+    no_log_prompts: Annotated[bool, _opposite("no-log-prompts")] = False,
+    metrics_compat: Annotated[
+        str | None, _text("vllm: figures in /metrics also under vLLM's names. [default: ours only]", _SEEING)
+    ] = None,
+    metrics_adapters: Annotated[
+        int | None, _text("Adapters with figures of their own in /metrics, the busiest. [default: 50]", _SEEING)
+    ] = None,
+    otlp_endpoint: Annotated[
+        str | None, _text("Send OpenTelemetry spans there, e.g. http://collector:4318. [default: none]", _SEEING)
+    ] = None,
     profile: Annotated[
         Path | None, _text("Write where the time of steps went to this JSON file, at the end.", _TRACE)
     ] = None,
     record_trace: Annotated[
         Path | None, _text("Append a line for each request that ends, for lorasrv plan.", _TRACE)
     ] = None,
+    config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Serve a base model and its adapters. Every option can also be set as LORASRV_NAME in the environment."""
-    given = {name: value for name, value in locals().items() if name != "as_json"}
-    # By identity: 0 equals False, and --port 0 is an answer.
-    options = {name: value for name, value in given.items() if value is not None and value is not False}
-    if options.pop("no_enable_prefix_caching", False):
-        options["enable_prefix_caching"] = False
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    from pydantic import ValidationError
+    """Serve a base model and its adapters.
 
+    Every option can also be set as LORASRV_NAME in the environment, or in a TOML file: lorasrv config init writes one.
+    """
+    given = {name: value for name, value in locals().items() if name not in ("config", "as_json")}
+    switches = _switched(given)
+    flags = {name: value for name, value in given.items() if value is not None and value != []} | switches
+    from api.logs import written
     from api.lora_modules import ModulesRefused
     from api.server import run
-    from api.settings import ServerSettings
+    from api.settings_sources import Sources, unknown_variables
 
+    for line in unknown_variables():
+        note(f"warning: {line}")
+    sources = Sources.gather(flags, config)
+    settings = sources.settings()
+    if settings.inject_faults:
+        note(f"WARNING: this server fails on purpose: {settings.inject_faults}")
     try:
-        settings = ServerSettings(**options)
-    except ValidationError as error:
-        raise CliError(_complaints(error), code=ExitCode.USAGE) from None
-    try:
-        with progress() as step:
+        with written(settings.log_format, settings.log_level), progress() as step:
             run(settings, lambda what, share: step(what, share, 1.0), lambda ready: _print_ready(ready, as_json))
+    except ConfigError as error:
+        raise ConfigError(sources.reworded(str(error))) from None
     except ModulesRefused as error:
         raise CliError(str(error), details=error.reasons) from None
     except OSError as error:
@@ -177,6 +252,19 @@ def serve(
             raise
         place = f"{settings.host}:{settings.port}"
         raise CliError(f"cannot listen on {place}: {error.strerror or error}; --port 0 takes a free port") from None
+
+
+def _switched(given: dict[str, Any]) -> dict[str, bool]:
+    """Switches that were given, one way or the other; taken out of what was given. Raises: CliError: both ways."""
+    switched = {}
+    for name in _SWITCHES:
+        on, off = given.pop(name), given.pop(f"no_{name}")
+        if on and off:
+            flag = name.replace("_", "-")
+            raise CliError(f"--{flag} and --no-{flag} exclude each other", code=ExitCode.USAGE)
+        if on or off:
+            switched[name] = bool(on)
+    return switched
 
 
 def _print_ready(ready: "Ready", as_json: bool) -> None:
@@ -187,13 +275,3 @@ def _print_ready(ready: "Ready", as_json: bool) -> None:
         return
     pool = f"pool {ready.pool_bytes / 2**20:.0f} MiB ({ready.pages} pages)"
     say(f"ready: {ready.url}  model {ready.model} ({ready.quantization})  {pool}  in {ready.seconds:.1f} s")
-
-
-def _complaints(error: "ValidationError") -> str:
-    """One line: each wrong option and why."""
-    lines = []
-    for problem in error.errors():
-        flag = "".join(f"--{part}".replace("_", "-") for part in problem["loc"][:1])
-        message = problem["msg"].removeprefix("Value error, ")
-        lines.append(f"{flag}: {message}" if flag else message)
-    return "; ".join(lines)

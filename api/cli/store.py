@@ -1,29 +1,27 @@
 """store gc, fsck, export, import: work on an adapter store that no server uses."""
 
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
 import typer
 
 from adapter_store.blobs import UNREFERENCED_BLOB_AGE_S, fsync_directory
 from api.cli.adapters import size
 from api.cli.check import shapes_of
-from api.cli.console import CliError, ExitCode, note, print_json, print_table, progress, say
-from api.cli.options import JsonOption
+from api.cli.console import CliError, note, print_json, print_table, progress, say
+from api.cli.options import JsonOption, duration
 from lorasrv.config import BUILTIN_MODEL, MemoryOptions, default_store_dir
+from lorasrv.limits import Limits
 
 if TYPE_CHECKING:
     from adapter_store.archiving import Moved
     from adapter_store.closed_store import ClosedStore, Finding
 
 ARCHIVE_NAME = "lorasrv-store.tar"
-_AGE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)(s|m|h|d)?")
-_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 
 StoreOption = Annotated[
     Path | None,
@@ -34,7 +32,6 @@ StoreOption = Annotated[
 app = typer.Typer(help="Clean, check and move an adapter store. No server may be using it.", no_args_is_help=True)
 
 
-@app.command("gc")
 def gc(
     store: StoreOption = None,
     older_than: Annotated[
@@ -44,7 +41,7 @@ def gc(
     as_json: JsonOption = False,
 ) -> None:
     """Remove weights that no version names, and unfinished uploads."""
-    age_s = _age(older_than)
+    age_s = duration("--older-than", older_than)
     with _opened(store) as closed:
         done = closed.collect(age_s)
     if as_json:
@@ -54,7 +51,6 @@ def gc(
     say(f"removed {what}")
 
 
-@app.command("fsck")
 def fsck(store: StoreOption = None, as_json: JsonOption = False) -> None:
     """Read all weights again and compare them with their digests; exit code 1 if anything is wrong."""
     with _opened(store) as closed, progress(in_bytes=True) as step:
@@ -74,7 +70,6 @@ def _cells(finding: "Finding") -> tuple[str, ...]:
     return finding.kind, finding.what, ", ".join(finding.adapters) or "-", finding.message
 
 
-@app.command("export")
 def export(
     target: Annotated[Path, typer.Argument(metavar="DIR_OR_TAR", help=f"File to write; in a folder: {ARCHIVE_NAME}.")],
     store: StoreOption = None,
@@ -91,7 +86,6 @@ def export(
     _print_moved("exported", moved, path, as_json)
 
 
-@app.command("import")
 def import_(
     source: Annotated[Path, typer.Argument(metavar="DIR_OR_TAR", help="What export wrote.")],
     model: Annotated[str, typer.Option(help="Base that its adapters must fit.")] = BUILTIN_MODEL,
@@ -106,8 +100,20 @@ def import_(
     with path.open("rb") as file:
         base = shapes_of(model)
         with _opened(store, create=True) as closed, progress(in_bytes=True) as step:
-            moved = import_store(closed, file, base, max_lora_rank, lambda done, total: step("importing", done, total))
+            moved = import_store(
+                closed,
+                file,
+                base,
+                max_lora_rank,
+                lambda done, total: step("importing", done, total),
+                _check_limits,
+            )
     _print_moved("imported", moved, path, as_json)
+
+
+def _check_limits(limits: Mapping[str, Any]) -> None:
+    """Those that `serve` would not start with."""
+    Limits(**limits)
 
 
 def _opened(store: Path | None, *, create: bool = False) -> "ClosedStore":
@@ -140,10 +146,3 @@ def _print_moved(what: str, moved: "Moved", path: Path, as_json: bool) -> None:
         return
     note(str(path))
     say(f"{what} {moved.adapters} adapters, {moved.versions} versions, {moved.blobs} blobs ({size(moved.bytes)})")
-
-
-def _age(text: str) -> float:
-    found = _AGE.fullmatch(text)
-    if found is None:
-        raise CliError(f"--older-than {text!r} is no age; expected 90s, 30m, 12h or 7d", code=ExitCode.USAGE)
-    return float(found[1]) * _SECONDS[found[2] or "s"]

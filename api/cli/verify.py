@@ -7,12 +7,18 @@ import typer
 
 from api.address import DEFAULT_SERVER
 from api.cli.adapters import size
+from api.cli.completion import complete_adapter_ids
 from api.cli.console import CliError, ExitCode, print_json, print_table, progress, say, short_digest
 from api.cli.options import JsonOption, ServerOption, connected
 
 
 def verify(
-    reference: Annotated[str, typer.Argument(metavar="ID[@VERSION]", help="An adapter, or one version of it.")],
+    reference: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID[@VERSION]", help="An adapter, or one version of it.", autocompletion=complete_adapter_ids
+        ),
+    ],
     prompts: Annotated[
         Path | None, typer.Option(metavar="FILE", help=r"Prompts, one a line. \[default: four built-in ones]")
     ] = None,

@@ -1,61 +1,63 @@
 """Uploading, listing, warming, pinning, limiting and removing adapters; moving ids and aliases between versions."""
 
 import asyncio
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.aliases import target_to_json
 from adapter_store.blobs import BlobUpload
 from adapter_store.errors import AdapterNotFound
-from adapter_store.records import AdapterRecord, Change, Registration, check_state
-from adapter_store.references import parse_reference
+from adapter_store.records import AdapterRecord, Change, Deletion, Registration, check_state
 from adapter_store.spec import AdapterKey
 from api.errors import ApiError
 from api.etags import IfMatch, etag_header
 from api.json_body import JsonRoute
+from api.keys.caller import Caller, Scope
+from api.keys.view import View
 from api.paging import Limit, listing, page
 from api.schemas.adapters import AdapterBody, AdapterPatch, WarmBody
-from api.services import Services, ServicesDep
+from api.services import Services, ServicesDep, ViewDep
 from api.sse import unless_disconnected
-from lorasrv.errors import InvalidRequest
+from lorasrv.errors import EngineDead, InvalidRequest
 from lorasrv.request import AdapterTier
 
 router = APIRouter(route_class=JsonRoute)
 
 # A hop to a worker thread costs about 50 us: not for every 64 KiB that the socket brings.
 WRITE_BYTES = 1 << 20
+MAX_WAIT_S = 60.0
 
 Switch = Annotated[Literal["true", "1", "false", "0", ""] | None, "on or off"]
-NotBuilt = Annotated[Literal["false", "0", ""] | None, "a switch that is refused unless it is off"]
 
 
 @router.put("/v1/blobs/sha256:{digest}")
-async def put_blob(digest: str, request: Request, services: ServicesDep) -> JSONResponse:
-    """Store weights under their digest. Bytes that are there already are written once more: that repairs a bad disk."""
+async def put_blob(digest: str, request: Request, view: ViewDep) -> JSONResponse:
+    """Store weights under their digest. Bytes that are there already are written once more: that repairs a bad disk.
+    200 says that they were there, to whom may know it: who can read an id that has them, or has sent them before."""
     length = _content_length(request)
-    known = await run_in_threadpool(services.store.blob_exists, digest)
-    upload = await run_in_threadpool(services.store.open_blob, digest, length)
+    upload, known = await run_in_threadpool(view.open_blob, digest, length)
     try:
         await _receive(request, upload)
         await run_in_threadpool(upload.commit)
-    finally:
-        # Not in a thread: a cancelled request (the client went away) may not wait for one. It closes and unlinks.
-        upload.abort()
+    except BaseException:
+        # The client went away, perhaps: nobody may wait for it, and the event loop not for the disk.
+        asyncio.get_running_loop().run_in_executor(None, upload.abort)
+        raise
     body = {"object": "blob", "digest": f"sha256:{digest}", "bytes": length, "created": not known}
     return JSONResponse(body, 200 if known else 201)
 
 
 @router.post("/v1/adapters")
-async def register(body: AdapterBody, services: ServicesDep, if_match: IfMatch) -> JSONResponse:
+async def register(body: AdapterBody, view: ViewDep, if_match: IfMatch) -> JSONResponse:
     """Check uploaded weights and give them an id, and an alias: 201 for a new version, 200 if the id had this content
     already."""
     body.refuse_unbuilt()
     done: Registration = await run_in_threadpool(
-        services.store.register,
+        view.register,
         body.id,
         body.config,
         body.weights,
@@ -79,34 +81,50 @@ async def register(body: AdapterBody, services: ServicesDep, if_match: IfMatch) 
 
 @router.get("/v1/adapters")
 async def list_adapters(
-    services: ServicesDep, search: str = "", limit: Limit = None, after: str | None = None
+    services: ServicesDep, view: ViewDep, search: str = "", limit: Limit = None, after: str | None = None
 ) -> Response:
     """Every id with its versions and aliases, or those whose id contains `search`, at most `limit`, behind `after`."""
-    return await run_in_threadpool(_list_adapters, services, search, limit, after)
+    return await run_in_threadpool(_list_adapters, services, view, search, limit, after)
 
 
-def _list_adapters(services: Services, search: str, limit: int | None, after: str | None) -> Response:
-    records, more = page(services.store.list_adapters(), search, limit, after)
+def _list_adapters(services: Services, view: View, search: str, limit: int | None, after: str | None) -> Response:
+    records, more = page(view.list_adapters(), search, limit, after)
     corrupt = services.store.quarantined()
     return listing((_as_json(record, corrupt) for record in records), more)
 
 
 @router.get("/v1/adapters/{adapter_id}")
-async def show_adapter(adapter_id: str, services: ServicesDep) -> JSONResponse:
+async def show_adapter(adapter_id: str, services: ServicesDep, view: ViewDep) -> JSONResponse:
     """One id with its versions and aliases, and of the current version the upload report and what verifying it came
     to (null: it was not)."""
-    record = await run_in_threadpool(services.store.get, adapter_id)
+    record = await run_in_threadpool(view.get, adapter_id)
     report = await run_in_threadpool(services.store.report, record.key)
-    verified = await run_in_threadpool(services.store.verdict, record.key)
-    shown = _as_json(record, services.store.quarantined())
+    verified = await run_in_threadpool(view.verdict, record.key)
+    shown = _as_json(record, services.store.quarantined()) | await _used(services, record)
     return JSONResponse({**shown, "report": report.to_dict(), "verified": verified}, headers=etag_header(record))
 
 
+async def _used(services: Services, record: AdapterRecord) -> dict[str, Any]:
+    """Where the current version is (null: nobody knows, the engine is dead), and what was asked of the id so far."""
+    traffic = services.engine.traffic
+    account = traffic.of(record.adapter_id)
+    try:
+        tier = await services.engine.tier(record.key)
+    except EngineDead:
+        tier = None
+    counts = {"requests": account.requests, "tokens": account.tokens}
+    return {"tier": tier, "traffic": {**counts, "tokens_per_s": round(traffic.rate(account), 2)}}
+
+
 @router.post("/v1/adapters/{reference}:warm")
-async def warm_adapter(reference: str, body: WarmBody, request: Request, services: ServicesDep) -> dict[str, Any]:
+async def warm_adapter(
+    reference: str, body: WarmBody, request: Request, services: ServicesDep, view: ViewDep
+) -> dict[str, Any]:
     """Bring an adapter to the pool ahead of its requests; answers as soon as it is there, or at the deadline."""
-    ref = await run_in_threadpool(services.store.resolve_one, reference)
-    work = services.engine.warm(ref.key, body.deadline_ms / 1000)
+    ref = await run_in_threadpool(view.resolve_one, reference)
+    # Held until it is there; one that is known to be damaged is refused here.
+    hold = await run_in_threadpool(services.store.hold, ref.key)
+    work = services.engine.warm(hold.key, body.deadline_ms / 1000)
     reached = await unless_disconnected(request.receive, work)
     return {
         "object": "adapter.warm",
@@ -119,32 +137,42 @@ async def warm_adapter(reference: str, body: WarmBody, request: Request, service
 
 
 @router.patch("/v1/adapters/{reference}")
-async def change_adapter(reference: str, body: AdapterPatch, services: ServicesDep, if_match: IfMatch) -> JSONResponse:
+async def change_adapter(
+    reference: str, body: AdapterPatch, services: ServicesDep, view: ViewDep, if_match: IfMatch
+) -> JSONResponse:
     """Move an id to one of its versions, and aliases to theirs; limit it, for all its versions, until it is deleted:
     all in one step. Pin an adapter to the pool, answering when it is there or after ten seconds; or let it go,
     answering at once.
 
     What is pinned is the content that the reference names then, until it is unpinned or the server restarts: a version
-    that is uploaded later is not, and the older one is unpinned by its own name (`mia@1`).
+    that is uploaded later is not, and the older one is unpinned by its own name (`mia@1`). With keys, pins and limits
+    need scope `admin`: they take from everybody else.
     """
     change = body.wanted()
-    ref = await run_in_threadpool(services.store.resolve_one, reference)
-    record = await run_in_threadpool(services.store.get, ref.adapter_id)
+    _check_may_share_out(body, view.caller)
+    ref = await run_in_threadpool(view.resolve_one, reference)
+    record = await run_in_threadpool(view.get, ref.adapter_id)
     check_state(ref.adapter_id, record, if_match)
     if change is not None:
         _check_is_of_all(change, reference, record)
     if change is not None and change.version is not None:
         change.check_versions(record)
-        ref = record.ref(record.version(change.version))
+        ref = record.ref(change.version)
     changed: dict[str, Any] = {"object": "adapter", "id": ref.adapter_id, "digest": f"sha256:{ref.key}"}
     # Before the rest: a pin may be refused, and then nothing is to change.
     if body.pinned is not None:
         changed |= {"pinned": body.pinned, "tier": await _set_pinned(services, ref.key, reference, body.pinned)}
     if change is not None:
         # Also if the client has left by now: the engine would keep to the old limits.
-        record = await asyncio.shield(_change(services, ref.adapter_id, change, if_match))
+        record = await asyncio.shield(_change(services, view, ref.adapter_id, change, if_match))
         changed |= _changed(change, record)
     return JSONResponse(changed, headers=etag_header(record))
+
+
+def _check_may_share_out(body: AdapterPatch, caller: Caller) -> None:
+    for name in ("pinned", "limits"):
+        if name in body.model_fields_set and not caller.may(Scope.ADMIN):
+            raise ApiError(403, f"{name} needs a key of scope admin", code="forbidden", param=name)
 
 
 def _check_is_of_all(change: Change, reference: str, record: AdapterRecord) -> None:
@@ -177,31 +205,60 @@ async def _set_pinned(services: Services, key: AdapterKey, reference: str, pinne
 
 
 async def _change(
-    services: Services, adapter_id: str, change: Change, if_match: Collection[str] | None
+    services: Services, view: View, adapter_id: str, change: Change, if_match: Collection[str] | None
 ) -> AdapterRecord:
-    record: AdapterRecord = await run_in_threadpool(services.store.change, adapter_id, change, if_match=if_match)
+    record: AdapterRecord = await run_in_threadpool(view.change, adapter_id, change, if_match=if_match)
     if change.limits is not None:
         await services.limits.tell(adapter_id)
     return record
 
 
-@router.delete("/v1/adapters/{reference}", status_code=202)
+@router.delete("/v1/adapters/{reference}")
 async def delete_adapter(
-    reference: str, services: ServicesDep, if_match: IfMatch, wait: NotBuilt = None, force: Switch = None
-) -> dict[str, Any]:
-    """Forget an id, or one version (`mia@3`); with `force` also one that an alias names, and the alias. Running
-    requests finish on what they started with; pins are let go of where nothing is left to unpin them by.
+    reference: str,
+    request: Request,
+    services: ServicesDep,
+    view: ViewDep,
+    if_match: IfMatch,
+    wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0,
+    force: Switch = None,
+) -> JSONResponse:
+    """Forget an id, or one version (`mia@3`): 202, and its requests go on to their end on what they began with. `wait`
+    answers when they have, with 200, or after so many seconds.
+
+    `force` lets nothing stand in the way: aliases that name the version go, and its requests end with an error.
     """
-    gone = await run_in_threadpool(services.store.delete, reference, force=force in ("true", "1"), if_match=if_match)
+    is_forced = force in ("true", "1")
+    gone = await delete(services, view, reference, force=is_forced, if_match=if_match)
+    uses = services.engine.uses
+    ended = uses.break_off(gone.adapter_id, gone.contents) if is_forced else 0
+    running = await unless_disconnected(request.receive, uses.until_unused(gone.adapter_id, gone.contents, wait))
+    answer = {
+        "object": "adapter.deleted",
+        "id": reference,
+        "deleted": True,
+        "versions_removed": gone.num_versions,
+        "aliases_removed": list(gone.aliases),
+        "requests_ended": ended,
+        "requests_running": running,
+    }
+    return JSONResponse(answer, 202 if running or not wait else 200)
+
+
+async def delete(
+    services: Services, view: View, reference: str, *, force: bool = False, if_match: Collection[str] | None = None
+) -> Deletion:
+    """`AdapterStore.delete`, and have the engine forget limits, and pins that nothing is left to unpin by."""
+    gone: Deletion = await run_in_threadpool(view.delete, reference, force=force, if_match=if_match)
     # Also if the client has left by now: pins without a name would stay for ever, and limits for the next of the name.
-    await asyncio.shield(_forget(services, parse_reference(reference).adapter_id, gone.contents))
-    answer = {"object": "adapter.deleted", "id": reference, "deleted": True, "versions_removed": gone.num_versions}
-    return {**answer, "aliases_removed": list(gone.aliases)}
+    await asyncio.shield(_forget(services, gone))
+    return gone
 
 
-async def _forget(services: Services, adapter_id: str, keys: Sequence[AdapterKey]) -> None:
-    await services.limits.tell(adapter_id)
-    for key in keys:
+async def _forget(services: Services, gone: Deletion) -> None:
+    await services.ledger.forget(gone.adapter_id, gone.contents)
+    await services.limits.tell(gone.adapter_id)
+    for key in gone.unnamed:
         await services.engine.unpin(key)
 
 

@@ -1,20 +1,17 @@
-"""Health, readiness, figures and facts."""
-
-import time
-from typing import Any
+"""Health, readiness and figures."""
 
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
+from api.metrics.registry import as_text, collected
 from api.services import Services, ServicesDep
-from lorasrv import __version__
-from lorasrv.models.operations import operations
 
 router = APIRouter()
 
-# A step takes milliseconds, on a slow CPU with a full prefill budget a few seconds.
+# Without a watchdog a stalled engine still is none that lives.
 STALLED_AFTER_S = 60.0
 
 
@@ -30,7 +27,7 @@ async def health(services: ServicesDep) -> JSONResponse:
 @router.get("/ready")
 async def ready(services: ServicesDep) -> JSONResponse:
     """Whether requests should be sent here."""
-    problem = _health_problem(services)
+    problem = "draining" if services.draining.is_on else _health_problem(services)
     if problem is None and not services.store.is_writable:
         problem = "store not writable"
     if problem is None:
@@ -41,38 +38,12 @@ async def ready(services: ServicesDep) -> JSONResponse:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Prometheus text."""
-    return Response(generate_latest(request.app.state.registry), media_type=CONTENT_TYPE_LATEST)
-
-
-@router.get("/version")
-async def version() -> dict[str, str]:
-    return {"version": __version__}
-
-
-@router.get("/info")
-async def info(services: ServicesDep) -> dict[str, Any]:
-    """What runs here, in the words of text-generation-inference."""
-    engine, settings = services.engine, services.settings
-    snapshot = engine.metrics.snapshot()
-    return {
-        "model_id": services.base_name,
-        "model_dtype": settings.dtype,
-        "quantization": engine.quantization,
-        "max_total_tokens": engine.max_model_len,
-        "max_input_length": engine.max_model_len - 1,
-        "max_lora_rank": settings.max_lora_rank,
-        "weight_bytes": snapshot.weight_bytes,
-        "kv_token_bytes": snapshot.pool_bytes // max(1, snapshot.pages_total * engine.page_size_tokens),
-        "operations": operations(engine.spec).to_dict(),
-        "router": "lorasrv",
-        "version": __version__,
-    }
+    text = await run_in_threadpool(as_text, collected(request.app.state.registry))
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
 
 
 def _health_problem(services: Services) -> str | None:
     if not services.engine.is_alive:
         return "engine dead"
-    snapshot = services.engine.metrics.snapshot()
-    if snapshot.requests_running and time.monotonic() - snapshot.last_step_s > STALLED_AFTER_S:
-        return "engine stalled"
-    return None
+    limit_s = services.settings.watchdog_s or STALLED_AFTER_S
+    return "engine stalled" if services.engine.heartbeat.is_stuck(limit_s) else None

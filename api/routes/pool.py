@@ -1,5 +1,6 @@
 """GET /v1/pool: whose the pages of the pool are."""
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,20 +10,57 @@ from starlette.concurrency import run_in_threadpool
 
 from adapter_store.records import AdapterRecord
 from adapter_store.spec import AdapterId, AdapterKey
-from api.services import ServicesDep
-from lorasrv.pool_map import AdapterPages, PoolMap, RequestPages
+from api.keys.view import View
+from api.services import Services, ServicesDep, ViewDep
+from lorasrv.pool_map import AdapterPages, PoolMap, RequestPages, runs_of
+from lorasrv.traffic import MAX_ACCOUNTS
 
 router = APIRouter()
+MOST_HOT = 20
 
 Names = Mapping[AdapterKey, list[AdapterId]]
 
 
 @router.get("/v1/pool")
-async def show_pool(services: ServicesDep) -> dict[str, Any]:
-    """The memory map of one moment. pages_free + pages_kv + pages_prefix + pages_adapters = pages_total."""
+async def show_pool(services: ServicesDep, view: ViewDep) -> dict[str, Any]:
+    """The memory map of one moment. pages_free + pages_kv + pages_prefix + pages_adapters = pages_total. Beside it who
+    is asked most. A key that is not an administrator's finds its own requests and the adapters that it may see; the
+    counts of pages are everybody's."""
     pool = await services.engine.pool_map()
+    traffic = await _traffic(services, view)
     # In a thread: the store may know thousands of adapters.
-    return await run_in_threadpool(lambda: _as_json(pool, _names(services.store.list_adapters())))
+    shown = await run_in_threadpool(lambda: _as_json(pool, _names(view.list_adapters()), view))
+    return {**shown, "traffic": traffic}
+
+
+async def _traffic(services: Services, view: View) -> dict[str, Any]:
+    """`hottest` by tokens a second; its base has neither digest nor tier."""
+    traffic = services.engine.traffic
+    asked = traffic.hottest(MAX_ACCOUNTS)
+    totals = [traffic.total]
+    if not view.is_whole:
+        records = view.records()
+        asked = [(name, account) for name, account in asked if name in records]
+        totals = [account for _, account in asked]
+    hottest = asked[:MOST_HOT]
+    keys = {account.key for _, account in hottest if account.key is not None}
+    tiers = dict(zip(keys, await asyncio.gather(*map(services.engine.tier, keys)), strict=True))
+    return {
+        "requests": sum(account.requests for account in totals),
+        "tokens": sum(account.tokens for account in totals),
+        "tokens_per_s": round(sum(map(traffic.rate, totals)), 2),
+        "hottest": [
+            {
+                "id": adapter_id or services.base_name,
+                "digest": account.key and f"sha256:{account.key}",
+                "tier": account.key and tiers[account.key],
+                "requests": account.requests,
+                "tokens": account.tokens,
+                "tokens_per_s": round(traffic.rate(account), 2),
+            }
+            for adapter_id, account in hottest
+        ],
+    }
 
 
 def _names(records: Iterable[AdapterRecord]) -> Names:
@@ -34,7 +72,10 @@ def _names(records: Iterable[AdapterRecord]) -> Names:
     return names
 
 
-def _as_json(pool: PoolMap, names: Names) -> dict[str, Any]:
+def _as_json(pool: PoolMap, names: Names, view: View) -> dict[str, Any]:
+    requests = [request for request in pool.requests if view.is_whole or request.principal == view.caller.principal]
+    adapters = [adapter for adapter in pool.adapters if view.is_whole or adapter.key in names]
+    promised = [promise for promise in pool.promised if view.is_whole or promise.key in names]
     return {
         "object": "pool",
         "pages_total": pool.pages_total,
@@ -48,11 +89,12 @@ def _as_json(pool: PoolMap, names: Names) -> dict[str, Any]:
         "longest_free_run": pool.longest_free_run,
         "moved_pages": pool.moved_pages,
         "swap_bytes": pool.swap_bytes,
-        "requests": [_request_as_json(request, names) for request in pool.requests],
-        "adapters": [_adapter_as_json(adapter, names) for adapter in pool.adapters],
+        "prefix_runs": runs_of(pool.prefix_page_ids),
+        "requests": [_request_as_json(request, names) for request in requests],
+        "adapters": [_adapter_as_json(adapter, names) for adapter in adapters],
         "promised": [
             {"digest": f"sha256:{p.key}", "ids": names.get(p.key, []), "pinned": p.pinned, "state": p.state}
-            for p in pool.promised
+            for p in promised
         ],
     }
 
@@ -64,6 +106,7 @@ def _request_as_json(request: RequestPages, names: Names) -> dict[str, Any]:
         "ids": names.get(request.adapter, []) if request.adapter else [],
         "pages": request.pages,
         "shared": request.shared,
+        "runs": runs_of(request.page_ids),
     }
 
 

@@ -13,10 +13,11 @@ from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import AdapterError
 from adapter_store.spec import AdapterRef
-from api.errors import describe
+from api.errors import ApiError, describe
 from api.json_body import JsonRoute
+from api.keys.caller import Scope
 from api.schemas.verify import VerifyBody
-from api.services import Services, ServicesDep
+from api.services import Services, ServicesDep, ViewDep
 from api.sse import DONE, EventStream, event, unless_disconnected
 from lorasrv.errors import InvalidRequest, LorasrvError
 from lorasrv.verify.job import BUILTIN_PROMPTS, MAX_PROMPT_TOKENS, NEW_TOKENS, Progress, VerifyJob
@@ -30,16 +31,22 @@ router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/adapters/{reference}:verify")
-async def verify_adapter(reference: str, body: VerifyBody, request: Request, services: ServicesDep) -> Response:
+async def verify_adapter(
+    reference: str, body: VerifyBody, request: Request, services: ServicesDep, view: ViewDep
+) -> Response:
     """Verify in a process of its own, which ends with the request; the verdict is stored with the content."""
-    services.verifier.check_ready()
-    ref = await run_in_threadpool(services.store.resolve_one, reference)
+    if body.ignore_memory and not view.caller.may(Scope.ADMIN):
+        # Without memory the server goes down, for everybody.
+        raise ApiError(403, "ignore_memory needs a key of scope admin", code="forbidden", param="ignore_memory")
+    services.verifier.check_ready(view.sees)
+    ref = await run_in_threadpool(view.resolve_one, reference)
     # Held until the answer is out: the other process reads the stored file.
     hold = await run_in_threadpool(services.store.hold, ref.key)
     job = await run_in_threadpool(_make_job, services, ref, body)
 
     async def verify(on_progress: Callable[[Progress], None]) -> dict[str, Any]:
-        figures = await services.verifier.run(f"{ref.adapter_id}@{ref.version}", job, body.timeout_s, on_progress)
+        name = f"{ref.adapter_id}@{ref.version}"
+        figures = await services.verifier.run(name, job, body.timeout_s, on_progress, view.sees)
         verdict = {
             "object": "adapter.verdict",
             "id": ref.adapter_id,
@@ -60,7 +67,8 @@ async def verify_adapter(reference: str, body: VerifyBody, request: Request, ser
 def _make_job(services: Services, ref: AdapterRef, body: VerifyBody) -> VerifyJob:
     """In a thread: it asks the disk, and tokenizes."""
     config, store = services.settings.engine_config(), services.store
-    peft, spec = store.peft(ref.key), store.spec(ref.key)
+    # Read whole, so that damaged weights are refused as everywhere, and not taken for a verification that failed.
+    peft, spec = store.peft(ref.key), store.load(ref.key).spec
     if not body.ignore_memory:
         weight_bytes = services.engine.metrics.snapshot().weight_bytes
         check_memory(needed_bytes(services.engine.spec, weight_bytes, spec.weights_bytes))

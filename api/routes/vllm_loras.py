@@ -11,34 +11,35 @@ from adapter_store.records import Registration
 from api.errors import ApiError
 from api.import_root import ImportRoot
 from api.json_body import JsonRoute
+from api.keys.view import View
 from api.lora_modules import add_folder
 from api.naming import Target
-from api.routes.adapters import delete_adapter
+from api.routes.adapters import delete
 from api.schemas.vllm_loras import LoadBody, UnloadBody
-from api.services import Services, ServicesDep
+from api.services import Services, ServicesDep, ViewDep
 
 router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/load_lora_adapter")
-async def load_lora_adapter(body: LoadBody, services: ServicesDep) -> PlainTextResponse:
+async def load_lora_adapter(body: LoadBody, services: ServicesDep, view: ViewDep) -> PlainTextResponse:
     """Register a folder below the import root under a name; `load_inplace` adds a version to one that is taken."""
     root = _import_root(services)
     if not body.lora_name or not body.lora_path:
         raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", code="invalid_value")
-    done = await run_in_threadpool(_add, services, root, body)
+    done = await run_in_threadpool(_add, services, view, root, body)
     text = f"Success: LoRA adapter '{done.ref.adapter_id}' added successfully."
     return PlainTextResponse(text, headers=Target(body.lora_name, done.ref).headers)
 
 
 @router.post("/v1/unload_lora_adapter")
-async def unload_lora_adapter(body: UnloadBody, services: ServicesDep) -> PlainTextResponse:
+async def unload_lora_adapter(body: UnloadBody, services: ServicesDep, view: ViewDep) -> PlainTextResponse:
     """Forget an id with all its versions, as DELETE /v1/adapters does; requests that run go on to their end."""
     _import_root(services)
     try:
         # By its id: a version of one (`mia@3`) is not what vLLM's clients mean by a name.
-        record = await run_in_threadpool(services.store.get, body.lora_name)
-        await delete_adapter(record.adapter_id, services, if_match=None)
+        record = await run_in_threadpool(view.get, body.lora_name)
+        await delete(services, view, record.adapter_id)
     except AdapterNotFound:
         message = f"The lora adapter {show(body.lora_name)} cannot be found."
         raise ApiError(404, message, code="model_not_found", param="lora_name") from None
@@ -56,12 +57,15 @@ def _import_root(services: Services) -> ImportRoot:
     return ImportRoot(root)
 
 
-def _add(services: Services, root: ImportRoot, body: LoadBody) -> Registration:
+def _add(services: Services, view: View, root: ImportRoot, body: LoadBody) -> Registration:
     folder = root.folder(body.lora_path)
     try:
+        view.check_may_name(body.lora_name, "lora_name")
         if not body.load_inplace:
-            _check_new(services, body.lora_name)
-        return add_folder(services.store, folder, body.lora_name, if_not_exists=not body.load_inplace, opener=root.open)
+            _check_new(view, body.lora_name)
+        new = {"if_not_exists": not body.load_inplace}
+        with view.own_figures():
+            return add_folder(services.store, folder, body.lora_name, **new, opener=root.open, **view.owner)
     except AdapterExists:
         message = (
             f"The lora adapter {show(body.lora_name)} has already been loaded. If you want to load the adapter in "
@@ -76,8 +80,8 @@ def _add(services: Services, root: ImportRoot, body: LoadBody) -> Registration:
         ) from None
 
 
-def _check_new(services: Services, name: str) -> None:
+def _check_new(view: View, name: str) -> None:
     """Before anything is read. Raises: AdapterExists."""
     with contextlib.suppress(AdapterNotFound):
-        services.store.get(name)
+        view.get(name)
         raise AdapterExists(name)

@@ -4,26 +4,38 @@ Types are strict ("8" is no number); ranges are `SamplingParams`'s to check. Fie
 pydantic (`model_extra`) for `unbuilt.refuse_unbuilt`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
+from api.schemas.body import Body
+from api.schemas.structured import StructuredFields
+from api.schemas.tools import Message, ToolFields
 from api.schemas.unbuilt import refuse_unbuilt
+from lorasrv.beam_options import BeamOptions
 from lorasrv.errors import InvalidRequest
-from lorasrv.request import MAX_CHOICES, OnCold, SamplingParams
+from lorasrv.request import MAX_CHOICES, OnCold
+from lorasrv.sampling import MAX_LOGPROBS, SamplingParams
 
 MAX_MESSAGES = 2048
 MAX_SALT_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
+MAX_ID_DIGITS = 10
 DEFAULT_COMPLETION_TOKENS = 16
-
-
-class Body(BaseModel):
-    """Strictly typed; NaN and infinity are no numbers."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+_AS_GIVEN = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "typical_p",
+    "min_tokens",
+    "watermark",
+    "fsd_alpha",
+    "fsd_ngram",
+)
+MAX_PROMPTS = 256
+MAX_COMPLETION_LOGPROBS = 5
 
 
 class StreamOptions(Body):
@@ -33,7 +45,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(Body):
+class GenerationBody(StructuredFields):
     """What both routes share."""
 
     model_config = ConfigDict(extra="allow")
@@ -46,11 +58,26 @@ class GenerationBody(Body):
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    min_tokens: int | None = None
+    watermark: bool | None = None
+    fsd_alpha: float | None = None
+    fsd_ngram: int | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     # A strict enum takes no string.
@@ -62,8 +89,36 @@ class GenerationBody(Body):
 
     @property
     def num_choices(self) -> int:
-        """How many answers are asked for."""
+        """How many answers to each prompt are asked for."""
         return 1 if self.n is None else self.n
+
+    @property
+    def num_tried(self) -> int:
+        """How many are generated, of which the best are the answer."""
+        return self.num_choices if self.best_of is None else self.best_of
+
+    @property
+    def beams(self) -> BeamOptions | None:
+        """How to search, if so. Raises: InvalidRequest: a value is out of range."""
+        if not self.use_beam_search:
+            return None
+        penalty = 1.0 if self.length_penalty is None else self.length_penalty
+        return BeamOptions(self.num_tried, penalty, self.early_stopping or False)
+
+    @property
+    def top_shown(self) -> int | None:
+        """How many of the likeliest tokens are shown beside each of the answer; None: no probabilities at all."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt comes back before the answer."""
+        return False
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether only the prompt is wanted."""
+        return self.echoes and self.wanted_tokens() == 0
 
     def sampling(self, vocab_size: int) -> SamplingParams:
         """How to sample. A `top_k` of -1 means off, as vLLM has it.
@@ -71,13 +126,13 @@ class GenerationBody(Body):
         Raises:
             InvalidRequest: a value is out of range, or a field asks for what is not built.
         """
-        # The best `n` of `n` is no choice.
-        refuse_unbuilt(self.model_extra, {"best_of": self.num_choices})
+        refuse_unbuilt(self.model_extra)
+        self._check_choices()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")
         given: dict[str, Any] = {
-            "max_tokens": self.wanted_tokens(),
-            "temperature": self.temperature,
+            "max_tokens": 1 if self.unanswered else self.wanted_tokens(),
+            "temperature": self._wanted_temperature(),
             "top_p": self.top_p,
             "top_k": 0 if self.top_k == -1 else self.top_k,
             "min_p": self.min_p,
@@ -85,8 +140,49 @@ class GenerationBody(Body):
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
             "stop_token_ids": _token_ids(self.stop_token_ids, vocab_size),
             "ignore_eos": self.ignore_eos,
+            # The best are found by their probabilities.
+            "logprobs": 0 if self._is_ranked else self.top_shown,
+            "prompt_logprobs": self._prompt_top(),
+            "logit_bias": bias_of_tokens(self.logit_bias),
+            **{name: getattr(self, name) for name in _AS_GIVEN},
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def _wanted_temperature(self) -> float | None:
+        """FSD chooses without chance, which is greedy's business unless a temperature says otherwise."""
+        return 0.0 if self.temperature is None and self.fsd_alpha else self.temperature
+
+    @property
+    def _is_ranked(self) -> bool:
+        return self.top_shown is None and self.num_tried > self.num_choices and not self.use_beam_search
+
+    def _prompt_top(self) -> int | None:
+        echoed = self.top_shown if self.echoes else None
+        return max((top for top in (self.prompt_logprobs, echoed) if top is not None), default=None)
+
+    def _check_choices(self) -> None:
+        if self.use_beam_search:
+            self._check_beams()
+        elif self.length_penalty not in (None, 1.0) or self.early_stopping:
+            name = "early_stopping" if self.early_stopping else "length_penalty"
+            raise InvalidRequest(f"{name} needs use_beam_search: true", param=name)
+        if self.num_tried < self.num_choices:
+            raise InvalidRequest(f"best_of must be at least n, which is {self.num_choices}", param="best_of")
+        if self.stream and self.use_beam_search:
+            raise InvalidRequest("beam search cannot be streamed; leave out stream", param="stream")
+        if self.stream and self.num_tried > self.num_choices:
+            raise InvalidRequest("best_of above n cannot be streamed; leave out stream or best_of", param="best_of")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs")
+        if self.stream and self.echoes and self.top_shown is not None and self.num_choices > 1:
+            raise InvalidRequest("echo with logprobs streams one choice; leave out stream, echo or n", param="echo")
+
+    def _check_beams(self) -> None:
+        """What `SamplingParams` alone does not show; the rest is refused at admission."""
+        if self.temperature not in (None, 0.0):
+            raise InvalidRequest("temperature does not go with beam search; leave it out", param="temperature")
+        if self.top_shown is not None:
+            raise InvalidRequest("logprobs does not go with beam search; leave it out", param="logprobs")
 
     def wanted_tokens(self) -> int | None:
         """Most tokens to generate; None is the rest of the context.
@@ -100,45 +196,75 @@ class GenerationBody(Body):
 
 
 class CompletionBody(GenerationBody):
-    """One prompt, as text or as token ids."""
+    """One prompt or several, each as text or as token ids."""
 
-    prompt: str | list[int]
+    prompt: str | list[int] | list[str] | list[list[int]]
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
 
     @field_validator("prompt", mode="before")
     @classmethod
-    def _one_prompt(cls, value: Any) -> Any:
-        if isinstance(value, list) and any(isinstance(item, str | list) for item in value):
-            raise PydanticCustomError("one_prompt", "lists of prompts are not supported yet; send one prompt a request")
+    def _prompts(cls, value: Any) -> Any:
+        if not isinstance(value, list) or not any(isinstance(item, str | list) for item in value):
+            return value
+        if len(value) > MAX_PROMPTS:
+            raise PydanticCustomError(
+                "too_many_prompts", f"at most {MAX_PROMPTS} prompts a request; send the rest later"
+            )
+        if not (all(isinstance(item, str) for item in value) or all(isinstance(item, list) for item in value)):
+            raise PydanticCustomError("mixed_prompts", "prompts must be all texts or all lists of token ids")
         return value
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _no_logprobs(cls, value: Any) -> Any:
+        return None if value is False else value
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each of them."""
+        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list):
+            return self.prompt  # type: ignore[return-value]
+        return [self.prompt]  # type: ignore[list-item]
+
+    @property
+    def top_shown(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
 
     def wanted_tokens(self) -> int | None:
         wanted = super().wanted_tokens()
         return DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
 
 
-class TextPart(Body):
-    """A part of a message; text is the only kind served."""
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(Body):
-    """One turn. `developer` is OpenAI's newer word for `system`, which is what chat templates know."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-
-    def plain(self) -> dict[str, str]:
-        """As a chat template takes it. Parts are joined by line breaks, as vLLM does."""
-        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content)
-        return {"role": "system" if self.role == "developer" else self.role, "content": text}
-
-
-class ChatBody(GenerationBody):
+class ChatBody(ToolFields, GenerationBody):
     """A conversation to continue."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def top_shown(self) -> int | None:
+        if not self.logprobs and self.top_logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def bias_of_tokens(bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...] | None:
+    """JSON's keys are text. Raises: InvalidRequest: one is no token id."""
+    if bias is None:
+        return None
+    for token in bias:
+        if not (token.isascii() and token.isdigit() and len(token) < MAX_ID_DIGITS):
+            shown = f"{token[:MAX_ID_DIGITS]!r}"
+            raise InvalidRequest(
+                f'logit_bias must have token ids as its keys, such as "42"; {shown} is none', param="logit_bias"
+            )
+    return tuple((int(token), value) for token, value in bias.items())
 
 
 def _token_ids(ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...] | None:

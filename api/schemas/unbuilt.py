@@ -4,10 +4,9 @@ Fields that are in no table at all are ignored: clients of other servers send ma
 """
 
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
-from lorasrv.errors import InvalidRequest
+from api.schemas.inert import refuse_unless_inert
 
 _NULL = (None,)
 _OFF = (None, False)
@@ -15,25 +14,11 @@ _ZERO = (None, 0)
 _ONE = (None, 1)
 
 INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
-    # several answers
-    "best_of": _NULL,
-    "use_beam_search": _OFF,
-    "length_penalty": _ONE,
-    "early_stopping": _OFF,
-    # probabilities
-    "logprobs": _OFF,
+    # probabilities: `top_logprobs` of plain completions, `echo` of chat
     "top_logprobs": _ZERO,
-    "prompt_logprobs": _NULL,
     "echo": _OFF,
-    "return_tokens_as_token_ids": _OFF,
     "return_token_ids": _OFF,
     # sampling
-    "presence_penalty": _ZERO,
-    "frequency_penalty": _ZERO,
-    "repetition_penalty": _ONE,
-    "typical_p": _ONE,
-    "logit_bias": (None, {}),
-    "min_tokens": _ZERO,
     "bad_words": (None, []),
     "allowed_token_ids": _NULL,
     "logits_processors": (None, []),
@@ -41,23 +26,26 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "skip_special_tokens": (None, True),
     "truncate_prompt_tokens": _NULL,
     "add_special_tokens": _NULL,
-    # constrained output
-    "response_format": (None, {"type": "text"}),
-    "guided_json": _NULL,
-    "guided_regex": _NULL,
-    "guided_choice": _NULL,
-    "guided_grammar": _NULL,
-    "structured_outputs": _NULL,
-    # conversation
+    "repetition_detection": _NULL,
+    "vllm_xargs": (None, {}),
+    # answers of a form: what blanks JSON may have
+    "guided_whitespace_pattern": _NULL,
+    # conversation: what chat has and plain completions do not
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
+    "chat_template_kwargs": (None, {}),
+    "add_generation_prompt": (None, True),
+    # conversation
     "functions": (None, []),
     "function_call": (None, "none", "auto"),
     "chat_template": _NULL,
-    "chat_template_kwargs": (None, {}),
     "documents": (None, []),
-    "add_generation_prompt": (None, True),
     "continue_final_message": _OFF,
+    "reasoning_effort": (None, "none"),
+    "thinking_token_budget": _NULL,
+    "verbosity": (None, "medium"),
+    "web_search_options": _NULL,
+    "mm_processor_kwargs": (None, {}),
     "modalities": (None, ["text"]),
     "audio": _NULL,
     "prediction": _NULL,
@@ -68,17 +56,6 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def refuse_unbuilt(fields: Mapping[str, Any] | None, also_inert: Mapping[str, Any] = MappingProxyType({})) -> None:
-    """Raises: InvalidRequest: a field asks for something that is not built; `param` names it.
-
-    `also_inert`: values that ask for nothing because of what the request's other fields are.
-    """
-    for name, value in (fields or {}).items():
-        inert = (*INERT_VALUES.get(name, (value,)), also_inert.get(name))
-        if not any(_same(value, nothing) for nothing in inert):
-            raise InvalidRequest(f"{name} is not supported by this server yet; leave it out", param=name)
-
-
-def _same(value: Any, inert: Any) -> bool:
-    """Equality of JSON values: unlike in Python, true is not 1."""
-    return isinstance(value, bool) == isinstance(inert, bool) and bool(value == inert)
+def refuse_unbuilt(fields: Mapping[str, Any] | None) -> None:
+    """Raises: InvalidRequest: a field asks for something that is not built; `param` names it."""
+    refuse_unless_inert(fields, INERT_VALUES)

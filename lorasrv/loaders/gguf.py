@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,14 +12,14 @@ from lorasrv.errors import CorruptModel, UnsupportedModel
 from lorasrv.loaders.checkpoint import check_shapes
 from lorasrv.loaders.ggml_types import decode, decode_codes
 from lorasrv.loaders.gguf_file import GgufFile
+from lorasrv.loaders.gguf_tokenizer import gguf_tokenizer_source
 from lorasrv.loaders.model_shape import gguf_family
 from lorasrv.models.family import tensor_shapes
 from lorasrv.models.rope_config import longrope_from_gguf
 from lorasrv.models.spec import ModelSpec
-from lorasrv.tokenizer_source import BpeVocabulary, TokenizerSource
+from lorasrv.tokenizer_source import TokenizerSource
 from sgmv_kernels.ops import GroupCodes
 
-_CONTROL, _USER_DEFINED = 3, 4
 _ROPE_FACTORS, _SHORT_FACTORS = "rope_freqs.weight", "rope_factors_short.weight"
 
 
@@ -61,33 +60,7 @@ class GgufCheckpoint:
         return codes[_split_halves(torch.arange(info.shape[0]), heads)]
 
     def tokenizer_source(self) -> TokenizerSource:
-        meta = self._file.metadata
-        model = meta.get("tokenizer.ggml.model")
-        if model != "gpt2":
-            raise UnsupportedModel(
-                f"GGUF tokenizer model {model!r:.60} is not supported; known: gpt2 (byte-level BPE); "
-                "serve the model from its Hugging Face directory"
-            )
-        tokens = _strings(meta, "tokens")
-        types = meta.get("tokenizer.ggml.token_type", [])
-        template = meta.get("tokenizer.chat_template")
-        if not isinstance(types, list) or not isinstance(template, str | None):
-            raise CorruptModel("the GGUF metadata has a token_type that is no list, or a chat_template that is no text")
-        return TokenizerSource(
-            vocabulary=BpeVocabulary(
-                tokens=tokens,
-                merges=_strings(meta, "merges"),
-                pre=str(meta.get("tokenizer.ggml.pre", "default")),
-                control=tuple(i for i, kind in enumerate(types) if kind == _CONTROL),
-                user_defined=tuple(i for i, kind in enumerate(types) if kind == _USER_DEFINED),
-            ),
-            chat_template=template,
-            eos_token_ids=self.spec.eos_token_ids,
-            bos_token_id=self.spec.bos_token_id,
-            add_bos=bool(meta.get("tokenizer.ggml.add_bos_token", False)),
-            add_eos=bool(meta.get("tokenizer.ggml.add_eos_token", False)),
-            special=_special_tokens(meta, tokens),
-        )
+        return gguf_tokenizer_source(self._file.metadata, self.spec)
 
     def close(self) -> None:
         self._file.close()
@@ -122,17 +95,3 @@ def _split_halves(weight: Tensor, heads: int) -> Tensor:
     """Rows of each head from rotated pairs (x0 y0 x1 y1...) to halves (x0 x1... y0 y1...), as Hugging Face rotates."""
     pairs = weight.view(heads, -1, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
-
-
-def _strings(meta: dict[str, Any], key: str) -> tuple[str, ...]:
-    value = meta.get(f"tokenizer.ggml.{key}")
-    if not isinstance(value, list) or not all(type(item) is str for item in value):
-        raise CorruptModel(f"the GGUF metadata has no list of strings tokenizer.ggml.{key}")
-    return tuple(value)
-
-
-def _special_tokens(meta: dict[str, Any], tokens: tuple[str, ...]) -> dict[str, str]:
-    """bos_token, eos_token... -> text, as chat templates call them."""
-    keys = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-    ids = {short: meta.get(f"tokenizer.ggml.{key}_token_id") for key, short in keys.items()}
-    return {f"{short}_token": tokens[i] for short, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}

@@ -56,32 +56,11 @@ class HfCheckpoint:
         return None
 
     def tokenizer_source(self) -> TokenizerSource:
-        vocabulary = self._path / "tokenizer.json"
-        if not vocabulary.is_file():
-            raise UnsupportedModel("the model directory has no tokenizer.json; save it with a fast tokenizer")
-        config = _read_json(self._path / "tokenizer_config.json", missing_ok=True)
-        return TokenizerSource(
-            vocabulary=TokenizerJson(_read_text(vocabulary)),
-            chat_template=self._chat_template(config),
-            eos_token_ids=self.spec.eos_token_ids,
-            bos_token_id=self.spec.bos_token_id,
-            special=_special_tokens(config),
-        )
+        return hf_tokenizer_source(self._path, self.spec)
 
     def close(self) -> None:
         self._readers.clear()
         self._files.close()
-
-    def _chat_template(self, config: dict[str, Any]) -> str | None:
-        """chat_template.jinja wins over tokenizer_config.json, where the value may be a list of named templates."""
-        file = self._path / "chat_template.jinja"
-        if file.is_file():
-            return _read_text(file)
-        template = config.get("chat_template")
-        if isinstance(template, list):
-            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-            template = named.get("default")
-        return template if isinstance(template, str) else None
 
     def _open_weights(self) -> None:
         index = self._index()
@@ -155,6 +134,37 @@ def read_spec(folder: Path) -> ModelSpec:
     spec = _spec(_read_json(folder / "config.json"))
     extra = _read_json(folder / "generation_config.json", missing_ok=True).get("eos_token_id")
     return replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *token_ids(extra)))))
+
+
+def hf_tokenizer_source(folder: Path, spec: ModelSpec) -> TokenizerSource:
+    """What describes the tokenizer in a directory.
+
+    Raises:
+        UnsupportedModel, CorruptModel: there is no tokenizer.json, or a file is damaged.
+    """
+    vocabulary = folder / "tokenizer.json"
+    if not vocabulary.is_file():
+        raise UnsupportedModel("the model directory has no tokenizer.json; save it with a fast tokenizer")
+    config = _read_json(folder / "tokenizer_config.json", missing_ok=True)
+    return TokenizerSource(
+        vocabulary=TokenizerJson(_read_text(vocabulary)),
+        chat_template=_chat_template(folder, config),
+        eos_token_ids=spec.eos_token_ids,
+        bos_token_id=spec.bos_token_id,
+        special=_special_tokens(config),
+    )
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja wins over tokenizer_config.json, where the value may be a list of named templates."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return _read_text(file)
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:

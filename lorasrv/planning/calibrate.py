@@ -25,7 +25,7 @@ from lorasrv.config import EngineConfig
 from lorasrv.loaders import open_checkpoint
 from lorasrv.planning.machine_costs import MachineCosts
 from lorasrv.planning.random_adapters import write_random_adapter
-from lorasrv.request import SamplingParams
+from lorasrv.sampling import SamplingParams
 from lorasrv.step_costs import StepCosts, StepShape
 from lorasrv.threads import compute_alone
 
@@ -119,7 +119,7 @@ def calibrate(config: EngineConfig, rank: int, progress: Progress) -> Calibrated
         observed = built.parts.books.costs.step = _Observed()
         keys = [store.resolve(f"a{number}").key for number in range(NUM_ADAPTERS)]
         adapters = [(key, built.parts.source.layout(key).nbytes) for key in keys]
-        engine = AsyncEngine(built, checkpoint.name, config.scheduler.max_num_queued_seqs)
+        engine = AsyncEngine(built, checkpoint.name, config.scheduler)
         return asyncio.run(_Run(engine, adapters, observed, progress).all())
 
 

@@ -20,11 +20,13 @@ from lorasrv.planning.machine_costs import MachineCosts
 from lorasrv.planning.replay_prompts import EOS, OTHER_TOKEN, VOCABULARY, Prompts
 from lorasrv.planning.sim_loader import Part, SimLoader
 from lorasrv.pool_books import PoolBooks, PoolGeometry
-from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestTiming, SamplingParams
+from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestTiming
+from lorasrv.sampling import SamplingParams
 from lorasrv.scheduler import Scheduler
 from lorasrv.step import SchedulerOutput, SwapIn, SwapOut
 from lorasrv.step_costs import StepShape
 from lorasrv.trace import TraceRequest
+from lorasrv.waiting_room import num_queued
 from sgmv_kernels.layout import AdapterLayout
 
 Progress = Callable[[float], None]
@@ -224,7 +226,11 @@ class Replay:
 
     def _why_not(self, request: TraceRequest) -> str | None:
         """Why a request is refused before anybody looks at its tokens, if it is."""
-        if len(self._live) >= self._server.scheduler.max_num_queued_seqs:
+        options, scheduler = self._server.scheduler, self.scheduler
+        sent = len(self._inbox) + 1
+        if num_queued(sent, scheduler.num_waiting, scheduler.num_running, options.max_num_seqs) > (
+            options.max_num_queued_seqs
+        ):
             return "overloaded"
         if request.prompt_tokens + request.output_tokens > self._server.max_model_len:
             return "too long"

@@ -52,7 +52,9 @@ class _Account:
             if request.adapter_key not in stuck:
                 yield request
                 # A further choice waits for the first one of its own prompt, which says nothing about others.
-                if request in self.queue and request.message.fork_of is None:
+                # Beams wait for an older group, whatever they run on.
+                own = request.message.fork_of is not None or request.message.beams is not None
+                if request in self.queue and not own:
                     stuck.add(request.adapter_key)
 
 

@@ -22,7 +22,8 @@ from lorasrv.device_memory import DeviceMemory, page_bytes
 from lorasrv.loaders import Checkpoint, WeightMeter
 from lorasrv.models.decoder import Decoder, DecoderLimits
 from lorasrv.models.weights import CPU, Progress, load_weights
-from lorasrv.request import RequestId, SamplingParams
+from lorasrv.request import RequestId
+from lorasrv.sampling import SamplingParams
 from lorasrv.step import AdapterOrders, ScheduledRequest, SchedulerOutput
 from lorasrv.verify.job import VerifyJob
 from sgmv_kernels.layout import PlacedAdapter

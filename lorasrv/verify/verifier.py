@@ -51,8 +51,8 @@ class Verifier:
         self._process: asyncio.subprocess.Process | None = None
         self._closed = False
 
-    def check_ready(self) -> None:
-        """Before anything is prepared.
+    def check_ready(self, may_see: Callable[[str], bool] = lambda _: True) -> None:
+        """Before anything is prepared. `may_see`: whether whoever asks may hear of an adapter id.
 
         Raises:
             VerificationUnavailable: what it compares with is not installed, or the server ends.
@@ -68,13 +68,19 @@ class Verifier:
             )
         if self._running is not None:
             seconds = time.monotonic() - self._since_s
+            running = self._running if may_see(self._running.partition("@")[0]) else "another adapter"
             raise VerificationBusy(
-                f"{self._running} is being verified, for {seconds:.0f} s now; one at a time: try again when it is done",
+                f"{running} is being verified, for {seconds:.0f} s now; one at a time: try again when it is done",
                 retry_after_s=RETRY_S,
             )
 
     async def run(
-        self, name: str, job: VerifyJob, timeout_s: float, on_progress: Callable[[Progress], None]
+        self,
+        name: str,
+        job: VerifyJob,
+        timeout_s: float,
+        on_progress: Callable[[Progress], None],
+        may_see: Callable[[str], bool] = lambda _: True,
     ) -> dict[str, Any]:
         """The verdict, as the child tells it. Cancelling ends the child, and returns when it is gone.
 
@@ -86,7 +92,7 @@ class Verifier:
             RequestTimeout: it was not done in time, and was stopped.
             VerificationFailed: there is no verdict; says why.
         """
-        self.check_ready()
+        self.check_ready(may_see)
         self._running, self._since_s = name, time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):

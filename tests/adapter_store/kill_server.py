@@ -34,24 +34,9 @@ from adapter_store.store import AdapterStore
 from lorasrv.base_shapes import base_shapes
 from lorasrv.loaders.hf import read_spec
 
-HIDDEN, LAYERS = 64, 2
-MODEL = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 384,
-    "hidden_size": HIDDEN,
-    "intermediate_size": 128,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 512,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "hidden_act": "silu",
-    "tie_word_embeddings": False,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+import tiny_llama
+
 NUM_CLIENTS = 4
 NAMES_PER_CLIENT = 3
 RANKS = (2, 16, 256)  # the largest is 1 MB: some kills come in the middle of a body
@@ -66,17 +51,8 @@ State = dict[str, Any]
 def adapter(number: int) -> tuple[dict[str, object], bytes]:
     """Config and file of an adapter for the q projections; another number, other weights."""
     rank = RANKS[number % len(RANKS)]
-    values = np.random.default_rng(number).standard_normal(2 * rank * HIDDEN).astype("<f4").tobytes()
-    header, data = {}, b""
-    for layer in range(LAYERS):
-        for side, shape in (("A", [rank, HIDDEN]), ("B", [HIDDEN, rank])):
-            name = f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{side}.weight"
-            size = 4 * rank * HIDDEN
-            header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [len(data), len(data) + size]}
-            data += values[:size]
-    text = json.dumps(header).encode()
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"]}
-    return config, len(text).to_bytes(8, "little") + text + data
+    values = np.random.default_rng(number).standard_normal(rank * tiny_llama.HIDDEN)
+    return tiny_llama.adapter(rank, values.astype("<f4").tobytes())
 
 
 class Ledger:
@@ -227,8 +203,7 @@ class Campaign:
     def __init__(self, folder: Path, seed: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._model, self._store, self._copy = folder / "tiny", folder / "store", folder / "copy"
-        self._model.mkdir(exist_ok=True)
-        (self._model / "config.json").write_text(json.dumps(MODEL))
+        tiny_llama.write_config(self._model)
         self._shapes = base_shapes(read_spec(self._model))
         self._ledger = Ledger(folder / "ledger.json")
         if self._ledger.is_lost:

@@ -294,6 +294,26 @@ class TestQuotas:
         with self.open(tmp_path, base, store_bytes=1) as store:
             assert store.register("bob", build.config(), put(store, build.file(seed=1))).created, "costs nothing"
 
+    def test_what_is_sent_and_never_registered(self, tmp_path: Path, base: BaseShapes, put: Put, build: Any) -> None:
+        """It counts by itself, on the disk or on its way there; what is there already may be sent again."""
+        files = [build.file(seed=seed) for seed in range(6)]
+        size = len(files[0])
+        with self.open(tmp_path, base, store_bytes=3 * size) as store:
+            for seed in (0, 1):
+                store.register("mia", build.config(), put(store, files[seed]))
+            sent = [put(store, files[seed]) for seed in (2, 3)]
+            with store.open_blob("e" * 64, size) as upload:
+                with pytest.raises(QuotaExceeded) as caught:
+                    put(store, files[5])
+                assert (caught.value.used, caught.value.wanted, caught.value.allowed) == (3 * size, size, 3 * size)
+                assert put(store, files[3]) == sent[1]
+                upload.abort()
+            digest = put(store, files[4])
+            with pytest.raises(QuotaExceeded):
+                put(store, files[5])
+            store.register("mia", build.config(), digest)
+            put(store, files[5])
+
     def test_of_each_principal(self, tmp_path: Path, base: BaseShapes, put: Put, build: Any) -> None:
         with self.open(tmp_path, base, max_adapters_per_key=1, max_adapters=3) as store:
 

@@ -6,7 +6,7 @@ import json
 import os
 import tarfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,7 @@ class TestOpening:
 
     def test_it_makes_none(self, tmp_path: Path) -> None:
         for path in (tmp_path / "new", tmp_path):
-            with pytest.raises(StoreUnusable, match="no adapter store in"):
+            with pytest.raises(StoreUnusable, match="no adapter store in it"):
                 ClosedStore(path)
         assert list(tmp_path.iterdir()) == []
 
@@ -215,6 +215,32 @@ class TestArchive:
             for name, version in (("mia", 4), ("gone", 2)):
                 assert new.register(name, build.config(), put(new, build.file(seed=9))).ref.version == version
         assert digest_of(build.file(seed=8)) not in manifest_of(data)["contents"], "orphans stay behind"
+
+    def test_what_was_allowed_at_the_upload_stays_allowed(
+        self, tmp_path: Path, base: BaseShapes, put: Put, build: Any, take: Any
+    ) -> None:
+        with AdapterStore(tmp_path / "partial", base) as store:
+            config = build.config(target_modules=["q_proj", "v_proj", "o_proj"])
+            store.register("mia", config, put(store, build.file()), allow_partial=True)
+        data = exported(tmp_path / "partial")
+        for wrong in (None, 1):
+            with pytest.raises((AdapterInvalid, InvalidArchive), match="partial"):
+                take(rebuilt(data, lambda m, wrong=wrong: next(iter(m["contents"].values())).update(partial=wrong)))
+        with pytest.raises(AdapterInvalid, match="allow-partial"):
+            take(rebuilt(data, lambda m: next(iter(m["contents"].values())).pop("partial")))
+        assert take(data).versions == 1
+        with AdapterStore(tmp_path / "new", base) as store:
+            assert "partial: 2 of 6" in store.report(store.resolve("mia").key).warnings[0]
+
+    def test_limits_that_no_server_would_start_with(self, data: bytes, tmp_path: Path, base: BaseShapes) -> None:
+        def refuse(limits: Mapping[str, float]) -> None:
+            if "tokens_per_s" in limits:
+                raise ValueError("tokens_per_s is too much")
+
+        why = "limits of 'mia' that are none: tokens_per_s is too much"
+        with ClosedStore(tmp_path / "new", create=True) as closed, pytest.raises(InvalidArchive, match=why):
+            import_store(closed, io.BytesIO(data), base, 16, check_limits=refuse)
+        self.assert_nothing_came(tmp_path)
 
     def test_the_same_store_makes_the_same_file(self, root: Path, data: bytes) -> None:
         assert exported(root) == data

@@ -79,17 +79,17 @@ def make_layout(version: int, root: Path) -> None:
 def test_they_stay_over_restarts_and_versions(root: Path, base: BaseShapes, put: Any, build: Any) -> None:
     with AdapterStore(root, base) as store:
         assert store.limits("mia") == store.get("mia").limits == {}
-        store.set_limits("mia", LIMITS)
+        store.change("mia", Change(limits=LIMITS))
         assert store.limits("mia") == store.get("mia").limits == LIMITS
         store.register("mia", build.config(), put(store, build.file(seed=3)))
         store.delete("mia@3")
     with AdapterStore(root, base) as store:
         assert [dict(record.limits) for record in store.list_adapters()] == [LIMITS, {}]
         assert isinstance(store.limits("mia")["max_running"], int)
-        store.set_limits("mia", {"weight": 2.0})
+        store.change("mia", Change(limits={"weight": 2.0}))
         assert store.limits("mia") == {"weight": 2.0}, "the new ones replace all of the old"
-        store.set_limits("mia", {})
-        store.set_limits("zoe", {})
+        store.change("mia", Change(limits={}))
+        store.change("zoe", Change(limits={}))
     with AdapterStore(root, base) as store:
         assert [dict(record.limits) for record in store.list_adapters()] == [{}, {}]
 
@@ -97,7 +97,7 @@ def test_they_stay_over_restarts_and_versions(root: Path, base: BaseShapes, put:
 def test_they_go_with_the_id(root: Path, base: BaseShapes, put: Any, build: Any) -> None:
     with AdapterStore(root, base) as store:
         for name in ("mia", "zoe"):
-            store.set_limits(name, LIMITS)
+            store.change(name, Change(limits=LIMITS))
         store.delete("mia")
         assert store.limits("mia") == {}
         store.register("mia", build.config(), put(store, build.file(seed=4)))
@@ -109,7 +109,7 @@ def test_they_go_with_the_id(root: Path, base: BaseShapes, put: Any, build: Any)
 
 def test_a_record_is_no_way_to_change_them(opened: AdapterStore) -> None:
     given = dict(LIMITS)
-    opened.set_limits("mia", given)
+    opened.change("mia", Change(limits=given))
     given["max_running"] = 9
     with pytest.raises(TypeError):
         opened.limits("mia")["max_running"] = 9  # type: ignore[index]
@@ -120,24 +120,24 @@ def test_an_id_that_is_not_there(opened: AdapterStore) -> None:
     assert opened.limits("nobody") == {}
     for name in ("nobody", "mia@1"):
         with pytest.raises(AdapterNotFound):
-            opened.set_limits(name, LIMITS)
+            opened.change(name, Change(limits=LIMITS))
 
 
 def test_what_is_refused_changes_nothing(opened: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened.set_limits("mia", LIMITS)
+    opened.change("mia", Change(limits=LIMITS))
     with pytest.raises(ValueError, match="JSON"):
-        opened.set_limits("mia", {"max_running": float("nan")})
+        opened.change("mia", Change(limits={"max_running": float("nan")}))
     assert opened.limits("mia") == LIMITS
     opened.close()
     with pytest.raises(StoreUnusable):
-        opened.set_limits("mia", {})
+        opened.change("mia", Change(limits={}))
 
 
 @pytest.mark.parametrize("layout", [1, 2])
 def test_a_file_of_an_old_layout_keeps_its_adapters(root: Path, base: BaseShapes, layout: int) -> None:
     with AdapterStore(root, base) as store:
         if layout == 2:
-            store.set_limits("zoe", LIMITS)
+            store.change("zoe", Change(limits=LIMITS))
         before = store.list_adapters()
     make_layout(layout, root)
     for _ in range(2):
@@ -147,7 +147,7 @@ def test_a_file_of_an_old_layout_keeps_its_adapters(root: Path, base: BaseShapes
                 for version in record.versions:
                     assert store.load(version.key).spec == store.spec(version.key)
     with AdapterStore(root, base) as store:
-        store.set_limits("mia", {"weight": 2.0})
+        store.change("mia", Change(limits={"weight": 2.0}))
         store.change("mia", Change(version=1, aliases={"prod": 2}))
     with AdapterStore(root, base) as store:
         assert (store.limits("mia"), store.limits("zoe")) == ({"weight": 2.0}, LIMITS if layout == 2 else {})

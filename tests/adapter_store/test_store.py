@@ -1,3 +1,4 @@
+import contextlib
 import errno
 import json
 import os
@@ -5,8 +6,10 @@ import random
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from adapter_store.blobs import fsync_directory
 from adapter_store.errors import (
     AdapterCorrupt,
     AdapterExists,
@@ -119,7 +123,7 @@ def test_what_is_held_outlives_its_deletion(store: AdapterStore, put: Put, build
     digest = put(store, build.file())
     key = store.register("mia", build.config(), digest).ref.key
     first, second = store.hold(key), store.hold(key)
-    assert store.delete("mia").contents == (key,)
+    assert store.delete("mia").unnamed == (key,)
     assert not store.is_named(key)
     with pytest.raises(AdapterNotFound):
         store.resolve("mia")
@@ -457,6 +461,71 @@ def test_a_folder_that_cannot_be_made_durable_shows_no_blob(
         with pytest.raises(StoreUnusable):
             put(store, build.file())
     assert blobs(store, tmp_path) == set()
+
+
+def test_an_upload_that_fails_takes_no_other_ones_weights(
+    store: AdapterStore, put: Put, build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two clients bring the same weights; the first one's folder cannot be made durable, after the second has come."""
+    data, first_fails, calls = build.file(), threading.Event(), []
+    real = fsync_directory
+
+    def fail_first(path: Path) -> None:
+        calls.append(path)
+        if len(calls) > 1:
+            return real(path)
+        first_fails.wait(0.3)
+        raise OSError(errno.EIO, "I/O error")
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
+        patch.setattr("adapter_store.blobs.fsync_directory", fail_first)
+        first = pool.submit(put, store, data)
+        while not calls:
+            time.sleep(0.001)
+        second = pool.submit(put, store, data)
+        with contextlib.suppress(TimeoutError):
+            second.result(0.1)
+        first_fails.set()
+        with pytest.raises(StoreUnusable):
+            first.result()
+        digest = second.result()
+    store.register("mia", build.config(), digest)
+    store.load(store.resolve("mia").key)
+
+
+def test_what_is_uploaded_again_while_orphans_are_listed_stays(
+    store: AdapterStore, put: Put, build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = put(store, build.file())
+    [name] = blobs(store, tmp_path)
+    day_ago = time.time() - 90_000
+    os.utime(tmp_path / "store" / "blobs" / "sha256" / name, (day_ago, day_ago))
+    older_than = store._blobs.older_than
+
+    def meanwhile(age_s: float) -> set[str]:
+        found = older_than(age_s)
+        put(store, build.file())
+        return found
+
+    monkeypatch.setattr(store._blobs, "older_than", meanwhile)
+    assert store.remove_orphans().num_blobs == 0
+    assert blobs(store, tmp_path) == {digest}
+
+
+def test_orphans_are_listed_while_requests_go_on(
+    store: AdapterStore, put: Put, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of names take long to list; whoever begins a request needs the store's lock."""
+    key = store.register("mia", build.config(), put(store, build.file())).ref.key
+    older_than = store._blobs.older_than
+
+    def listing(age_s: float) -> set[str]:
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(store.hold, key).result(5).key == key
+        return older_than(age_s)
+
+    monkeypatch.setattr(store._blobs, "older_than", listing)
+    store.remove_orphans()
 
 
 def test_a_full_disk_while_registering_changes_nothing(

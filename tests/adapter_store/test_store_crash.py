@@ -25,7 +25,7 @@ LOSSES = (KILLED, SAFE_ONLY, NAMES_ONLY)
 CHANCES = (DATA_ONLY, *(Loss(seed=seed) for seed in range(24)))
 # The store's own fsyncs. One that is gone from here was deleted, one that is not in here needs a scenario.
 SITES = {
-    "blobs.BlobDirectory.remove_orphans of data/store/blobs/sha256",
+    "blobs.BlobDirectory.remove_old of data/store/blobs/sha256",
     "blobs.BlobUpload.commit",
     "blobs.BlobDirectory.adopt of data/store/blobs/sha256",
     "blobs.BlobDirectory.remove of data/store/blobs/sha256",

@@ -18,23 +18,31 @@ import httpx2
 import numpy as np
 import pytest
 import uvicorn
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from adapter_store.spec import AdapterKey, BaseShapes
 from adapter_store.store import AdapterStore
 from api.app import create_app
 from api.cli.main import main
+from api.edge_bounds import EdgeBounds
+from api.http_protocol import bounded
 from api.server import bind
 from api.settings import ServerSettings
+from lorasrv.adapter_uses import AdapterUses
+from lorasrv.beam_options import BeamOptions
 from lorasrv.errors import AdapterCold, AdapterLoadFailed, ContextLengthExceeded, EngineDead, InvalidRequest
 from lorasrv.limits import Limits
 from lorasrv.metrics import EngineMetrics, EngineSnapshot
 from lorasrv.models.spec import ModelSpec
 from lorasrv.pool_map import PoolMap
 from lorasrv.questions import Reached
-from lorasrv.request import AdapterTier, FinishReason, OnCold, RequestId, RequestOutput, RequestTiming, SamplingParams
+from lorasrv.request import AdapterTier, AddRequest, FinishReason, OnCold, RequestId, RequestOutput, RequestTiming
+from lorasrv.sampling import SamplingParams
+from lorasrv.step_book import StepBook
 from lorasrv.step_profile import StepProfile
+from lorasrv.traffic import Traffic
+from lorasrv.watchdog import Heartbeat
 
 if TYPE_CHECKING:
     from lorasrv.async_engine import AsyncEngine
@@ -80,8 +88,21 @@ EMPTY_POOL = PoolMap(
 class FakeTemplate:
     """Renders a conversation as `role:content` lines; one token a byte."""
 
-    def encode(self, messages: Sequence[dict[str, str]], tokenizer: object) -> list[int]:
+    source = ""
+    variables: frozenset[str] = frozenset()
+
+    def checked_variables(self, given: dict[str, Any]) -> dict[str, Any]:
+        return given
+
+    def encode(self, messages: Sequence[dict[str, str]], tokenizer: object, *_: object, **__: object) -> list[int]:
         return list("\n".join(f"{m['role']}:{m['content']}" for m in messages).encode())
+
+
+class FakeGrammars:
+    """Compiles nothing: a grammar is its own constraint."""
+
+    async def compile(self, grammar: object) -> object:
+        return grammar
 
 
 class FakeStream(AsyncIterator[RequestOutput]):
@@ -98,6 +119,7 @@ class FakeStream(AsyncIterator[RequestOutput]):
         self._refusal = refusal
         self._served = 0
         self._finished = False
+        self.num_generated_tokens = 0
 
     async def __anext__(self) -> RequestOutput:
         await asyncio.sleep(0)
@@ -112,6 +134,8 @@ class FakeStream(AsyncIterator[RequestOutput]):
             raise StopAsyncIteration from None
         self._served += 1
         self._finished = output.finished
+        self.num_generated_tokens = output.num_generated_tokens
+        self._engine.traffic.heard(self.request_id, output)
         return output
 
     async def _suffer(self) -> None:
@@ -130,6 +154,7 @@ class FakeStream(AsyncIterator[RequestOutput]):
         if not self._finished:
             self._finished = True
             self._engine.aborted.append(self.request_id)
+            self._engine.traffic.left(self.request_id)
 
 
 class FakeEngine:
@@ -142,17 +167,23 @@ class FakeEngine:
         self.model_name = BASE
         self.quantization = "int8"
         self.profile = StepProfile()
+        self.traffic = Traffic()
+        self.waiting_room = SimpleNamespace(check=lambda *_: None, num_tokens=0)
+        self.book = StepBook()
         self.max_model_len = CONTEXT
         self.page_size_tokens = 16
         self.spec = SPEC
         self.tokenizer = object()
         self.chat_template: FakeTemplate | None = FakeTemplate()
+        self.grammars = FakeGrammars()
         self.metrics = EngineMetrics(EngineSnapshot(pages_total=10, pages_free=7, requests_finished_total={"stop": 3}))
+        self.heartbeat = Heartbeat()
         self.is_alive = False
         self.error: str | None = None
         self.text = "Hello wörld"
         self.texts: tuple[str, ...] = ()
         self.piece_chars = 1
+        self.held = "_"
         self.ignores_adapters = False
         self.reason = FinishReason.STOP
         self.error_at_end: str | None = None
@@ -168,10 +199,12 @@ class FakeEngine:
         self.reached = Reached(AdapterTier.RESIDENT, 12.34)
         self.ask_error: Exception | None = None
         self.pool = EMPTY_POOL
+        self.resident: list[tuple[AdapterKey, int]] = []
         self.added: list[SimpleNamespace] = []
         self.aborted: list[str] = []
         self.asked: list[tuple[object, ...]] = []
         self.limits: dict[str, Limits | None] = {}
+        self.uses = AdapterUses()
         self._numbers = itertools.count()
 
     async def start(self) -> None:
@@ -179,6 +212,9 @@ class FakeEngine:
 
     async def shutdown(self) -> None:
         self.is_alive = False
+
+    def break_off(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
+        self.error = why
 
     async def add_choices(
         self,
@@ -194,6 +230,9 @@ class FakeEngine:
         adapter_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
+        constraint: object = None,
+        shown_token_ids: frozenset[int] = frozenset(),
+        beams: BeamOptions | None = None,
     ) -> list[FakeStream]:
         if self.add_error is not None:
             raise self.add_error
@@ -202,8 +241,10 @@ class FakeEngine:
             raise InvalidRequest("the prompt is empty", param="prompt")
         if not all(0 <= token < VOCAB for token in ids):
             raise InvalidRequest(f"token ids must lie in [0, {VOCAB})", param="prompt")
-        if len(ids) + (sampling.max_tokens or 1) > CONTEXT:
-            raise ContextLengthExceeded(f"{len(ids)} + {sampling.max_tokens} > {CONTEXT}", param="max_tokens")
+        if len(ids) + (sampling.max_tokens or 1) > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"{len(ids)} + {sampling.max_tokens} > {self.max_model_len}", param="max_tokens"
+            )
         label = request_id or f"req-{next(self._numbers)}"
         asked = SimpleNamespace(
             id=label,
@@ -217,10 +258,27 @@ class FakeEngine:
             adapter_id=adapter_id,
             priority=priority,
             timeout_s=timeout_s,
+            constraint=constraint,
+            shown_token_ids=shown_token_ids,
+            beams=beams,
         )
         streams = [self._stream(RequestId(f"{label}#{i}"), i, asked) for i in range(count)]
         self.added.append(asked)
+        self._count(streams, asked)
         return streams
+
+    def _count(self, streams: list[FakeStream], asked: SimpleNamespace) -> None:
+        first = AddRequest(
+            streams[0].request_id,
+            tuple(asked.prompt),
+            asked.sampling.max_tokens or 1,
+            asked.sampling,
+            adapter_key=asked.adapter,
+            adapter_id=asked.adapter_id,
+            principal=asked.principal,
+        )
+        further = [replace(first, request_id=s.request_id, fork_of=first.request_id) for s in streams[1:]]
+        self.traffic.accepted([first, *further], time.monotonic())
 
     def _stream(self, rid: RequestId, index: int, asked: SimpleNamespace) -> FakeStream:
         cold = asked.adapter is not None and self.cold_for_s is not None
@@ -242,9 +300,10 @@ class FakeEngine:
         if asked.adapter is not None:
             timing = replace(timing, tier=AdapterTier.DISK, load_ms=2.5)
         pieces = [cut[i : i + self.piece_chars] for i in range(0, len(cut), self.piece_chars)]
-        # `_` is a token whose text is held back, as that of half a character is.
+        # `_` (`held`) is a token whose text is held back, as that of half a character is.
         outputs = [
-            RequestOutput(rid, piece.replace("_", ""), (i,), prompt, i + 1, timing) for i, piece in enumerate(pieces)
+            RequestOutput(rid, piece.replace(self.held, ""), (i,), prompt, i + 1, timing)
+            for i, piece in enumerate(pieces)
         ]
         error = self.error_at_end if self.unlucky_choice in (None, index) else None
         reason = FinishReason.ERROR if error is not None else reason
@@ -272,6 +331,12 @@ class FakeEngine:
         assert self.is_alive
         self.limits[adapter_id] = limits
 
+    async def tier(self, adapter: AdapterKey) -> AdapterTier:
+        return self._reply().tier
+
+    async def residents(self) -> list[tuple[AdapterKey, int]]:
+        return self.resident
+
     async def pool_map(self) -> PoolMap:
         self._reply()
         return self.pool
@@ -280,6 +345,14 @@ class FakeEngine:
         if self.ask_error is not None:
             raise self.ask_error
         return self.reached
+
+
+@pytest.fixture(autouse=True)
+def _nobodys_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What whoever runs the tests has configured is not theirs."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.getbasetemp() / "config"))
+    for name in ("LORASRV_CONFIG", "LORASRV_SERVER", "LORASRV_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.fixture
@@ -339,7 +412,10 @@ def dispatcher() -> Iterator[tuple[Dispatcher, Server]]:
     listener = bind("127.0.0.1", 0)
     listener.listen()
     dispatcher = Dispatcher()
-    uvicorn_server = uvicorn.Server(uvicorn.Config(dispatcher, log_config=None, timeout_graceful_shutdown=1))
+    config = uvicorn.Config(
+        dispatcher, http=bounded(EdgeBounds()), ws="none", log_config=None, timeout_graceful_shutdown=1
+    )
+    uvicorn_server = uvicorn.Server(config)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
     thread.start()
     eventually(lambda: uvicorn_server.started)
@@ -413,6 +489,27 @@ def make_adapter(tmp_path: Path) -> Callable[..., Path]:
         return folder
 
     return make
+
+
+@pytest.fixture
+def as_mlx() -> Callable[[Path], Path]:
+    """Writes the adapter of a PEFT folder, r 2 and alpha 4, beside it as MLX would have saved it."""
+
+    def write(peft: Path) -> Path:
+        folder = peft.with_name(f"{peft.name}-mlx")
+        folder.mkdir()
+        tensors = load_file(peft / "adapter_model.safetensors")
+        halves = {".lora_A.weight": ".lora_a", ".lora_B.weight": ".lora_b"}
+        renamed = {
+            name.removeprefix("base_model.model.")[:-14] + halves[name[-14:]]: np.ascontiguousarray(tensor.T)
+            for name, tensor in tensors.items()
+        }
+        save_file(renamed, folder / "adapters.safetensors")
+        run = {"fine_tune_type": "lora", "lora_parameters": {"rank": 2, "scale": 2.0, "dropout": 0.0}, "model": BASE}
+        (folder / "adapter_config.json").write_text(json.dumps(run))
+        return folder
+
+    return write
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from adapter_store.errors import StoreFull, StoreUnusable
 from adapter_store.store import AdapterStore
+from lorasrv.errors import AdapterDeleted, EngineDead
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -112,7 +113,15 @@ class TestRegister:
         assert [version["digest"] for version in shown["versions"]] == [first["digest"], second.json()["digest"]]
         assert shown["report"]["modules_matched"] == 4
         [listed] = server.http.get("/v1/adapters").json()["data"]
-        assert listed == {name: value for name, value in shown.items() if name not in ("report", "verified")}
+        of_one = ("report", "verified", "tier", "traffic")
+        assert listed == {name: value for name, value in shown.items() if name not in of_one}
+        assert shown["tier"] == "resident"
+        assert shown["traffic"] == {"requests": 0, "tokens": 0, "tokens_per_s": 0.0}
+
+    def test_a_dead_engine_is_no_reason_to_hide_an_adapter(self, server, engine, make_adapter) -> None:
+        server.upload(make_adapter(), "mia")
+        engine.ask_error = EngineDead("the engine died")
+        assert server.http.get("/v1/adapters/mia").json()["tier"] is None
 
     def test_if_not_exists(self, server, make_adapter) -> None:
         assert server.upload(make_adapter(), "mia", if_not_exists=True).status_code == 201
@@ -199,9 +208,30 @@ class TestRemove:
         response = server.http.delete("/v1/adapters/nobody")
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
-    @pytest.mark.parametrize(("option", "value"), [("wait", "true"), ("force", "yes")])
-    def test_options_of_later(self, server, make_adapter, option: str, value: str) -> None:
+    @pytest.mark.parametrize(("option", "value"), [("wait", "true"), ("wait", "-1"), ("wait", "61"), ("force", "yes")])
+    def test_malformed_options(self, server, make_adapter, option: str, value: str) -> None:
         server.upload(make_adapter(), "mia")
         response = server.http.delete(f"/v1/adapters/mia?{option}={value}")
         assert (response.status_code, response.json()["error"]["param"]) == (400, option)
-        assert server.http.delete(f"/v1/adapters/mia?{option}=false").status_code == 202
+        assert server.http.get("/v1/adapters/mia").status_code == 200
+
+    def test_waiting(self, server, engine, make_adapter) -> None:
+        key = server.upload(make_adapter(), "mia").json()["digest"].removeprefix("sha256:")
+        engine.uses.begin("zoe", key)
+        engine.uses.begin("mia", "another content")
+        assert server.http.delete("/v1/adapters/mia?wait=60").status_code == 200
+        server.upload(make_adapter(), "mia")
+        engine.uses.begin("mia", key)
+        response = server.http.delete("/v1/adapters/mia?wait=0.01")
+        assert (response.status_code, response.json()["requests_running"]) == (202, 1)
+        server.upload(make_adapter(), "mia")
+        response = server.http.delete("/v1/adapters/mia")
+        assert (response.status_code, response.json()["requests_running"]) == (202, 1)
+
+    def test_force_ends_what_runs(self, server, engine, make_adapter) -> None:
+        key = server.upload(make_adapter(), "mia").json()["digest"].removeprefix("sha256:")
+        use = engine.uses.begin("mia", key)
+        done = server.http.delete("/v1/adapters/mia?force=true").json()
+        assert done["requests_ended"] == 1
+        with pytest.raises(AdapterDeleted, match="'mia' was deleted"):
+            use.check()

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from adapter_store.store import AdapterStore
 from api.cli import bulk
+from api.client import Refused, _refusal
 
 
 @pytest.fixture
@@ -24,7 +26,7 @@ def tree(make_adapter: Callable[..., Path]) -> Path:
 def blobs_sent(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     sent: list[str] = []
     open_blob = store.open_blob
-    monkeypatch.setattr(store, "open_blob", lambda digest, length: sent.append(digest) or open_blob(digest, length))
+    monkeypatch.setattr(store, "open_blob", lambda digest, *how: sent.append(digest) or open_blob(digest, *how))
     return sent
 
 
@@ -115,6 +117,51 @@ class TestUpload:
         done = cli("upload", tree, "--all", "--if-not-exists", "--server", server.url)
         assert (done.code, done.out.count("registered")) == (1, 4)
         assert "bot-1: adapter 'bot-1' exists" in done.err
+
+    @pytest.mark.parametrize(
+        ("status", "headers", "sends"),
+        [
+            (429, {"retry-after": "1"}, 3),
+            (503, {"retry-after": "1"}, 3),
+            (503, {"retry-after": "1", "x-should-retry": "false"}, 1),
+            (507, {"retry-after": "1"}, 1),
+            (503, {}, 1),
+            (429, {"retry-after": "9999"}, 1),
+        ],
+    )
+    def test_a_busy_server_is_waited_for(
+        self, cli, server, make_adapter, monkeypatch, status: int, headers: dict[str, str], sends: int
+    ) -> None:
+        """Twice it has no time, as long as it says so."""
+        pauses: list[float] = []
+        answers: list[int] = []
+        send = bulk.Client._json
+
+        def busy(self: bulk.Client, method: str, path: str, **request: Any) -> dict[str, Any]:
+            if path == "/v1/adapters":
+                answers.append(status)
+                if len(answers) <= 2:
+                    raise _refusal(httpx2.Response(status, headers=headers, json={"error": {"message": "busy"}}))
+            return send(self, method, path, **request)
+
+        monkeypatch.setattr(bulk.Client, "_json", busy)
+        monkeypatch.setattr(bulk.time, "sleep", pauses.append)
+        done = cli("upload", make_adapter("bot").parent, "--all", "--server", server.url)
+        assert (done.code == 0, len(pauses)) == (sends == 3, sends - 1)
+        assert set(pauses) <= {1.0}
+        if sends == 1:
+            assert "bot: busy" in done.err
+
+    def test_a_server_that_is_always_busy(self, monkeypatch) -> None:
+        pauses: list[float] = []
+        monkeypatch.setattr(bulk.time, "sleep", pauses.append)
+
+        def work() -> dict[str, Any]:
+            raise Refused(429, {"message": "busy"}, 0.0)
+
+        with pytest.raises(Refused):
+            bulk._patiently(work)
+        assert sum(pauses) == bulk.MAX_PATIENCE_S
 
     def test_four_at_a_time(self, cli, server, tree: Path, monkeypatch) -> None:
         import threading

@@ -184,11 +184,18 @@ class TestRefusals:
     def test_best_of_as_many_is_no_choice(self, server, n: int | None, best_of: int | None) -> None:
         assert server.complete(n=n, best_of=best_of).status_code == 200
 
-    @pytest.mark.parametrize(("n", "best_of"), [(2, 1), (2, 3), (None, 2), (1, True), (2, "2")])
-    def test_best_of_more(self, server, engine, n: int | None, best_of: object) -> None:
-        response = server.complete(n=n, best_of=best_of)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
+    @pytest.mark.parametrize(("n", "best_of"), [(2, 1), (1, 0), (1, 9), (1, 10**9), (1, True), (2, "2")])
+    def test_best_of_out_of_range(self, server, engine, n: int | None, best_of: object) -> None:
+        for ask_for in (server.chat, server.complete):
+            response = ask_for(n=n, best_of=best_of)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
         assert engine.added == []
+
+    def test_the_best_of_more_are_not_streamed(self, server, engine) -> None:
+        response = server.complete(n=1, best_of=2, stream=True)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
+        assert server.complete(n=2, best_of=2, stream=True).status_code == 200
+        assert len(engine.added) == 1
 
 
 def ask(server: Any, path: str = "completions", **fields: Any) -> socket.socket:

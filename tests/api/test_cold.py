@@ -102,7 +102,7 @@ class TestCachedTokens:
         assert usage_of(server.chat(**fields))["prompt_tokens_details"] == {"cached_tokens": 5}
 
     @pytest.mark.parametrize(
-        ("salt", "given"), [("tenant 1", "tenant 1"), ("ö" * 256, "ö" * 256), (None, ""), ("", "")]
+        ("salt", "given"), [("tenant 1", "salt:tenant 1"), ("ö" * 256, f"salt:{'ö' * 256}"), (None, ""), ("", "")]
     )
     def test_the_salt_reaches_the_engine(self, server, engine, salt: str | None, given: str) -> None:
         server.chat(cache_salt=salt)

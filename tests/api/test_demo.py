@@ -79,5 +79,5 @@ def test_a_server_that_does_not_start(cli, make_adapter, monkeypatch: pytest.Mon
     monkeypatch.setenv("LORASRV_DTYPE", "float8")
     done = cli("demo", "--personas", make_adapter().parent)
     assert done.code == 1
-    assert "server: lorasrv: --dtype 'float8' is unknown" in done.err
+    assert "server: lorasrv: LORASRV_DTYPE 'float8' is unknown" in done.err
     assert "the server did not start" in done.err

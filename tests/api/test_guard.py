@@ -50,6 +50,21 @@ class TestHost:
         assert host_name("a b") == host_name("a:b:c") == host_name("localhost:123456") == ""
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/nowhere"])
+def test_a_length_that_is_said_twice_ends_the_connection(server, engine, path: str) -> None:
+    """Who stands before us may take what follows the chunks for the rest of the body."""
+    hidden = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {5 + len(hidden)}\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n".encode() + hidden)
+        answer = b""
+        while piece := connection.recv(1 << 16):
+            answer += piece
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.split()[1] in (b"400", b"422")
+    assert b"said twice" in answer
+
+
 class TestOrigin:
     def test_programs_send_none(self, server) -> None:
         assert get(server).status_code == 200

@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 
 from adapter_store.errors import StoreFull, StoreUnusable
+from adapter_store.records import Change
 from adapter_store.store import AdapterStore
 from api.app import create_app
 from api.schemas.adapters import LimitsBody
@@ -81,6 +82,7 @@ class TestPatch:
     def test_a_refused_pin_changes_nothing(self, server, engine) -> None:
         engine.ask_error = InvalidRequest("one too many", param="pinned")
         assert patch(server, pinned=True, limits=ALL).status_code == 400
+        engine.ask_error = None
         assert (shown(server), engine.limits) == ({}, {})
 
     @pytest.mark.parametrize(
@@ -197,12 +199,12 @@ class TestStart:
 
     @pytest.mark.parametrize("limits", [{"max_running": 0}, {"weight": -1.0}, {"requests_per_moon": 3}])
     def test_limits_that_nobody_understands_stop_it(self, engine, store, limits: dict[str, float]) -> None:
-        store.set_limits("mia", limits)
+        store.change("mia", Change(limits=limits))
         with pytest.raises(StoreUnusable, match="limits of 'mia'"):
             self.start(engine, store)
 
     def test_an_engine_that_dies_meanwhile_is_shut_down(self, engine, store, monkeypatch) -> None:
-        store.set_limits("mia", {"weight": 2.0})
+        store.change("mia", Change(limits={"weight": 2.0}))
         app = self.start(engine, store)
 
         async def die(*_: object) -> None:

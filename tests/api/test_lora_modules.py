@@ -106,6 +106,16 @@ class TestRegistering:
         assert store.resolve("mia").version == 2
         assert self.register(store) == []
 
+    def test_whoever_saved_it(self, store: AdapterStore, make_adapter, as_mlx) -> None:
+        mia, nested = make_adapter("mia"), make_adapter("outer/poet", seed=1).parent
+        mlx = as_mlx(mia)
+        for _ in range(2):
+            self.register(store, ("mia", mia), ("mlx", mlx), ("nested", nested))
+            assert [store.resolve(name).version for name in ("mia", "mlx", "nested")] == [1, 1, 1]
+        ours, theirs = (store.load(store.resolve(name).key) for name in ("mia", "mlx"))
+        assert all((ours[site].a == theirs[site].a).all() for site in ours)
+        assert {ours[site].scaling for site in ours} == {theirs[site].scaling for site in theirs}
+
     def test_what_is_there_is_not_copied_but_repaired(
         self, store: AdapterStore, make_adapter, tmp_path: Path, monkeypatch
     ) -> None:

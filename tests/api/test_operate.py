@@ -1,13 +1,14 @@
 """Models, health, figures; and that every route answers what it does not do in the OpenAI shape."""
 
 import re
-import time
 from pathlib import Path
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from api.metrics.engine import ELSEWHERE, TIERS
 from lorasrv.metrics import EngineSnapshot
+from lorasrv.watchdog import Heartbeat
 
 
 class TestModels:
@@ -67,12 +68,19 @@ class TestHealth:
         assert server.http.get("/ready").status_code == 200
 
     def test_stalled_is_not_idle(self, server, engine) -> None:
-        long_ago = time.monotonic() - 1000
-        engine.metrics.publish(EngineSnapshot(requests_running=0, last_step_s=long_ago))
+        engine.heartbeat = Heartbeat(lambda: now)
+        engine.heartbeat.computed()
+        now = 0.0
+        engine.heartbeat.rest()
+        now = 1000.0
         assert server.http.get("/health").status_code == 200
-        engine.metrics.publish(EngineSnapshot(requests_running=1, last_step_s=long_ago))
-        assert server.http.get("/health").json()["status"] == "engine stalled"
-        engine.metrics.publish(EngineSnapshot(requests_running=1, last_step_s=time.monotonic()))
+        engine.heartbeat.beat()
+        assert server.http.get("/health").status_code == 200
+        now = 2000.0
+        for path in ("/health", "/ready"):
+            answer = server.http.get(path)
+            assert (answer.status_code, answer.json()["status"]) == (503, "engine stalled")
+        engine.heartbeat.beat()
         assert server.http.get("/health").status_code == 200
 
 
@@ -90,15 +98,19 @@ class TestFigures:
 
     def test_no_field_of_the_snapshot_is_forgotten(self, server, engine) -> None:
         by_label = {"requests_finished_total", "step_costs", "load_costs"}
-        names = set(EngineSnapshot.__dataclass_fields__) - by_label - {"last_step_s"}
+        by_tier = {field: (name, tier) for name, (_, tiers) in TIERS.items() for tier, field in tiers.items()}
+        names = set(EngineSnapshot.__dataclass_fields__) - by_label - {"last_step_s"} - ELSEWHERE
         published = {name: 1000.0 + number for number, name in enumerate(sorted(names))}
         engine.metrics.publish(EngineSnapshot(**published))
         families = list(text_string_to_metric_families(server.http.get("/metrics").text))
         samples = [sample for family in families for sample in family.samples]
         shown = {sample.name.removeprefix("lorasrv_"): sample.value for sample in samples if not sample.labels}
-        for sample in samples:
-            if "tier" in sample.labels:
-                shown[f"adapter_loads_{sample.labels['tier']}_total"] = sample.value
+        labelled = {(sample.name, sample.labels.get("tier")): sample.value for sample in samples}
+        for field, (name, tier) in by_tier.items():
+            name = (
+                f"lorasrv_{name}" if field in ("adapters_resident", "host_cache_adapters") else f"lorasrv_{name}_total"
+            )
+            shown[field] = labelled[name, tier]
         assert {name: shown.get(name) for name in names} == published
         assert all(family.documentation for family in families)
 

@@ -176,14 +176,16 @@ def full_pool(keys: list[str]) -> PoolMap:
         AdapterPages(AdapterKey("0" * 64), "ready", 6, ((40, 6),), 6_000, 6_144, 0, False),
     ]
     requests = [
-        RequestPages(RequestId("chatcmpl-1#1"), AdapterKey(keys[0]), 3, 2),
-        RequestPages(RequestId("cmpl-2#7"), None, 7, 0),
+        RequestPages(RequestId("chatcmpl-1#1"), AdapterKey(keys[0]), 3, 2, (9, 0, 1)),
+        RequestPages(RequestId("cmpl-2#7"), None, 7, 0, tuple(range(2, 9))),
     ]
     promised = (
         PromisedAdapter(AdapterKey(keys[0]), True, "ready"),
         PromisedAdapter(AdapterKey("1" * 64), False, "waiting"),
     )
-    return PoolMap(100, 51, 10, 9, 30, 16, 1024, 2, 40, 3, tuple(requests), tuple(adapters), 2048, promised)
+    figures = (100, 51, 10, 9, 30, 16, 1024, 2, 40, 3)
+    prefix = (12, 10, 11, 20, 21, 30, 31, 32, 34)
+    return PoolMap(*figures, tuple(requests), tuple(adapters), 2048, promised, prefix)
 
 
 class TestMap:
@@ -213,9 +215,11 @@ class TestMap:
                 "ids": ["mia", "zoe"],
                 "pages": 3,
                 "shared": 2,
+                "runs": [[0, 2], [9, 1]],
             },
-            {"request_id": "cmpl-2#7", "digest": None, "ids": [], "pages": 7, "shared": 0},
+            {"request_id": "cmpl-2#7", "digest": None, "ids": [], "pages": 7, "shared": 0, "runs": [[2, 7]]},
         ]
+        assert body["prefix_runs"] == [[10, 3], [20, 2], [30, 3], [34, 1]]
         assert [(p["ids"], p["pinned"], p["state"]) for p in body["promised"]] == [
             (["mia", "zoe"], True, "ready"),
             ([], False, "waiting"),
@@ -232,9 +236,9 @@ class TestMap:
     def test_every_figure_is_shown(self, server, engine, keys: list[str]) -> None:
         engine.pool = full_pool(keys)
         body = server.http.get("/v1/pool").json()
-        numbers = {f.name for f in fields(PoolMap)} - {"requests", "adapters", "promised"}
+        numbers = {f.name for f in fields(PoolMap)} - {"requests", "adapters", "promised", "prefix_page_ids"}
         assert {name: body[name] for name in numbers} == {name: getattr(engine.pool, name) for name in numbers}
-        assert set(body) == numbers | {"object", "requests", "adapters", "promised"}
+        assert set(body) == numbers | {"object", "requests", "adapters", "promised", "prefix_runs", "traffic"}
 
     def test_a_dead_engine(self, server, engine) -> None:
         engine.ask_error = EngineDead("the engine died")

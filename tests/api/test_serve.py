@@ -76,7 +76,7 @@ def ready(process: "subprocess.Popen[str]") -> dict[str, Any]:
     return json.loads(line)
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_ready_line_and_a_clean_end(start: Start, how: signal.Signals) -> None:
     process = start("--port", 0, "--json")
     told = ready(process)
@@ -94,6 +94,7 @@ def test_ready_line_and_a_clean_end(start: Start, how: signal.Signals) -> None:
     ]
 
 
+@pytest.mark.long
 def test_plain_ready_line(start: Start) -> None:
     process = start("--port", 0, "--served-model-name", "house")
     assert process.stdout is not None
@@ -104,7 +105,7 @@ def test_plain_ready_line(start: Start) -> None:
 
 
 def test_a_stream_does_not_keep_the_server(start: Start) -> None:
-    process = start("--port", 0, "--json", "--model", "hanging")
+    process = start("--port", 0, "--json", "--model", "hanging", "--drain-s", 0.5)
     url = ready(process)["url"]
     body = {"model": "tiny-base", "prompt": "x", "stream": True}
     with httpx2.stream("POST", url + "/v1/completions", json=body) as response:
@@ -113,6 +114,7 @@ def test_a_stream_does_not_keep_the_server(start: Start) -> None:
         assert process.wait(timeout=20) == 0
 
 
+@pytest.mark.long
 def test_told_to_stop_while_loading(start: Start) -> None:
     process = start("--port", 0, "--model", "slow")
     assert process.stderr is not None
@@ -158,6 +160,7 @@ def test_a_store_in_use(start: Start) -> None:
     assert "store" in err.splitlines()[-1]
 
 
+@pytest.mark.long
 def test_lora_modules_are_served(start: Start, make_adapter) -> None:
     mia, tom = make_adapter("mia"), make_adapter("tom", seed=1)
     spelled = json.dumps({"name": "tom", "path": str(tom), "base_model_name": "tiny-base"})
@@ -171,6 +174,7 @@ def test_lora_modules_are_served(start: Start, make_adapter) -> None:
     assert "registering adapters done" in err.splitlines()
 
 
+@pytest.mark.long
 def test_a_refused_lora_module_ends_the_start(start: Start, make_adapter) -> None:
     process = start("--port", 0, "--lora-modules", f"mia={make_adapter()}", f"tom={make_adapter('tom', r=0)}")
     out, err = process.communicate(timeout=20)

@@ -40,6 +40,7 @@ def test_every_option_reaches_the_engine() -> None:
         target_itl_ms=99.5,
         max_wait_steps=7,
         max_queued=11,
+        max_queued_tokens=12,
         queue_timeout_s=2.5,
         early_abort=True,
         max_running_per_adapter=2,
@@ -66,6 +67,7 @@ def test_every_option_reaches_the_engine() -> None:
         max_num_seqs=3,
         max_num_batched_tokens=5,
         max_num_queued_seqs=11,
+        max_num_queued_tokens=12,
         preemption="swap",
         policy="sjf",
         target_itl_ms=99.5,
@@ -118,15 +120,30 @@ def test_wrong_options_are_errors(options: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.4", "models.example", ""])
-def test_other_addresses_need_insecure(host: str) -> None:
-    with pytest.raises(ValidationError, match="--insecure"):
-        ServerSettings(host=host)
-    assert not ServerSettings(host=host, insecure=True).checks_host
+def test_other_addresses_need_keys_or_insecure(host: str) -> None:
+    assert not ServerSettings(host=host).serves_without_keys
+    assert not ServerSettings(host=host, api_key="s3cret-key").serves_without_keys
+    insecure = ServerSettings(host=host, insecure=True)
+    assert insecure.serves_without_keys
+    assert not insecure.checks_host
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "127.1.2.3"])
 def test_loopback_does_not(host: str) -> None:
     assert ServerSettings(host=host).checks_host
+    assert ServerSettings(host=host).serves_without_keys
+
+
+def test_the_key_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ServerSettings(api_key="s3cret-key")
+    assert settings.secret_key == "s3cret-key"
+    assert "s3cret" not in repr(settings) + str(settings) + settings.model_dump_json()
+    for wrong in ("s3cret", "s3cret key", "s3cret-k\n", "s3cret-\xe9", "s3cret" * 100):
+        with pytest.raises(ValidationError, match="takes 8 or more letters") as caught:
+            ServerSettings(api_key=wrong)
+        assert "s3cret" not in str(caught.value)
+    monkeypatch.setenv("LORASRV_API_KEY", "")
+    assert ServerSettings().api_key is None
 
 
 @pytest.mark.parametrize("name", ["pool_bytes", "host_cache_bytes", "swap_bytes", "resident_bytes_per_key"])

@@ -110,5 +110,5 @@ def test_a_server_keeps_it(cli, store: AdapterStore, tmp_path: Path, command: tu
     assert (done.code, done.out) == (1, "")
     assert "is in use by another server" in done.err
     none = cli("store", *command, "--store", tmp_path / "none")
-    assert (none.code, "no adapter store in" in none.err) == (1, True)
+    assert (none.code, "no adapter store in it" in none.err) == (1, True)
     assert not list(tmp_path.glob("x.tar*"))

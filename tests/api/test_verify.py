@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from api.keys.book import KeyBook
+from api.keys.caller import Scope
 from lorasrv.verify.verifier import Verifier
 
 RESULT: dict[str, Any] = {
@@ -249,6 +251,14 @@ class TestRefused:
         assert children.jobs() == []
         assert verify(server, ignore_memory=True).status_code == 200
 
+    def test_memory_is_the_administrators(self, verified_by, children: Children, store) -> None:
+        """Without memory the server goes down, for everybody."""
+        server, book = verified_by("answers"), KeyBook(store.root)
+        for scope, status in ((Scope.UPLOAD, 403), (Scope.ADMIN, 200)):
+            server.http.headers["authorization"] = f"Bearer {book.create(f'only-{scope}', frozenset({scope}))[1]}"
+            assert verify(server, ignore_memory=True).status_code == status
+            assert len(children.jobs()) == (status == 200)
+
     @pytest.mark.parametrize("missing", ["peft", "transformers"])
     def test_packages(self, verified_by, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
         server = verified_by("answers")
@@ -297,6 +307,8 @@ class TestCommand:
         assert "within" in done.out
         assert "35 of 36" in done.out
         assert "note: a note" in done.out
+        kept = cli("show", "mia", "--server", server.url).out
+        assert " UTC: within, logits off by at most " in kept
         assert "loading" in done.err
         assert [bytes(ids) for ids in children.jobs()[0]["prompts"]] == [b"user:one", b"user:two"]
 

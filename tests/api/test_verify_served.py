@@ -95,17 +95,12 @@ def serve(
         end()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "settings", "verdict"),
     [
         ("llama", {"quantization": "int8"}, "within"),
-        pytest.param(
-            "gemma3",
-            {"quantization": "none", "dtype": "float32", "kernels": "torch"},
-            "exact",
-            marks=pytest.mark.long,
-        ),
+        ("gemma3", {"quantization": "none", "dtype": "float32", "kernels": "torch"}, "exact"),
     ],
 )
 def test_an_adapter_is_verified(serve, cli, family: str, settings: dict[str, str], verdict: str) -> None:

@@ -148,6 +148,29 @@ class TestCanary:
         assert [answer.headers["x-adapter-version"] for answer in answers] == ["1", "2", "1", "2"]
         assert [answer.json()["usage"]["lorasrv"]["adapter_version"] for answer in answers] == [1, 2, 1, 2]
 
+    def test_as_a_model_it_is_shown_and_not_drawn(self, server, store, digests: list[str], monkeypatch) -> None:
+        monkeypatch.setattr(store._names, "_draw", lambda: pytest.fail("drawn"))
+        patch(server, aliases={"prod": {"1": 0.9, "2": 0.1}, "next": 3})
+        cards = {
+            name: server.http.get(f"/v1/models/{name}").json() for name in ("mia:prod", "mia:next", "mia@2", "mia")
+        }
+        targets = {
+            name: [(target["version"], target["digest"], target["share"]) for target in card["targets"]]
+            for name, card in cards.items()
+        }
+        first, second, third = digests
+        assert targets == {
+            "mia:prod": [(1, first, 0.9), (2, second, 0.1)],
+            "mia:next": [(3, third, 1.0)],
+            "mia@2": [(2, second, 1.0)],
+            "mia": [(3, third, 1.0)],
+        }
+        assert {name: card["root"] for name, card in cards.items()} == {
+            "mia:prod": None, "mia:next": third, "mia@2": second, "mia": third,
+        }  # fmt: skip
+        assert [card["id"] for card in cards.values()] == list(cards)
+        assert server.http.get("/v1/models/mia:none").status_code == 404
+
 
 class TestIfMatch:
     def test_what_was_seen(self, server, make_adapter, digests: list[str]) -> None:
@@ -157,7 +180,7 @@ class TestIfMatch:
         moved = patch(server, if_match=seen, version=1)
         assert moved.status_code == 200
         assert moved.headers["etag"] == server.http.get("/v1/adapters/mia").headers["etag"] != seen
-        for stale in (seen, "", '"x"', f"W/{moved.headers['etag']}", f'"{digests[2]}"'):
+        for stale in (seen, "", '"x"', '"*"', f"W/{moved.headers['etag']}", f'"{digests[2]}"'):
             for response in (
                 patch(server, if_match=stale, version=2),
                 patch(server, if_match=stale, pinned=True),

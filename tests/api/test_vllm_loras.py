@@ -123,6 +123,29 @@ class TestRoot:
             assert "secret-place" not in refused.text
             assert str(tmp_path) not in refused.text
 
+    def test_an_mlx_folder(self, importing, store: AdapterStore, root: Path, as_mlx, tmp_path: Path) -> None:
+        folder = as_mlx(root / "mia")
+        assert load(importing, "mlx", folder).status_code == 200
+        assert store.resolve("mlx").version == 1
+        weights = folder / "adapters.safetensors"
+        weights.rename(tmp_path / "elsewhere")
+        weights.symlink_to(tmp_path / "elsewhere")
+        refused = load(importing, "linked", folder)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "path_not_allowed")
+
+    def test_every_file_is_opened_by_the_root(self, importing, root: Path, as_mlx, monkeypatch) -> None:
+        """So that a link that is changed after the first look leads nowhere, whatever the file is for."""
+        opened: list[str] = []
+        real = ImportRoot.open
+        monkeypatch.setattr(ImportRoot, "open", lambda self, path: opened.append(path.name) or real(self, path))
+
+        def by_name(path: Path, *_: object) -> None:
+            raise AssertionError(f"{path.name} was opened by its name")
+
+        monkeypatch.setattr(Path, "open", by_name)
+        assert load(importing, "mia", "mia").status_code == 200
+        assert {"adapter_config.json", "adapter_model.safetensors"} == set(opened)
+
     @pytest.mark.parametrize("path", ["nowhere", "a\0b", "x" * 5000, "mia/adapter_config.json", "~", "org/name"])
     def test_not_there(self, importing, path: str) -> None:
         refused = load(importing, "mia", path)

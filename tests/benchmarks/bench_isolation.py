@@ -30,7 +30,8 @@ from api.sse import DONE, EventStream, event
 from lorasrv.detokenizer import Detokenizer
 from lorasrv.llm import LLM
 from lorasrv.loaders import open_checkpoint
-from lorasrv.request import RequestId, SamplingParams
+from lorasrv.request import RequestId
+from lorasrv.sampling import SamplingParams
 from lorasrv.tokenizer import Tokenizer
 
 ASSETS = Path(__file__).parents[2] / "build" / "bench"

@@ -34,7 +34,8 @@ from lorasrv.engine import Engine, EngineParts
 from lorasrv.loaders import open_checkpoint
 from lorasrv.page_pool import PagePool
 from lorasrv.pool_books import PoolBooks
-from lorasrv.request import RequestId, SamplingParams
+from lorasrv.request import RequestId
+from lorasrv.sampling import SamplingParams
 from lorasrv.scheduler import Scheduler
 
 ASSETS = Path(__file__).parents[2] / "build" / "bench"

@@ -171,7 +171,14 @@ def over_http(store: AdapterStore, ids: int, calls: int) -> dict[str, list[float
         "GET /health, for comparison": "/health",
     }
     with served(store) as client:
-        return {title: timed(get(client, path), calls) for title, path in paths.items()}
+        results = {title: timed(get(client, path), calls) for title, path in paths.items()}
+        ask = get(client, "/v1/models")
+
+        def ask_after_a_change() -> None:
+            store._refresh(store.get(middle).adapter_id)
+            ask()
+
+        return results | {"GET /v1/models, all, after a change": timed(ask_after_a_change, calls)}
 
 
 def changes(store: AdapterStore, ids: int, calls: int) -> dict[str, list[float]]:

@@ -19,7 +19,8 @@ from lorasrv.models.shapes import SHAPES
 from lorasrv.models.spec import ModelSpec
 from lorasrv.models.weights import LayerWeights, ModelWeights
 from lorasrv.quant.none import FloatEmbedding, FloatLinear
-from lorasrv.request import RequestId, SamplingParams
+from lorasrv.request import RequestId
+from lorasrv.sampling import SamplingParams
 from lorasrv.side_stream import SideStream
 from lorasrv.step import AdapterOrders, ScheduledRequest, SchedulerOutput
 from sgmv_kernels.layout import AdapterLayout, PlacedAdapter

@@ -19,7 +19,8 @@ from adapter_store.store import AdapterStore
 from lorasrv.async_engine import AsyncEngine
 from lorasrv.config import EngineConfig, SchedulerOptions
 from lorasrv.model_runner import ModelRunnerOutput
-from lorasrv.request import RequestId, SamplingParams
+from lorasrv.request import RequestId
+from lorasrv.sampling import SamplingParams
 from lorasrv.step import SchedulerOutput
 
 ROOM = 64

@@ -20,7 +20,8 @@ from policy_load import quantile, row, table
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions, SchedulerOptions
 from lorasrv.pool_books import PoolBooks, PoolGeometry
-from lorasrv.request import AddRequest, RequestId, SamplingParams
+from lorasrv.request import AddRequest, RequestId
+from lorasrv.sampling import SamplingParams
 from lorasrv.scheduler import Scheduler
 from sgmv_kernels.layout import AdapterLayout, SiteDims
 

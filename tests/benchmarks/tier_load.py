@@ -177,7 +177,7 @@ class Traffic:
         ttft = [a.ttft_ms for a in good]
         shares = (sum(a.tier == tier for a in good) / max(1, len(good)) for tier in TIERS)
         loads = (self.counted.get(f'adapter_loads{{tier="{tier}"}}', 0.0) for tier in ("disk", "host"))
-        counts = (*loads, self.counted.get("adapter_evictions", 0.0), self.counted.get("preemptions", 0.0))
+        counts = (*loads, self.counted.get('adapter_evictions{tier="pool"}', 0.0), self.counted.get("preemptions", 0.0))
         return [
             str(len({a.model for a in self.answers})),
             f"{self.tok_per_s:.1f}",

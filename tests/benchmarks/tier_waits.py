@@ -19,6 +19,7 @@ from tier_load import Answer, Ask, Client, connect, prompt, quantile
 
 MAX_STREAM_TOKENS = 400
 TRIES = 5
+_LOAD_S = 'adapter_load_seconds_sum{tier="disk"}'
 REFUSED_ARE_SPARED_S = 30.0
 """The server keeps adapters that it has refused a request for so long (lorasrv.scheduler)."""
 
@@ -126,7 +127,7 @@ async def _ask_by_tier(a: argparse.Namespace, url: str, plan: _Plan) -> tuple[li
                     print(f"  {turn + 1} of {a.count} turns", flush=True)
         after = await client.metrics()
     loads = after['adapter_loads{tier="disk"}'] - before['adapter_loads{tier="disk"}']
-    seconds = after["adapter_load_seconds"] - before["adapter_load_seconds"]
+    seconds = after[_LOAD_S] - before[_LOAD_S]
     return asked, 1e3 * seconds / max(1.0, loads)
 
 

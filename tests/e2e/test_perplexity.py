@@ -20,7 +20,8 @@ from lorasrv.loaders import Checkpoint, open_checkpoint
 from lorasrv.models.decoder import Decoder, DecoderLimits
 from lorasrv.models.weights import ModelWeights, load_weights
 from lorasrv.quant.int4 import Int4Format
-from lorasrv.request import RequestId, SamplingParams
+from lorasrv.request import RequestId
+from lorasrv.sampling import SamplingParams
 from lorasrv.step import ScheduledRequest, SchedulerOutput
 from lorasrv.tokenizer import Tokenizer
 from sgmv_kernels.ops import INT4_LEVELS, GroupCodes, Ops

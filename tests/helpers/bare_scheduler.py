@@ -1,13 +1,18 @@
 """A scheduler with everything it stands on, and hand-made model outputs in place of a model."""
 
+import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from adapter_store.spec import AdapterKey
+from lorasrv.admission import further_choices
+from lorasrv.beam_options import BeamOptions
 from lorasrv.config import MemoryOptions, SchedulerOptions
 from lorasrv.pool_books import PoolBooks, PoolGeometry
-from lorasrv.request import AddRequest, EngineOutput, FinishReason, RequestId, SamplingParams
+from lorasrv.request import AddRequest, EngineOutput, FinishReason, RequestId, TokenLogprobs
+from lorasrv.sampling import MAX_LOGPROBS, SamplingParams
 from lorasrv.scheduler import Scheduler
 from lorasrv.step import SchedulerOutput
 from sgmv_kernels.layout import AdapterLayout, SiteDims
@@ -66,6 +71,16 @@ class Bench:
         fields.setdefault("adapter_id", key or "")
         self.scheduler.add(AddRequest(RequestId(name), ids, max_tokens, params, key, layout, **fields))
 
+    def add_beams(self, name: str, prompt: int, max_tokens: int, width: int, key: AdapterKey | None = None) -> None:
+        """A group of beams, whose tokens follow from what they have so far."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True, logprobs=MAX_LOGPROBS)
+        layout = None if key is None else layout_of(key)
+        ids = tuple(range(10, 10 + prompt))
+        options = {"adapter_id": key or "", "beams": BeamOptions(width)}
+        first = AddRequest(RequestId(name), ids, max_tokens, params, key, layout, **options)
+        for message in (first, *further_choices(first, [RequestId(f"{name}.{i}") for i in range(1, width)])):
+            self.scheduler.add(message)
+
     def step(self, token: int = 7) -> SchedulerOutput:
         self.now += self.step_s
         step = self.scheduler.schedule()
@@ -76,14 +91,15 @@ class Bench:
         self.on_host -= set(orders.cancels)
         self.copying |= {key for key, _ in orders.copies}
         sampled = {s.request_id: self._says(s.request_id, s.num_generated, token) for s in step.scheduled if s.samples}
-        self.outputs += self.scheduler.update_from_output(step, sampled)
+        offered = {s.request_id: _offer(s.history) for s in step.scheduled if s.samples and s.sampling.logprobs}
+        self.outputs += self.scheduler.update_from_output(step, sampled, offered)
         self.steps.append(step)
         if self.checks:
             self.scheduler.check_integrity()
         return step
 
     def _says(self, name: str, num_generated: int, token: int) -> int:
-        return EOS if num_generated + 1 >= self.ends_at[name] else token
+        return EOS if num_generated + 1 >= self.ends_at.get(name, 1 << 30) else token
 
     def load(self, key: AdapterKey) -> None:
         self.loading.discard(key)
@@ -141,6 +157,13 @@ class Bench:
     def first_step(self, name: str) -> int:
         """The first step in which a request had a share, from 0."""
         return next(i for i, step in enumerate(self.steps) if name in names(step))
+
+
+def _offer(history: Sequence[int]) -> TokenLogprobs:
+    chance = random.Random(repr(history))
+    values = sorted((-chance.random() for _ in range(MAX_LOGPROBS)), reverse=True)
+    top = tuple(zip(chance.sample(range(10, 60), MAX_LOGPROBS), values, strict=True))
+    return TokenLogprobs(*top[0], top)
 
 
 def names(step: SchedulerOutput) -> list[str]:

@@ -9,8 +9,9 @@ from typing import Any
 from adapter_store.store import AdapterStore
 from lorasrv.async_engine import AsyncEngine
 from lorasrv.model_runner import ModelRunner, ModelRunnerOutput
-from lorasrv.request import RequestOutput, SamplingParams
+from lorasrv.request import RequestOutput
 from lorasrv.request_stream import RequestStream
+from lorasrv.sampling import SamplingParams
 from lorasrv.step import SchedulerOutput
 
 PATIENCE_S = 30.0

@@ -174,7 +174,7 @@ SCENARIOS: dict[str, Scenario] = {
             lambda h: h.upload("mia", 3),
             lambda h: h.upload("zoe", 1),
             lambda h: h.upload("gone", 4),
-            lambda h: h.store.set_limits("gone", {"weight": 2.0}),
+            lambda h: h.store.change("gone", Change(limits={"weight": 2.0})),
         ),
         (
             lambda h: h.store.delete("mia@1"),  # zoe has its weights, too
@@ -210,9 +210,9 @@ SCENARIOS: dict[str, Scenario] = {
     "limits": Scenario(
         (lambda h: h.upload("mia", 1),),
         (
-            lambda h: h.store.set_limits("mia", {"max_running": 2}),
-            lambda h: h.store.set_limits("mia", {"tokens_per_s": 1.5}),
-            lambda h: h.store.set_limits("mia", {}),
+            lambda h: h.store.change("mia", Change(limits={"max_running": 2})),
+            lambda h: h.store.change("mia", Change(limits={"tokens_per_s": 1.5})),
+            lambda h: h.store.change("mia", Change(limits={})),
         ),
     ),
     "refused": Scenario(

@@ -21,7 +21,8 @@ from lorasrv.build import build
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.engine import Engine
 from lorasrv.loaders import open_checkpoint
-from lorasrv.request import EngineOutput, FinishReason, RequestId, SamplingParams
+from lorasrv.request import EngineOutput, FinishReason, RequestId
+from lorasrv.sampling import SamplingParams
 
 PAGE_SIZE = 4
 PAGE_BYTES = 2 * m.KV_HEADS * m.HEAD_DIM * PAGE_SIZE * 4

@@ -19,7 +19,7 @@ from lorasrv.adapter_source import AdapterSource
 from lorasrv.device_memory import DeviceMemory
 from lorasrv.engine import Engine
 from lorasrv.page_pool import PagePool
-from lorasrv.request import FinishReason, Request
+from lorasrv.request import FinishReason, Request, TokenLogprobs
 from lorasrv.scheduler import Scheduler
 from lorasrv.step import CopyPages, PageOp, SchedulerOutput, SwapIn
 from lorasrv.step_planner import StepPlanner
@@ -131,10 +131,12 @@ def _names_of_keys() -> Callable[[AdapterStore, AdapterKey], str]:
 def _end_twice(patch: pytest.MonkeyPatch) -> None:
     emit = Scheduler._emit
 
-    def again(self: Scheduler, request: Request, new_tokens: tuple[int, ...]) -> None:
-        emit(self, request, new_tokens)
+    def again(
+        self: Scheduler, request: Request, new_tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]
+    ) -> None:
+        emit(self, request, new_tokens, logprobs)
         if request.finish_reason is FinishReason.ABORT:
-            emit(self, request, ())
+            emit(self, request, (), ())
 
     patch.setattr(Scheduler, "_emit", again)
 

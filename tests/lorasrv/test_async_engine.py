@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from adapter_store.errors import AdapterCorrupt
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.adapter_loader import ThreadedLoader
@@ -15,7 +16,9 @@ from lorasrv.async_engine import AsyncEngine
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded, EngineDead, EngineOverloaded, InvalidRequest
 from lorasrv.llm import LLM
-from lorasrv.request import AdapterTier, FinishReason, RequestOutput, SamplingParams
+from lorasrv.request import AdapterTier, FinishReason, RequestOutput
+from lorasrv.request_stream import JOINED_TOKENS, MAX_SINGLE
+from lorasrv.sampling import SamplingParams
 from lorasrv.threads import ENGINE_THREADS
 from lorasrv.trace import read_trace
 from lorasrv.trace_recorder import TraceRecorder
@@ -146,7 +149,7 @@ def test_a_damaged_adapter_fails_its_own_requests_only(serve, store, tmp_path: P
             _collect(engine, GREEDY, key),
             return_exceptions=True,
         )
-        assert isinstance(bad, AdapterLoadFailed)
+        assert isinstance(bad, AdapterCorrupt)
         assert "damaged" in str(bad)
         assert str(tmp_path) not in str(bad)
         assert isinstance(good, list)
@@ -160,7 +163,7 @@ def test_a_dead_engine_ends_every_stream_and_refuses_new_ones(serve, monkeypatch
     async def scenario(engine: AsyncEngine) -> None:
         streams = [await engine.add(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True)) for _ in range(3)]
         await anext(streams[0])
-        monkeypatch.setattr(engine._engine._parts.runner, "run", _broken)
+        monkeypatch.setattr(engine._engine, "step", _broken)
         for stream in streams:
             with pytest.raises(EngineDead):
                 async for _ in stream:
@@ -272,21 +275,41 @@ def test_a_death_while_a_request_is_admitted_is_told(serve, monkeypatch: pytest.
     serve(scenario, settles=False)
 
 
-def test_more_requests_than_are_queued_are_told_to_come_back(model: Path) -> None:
-    config = replace(_config(model), scheduler=SchedulerOptions(max_num_queued_seqs=1))
+def test_more_requests_than_may_be_queued_are_told_to_come_back(model: Path) -> None:
+    """Those that run are not queued."""
+    config = replace(_config(model), scheduler=SchedulerOptions(max_num_seqs=1, max_num_queued_seqs=1))
     engine = AsyncEngine.build(config)
+    long = SamplingParams(max_tokens=400, ignore_eos=True)
 
     async def main() -> None:
         await engine.start()
-        first = await engine.add(PROMPT, SamplingParams(max_tokens=400, ignore_eos=True))
-        with pytest.raises(EngineOverloaded) as caught:
+        first = await engine.add(PROMPT, long)
+        await anext(first)
+        second = await engine.add(PROMPT, long)
+        with pytest.raises(EngineOverloaded, match="1 requests are queued already, and 1 may be") as caught:
             await engine.add(PROMPT, GREEDY)
-        assert caught.value.retry_after_s > 0
+        assert caught.value.retry_after_s >= 1.0
+        await second.aclose()
         await first.aclose()
-        await (await engine.add(PROMPT, GREEDY)).aclose()
+        await _settled(engine)
+        assert len([output async for output in engine.generate(PROMPT, GREEDY)]) == 12
+        assert engine.waiting_room.num_tokens == engine.waiting_room.num_queued() == 0
         await engine.shutdown()
 
     asyncio.run(main())
+
+
+def test_a_text_that_can_never_fit_is_not_tokenized(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        # Of this many characters none is left out, and the longest token has fewer than they would need.
+        longest = max(len(engine.tokenizer.token(i) or "") for i in range(engine.tokenizer.vocab_size))
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.tokenizer, "encode", _broken)
+            with pytest.raises(ContextLengthExceeded, match=f"{engine.max_model_len} tokens, .* at least"):
+                await engine.add("a" * (4 * longest * (engine.max_model_len + 1)), GREEDY)
+        assert engine.tokenizer.least_tokens("aaaa") <= len(engine.tokenizer.encode("aaaa", add_special_tokens=False))
+
+    serve(scenario)
 
 
 def test_only_the_engine_thread_computes_in_parallel(serve, store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,5 +392,48 @@ def test_what_is_served_is_recorded(serve, store, tmp_path) -> None:
         assert (left.adapter, left.finish, left.max_tokens) == (None, "abort", 200)
         assert (stopped.finish, stopped.output_tokens) == (ended.finish_reason, ended.num_generated_tokens)
         assert first.arrival_s <= left.arrival_s <= stopped.arrival_s
+
+    serve(scenario)
+
+
+def test_what_is_asked_is_counted(serve, store) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        key = store.resolve("one").key
+        assert await engine.tier(key) is AdapterTier.DISK
+        streams = await engine.add_choices(PROMPT, GREEDY, 2, adapter=key, adapter_id="one")
+        for stream in streams:
+            assert len(_tokens([output async for output in stream])) == 12
+        left = await engine.add(PROMPT, replace(GREEDY, max_tokens=200))
+        await anext(left)
+        await left.aclose()
+        await _settled(engine)
+        assert await engine.tier(key) is AdapterTier.RESIDENT
+        traffic = engine.traffic
+        account = traffic.of("one")
+        assert (account.key, account.requests, account.tokens) == (key, 2, 24)
+        assert (traffic.total.requests, traffic.of("").requests) == (3, 1)
+        assert sum(traffic.first_token.counts) == 3
+        assert traffic.request.count == 2, "who left is no answer"
+        assert traffic.inter_token.count >= 2 * 11
+        assert traffic.aborted == {"client": 1}
+        assert not traffic._open
+
+    serve(scenario)
+
+
+def test_a_reader_who_is_late_finds_everything_in_few_outputs(serve) -> None:
+    async def scenario(engine: AsyncEngine) -> None:
+        sampling = replace(GREEDY, max_tokens=400, logprobs=1)
+        prompt = await _collect(engine, sampling, None)
+        stream = await engine.add(PROMPT, sampling)
+        while engine.metrics.snapshot().requests_finished_total != {"length": 2}:
+            await asyncio.sleep(0.01)
+        late = [output async for output in stream]
+        for name in ("token_ids", "logprobs", "text_offsets"):
+            assert [x for o in late for x in getattr(o, name)] == [x for o in prompt for x in getattr(o, name)], name
+        assert "".join(o.text for o in late) == "".join(o.text for o in prompt)
+        assert [len(o.token_ids) for o in late[:MAX_SINGLE]][:-1] == [1] * (MAX_SINGLE - 1)
+        assert (late[-1].finished, late[-1].num_generated_tokens) == (True, 400)
+        assert len(late) < MAX_SINGLE + 400 // JOINED_TOKENS + 2 < len(prompt)
 
     serve(scenario)

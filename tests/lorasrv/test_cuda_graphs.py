@@ -25,7 +25,8 @@ from lorasrv.loaders import open_checkpoint
 from lorasrv.models.decoder import Decoder, DecoderLimits
 from lorasrv.models.weights import load_weights
 from lorasrv.quant import get_format
-from lorasrv.request import RequestId, SamplingParams
+from lorasrv.request import RequestId
+from lorasrv.sampling import SamplingParams
 from lorasrv.step import ScheduledRequest, SchedulerOutput
 from sgmv_kernels.layout import AdapterLayout, PlacedAdapter
 from sgmv_kernels.ops import Ops

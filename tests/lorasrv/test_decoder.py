@@ -16,7 +16,8 @@ from lorasrv.loaders import open_checkpoint
 from lorasrv.models.decoder import Decoder, DecoderLimits
 from lorasrv.models.weights import load_weights
 from lorasrv.quant import get_format
-from lorasrv.request import RequestId, SamplingParams
+from lorasrv.request import RequestId
+from lorasrv.sampling import SamplingParams
 from lorasrv.step import ScheduledRequest, SchedulerOutput
 from sgmv_kernels.ops import Ops
 
@@ -66,6 +67,16 @@ IDS = [
     *("qwen3-bias", "qwen3-window-tied", "gemma2", "gemma2-uncapped-bias", "gemma3", "gemma3-ropes"),
     *("phi3", "phi3-window-partial", "phi3-longrope"),
 ]
+# One of each family and of each kind of attention; the others are for test-long.
+EVERYDAY = {
+    "llama",
+    "llama3-rope",
+    "mistral-window",
+    "qwen2-bias-tied",
+    "qwen3-window-tied",
+    "gemma2",
+    "gemma3-ropes",
+} | {"phi3-window-partial"}
 CONFIGS = {
     "qv": {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
     "all": {
@@ -178,7 +189,10 @@ def _register(store: AdapterStore, name: str, folder: Path) -> str:
 @pytest.mark.parametrize(
     ("family", "changes", "kernels"),
     [
-        *(pytest.param(*case, "numba", id=f"{name}-numba") for case, name in zip(CASES, IDS, strict=True)),
+        *(
+            pytest.param(*case, "numba", id=f"{name}-numba", marks=() if name in EVERYDAY else pytest.mark.long)
+            for case, name in zip(CASES, IDS, strict=True)
+        ),
         *(
             pytest.param(*case, "torch", id=f"{name}-torch", marks=() if case[0] == "llama" else pytest.mark.long)
             for case, name in zip(CASES, IDS, strict=True)

@@ -129,9 +129,9 @@ def test_work_a_token_does_not_grow(builtin_tokenizer: Tokenizer, kind: str) -> 
     def cost(count: int) -> float:
         best = 1e9
         for _ in range(5):
-            start = time.perf_counter()
+            start = time.thread_time()
             stream(builtin_tokenizer, ids[:count])
-            best = min(best, time.perf_counter() - start)
+            best = min(best, time.thread_time() - start)
         return best
 
     small, large = cost(len(ids) // 10), cost(len(ids))

@@ -11,7 +11,7 @@ from lorasrv.errors import ConfigError, ModelNotFound
 from lorasrv.llm import LLM
 from lorasrv.loaders import open_checkpoint
 from lorasrv.models.family import tensor_shapes
-from lorasrv.request import SamplingParams
+from lorasrv.sampling import SamplingParams
 from lorasrv.tokenizer import Tokenizer
 
 CONFIG = {

@@ -11,7 +11,7 @@ from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.errors import ConfigError, UnsupportedModel
 from lorasrv.llm import LLM
 from lorasrv.loaders import open_checkpoint
-from lorasrv.request import SamplingParams
+from lorasrv.sampling import SamplingParams
 
 Tiny = dict[str, Callable[..., Path]]
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.5] * 8, "long_factor": [2.0] * 8, "rope_theta": 10000.0}

@@ -113,6 +113,7 @@ def _q6_k(values: np.ndarray) -> bytes:
     return np.concatenate(parts, axis=1).tobytes()
 
 
+@pytest.mark.long
 def test_the_gguf_package_is_imported_only_for_its_blocks(llama_gguf: Path, write_gguf: GgufWriter) -> None:
     code = (
         "import sys; from lorasrv.loaders import open_checkpoint, state_dict_fp32;"

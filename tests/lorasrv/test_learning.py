@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from lorasrv.growth import peak_growth
 from lorasrv.length_predictor import MIN_ANSWERS, PLANNED_QUANTILE, UNKNOWN_TOKENS, LengthPredictor
-from lorasrv.request import AddRequest, Request, RequestId, SamplingParams
+from lorasrv.request import AddRequest, Request, RequestId
+from lorasrv.sampling import SamplingParams
 from lorasrv.step_costs import GUESS, LEARNT_STEPS, PARTS, StepCosts, StepShape
 
 

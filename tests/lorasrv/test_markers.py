@@ -11,7 +11,7 @@ import storm
 import torch
 
 from lorasrv.llm import LLM
-from lorasrv.request import SamplingParams
+from lorasrv.sampling import SamplingParams
 from lorasrv.threads import compute_alone, compute_in_parallel
 
 

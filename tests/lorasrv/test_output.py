@@ -6,7 +6,8 @@ from hypothesis import strategies as st
 
 from lorasrv.detokenizer import Detokenizer
 from lorasrv.output import OutputProcessor
-from lorasrv.request import EngineOutput, FinishReason, RequestId, RequestOutput, RequestTiming, SamplingParams
+from lorasrv.request import EngineOutput, FinishReason, RequestId, RequestOutput, RequestTiming
+from lorasrv.sampling import SamplingParams
 from lorasrv.tokenizer import Tokenizer
 
 
@@ -82,3 +83,31 @@ def test_text_ends_where_a_stop_begins_and_holds_none(
         assert any(text[len(got) :].startswith(stop) for stop in stops)
     else:
         assert got == text
+
+
+@pytest.mark.parametrize(
+    ("min_tokens", "stop", "want"),
+    [
+        (0, ("b",), "a"),
+        (2, ("b",), "aba"),  # the first "b" is one of the two that must come
+        (1, ("ab",), ""),  # begun early, ended later: it counts
+        (2, ("ab",), "ab"),
+        (3, ("bab",), "a"),
+        (2, ("b", "abX"), "aba"),  # what is held back for the other is not looked at again
+        (4, ("ab",), "ababc"),
+        (9, ("c",), "ababc"),
+    ],
+)
+def test_stop_strings_wait_for_min_tokens(
+    builtin_tokenizer: Tokenizer, min_tokens: int, stop: tuple[str, ...], want: str
+) -> None:
+    processor = OutputProcessor(5, SamplingParams(stop=stop, min_tokens=min_tokens), Detokenizer(builtin_tokenizer))
+    ids = [builtin_tokenizer.token_id(char) for char in "ababc"]
+    text = ""
+    for i, token in enumerate(ids):
+        reason = FinishReason.LENGTH if i == len(ids) - 1 else None
+        output = processor.process(EngineOutput(RequestId("r"), (token,), reason, RequestTiming()))
+        text += output.text
+        if output.finished:
+            break
+    assert text == want

@@ -18,7 +18,8 @@ from lorasrv.errors import InvalidRequest, LimitExceeded, RequestTimeout
 from lorasrv.limits import Limits
 from lorasrv.llm import LLM
 from lorasrv.pool_books import PoolBooks
-from lorasrv.request import RequestStatus, SamplingParams
+from lorasrv.request import RequestStatus
+from lorasrv.sampling import SamplingParams
 from lorasrv.step_costs import StepCosts
 from lorasrv.threads import compute_alone, compute_in_parallel
 
@@ -183,7 +184,7 @@ def test_a_long_prompt_takes_its_chunk_and_nobody_misses_a_step(serve, alone, ta
 # The same tokens, whatever happens.
 
 
-@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("preemption", [pytest.param("recompute", marks=pytest.mark.long), "swap"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_says_the_same(serve, alone, policy: str, preemption: str) -> None:
     """More requests than seats, more answers than pages; under mlfq they lose seats as well."""

@@ -19,7 +19,8 @@ from lorasrv.compaction import Moves
 from lorasrv.config import POLICIES, MemoryOptions, SchedulerOptions
 from lorasrv.limits import Limits
 from lorasrv.pool_books import PoolBooks, PoolGeometry
-from lorasrv.request import AddRequest, EngineOutput, OnCold, RequestId, RequestStatus, SamplingParams
+from lorasrv.request import AddRequest, EngineOutput, OnCold, RequestId, RequestStatus
+from lorasrv.sampling import SamplingParams
 from lorasrv.scheduler import Scheduler
 from lorasrv.step import CopyPages, DropSwap, PageOp, ScheduledRequest, SchedulerOutput, SwapIn, SwapOut
 from sgmv_kernels.layout import ALIGNMENT_BYTES, AdapterLayout, PlacedAdapter, SiteDims

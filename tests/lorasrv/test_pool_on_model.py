@@ -22,7 +22,8 @@ from lorasrv.engine import Engine
 from lorasrv.errors import AdapterCold, AdapterLoadFailed, InvalidRequest, RequestTimeout
 from lorasrv.limits import Limits
 from lorasrv.llm import LLM
-from lorasrv.request import AdapterTier, OnCold, RequestId, RequestOutput, SamplingParams
+from lorasrv.request import AdapterTier, OnCold, RequestId, RequestOutput
+from lorasrv.sampling import SamplingParams
 
 LONG = [10 + (7 * i) % 300 for i in range(48)]
 PROMPT = LONG[:45]
@@ -101,8 +102,8 @@ def test_a_prompt_that_was_seen_is_not_computed_again(serve, store, alone) -> No
     serve(scenario)
 
 
-@pytest.mark.parametrize("length", [1, 15, 16, 17, 45, 48])
-@pytest.mark.parametrize("name", [None, "three"])
+@pytest.mark.parametrize("length", [1, 16, 45, *(pytest.param(n, marks=pytest.mark.long) for n in (15, 17, 48))])
+@pytest.mark.parametrize("name", [pytest.param(None, marks=pytest.mark.long), "three"])
 def test_choices_share_their_prompt_and_are_what_each_alone_would_be(serve, store, alone, name, length) -> None:
     sampling = SamplingParams(max_tokens=18, temperature=1.4, seed=70, ignore_eos=True)
 
@@ -409,6 +410,13 @@ def test_warm_pin_and_the_map(serve, store, monkeypatch) -> None:
         assert [(r.adapter, r.pages >= 3) for r in described.requests] == [(key, True)]
         of_all = described.pages_kv + described.pages_prefix + described.pages_adapters + described.pages_free
         assert of_all == described.pages_total
+        held = [page for request in described.requests for page in request.page_ids] + list(described.prefix_page_ids)
+        weights = [
+            page for a in described.adapters for first, number in a.runs for page in range(first, first + number)
+        ]
+        assert len(set(held)) == len(held) == described.pages_kv + described.pages_prefix
+        assert not set(held) & set(weights)
+        assert set(held) | set(weights) <= set(range(described.pages_total))
         monkeypatch.setattr(store, "load", _broken)
         for ask in (
             lambda: engine.warm(store.resolve("three").key, 5.0),
@@ -486,7 +494,9 @@ def test_one_adapter_more_than_the_pool_holds_at_once(serve, store, adapter_dirs
     serve(scenario, pages=_pages_of_three() + 8)
 
 
-@pytest.mark.parametrize("how", ["warm", "pin", "reject", "wait"])
+@pytest.mark.parametrize(
+    "how", [*(pytest.param(how, marks=pytest.mark.long) for how in ("warm", "pin")), "reject", "wait"]
+)
 def test_a_pool_full_of_old_prompts_gives_way(serve, store, alone, how: str) -> None:
     key = store.resolve("two").key
 

@@ -22,7 +22,7 @@ from lorasrv.loaders.codes_file import QuantizedCheckpoint, linear_names, write_
 from lorasrv.models.weights import load_weights
 from lorasrv.quant import get_format
 from lorasrv.quantize import Quantized, quantize
-from lorasrv.request import SamplingParams
+from lorasrv.sampling import SamplingParams
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, Ops
 
 CPU = torch.device("cpu")

@@ -108,7 +108,13 @@ def _assert_stormy(tally: storm.Tally) -> None:
     assert tally.deletes
 
 
-@pytest.mark.parametrize(("threaded", "preemption"), [(False, "recompute"), (True, "swap")], ids=["inline", "threads"])
+@pytest.mark.parametrize(
+    ("threaded", "preemption"),
+    [
+        pytest.param(False, "recompute", id="inline", marks=pytest.mark.long),
+        pytest.param(True, "swap", id="threads"),
+    ],
+)
 def test_storm_short(start, library, threaded: bool, preemption: str) -> None:
     tally = storm.storm(start(threaded, preemption), library, SHORT_TOKENS)
     _assert_stormy(tally)
@@ -122,6 +128,7 @@ def test_storm(start, library) -> None:
     assert tally.tokens >= LONG_TOKENS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GUARDS)
 def test_each_guard_is_needed(start, library, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Taken away, it fails the storm that passes otherwise (`test_storm_short`)."""

@@ -6,15 +6,8 @@ from pathlib import Path
 import pytest
 
 from lorasrv.errors import InvalidTrace
-from lorasrv.request import (
-    AdapterTier,
-    AddRequest,
-    FinishReason,
-    RequestId,
-    RequestOutput,
-    RequestTiming,
-    SamplingParams,
-)
+from lorasrv.request import AdapterTier, AddRequest, FinishReason, RequestId, RequestOutput, RequestTiming
+from lorasrv.sampling import SamplingParams
 from lorasrv.trace import TraceRequest, parse_line, read_trace, write_trace
 from lorasrv.trace_recorder import TraceRecorder
 

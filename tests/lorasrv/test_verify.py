@@ -107,7 +107,14 @@ class TestRight:
         assert figures.effect.tokens_changed
         assert figures.shows_in_logits
 
-    @pytest.mark.parametrize("family", [f for f in FAMILIES if f != "mistral"])
+    @pytest.mark.parametrize(
+        "family",
+        [
+            pytest.param(f, marks=() if f in ("llama", "gemma3") else pytest.mark.long)
+            for f in FAMILIES
+            if f != "mistral"
+        ],
+    )
     def test_gguf_files_too(
         self, tiny_hf_checkpoints: Tiny, adapters, write_gguf: Callable[..., Path], tmp_path: Path, family: str
     ) -> None:
@@ -136,7 +143,7 @@ class TestRight:
         assert verdict.outcome is Outcome.EXACT
 
     @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "phi3"])
-    @pytest.mark.parametrize("kernels", ["torch", "numba"])
+    @pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.long), "numba"])
     def test_rounding_is_within(self, tiny_hf_checkpoints: Tiny, adapters, family: str, kernels: str) -> None:
         model = tiny_hf_checkpoints[family]()
         done = run(job(model, adapters(model), kernels=kernels, **ROUNDED))
@@ -215,9 +222,16 @@ SABOTAGE = {
 
 class TestWrong:
     @pytest.mark.parametrize("sabotage", SABOTAGE)
-    @pytest.mark.parametrize("family", ["llama", "gemma2", "phi3"])
     @pytest.mark.parametrize(
-        ("kernels", "options"), [("torch", EXACT), ("numba", ROUNDED)], ids=["torch-float32", "numba-int8-bf16"]
+        "family",
+        ["llama", pytest.param("gemma2", marks=pytest.mark.long), pytest.param("phi3", marks=pytest.mark.long)],
+    )
+    @pytest.mark.parametrize(
+        ("kernels", "options"),
+        [
+            pytest.param("torch", EXACT, id="torch-float32"),
+            pytest.param("numba", ROUNDED, id="numba-int8-bf16", marks=pytest.mark.long),
+        ],
     )
     def test_panels(
         self,
@@ -285,6 +299,7 @@ class TestWrong:
 
 
 class TestRefused:
+    @pytest.mark.long
     def test_logits_that_are_no_numbers(self, tiny_hf_checkpoints: Tiny, adapters, tmp_path: Path) -> None:
         model = tiny_hf_checkpoints["llama"]()
         source = adapters(model)

@@ -78,7 +78,10 @@ def test_sizes_are_those_of_the_format(checkpoint: Checkpoint) -> None:
     assert load(checkpoint, "int8").nbytes < 1.9 * elements
 
 
-@pytest.mark.parametrize("name", ["int4", "int8", "none"])
+LONG = pytest.mark.long
+
+
+@pytest.mark.parametrize("name", ["int4", pytest.param("int8", marks=LONG), pytest.param("none", marks=LONG)])
 def test_live_bytes_stay_below_twice_the_result_and_a_tensor(builtin: Checkpoint, name: str) -> None:
     meter = WeightMeter()
     weights = load_weights(builtin, get_format(name, OPS), torch.bfloat16, meter)

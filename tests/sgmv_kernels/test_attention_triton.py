@@ -97,13 +97,17 @@ MIXED = ([1, 20, 1, 5], [57, 41, 130, 50])
 HEADS = [(9, 3, 64), (2, 2, 80), (8, 1, 96), (4, 2, 128), (2, 1, 256), (18, 1, 16)]
 
 
-@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.long), 40])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), HEADS)
 def test_heads_and_dims(ops: Ops, heads: int, kv_heads: int, dim: int, window: int | None) -> None:
     make_case(*MIXED, heads, kv_heads, dim).check(ops, window)
 
 
-@pytest.mark.parametrize("active", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "active",
+    [torch.float32, *(pytest.param(kind, marks=pytest.mark.long) for kind in (torch.float16, torch.bfloat16))],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_pages(ops: Ops, dtype: torch.dtype, active: torch.dtype) -> None:
     assert make_case(*MIXED, 4, 2, 64, dtype, active=active).check(ops).dtype == active
@@ -114,7 +118,7 @@ def test_page_sizes(ops: Ops, page: int) -> None:
     make_case(*MIXED, 6, 2, 24, page=page).check(ops, 33)
 
 
-@pytest.mark.parametrize("window", [None, 1, 9, 100])
+@pytest.mark.parametrize("window", [None, 1, *(pytest.param(window, marks=pytest.mark.long) for window in (9, 100))])
 def test_parts_of_keys_with_alibi(ops: Ops, short_parts: None, window: int | None) -> None:
     case = make_case([1, 9, 40, 1], [300, 70, 40, 64], 4, 2, 64)
     slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625])
@@ -122,7 +126,7 @@ def test_parts_of_keys_with_alibi(ops: Ops, short_parts: None, window: int | Non
     assert window == 1 or not torch.allclose(got, case.attend(ops, window))
 
 
-@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("window", [None, pytest.param(9, marks=pytest.mark.long)])
 def test_softcap(ops: Ops, short_parts: None, window: int | None) -> None:
     case = make_case([1, 9, 40, 1], [300, 70, 40, 64], 4, 2, 64)
     case.q *= 5

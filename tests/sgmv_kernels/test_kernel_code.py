@@ -70,6 +70,28 @@ def test_a_folder_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
     assert "open to other users" in log
 
 
+@pytest.mark.parametrize("part", ["lorasrv", "lorasrv/kernels", "lorasrv/kernels/*"])
+@pytest.mark.parametrize("how", ["mode", "link"])
+def test_whose_the_folder_has_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, how: str) -> None:
+    """Code in it is run: its folder, and those above it, are nobody else's to write, and no link leads elsewhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    find = kernel_code.cache_directory.__wrapped__
+    assert find() is not None
+    [folder] = tmp_path.glob(part)
+    if how == "mode":
+        folder.chmod(0o770)
+    else:
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    assert find() is None
+
+
+def test_a_folder_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
+    assert kernel_code.cache_directory.__wrapped__() is None
+
+
 @pytest.mark.long
 def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
     (tmp_path / "lorasrv").write_text("a file where a folder should be")
@@ -86,6 +108,7 @@ def test_without_a_home_it_runs(tmp_path: Path) -> None:
     assert "cannot be kept: no home" in log
 
 
+@pytest.mark.long
 def test_a_numba_that_does_not_import_leaves_plain_torch(tmp_path: Path) -> None:
     broken = "import sys\nsys.modules['numba'] = None\n"
     warm = NORM.replace("x = torch", "ops.warm_up([torch.float32])\nx = torch")
@@ -94,6 +117,7 @@ def test_a_numba_that_does_not_import_leaves_plain_torch(tmp_path: Path) -> None
     assert log.count("using plain torch") == 1
 
 
+@pytest.mark.long
 def test_without_numba_plain_torch_computes_and_says_so(tmp_path: Path) -> None:
     hidden = (
         "import importlib.metadata as m; m.version = lambda name: (_ for _ in ()).throw(m.PackageNotFoundError(name))"

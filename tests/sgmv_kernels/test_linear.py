@@ -124,7 +124,14 @@ def test_bad_numbers_stay_in_their_row_and_zeros_are_zero(levels: int) -> None:
     assert error(y[good], linear_reference(x[good], codes, None, rounded=True)) < 1e-6
 
 
-@pytest.mark.parametrize(("levels", "group"), [(INT8_LEVELS, 32), (INT4_LEVELS, 64), (Q3H_LEVELS, 64)])
+@pytest.mark.parametrize(
+    ("levels", "group"),
+    [
+        pytest.param(INT8_LEVELS, 32, marks=pytest.mark.long),
+        (INT4_LEVELS, 64),
+        pytest.param(Q3H_LEVELS, 64, marks=pytest.mark.long),
+    ],
+)
 def test_without_the_processors_own_products(levels: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers from products spelled out, as on processors that have none of bytes."""
     import numba

@@ -56,7 +56,13 @@ def product(x: torch.Tensor, codes: GroupCodes, bias: torch.Tensor | None = None
 
 
 @pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize(("width", "group"), [(576, 32), (576, 64), (1024, 128), (2048, 128), (256, 32)])
+@pytest.mark.parametrize(
+    ("width", "group"),
+    [
+        (576, 32),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(576, 64), (1024, 128), (2048, 128), (256, 32)]),
+    ],
+)
 def test_packed_codes_are_those_that_were_packed(ops: Ops, width: int, group: int, levels: int) -> None:
     codes = random_codes(37, width, group, levels)
     packed = ops.pack_linear(on_device(codes))
@@ -73,10 +79,17 @@ def test_q3h_takes_three_and_a_half_bits() -> None:
     assert packed.nbytes == 8 * (4096 // 2 + 4096 // 128 * 4)
 
 
-@pytest.mark.parametrize("config", [FEW, WHOLE], ids=["planes", "one plane"])
+@pytest.mark.parametrize("config", [FEW, pytest.param(WHOLE, marks=pytest.mark.long)], ids=["planes", "one plane"])
 @pytest.mark.parametrize("levels", LEVELS)
 @pytest.mark.parametrize(
-    ("rows", "out", "width", "group"), [(1, 70, 576, 32), (5, 33, 576, 64), (17, 64, 1024, 128), (3, 100, 1280, 128)]
+    ("rows", "out", "width", "group"),
+    [
+        (5, 33, 576, 64),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [(1, 70, 576, 32), (17, 64, 1024, 128), (3, 100, 1280, 128)]
+        ),
+    ],
 )
 def test_unpacked_in_registers(rows: int, out: int, width: int, group: int, levels: int, config, ops: Ops) -> None:
     codes, x, bias = random_codes(out, width, group, levels), torch.randn(rows, width), torch.randn(out)
@@ -85,9 +98,9 @@ def test_unpacked_in_registers(rows: int, out: int, width: int, group: int, leve
     torch.testing.assert_close(got.cpu(), product(x, codes, bias), **CLOSE[torch.float32])
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.long), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize("config", [FEW, WHOLE], ids=["planes", "one plane"])
+@pytest.mark.parametrize("config", [FEW, pytest.param(WHOLE, marks=pytest.mark.long)], ids=["planes", "one plane"])
 def test_halves_have_codes_as_mantissas(levels: int, dtype: torch.dtype, config: LinearConfig, ops: Ops) -> None:
     codes, x = random_codes(40, 576, 64, levels), torch.randn(3, 576).to(dtype)
     got = linear_triton.through_tiles(x.to(DEVICE), ops.pack_linear(on_device(codes)), config)

@@ -1,0 +1,204 @@
+"""Files of batches: how many there are, how many bytes, for how long. Methods are for the event loop."""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from adapter_store.blobs import disk_errors
+from api.batches.folder import FLAGS, BatchFolder
+from api.batches.records import FileRecord
+from api.batches.shares import most_of
+from api.batches.threads import in_thread
+from api.errors import ApiError
+from api.keys.caller import ANYBODY, Caller
+
+MAX_NAME_CHARS = 255
+MAX_FORM_BYTES = 64 << 10
+"""What a form may have around its file."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchBounds:
+    """How much of it there may be. `max_lines` of a batch as OpenAI has it; a file goes after `max_age_s`."""
+
+    max_file_bytes: int = 200 << 20
+    max_total_bytes: int = 4 << 30
+    max_files: int = 2000
+    max_batches: int = 1000
+    max_open_batches: int = 100
+    max_lines: int = 50_000
+    max_age_s: int = 30 * 86400
+
+
+class Upload:
+    """A file on its way in: written by one thread at a time; `close` drops it unless it was kept."""
+
+    def __init__(self, folder: BatchFolder, max_bytes: int) -> None:
+        self.path = folder.new_temporary()
+        self.received = 0
+        self._max_bytes = max_bytes
+        with disk_errors("starting an upload"):
+            self._file = os.fdopen(os.open(self.path, FLAGS, 0o600), "wb")
+
+    def write(self, data: bytes) -> None:
+        """Raises: ApiError: 413, more than a file may have. StoreFull, StoreUnusable."""
+        self.received += len(data)
+        if self.received > self._max_bytes:
+            raise ApiError(413, f"a file has at most {self._max_bytes} bytes", code="file_too_large", param="file")
+        with disk_errors("writing an upload"):
+            self._file.write(data)
+
+    def sync(self) -> None:
+        """All bytes are on the disk. Raises: StoreFull, StoreUnusable."""
+        with disk_errors("finishing an upload"):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+    def close(self) -> None:
+        """Nothing is left of it, unless it has been given its name. Never fails."""
+        with contextlib.suppress(OSError, ValueError):
+            self._file.close()
+        with contextlib.suppress(OSError):
+            self.path.unlink()
+
+
+class FileKeeper:
+    """The one owner of the files. `records` oldest first."""
+
+    def __init__(
+        self,
+        folder: BatchFolder,
+        records: dict[str, FileRecord],
+        bounds: BatchBounds,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.records = records
+        self.bounds = bounds
+        self._folder = folder
+        self._clock = clock
+        self._announced: Counter[str] = Counter()
+
+    def get(self, file_id: str, param: str = "file_id") -> FileRecord:
+        """Raises: ApiError: 404."""
+        record = self.records.get(file_id)
+        if record is None:
+            raise ApiError(404, "there is no such file; it may have expired", code="file_not_found", param=param)
+        return record
+
+    def path(self, file_id: str) -> Path:
+        return self._folder.content(file_id)
+
+    @asynccontextmanager
+    async def receiving(self, announced: int, caller: Caller = ANYBODY) -> AsyncIterator[Upload]:
+        """A place for a body of so many bytes, if there is room for it, and for the caller; dropped at the end unless
+        it was kept.
+
+        Raises: ApiError: 413, 507. StoreFull, StoreUnusable.
+        """
+        most = self.bounds.max_file_bytes
+        if announced > most + MAX_FORM_BYTES:
+            raise ApiError(413, f"a file has at most {most} bytes", code="file_too_large", param="file")
+        self._check_room(announced, caller)
+        self._announced[caller.principal] += announced
+        try:
+            upload = await in_thread(Upload, self._folder, most)
+            try:
+                yield upload
+            finally:
+                # Not in a thread: a cancelled request (the client went away) may not wait for one.
+                upload.close()
+        finally:
+            self._announced[caller.principal] -= announced
+            if not self._announced[caller.principal]:
+                del self._announced[caller.principal]
+
+    async def keep(
+        self, upload: Upload, filename: str, purpose: str, age_s: int | None = None, principal: str = ANYBODY.principal
+    ) -> FileRecord:
+        """The upload becomes a file, the principal's. Raises: StoreFull, StoreUnusable."""
+        await in_thread(upload.sync)
+        record = self._record(new_file_id(), upload.received, filename, purpose, age_s, principal)
+        # In the books before it is on the disk: what comes meanwhile counts it.
+        self.records[record.id] = record
+        try:
+            await unbroken(in_thread(self._folder.add_file, upload.path, record))
+        except Exception:
+            del self.records[record.id]
+            raise
+        return record
+
+    async def publish(self, file_id: str, filename: str, age_s: int | None, principal: str) -> None:
+        """Results that lie in their place become a file; an empty one goes. Raises: StoreFull, StoreUnusable."""
+        path = self.path(file_id)
+        size = path.stat().st_size if path.exists() else 0
+        if not size:
+            await in_thread(self._folder.remove_file, file_id)
+            return
+        record = self._record(file_id, size, filename, "batch_output", age_s, principal)
+        await in_thread(self._folder.write_file_record, record)
+        self.records[file_id] = record
+
+    async def delete(self, file_id: str) -> None:
+        """Raises: ApiError: 404. StoreUnusable."""
+        self.get(file_id)
+        del self.records[file_id]
+        await unbroken(in_thread(self._folder.remove_file, file_id))
+
+    def expired(self) -> list[str]:
+        """Files that are older than they may be."""
+        now = self._clock()
+        return [record.id for record in self.records.values() if record.expires_at <= now]
+
+    def _record(
+        self, file_id: str, size: int, filename: str, purpose: str, age_s: int | None, principal: str
+    ) -> FileRecord:
+        now = int(self._clock())
+        age = min(age_s or self.bounds.max_age_s, self.bounds.max_age_s)
+        return FileRecord(file_id, size, now, now + age, filename[:MAX_NAME_CHARS], purpose, principal)
+
+    def _check_room(self, size: int, caller: Caller) -> None:
+        limit, who = caller.limits.max_stored_bytes, caller.principal
+        sizes = [record.bytes for record in self.records.values() if record.principal == who]
+        own = sum(sizes) + self._announced[who]
+        if limit is not None and own + size > limit:
+            raise _full(f"this key's files have {own} bytes, and {limit} are allowed (max_stored_bytes)")
+        most_files, most_bytes = (most_of(n, who) for n in (self.bounds.max_files, self.bounds.max_total_bytes))
+        if len(sizes) >= most_files:
+            raise _full(f"there are {len(sizes)} files already, as many as may be")
+        if own + size > most_bytes:
+            raise _full(f"files have {own} bytes, and {most_bytes} are allowed")
+        # How much others have is not told.
+        used = sum(record.bytes for record in self.records.values()) + self._announced.total()
+        if len(self.records) >= self.bounds.max_files or used + size > self.bounds.max_total_bytes:
+            raise _full("there is no room among the files of all keys")
+
+
+def new_file_id() -> str:
+    return f"file-{secrets.token_hex(12)}"
+
+
+def _full(why: str) -> ApiError:
+    message = f"{why}; delete those that are not needed any more"
+    return ApiError(507, message, code="quota_exceeded", param="file", headers={"x-should-retry": "false"})
+
+
+async def unbroken(work: Coroutine[Any, Any, T]) -> T:
+    """Waits for work on the disk to its end, also if whoever waits is cancelled meanwhile: books and disk agree."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        if (error := task.exception()) is not None:
+            raise error from None
+        raise

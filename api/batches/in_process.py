@@ -1,0 +1,59 @@
+"""Lines asked of an engine in this process, through the functions behind the routes: no HTTP, the same answers."""
+
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
+
+from api.batches.results import Reply
+from api.batches.runner import BATCH_PRIORITY, Ask, at_priority
+from api.errors import Failure, describe
+from api.generation import Generation, prepare_chat, prepare_completion
+from api.keys.caller import ANYBODY, Caller
+from api.schemas.generation import ChatBody, CompletionBody, GenerationBody
+from api.services import Services
+from lorasrv.errors import EngineDead
+
+_LOG = logging.getLogger(__name__)
+_KINDS: Mapping[str, tuple[type[GenerationBody], Callable[[Any, Services, Caller], Awaitable[Generation]]]] = {
+    "/v1/chat/completions": (ChatBody, prepare_chat),
+    "/v1/completions": (CompletionBody, prepare_completion),
+}
+
+
+def asker(services: Services, caller: Caller = ANYBODY, check: Callable[[str], None] = lambda _: None) -> Ask:
+    """Asks this server's own engine as the caller would, behind everybody who asks over HTTP. `check` is asked before
+    each line whether the caller, by its name, may still ask; raises ApiError if not.
+
+    Raises (from asking): EngineDead: no line will be answered any more.
+    """
+
+    async def ask(url: str, body: Mapping[str, Any]) -> Reply:
+        request_id = f"req-{secrets.token_hex(12)}"
+        kind, prepare = _KINDS[url]
+        try:
+            check(caller.principal)
+            parsed = kind.model_validate(at_priority(body, BATCH_PRIORITY))
+            content, _ = await (await prepare(parsed, services, caller)).collect()
+        except EngineDead:
+            raise
+        except ValidationError as error:
+            problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
+            return _reply(describe(RequestValidationError(problems)), request_id)
+        except Exception as error:
+            failure = describe(error)
+            if failure.status == 500:
+                _LOG.exception("request %s of a batch failed", request_id)
+            return _reply(failure, request_id)
+        return Reply(200, content, request_id)
+
+    return ask
+
+
+def _reply(failure: Failure, request_id: str) -> Reply:
+    after = failure.headers.get("retry-after")
+    again = after is not None and failure.status in (429, 503)
+    return Reply(failure.status, failure.body, request_id, float(after) if again and after is not None else None)

@@ -1,0 +1,120 @@
+"""One file of requests to one file of results, as the command does it: checked, gone on with, asked.
+
+Everything that can be wrong with the two files is found before anything runs.
+"""
+
+import asyncio
+import fcntl
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from api.batches.lines import Malformed, Scan, duplicates, pending_lines, scan
+from api.batches.results import Found, NoResults, ResultSink, Tally, recovered
+from api.batches.runner import Ask, LineRunner
+
+Tell = Callable[["Job"], object]
+
+
+class JobRefused(Exception):
+    """The two files cannot be worked with. `details` are more lines."""
+
+    def __init__(self, message: str, details: list[str] | None = None) -> None:
+        super().__init__(message)
+        self.details = details or []
+
+
+@dataclass(slots=True)
+class Job:
+    """A checked pair of files. `already` lines had their results before; `tally` counts those too.
+
+    Results of lines that are not in the source stay in the target, and count for nothing. `begins_anew`: the target is
+    emptied, but not before somebody is there to ask.
+    """
+
+    source: Path
+    target: Path
+    lines: Scan
+    found: Found
+    already: int
+    tally: Tally
+    begins_anew: bool = False
+
+    @property
+    def total(self) -> int:
+        return self.lines.total
+
+    @property
+    def done_now(self) -> int:
+        """Lines that this run has brought results for."""
+        return self.tally.done - self.already
+
+    async def run(
+        self, asking: AbstractAsyncContextManager[Ask], concurrency: int, *, ordered: bool, tell: Tell
+    ) -> None:
+        """Until every line has its result. However it ends, what has come is in the target.
+
+        Raises: OSError: the files fail. Whatever `asking` raises.
+        """
+        async with asking as ask:
+            if self.begins_anew:
+                os.truncate(self.target, 0)
+            with ResultSink(self.target, self.target, self.tally) as sink:
+                runner = LineRunner(
+                    ask,
+                    sink,
+                    slots=asyncio.Semaphore(concurrency),
+                    concurrency=concurrency,
+                    ordered=ordered,
+                    tell=lambda: tell(self),
+                )
+                await runner.run(pending_lines(self.source, None, self.lines, self.found.keys))
+
+
+@contextmanager
+def prepared(source: Path, target: Path, *, restart: bool) -> Iterator[Job]:
+    """The job of two files, and the target locked until it is over. `restart`: what the target holds is dropped.
+
+    Raises:
+        JobRefused: the source repeats a custom_id or has no lines, the target holds something else or is in use.
+        OSError.
+    """
+    lines = _checked(source)
+    if target.exists() and target.samefile(source):
+        raise JobRefused("the two files are one; name another file for the results")
+    fd = os.open(target, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    try:
+        _lock(fd, target)
+        found = Found.nothing() if restart else _found(target).of(lines.keys)
+        yield Job(source, target, lines, found, len(found.keys), found.tally(), begins_anew=restart)
+    finally:
+        os.close(fd)
+
+
+def _checked(source: Path) -> Scan:
+    lines = scan(source)
+    if not lines.total:
+        raise JobRefused(f"{source} has no lines")
+    if repeated := duplicates(source, lines):
+        raise JobRefused("custom_ids must differ; nothing was asked", list(map(_told, repeated)))
+    return lines
+
+
+def _told(one: Malformed) -> str:
+    return f"line {one.number}: {one.message}"
+
+
+def _lock(fd: int, target: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise JobRefused(f"another command is writing to {target}; wait for it, or name another file") from None
+
+
+def _found(target: Path) -> Found:
+    try:
+        return recovered(target)
+    except NoResults as error:
+        raise JobRefused(f"{error}; name another file, or replace it with --restart") from None

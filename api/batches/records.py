@@ -1,0 +1,133 @@
+"""Files and batches as the server keeps them: frozen facts, as JSON on disk, and as OpenAI's objects on the wire."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from enum import StrEnum
+from typing import Any, Self
+
+from adapter_store.errors import StoreUnusable
+from adapter_store.quota import ANONYMOUS
+from api.keys.caller import Caller, Scope
+from api.keys.key import KeyLimits
+
+
+class BatchStatus(StrEnum):
+    """A batch's life, in OpenAI's words."""
+
+    VALIDATING = "validating"
+    IN_PROGRESS = "in_progress"
+    FINALIZING = "finalizing"
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLING = "cancelling"
+    CANCELLED = "cancelled"
+    EXPIRED = "expired"
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing will change any more."""
+        return self in (BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.CANCELLED, BatchStatus.EXPIRED)
+
+
+class _Record:
+    """A frozen dataclass of JSON values that can be read back."""
+
+    @classmethod
+    def from_dict(cls, value: Any) -> Self:
+        """Raises: StoreUnusable: it was not written by this version or an older one."""
+        names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
+        try:
+            return cls(**{name: content for name, content in value.items() if name in names})
+        except (TypeError, AttributeError, ValueError):
+            raise StoreUnusable("a record of a batch or of its files is damaged") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)  # type: ignore[call-overload, no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord(_Record):
+    """A file that is there as a whole; its `principal`'s. Times are Unix seconds."""
+
+    id: str
+    bytes: int
+    created_at: int
+    expires_at: int
+    filename: str
+    purpose: str
+    principal: str = ANONYMOUS
+
+    def shown(self) -> dict[str, Any]:
+        own = self.to_dict()
+        own.pop("principal")
+        return {"object": "file", **own, "status": "processed"}
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord(_Record):
+    """A batch. `output_file` and `error_file` are the ids under which its results are collected, whether or not they
+    can be read yet. While it runs, `completed` and `failed` are what they were when the record was written.
+
+    `principal`, `adapters` and `limits` are of the key that made it, as it was then: its lines are asked so.
+    """
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    output_file: str
+    error_file: str
+    status: str = BatchStatus.VALIDATING.value
+    metadata: Mapping[str, str] | None = None
+    errors: tuple[Mapping[str, Any], ...] = ()
+    result_age_s: int | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    principal: str = ANONYMOUS
+    adapters: Sequence[str] = ("*",)
+    limits: Mapping[str, int | None] = field(default_factory=dict)
+
+    @property
+    def caller(self) -> Caller:
+        """Who asks its lines. Raises: StoreUnusable: the record was not written by this version or an older one."""
+        try:
+            limits = KeyLimits(**self.limits)
+        except TypeError:
+            raise StoreUnusable("the record of a batch has limits that are not known") from None
+        return Caller(self.principal, frozenset({Scope.INFER}), tuple(self.adapters), limits)
+
+    @property
+    def state(self) -> BatchStatus:
+        return BatchStatus(self.status)
+
+    def shown(self, is_there: Mapping[str, object]) -> dict[str, Any]:
+        """The batch object; ids of results are told once `is_there` has them."""
+        own = self.to_dict()
+        counts = {name: own.pop(name) for name in ("total", "completed", "failed")}
+        output, failures = own.pop("output_file"), own.pop("error_file")
+        problems = own.pop("errors")
+        for hidden in ("result_age_s", "principal", "adapters", "limits"):
+            own.pop(hidden)
+        return {
+            **own,
+            "object": "batch",
+            "errors": {"object": "list", "data": list(problems)} if problems else None,
+            "output_file_id": output if output in is_there else None,
+            "error_file_id": failures if failures in is_there else None,
+            "request_counts": counts,
+        }
+
+
+def problem(message: str, code: str, line: int | None = None, param: str | None = None) -> dict[str, Any]:
+    """One entry of a batch's `errors`."""
+    return {"code": code, "message": message, "line": line, "param": param}

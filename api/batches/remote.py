@@ -1,0 +1,65 @@
+"""Lines asked of a running server."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from api.address import is_loopback
+from api.batches.results import Reply
+from api.batches.runner import USUAL_PAUSE_S, Ask, at_priority
+from api.client import TIMEOUT, ServerUnreachable
+from api.errors import SERVER, error_body
+
+MAX_SENDS = 3
+MAX_SHOWN_CHARS = 200
+
+
+@asynccontextmanager
+async def remote(url: str, priority: int, concurrency: int, key: str | None = None) -> AsyncIterator[Ask]:
+    """Asks a server at this priority; 0 leaves the bodies as they are.
+
+    Raises (from asking): ServerUnreachable: it does not answer, several times in a row.
+    """
+    trust_env = not is_loopback(urlsplit(url).hostname or "")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
+    async with httpx2.AsyncClient(
+        base_url=url.rstrip("/"), timeout=TIMEOUT, trust_env=trust_env, headers=headers, limits=limits
+    ) as client:
+
+        async def ask(path: str, body: Mapping[str, Any]) -> Reply:
+            wanted = at_priority(body, priority) if priority else dict(body)
+            for sends_left in reversed(range(MAX_SENDS)):
+                try:
+                    return _reply(await client.post(path, json=wanted))
+                except httpx2.TransportError as error:
+                    if not sends_left:
+                        reason = str(error) or type(error).__name__
+                        raise ServerUnreachable(f"the server at {url} stopped answering: {reason}") from None
+                    await asyncio.sleep(USUAL_PAUSE_S)
+            raise AssertionError
+
+        yield ask
+
+
+def _reply(response: httpx2.Response) -> Reply:
+    try:
+        body = response.json()
+    except ValueError:
+        shown = response.text[:MAX_SHOWN_CHARS]
+        body = error_body(f"the server's answer is no JSON: {shown}", SERVER, None, "invalid_answer")
+        return Reply(502, body, response.headers.get("x-request-id"))
+    return Reply(response.status_code, body, response.headers.get("x-request-id"), _retry_after_s(response))
+
+
+def _retry_after_s(response: httpx2.Response) -> float | None:
+    if response.status_code not in (429, 503) or response.headers.get("x-should-retry") == "false":
+        return None
+    text = response.headers.get("retry-after", "")
+    if text.isascii() and text.isdigit():
+        return float(text[:6])
+    return USUAL_PAUSE_S if response.status_code == 429 else None

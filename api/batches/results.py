@@ -1,0 +1,265 @@
+"""What becomes of a batch's lines: result lines as OpenAI has them, in files that only grow.
+
+A result is in its file for good before it is counted. A file that a crash has torn ends in half a line: that is cut
+off, and its request is asked once more.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import threading
+from array import array
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from adapter_store.blobs import fsync_directory
+from api.batches.lines import Line, Malformed, line_key
+
+ID_PREFIX = "batch_req_"
+# Every line of ours begins so: half a line of somebody else's file is not cut off.
+LINE_START = f'{{"id":"{ID_PREFIX}'.encode()
+CHUNK_BYTES = 1 << 20
+
+
+class NoResults(Exception):
+    """The file holds lines that are no results of a batch. Says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What came back for a line's body: an HTTP status and a JSON body.
+
+    `retry_after_s`: it could not be taken now, and may be asked again after so long.
+    """
+
+    status: int
+    body: Any
+    request_id: str | None = None
+    retry_after_s: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status == 200
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One line of a result file, and whether it is an answer. The counts of tokens are its usage."""
+
+    data: bytes
+    ok: bool
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Tally:
+    """How many lines have which end; the tokens are those of this run."""
+
+    completed: int = 0
+    failed: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def done(self) -> int:
+        return self.completed + self.failed
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What result files hold already: uint64 keys of their lines, each once, and which of them are answers."""
+
+    keys: "np.ndarray[Any, np.dtype[np.uint64]]"
+    oks: "np.ndarray[Any, np.dtype[np.bool_]]"
+
+    @staticmethod
+    def nothing() -> "Found":
+        return Found(np.empty(0, np.uint64), np.empty(0, np.bool_))
+
+    def of(self, keys: "np.ndarray[Any, np.dtype[np.uint64]]") -> "Found":
+        """Those with one of these keys."""
+        wanted = np.isin(self.keys, keys)
+        return Found(self.keys[wanted], self.oks[wanted])
+
+    def tally(self) -> Tally:
+        completed = int(self.oks.sum())
+        return Tally(completed, len(self.oks) - completed)
+
+
+def answered(line: Line, reply: Reply) -> Result:
+    """The result of a line that was asked."""
+    response = {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
+    usage = reply.body.get("usage") if reply.ok and isinstance(reply.body, dict) else None
+    tokens = [_count(usage, name) for name in ("prompt_tokens", "completion_tokens")]
+    return Result(_result_line(line.custom_id, response, None), reply.ok, *tokens)
+
+
+def refused(line: Line, code: str, message: str) -> Result:
+    """The result of a line that was not asked, with its number."""
+    problem: dict[str, Any] = {"code": code, "message": message, "line": line.number}
+    if isinstance(line, Malformed):
+        problem |= {"message": f"line {line.number}: {message}", "param": line.param}
+    return Result(_result_line(line.custom_id, None, problem), False)
+
+
+def _result_line(custom_id: str | None, response: Mapping[str, Any] | None, problem: Mapping[str, Any] | None) -> bytes:
+    fields = {
+        "id": f"{ID_PREFIX}{secrets.token_hex(12)}",
+        "custom_id": custom_id,
+        "response": response,
+        "error": problem,
+    }
+    try:
+        return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+    except UnicodeEncodeError:
+        # Half a character, from some other server.
+        return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
+
+
+def _count(usage: object, name: str) -> int:
+    count = usage.get(name) if isinstance(usage, dict) else None
+    return count if isinstance(count, int) else 0
+
+
+def recovered(*paths: Path) -> Found:
+    """Every result in these files, which may be missing; half a line at the end of one is cut off.
+
+    Raises:
+        NoResults: a line is none, or not the beginning of one; then nothing was changed.
+        OSError.
+    """
+    found = _read_results(paths)
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            _cut_torn_line(path)
+    return found
+
+
+def _read_results(paths: Sequence[Path]) -> Found:
+    """Whole lines only."""
+    keys, oks = array("Q"), bytearray()
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
+            for number, data in enumerate(file, 1):
+                if not data.endswith(b"\n"):
+                    break
+                key, ok = _read_result(data, f"{path.name} line {number}")
+                keys.append(key)
+                oks.append(ok)
+    if not keys:
+        return Found.nothing()
+    unique, first = np.unique(np.frombuffer(keys, np.uint64), return_index=True)
+    return Found(unique, np.frombuffer(oks, np.bool_)[first])
+
+
+def _read_result(data: bytes, where: str) -> tuple[int, bool]:
+    try:
+        fields = json.loads(data)
+        custom_id, response, problem = fields["custom_id"], fields["response"], fields["error"]
+        number = problem["line"] if custom_id is None else 0
+        ok = response is not None and problem is None and response["status_code"] == 200
+        if not isinstance(custom_id, str | None) or not isinstance(number, int):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise NoResults(f"{where} is no result of a batch") from None
+    return line_key(custom_id, number), ok
+
+
+def _cut_torn_line(path: Path) -> None:
+    """Take away what follows the last whole line."""
+    with path.open("r+b") as file:
+        end = size = file.seek(0, os.SEEK_END)
+        torn = b""
+        while end and b"\n" not in torn:
+            begin = max(0, end - CHUNK_BYTES)
+            file.seek(begin)
+            torn, end = file.read(end - begin), begin
+        whole = end + torn.rfind(b"\n") + 1
+        if whole == size:
+            return
+        file.seek(whole)
+        start = file.read(len(LINE_START))
+        if start != LINE_START[: len(start)]:
+            raise NoResults(f"the end of {path.name} is no result of a batch")
+        file.truncate(whole)
+        os.fsync(file.fileno())
+
+
+@dataclass
+class ResultFile:
+    """A file that results are appended to, opened for the first of them. Not thread-safe."""
+
+    path: Path
+    _fd: int | None = field(default=None, init=False)
+
+    def append(self, data: bytes) -> None:
+        """Durable when it returns. Raises: OSError: half of it may be there."""
+        if self._fd is None:
+            is_new = not self.path.exists()
+            self._fd = os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            if is_new:
+                fsync_directory(self.path.absolute().parent)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._fd, view) :]
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+class ResultSink:
+    """Where results go: answers to one file, failures to another or to the same one. For any thread.
+
+    `add` keeps a result, `flush` writes all that were kept and counts them: one fsync for many.
+    """
+
+    def __init__(self, output: Path, errors: Path, tally: Tally) -> None:
+        self.tally = tally
+        self._kept: deque[Result] = deque()
+        self._lock = threading.Lock()
+        self._output = ResultFile(output)
+        self._errors = self._output if errors == output else ResultFile(errors)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self.flush()
+        finally:
+            with self._lock:
+                for file in {id(file): file for file in (self._output, self._errors)}.values():
+                    file.close()
+
+    def add(self, result: Result) -> None:
+        self._kept.append(result)
+
+    def flush(self) -> None:
+        """Raises: OSError: the disk refused."""
+        with self._lock:
+            taken = [self._kept.popleft() for _ in range(len(self._kept))]
+            for file in (self._output, self._errors):
+                is_shared = self._errors is self._output
+                data = b"".join(r.data for r in taken if is_shared or r.ok == (file is self._output))
+                if data:
+                    file.append(data)
+                if is_shared:
+                    break
+            self._count(taken)
+
+    def _count(self, written: list[Result]) -> None:
+        for result in written:
+            self.tally.completed += result.ok
+            self.tally.failed += not result.ok
+            self.tally.prompt_tokens += result.prompt_tokens
+            self.tally.completion_tokens += result.completion_tokens

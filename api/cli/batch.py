@@ -1,0 +1,156 @@
+"""batch: a file of requests to a file of answers, of a running server or of an engine of its own."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from api.address import DEFAULT_SERVER
+from api.cli.console import CliError, ExitCode, note, print_json, progress, say
+from api.cli.options import JsonOption, ServerOption, client_key, connected
+
+if TYPE_CHECKING:
+    from api.batches.job import Job
+    from api.batches.runner import Ask
+
+_ENGINE = "An engine of its own, without a server"
+
+
+def _own(text: str) -> Any:
+    return typer.Option(help=text, rich_help_panel=_ENGINE, show_default=False)
+
+
+def batch(
+    ctx: typer.Context,
+    source: Annotated[Path, typer.Argument(metavar="IN", help="OpenAI batch lines: custom_id, method, url, body.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="Results, a line each; gone on with if it is there.")],
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, max=1024, help="Most lines asked at a time. [default: 16, or --max-num-seqs]")
+    ] = None,
+    priority: Annotated[int, typer.Option(min=0, max=1000, help="Of the requests; online ones have 0.")] = 100,
+    ordered: Annotated[
+        bool, typer.Option("--ordered", help="Results in the order of the lines, not as they come.")
+    ] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Begin anew: drop what OUT holds.")] = False,
+    server: ServerOption = DEFAULT_SERVER,
+    model: Annotated[str | None, _own("Built-in name, .gguf file or Hugging Face folder.")] = None,
+    store: Annotated[Path | None, _own("Folder of adapters.")] = None,
+    quantization: Annotated[str | None, _own("Format of the base's weights, as of serve.")] = None,
+    device: Annotated[str | None, _own("auto, cpu or cuda.")] = None,
+    pool_bytes: Annotated[str | None, _own("Memory of KV and adapters, e.g. 2GiB.")] = None,
+    load_format: Annotated[str | None, _own("auto, or dummy: random weights of the model's shape.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Answer a file of requests, adapters mixed freely. The same command goes on where it was stopped.
+
+    With any option of an engine of its own, no server is asked; further options of serve are taken from LORASRV_NAME in
+    the environment or a configuration file. A line that fails, or is none, has its reason in OUT.
+    """
+    own = {
+        "model": model,
+        "store": store,
+        "quantization": quantization,
+        "device": device,
+        "pool_bytes": pool_bytes,
+        "load_format": load_format,
+    }
+    own = {name: value for name, value in own.items() if value is not None}
+    given = ctx.get_parameter_source("server")
+    if own and given is not None and given.name == "COMMANDLINE":
+        flags = ", ".join(f"--{name}".replace("_", "-") for name in own)
+        raise CliError(f"--server is asked, or an engine of its own ({flags}): give one of them", code=ExitCode.USAGE)
+    _check_paths(source, target)
+    with _prepared(source, target, restart) as job:
+        begun = time.monotonic()
+        if job.already:
+            note(f"{job.already} of {job.total} lines have results already")
+        if job.already < job.total:
+            asking = _embedded(own, concurrency) if own else _remote(server, priority, concurrency)
+            with asking as (ask, at_a_time):
+                begun = time.monotonic()
+                _run(job, ask, at_a_time, ordered)
+        _report(job, time.monotonic() - begun, as_json)
+
+
+def _check_paths(source: Path, target: Path) -> None:
+    if not source.is_file():
+        raise CliError(f"there is no file {source}", code=ExitCode.USAGE)
+    if target.is_dir() or not target.absolute().parent.is_dir():
+        raise CliError(f"results cannot be written to {target}: name a file in a folder", code=ExitCode.USAGE)
+
+
+@contextmanager
+def _prepared(source: Path, target: Path, restart: bool) -> Iterator["Job"]:
+    from api.batches.job import JobRefused, prepared
+
+    try:
+        with prepared(source, target, restart=restart) as job:
+            yield job
+    except JobRefused as error:
+        raise CliError(str(error), details=error.details, code=ExitCode.USAGE) from None
+
+
+@contextmanager
+def _remote(
+    server: str, priority: int, concurrency: int | None
+) -> Iterator[tuple[AbstractAsyncContextManager["Ask"], int]]:
+    from api.batches.remote import remote
+    from api.batches.runner import DEFAULT_CONCURRENCY
+
+    at_a_time = concurrency or DEFAULT_CONCURRENCY
+    with connected(server) as client:
+        client.base_name()  # a server that is not there is told before anything else
+        yield remote(server, priority, at_a_time, client_key(server)), at_a_time
+
+
+@contextmanager
+def _embedded(
+    options: dict[str, Any], concurrency: int | None
+) -> Iterator[tuple[AbstractAsyncContextManager["Ask"], int]]:
+    from api.batches.embedded import embedded
+    from api.settings_sources import Sources
+
+    settings = Sources.gather(options).settings()
+    with progress() as step, embedded(settings, lambda what, share: step(what, share, 1.0)) as asking:
+        yield asking, concurrency or settings.max_num_seqs
+
+
+def _run(job: "Job", asking: AbstractAsyncContextManager["Ask"], concurrency: int, ordered: bool) -> None:
+    from api.cli.batch_progress import watching
+
+    try:
+        with watching(job) as tell:
+            asyncio.run(job.run(asking, concurrency, ordered=ordered, tell=tell))
+    finally:
+        if job.tally.done < job.total:
+            note(f"{job.tally.done} of {job.total} lines have results; the same command goes on from there")
+
+
+def _report(job: "Job", seconds: float, as_json: bool) -> None:
+    tally = job.tally
+    rate = job.done_now / seconds if seconds else 0.0
+    if as_json:
+        print_json(
+            {
+                "input": str(job.source),
+                "output": str(job.target),
+                "total": job.total,
+                "completed": tally.completed,
+                "failed": tally.failed,
+                "already": job.already,
+                "malformed": job.lines.num_malformed,
+                "seconds": round(seconds, 3),
+                "lines_per_s": round(rate, 3),
+                "prompt_tokens": tally.prompt_tokens,
+                "completion_tokens": tally.completion_tokens,
+            }
+        )
+    else:
+        tokens = f", {tally.completion_tokens / seconds:.0f} tokens/s" if seconds and tally.completion_tokens else ""
+        say(f"{tally.completed} of {job.total} lines answered in {seconds:.1f} s ({rate:.1f} lines/s{tokens})")
+    if tally.failed:
+        raise CliError(f"{tally.failed} of {job.total} lines failed; {job.target} says why")

@@ -1,0 +1,174 @@
+// All that is known of one adapter: versions, aliases, the report of its upload, its verdict, and its ledger.
+
+import { askJson, inPath } from "./api.js";
+import { TIERS, aliasText } from "./adapter_row.js";
+import { confirmDelete } from "./confirm.js";
+import { byId, el, facts, note, setText } from "./dom.js";
+import { bytes, count, digest, moment, plural, rate } from "./format.js";
+
+const FORMATS = [
+  [/bytes/, bytes],
+  [/(_at|created|last_used)$/, moment],
+];
+
+let shownId = null;
+
+export async function showDetails(id) {
+  const dialog = byId("details-dialog");
+  shownId = id;
+  setText(byId("details-title"), id);
+  byId("details-body").replaceChildren(el("p", { class: "quiet" }, "Reading …"));
+  byId("details-close").onclick = () => dialog.close();
+  if (!dialog.open) dialog.showModal();
+  try {
+    const [shown, stats] = await Promise.all([askJson("GET", `/v1/adapters/${inPath(id)}`), ledger(id)]);
+    if (shownId === id) byId("details-body").replaceChildren(...parts(shown, stats));
+  } catch (problem) {
+    byId("details-body").replaceChildren(note("bad", problem.advice ?? "It could not be read."));
+  }
+}
+
+/** What the server has counted for an adapter; null where it keeps no ledger, or does not show it to this key. */
+async function ledger(id) {
+  try {
+    return await askJson("GET", `/v1/adapters/${inPath(id)}/stats`);
+  } catch {
+    return null;
+  }
+}
+
+function parts(shown, stats) {
+  const aliases = Object.entries(shown.aliases).map(aliasText).join(", ");
+  const limits = Object.entries(shown.limits)
+    .map(([name, value]) => `${name} ${value}`)
+    .join(", ");
+  return [
+    facts([
+      ["Digest", el("code", { class: "wrap" }, shown.digest)],
+      ["Tier", shown.corrupt ? "damaged on the disk; upload it again" : (TIERS[shown.tier]?.[1] ?? "unknown")],
+      ["Created", moment(shown.created)],
+      ["Aliases", aliases || "none"],
+      ["Limits", limits || "none of its own"],
+      [
+        "Asked",
+        `${count(shown.traffic.requests)} times, ${count(shown.traffic.tokens)} tokens, ${rate(shown.traffic.tokens_per_s)} tokens/s now`,
+      ],
+    ]),
+    el("h3", {}, "Versions"),
+    versions(shown),
+    el("h3", {}, "Report of the upload"),
+    ...reportParts(shown.report),
+    el("h3", {}, "Verified"),
+    verdict(shown),
+    ...(stats ? [el("h3", {}, "Ledger"), facts(flat(stats))] : []),
+  ];
+}
+
+function versions(shown) {
+  const rows = [...shown.versions].reverse().map((version) =>
+    el(
+      "tr",
+      {},
+      el("th", { scope: "row" }, String(version.version), version.version === shown.version ? " (current)" : ""),
+      el("td", {}, el("code", { title: version.digest }, digest(version.digest))),
+      el("td", {}, moment(version.created)),
+      el("td", { class: "number" }, String(version.rank)),
+      el("td", { class: "number" }, bytes(version.bytes)),
+      el("td", {}, version.corrupt ? "damaged" : "whole"),
+      el(
+        "td",
+        { class: "actions" },
+        el(
+          "button",
+          {
+            type: "button",
+            class: "plain",
+            "aria-label": `Delete version ${version.version}`,
+            onclick: () => removeVersion(shown, version),
+          },
+          "Delete",
+        ),
+      ),
+    ),
+  );
+  const names = ["Version", "Digest", "Created", "Rank", "Size", "State", "Actions"];
+  const head = names.map((name) =>
+    el("th", { scope: "col", class: ["Rank", "Size"].includes(name) ? "number" : null }, name),
+  );
+  return el(
+    "div",
+    { class: "scroll", role: "region", "aria-label": "Versions", tabindex: "0" },
+    el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)),
+  );
+}
+
+async function removeVersion(shown, version) {
+  const name = `${shown.id}@${version.version}`;
+  const agreed = await confirmDelete(`Delete ${name}?`, "Requests that run on it end as they began.");
+  if (!agreed) return;
+  try {
+    await askJson("DELETE", `/v1/adapters/${inPath(name)}`, { query: agreed.force ? { force: "true" } : {} });
+    document.dispatchEvent(new Event("adapterschange"));
+    if (shown.versions.length === 1) byId("details-dialog").close();
+    else await showDetails(shown.id);
+  } catch (problem) {
+    byId("details-body").prepend(note("bad", problem.advice ?? "It failed."));
+  }
+}
+
+/** The report of an upload: figures, then warnings and notices as lists. */
+export function reportParts(report) {
+  const range = (least, most) => (least === most ? String(least) : `${least} to ${most}`);
+  const figures = facts([
+    ["Modules", `${count(report.modules_matched)} of ${count(report.modules_expected)} matched`],
+    ["Layers", count(report.layers)],
+    ["Rank", range(report.rank_min, report.rank_max)],
+    ["Scaling", range(round(report.scaling_min), round(report.scaling_max))],
+    ["Type", report.dtype],
+    ["Weights", bytes(report.weights_bytes)],
+    ["Norm of B", report.norm_b === null || report.norm_b === undefined ? null : String(round(report.norm_b))],
+  ]);
+  const listed = [];
+  if (report.warnings.length) listed.push(note("warn", plural(report.warnings.length, "warning"), report.warnings));
+  if (report.notices?.length) listed.push(note("warn", "read otherwise than written", report.notices));
+  return [figures, ...listed];
+}
+
+const round = (value) => Number(value.toPrecision(4));
+
+function verdict({ id, verified }) {
+  if (!verified) return el("p", {}, "Not yet: ", el("code", {}, `lorasrv verify ${id}`), " compares it with PEFT.");
+  const passed = verified.passed ?? verified.verdict === "passed";
+  const word = verified.verdict ?? (passed ? "passed" : "failed");
+  const all = flat(verified).filter(
+    ([name]) => !["object", "id", "digest", "verdict", "passed", "created"].includes(name),
+  );
+  return el(
+    "div",
+    {},
+    note(passed ? "ok" : "bad", `${word}, version ${verified.version}, ${moment(verified.created)}`),
+    el("details", {}, el("summary", {}, "Figures"), facts(all)),
+  );
+}
+
+/** Nested figures as rows: `adapter error, rms`. */
+function flat(values, before = "") {
+  return Object.entries(values).flatMap(([name, value]) => {
+    const words = (before ? `${before}, ` : "") + name.replaceAll("_", " ");
+    if (name === "object" || value === null || (name === "id" && !before)) return [];
+    if (Array.isArray(value))
+      return value.length
+        ? [[words, value.map((one) => (typeof one === "object" ? JSON.stringify(one) : String(one))).join(", ")]]
+        : [];
+    if (typeof value === "object") return flat(value, words);
+    return [[words, shownValue(name, value)]];
+  });
+}
+
+function shownValue(name, value) {
+  if (typeof value === "boolean") return value ? "yes" : "no";
+  if (typeof value !== "number") return String(value);
+  const format = FORMATS.find(([like]) => like.test(name))?.[1];
+  if (format) return format(value);
+  return Number.isInteger(value) ? count(value) : String(round(value));
+}

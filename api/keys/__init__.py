@@ -1,0 +1,1 @@
+"""Who may use the server: keys, what each may do and see, and how much."""

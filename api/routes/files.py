@@ -1,0 +1,134 @@
+"""/v1/files: what batches read and write, kept for a while."""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import Response, StreamingResponse
+from starlette.concurrency import run_in_threadpool
+
+from api.batches.files import MAX_NAME_CHARS
+from api.batches.keeper import BatchKeeper
+from api.batches.owned import OwnBatches
+from api.batches.records import BatchRecord, FileRecord
+from api.errors import ApiError
+from api.keys.caller import CallerDep
+from api.multipart import check_form_headers, receive_form
+from api.schemas.batches import file_age_s, file_purpose
+
+router = APIRouter()
+
+READ_BYTES = 1 << 18
+T = TypeVar("T", FileRecord, BatchRecord)
+_FORM = {
+    "requestBody": {
+        "required": True,
+        "content": {
+            "multipart/form-data": {
+                "schema": {
+                    "type": "object",
+                    "required": ["file", "purpose"],
+                    "properties": {
+                        "purpose": {"type": "string", "enum": ["batch"]},
+                        "file": {"type": "string", "format": "binary"},
+                    },
+                }
+            }
+        },
+    }
+}
+
+
+async def get_batches(request: Request, caller: CallerDep) -> OwnBatches:
+    keeper = request.app.state.batches
+    assert isinstance(keeper, BatchKeeper)
+    return OwnBatches(keeper, caller)
+
+
+BatchesDep = Annotated[OwnBatches, Depends(get_batches)]
+
+
+@router.post("/v1/files", openapi_extra=_FORM)
+async def upload(request: Request, batches: BatchesDep) -> dict[str, Any]:
+    """Keep a file of batch lines: a multipart form with `purpose=batch` and `file`. A batch looks at what is in it."""
+    length = check_form_headers(request)
+    async with batches.receiving(length) as place:
+        form = await receive_form(request, place.write)
+        purpose, age_s = file_purpose(form.fields), file_age_s(form.fields)
+        if form.filename is None:
+            raise ApiError(400, "the form needs a part named file", code="invalid_form", param="file")
+        # A name of the client's machine may come with folders.
+        name = form.filename.replace("\\", "/").rpartition("/")[2].replace("\0", "")[:MAX_NAME_CHARS] or "file"
+        record = await batches.keep(place, name, purpose, age_s)
+    return record.shown()
+
+
+@router.get("/v1/files")
+async def list_files(
+    batches: BatchesDep,
+    purpose: str | None = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 10_000,
+    after: str | None = None,
+    order: Literal["asc", "desc"] = "desc",
+) -> dict[str, Any]:
+    """Newest first, or oldest with `order=asc`; behind the file `after`, at most `limit`."""
+    wanted = [record for record in batches.files() if purpose in (None, record.purpose)]
+    page, more = page_after(wanted, after, limit, newest_first=order == "desc")
+    return {"object": "list", "data": [record.shown() for record in page], **page_ends(page), "has_more": more}
+
+
+@router.get("/v1/files/{file_id}")
+async def show_file(file_id: str, batches: BatchesDep) -> dict[str, Any]:
+    """One file."""
+    return batches.file(file_id).shown()
+
+
+@router.get("/v1/files/{file_id}/content")
+async def read_file(file_id: str, batches: BatchesDep) -> Response:
+    """The bytes as they were sent, or results, a line each."""
+    record = batches.file(file_id)
+    content = await run_in_threadpool(_opened, batches.path(file_id))
+    headers = {"content-length": str(record.bytes)}
+    return StreamingResponse(content, media_type="application/octet-stream", headers=headers)
+
+
+@router.delete("/v1/files/{file_id}")
+async def delete_file(file_id: str, batches: BatchesDep) -> dict[str, Any]:
+    """Forget a file; one that an open batch needs stays (409)."""
+    await asyncio.shield(batches.delete_file(file_id))
+    return {"object": "file", "id": file_id, "deleted": True}
+
+
+def _opened(path: Path) -> Iterator[bytes]:
+    """Opened here, so that a file that is deleted meanwhile is still read to its end."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        raise ApiError(404, "the file is gone", code="file_not_found", param="file_id") from None
+
+    def pieces() -> Iterator[bytes]:
+        with file:
+            while piece := file.read(READ_BYTES):
+                yield piece
+
+    return pieces()
+
+
+def page_after(oldest_first: list[T], after: str | None, limit: int, *, newest_first: bool) -> tuple[list[T], bool]:
+    """A page behind the record `after`, and whether there are more.
+
+    Raises: ApiError: 400, there is no such record (any more), so that what follows it is not known.
+    """
+    records = oldest_first[::-1] if newest_first else oldest_first
+    begin = 0
+    if after is not None:
+        begin = next((i for i, record in enumerate(records, 1) if record.id == after), 0)
+        if not begin:
+            raise ApiError(400, "after names nothing that is there; begin anew", code="invalid_value", param="after")
+    return records[begin : begin + limit], len(records) > begin + limit
+
+
+def page_ends(page: list[Any]) -> dict[str, str | None]:
+    return {"first_id": page[0].id if page else None, "last_id": page[-1].id if page else None}

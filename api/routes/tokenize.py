@@ -1,0 +1,85 @@
+"""POST /tokenize and /detokenize, GET /tokenizer_info, as vLLM has them; lm-eval's remote tokenizer uses all three."""
+
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.concurrency import run_in_threadpool
+
+from api.chat import check_tellable
+from api.json_body import JsonRoute
+from api.keys.view import View
+from api.naming import resolve_target
+from api.schemas.tokenize import DetokenizeBody, TokenizeBody
+from api.services import Services, ServicesDep, ViewDep
+from lorasrv.errors import InvalidRequest
+
+router = APIRouter(route_class=JsonRoute)
+
+
+@router.post("/tokenize")
+async def tokenize(body: TokenizeBody, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
+    """The token ids of a prompt or of a conversation, exactly as a request would have them."""
+    text = body.prompt if body.prompt is not None else repr(body.messages)
+    return await services.in_thread(text, partial(_tokenize, body, services, view))
+
+
+@router.post("/detokenize")
+async def detokenize(body: DetokenizeBody, services: ServicesDep, view: ViewDep) -> dict[str, str]:
+    """The text of token ids, special tokens with it."""
+    return await run_in_threadpool(_detokenize, body, services, view)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(services: ServicesDep) -> dict[str, Any]:
+    """The tokenizer's special tokens by name, and the chat template. All adapters share the base's tokenizer."""
+    tokenizer, template = services.engine.tokenizer, services.engine.chat_template
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": services.engine.max_model_len,
+        "vocab_size": tokenizer.vocab_size,
+        "bos_token": None,
+        "eos_token": None,
+        "pad_token": None,
+        "unk_token": None,
+        **tokenizer.named_tokens,
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_ids": sorted(tokenizer.eos_token_ids),
+        "chat_template": template.source if template is not None else None,
+    }
+
+
+def _tokenize(body: TokenizeBody, services: Services, view: View) -> dict[str, Any]:
+    body.refuse_unbuilt()
+    _check_model(body.model, services, view)
+    tokenizer = services.engine.tokenizer
+    ids = _ids(body, services)
+    return {
+        "count": len(ids),
+        "max_model_len": services.engine.max_model_len,
+        "tokens": ids,
+        "token_strs": [tokenizer.token(i) for i in ids] if body.return_token_strs else None,
+    }
+
+
+def _ids(body: TokenizeBody, services: Services) -> list[int]:
+    tokenizer, template = services.engine.tokenizer, services.engine.chat_template
+    if body.prompt is not None:
+        return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+    if template is None:
+        raise InvalidRequest("this base has no chat template; send prompt", param="messages")
+    told = body.messages or []
+    check_tellable(told, template)
+    return template.encode([message.plain() for message in told], tokenizer, body.add_generation_prompt is not False)
+
+
+def _detokenize(body: DetokenizeBody, services: Services, view: View) -> dict[str, str]:
+    _check_model(body.model, services, view)
+    tokenizer = services.engine.tokenizer
+    if any(not 0 <= token < tokenizer.vocab_size for token in body.tokens):
+        raise InvalidRequest(f"tokens must lie in [0, {tokenizer.vocab_size})", param="tokens")
+    return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+
+def _check_model(model: str | None, services: Services, view: View) -> None:
+    resolve_target(model or services.base_name, None, services.base_name, view.resolve)

@@ -1,0 +1,69 @@
+"""Bodies and form fields of /v1/files and /v1/batches."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from lorasrv.errors import InvalidRequest
+
+WINDOW_UNITS_S = {"m": 60, "h": 3600, "d": 86400}
+MAX_WINDOW_S = 30 * 86400
+MIN_AGE_S, MAX_AGE_S = 3600, 30 * 86400
+PURPOSES = ("batch",)
+
+Key = Annotated[str, StringConstraints(max_length=64)]
+Text = Annotated[str, StringConstraints(max_length=512)]
+
+
+class Age(BaseModel):
+    """How long after it was made a file goes, in seconds."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=MIN_AGE_S, le=MAX_AGE_S)]
+
+
+class BatchBody(BaseModel):
+    """A batch to be made of a file."""
+
+    model_config = ConfigDict(strict=True, extra="ignore")
+
+    input_file_id: Annotated[str, StringConstraints(max_length=64)]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions"]
+    completion_window: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,4}[mhd]$")]
+    metadata: Annotated[dict[Key, Text], Field(max_length=16)] | None = None
+    output_expires_after: Age | None = None
+
+    def window_s(self) -> int:
+        """Seconds. Raises: InvalidRequest: longer than a batch is kept."""
+        seconds = int(self.completion_window[:-1]) * WINDOW_UNITS_S[self.completion_window[-1]]
+        if seconds > MAX_WINDOW_S:
+            raise InvalidRequest("completion_window is at most 30d", param="completion_window")
+        return seconds
+
+
+def file_purpose(fields: Mapping[str, str]) -> str:
+    """Raises: InvalidRequest: it is not said, or is for something that is not served."""
+    purpose = fields.get("purpose")
+    if purpose is None:
+        raise InvalidRequest("the form needs a field purpose, which must be batch", param="purpose")
+    if purpose not in PURPOSES:
+        raise InvalidRequest("purpose must be batch: files for anything else are not kept here", param="purpose")
+    return purpose
+
+
+def file_age_s(fields: Mapping[str, str]) -> int | None:
+    """`expires_after[anchor]` and `expires_after[seconds]`, as OpenAI's client sends them. Raises: InvalidRequest."""
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise InvalidRequest('expires_after[anchor] must be "created_at"', param="expires_after[anchor]")
+    is_number = seconds is not None and seconds.isascii() and seconds.isdigit() and len(seconds) <= 9
+    if seconds is None or not is_number or not MIN_AGE_S <= int(seconds) <= MAX_AGE_S:
+        raise InvalidRequest(
+            f"expires_after[seconds] must lie between {MIN_AGE_S} and {MAX_AGE_S}", param="expires_after[seconds]"
+        )
+    return int(seconds)

@@ -1,0 +1,220 @@
+"""Bodies of /generate, /generate_stream and POST /: what is served of the fields that TGI 3 and LoRAX know.
+
+Ranges are `SamplingParams`'s to check. A field of theirs that is not served is refused by name unless its value asks
+for nothing; fields that neither knows are ignored, as both do.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+
+from api.schemas.body import Body
+from api.schemas.generation import MAX_SALT_CHARS
+from api.schemas.inert import refuse_unless_inert
+from lorasrv.errors import InvalidRequest
+from lorasrv.grammars import source
+from lorasrv.grammars.source import Grammar
+from lorasrv.request import MAX_CHOICES, OnCold
+from lorasrv.sampling import SamplingParams
+
+MAX_TOP_TOKENS = 20
+
+_NULL: tuple[Any, ...] = (None,)
+_INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "schema": _NULL,
+    "merged_adapters": _NULL,
+    "adapter_parameters": _NULL,
+    "tools": (None, []),
+    "min_new_tokens": (None, 0),
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "no_repeat_ngram_size": (None, 0),
+    "length_penalty": (None, 1),
+    "max_time": _NULL,
+    "logit_bias": (None, [], {}),
+}
+# Where an uploaded adapter comes from does not matter any more: these say no more than "by its name".
+_INERT_SOURCES = (None, "", "hub", "local")
+_OUR_NAMES = {"max_tokens": "max_new_tokens"}
+
+_Count = Annotated[int, Field(ge=1, lt=2**31)]
+_Top = Annotated[int, Field(ge=0, le=MAX_TOP_TOKENS)]
+
+
+class TgiGrammar(Body):
+    """TGI's `grammar`: a JSON schema, which may be text, one with a name around it, or a regular expression."""
+
+    type: Literal["json", "json_schema", "regex"]
+    value: Any
+
+    def parsed(self) -> Grammar:
+        """Raises: InvalidRequest: it is none, or too large."""
+        if self.type == "regex":
+            if not isinstance(self.value, str):
+                raise InvalidRequest("grammar.value must be text", param="grammar")
+            return source.regex_of(self.value, "grammar")
+        named = self.type == "json_schema" and isinstance(self.value, dict) and "schema" in self.value
+        return source.json_of(self.value["schema"] if named else self.value, "grammar")
+
+
+class LoraxFormat(Body):
+    """LoRAX's `response_format`: JSON, of a schema if there is one."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    schema_: dict[str, Any] | str | bool | None = Field(None, alias="schema")
+
+    def parsed(self) -> Grammar | None:
+        """None for plain text. Raises: InvalidRequest: the schema is none, or too large."""
+        if self.type == "text":
+            return None
+        if self.schema_ is None:
+            return source.any_json_object("response_format")
+        return source.json_of(self.schema_, "response_format")
+
+
+class Parameters(Body):
+    """How to generate. `api_token` opens private adapters elsewhere; nothing is fetched here, so it is not read."""
+
+    model_config = ConfigDict(extra="allow")
+
+    adapter_id: str | None = None
+    adapter_source: str | None = None
+    api_token: str | None = None
+    max_new_tokens: _Count | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    do_sample: bool | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    typical_p: float | None = None
+    min_p: float | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    stop: list[str] | None = None
+    stop_sequences: list[str] | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    ignore_eos_token: bool | None = None
+    watermark: bool | None = None
+    return_full_text: bool | None = None
+    grammar: TgiGrammar | None = None
+    response_format: LoraxFormat | None = None
+    truncate: _Count | None = None
+    apply_chat_template: bool | None = None
+    details: bool | None = None
+    decoder_input_details: bool | None = None
+    top_n_tokens: _Top | None = None
+    return_k_alternatives: _Top | None = None
+    # Ours, as in the OpenAI bodies. A strict enum takes no string.
+    on_cold: Annotated[OnCold, Field(strict=False)] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    priority: int | None = None
+    timeout_s: float | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """How many answers are generated for one that is given."""
+        return self.best_of or 1
+
+    @property
+    def is_sampled(self) -> bool:
+        """Whether tokens are drawn: asked for, or a filter is on, as TGI decides; temperature 0 is greedy, as in LoRAX.
+
+        TGI's own temperature of 1 changes nothing, so alone it does not ask for sampling.
+        """
+        if self.temperature == 0:
+            return False
+        filters = self.top_k, 1.0 - (self.top_p or 1.0), 1.0 - (self.typical_p or 1.0), self.min_p
+        return bool(self.do_sample) or self.temperature not in (None, 1.0) or any(filters)
+
+    @property
+    def num_likeliest(self) -> int:
+        """How many of the likeliest tokens are to be told at each position."""
+        return max(self.top_n_tokens or 0, self.return_k_alternatives or 0)
+
+    def wanted_grammar(self) -> Grammar | None:
+        """What the answer is held to, None if to nothing. For a thread.
+
+        Raises:
+            InvalidRequest: it is malformed or too large, or there are two.
+        """
+        if self.grammar is not None and self.response_format is not None:
+            raise InvalidRequest("grammar and response_format exclude each other; send one", param="grammar")
+        wanted = self.grammar or self.response_format
+        return wanted.parsed() if wanted is not None else None
+
+    def check(self, stream: bool) -> None:
+        """Raises: InvalidRequest: fields that do not go together, or ask for what is not served; names one."""
+        refuse_unless_inert(self.model_extra, _INERT_VALUES)
+        if self.adapter_source not in _INERT_SOURCES:
+            raise InvalidRequest(
+                "adapter_source is not supported: only adapters uploaded to this server are served; leave it out",
+                param="adapter_source",
+            )
+        if self.num_choices > 1:
+            self._check_best_of(stream)
+        if stream and self.decoder_input_details:
+            raise InvalidRequest(
+                "decoder_input_details is not told in a stream; send it without stream", param="decoder_input_details"
+            )
+
+    def _check_best_of(self, stream: bool) -> None:
+        if stream:
+            raise InvalidRequest("best_of above 1 cannot be streamed", param="best_of")
+        if not self.is_sampled:
+            raise InvalidRequest("best_of above 1 needs sampling; set do_sample or temperature", param="best_of")
+        if self.seed is not None:
+            raise InvalidRequest("seed cannot be set with best_of above 1", param="seed")
+
+    def sampling(self, seed: int | None, with_tokens: bool) -> SamplingParams:
+        """How to sample; without `max_new_tokens` the rest of the context. `with_tokens`: each token is told.
+
+        Raises:
+            InvalidRequest: a value is out of range.
+        """
+        given: dict[str, Any] = {
+            "max_tokens": self.max_new_tokens,
+            "temperature": self.temperature if self.is_sampled else 0.0,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "typical_p": self.typical_p,
+            "seed": seed,
+            "stop": tuple(dict.fromkeys((*(self.stop or ()), *(self.stop_sequences or ())))),
+            "ignore_eos": self.ignore_eos_token,
+            "repetition_penalty": self.repetition_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "watermark": self.watermark,
+            "logprobs": self.num_likeliest if with_tokens else None,
+            "prompt_logprobs": 0 if self.decoder_input_details else None,
+        }
+        try:
+            if self.temperature is not None and self.temperature < 0:
+                raise InvalidRequest("temperature must be between 0 and 100", param="temperature")
+            return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+        except InvalidRequest as error:
+            name = _OUR_NAMES.get(error.param or "", error.param)
+            raise InvalidRequest(str(error).replace(error.param or "", name or "", 1), param=name) from None
+
+
+class GenerateBody(Body):
+    """A text to continue. `model` may name an adapter as it does on the OpenAI routes; most clients do not send it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    inputs: Annotated[str, Field(min_length=1)]
+    parameters: Parameters | None = None
+    stream: bool | None = None
+    model: str | None = None
+
+    def wanted(self, stream: bool) -> Parameters:
+        """The parameters, checked. Raises: InvalidRequest."""
+        for name, value in (self.model_extra or {}).items():
+            if value is not None and name in Parameters.model_fields:
+                # Ignored, the base would answer in an adapter's place, or at any length.
+                raise InvalidRequest(f"{name} belongs into parameters", param=name)
+        parameters = self.parameters or Parameters()
+        parameters.check(stream)
+        return parameters

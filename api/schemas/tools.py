@@ -1,0 +1,173 @@
+"""Messages of a conversation, tools and what a chat template is told: OpenAI's and vLLM's fields of a chat."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
+
+from api.schemas.body import Body
+from lorasrv.errors import InvalidRequest
+from lorasrv.tools.calls import Tool
+
+MAX_TOOLS = 128
+NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class TextPart(Body):
+    """A part of a message; text is the only kind served."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """`arguments` is JSON text, as OpenAI has it, or the object itself."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class MessageToolCall(Body):
+    """A call that an earlier answer made."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def plain(self) -> dict[str, Any]:
+        """As templates take it: arguments as an object."""
+        function = {"name": self.function.name, "arguments": _object(self.function.arguments)}
+        return {**({"id": self.id} if self.id else {}), "type": "function", "function": function}
+
+
+class Message(Body):
+    """One turn. `developer` is OpenAI's newer word for `system`, which is what chat templates know."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: list[MessageToolCall] | None = None
+    content: Annotated[str | list[TextPart] | None, Field(validate_default=True)] = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @field_validator("content")
+    @classmethod
+    def _is_there(cls, value: Any, others: ValidationInfo) -> Any:
+        if value is None and not (others.data.get("role") == "assistant" and others.data.get("tool_calls")):
+            raise PydanticCustomError("missing_content", "a text is required, or tool_calls of an assistant")
+        return value
+
+    @property
+    def is_about_tools(self) -> bool:
+        """Whether only a template that knows tools can write it."""
+        return self.role == "tool" or bool(self.tool_calls)
+
+    def plain(self) -> dict[str, Any]:
+        """As a chat template takes it. Parts are joined by line breaks, as vLLM does.
+
+        Raises:
+            InvalidRequest: arguments of a call are no JSON object.
+        """
+        text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
+        plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
+        if self.tool_calls:
+            plain["tool_calls"] = [call.plain() for call in self.tool_calls]
+        if self.role == "tool":
+            plain |= {key: value for key in ("tool_call_id", "name") if (value := getattr(self, key)) is not None}
+        return plain
+
+
+class Function(Body):
+    """What a tool is."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Body):
+    """The only kind of tool there is."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class ChosenFunction(Body):
+    name: str
+
+
+class NamedChoice(Body):
+    """This tool, and no other."""
+
+    type: Literal["function"]
+    function: ChosenFunction
+
+
+class ToolFields(Body):
+    """What chat takes of tools and templates. Tools go to the template as the client wrote them."""
+
+    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def uses_tools(self) -> bool:
+        """Whether the model is told of tools; with tool_choice `none` it is not."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def forces_call(self) -> bool:
+        return self.uses_tools and self.tool_choice not in (None, "auto")
+
+    def offered_tools(self) -> list[Tool]:
+        """The tools that may be called: all, or the one that is named.
+
+        Raises:
+            InvalidRequest: one is malformed, two have one name, or there is none of that name.
+        """
+        if not self.tools:
+            if self.tool_choice not in (None, "none", "auto"):
+                raise InvalidRequest("tool_choice asks for a call, but there are no tools", param="tool_choice")
+            return []
+        functions = [_function(number, tool) for number, tool in enumerate(self.tools)]
+        if len({function.name for function in functions}) < len(functions):
+            raise InvalidRequest("tools: two of them have the same name", param="tools")
+        if self.uses_tools and not self.forces_call and any(function.strict for function in functions):
+            raise InvalidRequest(
+                "tools: strict: true is kept only where a call is forced; leave it out, "
+                "or set tool_choice to required or to a named function",
+                param="tools",
+            )
+        offered = [Tool(f.name, NO_PARAMETERS if f.parameters is None else f.parameters) for f in functions]
+        if not isinstance(self.tool_choice, NamedChoice):
+            return offered
+        named = [tool for tool in offered if tool.name == self.tool_choice.function.name]
+        if not named:
+            name = self.tool_choice.function.name
+            raise InvalidRequest(f"tool_choice names {name[:64]!r}, which is not among the tools", param="tool_choice")
+        return named
+
+
+def _function(number: int, tool: dict[str, Any]) -> Function:
+    try:
+        return FunctionTool.model_validate(tool).function
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise InvalidRequest(f"tools[{number}].{where}: {problem['msg']}", param="tools") from None
+
+
+def _object(arguments: str | dict[str, Any]) -> dict[str, Any]:
+    if isinstance(arguments, dict):
+        return arguments
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest("messages: arguments of a tool call are no JSON object", param="messages")
+    return value

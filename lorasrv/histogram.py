@@ -1,0 +1,62 @@
+"""How often something was how large, by fixed bounds: what Prometheus calls a histogram. No torch."""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
+"""Upper bounds for what a client waits for."""
+STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+DISTINCT = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
+
+
+class Histogram:
+    """Counts by upper bounds, and of what was larger; and the sum of it all. One thread adds, any may read: what it
+    reads may lack the newest value in one place and not in another.
+    """
+
+    __slots__ = ("bounds", "counts", "sum")
+
+    def __init__(self, bounds: Sequence[float] = SECONDS, counts: Sequence[int] = (), total: float = 0.0) -> None:
+        self.bounds = bounds
+        self.counts = list(counts) or [0] * (len(bounds) + 1)
+        self.sum = total
+
+    def add(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def merge(self, other: "Histogram") -> None:
+        """Add all that another of the same bounds has counted."""
+        self.counts = [own + others for own, others in zip(self.counts, other.counts, strict=True)]
+        self.sum += other.sum
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
+
+    @property
+    def mean(self) -> float | None:
+        """None: nothing was counted."""
+        return self.sum / self.count if self.count else None
+
+    def cumulative(self) -> list[tuple[str, int]]:
+        """(bound, how many were at most so large), as Prometheus has them."""
+        total = 0
+        rows = []
+        for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
+            total += count
+            rows.append((bound, total))
+        return rows
+
+    def quantile(self, share: float) -> float | None:
+        """About the value that this share of all does not exceed: evenly spread between two bounds; of what is above
+        the last one, that bound. None: nothing was counted.
+        """
+        wanted, below, lower = share * self.count, 0, 0.0
+        if not wanted:
+            return None
+        for bound, count in zip(self.bounds, self.counts, strict=False):
+            if count and below + count >= wanted:
+                return lower + (bound - lower) * (wanted - below) / count
+            below, lower = below + count, bound
+        return lower

@@ -1,0 +1,265 @@
+"""Faults by number, through a real `lorasrv serve` process: rows 20 (a disk that refuses uploads) and 40 (the engine).
+
+The faults are asked for with `--inject-faults`, but for those that a test can cause from outside. Steps are counted
+from the start of the process, so the first test that asks this server anything is the one that counts.
+"""
+
+import hashlib
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.helpers.engine_fixtures import (  # noqa: F401
+    adapter_dirs,
+    corpus,
+    model,
+    tiny_hf_checkpoints,
+    tiny_tokenizer_file,
+)
+from tests.helpers.served import ROOT, Served, serve
+
+FAULTS = (
+    "step-raises@2,step-raises@5,step-oom:4@6x3,step-raises:7",
+    "no-space@2x1,io-error@3x1,read-only@4x1,no-files@5x1,failing-reads@2x1,slow-disk:20ms@2",
+)
+POISON = 7
+PROMPT = list(range(20, 50))
+
+
+def _flags(model: Path) -> tuple[object, ...]:  # noqa: F811
+    return ("--model", model, "--served-model-name", "tiny", "--pool-bytes", "16MiB", "--kernels", "torch")
+
+
+@pytest.fixture(scope="module")
+def process(model, adapter_dirs) -> Iterator[Served]:  # noqa: F811
+    flags = (*_flags(model), "--testing", "--inject-faults", ",".join(FAULTS))
+    with serve(*flags, adapters={"mia": adapter_dirs["two"]}, ends=0) as served:
+        yield served
+
+
+def complete(served: Served, prompt: Any = PROMPT, **fields: Any) -> httpx2.Response:
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    return served.post("/v1/completions", **body | fields)
+
+
+def text(answer: httpx2.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    found = answer.json()["choices"][0]["text"]
+    assert isinstance(found, str)
+    return found
+
+
+def error_of(answer: httpx2.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert isinstance(error, dict)
+    return error
+
+
+def events(lines: Iterator[str]) -> list[str]:
+    return [line.removeprefix("data: ") for line in lines if line]
+
+
+def stream_of(served: Served, max_tokens: int) -> Any:
+    body: dict[str, Any] = {
+        "model": "tiny",
+        "prompt": PROMPT[:5],
+        "max_tokens": max_tokens,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    body |= {"temperature": 0, "logit_bias": {str(POISON): -100}}
+    return served.http.stream("POST", "/v1/completions", json=body)
+
+
+def test_row_40_steps_that_raise_and_run_out_of_memory(process: Served) -> None:
+    """The batch's requests end with an error, the server goes on; short of memory, nobody ends."""
+    with stream_of(process, 50) as answer:  # steps 1 and 2
+        assert answer.status_code == 200
+        *told, failed, done = events(answer.iter_lines())
+    assert done == "[DONE]"
+    assert len(told) == 1
+    assert json.loads(failed)["error"]["code"] == "step_failed"
+    assert len(text(complete(process, max_tokens=2))) > 0  # 3 and 4
+    answer = complete(process)  # 5
+    assert error_of(answer, 500)["code"] == "step_failed"
+    assert "x-should-retry" not in answer.headers, "once more is worth trying"
+    short = text(complete(process))  # 6 to 8, no more than 4 tokens at a time
+    assert text(complete(process)) == short
+    figures = process.http.get("/metrics").text
+    assert "lorasrv_requests_failed_total 2.0" in figures
+    assert "step_attempts" in process.log
+    assert process.http.get("/health").status_code == 200
+
+    poisonous = [*PROMPT[:4], POISON]
+    for _ in range(2):
+        assert error_of(complete(process, poisonous), 500)["code"] == "step_failed"
+    assert error_of(complete(process, poisonous), 400)["code"] == "poison_request"
+    assert text(complete(process)) == short
+    process.calm_down()
+
+
+def upload(served: Served, folder: Path, name: str) -> httpx2.Response:
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    digest = f"sha256:{hashlib.sha256(weights).hexdigest()}"
+    answer = served.http.put(f"/v1/blobs/{digest}", content=weights)
+    if not answer.is_success:
+        return answer
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return served.post("/v1/adapters", id=name, config=config, weights=digest)
+
+
+def test_row_20_a_disk_that_refuses_uploads(process: Served, adapter_dirs) -> None:  # noqa: F811
+    """ENOSPC 507, EIO, EROFS and EMFILE 503; nothing of them stays, answers go on, and the fifth upload is taken."""
+    before = text(complete(process, model="mia"))  # the adapter is read, and lies in memory
+    for status, code in ((507, "store_full"), *[(503, "store_unusable")] * 3):
+        answer = upload(process, adapter_dirs["one"], "tom")
+        error = error_of(answer, status)
+        assert error["code"] == code
+        assert "/" not in error["message"], "a path"
+        assert answer.headers["x-should-retry"] == "false"
+        assert text(complete(process, model="mia")) == before
+    assert [card["id"] for card in process.http.get("/v1/models").json()["data"]] == ["tiny", "mia"]
+    assert upload(process, adapter_dirs["one"], "tom").status_code == 201
+    # The second read of an adapter fails, which costs its own request only; the next one reads it.
+    assert error_of(complete(process, model="tom"), 503)["code"] == "adapter_load_failed"
+    assert text(complete(process, model="tom")) != before
+    assert text(complete(process, model="mia")) == before
+    process.calm_down()
+
+
+def test_row_40_sigterm_in_the_middle_of_a_stream(process: Served) -> None:
+    """Not ready at once, nobody new, the stream to its end, exit code 0. The last one of this process: the steps that
+    fail on purpose lie behind it."""
+    # Made before: it takes a good part of the time that the stream does.
+    other = httpx2.Client(base_url=process.url, trust_env=False)
+    with other, stream_of(process, 200) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        process.signal(signal.SIGTERM)
+        deadline = time.monotonic() + 20
+        while (ready := other.get("/ready")).status_code == 200:
+            assert time.monotonic() < deadline
+        assert ready.json() == {"status": "draining"}
+        refused = other.post("/v1/completions", json={"model": "tiny", "prompt": "hi"})
+        told = events(lines)
+    assert refused.status_code == 503
+    assert refused.headers["connection"] == "close"
+    assert int(refused.headers["retry-after"]) > 0
+    assert told[-1] == "[DONE]"
+    assert "error" not in told[-2]
+    assert json.loads(told[-2])["choices"][0]["finish_reason"] == "length"
+    assert process.ended() == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_row_40_a_second_signal_ends_at_once(model, second: signal.Signals) -> None:  # noqa: F811
+    """With an error event; without it the stream would have gone on for a minute."""
+    flags = ("--testing", "--inject-faults", "step-hangs:200ms@1x1000", "--drain-s", 300)
+    with serve(*_flags(model), *flags, ends=0) as served, stream_of(served, 300) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        served.signal(signal.SIGTERM)
+        time.sleep(1)
+        assert served.lives
+        served.signal(second)
+        *_, failed, done = events(lines)
+        assert done == "[DONE]"
+        assert json.loads(failed)["error"]["code"] == "server_stopping"
+        assert served.ended() == 0
+
+
+@pytest.mark.long
+def test_row_40_the_time_to_drain_is_over(model) -> None:  # noqa: F811
+    flags = ("--testing", "--inject-faults", "step-hangs:200ms@1x1000", "--drain-s", 1.5)
+    with serve(*_flags(model), *flags, ends=0) as served, stream_of(served, 300) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        served.signal(signal.SIGTERM)
+        *told, failed, done = events(lines)
+        assert done == "[DONE]"
+        assert len(told) > 2, "it went on for a while"
+        assert json.loads(failed)["error"]["code"] == "server_stopping"
+        assert served.ended() == 0
+
+
+@pytest.mark.long
+def test_row_40_a_step_that_hangs(model) -> None:  # noqa: F811
+    """An error event to each stream, /health 503, all stacks in the log, and an exit code that a supervisor sees."""
+    flags = ("--testing", "--inject-faults", "step-hangs@4", "--watchdog-s", 1)
+    with serve(*_flags(model), *flags, ends=70) as served:
+        assert complete(served, max_tokens=2).status_code == 200
+        with stream_of(served, 50) as answer, httpx2.Client(base_url=served.url, trust_env=False) as other:
+            statuses = set()
+            told = answer.iter_lines()
+            next(told)
+            deadline = time.monotonic() + 20
+            while 503 not in statuses:
+                assert time.monotonic() < deadline
+                statuses.add(other.get("/health").status_code)
+            *_, failed, done = events(told)
+        assert done == "[DONE]"
+        assert json.loads(failed)["error"]["code"] == "engine_dead"
+        assert served.ended() == 70
+        assert "_hangs" in served.log, "the stack of the thread that hangs"
+        assert "the engine is stuck" in served.log
+
+
+@pytest.mark.long
+def test_row_40_an_interpreter_that_hangs(model) -> None:  # noqa: F811
+    """Nothing in Python can be done any more: the timer of faulthandler ends it."""
+    flags = ("--testing", "--inject-faults", "interpreter-hangs@3", "--watchdog-s", 1)
+    with serve(*_flags(model), *flags, ends=1) as served:
+        assert complete(served, max_tokens=2).status_code == 200
+        with pytest.raises(httpx2.TransportError):
+            complete(served)
+        assert served.ended() == 1
+        assert "Timeout" in served.log
+        assert "_hangs_with_the_lock" in served.log
+
+
+@pytest.mark.long
+def test_row_40_a_process_that_is_killed_and_a_second_server(model, adapter_dirs, tmp_path: Path) -> None:  # noqa: F811
+    """The second on the same store, or port, says so in one line; after kill -9 the store is free again."""
+    store = tmp_path / "store"
+    with serve(*_flags(model), "--store", store, ends=-signal.SIGKILL) as served:
+        port = served.url.rsplit(":", 1)[1]
+        for flags, why in ((("--port", 0), f"store {store} is in use by another server"), (("--port", port), "listen")):
+            command = [sys.executable, "-c", "from api.cli.main import main; main()", "serve", "--store", store, *flags]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            command += _flags(model)
+            done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=120)
+            assert (done.returncode, done.stdout) == (1, "")
+            assert why in done.stderr.splitlines()[-1]
+            assert "Traceback" not in done.stderr
+        assert complete(served).status_code == 200
+        served.signal(signal.SIGKILL)
+        served.ended()
+    with serve(*_flags(model), "--store", store) as again:
+        assert complete(again).status_code == 200
+
+
+@pytest.mark.long
+def test_row_20_no_more_descriptors(model, adapter_dirs) -> None:  # noqa: F811
+    """Of the system's own making: uploads end with 503 while there are none, and are taken when there are again."""
+    with serve(*_flags(model)) as served:
+        assert complete(served).status_code == 200
+        pid = served.pid
+        limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (len(os.listdir(f"/proc/{pid}/fd")), limits[1]))
+        assert error_of(upload(served, adapter_dirs["one"], "tom"), 503)["code"] == "store_unusable"
+        assert complete(served).status_code == 200
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+        assert upload(served, adapter_dirs["one"], "tom").status_code == 201
+        assert complete(served, model="tom").status_code == 200

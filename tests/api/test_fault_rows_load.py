@@ -1,0 +1,273 @@
+"""Load and change by number, through a real `lorasrv serve` process and real sockets: rows 22, 23 and 39 of the list of
+faults. The model and its adapters are markers: each token says which adapter made it, and all of them are compared.
+
+Row 18, hundreds of uploads at once beside streams, is `test_upload_storm.py`. What a flood costs those who are let in
+is measured by `tests/benchmarks/bench_overload.py`, and `tests/benchmarks/soak.py` is everything at once for a quarter
+of an hour (docs/reliability.md); with `-m long` both are run here, the soak for a minute.
+"""
+
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx2
+import pytest
+from flood import Outcome, call, open_loop
+from marker_served import (
+    SERVE_FLAGS,
+    host_cache_bytes,
+    pool_bytes,
+    prompt_of,
+    said_in,
+    some_prompt,
+    some_text,
+    upload,
+    write_served_model,
+)
+from marker_traffic import GONE, Ask, Traffic, Wrong, zipf_odds
+from process_watch import Figures, held_by
+
+from tests.helpers.served import Served, serve
+
+ROOT = Path(__file__).parents[2]
+SEATS, MOST_QUEUED = 8, 140
+STREAMED, LONGEST = 280, 336
+"""Tokens of the streams that last while everything else happens, and of them with their prompts."""
+ADAPTER_SHARE, RESIDENTS, HOSTED = 0.065, 8, 16
+"""Of the pool's pages, a dozen for adapters of one to three: some eight; the rest is for keys and values."""
+DEADLINE_S = 60.0
+FLOOD, FLOOD_TOKENS = 400, 4
+GROWTH_BYTES = 64 << 20
+PIECE = "abcd"
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    model = write_served_model(tmp_path_factory.mktemp("marked") / "model")
+    memory = ("--pool-bytes", pool_bytes(4, SEATS, LONGEST), "--adapter-pool-fraction", ADAPTER_SHARE)
+    memory = (*memory, "--host-cache-bytes", host_cache_bytes(HOSTED))
+    bounds = ("--max-num-seqs", SEATS, "--max-queued", MOST_QUEUED, "--kernels", "torch")
+    with serve("--model", model, *SERVE_FLAGS, *memory, *bounds) as served:
+        yield served
+
+
+@pytest.fixture
+def served(process: Served) -> Iterator[Served]:
+    """The process; at the end of every row it lives, holds nothing for anybody, and has nothing to complain about."""
+    yield process
+    process.calm_down()
+    assert process.lives
+    assert process.http.get("/health").status_code == 200
+    assert "Traceback" not in process.log
+
+
+@asynccontextmanager
+async def client(served: Served) -> AsyncIterator[httpx2.AsyncClient]:
+    # None is kept for the next request: the server may be closing it just then.
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx2.AsyncClient(base_url=served.url, trust_env=False, timeout=120, limits=limits) as http:
+        yield http
+
+
+def figures(served: Served) -> Figures:
+    return Figures(served.http.get("/metrics").text)
+
+
+async def until(served: Served, what: Callable[[Figures], bool]) -> None:
+    for _ in range(600):
+        if what(await asyncio.to_thread(figures, served)):
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError(f"it never came to that: {served.held()}")
+
+
+async def put(traffic: Traffic, name: str, number: int, variety: int = 0) -> None:
+    """Upload; from then on the name means that marker."""
+    traffic.name(name).begin(number)
+    _, digest = await upload(traffic.http, name, number, variety)
+    traffic.digests[digest] = number
+    traffic.name(name).settle(number)
+
+
+# Row 22.
+
+
+async def replaced_and_deleted(served: Served) -> Traffic:
+    async with client(served) as http:
+        traffic = Traffic(http)
+        mia = traffic.name("mia")
+        await put(traffic, "mia", 5)
+        rng = random.Random(22)
+        prompt = lambda: some_prompt(rng, longest=LONGEST - STREAMED)  # noqa: E731
+        ask = lambda **fields: asyncio.create_task(traffic.ask(Ask("mia", prompt(), **fields)))  # noqa: E731
+        asked = [ask(stream=True, max_tokens=STREAMED) for _ in range(SEATS)]
+        await until(served, lambda shown: shown.sum("requests_running") == SEATS)
+        asked += [ask(stream=number % 2 == 0, max_tokens=1 + number % 5) for number in range(100)]
+        await until(served, lambda shown: shown.sum("requests_waiting") >= 100)
+        # All of them are accepted, and a name is resolved when a request is.
+        mia.decide()
+        await put(traffic, "mia", 700, 3)
+        asked += [ask(stream=True, max_tokens=3) for _ in range(10)]
+        await until(served, lambda shown: shown.sum("requests_waiting") >= 110)
+        mia.decide()
+        mia.begin(GONE)
+        assert (await http.delete("/v1/adapters/mia")).status_code == 202
+        mia.settle(GONE)
+        for one in await asyncio.gather(*(ask(max_tokens=3) for _ in range(10))):
+            assert (one.status, one.error) == (404, "model_not_found")
+        await put(traffic, "mia", 41, 1)
+        asked += [ask(max_tokens=3) for _ in range(10)]
+        assert figures(served).sum("requests_running") == SEATS, "the streams ended too early to prove anything"
+        await asyncio.gather(*asked)
+        gone = await http.delete("/v1/adapters/mia?wait=10")
+        assert (gone.status_code, gone.json()["requests_running"]) == (200, 0)
+    return traffic
+
+
+@pytest.mark.long
+def test_row_22_replaced_and_deleted_under_streams_and_a_queue(served: Served) -> None:
+    """Eight streams and a hundred queued requests end on what they were accepted for, whatever happens to the name."""
+    traffic = asyncio.run(replaced_and_deleted(served))
+    assert (traffic.tally["answered"], traffic.tally["404"]) == (SEATS + 100 + 10 + 10, 10)
+
+
+# Row 23.
+
+
+async def evict_and_reload(served: Served, adapters: int, requests: int) -> Traffic:
+    async with client(served) as http:
+        traffic, rng = Traffic(http), random.Random(23)
+        names = [f"s{number:04}" for number in range(adapters)]
+        for number, name in enumerate(names):
+            await put(traffic, name, number, number % 10)
+        odds, prefixes = zipf_odds(adapters), [some_text(rng, 32) for _ in range(4)]
+
+        async def clients(count: int) -> None:
+            for _ in range(count):
+                name = rng.choices(names, cum_weights=odds)[0]
+                prompt, stream = some_prompt(rng, prefixes), rng.random() < 0.5
+                # Who starves ends with 504, and that is wrong.
+                await traffic.ask(Ask(name, prompt, 4, stream=stream, fields=(("timeout_s", DEADLINE_S),)))
+
+        await asyncio.gather(*(clients(requests // 24) for _ in range(24)))
+        for name in names:
+            assert (await http.delete(f"/v1/adapters/{name}")).status_code == 202
+    return traffic
+
+
+@pytest.mark.parametrize(
+    ("adapters", "requests"), [(24, 96), pytest.param(1000, 1500, marks=pytest.mark.long)], ids=["small", "full"]
+)
+def test_row_23_evict_and_reload_storm(served: Served, adapters: int, requests: int) -> None:
+    before = figures(served)
+    traffic = asyncio.run(evict_and_reload(served, adapters, requests))
+    assert traffic.tally["answered"] == requests
+    assert traffic.tally["tokens"] == 4 * requests
+    after = figures(served)
+    for name, labels in (("evictions", {}), ("loads", {"tier": "disk"}), ("loads", {"tier": "host"})):
+        came = after.sum(f"adapter_{name}_total", **labels) - before.sum(f"adapter_{name}_total", **labels)
+        assert came > RESIDENTS, f"{name} {labels}: {came}, too calm to prove anything"
+
+
+# Row 39.
+
+
+@pytest.mark.long
+def test_row_39_a_flood(served: Served) -> None:
+    """Many times what the server takes at once: refused ones know when to come again, the others get all they asked."""
+    body = {"model": "marked", "prompt": PIECE, "max_tokens": FLOOD_TOKENS, "ignore_eos": True, "temperature": 0}
+
+    async def flood() -> list[Outcome]:
+        """While every seat is taken for a while, so that the queue fills up however fast the machine is."""
+        async with client(served) as http:
+            seated = [asyncio.create_task(call(http, {**body, "max_tokens": STREAMED})) for _ in range(SEATS)]
+            await until(served, lambda shown: shown.sum("requests_running") == SEATS)
+            flooding = await open_loop(http, lambda _: body, 5000.0, 60.0, FLOOD)
+            assert all(one.is_answered and len(said_in(one.text)) == STREAMED for one in await asyncio.gather(*seated))
+            return flooding
+
+    first = served.post("/v1/completions", **body)
+    served.calm_down()
+    before = held_by(served.pid)
+    outcomes = asyncio.run(flood())
+    answered = [one for one in outcomes if one.is_answered]
+    refused = [one for one in outcomes if one.status == 429]
+    assert [one for one in outcomes if not one.is_answered and one.status != 429] == []
+    assert len(answered) >= MOST_QUEUED - SEATS
+    assert refused, "that was no flood"
+    assert all(int(one.retry_after or 0) >= 1 for one in refused)
+    assert {one.error for one in refused} == {"server_overloaded"}
+    assert {one.text for one in answered} == {first.json()["choices"][0]["text"]}
+    served.calm_down()
+    assert served.post("/v1/completions", **body).json()["choices"] == first.json()["choices"]
+    assert held_by(served.pid).rss_bytes - before.rss_bytes < GROWTH_BYTES
+    for _ in range(100):
+        if held_by(served.pid).fds <= before.fds:
+            break
+        time.sleep(0.05)
+    assert held_by(served.pid).fds <= before.fds, "sockets of the flood are still there"
+
+
+def script(name: str, *arguments: str) -> None:
+    command = [sys.executable, str(ROOT / "tests" / "benchmarks" / name), *arguments]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.long
+def test_row_39_ten_times_the_capacity_for_a_minute() -> None:
+    script("bench_overload.py", "--model", "marked", "--calm-seconds", "5", "--seconds", "60")
+
+
+@pytest.mark.long
+def test_a_minute_of_everything(tmp_path: Path) -> None:
+    script("soak.py", "--minutes", "1", "--folder", str(tmp_path / "soak"))
+
+
+# That these tests would notice.
+
+
+def answering(text: str, status: int = 200, **headers: str) -> Callable[[httpx2.Request], httpx2.Response]:
+    body = {"choices": [{"index": 0, "text": text}]} if status == 200 else {"error": {"code": "x"}}
+    return lambda _: httpx2.Response(status, json=body, headers=headers)
+
+
+@pytest.mark.parametrize(
+    ("handler", "says"),
+    [
+        (answering(f" t{prompt_of(PIECE).ids[0] % 7}.0.5" * 2), None),
+        (answering(f" t{prompt_of(PIECE).ids[0] % 7}.0.6" * 2), "expected one of"),
+        (answering(f" t{prompt_of(PIECE).ids[0] % 7}.0.5 t{prompt_of(PIECE).ids[0] % 7}.0.7"), "expected one of"),
+        (answering(f" t{(prompt_of(PIECE).ids[0] + 4) % 7}.0.5" * 2), "topic"),
+        (answering(f" t{prompt_of(PIECE).ids[0] % 7}.0.5"), "2 tokens were asked for"),
+        (answering(f" t{prompt_of(PIECE).ids[0] % 7}.0.5" * 2, **{"x-adapter-digest": "other"}), "digest"),
+        (answering("yes"), "nobody says"),
+        (answering("", 503), "503"),
+        (answering("", 404), "404"),
+        (answering("", 429), "without Retry-After"),
+    ],
+)
+def test_a_wrong_answer_is_noticed(handler: Callable[[httpx2.Request], httpx2.Response], says: str | None) -> None:
+    async def ask() -> None:
+        transport = httpx2.MockTransport(handler)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://x") as http:
+            traffic = Traffic(http)
+            traffic.digests["other"] = 6
+            traffic.name("mia").settle(5)
+            await traffic.ask(Ask("mia", prompt_of(PIECE), max_tokens=2))
+
+    work: Awaitable[None] = ask()
+    if says is None:
+        asyncio.run(work)
+        return
+    with pytest.raises((Wrong, AssertionError), match=says):
+        asyncio.run(work)

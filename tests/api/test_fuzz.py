@@ -1,0 +1,304 @@
+"""Requests made from the OpenAPI description, and bodies of known fields with any values: a clear answer, never a 5xx.
+
+Behind a real engine with a tiny model, so that what is accepted is also generated; afterwards nothing is held. There
+are few examples in everyday use and many under the marker `long`; they are the same ones every time.
+"""
+
+import json
+import math
+import string
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from api.app import _ROUTES
+from tests.helpers.engine_fixtures import (  # noqa: F401
+    VOCAB,
+    adapter_dirs,
+    corpus,
+    model,
+    tiny_hf_checkpoints,
+    tiny_tokenizer_file,
+)
+from tests.helpers.in_thread import tiny_server
+
+FEW, MANY = 2, 40
+CONTEXT = 64
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+
+
+def described_routes() -> list[tuple[str, str]]:
+    """Method and path of each, without a server: tests are named after them."""
+    bare = FastAPI()
+    for module in _ROUTES:
+        bare.include_router(module.router)
+    return sorted((method.upper(), path) for path, methods in bare.openapi()["paths"].items() for method in methods)
+
+
+ROUTES = described_routes()
+
+
+def quickly(examples: int) -> settings:
+    return settings(
+        max_examples=examples, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+
+
+@pytest.fixture(scope="module")
+def served(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:  # noqa: F811
+    folder = tmp_path_factory.mktemp("fuzz") / "store"
+    adapters = {name: adapter_dirs[name] for name in ("one", "two")}
+    with tiny_server(model, adapters, folder, served_model_name="tiny", max_model_len=CONTEXT) as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def described(served: SimpleNamespace) -> dict[tuple[str, str], Any]:
+    schema = schemathesis.openapi.from_dict(served.http.get("/openapi.json").json())
+    operations = [result.ok() for result in schema.get_all_operations()]
+    return {(operation.method.upper(), operation.path): operation for operation in operations}
+
+
+def check_route(served: SimpleNamespace, operation: Any, examples: int) -> None:
+    @quickly(examples)
+    @given(case=operation.as_strategy())
+    def ask(case: Any) -> None:
+        response = case.call(base_url=served.url, timeout=60)
+        streams = response.headers.get("content-type", [""])[0].startswith("text/event-stream")
+        # The schema is that of the whole text; schemathesis would have it for each event.
+        case.validate_response(response, checks=CHECKS[:-1] if streams else CHECKS)
+
+    ask()
+    served.calm_down()
+
+
+def test_every_route_is_asked(described: dict[tuple[str, str], Any]) -> None:
+    assert described.keys() == set(ROUTES)
+
+
+@pytest.mark.parametrize("route", ROUTES, ids=" ".join)
+def test_a_route_keeps_to_its_description(served, described, route: tuple[str, str]) -> None:
+    check_route(served, described[route], FEW)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("route", ROUTES, ids=" ".join)
+def test_a_route_keeps_to_its_description_often(served, described, route: tuple[str, str]) -> None:
+    check_route(served, described[route], MANY)
+
+
+# Values that any field may be given, right or wrong.
+WORDS = st.text(string.ascii_letters + " \n\x00é🦜<|>{}[]\\\"'", max_size=8)
+NUMBERS = st.one_of(
+    st.integers(-2, 9),
+    st.sampled_from([2**31, -(2**63), 2**64, 10**30]),
+    st.floats(-2, 3),
+    st.sampled_from([1e-40, 1e308]),
+)
+ANYTHING = st.recursive(
+    st.one_of(st.none(), st.booleans(), NUMBERS, WORDS),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=4,
+)
+IDS = st.integers(0, VOCAB - 1)
+SCHEMA = st.sampled_from(
+    [
+        True,
+        {},
+        {"type": "integer"},
+        {"enum": ["a", 1, None]},
+        {"type": "strin"},
+        {"$ref": "#"},
+        {"anyOf": []},
+        "{}",
+        "{",
+    ]
+)
+
+
+def share(low: float = 0, high: float = 1) -> st.SearchStrategy[float]:
+    return st.floats(low, high)
+
+
+# What a client would send; each may be replaced by anything.
+SAMPLING: dict[str, st.SearchStrategy[Any]] = {
+    "temperature": share(0, 2),
+    "top_p": share(0.01),
+    "top_k": st.integers(-1, 50),
+    "min_p": share(),
+    "typical_p": share(0.01),
+    "presence_penalty": share(-2, 2),
+    "frequency_penalty": share(-2, 2),
+    "repetition_penalty": share(0.5, 2),
+    "seed": st.integers(0, 2**63),
+    "watermark": st.booleans(),
+    "priority": st.integers(-9, 9),
+    "timeout_s": st.sampled_from([60, 1e9]),
+    "cache_salt": WORDS,
+    "on_cold": st.sampled_from(["wait", "fallback_base"]),
+}
+OPENAI = SAMPLING | {
+    "stop": WORDS.filter(bool) | st.lists(WORDS.filter(bool), max_size=3),
+    "adapter_id": st.sampled_from(["one", "two", "one@1", "nobody"]),
+    "max_tokens": st.integers(1, 8),
+    "max_completion_tokens": st.integers(1, 8),
+    "logit_bias": st.dictionaries(IDS.map(str), st.integers(-100, 100), max_size=3),
+    "min_tokens": st.integers(0, 3),
+    "fsd_alpha": share(),
+    "fsd_ngram": st.integers(1, 4),
+    "stop_token_ids": st.lists(IDS, max_size=3),
+    "ignore_eos": st.booleans(),
+    "n": st.integers(1, 3),
+    "best_of": st.integers(1, 3),
+    "prompt_logprobs": st.integers(0, 3),
+    "return_tokens_as_token_ids": st.booleans(),
+    "stream": st.booleans(),
+    "stream_options": st.fixed_dictionaries({}, optional={"include_usage": st.booleans()}),
+    "response_format": st.sampled_from([{"type": "text"}, {"type": "json_object"}, {"type": "json_schema"}]),
+    "guided_json": SCHEMA,
+    "guided_regex": st.sampled_from(["a+", "(", "(a{0,500}){0,500}"]),
+    "guided_choice": st.lists(WORDS, max_size=3),
+    "guided_grammar": st.sampled_from(['start: "a"', "start: ]"]),
+    "structured_outputs": st.sampled_from([{"regex": "b"}, {"json": {}, "regex": "b"}, {}]),
+    "use_beam_search": st.booleans(),
+    "length_penalty": share(),
+    "suffix": WORDS,
+}
+ROLES = st.sampled_from(["system", "user", "assistant", "tool", "developer"])
+MESSAGES = st.lists(st.fixed_dictionaries({"role": ROLES, "content": WORDS | ANYTHING}), min_size=1, max_size=3)
+BODIES: dict[str, tuple[dict[str, st.SearchStrategy[Any]], dict[str, st.SearchStrategy[Any]]]] = {
+    "/v1/completions": (
+        {"prompt": WORDS.filter(bool) | st.lists(IDS, min_size=1, max_size=4) | st.just(["a", "b"])},
+        OPENAI | {"echo": st.booleans(), "logprobs": st.integers(0, 5)},
+    ),
+    "/v1/chat/completions": (
+        {"messages": MESSAGES},
+        OPENAI
+        | {
+            "logprobs": st.booleans(),
+            "top_logprobs": st.integers(0, 5),
+            "tools": st.just([]),
+            "tool_choice": st.sampled_from(["none", "auto", "required"]),
+            "chat_template_kwargs": st.dictionaries(WORDS, ANYTHING, max_size=2),
+            "add_generation_prompt": st.booleans(),
+        },
+    ),
+    "/generate": (
+        {"inputs": WORDS.filter(bool)},
+        SAMPLING
+        | {
+            "adapter_id": st.sampled_from(["one", "two", "nobody"]),
+            "max_new_tokens": st.integers(1, 8),
+            "best_of": st.integers(1, 3),
+            "do_sample": st.booleans(),
+            "stop": st.lists(WORDS, max_size=3),
+            "details": st.booleans(),
+            "decoder_input_details": st.booleans(),
+            "top_n_tokens": st.integers(0, 5),
+            "truncate": st.integers(1, 9),
+            "return_full_text": st.booleans(),
+            "ignore_eos_token": st.booleans(),
+        },
+    ),
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
+    """What the route needs, some of its fields, mostly with values that make sense."""
+    needed, optional = BODIES[path]
+    names = draw(st.lists(st.sampled_from(sorted(optional)), max_size=5, unique=True))
+    wild = draw(st.sampled_from([None, None, *needed, *names]))
+    fields = {name: draw(ANYTHING if name == wild else optional[name]) for name in names}
+    body = {name: draw(ANYTHING if name == wild else value) for name, value in needed.items()}
+    limit = {"max_new_tokens" if path == "/generate" else "max_tokens": 6}
+    if not {"max_tokens", "max_completion_tokens"} & fields.keys():
+        fields = limit | fields
+    return {**body, "parameters": fields} if path == "/generate" else {**body, "model": "tiny", **fields}
+
+
+def check_bodies(served: SimpleNamespace, path: str, examples: int) -> None:
+    statuses: dict[int, int] = {}
+
+    @quickly(examples)
+    @given(bodies(path))
+    def ask(body: dict[str, Any]) -> None:
+        answer = served.http.post(path, json=body)
+        statuses[answer.status_code] = statuses.get(answer.status_code, 0) + 1
+        check_answer(answer, path)
+
+    ask()
+    assert statuses.get(200, 0) >= examples // 10, f"few of the bodies are any good: {statuses}"
+    assert sum(statuses.values()) > statuses.get(200, 0), "none of the bodies is bad"
+    assert served.engine.is_alive
+    served.calm_down()
+    assert served.http.get("/health").status_code == 200
+    plain = {"model": "one", "prompt": "hi", "max_tokens": 3, "temperature": 0}
+    assert served.http.post("/v1/completions", json=plain).status_code == 200
+
+
+def check_answer(answer: httpx2.Response, path: str) -> None:
+    if answer.status_code == 200:
+        if not answer.headers["content-type"].startswith("text/event-stream"):
+            assert all(math.isfinite(number) for number in _numbers(answer.json()))
+            return
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in answer.text
+        return
+    assert answer.status_code in ((404, 422) if path == "/generate" else (400, 404)), answer.text[:500]
+    error = answer.json()["error"]
+    message = error if path == "/generate" else error["message"]
+    assert message
+    assert "Traceback" not in message
+    assert len(message) < 2000
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _numbers(inner)
+    elif isinstance(value, int | float):
+        yield value
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_any_values_of_known_fields(served, path: str) -> None:
+    check_bodies(served, path, 16)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", BODIES)
+def test_very_many_values_of_known_fields(served, path: str) -> None:
+    check_bodies(served, path, 150)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_any_json(served, path: str) -> None:
+    @quickly(25)
+    @given(ANYTHING)
+    def ask(body: Any) -> None:
+        answer = served.http.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+        check_answer(answer, path)
+
+    ask()
+    assert served.engine.is_alive

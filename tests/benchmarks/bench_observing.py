@@ -1,0 +1,99 @@
+"""What it costs to count, log and keep the books of requests: CPU time of each call, the best of several runs.
+
+python tests/benchmarks/bench_observing.py
+"""
+
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from adapter_store.spec import AdapterKey
+from api.logs import request_logger, written
+from api.metrics.requests import HttpFigures, TopAdapters
+from api.observer import Seen
+from lorasrv.ended_request import EndedRequest
+from lorasrv.ledger import Ledger
+from lorasrv.request import AdapterTier, AddRequest, FinishReason, RequestId, RequestOutput, RequestTiming
+from lorasrv.sampling import SamplingParams
+from lorasrv.step import AdapterOrders, ScheduledRequest, SchedulerOutput
+from lorasrv.step_book import StepBook
+from lorasrv.traffic import Traffic
+
+RUNS, CALLS = 7, 2000
+ENDED = EndedRequest(
+    *("r", "mia", AdapterKey("k" * 64), "p", FinishReason.STOP, ""),
+    *(0.0, 2.0, 10, 4, 5, 0.1, 0.2, 0.5, AdapterTier.RESIDENT),
+)  # fmt: skip
+
+
+def best_us(call: Callable[[], object]) -> float:
+    """Microseconds of CPU time a call."""
+    seconds = []
+    for _ in range(RUNS):
+        begun = time.process_time()
+        for _ in range(CALLS):
+            call()
+        seconds.append(time.process_time() - begun)
+    return 1e6 * min(seconds) / CALLS
+
+
+def of_steps(rows: int) -> float:
+    book = StepBook()
+    shares = tuple(
+        ScheduledRequest(
+            RequestId(str(n)), (1,), 0, (), AdapterKey(f"k{n}"), True, SamplingParams(), 1, adapter_id=f"a{n}"
+        )
+        for n in range(rows)
+    )  # fmt: skip
+    keys: Any = {share.adapter_key: None for share in shares}
+    step = SchedulerOutput(shares, keys, (), AdapterOrders(), 0)
+    return best_us(lambda: book.step(step, 0.01))
+
+
+def of_outputs() -> float:
+    traffic, rid = Traffic(), RequestId("a")
+    traffic.accepted([AddRequest(rid, (1,), 9, SamplingParams(), adapter_id="mia")], 0.0)
+    outputs = iter([RequestOutput(rid, "", (), 1, n, RequestTiming()) for n in range(1, RUNS * CALLS + 2)])
+    return best_us(lambda: traffic.heard(rid, next(outputs)))
+
+
+def of_ends() -> float:
+    with tempfile.TemporaryDirectory() as folder:
+        engine = SimpleNamespace(traffic=Traffic(), book=StepBook())
+        ledger, top = Ledger(cast(Any, engine), cast(Any, None), Path(folder)), TopAdapters(50)
+        return best_us(lambda: (ledger.ended(ENDED), top.ended(ENDED)))
+
+
+def of_requests() -> dict[str, float]:
+    seen = Seen({"method": "POST", "headers": [], "state": {"request_id": "req-1"}})
+    seen.answers.append(ENDED)
+    seen.status = 200
+    seen.over()
+    log, figures = request_logger(), HttpFigures()
+    found = {"figures by route": best_us(lambda: figures.saw(seen))}
+    with open(os.devnull, "w") as nowhere:
+        for shape, level in (("json", "info"), ("text", "info"), ("json", "warning")):
+            with written(shape, level, nowhere):
+                found[f"log line, {shape}, {level}"] = best_us(lambda: log(seen))
+    return found
+
+
+def main() -> None:
+    found = {
+        "engine: a step of 1 request": of_steps(1),
+        "engine: a step of 64 requests": of_steps(64),
+        "event loop: an output": of_outputs(),
+        "event loop: an ended request, ledger and busiest adapters": of_ends(),
+        **{f"event loop: a request, {name}": value for name, value in of_requests().items()},
+    }
+    print("| | us of CPU |\n|---|---|")
+    for name, value in found.items():
+        print(f"| {name} | {value:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Ten times what the server can do, for a minute, then nothing: what becomes of it, and of those it took in.
+
+    GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_overload.py [--record docs/reliability.md]
+    python tests/benchmarks/bench_overload.py --model marked --seconds 10
+
+alone: one request after the other. full: as many clients as the server has seats, each with one request at a time: what
+it can do, and what an answer costs when every seat is taken and nobody is turned away. flood: requests come by
+Poisson's law at ten times that rate, whether the server keeps up or not. after: one request after the other again, from
+the last arrival on; recovered is the first whose time to the first token and between tokens is within 1.5 times of the
+slowest tenth of alone.
+
+A server of its own, clients in this process, one machine: they share its cores, so the latencies hold the cost of being
+asked. Exit code 1: an admitted request failed, one was refused in another way than 429 with Retry-After (or, with
+--queue-timeout-s, 504), memory grew beyond the bound, or something is held when all is over. Latencies are printed, not
+judged.
+"""
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from report import replace_section
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from flood import Body, Outcome, call, closed_loop, open_loop, percentile
+from marker_served import SERVE_FLAGS, some_prompt, write_served_model
+from process_watch import Held, held_by
+from served import Served, serve
+
+MOST_REQUESTS = 50_000
+WITHIN = 1.5
+MEMORY_BYTES = 64 << 20
+"""By how much memory may grow in the flood: a page of text for each connection, and Python's arenas."""
+RECOVER_S = 120.0
+WORDS = ("the", "robot", "city", "river", "stone", "quiet", "bright", "engine", "letter", "garden", "winter", "signal")
+
+
+@dataclass
+class Phase:
+    """What was asked in one phase, and when its last request was sent."""
+
+    outcomes: list[Outcome]
+    seconds: float = 0.0
+    held: list[Held] = field(default_factory=list)
+
+    @property
+    def answered(self) -> list[Outcome]:
+        return [one for one in self.outcomes if one.is_answered]
+
+    def ttft(self, share: float) -> float:
+        return percentile([one.ttft for one in self.answered if one.arrivals], share)
+
+    def gap(self, share: float) -> float:
+        return percentile([gap for one in self.answered for gap in one.gaps()], share)
+
+
+class Overload:
+    """One server, one run."""
+
+    def __init__(self, served: Served, a: argparse.Namespace) -> None:
+        self.served, self.a = served, a
+        self.phases: dict[str, Phase] = {}
+        self.recovered_s: float | None = None
+        self.drained_s = 0.0
+        self.pool_grown_bytes = 0
+
+    async def run(self) -> None:
+        # None is kept for the next request: the server may be closing it just then.
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+        async with httpx2.AsyncClient(base_url=self.served.url, trust_env=False, timeout=600, limits=limits) as http:
+            body = self._body()
+            await closed_loop(http, body, self.a.seats, 2.0)
+            self.phases["alone"] = await self._timed(closed_loop(http, body, 1, self.a.calm_seconds))
+            self.phases["full"] = await self._timed(closed_loop(http, body, self.a.seats, self.a.calm_seconds))
+            rate = self.a.times * self.capacity
+            print(f"capacity {self.capacity:.2f} requests/s; flood of {rate:.1f} for {self.a.seconds:g} s", flush=True)
+            in_use = self._pool_bytes()
+            flood = asyncio.create_task(
+                self._timed(open_loop(http, body, rate, self.a.seconds, MOST_REQUESTS), watched=True)
+            )
+            after = asyncio.create_task(self._after(http, body, self.a.seconds))
+            self.phases["flood"], self.phases["after"] = await flood, await after
+            self.pool_grown_bytes = max(0, self._pool_bytes() - in_use)
+
+    def _pool_bytes(self) -> int:
+        """In use of the pool, which is committed on first write, and keeps prompts for later."""
+        total, free, size = (
+            self.served.figure(f"lorasrv_{name}") for name in ("pages_total", "pages_free", "pool_bytes")
+        )
+        return int((total - free) / total * size)
+
+    @property
+    def capacity(self) -> float:
+        """Requests a second with every seat taken."""
+        full = self.phases["full"]
+        return len(full.answered) / full.seconds
+
+    def _body(self) -> Body:
+        rng = random.Random(0)
+
+        def body(number: int) -> dict[str, Any]:
+            prompt: Any = " ".join(rng.choices(WORDS, k=self.a.prompt_words))
+            if self.a.model == "marked":
+                prompt = list(some_prompt(rng).ids)
+            return {"model": self.a.name, "prompt": prompt, "max_tokens": self.a.tokens, "ignore_eos": True}
+
+        return body
+
+    async def _timed(self, work: Any, *, watched: bool = False) -> Phase:
+        begun, held = time.monotonic(), []
+        task = asyncio.ensure_future(work)
+        while not task.done():
+            await asyncio.wait([task], timeout=0.5)
+            if watched:
+                held.append(held_by(self.served.pid))
+        return Phase(task.result(), time.monotonic() - begun, held)
+
+    async def _after(self, http: httpx2.AsyncClient, body: Body, seconds: float) -> Phase:
+        """From the last arrival on. The first answers of this phase come while the queue is still there."""
+        await asyncio.sleep(seconds)
+        begun, outcomes, alone = time.monotonic(), [], self.phases["alone"]
+        while time.monotonic() < begun + RECOVER_S:
+            outcomes.append(one := await call(http, body(0)))
+            if one.status == 429:
+                await asyncio.sleep(0.2)
+                continue
+            self.drained_s = self.drained_s or one.sent - begun
+            fast = one.is_answered and one.ttft <= WITHIN * alone.ttft(0.9)
+            if fast and percentile(one.gaps(), 0.5) <= WITHIN * alone.gap(0.9):
+                self.recovered_s = one.sent - begun
+                break
+        return Phase(outcomes, time.monotonic() - begun)
+
+
+def complaints(run: Overload, before: Held, after: Held) -> list[str]:
+    """What must not be, latencies aside."""
+    flood = run.phases["flood"].outcomes
+    found = []
+    if failed := [one for one in flood if not one.is_answered and not one.is_refused]:
+        found.append(f"{len(failed)} admitted requests failed, the first: {failed[0].status} {failed[0].error}")
+    allowed = {429, 504} if run.a.queue_timeout_s else {429}
+    if other := [one for one in flood if one.is_refused and one.status not in allowed]:
+        found.append(f"{len(other)} were refused with {other[0].status} {other[0].error}")
+    if silent := [one for one in flood if one.status == 429 and one.retry_after is None]:
+        found.append(f"{len(silent)} times 429 without Retry-After")
+    if not any(one.status == 429 for one in flood):
+        found.append("nobody was refused: that was no flood")
+    if (grown := peak_growth(run, before)) > MEMORY_BYTES:
+        found.append(f"memory grew by {grown >> 20} MiB")
+    if run.recovered_s is None:
+        found.append(f"no recovery within {RECOVER_S:g} s")
+    if after.fds > before.fds + 2:
+        found.append(f"descriptors: {before.fds} before, {after.fds} after")
+    return found
+
+
+def peak_growth(run: Overload, before: Held) -> int:
+    """Beside the pool, whose size is given."""
+    most = max((held.rss_bytes for held in run.phases["flood"].held), default=0)
+    return most - before.rss_bytes - run.pool_grown_bytes
+
+
+def table(run: Overload, before: Held, after: Held, wrong: list[str]) -> str:
+    """Markdown: latencies, then everything else."""
+    alone, full, flood = (run.phases[name] for name in ("alone", "full", "flood"))
+    lines = [
+        "| ms | alone | full | flood, of those admitted | flood over alone | over full |",
+        "|---|---|---|---|---|---|",
+    ]
+    for what, of in (("to the first token", Phase.ttft), ("between tokens", Phase.gap)):
+        for share in (0.5, 0.99):
+            a, f, o = (1e3 * of(phase, share) for phase in (alone, full, flood))
+            over = [f"{o / base:.2f}" if base else "-" for base in (a, f)]
+            lines.append(f"| {what}, p{100 * share:.0f} | {a:.1f} | {f:.1f} | {o:.1f} | {' | '.join(over)} |")
+    statuses = Counter(one.status for one in flood.outcomes)
+    waits = Counter(one.retry_after for one in flood.outcomes if one.status == 429)
+    seconds = sorted(float(wait or 0) for wait in waits.elements())
+    told = f"{seconds[0]:g} to {seconds[-1]:g} s, half of them up to {percentile(seconds, 0.5):g} s" if seconds else "-"
+    grown = peak_growth(run, before) / 2**20
+    recovered = "not" if run.recovered_s is None else f"{run.recovered_s:.1f} s"
+    memory = (
+        f"{before.rss_bytes >> 20} MiB, {after.rss_bytes >> 20} after; the flood took "
+        f"{run.pool_grown_bytes >> 20} MiB more of the pool into use, and beside that {grown:+.1f} at most"
+    )
+    facts = [
+        ("capacity", f"{run.capacity:.2f} requests/s with {run.a.seats} seats"),
+        ("offered", f"{len(flood.outcomes):,} requests in {run.a.seconds:g} s ({run.a.times:g} times)"),
+        ("answered", f"{len(flood.answered):,}, {len(flood.answered) / flood.seconds:.2f} a second"),
+        ("refused", ", ".join(f"{status}: {n:,}" for status, n in sorted(statuses.items()) if status != 200)),
+        ("Retry-After", told),
+        ("memory", memory),
+        ("descriptors", f"{before.fds} before, {after.fds} after"),
+        ("after the last arrival", f"not refused after {run.drained_s:.1f} s, as fast as alone after {recovered}"),
+        ("wrong", "; ".join(wrong) or "nothing"),
+    ]  # fmt: skip
+    return "\n".join([*lines, "", "| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in facts)])
+
+
+def measure(a: argparse.Namespace) -> tuple[str, list[str]]:
+    """The table, and what is wrong."""
+    with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder:
+        if a.model == "marked":
+            model: list[object] = ["--model", write_served_model(Path(folder) / "model"), *SERVE_FLAGS]
+        else:
+            model = ["--model", a.model, "--served-model-name", "marked"]
+        a.name = "marked"
+        bounds = ["--max-num-seqs", a.seats, "--max-queued", a.max_queued]
+        bounds += ["--queue-timeout-s", a.queue_timeout_s] if a.queue_timeout_s else []
+        with serve(*model, *bounds, *a.flags, store=Path(folder) / "store") as served:
+            run = Overload(served, a)
+            before = held_by(served.pid)
+            asyncio.run(run.run())
+            served.calm_down()
+            time.sleep(1.0)
+            # Once every seat had been taken, and before the flood: what is compared is what the flood did.
+            base = min((before, *run.phases["flood"].held[:1]), key=lambda held: -held.rss_bytes)
+            after = held_by(served.pid)
+            base = Held(base.rss_bytes, base.peak_bytes, before.fds, before.threads)
+            wrong = complaints(run, base, after)
+            if "Traceback" in served.log:
+                wrong.append("the log has a traceback")
+            return table(run, base, after, wrong), wrong
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m", help="marked: the tiny model of the tests")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--times", type=float, default=10.0, help="how often the capacity is offered")
+    parser.add_argument("--calm-seconds", type=float, default=20.0, help="of alone, and of full")
+    parser.add_argument("--seats", type=int, default=4, help="--max-num-seqs of the server")
+    parser.add_argument("--max-queued", type=int, default=8, help="requests in the server, running or not")
+    parser.add_argument("--queue-timeout-s", type=float, default=None)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--prompt-words", type=int, default=48)
+    parser.add_argument("--record", type=Path, default=None, help="page whose section bench:overload is replaced")
+    parser.add_argument("flags", nargs="*", help="further flags of `lorasrv serve`, behind --")
+    a = parser.parse_args()
+    shown, wrong = measure(a)
+    print(f"\n{shown}")
+    if a.record is not None and not wrong:
+        command = " ".join(["python tests/benchmarks/bench_overload.py", *sys.argv[1:]]).replace(
+            f"--record {a.record}", ""
+        )
+        section = f"<!-- bench:overload -->\n{shown}\n\n{date.today()}, `{command.strip()}`\n<!-- /bench -->"
+        a.record.write_text(replace_section(a.record.read_text("utf-8"), "overload", section, "Overload"), "utf-8")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,362 @@
+"""Everything at once for a quarter of an hour, against a real `lorasrv serve` on the marker model: `make soak`.
+
+    python tests/benchmarks/soak.py --minutes 15 [--record docs/reliability.md]
+
+Two hundred ids, each answered by one adapter that forces tokens of its own, in a pool for some eight of them and a host
+cache for some forty. Clients ask by Zipf's law, whose favourites change every minute: three routes, streamed or not,
+one choice or several, and every sixth client leaves early, at any moment. Beside them ids are uploaded anew with other
+contents, aliased, rolled back, pinned, warmed, deleted, and uploaded again under the old name. Each token is compared
+with what its name could mean (`marker_traffic.py`); nothing but 200, and 404 for what is deleted, is accepted.
+
+At the end everything that was taken must have been given back: see `verdict`. The result is build/soak/result.json; the
+table is printed, and with --record written into a page. Exit code 1: something was wrong.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import itertools
+import json
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx2
+from report import replace_section
+from soak_verdict import fsck, log_complaints, table, verdict
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+import markers as m
+from marker_served import (
+    SERVE_FLAGS,
+    host_cache_bytes,
+    pool_bytes,
+    some_prompt,
+    some_text,
+    upload,
+    write_served_model,
+)
+from marker_traffic import GONE, Ask, Traffic, Wrong, zipf_odds
+from process_watch import Held, held_by
+from served import ROOT, Served, serve
+
+BASE, ALIAS = "marked", "prod"
+RESIDENTS, HOSTED, SEQS, LONGEST = 8, 40, 8, 120
+CLIENTS = (24, 6, 48)
+"""At a time, in turns, a minute each."""
+MOST_VERSIONS = 3
+LOOK_S = 2.0
+
+
+@dataclass
+class Id:
+    """One id as its uploads were answered. Whoever changes it has the lock."""
+
+    name: str
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    versions: dict[int, int] = field(default_factory=dict)
+    current: int | None = None
+    alias: int | None = None
+
+
+class Soak:
+    """One run. `wrong` collects what must not be; the first ends it."""
+
+    def __init__(self, served: Served, http: httpx2.AsyncClient, adapters: int, seed: int) -> None:
+        self.served, self.http = served, http
+        self.traffic = Traffic(http, BASE)
+        self.rng = random.Random(seed)
+        self.ids = [Id(f"m{number:04}") for number in range(adapters)]
+        self.order = list(self.ids)
+        self.odds = zipf_odds(adapters)
+        self.prefixes = [some_text(self.rng, self.rng.randint(32, 48)) for _ in range(m.TOPICS)]
+        self.changes: Counter[str] = Counter()
+        self.looks: list[tuple[float, Held]] = []
+        self.wrong: list[str] = []
+        self.begun = time.monotonic()
+        self.stop = asyncio.Event()
+        self.clients = 0
+        self._numbers = itertools.cycle(self.rng.sample(range(m.NUM_ADAPTERS), m.NUM_ADAPTERS))
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.begun
+
+    async def fill(self) -> None:
+        for one in self.ids:
+            await self.upload(one)
+        self.changes.clear()
+
+    async def run(self, seconds: float) -> None:
+        self.begun = time.monotonic()
+        tasks = [self._client(number) for number in range(max(CLIENTS))]
+        await self._together([*tasks, self._changer(), self._changer(), self._look(), self._turns(seconds)])
+
+    async def _together(self, works: list[Coroutine[Any, Any, None]]) -> None:
+        with contextlib.suppress(BaseExceptionGroup):
+            async with asyncio.TaskGroup() as group:
+                for work in works:
+                    group.create_task(self._guarded(work))
+
+    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except (Wrong, AssertionError, httpx2.HTTPError, OSError) as error:
+            self.wrong.append(f"{type(error).__name__}: {error}")
+            self.stop.set()
+            raise
+
+    async def _turns(self, seconds: float) -> None:
+        """Other favourites and another number of clients every minute, or every ninth part of a short run."""
+        turn_s = min(60.0, seconds / 9)
+        for turn in itertools.count():
+            self.clients = CLIENTS[turn % len(CLIENTS)]
+            self.rng.shuffle(self.order)
+            left = seconds - self.seconds
+            if left <= 0 or await self._stopped(min(turn_s, left)):
+                break
+        self.stop.set()
+
+    async def _stopped(self, seconds: float) -> bool:
+        """Sleeps; True: it is over."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.stop.wait(), seconds)
+        return self.stop.is_set()
+
+    # What clients do.
+
+    async def _client(self, number: int) -> None:
+        while not self.stop.is_set():
+            if number >= self.clients:
+                await self._stopped(0.5)
+            else:
+                await self.traffic.ask(self.some_ask())
+
+    def some_ask(self) -> Ask:
+        rng = self.rng
+        route = rng.choices(("completions", "chat", "tgi"), (6, 3, 2))[0]
+        stream = rng.random() < 0.5
+        n = rng.choice((2, 3)) if route != "tgi" and rng.random() < 0.15 else 1
+        leaves = rng.random() < 1 / 6
+        after_tokens = rng.randint(1, 6) if leaves and stream and rng.random() < 0.5 else None
+        return Ask(
+            self._some_name(),
+            some_prompt(rng, self.prefixes),
+            max_tokens=rng.choice((24, rng.randint(1, 24))),
+            route=route,
+            stream=stream,
+            n=n,
+            leave_after_s=rng.expovariate(20) if leaves and after_tokens is None else None,
+            leave_after_tokens=after_tokens,
+        )
+
+    def _some_name(self) -> str:
+        if self.rng.random() < 0.05:
+            return BASE
+        name = self._some_id().name
+        draw = self.rng.random()
+        return f"{name}:{ALIAS}" if draw < 0.2 and f"{name}:{ALIAS}" in self.traffic.names else name
+
+    def _some_id(self) -> Id:
+        return self.order[self.rng.choices(range(len(self.order)), cum_weights=self.odds)[0]]
+
+    # What changes beside them.
+
+    async def _changer(self) -> None:
+        works = (self.upload, self.delete, self.move_alias, self.roll_back, self.warm, self.pin)
+        while not await self._stopped(self.rng.expovariate(10)):
+            one = self._some_id()
+            work = self.rng.choices(works, (40, 12, 15, 8, 8, 4))[0]
+            if one.current is None:
+                work = self.upload
+            await work(one)
+
+    async def upload(self, one: Id) -> None:
+        """Another content, perhaps one that other ids have too; an old version goes, so that there are never many."""
+        number, variety = next(self._numbers), self.rng.randrange(len(m.VARIETIES))
+        async with one.lock:
+            name = self.traffic.name(one.name)
+            name.begin(number)
+            version, digest = await upload(self.http, one.name, number, variety)
+            self.traffic.digests[digest] = number
+            one.versions[version], one.current = number, version
+            name.settle(number)
+            self.changes["upload"] += 1
+            while len(one.versions) > MOST_VERSIONS:
+                old = min(v for v in one.versions if v not in (one.current, one.alias))
+                await self._send("DELETE", f"{one.name}@{old}")
+                del one.versions[old]
+
+    async def delete(self, one: Id) -> None:
+        """The id and its alias; half of the time with force, which ends its requests, too."""
+        async with one.lock:
+            if one.current is None:
+                return
+            force = self.rng.random() < 0.5
+            name, alias = self.traffic.name(one.name), self.traffic.name(f"{one.name}:{ALIAS}")
+            if one.alias is not None and not force:
+                alias.begin(GONE)
+                await self._send("PATCH", one.name, aliases={ALIAS: None})
+                alias.settle(GONE)
+            for gone in (name, alias):
+                gone.begin(GONE)
+                if force:
+                    gone.break_off()
+            await self._send("DELETE", f"{one.name}?force=true" if force else one.name)
+            for gone in (name, alias):
+                if force:
+                    gone.break_off()
+                gone.settle(GONE)
+            one.versions, one.current, one.alias = {}, None, None
+            self.changes["delete, force" if force else "delete"] += 1
+
+    async def move_alias(self, one: Id) -> None:
+        async with one.lock:
+            if one.current is None:
+                return
+            version = self.rng.choice(list(one.versions))
+            alias = self.traffic.name(f"{one.name}:{ALIAS}")
+            alias.begin(one.versions[version])
+            await self._send("PATCH", one.name, aliases={ALIAS: version})
+            alias.settle(one.versions[version])
+            one.alias = version
+            self.changes["alias"] += 1
+
+    async def roll_back(self, one: Id) -> None:
+        async with one.lock:
+            if one.current is None:
+                return
+            version = self.rng.choice(list(one.versions))
+            name = self.traffic.name(one.name)
+            name.begin(one.versions[version])
+            await self._send("PATCH", one.name, version=version)
+            name.settle(one.versions[version])
+            one.current = version
+            self.changes["rollback"] += 1
+
+    async def warm(self, one: Id) -> None:
+        async with one.lock:
+            if one.current is not None:
+                await self._send("POST", f"{one.name}:warm", deadline_ms=self.rng.choice((0, 50, 500)))
+                self.changes["warm"] += 1
+
+    async def pin(self, one: Id) -> None:
+        """For a moment: half of the pool may be pinned, and no more."""
+        async with one.lock:
+            if one.current is None:
+                return
+            reference = f"{one.name}@{one.current}"
+            try:
+                await self._send("PATCH", reference, pinned=True)
+                await self._stopped(0.2)
+            finally:
+                await self._send("PATCH", reference, pinned=False)
+            self.changes["pin"] += 1
+
+    async def _send(self, method: str, reference: str, **body: object) -> Any:
+        answer = await self.http.request(method, f"/v1/adapters/{reference}", json=body or None)
+        if answer.status_code not in (200, 202):
+            raise Wrong(f"{method} {reference} {body}: {answer.status_code} {answer.text[:300]}")
+        return answer.json()
+
+    # What is watched.
+
+    async def _look(self) -> None:
+        while not await self._stopped(LOOK_S):
+            self.looks.append((self.seconds, held_by(self.served.pid)))
+            health = await self.http.get("/health")
+            if health.status_code != 200:
+                raise Wrong(f"/health: {health.status_code} {health.text}")
+            self._show()
+
+    def _show(self) -> None:
+        tally, held = self.traffic.tally, self.looks[-1][1]
+        text = (
+            f"{self.seconds:6.0f} s  {tally['answered']:7} answered  {tally['tokens']:8} tokens  "
+            f"{tally['left']:6} left  {sum(self.changes.values()):6} changes  "
+            f"{held.rss_bytes >> 20:5} MiB  {held.fds:4} descriptors"
+        )
+        if sys.stdout.isatty():
+            print(f"\r{text}", end="", flush=True)
+        elif len(self.looks) % 10 == 1:
+            print(text, flush=True)
+
+    async def delete_all(self) -> None:
+        """Every id, and nobody may be counted on any of them any more."""
+        for one in self.ids:
+            if one.current is not None:
+                answer = await self._send("DELETE", f"{one.name}?force=true&wait=10")
+                if answer["requests_running"]:
+                    self.wrong.append(f"{one.name}: {answer['requests_running']} requests are still counted")
+
+
+async def storm(served: Served, adapters: int, seconds: float, seed: int) -> tuple[Soak, Held]:
+    """The run itself; what the server held before it, with its store filled and every route used once."""
+    # None is kept for the next request: the server may be closing it just then.
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx2.AsyncClient(base_url=served.url, trust_env=False, timeout=120, limits=limits) as http:
+        soak = Soak(served, http, adapters, seed)
+        await soak.fill()
+        before = held_by(served.pid)
+        await soak.run(seconds)
+        if not soak.wrong:
+            await soak._together([soak.delete_all()])
+    return soak, before
+
+
+def run(folder: Path, adapters: int, seconds: float, seed: int, flags: list[str]) -> dict[str, Any]:
+    """The whole of it: the result, `wrong` empty if there is nothing to complain about."""
+    shutil.rmtree(folder, ignore_errors=True)
+    model = write_served_model(folder / "model")
+    memory = ("--pool-bytes", pool_bytes(RESIDENTS, SEQS, LONGEST), "--host-cache-bytes", host_cache_bytes(HOSTED))
+    wrong: list[str] = []
+    result: dict[str, Any] = {}
+    try:
+        with serve(
+            "--model", model, *SERVE_FLAGS, *memory, "--max-num-seqs", 4 * SEQS, *flags, store=folder / "store"
+        ) as served:
+            soak, before = asyncio.run(storm(served, adapters, seconds, seed))
+            wrong = soak.wrong
+            result = verdict(soak, served, before)
+            (folder / "server.log").write_text(served.log)
+            wrong += log_complaints(served.log)
+    except AssertionError as error:
+        wrong.append(str(error))
+    wrong += fsck(folder / "store", was_cut_short=bool(wrong))
+    result |= {"adapters": adapters, "seed": seed, "wrong": wrong}
+    (folder / "result.json").write_text(json.dumps(result, indent=1))
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=15.0)
+    parser.add_argument("--adapters", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=None)
+    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "soak", help="emptied first")
+    parser.add_argument("--record", type=Path, default=None, help="page whose section bench:soak is replaced")
+    parser.add_argument("flags", nargs="*", help="further flags of `lorasrv serve`, behind --")
+    a = parser.parse_args()
+    seed = random.randrange(1 << 30) if a.seed is None else a.seed
+    print(f"{a.minutes:g} minutes, {a.adapters} ids, seed {seed}", flush=True)
+    result = run(a.folder, a.adapters, 60 * a.minutes, seed, a.flags)
+    if "memory" in result:
+        command = f"make soak MINUTES={a.minutes:g}"
+        shown = table(result, command)
+        print(f"\n{shown}")
+        if a.record is not None and not result["wrong"]:
+            section = f"<!-- bench:soak -->\n{shown}\n<!-- /bench -->"
+            a.record.write_text(replace_section(a.record.read_text("utf-8"), "soak", section, "Soak"), "utf-8")
+    for what in result["wrong"]:
+        print(f"WRONG: {what}", file=sys.stderr)
+    sys.exit(bool(result["wrong"]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Chat templates with tools, written for these tests in the ways that published models have: the markers, variables and
+message fields are theirs, the wording is not."""
+
+HERMES = """{%- if tools %}{{ '<|im_start|>system\\nTools:' }}
+{%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}
+{{- '\\nCall one with <tool_call>\\n{"name": <name>, "arguments": <object>}\\n</tool_call><|im_end|>\\n' }}{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}{{ '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- else %}{{ '<|im_start|>' + message.role + '\\n' + message.content }}
+{%- for call in message.tool_calls or [] %}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+{{- (call.function.arguments | tojson) + '}\\n</tool_call>' }}{% endfor %}{% endif %}{{ '<|im_end|>\\n' }}
+{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}{% endif %}"""
+
+LLAMA = """{{- bos_token }}{% if not date_string is defined %}{% set date_string = "26 Jul 2024" %}{% endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\nToday: ' + date_string }}
+{%- if tools is defined and tools is not none %}{{ '\\nEnvironment: ipython\\n' }}
+{{- 'Answer {"name": function name, "parameters": dictionary of argument name and its value}.\\n' }}
+{%- for tool in tools %}{{ tool | tojson(indent=4) }}{% endfor %}{% endif %}{{ '<|eot_id|>' }}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}{{ '<|start_header_id|>ipython<|end_header_id|>\\n\\n' + message.content | tojson }}
+{%- elif 'tool_calls' in message %}
+{%- if message.tool_calls | length != 1 %}{{ raise_exception('This model only supports single tool-calls at once!') }}
+{%- endif %}{% set call = message.tool_calls[0].function %}
+{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + call.name + '", "parameters": ' }}
+{{- call.arguments | tojson }}{{ '}' }}
+{%- else %}{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' + message.content }}{% endif %}
+{{- '<|eot_id|>' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"""
+
+MISTRAL = """{{- bos_token }}{% for message in messages %}
+{%- if message.role == 'user' %}
+{%- if tools is not none and loop.last %}{{ '[AVAILABLE_TOOLS] ' + (tools | tojson) + '[/AVAILABLE_TOOLS]' }}{% endif %}
+{{- '[INST] ' + message.content + '[/INST]' }}
+{%- elif message.tool_calls is defined and message.tool_calls is not none %}{{ '[TOOL_CALLS] [' }}
+{%- for call in message.tool_calls %}
+{%- if not call.id is defined or call.id | length != 9 %}
+{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}
+{{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' + (', ' if not loop.last else ']') }}{% endfor %}
+{{- eos_token }}
+{%- elif message.role == 'tool' %}{{ '[TOOL_RESULTS] ' + message.content + '[/TOOL_RESULTS]' }}
+{%- else %}{{ ' ' + message.content + eos_token }}{% endif %}{% endfor %}"""
+
+XML = HERMES.replace('{"name": <name>, "arguments": <object>}', "<function=name>")
+PLAIN = "{% for message in messages %}{{ message.role + ':' + message.content + '\\n' }}{% endfor %}"
+"""Knows no tools, like the built-in base's."""
+
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "The weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"$ref": "#/$defs/city"}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+            "required": ["city"],
+            "additionalProperties": False,
+            "$defs": {"city": {"enum": ["Paris", "Köln"]}},
+        },
+    },
+}
+CLOCK = {"type": "function", "function": {"name": "clock"}}
