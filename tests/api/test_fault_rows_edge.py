@@ -218,7 +218,7 @@ def test_a_full_queue_says_when_to_come_back(served) -> None:
     """Who was let in is answered; see test_drain_rate.py for how the time is found."""
     clients = [RawClient(port_of(served)) for _ in range(SEATS + MAX_QUEUED + 30)]
     for client in clients:
-        client.send(json_request("/v1/completions", **ASK | {"max_tokens": 3}))
+        client.send(json_request("/v1/completions", "Connection: close", **ASK | {"max_tokens": 3}))
     answers = []
     for client in clients:
         with client:

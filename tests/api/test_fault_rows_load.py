@@ -41,6 +41,7 @@ STREAMED, LONGEST = 280, 336
 """Tokens of the streams that last while everything else happens, and of them with their prompts."""
 ADAPTER_SHARE, RESIDENTS, HOSTED = 0.065, 8, 16
 """Of the pool's pages, a dozen for adapters of one to three: some eight; the rest is for keys and values."""
+CLIENTS = 24
 DEADLINE_S = 60.0
 FLOOD, FLOOD_TOKENS = 400, 4
 GROWTH_BYTES = 64 << 20
@@ -148,14 +149,14 @@ async def evict_and_reload(served: Served, adapters: int, requests: int) -> Traf
             await put(traffic, name, number, number % 10)
         odds, prefixes = zipf_odds(adapters), [some_text(rng, 32) for _ in range(4)]
 
-        async def clients(count: int) -> None:
-            for _ in range(count):
+        async def clients(first: int) -> None:
+            for _ in range(first, requests, CLIENTS):
                 name = rng.choices(names, cum_weights=odds)[0]
                 prompt, stream = some_prompt(rng, prefixes), rng.random() < 0.5
                 # Who starves ends with 504, and that is wrong.
                 await traffic.ask(Ask(name, prompt, 4, stream=stream, fields=(("timeout_s", DEADLINE_S),)))
 
-        await asyncio.gather(*(clients(requests // 24) for _ in range(24)))
+        await asyncio.gather(*(clients(first) for first in range(CLIENTS)))
         for name in names:
             assert (await http.delete(f"/v1/adapters/{name}")).status_code == 202
     return traffic

@@ -75,10 +75,10 @@ def head_of(path: str, *lines: str, method: str = "POST") -> bytes:
     return "\r\n".join([f"{method} {path} HTTP/1.1", "Host: 127.0.0.1", *lines, "", ""]).encode()
 
 
-def json_request(path: str, **fields: Any) -> bytes:
-    """A whole request."""
+def json_request(path: str, *lines: str, **fields: Any) -> bytes:
+    """A whole request. `lines`: more of its head."""
     body = json.dumps(fields).encode()
-    return head_of(path, "Content-Type: application/json", f"Content-Length: {len(body)}") + body
+    return head_of(path, "Content-Type: application/json", f"Content-Length: {len(body)}", *lines) + body
 
 
 def pieces(num_bytes: int, size: int = 1 << 16) -> Iterator[bytes]:

@@ -181,9 +181,9 @@ def _stay_behind(patch: pytest.MonkeyPatch) -> None:
 def _fill_before_arranging(patch: pytest.MonkeyPatch) -> None:
     arrange, give_orders = Engine._arrange, Engine._give_orders
 
-    def orders_first(self: Engine, step: SchedulerOutput) -> None:
+    def orders_first(self: Engine, step: SchedulerOutput) -> SchedulerOutput:
         give_orders(self, step.orders)
-        arrange(self, step)
+        return arrange(self, step)
 
     patch.setattr(Engine, "_arrange", orders_first)
     patch.setattr(Engine, "_give_orders", lambda self, orders: None)
