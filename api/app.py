@@ -26,6 +26,7 @@ from api.console import pages as console
 from api.draining import DrainGate
 from api.errors import INTERNAL_MESSAGE, answer_for
 from api.guard import Envelope, LoopbackGuard
+from api.head_requests import HeadRequests
 from api.keys.allowance import HEADERS as RATE_HEADERS
 from api.keys.allowance import RateHeaders
 from api.keys.gate import KeyGate, check_key
@@ -168,6 +169,7 @@ def _middleware(settings: ServerSettings, keys: KeyRing, services: Services) -> 
     around = [
         Middleware(Envelope),
         Middleware(DrainGate, draining=services.draining),
+        Middleware(HeadRequests),
         Middleware(
             LoopbackGuard,
             allowed_origins=settings.allowed_origins,

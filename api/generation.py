@@ -25,10 +25,8 @@ from lorasrv.grammars.source import Grammar
 from lorasrv.request import OnCold
 
 if TYPE_CHECKING:
+    from api.keys.allowance import Add
     from lorasrv.async_engine import AsyncEngine
-    from lorasrv.request_stream import RequestStream
-
-    Add = Callable[[str | Sequence[int]], Coroutine[Any, Any, list[RequestStream]]]
 
 Accept = Callable[[], Coroutine[Any, Any, list[OutputStream]]]
 Prompts = Sequence[str | Sequence[int]]
@@ -110,18 +108,22 @@ async def _prepare(
         prompt_top=body.prompt_logprobs,
         echoes=echoes,
     )
-    add: Add = partial(
-        engine.add_choices,
-        sampling=sampling,
-        count=body.num_tried,
-        **service_of(body, target, caller),
-        request_id=writer.answer_id,
-        constraint=await engine.grammars.compile(grammar) if grammar is not None else None,
-        shown_token_ids=shown_token_ids,
-        beams=body.beams,
-    )
+    service = service_of(body, target, caller)
+
+    async def begin() -> "Add[str | Sequence[int]]":
+        return partial(
+            engine.add_choices,
+            sampling=sampling,
+            count=body.num_tried,
+            **service,
+            request_id=writer.answer_id,
+            constraint=await engine.grammars.compile(grammar) if grammar is not None else None,
+            shown_token_ids=shown_token_ids,
+            beams=body.beams,
+        )
+
     wanted = [echo.token_ids for echo in echoes] or prompts
-    accept = partial(services.allowances.admit, caller, wanted, body.num_tried, add)
+    accept = partial(services.allowances.admit, caller, wanted, body.num_tried, begin)
     return Generation(writer, body.num_tried, body.unanswered, accept)
 
 

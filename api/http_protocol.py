@@ -14,6 +14,7 @@ import re
 import resource
 import socket
 import struct
+from collections import Counter
 from http import HTTPStatus
 from typing import Any, ClassVar
 
@@ -22,7 +23,7 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from api.edge_bounds import EdgeBounds
+from api.edge_bounds import EdgeBounds, no_cuts
 from api.errors import INVALID, SERVER, error_body
 
 MAX_HEAD_BYTES = 16 << 10
@@ -49,9 +50,10 @@ class _Waiting(enum.Enum):
     FOR_CLOSE = enum.auto()
 
 
-def bounded(bounds: EdgeBounds) -> type[asyncio.Protocol]:
-    """The protocol with these bounds, for `uvicorn.Config(http=...)`."""
-    return type("BoundedProtocol", (BoundedProtocol,), {"bounds": bounds})
+def bounded(bounds: EdgeBounds, cuts: Counter[str] | None = None) -> type[asyncio.Protocol]:
+    """The protocol with these bounds, for `uvicorn.Config(http=...)`; counts in `cuts` whom it cuts off, and why."""
+    own = {"bounds": bounds, "cuts": no_cuts() if cuts is None else cuts}
+    return type("BoundedProtocol", (BoundedProtocol,), own)
 
 
 def allow_open_files(num_connections: int) -> None:
@@ -68,7 +70,8 @@ def allow_open_files(num_connections: int) -> None:
 class BoundedProtocol(H11Protocol):
     """One connection."""
 
-    bounds: ClassVar[EdgeBounds] = EdgeBounds()
+    bounds: ClassVar[EdgeBounds]
+    cuts: ClassVar[Counter[str]]
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(_PoliteTransport(transport, self))
         num_more = len(self.connections) - self.bounds.max_connections
         if num_more > MAX_TURNED_AWAY:
+            self.cuts["too_many_connections"] += 1
             transport.abort()
         elif num_more > 0:
             self._refuse(503, "too_many_connections", "there are too many connections; try again", retry_after_s=1)
@@ -211,12 +215,14 @@ class BoundedProtocol(H11Protocol):
         if size_before - self._real.get_write_buffer_size() >= MIN_BYTES_PER_S * self.bounds.write_timeout_s:
             self._watch_writing()
         else:
+            self.cuts["slow_reader"] += 1
             self._abort()
 
     # Ends.
 
     def _refuse(self, status: int, code: str, message: str, *, retry_after_s: int | None = None) -> None:
         """Answer in the place of whoever was to answer, who is told that the client has gone; then close."""
+        self.cuts[code] += 1
         if self.cycle is not None and not self.cycle.response_complete:
             if self.cycle.response_started:
                 self._abort()

@@ -194,7 +194,7 @@ class _Uvicorn(uvicorn.Server):
     def __init__(self, app: "FastAPI", bounds: EdgeBounds, on_started: Callable[[], None], watchdog: Watchdog) -> None:
         config = uvicorn.Config(
             app,
-            http=bounded(bounds),
+            http=bounded(bounds, app.state.services.connections_cut),
             ws="none",
             log_config=None,
             access_log=False,

@@ -1,6 +1,7 @@
 """What routes work with, put into `app.state` by `create_app`; no module holds any of it."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -11,6 +12,7 @@ from starlette.concurrency import run_in_threadpool
 
 from adapter_store.store import AdapterStore
 from api.draining import Draining
+from api.edge_bounds import no_cuts
 from api.keys.allowance import Allowances
 from api.keys.caller import Caller, CallerDep
 from api.keys.view import View, Views
@@ -40,6 +42,7 @@ class Services:
     verifier: Verifier
     started_s: int
     draining: Draining = field(default_factory=Draining)
+    connections_cut: Counter[str] = field(default_factory=no_cuts, repr=False)
     allowances: Allowances = field(init=False, repr=False)
     _long_texts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1), repr=False)
     ledger: Ledger = field(init=False, repr=False)

@@ -23,6 +23,14 @@ def _seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def codes_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linears have no bf16 copy, as on processors that do not multiply bf16."""
+    from sgmv_kernels import backend_numba
+
+    monkeypatch.setattr(backend_numba, "wide_rows", lambda: None)
+
+
 @pytest.fixture(scope="session")
 def tolerances() -> dict[torch.dtype, dict[str, float]]:
     """The one table: how far a result may be from its fp32 reference, by the dtype that weights are stored in."""

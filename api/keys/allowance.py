@@ -22,10 +22,14 @@ from api.keys.key import KeyLimits
 from lorasrv.errors import InvalidRequest, LimitExceeded, RequestTimeout
 from lorasrv.request import RequestOutput
 
+P = TypeVar("P")
+
 if TYPE_CHECKING:
     from lorasrv.request_stream import RequestStream
 
-P = TypeVar("P")
+    Add = Callable[[P], Awaitable[Sequence[RequestStream]]]
+    """Asks the engine for the answers to one prompt."""
+
 
 HEADERS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
 """What answers tell a key of its rates, as OpenAI's do."""
@@ -193,20 +197,30 @@ class Allowances:
         if (account := self._account(caller)) is not None:
             self._check(account, caller.limits, 1, 1)
 
+    def spend(self, caller: Caller) -> None:
+        """One request that no tokens come of. Raises: LimitExceeded."""
+        if (account := self._account(caller)) is not None:
+            self._check(account, caller.limits, 1, 0)
+            if account.requests is not None:
+                account.requests.level -= 1
+
     async def admit(
         self,
         caller: Caller,
         prompts: Sequence[P],
         width: int,
-        add: Callable[[P], Awaitable[Sequence["RequestStream"]]],
+        begin: "Callable[[], Awaitable[Add[P]]]",
     ) -> list[OutputStream]:
-        """The answers, `width` to each prompt, that `add` gets from the engine; they count until they end or are
-        closed. If one is refused all are, and none counts.
+        """The answers, `width` to each prompt, that the engine gives; they count until they end or are closed. If one
+        is refused all are, and none counts.
+
+        `begin` does what has to be done once for all prompts, such as compiling a grammar, when they count already, and
+        returns what asks the engine for the answers to one.
 
         Raises:
             LimitExceeded: the key has used what it may, for now; says which limit.
             InvalidRequest: it is more at once than the key may ever have.
-            Whatever `add` raises.
+            Whatever `begin` and what it returns raise.
         """
         account, use = self._account(caller), None
         if account is not None:
@@ -214,6 +228,7 @@ class Allowances:
             use = _Use(account, len(prompts), len(prompts) * width, self._clock)
         streams: list[OutputStream] = []
         try:
+            add = await begin()
             for prompt in prompts:
                 added = await add(prompt)
                 if use is not None:

@@ -8,7 +8,7 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from api.metrics.engine import EngineCollector
-from api.metrics.requests import HttpFigures, TopAdapters, TrafficCollector
+from api.metrics.requests import EdgeCollector, HttpFigures, TopAdapters, TrafficCollector
 from api.metrics.store import StoreCollector
 from api.metrics.vllm import VllmCollector
 from api.services import Services
@@ -24,7 +24,8 @@ def make_registry(services: Services, http: HttpFigures) -> CollectorRegistry:
     engine.traffic.listeners.append(top.ended)
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine, services.base_name))
-    for collector in (TrafficCollector(engine), http, top, StoreCollector(services.store)):
+    edge = EdgeCollector(services.connections_cut)
+    for collector in (TrafficCollector(engine), http, edge, top, StoreCollector(services.store)):
         registry.register(collector)
     if services.settings.metrics_compat == "vllm":
         registry.register(VllmCollector(engine, services.base_name, services.settings.max_num_seqs))

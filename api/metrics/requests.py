@@ -3,7 +3,7 @@
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -98,6 +98,21 @@ class HttpFigures(Collector):
         for key, count in self._keys.items():
             keys.add_metric([key], count)
         yield keys
+
+
+class EdgeCollector(Collector):
+    """Whom the socket's side of the server has cut off, before a route was asked or while its answer was sent."""
+
+    def __init__(self, cuts: Mapping[str, int]) -> None:
+        self._cuts = cuts
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "lorasrv_connections_cut", "Connections ended for what their client did or did not do", labels=["reason"]
+        )
+        for reason, count in self._cuts.items():
+            family.add_metric([reason], count)
+        yield family
 
 
 RANK_OVER_S = 600.0

@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Coroutine
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
@@ -21,6 +21,9 @@ from api.sse import EventStream, unless_disconnected
 from api.tgi_answers import TgiWriter, TokenWriter
 from lorasrv.admission import check_could_fit
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest
+
+if TYPE_CHECKING:
+    from api.keys.allowance import Add
 
 Accepted = Coroutine[Any, Any, list[OutputStream]]
 
@@ -88,18 +91,21 @@ async def _begin(
     target = await run_in_threadpool(_target, body, parameters, services, caller)
     prompt = await services.in_thread(body.inputs, partial(_prompt_ids, body, parameters, services))
     grammar = await run_in_threadpool(parameters.wanted_grammar)
-    constraint = await services.engine.grammars.compile(grammar) if grammar is not None else None
     figures = AnswerWriter(f"gen-{secrets.token_hex(12)}", target, CompletionWording())
     tokens = TokenWriter(services.engine.tokenizer, parameters.top_n_tokens or 0, parameters.return_k_alternatives or 0)
-    add = partial(
-        services.engine.add_choices,
-        sampling=sampling,
-        count=parameters.num_choices,
-        **service_of(parameters, target, caller),
-        request_id=figures.answer_id,
-        constraint=constraint,
-    )
-    accepting = services.allowances.admit(caller, [prompt], parameters.num_choices, add)
+    service = service_of(parameters, target, caller)
+
+    async def begin() -> "Add[list[int]]":
+        return partial(
+            services.engine.add_choices,
+            sampling=sampling,
+            count=parameters.num_choices,
+            **service,
+            request_id=figures.answer_id,
+            constraint=await services.engine.grammars.compile(grammar) if grammar is not None else None,
+        )
+
+    accepting = services.allowances.admit(caller, [prompt], parameters.num_choices, begin)
     return TgiWriter(figures, parameters, body.inputs, prompt, drawn, tokens), _in_tgi_words(accepting)
 
 

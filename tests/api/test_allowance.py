@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -67,13 +67,22 @@ def allowances(clock: Clock) -> Allowances:
     return Allowances(clock)
 
 
+def at_once(add: Callable[[int], Awaitable[Sequence[Any]]]) -> Callable[[], Awaitable[Any]]:
+    """With nothing to be done before."""
+
+    async def begin() -> Callable[[int], Awaitable[Sequence[Any]]]:
+        return add
+
+    return begin
+
+
 async def admit(
     allowances: Allowances, caller: Caller, prompts: int = 1, width: int = 1, tokens: int = 3, **how: Any
 ) -> list[Any]:
     async def add(_: int) -> Sequence[Any]:
         return [Stream(tokens, **how) for _ in range(width)]
 
-    return await allowances.admit(caller, range(prompts), width, add)
+    return await allowances.admit(caller, range(prompts), width, at_once(add))
 
 
 async def read(streams: Sequence[Any], most: int = 10**9) -> None:
@@ -271,7 +280,7 @@ class TestWhatIsRefusedCostsNothing:
             return opened[-1:]
 
         with pytest.raises(EngineOverloaded):
-            asyncio.run(allowances.admit(caller, range(3), 1, add))
+            asyncio.run(allowances.admit(caller, range(3), 1, at_once(add)))
         assert [stream.closed for stream in opened] == [True, True]
         untouched()
 
@@ -399,6 +408,30 @@ class TestServed:
         assert len(engine.added) == 3
         assert self.ask(server, path, body, "bob").status_code == 200
         assert not set(HEADERS) & self.ask(server, path, body, "bob").headers.keys()
+
+    def test_warming_is_a_request(self, server, engine, make_adapter) -> None:
+        server.upload(make_adapter(), "mia")
+        warm = "/v1/adapters/mia:warm"
+        assert [self.ask(server, warm, {}).status_code for _ in range(4)] == [200, 200, 200, 429]
+        assert [asked[0] for asked in engine.asked].count("warm") == 3
+        assert self.ask(server, warm, {}, "bob").status_code == 200
+
+    @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
+    def test_grammars_count_while_they_are_compiled(self, server, engine, monkeypatch, path: str) -> None:
+        """Who may have two answers at a time has no third grammar compiled meanwhile; and refused ones cost nothing."""
+        seen: list[Any] = []
+
+        async def compile_(_: object) -> None:
+            seen.append(len(self.allowances._accounts["ann"].begun_s))
+            raise InvalidRequest("too large", param="guided_regex")
+
+        monkeypatch.setattr(engine.grammars, "compile", compile_)
+        engine.tokenizer = SimpleNamespace(encode=lambda text, **_: list(text.encode()))
+        grammar = {"grammar": {"type": "regex", "value": "a+"}}
+        body = {**CHAT, "guided_regex": "a+"} if path != "/generate" else {"inputs": "hi", "parameters": grammar}
+        for _ in range(5):
+            assert self.ask(server, path, body).status_code in (400, 422)
+        assert seen == [1] * 5
 
     def test_tokens(self, server, engine, callers) -> None:
         callers["ann"] = key("ann", tokens_per_min=60)

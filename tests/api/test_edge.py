@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from api.app import _ROUTES
 from api.body_bounds import MAX_BARE_BYTES, MAX_JSON_BYTES, BodyBounds
-from api.edge_bounds import EdgeBounds
+from api.edge_bounds import EdgeBounds, no_cuts
 from api.errors import describe
 from api.http_protocol import MAX_HEAD_BYTES, bounded
 from api.json_body import MAX_VALUES, JsonRoute, parse_json
@@ -81,7 +81,8 @@ class App:
 def edge() -> Iterator[SimpleNamespace]:
     listener = bind("127.0.0.1", 0)
     app = App()
-    config = uvicorn.Config(BodyBounds(app, MAX_HELD), http=bounded(BOUNDS), ws="none", log_config=None)
+    cuts = no_cuts()
+    config = uvicorn.Config(BodyBounds(app, MAX_HELD), http=bounded(BOUNDS, cuts), ws="none", log_config=None)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -89,7 +90,7 @@ def edge() -> Iterator[SimpleNamespace]:
         assert thread.is_alive()
     port = listener.getsockname()[1]
     with httpx2.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20) as http:
-        yield SimpleNamespace(app=app, port=port, http=http, state=server.server_state)
+        yield SimpleNamespace(app=app, port=port, http=http, state=server.server_state, cuts=cuts)
     server.should_exit = True
     thread.join(20)
     assert not thread.is_alive()
@@ -99,6 +100,7 @@ def edge() -> Iterator[SimpleNamespace]:
 def _all_gone(edge: SimpleNamespace, eventually: Callable[..., None]) -> Iterator[None]:
     """Whatever a test does, no connection and no task stays behind."""
     edge.app.gone.clear()
+    edge.cuts.clear()
     yield
     edge.http._transport._pool.close()
     eventually(lambda: not edge.state.connections and not edge.state.tasks, 20)
@@ -114,6 +116,7 @@ class TestTime:
         with RawClient(edge.port) as client:
             status, headers, body = client.send(begin).answer()
         assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "header_timeout")
+        assert edge.cuts == {"header_timeout": 1}
 
     def test_a_head_in_drops(self, edge) -> None:
         """No drop puts off the end."""
@@ -131,6 +134,7 @@ class TestTime:
             assert (status, body["error"]["code"]) == (408, "body_timeout")
             assert "1024 bytes a second" in body["error"]["message"]
         eventually(lambda: edge.app.gone == ["reading"] * 2)
+        assert edge.cuts == {"body_timeout": 2}
 
     def test_a_slow_body_that_gets_on_is_heard_out(self, edge) -> None:
         parts = [b"x" * 400] * 8
@@ -155,6 +159,7 @@ class TestReaders:
         with RawClient(edge.port, buffer=4096) as client:
             client.send(head_of("/endless", method="GET"))
             eventually(lambda: edge.app.gone == ["speaking"])
+            assert edge.cuts == {"slow_reader": 1}
             with pytest.raises(ConnectionResetError):
                 client.read()
 
@@ -166,6 +171,7 @@ class TestReaders:
                 client.send(pause_s=0)
                 threading.Event().wait(0.1)
             assert edge.app.gone == []
+            assert not edge.cuts
 
 
 class TestNumbers:
@@ -176,6 +182,7 @@ class TestNumbers:
             status, headers, body = client.send(head_of("/length", method="GET")).answer()
         assert (status, headers["retry-after"]) == (503, "1")
         assert (body["error"]["code"], body["error"]["type"]) == ("too_many_connections", "server_error")
+        assert edge.cuts == {"too_many_connections": 1}
         for client in clients:
             client.socket.close()
         eventually(lambda: not edge.state.connections)
@@ -192,6 +199,7 @@ class TestNumbers:
             client.send(b"GET /length HTTP/1.1\r\nHost: x\r\n", *fits, line, pause_s=pause_s)
             status, _, body = client.answer()
         assert (status, body["error"]["code"]) == (431, "headers_too_large")
+        assert edge.cuts == {"headers_too_large": 1}
         assert str(MAX_HEAD_BYTES) in body["error"]["message"]
 
     @pytest.mark.parametrize(
@@ -201,6 +209,7 @@ class TestNumbers:
         with RawClient(edge.port) as client:
             status, _, body = client.send(sent).answer()
         assert (status, body["error"]["code"]) == (400, "invalid_http")
+        assert edge.cuts == {"invalid_http": 1}
 
 
 class TestBodies:

@@ -54,6 +54,16 @@ class TestHealth:
         assert server.http.get("/health").status_code == 200
         assert server.http.get("/ready").json() == {"status": "ready", "model": "tiny-base"}
 
+    def test_asked_by_head(self, server) -> None:
+        """What GET says, without the body; on a connection that goes on being used."""
+        for path in ("/health", "/ready", "/ping", "/v1/models", "/openapi.json", "/nowhere"):
+            asked, told = server.http.head(path), server.http.get(path)
+            assert (asked.status_code, asked.content) == (told.status_code, b"")
+            assert asked.headers["content-length"] == told.headers["content-length"]
+        assert server.http.head("/v1/completions").status_code == 405
+        shown = server.http.get("/metrics").text
+        assert 'lorasrv_http_requests_total{method="HEAD",route="/health",status="200"} 1.0' in shown
+
     def test_dead(self, server, engine) -> None:
         engine.is_alive = False
         assert server.http.get("/health").status_code == 503

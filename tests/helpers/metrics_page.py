@@ -8,6 +8,7 @@ from typing import cast
 
 from prometheus_client.core import Metric
 
+from api.edge_bounds import no_cuts
 from api.metrics.registry import collected, make_registry
 from api.metrics.requests import HttpFigures
 from api.services import Services
@@ -34,7 +35,8 @@ def metrics_of_a_new_server() -> list[Metric]:
     )
     store = SimpleNamespace(records=dict, quarantined=frozenset)
     settings = ServerSettings(metrics_compat="vllm")
-    services = SimpleNamespace(engine=engine, store=store, settings=settings, base_name="base")
+    parts = {"engine": engine, "store": store, "settings": settings, "connections_cut": no_cuts()}
+    services = SimpleNamespace(**parts, base_name="base")
     return collected(make_registry(cast(Services, services), HttpFigures()))
 
 

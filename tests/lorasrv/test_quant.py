@@ -63,7 +63,7 @@ def test_both_ends_keep_eight_bits_and_share_them(ops: Ops, name: str, dtype: to
     assert torch.equal(fmt.tied_head(embedding, dtype).dequantize(), embedding.dequantize())
 
 
-def test_stored_sizes() -> None:
+def test_stored_sizes(codes_only: None) -> None:
     w, bias, ops = tensor(96, 128), tensor(96), Ops(CPU, "numba")
     weights = 96 * 128
     assert get_format("none", ops).linear(w, bias, torch.float32).nbytes == weights * 4 + 96 * 4

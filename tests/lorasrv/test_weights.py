@@ -152,7 +152,7 @@ def test_fingerprint_tells_checkpoints_apart(tiny_hf_checkpoints: Tiny) -> None:
     assert prints[0] != prints[1]
 
 
-def test_a_gguf_file_is_taken_as_it_is(builtin: Checkpoint) -> None:
+def test_a_gguf_file_is_taken_as_it_is(builtin: Checkpoint, codes_only: None) -> None:
     """Packed codes, scales and minima equal the file's; its 8-bit embedding keeps 8 bits, which are the head's."""
     weights = load_weights(builtin, get_format("int4", Ops(torch.device("cpu"), "numba")), torch.bfloat16)
     for site, linear in zip(builtin.spec.sites(), weights.layers[7].linears(), strict=True):

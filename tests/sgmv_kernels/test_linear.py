@@ -84,7 +84,7 @@ def test_tiles_are_the_codes(form: tuple[int, int], out: int, groups: int, seed:
 
 
 @pytest.mark.parametrize(("levels", "bits"), [(INT8_LEVELS, 8.5), (INT4_LEVELS, 5.0), (Q3H_LEVELS, 4.0)])
-def test_bits_a_weight(levels: int, bits: float) -> None:
+def test_bits_a_weight(codes_only: None, levels: int, bits: float) -> None:
     codes = random_codes(levels, 64 if levels == Q3H_LEVELS else 32, 64, 640)
     assert Ops(CPU, "numba").pack_linear(codes, None).nbytes == 64 * 640 * bits / 8
 
