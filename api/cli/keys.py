@@ -1,4 +1,4 @@
-"""key create, list, revoke: who may use a server. They work on the store, beside a running server or without one."""
+"""key create, list, rotate, revoke: who may use a server. They work on the store, with or without a running server."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -99,6 +99,33 @@ def list_keys(store: StoreOption = None, as_json: JsonOption = False) -> None:
     print_table(titles, [_cells(key) for key in keys], numbers=False)
 
 
+def rotate(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As key list has it.")],
+    grace: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help=r"The old secret opens for 1h, 7d more. \[default: not at all]"),
+    ] = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Give a key another secret and print it: once, and never again. What the key may do, its limits, its files and its
+    batches stay.
+
+    A running server takes it from its next request on.
+    """
+    grace_s = 0.0 if grace is None else duration("--grace", grace)
+    with _book(store, must_be=True) as book, _told_near(book, name):
+        key, secret = book.rotate(name, grace_s)
+    ends_s = time.time() + grace_s
+    if as_json:
+        print_json({"key": secret, "old_ends_s": round(ends_s, 3), **_plain(key)})
+        return
+    until = f"until {_day(ends_s)}" if grace_s else "nothing any more"
+    note(f"key {name} has a new secret; those of before open {until}")
+    note("This is shown once; nobody can show it again:")
+    say(secret)
+
+
 def revoke(
     name: Annotated[str, typer.Argument(metavar="NAME", help="As key list has it.")],
     store: StoreOption = None,
@@ -108,14 +135,8 @@ def revoke(
 
     The server stays closed after the last one, too.
     """
-    from api.keys.book import InvalidKey
-
-    with _book(store, must_be=True) as book:
-        try:
-            done = book.revoke(name)
-        except InvalidKey as error:
-            near = near_names(name, [key.name for key in book.all()])
-            raise CliError(f"{error}{f'; did you mean {near[0]}?' if near else ''}") from None
+    with _book(store, must_be=True) as book, _told_near(book, name):
+        done = book.revoke(name)
         key = next(key for key in book.all() if key.name == name)
     if as_json:
         print_json(_plain(key))
@@ -132,6 +153,19 @@ def _book(store: Path | None, *, must_be: bool = False) -> Iterator["KeyBook"]:
         raise CliError(f"{root} has no keys: lorasrv key create makes one")
     with closing(KeyBook(root)) as book:
         yield book
+
+
+@contextmanager
+def _told_near(book: "KeyBook", name: str) -> Iterator[None]:
+    """Why nothing can be done to the key of that name, and which one may be meant."""
+    from api.keys.book import InvalidKey
+
+    try:
+        yield
+    except InvalidKey as error:
+        names = [key.name for key in book.all()]
+        near = near_names(name, names) if name not in names else ()
+        raise CliError(f"{error}{f'; did you mean {near[0]}?' if near else ''}") from None
 
 
 def _configured_store() -> Path:

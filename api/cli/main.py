@@ -144,6 +144,7 @@ _command(
     of=keys.app,
 )
 _command("list", keys.list_keys, "lorasrv key list", of=keys.app)
+_command("rotate", keys.rotate, "lorasrv key rotate alice", "lorasrv key rotate alice --grace 24h --json", of=keys.app)
 _command("revoke", keys.revoke, "lorasrv key revoke alice", of=keys.app)
 _command("show", config.show, "lorasrv config show --origin", of=config.app)
 _command("init", config.init, "lorasrv config init > ~/.config/lorasrv/config.toml", of=config.app)

@@ -24,10 +24,15 @@ from api.keys.key import NAME_RULE, NO_LIMITS, Key, KeyLimits, digest_of, is_nam
 FILE = "keys.db"
 BUSY_MS = 5000
 VERSION = 1
-_SCHEMA = """CREATE TABLE keys (
-    name TEXT PRIMARY KEY, secret_sha256 BLOB NOT NULL UNIQUE, scopes TEXT NOT NULL, adapters TEXT NOT NULL,
-    limits TEXT NOT NULL, created_s REAL NOT NULL, expires_s REAL, revoked_s REAL, last_used_s REAL
-) STRICT"""
+_SCHEMA = (
+    """CREATE TABLE keys (
+        name TEXT PRIMARY KEY, scopes TEXT NOT NULL, adapters TEXT NOT NULL, limits TEXT NOT NULL,
+        created_s REAL NOT NULL, expires_s REAL, revoked_s REAL, last_used_s REAL
+    ) STRICT""",
+    """CREATE TABLE secrets (
+        sha256 BLOB PRIMARY KEY, name TEXT NOT NULL REFERENCES keys, ends_s REAL
+    ) STRICT, WITHOUT ROWID""",
+)
 _LOG = logging.getLogger(__name__)
 
 
@@ -79,7 +84,8 @@ class KeyBook:
             if self._version() == 0:
                 with self._transaction():
                     if self._version() == 0:
-                        self._db.execute(_SCHEMA)
+                        for table in _SCHEMA:
+                            self._db.execute(table)
                         self._db.execute(f"PRAGMA user_version = {VERSION}")
             if (found := self._version()) != VERSION:
                 raise StoreUnusable(f"{FILE} was written by another lorasrv (layout {found}, this one reads {VERSION})")
@@ -97,25 +103,28 @@ class KeyBook:
 
     def all(self) -> list[Key]:
         """All there ever were, oldest first."""
-        return list(self.by_digest().values())
-
-    def by_digest(self) -> dict[bytes, Key]:
-        """The same by the SHA-256 of their secrets."""
         with _errors():
             rows = self._db.execute(
-                "SELECT secret_sha256, name, scopes, adapters, limits, created_s, expires_s, revoked_s, last_used_s "
+                "SELECT name, scopes, adapters, limits, created_s, expires_s, revoked_s, last_used_s "
                 "FROM keys ORDER BY created_s, name"
             ).fetchall()
-            return {
-                digest: Key(
+            return [
+                Key(
                     name,
                     frozenset(Scope(scope) for scope in json.loads(scopes)),
                     tuple(json.loads(adapters)),
                     KeyLimits(**json.loads(limits)),
                     *times,
                 )
-                for digest, name, scopes, adapters, limits, *times in rows
-            }
+                for name, scopes, adapters, limits, *times in rows
+            ]
+
+    def by_digest(self) -> dict[bytes, tuple[Key, float | None]]:
+        """By the SHA-256 of every secret there ever was, its key, and when it ends though the key goes on."""
+        with _errors(), self._reading():
+            keys = {key.name: key for key in self.all()}
+            secrets = self._db.execute("SELECT sha256, name, ends_s FROM secrets").fetchall()
+            return {digest: (keys[name], ends_s) for digest, name, ends_s in secrets}
 
     def create(
         self,
@@ -132,7 +141,7 @@ class KeyBook:
         _check(name, scopes, adapters)
         key, secret = Key(name, scopes, adapters, limits, time.time(), expires_s), new_secret()
         row = (
-            *(name, digest_of(secret), json.dumps(sorted(scopes)), json.dumps(adapters), json.dumps(asdict(limits))),
+            *(name, json.dumps(sorted(scopes)), json.dumps(adapters), json.dumps(asdict(limits))),
             *(key.created_s, key.expires_s),
         )
         with _errors(), self._transaction():
@@ -140,7 +149,25 @@ class KeyBook:
                 raise InvalidKey(
                     "--name", f"there is or was a key named {name}; a name is used once, so choose another"
                 )
-            self._db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?, NULL, NULL)", row)
+            self._db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, NULL, NULL)", row)
+            self._db.execute("INSERT INTO secrets VALUES (?, ?, NULL)", (digest_of(secret), name))
+        return key, secret
+
+    def rotate(self, name: str, grace_s: float = 0.0) -> tuple[Key, str]:
+        """Another secret for a key, which stays what it is; those of before end after so many seconds.
+
+        Raises: InvalidKey: there is none of that name, or it has ended.
+        """
+        secret, now_s = new_secret(), time.time()
+        with _errors(), self._transaction():
+            key = next((key for key in self.all() if key.name == name), None)
+            if key is None:
+                raise InvalidKey("NAME", f"there is no key named {name!r}")
+            if (state := key.state(now_s)) != "active":
+                raise InvalidKey("NAME", f"key {name} is {state}, and stays so; make another: lorasrv key create")
+            query = "UPDATE secrets SET ends_s = min(coalesce(ends_s, ?1), ?1) WHERE name = ?2"
+            self._db.execute(query, (now_s + grace_s, name))
+            self._db.execute("INSERT INTO secrets VALUES (?, ?, NULL)", (digest_of(secret), name))
         return key, secret
 
     def revoke(self, name: str) -> bool:
@@ -157,6 +184,15 @@ class KeyBook:
         with _errors(), self._transaction():
             query = "UPDATE keys SET last_used_s = max(coalesce(last_used_s, 0), ?) WHERE name = ?"
             self._db.executemany(query, [(when, name) for name, when in used_s.items()])
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """One state of the book, whoever changes it meanwhile."""
+        self._db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._db.execute("ROLLBACK")
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[None]:

@@ -23,6 +23,7 @@ _PATTERN = re.compile(r"[a-z0-9._*?!\[\]-]{1,64}")
 NAME_RULE = "1 to 64 of a-z, 0-9, '.', '_' and '-', the first a letter or digit"
 
 KeyState = Literal["active", "expired", "revoked"]
+SecretState = KeyState | Literal["replaced"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from starlette.concurrency import run_in_threadpool
 from adapter_store.errors import AdapterError
 from api.keys.book import KeyBook
 from api.keys.caller import Caller, Scope
-from api.keys.key import API_KEY, Key, KeyState, digest_of
+from api.keys.key import API_KEY, Key, SecretState, digest_of
 
 BUSY_MS = 50
 """Nothing but a crashed writer's log, which the first reader takes over, makes a reader wait."""
@@ -31,15 +31,18 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Held:
+    """What one secret opens. `ends_s`: when it ends, though its key goes on with another."""
+
     digest: bytes
     key: Key | None
     caller: Caller
+    ends_s: float | None = None
 
 
 class KeyRefused(Exception):
-    """A secret opens nothing; `state` is that of its key if it ever had one."""
+    """A secret opens nothing; `state` says why if it once did."""
 
-    def __init__(self, state: KeyState | None) -> None:
+    def __init__(self, state: SecretState | None) -> None:
         super().__init__(state)
         self.state = state
 
@@ -87,6 +90,8 @@ class KeyRing:
             now_s = time.time()
             if (state := held.key.state(now_s)) != "active":
                 raise KeyRefused(state)
+            if held.ends_s is not None and held.ends_s <= now_s:
+                raise KeyRefused("replaced")
             self._used_s[held.key.name] = now_s
         return held.caller
 
@@ -137,7 +142,8 @@ class KeyRing:
     def _read(self) -> tuple[int, Mapping[bytes, _Held]]:
         # The number first: what changes in between is read once more.
         changes = self._book.changes()
-        held = {digest: _Held(digest, key, _caller(key)) for digest, key in self._book.by_digest().items()}
+        known = self._book.by_digest().items()
+        held = {digest: _Held(digest, key, _caller(key), ends_s) for digest, (key, ends_s) in known}
         return changes, {**held, **self._own}
 
 

@@ -3,6 +3,8 @@
 import asyncio
 import json
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,27 @@ class TestBook:
         assert KeyBook(tmp_path).all() == [key]
         assert (key.scopes, key.adapters, key.limits, key.expires_s) == (scopes, ("mia*", "bob"), limits, 5e9)
         assert list(book.by_digest()) == [digest_of(secret)]
+
+    def test_another_secret_for_the_same_key(self, book, tmp_path: Path) -> None:
+        key, first = book.create("alice", INFER)
+        ring = KeyRing(tmp_path)
+        for grace_s, goes_on in ((60.0, True), (0.0, False)):
+            rotated, second = book.rotate("alice", grace_s)
+            assert rotated == key
+            assert [opens(ring, secret) for secret in (first, second)] == [goes_on, True]
+        assert ring.caller(second).principal == "alice"
+        with pytest.raises(KeyRefused) as caught:
+            ring.caller(first)
+        assert caught.value.state == "replaced"
+        _, third = book.rotate("alice", 60.0)
+        assert not opens(ring, first), "no grace brings back what has ended"
+        assert opens(ring, second)
+        assert book.all() == [replace(key, last_used_s=book.all()[0].last_used_s)]
+        book.revoke("alice")
+        assert not any(opens(ring, secret) for secret in (first, second, third))
+        with pytest.raises(InvalidKey, match="key alice is revoked, and stays so"):
+            book.rotate("alice")
+        ring.close()
 
     def test_the_secret_is_nowhere_on_the_disk(self, book, tmp_path: Path) -> None:
         _, secret = book.create("alice", INFER)
@@ -257,6 +280,21 @@ class TestCommands:
         assert cli("key", "revoke", "alice", "--store", store).out == "key alice was revoked before\n"
         assert json.loads(cli("key", "list", "--store", store, "--json").out)["state"] == "revoked"
         assert secret not in listed.out + listed.err + as_json.out + revoked.out + revoked.err
+
+    def test_another_secret(self, cli, tmp_path: Path) -> None:
+        first = cli("key", "create", "--name", "alice", "--rpm", 6, "--store", tmp_path).out.strip()
+        done = cli("key", "rotate", "alice", "--store", tmp_path)
+        second = done.out.removesuffix("\n")
+        assert (done.code, len(second)) == (0, len(first))
+        assert "those of before open nothing any more" in done.err
+        as_json = json.loads(cli("key", "rotate", "alice", "--grace", "24h", "--store", tmp_path, "--json").out)
+        assert (as_json["name"], as_json["limits"]) == ("alice", {"requests_per_min": 6})
+        assert 86_000 < as_json["old_ends_s"] - time.time() < 87_000
+        ring = KeyRing(tmp_path)
+        assert [opens(ring, secret) for secret in (first, second, as_json["key"])] == [False, True, True]
+        ring.close()
+        assert cli("key", "rotate", "alic", "--store", tmp_path).err.endswith("; did you mean alice?\n")
+        assert cli("key", "rotate", "alice", "--grace", "soon", "--store", tmp_path).code == 2
 
     def test_defaults_and_json(self, cli, tmp_path: Path) -> None:
         made = json.loads(cli("key", "create", "--store", tmp_path, "--json").out)
