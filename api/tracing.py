@@ -6,6 +6,7 @@ keep up. Attributes are those of OpenTelemetry's conventions for HTTP and for ge
 """
 
 import os
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ TRACES_PATH = "/v1/traces"
 OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 GENERATION = "generate_content"
 MAX_CHOICES_SHOWN = 8
+LAST_SPANS_S = 2.0
+"""How long the end of a server may wait for a collector: it has that much left after draining (`--drain-s`)."""
 
 
 def open_tracing(endpoint: str | None, environment: Mapping[str, str] = os.environ) -> "Tracing | None":
@@ -44,7 +47,8 @@ def open_tracing(endpoint: str | None, environment: Mapping[str, str] = os.envir
     except ImportError as error:
         raise ConfigError(f"{asker} needs packages that are not here: pip install 'lorasrv[otel]'") from error
     known = {"service.name": "lorasrv", "service.version": __version__}
-    provider = TracerProvider(resource=Resource.create(known if "OTEL_SERVICE_NAME" not in environment else {}))
+    resource = Resource.create(known if "OTEL_SERVICE_NAME" not in environment else {})
+    provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     exporter = OTLPSpanExporter(f"{endpoint.rstrip('/')}{TRACES_PATH}" if endpoint else None)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracing(provider)
@@ -62,7 +66,7 @@ class Tracing:
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        if not seen.answers and seen.method == "GET":
+        if not seen.answers and seen.method in ("GET", "HEAD"):
             return
         carrier = {name: value for name in ("traceparent", "tracestate") if (value := seen.asked(name))}
         span = self._tracer.start_span(
@@ -81,8 +85,10 @@ class Tracing:
         span.end(seen.began_ns + round(1e9 * seen.seconds))
 
     def close(self) -> None:
-        """Send what is left; waits for it, for some seconds at most."""
-        self._provider.shutdown()
+        """Send what is left. Waits `LAST_SPANS_S` at most: the exporter itself would try for ten seconds."""
+        sending = threading.Thread(target=self._provider.shutdown, name="lorasrv-last-spans", daemon=True)
+        sending.start()
+        sending.join(LAST_SPANS_S)
 
     def _parts(self, seen: Seen, answer: EndedRequest, span: "Span") -> None:
         """The request's time in the engine, one part after another. The wait for the adapter begins on arrival."""

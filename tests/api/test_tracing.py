@@ -1,18 +1,22 @@
 """Spans: one a request, its parts below it, under the caller's own; nothing unless asked for."""
 
+import socket
 import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install 'lorasrv[otel]'")
 
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest  # noqa: E402
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor  # noqa: E402
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter  # noqa: E402
 
 from api import watching  # noqa: E402
-from api.tracing import Tracing, open_tracing  # noqa: E402
+from api.tracing import LAST_SPANS_S, Tracing, open_tracing  # noqa: E402
 from lorasrv.errors import ConfigError  # noqa: E402
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -81,7 +85,83 @@ def test_probes_make_none(spans, make_server) -> None:
     server = make_server()
     for path in ("/health", "/metrics", "/v1/adapters"):
         server.http.get(path)
+        server.http.head(path)
     assert spans.get_finished_spans() == ()
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[Any]]]:
+    """A collector's address, and the requests that it gets, decoded."""
+    got: list[Any] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            got.append((self.path, self.headers["content-type"], ExportTraceServiceRequest.FromString(body)))
+            self.send_response(200)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", got
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("said_by", ["flag", "environment"])
+def test_a_collector_gets_them(collector, make_server, make_adapter, monkeypatch, eventually, said_by: str) -> None:
+    """As protobuf over HTTP, with the names of the service and of the adapter; what is left is sent at the end."""
+    url, got = collector
+    opened: list[Tracing] = []
+
+    def open_one(endpoint: str | None) -> Tracing:
+        tracing = open_tracing(endpoint)
+        assert tracing is not None
+        opened.append(tracing)
+        return tracing
+
+    monkeypatch.setattr(watching, "open_tracing", open_one)
+    if said_by == "environment":
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
+    server = make_server(**{"otlp_endpoint": url} if said_by == "flag" else {})
+    server.upload(make_adapter(), "mia")
+    assert server.chat(model="mia").status_code == 200
+    provider = opened[0]._provider
+    # Spans are made after their answers.
+    eventually(lambda: provider.force_flush() and b"POST /v1/chat" in b"".join(r.SerializeToString() for *_, r in got))
+    provider.get_tracer("x").start_span("the last one").end()
+    opened[0].close()
+    assert {(path, kind) for path, kind, _ in got} == {("/v1/traces", "application/x-protobuf")}
+    resources = [resource for _, _, request in got for resource in request.resource_spans]
+    service = {attribute.key: attribute.value.string_value for attribute in resources[0].resource.attributes}
+    assert service["service.name"] == "lorasrv"
+    sent = {span.name: span for one in resources for scope in one.scope_spans for span in scope.spans}
+    assert "the last one" in sent
+    chat = sent["POST /v1/chat/completions"]
+    told = {attribute.key: attribute.value.string_value for attribute in chat.attributes}
+    assert told["lorasrv.adapter.id"] == "mia"
+    assert {"load", "queue"} <= {name for name, span in sent.items() if span.parent_span_id == chat.span_id}
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_collector_that_does_not_answer_delays_the_end_by_little(listens: bool) -> None:
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if listens:
+            silent.listen()
+        tracing = open_tracing(f"http://127.0.0.1:{silent.getsockname()[1]}", {})
+        assert tracing is not None
+        tracing._provider.get_tracer("x").start_span("x").end()
+        ending = threading.Thread(target=tracing.close)
+        ending.start()
+        # The exporter would take 7 and 10 seconds.
+        ending.join(LAST_SPANS_S + 3)
+        assert not ending.is_alive()
 
 
 def test_nothing_unless_asked() -> None:
