@@ -21,13 +21,15 @@ _NONE = Limits()
 
 @dataclass(slots=True)
 class _Account:
-    """`pages` that its running requests may come to hold, with the adapters that they use."""
+    """`pages` that its running requests may come to hold, with the adapters that they use. `num_seated`: of those that
+    wait, those for whom there is a place in the next step, as far as limits and seats go."""
 
     kind: str
     name: str
     limits: Limits
     num_running: int = 0
     num_waiting: int = 0
+    num_seated: int = 0
     pages: int = 0
     uses: Counter[AdapterKey] = field(default_factory=Counter)
     paid_until_s: float = 0.0
@@ -40,6 +42,16 @@ class _Account:
     @property
     def is_idle(self) -> bool:
         return not self.num_running and not self.num_waiting
+
+    @property
+    def num_queued(self) -> int:
+        """Those that wait though a step could have taken them, or has no place for them."""
+        return self.num_waiting - self.num_seated
+
+    @property
+    def has_seat(self) -> bool:
+        most = self.limits.max_running
+        return most is None or self.num_running + self.num_seated < most
 
     @property
     def shown(self) -> str:
@@ -64,9 +76,10 @@ class Quotas:
     Args:
         of_adapters, of_keys: limits of whoever has none of its own.
         books: what requests and adapters take of the pool.
+        seats: requests that run at a time.
     """
 
-    def __init__(self, of_adapters: Limits, of_keys: Limits, books: PoolBooks) -> None:
+    def __init__(self, of_adapters: Limits, of_keys: Limits, books: PoolBooks, seats: int) -> None:
         self._of_adapters, self._of_keys = of_adapters, of_keys
         self._books = books
         self._page_bytes = books.geometry.block_bytes
@@ -75,6 +88,8 @@ class Quotas:
         self._adapters: dict[str, _Account] = {}
         self._keys: dict[str, _Account] = {}
         self._reserved: dict[RequestId, int] = {}
+        self._seats, self._num_waiting = seats, 0
+        self._seated: list[_Account] = []
         self._num_swept = MIN_SWEEP
 
     def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
@@ -83,8 +98,9 @@ class Quotas:
             self._own.pop(adapter_id, None)
         else:
             self._own[adapter_id] = limits
-        if adapter_id in self._adapters:
-            self._adapters[adapter_id].limits = self._limits_of(adapter_id)
+        if (account := self._adapters.get(adapter_id)) is not None:
+            account.limits = self._limits_of(adapter_id)
+            account.num_seated = min(account.num_seated, account.limits.max_running or account.num_seated)
 
     def weight(self, adapter_id: str) -> float:
         """An adapter's share of the service among those that wait."""
@@ -96,11 +112,15 @@ class Quotas:
     # What a request may.
 
     def why_not_queue(self, request: Request) -> str | None:
-        """Which limit forbids one more waiting request, if one does. Asked before `arrives`."""
-        for account in self._accounts(request):
+        """Which limit forbids one more waiting request, if one does. Asked before `arrives`. Those that come between
+        two steps and find a seat are not queued."""
+        accounts = self._accounts(request)
+        if self._has_seat(accounts):
+            return None
+        for account in accounts:
             most = account.limits.max_queued
-            if most is not None and account.num_waiting >= most:
-                return f"{account.shown} has {account.num_waiting} requests waiting, and may have {most}"
+            if most is not None and account.num_queued >= most:
+                return f"{account.shown} has {account.num_queued} requests waiting, and may have {most}"
         return None
 
     def why_never(self, request: Request) -> str | None:
@@ -145,14 +165,27 @@ class Quotas:
 
     # What becomes of it.
 
+    def begin_step(self) -> None:
+        """From now on, who waits waits."""
+        for account in self._seated:
+            account.num_seated = 0
+        self._seated.clear()
+
     def arrives(self, request: Request) -> None:
-        for account in self._open(request):
+        accounts = self._open(request)
+        if self._has_seat(accounts):
+            self._seated += accounts
+            for account in accounts:
+                account.num_seated += 1
+        self._num_waiting += 1
+        for account in accounts:
             account.num_waiting += 1
 
     def starts(self, request: Request) -> None:
         """A waiting request runs."""
         pages = self._pages_reserved_by(request)
         self._reserved[request.request_id] = pages
+        self._num_waiting -= 1
         for account in self._open(request):
             account.num_waiting -= 1
             account.num_running += 1
@@ -163,6 +196,7 @@ class Quotas:
     def stops(self, request: Request) -> None:
         """A running request waits again."""
         pages = self._reserved.pop(request.request_id)
+        self._num_waiting += 1
         for account in self._accounts(request):
             account.num_waiting += 1
             account.num_running -= 1
@@ -174,6 +208,7 @@ class Quotas:
 
     def leaves(self, request: Request) -> None:
         """A waiting request is gone."""
+        self._num_waiting -= 1
         for account in self._accounts(request):
             account.num_waiting -= 1
         if len(self._adapters) + len(self._keys) > 2 * self._num_swept:
@@ -194,7 +229,13 @@ class Quotas:
             waits = Counter(getattr(r.message, name) for r in waiting)
             assert {n: a.num_running for n, a in accounts.items() if a.num_running} == runs, "running requests differ"
             assert {n: a.num_waiting for n, a in accounts.items() if a.num_waiting} == waits, "waiting requests differ"
+        assert self._num_waiting == len(waiting), "waiting requests differ"
         assert self._reserved.keys() == {r.request_id for r in running}, "reservations differ from those that run"
+
+    def _has_seat(self, accounts: Sequence[_Account]) -> bool:
+        """Whether the next step has a place for one more, if nothing but seats and limits is in the way."""
+        free = self._seats - len(self._reserved) - self._num_waiting
+        return free > 0 and all(account.has_seat for account in accounts)
 
     def _has_room(self, account: _Account, request: Request) -> bool:
         limits = account.limits

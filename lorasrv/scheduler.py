@@ -64,7 +64,7 @@ class Scheduler:
         self._clock = books.clock
         self.counters = SchedulerCounters()
         self.predictor = LengthPredictor()
-        self.quotas = Quotas(options.adapter_limits, options.key_limits, books)
+        self.quotas = Quotas(options.adapter_limits, options.key_limits, books, options.max_num_seqs)
         self.policy = make_policy(options, books.costs, self.predictor, self.quotas)
         self._lineup = Lineup(self.policy, options.max_wait_steps, self._may_run)
         self._deadlines = Deadlines(options.queue_timeout_s, books.costs, self.predictor, books.clock)
@@ -165,6 +165,7 @@ class Scheduler:
         preemptions = self.counters.preemptions
         self._memory.note_moves()  # of a step that could not be planned to its end
         self._lineup.begin_step()
+        self.quotas.begin_step()
         self._tiers.begin_step()
         self._end_missed()
         self._tiers.forget_unwanted(self._is_wanted)

@@ -50,6 +50,7 @@ def test_the_map_answers_the_keyboard(page, served) -> None:
     assert readout.inner_text().startswith("Page 1: ")
     assert re.search(r"in use: keys and values \d", canvas.get_attribute("aria-label"))
     page.locator("#pool-details summary").click()
+    page.wait_for_selector("#pool-owners tr")
     rows = page.locator("#pool-owners tr").all_inner_texts()
     assert [row for row in rows if row.startswith("three") and f"\t{number}\t" in row], rows
 
@@ -87,6 +88,7 @@ def test_charts_have_a_gap_where_the_server_was_away(page, served) -> None:
         wait_for_beat(page)
     assert page.locator(".chart").first.locator("path.line-0").count() == 2
     page.locator("#figures-details summary").click()
+    page.wait_for_selector("#figures-rows tr")
     assert "did not answer" in page.locator("#figures-rows").inner_text()
 
 

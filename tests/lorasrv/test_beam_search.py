@@ -197,7 +197,7 @@ def test_a_group_that_its_limits_forbid_is_refused_whole(model, adapter_dirs) ->
         assert not llm.engine.has_requests
         assert len(llm._run(_group(llm, PROMPTS[0], "two", BeamOptions(2)))) == 2
     with (
-        _engine(model, adapter_dirs, 60, "auto", adapter_limits=Limits(max_queued=2)) as llm,
+        _engine(model, adapter_dirs, 60, "auto", adapter_limits=Limits(max_queued=1), max_num_seqs=2) as llm,
         pytest.raises(LimitExceeded),
     ):
         llm._run(_group(llm, PROMPTS[0], "two", BeamOptions(4)))

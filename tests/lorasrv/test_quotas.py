@@ -46,12 +46,30 @@ def test_requests_of_one_account_in_the_queue() -> None:
     bench.add("base 2")
     bench.run()
     ends = bench.ends()
-    assert [name for name, why in ends.items() if why is FinishReason.REFUSED] == ["r2", "r3"]
+    assert [name for name, why in ends.items() if why is FinishReason.REFUSED] == ["r3"]
     refused = next(o for o in bench.outputs if o.request_id == "r3")
     assert refused.refusal is Refusal.LIMIT
     assert refused.error == "adapter 'mia' has 2 requests waiting, and may have 2"
     assert refused.retry_after_s
     assert refused.retry_after_s >= 1
+
+
+@pytest.mark.parametrize("seats", [1, 2, 3, 8])
+@pytest.mark.parametrize("max_running", [None, 1, 2])
+def test_who_finds_a_seat_is_not_queued(seats: int, max_running: int | None) -> None:
+    """However many come between two steps; and whoever a step has left waiting is."""
+    bench = Bench(pages=400, max_num_batched_tokens=64, max_num_seqs=seats)
+    bench.scheduler.quotas.set_limits("mia", Limits(max_running=max_running, max_queued=1))
+    places = min(seats, max_running or seats)
+    for i in range(9):
+        bench.add(f"mia{i}", 4, 5, adapter_id="mia")
+    refused = lambda: [name for name, why in bench.ends().items() if why is FinishReason.REFUSED]  # noqa: E731
+    bench.step()
+    assert refused() == [f"mia{i}" for i in range(places + 1, 9)]
+    assert _running(bench, "mia") == places
+    bench.add("late", adapter_id="mia")
+    bench.run()
+    assert refused()[9 - places - 1 :] == ["late"]
 
 
 @given(rate=st.floats(0.5, 20.0), prompt=st.integers(1, 30), answer=st.integers(1, 10))
