@@ -52,7 +52,7 @@ class StepFaults:
         return self._scheduler.take_outputs()
 
     def not_computed(self, failed: Mapping[RequestId, Exception]) -> None:
-        """These cannot be, each alone."""
+        """These cannot be, each alone. Raises: AssertionError: the accounts are wrong."""
         requests = [request for request in self._scheduler.requests() if request.request_id in failed]
         large = [request for request in requests if is_out_of_memory(failed[request.request_id])]
         self._end(large, Refusal.MEMORY, TOO_LARGE)
@@ -67,10 +67,14 @@ class StepFaults:
         return self._scheduler.take_outputs()
 
     def _end(self, requests: Iterable[Request], refusal: Refusal, why: str) -> None:
+        """Raises: AssertionError: what one of them holds could not be taken back."""
         ended = list(requests)
         if refusal is Refusal.STEP:
             # Not those that memory was short for: that passes.
             self._poison.note(request.message for request in ended)
         for request in ended:
-            self._scheduler.fail(request.request_id, why, refusal)
+            try:
+                self._scheduler.fail(request.request_id, why, refusal)
+            except Exception as error:
+                raise AssertionError(f"request {request.request_id} could not be ended") from error
         self.total += len(ended)
