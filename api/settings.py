@@ -59,6 +59,7 @@ class ServerSettings(BaseSettings):
     model: str = BUILTIN_MODEL
     quantization: str = _MODEL.quantization
     quantization_group: int | None = _MODEL.quantization_group
+    bf16_linears: str = _MODEL.bf16_linears
     quantized_weights: Path | None = None
     dtype: str = _MODEL.dtype
     device: str = _MODEL.device
@@ -200,6 +201,7 @@ class ServerSettings(BaseSettings):
                 model=self.model,
                 quantization=self.quantization,
                 quantization_group=self.quantization_group,
+                bf16_linears=self.bf16_linears,
                 quantized_weights=self.quantized_weights,
                 dtype=self.dtype,
                 device=self.device,

@@ -18,6 +18,7 @@ from lorasrv.host_memory import free_bytes
 from lorasrv.loaders import Checkpoint, WeightMeter
 from lorasrv.model_runner import ModelRunner
 from lorasrv.models.decoder import DecoderLimits
+from lorasrv.models.operations import operations
 from lorasrv.models.spec import ModelSpec
 from lorasrv.models.weights import load_weights
 from lorasrv.pool_books import PoolBooks, PoolGeometry
@@ -30,6 +31,11 @@ Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is, from 0 to 1."""
 
 MIN_POOL_PAGES = 4
+PROBED_WIDTH = 2048
+"""Narrower models gain less from bf16 copies of their linears than was measured (`sgmv_kernels.linear_probe`)."""
+MAX_COPIES_SHARE = 0.2
+"""Of free memory, that bf16 copies of the base's linears may take: two bytes a weight, which is what a token costs in
+operations. Codes of 4 bits grow to five times their size by them."""
 _TYPICAL_LINEAR = "model.layers.0.mlp.down_proj.weight"
 _OWN_FORMAT = "--quantized-weights has a format and groups of its own"
 _FORMAT_OF_LEVELS = {levels: name for name, levels in LEVELS.items()}
@@ -62,7 +68,7 @@ def build(
     max_model_len = _max_model_len(config.model.max_model_len, spec)
     if progress and config.model.kernels != "torch" and device.type == "cpu":
         progress("loading kernels; the first start on a machine compiles them, which takes 15 to 30 seconds", 0.0)
-    ops = _ops(config.model.kernels, device, [dtype, kv_dtype])
+    ops = _ops(config.model, spec, device, [dtype, kv_dtype])
     # Before the weights: what is refused here is refused at once.
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
@@ -112,9 +118,16 @@ def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> Qu
     return get_format(name, ops, group, keeps_finer=codes is not None and codes.levels != INT8_LEVELS)
 
 
-def _ops(kernels: str, device: torch.device, dtypes: list[torch.dtype]) -> Ops:
+def make_ops(options: ModelOptions, spec: ModelSpec, device: torch.device) -> Ops:
+    """The kernels that options ask for. Raises: KernelsUnavailable: they cannot run here."""
+    pays = spec.hidden_size >= PROBED_WIDTH and operations(spec).token <= MAX_COPIES_SHARE * free_bytes()
+    copies = options.bf16_linears == "auto" and pays
+    return Ops(device, None if options.kernels == "auto" else options.kernels, copies=copies)
+
+
+def _ops(options: ModelOptions, spec: ModelSpec, device: torch.device, dtypes: list[torch.dtype]) -> Ops:
     try:
-        ops = Ops(device, None if kernels == "auto" else kernels)
+        ops = make_ops(options, spec, device)
         ops.warm_up(dtypes)
         return ops
     except KernelsUnavailable as error:

@@ -13,6 +13,7 @@ BUILTIN_MODEL = "smollm2-135m"
 DTYPES = ("bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "torch", "numba", "triton")
+BF16_LINEARS = ("auto", "off")
 LOAD_FORMATS = ("auto", "dummy")
 PREEMPTIONS = ("auto", "recompute", "swap")
 POLICIES = ("fair", "fcfs", "mlfq", "sjf")
@@ -30,7 +31,8 @@ class ModelOptions:
     on CUDA of activations too. `load_format` dummy: random weights.
 
     `quantization` "auto" keeps 4-bit files exactly, as int4, and is int8 for others; `quantization_group` None is the
-    format's own. `quantized_weights`: linears as `lorasrv quantize` has rounded them.
+    format's own. `quantized_weights`: linears as `lorasrv quantize` has rounded them. `bf16_linears` "auto" gives
+    linears a bf16 copy for large steps on CPUs where that is much faster, if memory is plentiful.
     """
 
     model: str = BUILTIN_MODEL
@@ -42,6 +44,7 @@ class ModelOptions:
     max_model_len: int | None = None
     load_format: str = "auto"
     quantized_weights: Path | None = None
+    bf16_linears: str = "auto"
 
     def __post_init__(self) -> None:
         _positive("--quantization-group", self.quantization_group)
@@ -49,6 +52,7 @@ class ModelOptions:
         _one_of("--device", self.device, DEVICES)
         _one_of("--kernels", self.kernels, KERNELS)
         _one_of("--load-format", self.load_format, LOAD_FORMATS)
+        _one_of("--bf16-linears", self.bf16_linears, BF16_LINEARS)
         _positive("--max-model-len", self.max_model_len)
 
 

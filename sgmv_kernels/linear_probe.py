@@ -2,7 +2,7 @@
 
 Only processors that multiply bf16 (AVX-512 BF16, AMX) are asked. For others, and for few rows, our kernels over codes
 are the fastest that we know (docs/benchmarks.md compares torch's). The copy is the one extra that a weight may have;
-and rows of such steps are rounded otherwise than in smaller steps, so the gain must be worth it.
+and rows of such steps are rounded otherwise than in smaller steps, so the gain must be worth it (`--bf16-linears off`).
 """
 
 import json

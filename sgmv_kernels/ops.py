@@ -76,12 +76,13 @@ class Ops:
     Args:
         device: where the tensors are.
         kernels: one of `KERNELS`; None takes the fastest that run on the device.
+        copies: linears may have a bf16 copy for many rows; without, a row's result does not depend on others.
     Raises:
         KernelsUnavailable: the kernels that were asked for cannot run here.
     """
 
-    def __init__(self, device: torch.device, kernels: str | None = None) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, kernels: str | None = None, *, copies: bool = True) -> None:
+        self.device, self._copies = device, copies
         self._chosen = kernels is not None
         self._backend = choose_backend(device) if kernels is None else load_backend(kernels)
         if self._backend.name == "numba" and device.type != "cpu":
@@ -105,7 +106,7 @@ class Ops:
         """What runs a model's layers from recordings; steps whose linears take other kernels go without."""
         from sgmv_kernels.step_program import StepProgram
 
-        return StepProgram(layers, shape.below(self._backend.wide_rows()), self)
+        return StepProgram(layers, shape.below(self._backend.wide_rows() if self._copies else None), self)
 
     def warm_up(self, dtypes: Sequence[torch.dtype]) -> None:
         """Compile what panels and pages of these dtypes need, so that no request waits for it.
@@ -360,7 +361,7 @@ class Ops:
         require(codes.codes.device.type == self.device.type, f"codes must be on {self.device}")
         fits = bias is None or (bias.shape == (codes.out_features,) and bias.dtype == torch.float32)
         require(fits, f"bias must be float32 [{codes.out_features}]")
-        return self._backend.pack_linear(codes, bias, few_rows)
+        return self._backend.pack_linear(codes, bias, few_rows or not self._copies)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
         """A base linear over packed codes.

@@ -50,6 +50,10 @@ def serve(
     quantization_group: Annotated[
         int | None, _text("Weights that share a scale: 32, 64 or 128. [default: the format's]", _MODEL)
     ] = None,
+    bf16_linears: Annotated[
+        str | None,
+        _text("auto: large steps in bf16 on CPUs where that is much faster, if memory allows; or off.", _MODEL),
+    ] = None,
     quantized_weights: Annotated[
         Path | None, _text("What lorasrv quantize has made of the model: its format and groups.", _MODEL)
     ] = None,

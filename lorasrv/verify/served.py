@@ -17,7 +17,7 @@ from adapter_store.validate import validate_adapter
 from lorasrv.adapter_pack import pack_adapter
 from lorasrv.base_shapes import adapter_layout, base_shapes
 from lorasrv.batch import ForwardBatch, build_batch
-from lorasrv.build import choose_format
+from lorasrv.build import choose_format, make_ops
 from lorasrv.device_memory import DeviceMemory, page_bytes
 from lorasrv.loaders import Checkpoint, WeightMeter
 from lorasrv.models.decoder import Decoder, DecoderLimits
@@ -27,7 +27,6 @@ from lorasrv.sampling import SamplingParams
 from lorasrv.step import AdapterOrders, ScheduledRequest, SchedulerOutput
 from lorasrv.verify.job import VerifyJob
 from sgmv_kernels.layout import PlacedAdapter
-from sgmv_kernels.ops import Ops
 
 PAGE_TOKENS = 16
 WITH, WITHOUT = RequestId("with"), RequestId("without")
@@ -65,7 +64,7 @@ class Served:
     def __init__(self, job: VerifyJob, checkpoint: Checkpoint, progress: Progress) -> None:
         dtype: torch.dtype = getattr(torch, job.model.dtype)
         kv_dtype = dtype if job.kv_dtype == "auto" else getattr(torch, job.kv_dtype)
-        self.ops = Ops(CPU, None if job.model.kernels == "auto" else job.model.kernels)
+        self.ops = make_ops(job.model, checkpoint.spec, CPU)
         self.ops.warm_up([dtype, kv_dtype])
         self._format = choose_format(job.model, checkpoint, self.ops)
         self.weights = load_weights(checkpoint, self._format, dtype, WeightMeter(), progress)
