@@ -211,6 +211,8 @@ class Quotas:
         self._num_waiting -= 1
         for account in self._accounts(request):
             account.num_waiting -= 1
+            # Whoever left, the next step will start no more than these.
+            account.num_seated = min(account.num_seated, account.num_waiting)
         if len(self._adapters) + len(self._keys) > 2 * self._num_swept:
             self._sweep()
 
@@ -233,9 +235,9 @@ class Quotas:
         assert self._reserved.keys() == {r.request_id for r in running}, "reservations differ from those that run"
 
     def _has_seat(self, accounts: Sequence[_Account]) -> bool:
-        """Whether the next step has a place for one more, if nothing but seats and limits is in the way."""
+        """Whether the next step may have a place for one more: no step has left anybody of these accounts waiting."""
         free = self._seats - len(self._reserved) - self._num_waiting
-        return free > 0 and all(account.has_seat for account in accounts)
+        return free > 0 and all(account.has_seat and account.num_queued <= 0 for account in accounts)
 
     def _has_room(self, account: _Account, request: Request) -> bool:
         limits = account.limits

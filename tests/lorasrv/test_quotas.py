@@ -72,6 +72,34 @@ def test_who_finds_a_seat_is_not_queued(seats: int, max_running: int | None) -> 
     assert refused()[9 - places - 1 :] == ["late"]
 
 
+@pytest.mark.parametrize("kept_back_by", ["rate", "adapter", "pages"])
+def test_whom_a_step_leaves_waiting_is_queued_though_seats_are_free(kept_back_by: str) -> None:
+    bench = _bench()
+    limits = {"max_queued": 2, "tokens_per_s": 0.01 if kept_back_by == "rate" else None}
+    if kept_back_by == "pages":
+        limits["resident_bytes"] = bench.kv.pages_for(16 + 9) * PAGE_BYTES
+    bench.scheduler.quotas.set_limits("mia", Limits(**limits))
+    key = KEYS[0] if kept_back_by == "adapter" else None
+    for i in range(12):
+        bench.add(f"mia{i}", 16, 9, key, adapter_id="mia")
+        bench.step()
+    refused = [name for name, why in bench.ends().items() if why is FinishReason.REFUSED]
+    assert len(refused) >= 8, refused
+    assert len(bench.scheduler._lineup.waiting) == 2
+
+
+def test_who_leaves_between_two_steps_leaves_no_room_behind() -> None:
+    bench = _bench()
+    bench.scheduler.quotas.set_limits("mia", Limits(max_running=2, max_queued=1))
+    for i in range(2):
+        bench.add(f"gone{i}", adapter_id="mia")
+        bench.scheduler.end(RequestId(f"gone{i}"), RequestStatus.FINISHED_ABORTED)
+    for i in range(5):
+        bench.add(f"mia{i}", adapter_id="mia")
+    bench.step()
+    assert [name for name, why in bench.ends().items() if why is FinishReason.REFUSED] == ["mia3", "mia4"]
+
+
 @given(rate=st.floats(0.5, 20.0), prompt=st.integers(1, 30), answer=st.integers(1, 10))
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_tokens_a_second(rate: float, prompt: int, answer: int) -> None:
