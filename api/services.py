@@ -19,6 +19,7 @@ from api.keys.view import View, Views
 from api.limits import LimitKeeper
 from api.model_list import ModelList, adapter_card, base_card
 from api.settings import ServerSettings
+from api.store_probe import StoreProbe
 from lorasrv.errors import EngineOverloaded
 from lorasrv.ledger import Ledger
 from lorasrv.verify.verifier import Verifier
@@ -44,6 +45,7 @@ class Services:
     draining: Draining = field(default_factory=Draining)
     connections_cut: Counter[str] = field(default_factory=no_cuts, repr=False)
     allowances: Allowances = field(init=False, repr=False)
+    store_probe: StoreProbe = field(init=False, repr=False)
     _long_texts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1), repr=False)
     ledger: Ledger = field(init=False, repr=False)
     _views: Views = field(init=False, repr=False)
@@ -53,6 +55,7 @@ class Services:
         views = Views(self.store, partial(ModelList, base, partial(adapter_card, base)))
         object.__setattr__(self, "_views", views)
         object.__setattr__(self, "allowances", Allowances(tell=self.engine.traffic.refused))
+        object.__setattr__(self, "store_probe", StoreProbe(self.store))
         object.__setattr__(self, "ledger", Ledger(self.engine, self.store, self.store.root))
 
     async def in_thread(self, text: str, work: Callable[[], T]) -> T:

@@ -1,9 +1,10 @@
 """Store and host cache behind one door: an adapter's layout, and its packed weights from the nearest tier."""
 
+import threading
 from collections.abc import Callable
-from functools import lru_cache
 
 import torch
+from cachetools import LRUCache
 
 from adapter_store.holds import ContentHold
 from adapter_store.host_cache import HostCache, HostCacheStats
@@ -27,7 +28,8 @@ class AdapterSource:
         self._host_cache = host_cache
         self._spec = spec
         self._dtype = dtype
-        self.layout = lru_cache(maxsize=NUM_CACHED_LAYOUTS)(self._layout)
+        self._layouts: LRUCache[AdapterKey, AdapterLayout] = LRUCache(NUM_CACHED_LAYOUTS)
+        self._lock = threading.Lock()
 
     @property
     def max_host_bytes(self) -> int:
@@ -39,6 +41,22 @@ class AdapterSource:
     def hold(self, key: AdapterKey) -> ContentHold:
         """Keep an adapter in the store while the returned object lives. Raises: AdapterNotFound, AdapterCorrupt."""
         return self._store.hold(key)
+
+    def layout(self, key: AdapterKey) -> AdapterLayout:
+        """How an adapter lies in pages; known from its ranks, without reading its weights. At first it may wait for a
+        disk. Raises: AdapterError."""
+        with self._lock:
+            known = self._layouts.get(key)
+        if known is None:
+            known = adapter_layout(self._spec, self._store.spec(key), self._dtype.itemsize)
+            with self._lock:
+                self._layouts[key] = known
+        return known
+
+    def knows_layout(self, key: AdapterKey) -> bool:
+        """Whether `layout` waits for no disk."""
+        with self._lock:
+            return key in self._layouts
 
     def is_on_host(self, key: AdapterKey) -> bool:
         """Whether the packed adapter is in host memory; never waits for a disk."""
@@ -64,10 +82,6 @@ class AdapterSource:
     def unpin(self, key: AdapterKey) -> None:
         """Undo one `fetch_pinned`."""
         self._host_cache.unpin(self._cache_key(key))
-
-    def _layout(self, key: AdapterKey) -> AdapterLayout:
-        """How an adapter lies in pages; known from its ranks, without reading its weights."""
-        return adapter_layout(self._spec, self._store.spec(key), self._dtype.itemsize)
 
     def _cache_key(self, key: AdapterKey) -> tuple[AdapterKey, int, str]:
         return (key, LAYOUT_VERSION, str(self._dtype))

@@ -52,6 +52,8 @@ class AdapterFacts(Protocol):
 
     def layout(self, key: AdapterKey, /) -> AdapterLayout: ...
 
+    def knows_layout(self, key: AdapterKey) -> bool: ...
+
     def is_on_host(self, key: AdapterKey) -> bool: ...
 
 
@@ -227,6 +229,10 @@ class Admission:
             return AdapterTier.RESIDENT
         on_host = self._source is not None and self._source.is_on_host(adapter)
         return AdapterTier.HOST if on_host else AdapterTier.DISK
+
+    def knows_layout(self, adapter: AdapterKey) -> bool:
+        """Whether `layout` reads no file."""
+        return self._source is None or self._source.knows_layout(adapter)
 
     def layout(self, adapter: AdapterKey) -> AdapterLayout:
         """How an adapter lies in the pool, if it fits the server at all. May read a file's header.

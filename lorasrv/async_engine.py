@@ -17,7 +17,7 @@ from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.adapter_loader import ThreadedLoader
 from lorasrv.adapter_uses import AdapterUse, AdapterUses
-from lorasrv.admission import RequestOptions, check_could_fit, further_choices
+from lorasrv.admission import RequestOptions
 from lorasrv.build import BuiltModel, Progress, build
 from lorasrv.config import EngineConfig, SchedulerOptions
 from lorasrv.detokenizer import Detokenizer
@@ -41,6 +41,7 @@ from lorasrv.questions import (
     UnpinAdapter,
     WarmAdapter,
 )
+from lorasrv.reception import Reception
 from lorasrv.request import AdapterTier, AddRequest, EngineOutput, RequestId, RequestOutput
 from lorasrv.request_stream import RequestStream
 from lorasrv.sampling import SamplingParams
@@ -79,6 +80,7 @@ class AsyncEngine:
             write = model.parts.runner.write_adapter
             self._loader = ThreadedLoader(model.parts.source, write, lambda: self._inbox.put(Wake()))
         self._engine = Engine(model.parts, self._loader)
+        self._reception = Reception(self._engine.admission, self.tokenizer, self.max_model_len, self._engine.poison)
         self.metrics, self.heartbeat = self._engine.metrics, self._engine.heartbeat
         self.waiting_room = WaitingRoom(options, self.metrics.snapshot)
         self.profile = self._engine.profile
@@ -126,6 +128,7 @@ class AsyncEngine:
             self._inbox.put(Stop())
             await asyncio.to_thread(self._thread.join)
         self._fail_all("the server is shutting down", ServerStopping)
+        self._reception.close()
         await self.grammars.aclose()
         await asyncio.to_thread(self._engine.close)
 
@@ -172,7 +175,7 @@ class AsyncEngine:
         rids = [RequestId(f"{label}#{next(self._numbers)}") for _ in range(count)]
         use = self.uses.begin(options.get("adapter_id", ""), options.get("adapter"))
         try:
-            messages = await asyncio.to_thread(self._admit, rids, prompt, sampling, options)
+            messages = await self._reception.receive(rids, prompt, sampling, **options)
             # Nothing is awaited from here on, so that no stream is registered after the last one was told of the end.
             use.check()
             if not self.is_alive:
@@ -296,20 +299,6 @@ class AsyncEngine:
         if self.recorder is not None and not stopped:
             self.recorder.left(request_id)
         self._inbox.put(End(request_id, stopped))
-
-    def _admit(
-        self,
-        request_ids: Sequence[RequestId],
-        prompt: str | Sequence[int],
-        sampling: SamplingParams,
-        options: RequestOptions,
-    ) -> list[AddRequest]:
-        if isinstance(prompt, str):
-            check_could_fit([prompt], self.tokenizer, self.max_model_len, "prompt")
-        ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
-        first = self._engine.admission.admit(request_ids[0], ids, sampling, **options)
-        self._engine.poison.check(first)
-        return [first, *further_choices(first, request_ids[1:])]
 
     # The engine thread.
 

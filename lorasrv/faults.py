@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from adapter_store import blobs
+from adapter_store.spec import AdapterKey, AdapterSpec
 from adapter_store.store import AdapterStore
 from lorasrv.errors import ConfigError
 from lorasrv.step import SchedulerOutput
@@ -111,6 +112,14 @@ class Faults:
                 return load(*args, **kwargs)
 
             setattr(store, "load", slow)  # noqa: B010 - a method of one object
+        if "slow-disk" in self._faults:
+            spec = store.spec
+
+            def slow_spec(key: AdapterKey) -> AdapterSpec:
+                self._slow_down(self._reads + 1)
+                return spec(key)
+
+            setattr(store, "spec", slow_spec)  # noqa: B010
         if {"slow-disk", *UPLOADS} & self._faults.keys():
             setattr(blobs, "os", _FaultyOs(self._call))  # noqa: B010 - a module of a module
 

@@ -153,6 +153,10 @@ class Traffic:
         """One id's account; an empty one if it was never asked."""
         return self._accounts.get(adapter_id) or Account()
 
+    def forget(self, adapter_id: str) -> None:
+        """It was deleted: the next of its name begins anew."""
+        self._accounts.pop(adapter_id, None)
+
     def hottest(self, most: int) -> list[tuple[str, Account]]:
         """Ids by their tokens a second, the base ("") among them; those that were never asked are not there."""
         now_s = self._clock()

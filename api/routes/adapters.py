@@ -257,6 +257,8 @@ async def delete(
 
 
 async def _forget(services: Services, gone: Deletion) -> None:
+    if gone.adapter_id not in services.store.records():
+        services.engine.traffic.forget(gone.adapter_id)
     await services.ledger.forget(gone.adapter_id, gone.contents)
     await services.limits.tell(gone.adapter_id)
     for key in gone.unnamed:

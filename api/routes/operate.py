@@ -28,7 +28,7 @@ async def health(services: ServicesDep) -> JSONResponse:
 async def ready(services: ServicesDep) -> JSONResponse:
     """Whether requests should be sent here."""
     problem = "draining" if services.draining.is_on else _health_problem(services)
-    if problem is None and not services.store.is_writable:
+    if problem is None and not await services.store_probe.is_writable():
         problem = "store not writable"
     if problem is None:
         return JSONResponse({"status": "ready", "model": services.base_name})

@@ -50,4 +50,5 @@ async def _read(services: Services, adapter_id: str, keys: list[AdapterKey]) -> 
         return await services.ledger.stats(adapter_id, keys)
     except (sqlite3.Error, OSError) as error:
         _LOG.error("the ledger cannot be read: %s", error)
-        raise ApiError(503, "the ledger cannot be read; the server's log says why", code="ledger_unusable") from None
+        why = "the ledger cannot be read; the server's log says why"
+        raise ApiError(503, why, code="ledger_unusable", headers={"retry-after": "10"}) from None

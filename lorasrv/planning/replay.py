@@ -134,6 +134,9 @@ class Replay:
     def layout(self, key: AdapterKey, /) -> AdapterLayout:
         return self._layouts[key]
 
+    def knows_layout(self, _: AdapterKey) -> bool:
+        return True
+
     def is_on_host(self, key: AdapterKey) -> bool:
         return key in self.cache
 

@@ -13,6 +13,7 @@ from safetensors.numpy import load_file, save_file
 from adapter_store.errors import StoreFull, StoreUnusable
 from adapter_store.store import AdapterStore
 from lorasrv.errors import AdapterDeleted, EngineDead
+from lorasrv.traffic import Account
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -117,6 +118,17 @@ class TestRegister:
         assert listed == {name: value for name, value in shown.items() if name not in of_one}
         assert shown["tier"] == "resident"
         assert shown["traffic"] == {"requests": 0, "tokens": 0, "tokens_per_s": 0.0}
+
+    def test_the_next_of_a_name_begins_anew(self, server, engine, make_adapter) -> None:
+        traffic = lambda: server.http.get("/v1/adapters/mia").json()["traffic"]["requests"]  # noqa: E731
+        for seed in (1, 2):
+            server.upload(make_adapter(str(seed), seed=seed), "mia")
+        engine.traffic._accounts["mia"] = Account(requests=3)
+        assert server.http.delete("/v1/adapters/mia@1").status_code < 300
+        assert traffic() == 3, "an older version's end is not the name's"
+        assert server.http.delete("/v1/adapters/mia").status_code < 300
+        server.upload(make_adapter(), "mia")
+        assert traffic() == 0
 
     def test_a_dead_engine_is_no_reason_to_hide_an_adapter(self, server, engine, make_adapter) -> None:
         server.upload(make_adapter(), "mia")

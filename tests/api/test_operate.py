@@ -1,6 +1,8 @@
 """Models, health, figures; and that every route answers what it does not do in the OpenAI shape."""
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,26 @@ class TestHealth:
         assert server.http.get("/ready").json() == {"status": "store not writable"}
         (root / "gone").rename(root / "tmp")
         assert server.http.get("/ready").status_code == 200
+
+    def test_a_disk_that_does_not_answer_holds_up_nobody(self, server, dispatcher, monkeypatch) -> None:
+        services = dispatcher[0].app.state.services
+        asked, go_on = threading.Event(), threading.Event()
+
+        class Hanging:
+            @property
+            def is_writable(self) -> bool:
+                asked.set()
+                return go_on.wait(30)
+
+        monkeypatch.setattr(services.store_probe, "_store", Hanging())
+        monkeypatch.setattr(services.store_probe, "_patience_s", 0.2)
+        with ThreadPoolExecutor(1) as other:
+            ready = other.submit(server.http.get, "/ready")
+            assert asked.wait(10)
+            assert server.http.get("/health").status_code == 200
+            assert ready.result().json() == {"status": "store not writable"}
+            assert server.http.get("/ready").status_code == 503
+        go_on.set()
 
     def test_stalled_is_not_idle(self, server, engine) -> None:
         engine.heartbeat = Heartbeat(lambda: now)

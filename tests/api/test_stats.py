@@ -105,6 +105,7 @@ def test_a_dead_engine_and_a_disk_that_fails(mia, engine, store, monkeypatch: py
     (store.root / "ledger.db").mkdir()
     answer = mia.http.get("/v1/adapters/mia/stats")
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "ledger_unusable")
+    assert answer.headers["retry-after"] == "10"
 
 
 class TestShow:

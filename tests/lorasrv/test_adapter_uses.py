@@ -79,7 +79,7 @@ def test_one_that_is_still_being_admitted_is_ended_too(
 
     async def scenario() -> None:
         await engine.start()
-        loop, admit = asyncio.get_running_loop(), engine._admit
+        loop, admit = asyncio.get_running_loop(), engine._reception._understood
 
         def slow(*args: object) -> object:
             asyncio.run_coroutine_threadsafe(end(), loop).result()
@@ -88,7 +88,7 @@ def test_one_that_is_still_being_admitted_is_ended_too(
         async def end() -> None:
             assert engine.uses.break_off("one", [key]) == 1
 
-        monkeypatch.setattr(engine, "_admit", slow)
+        monkeypatch.setattr(engine._reception, "_understood", slow)
         with pytest.raises(AdapterDeleted):
             await engine.add(PROMPT, SHORT, adapter=key, adapter_id="one")
         assert await engine.uses.until_unused("one", [key], 0.0) == 0

@@ -1,6 +1,7 @@
 """The engine behind an event loop, on a tiny model with real adapters: every accepted request ends exactly once."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,21 @@ import pytest
 import torch
 
 from adapter_store.errors import AdapterCorrupt
-from adapter_store.spec import AdapterKey
+from adapter_store.spec import AdapterKey, AdapterSpec
 from adapter_store.store import AdapterStore
 from lorasrv.adapter_loader import ThreadedLoader
 from lorasrv.async_engine import AsyncEngine
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
-from lorasrv.errors import AdapterLoadFailed, ContextLengthExceeded, EngineDead, EngineOverloaded, InvalidRequest
+from lorasrv.errors import (
+    AdapterLoadFailed,
+    ContextLengthExceeded,
+    EngineDead,
+    EngineOverloaded,
+    InvalidRequest,
+    RequestTimeout,
+)
 from lorasrv.llm import LLM
+from lorasrv.reception import NUM_READERS
 from lorasrv.request import AdapterTier, FinishReason, RequestOutput
 from lorasrv.request_stream import JOINED_TOKENS, MAX_SINGLE
 from lorasrv.sampling import SamplingParams
@@ -258,17 +267,42 @@ def test_weights_that_overflow_fail_their_own_request_only(serve, store, adapter
     serve(scenario)
 
 
+def test_a_slow_disk_holds_up_nobody_else(serve, store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many requests wait for the header of an adapter; and their own time runs meanwhile."""
+    key, spec, go_on = store.resolve("one").key, store.spec, threading.Event()
+
+    def slow(asked: AdapterKey) -> AdapterSpec:
+        assert go_on.wait(30)
+        return spec(asked)
+
+    monkeypatch.setattr(store, "spec", slow)
+
+    async def scenario(engine: AsyncEngine) -> None:
+        waiting = [asyncio.ensure_future(_collect(engine, GREEDY, key)) for _ in range(3 * NUM_READERS)]
+        for _ in range(3):
+            assert len(_tokens(await _collect(engine, GREEDY, None))) == 12
+        with pytest.raises(RequestTimeout, match=r"timeout_s, 0\.05 s"):
+            await engine.add(PROMPT, GREEDY, adapter=key, adapter_id="one", timeout_s=0.05)
+        assert not any(one.done() for one in waiting)
+        go_on.set()
+        for one in await asyncio.gather(*waiting):
+            assert len(_tokens(one)) == 12
+        engine._engine.check_integrity()
+
+    serve(scenario)
+
+
 def test_a_death_while_a_request_is_admitted_is_told(serve, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine dies between the first look and the inbox: the request must not wait for ever."""
 
     async def scenario(engine: AsyncEngine) -> None:
-        admit = engine._admit
+        admit = engine._reception._understood
 
         def die(*arguments: object) -> object:
             engine.error = "died meanwhile"
             return admit(*arguments)
 
-        monkeypatch.setattr(engine, "_admit", die)
+        monkeypatch.setattr(engine._reception, "_understood", die)
         with pytest.raises(EngineDead, match="meanwhile"):
             await engine.add(PROMPT, GREEDY)
 
