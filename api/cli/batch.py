@@ -37,7 +37,7 @@ def batch(
     ] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew: drop what OUT holds.")] = False,
     server: ServerOption = DEFAULT_SERVER,
-    model: Annotated[str | None, _own("Built-in name, .gguf file or Hugging Face folder.")] = None,
+    model: Annotated[str | None, _own("Built-in name, .gguf file, Hugging Face folder or hf:org/name.")] = None,
     store: Annotated[Path | None, _own("Folder of adapters.")] = None,
     quantization: Annotated[str | None, _own("Format of the base's weights, as of serve.")] = None,
     device: Annotated[str | None, _own("auto, cpu or cuda.")] = None,

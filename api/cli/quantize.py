@@ -23,7 +23,7 @@ Progress = Callable[[str, float], None]
 def quantize(
     output: Annotated[Path, typer.Argument(metavar="FILE", help="What to write, e.g. model-int4.safetensors.")],
     model: Annotated[
-        str, typer.Option(help="Built-in name, .gguf file or Hugging Face folder, best in 16 bits.")
+        str, typer.Option(help="Built-in name, .gguf file, Hugging Face folder or hf:org/name, best in 16 bits.")
     ] = BUILTIN_MODEL,
     quantization: Annotated[str, typer.Option(help="int4 or q3h.")] = "int4",
     quantization_group: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 64,

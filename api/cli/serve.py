@@ -38,7 +38,8 @@ _SWITCHES = ("accept_base_change", "enable_prefix_caching", "early_abort", "inse
 
 def serve(
     model: Annotated[
-        str | None, _text("Built-in name, .gguf file or Hugging Face folder. [default: smollm2-135m]", _MODEL)
+        str | None,
+        _text("Built-in name, .gguf file, Hugging Face folder or hf:org/name. [default: smollm2-135m]", _MODEL),
     ] = None,
     quantization: Annotated[
         str | None,

@@ -11,8 +11,8 @@ __all__ = ["Checkpoint", "WeightMeter", "open_checkpoint", "state_dict_fp32"]
 
 
 def open_checkpoint(model: str, load_format: str = "auto", quantized_weights: Path | None = None) -> Checkpoint:
-    """Open a base model: the built-in name, a .gguf file, or a Hugging Face directory; with `load_format` dummy, the
-    shape of one, with random weights; with `quantized_weights`, its linears as that file has them.
+    """Open a base model: the built-in name, a .gguf file, a Hugging Face directory, or hf:org/name; with `load_format`
+    dummy, the shape of one, with random weights; with `quantized_weights`, its linears as that file has them.
 
     Raises:
         ModelNotFound: nothing there; for the built-in name with the command that installs it.
@@ -38,7 +38,7 @@ def _open(model: str, load_format: str) -> Checkpoint:
         return DummyCheckpoint(model)
     try:
         path, name = locate(model)
-        return HfCheckpoint(path) if path.is_dir() else _open_gguf(path, name)
+        return HfCheckpoint(path, name) if path.is_dir() else _open_gguf(path, name)
     except OSError as e:
         if isinstance(e, ModelNotFound):
             raise

@@ -25,15 +25,15 @@ _DTYPES = ("F32", "F16", "BF16")
 
 
 class HfCheckpoint:
-    """See `Checkpoint`. Files stay memory-mapped until `close`.
+    """See `Checkpoint`. Files stay memory-mapped until `close`. `name`: if it is not the folder's.
 
     Raises:
         ModelNotFound, CorruptModel, UnsupportedModel: a file is missing, damaged, or of a kind we do not know.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, name: str | None = None) -> None:
         self._path = path
-        self.name = path.resolve().name
+        self.name = name or path.resolve().name
         self.spec = read_spec(path)
         self._files = ExitStack()
         self._readers: dict[str, Any] = {}

@@ -9,6 +9,7 @@ from lorasrv.config import BUILTIN_MODEL
 from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
 from lorasrv.loaders.checkpoint import check_num_layers
 from lorasrv.loaders.gguf_file import GgufFile
+from lorasrv.loaders.hub import is_hub_name, snapshot
 from lorasrv.models.family import Family, detect
 from lorasrv.models.spec import ModelSpec
 
@@ -34,9 +35,9 @@ def read_model_shape(model: str) -> ModelShape:
     from lorasrv.loaders.hf import read_spec
 
     try:
-        path, name = locate(model)
+        path, name = locate(model, download=False)
         if path.is_dir():
-            return ModelShape(read_spec(path), path.resolve().name)
+            return ModelShape(read_spec(path), name or path.resolve().name)
         return ModelShape(_gguf_spec(path), name or path.stem)
     except ModelNotFound:
         raise
@@ -44,19 +45,22 @@ def read_model_shape(model: str) -> ModelShape:
         raise CorruptModel(f"model {model!r} cannot be read: {e.strerror or type(e).__name__}") from None
 
 
-def locate(model: str) -> tuple[Path, str | None]:
-    """A directory or a GGUF file, and the name it is served under if that is not the path's.
+def locate(model: str, *, download: bool = True) -> tuple[Path, str | None]:
+    """A directory or a GGUF file, and the name it is served under if that is not the path's. One of the hub's is
+    downloaded first, if `download`.
 
     Raises:
         ModelNotFound: nothing there; for the built-in name with the command that installs it.
     """
     if model == BUILTIN_MODEL:
         return builtin_file(), model
+    if is_hub_name(model):
+        return snapshot(model, download=download)
     path = Path(model).expanduser()
     if not path.is_dir() and not path.is_file():
         raise ModelNotFound(
-            f"model {model!r} not found: give a .gguf file, a Hugging Face directory, or the built-in name "
-            f"{BUILTIN_MODEL}"
+            f"model {model!r} not found: give a .gguf file, a Hugging Face directory, hf:org/name, or the built-in "
+            f"name {BUILTIN_MODEL}"
         )
     return path, None
 
