@@ -99,7 +99,7 @@ def test_a_trace_gets_the_adapters_that_it_names(run, flags: tuple[str, ...], tm
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("how", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.exhaustive)])
 def test_an_interrupted_bench_leaves_no_server(run, flags: tuple[str, ...], how: signal.Signals) -> None:
     process = run("--adapters", 1, "--rate", "0.001", "--requests", 9, "--output-tokens", 4, "--", *flags)
     assert process.stderr is not None

@@ -163,7 +163,13 @@ async def evict_and_reload(served: Served, adapters: int, requests: int) -> Traf
 
 
 @pytest.mark.parametrize(
-    ("adapters", "requests"), [(24, 96), pytest.param(1000, 1500, marks=pytest.mark.long)], ids=["small", "full"]
+    ("adapters", "requests"),
+    [
+        (24, 96),
+        pytest.param(250, 500, marks=pytest.mark.long),
+        pytest.param(1000, 1500, marks=pytest.mark.exhaustive),
+    ],
+    ids=["small", "large", "full"],
 )
 def test_row_23_evict_and_reload_storm(served: Served, adapters: int, requests: int) -> None:
     before = figures(served)

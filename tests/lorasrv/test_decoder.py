@@ -198,9 +198,9 @@ def _register(store: AdapterStore, name: str, folder: Path) -> str:
             for case, name in zip(CASES, IDS, strict=True)
         ),
         pytest.param("llama", {}, "triton", id="llama-triton", marks=pytest.mark.long),
-        pytest.param("mistral", {}, "triton", id="mistral-window-triton", marks=pytest.mark.long),
+        pytest.param("mistral", {}, "triton", id="mistral-window-triton", marks=pytest.mark.exhaustive),
         pytest.param("gemma2", {}, "triton", id="gemma2-triton", marks=pytest.mark.long),
-        pytest.param("gemma3", {}, "triton", id="gemma3-triton", marks=pytest.mark.long),
+        pytest.param("gemma3", {}, "triton", id="gemma3-triton", marks=pytest.mark.exhaustive),
         pytest.param("phi3", {"rope_parameters": PARTIAL}, "triton", id="phi3-partial-triton", marks=pytest.mark.long),
     ],
 )

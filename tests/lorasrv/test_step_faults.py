@@ -391,7 +391,7 @@ def test_bookkeeping_that_fails_somewhere_ends_some_requests(make, undisturbed, 
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["schedule", "update_from_output"])
 def test_bookkeeping_that_fails_in_many_places_ends_some_requests(make, undisturbed, monkeypatch, method) -> None:
-    went_on, ended = _bookkeeping_fails(make, undisturbed, monkeypatch, method, (1, 4, 11), 13)
+    went_on, ended = _bookkeeping_fails(make, undisturbed, monkeypatch, method, (1, 4, 11), 31)
     assert went_on > ended
 
 

@@ -49,7 +49,7 @@ from lorasrv.request import AdapterTier
 from lorasrv.threads import compute_alone, compute_in_parallel
 
 NUM_NAMES = 1000
-SHORT_TOKENS, LONG_TOKENS = 5_000, 100_000
+SHORT_TOKENS, LONG_TOKENS = 5_000, 50_000
 
 
 @pytest.fixture(autouse=True)

@@ -49,7 +49,9 @@ def test_the_second_start_needs_no_numba(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("damage", [lambda data: data[:100], lambda data: data[:-1] + b"x"])
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1] + b"x", pytest.param(lambda data: data[:100], marks=pytest.mark.exhaustive)]
+)
 def test_a_damaged_file_is_compiled_anew(tmp_path: Path, damage) -> None:
     _run(NORM, tmp_path)
     stored = _stored(tmp_path)
