@@ -19,6 +19,7 @@ from starlette.requests import ClientDisconnect
 
 from adapter_store.errors import AdapterError
 from adapter_store.store import AdapterStore
+from api.answer_bounds import AnswerBounds
 from api.batches.in_process import asker
 from api.batches.keeper import BatchKeeper
 from api.body_bounds import BodyBounds
@@ -188,6 +189,7 @@ def _middleware(settings: ServerSettings, keys: KeyRing, services: Services) -> 
     return [
         *around,
         Middleware(KeyGate, keys=keys),
+        Middleware(AnswerBounds),
         Middleware(BodyBounds),
         Middleware(RateHeaders, allowances=services.allowances),
     ]

@@ -23,12 +23,13 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
+from api.answer_bounds import PIECE_BYTES
 from api.edge_bounds import EdgeBounds, no_cuts
 from api.errors import INVALID, SERVER, error_body
 
 MAX_HEAD_BYTES = 16 << 10
 WRITE_BUFFER_BYTES = 64 << 10
-"""Of one connection, in our memory and once more in the kernel's."""
+"""Of one connection, in our memory and once more in the kernel's. In ours the last piece of an answer is among it."""
 MIN_BYTES_PER_S = 1024
 """Who is slower than that over a whole timeout, in sending or in reading, is taken for gone."""
 LINGER_S = 5.0
@@ -92,7 +93,7 @@ class BoundedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._real = transport
-        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES)
+        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES - PIECE_BYTES)
         _bound_kernel_buffer(transport.get_extra_info("socket"))
         super().connection_made(_PoliteTransport(transport, self))
         num_more = len(self.connections) - self.bounds.max_connections

@@ -26,7 +26,7 @@ async def tokenize(body: TokenizeBody, services: ServicesDep, view: ViewDep) -> 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, services: ServicesDep, view: ViewDep) -> dict[str, str]:
-    """The text of token ids, special tokens with it."""
+    """The text of token ids, special tokens with it; of as many as the context holds."""
     return await run_in_threadpool(_detokenize, body, services, view)
 
 
@@ -75,7 +75,12 @@ def _ids(body: TokenizeBody, services: Services) -> list[int]:
 
 def _detokenize(body: DetokenizeBody, services: Services, view: View) -> dict[str, str]:
     _check_model(body.model, services, view)
-    tokenizer = services.engine.tokenizer
+    tokenizer, most = services.engine.tokenizer, services.engine.max_model_len
+    if len(body.tokens) > most:
+        # A number of three digits may stand for eighty characters.
+        raise InvalidRequest(
+            f"the context holds {most} tokens, but these are {len(body.tokens)}; send them in parts", param="tokens"
+        )
     if any(not 0 <= token < tokenizer.vocab_size for token in body.tokens):
         raise InvalidRequest(f"tokens must lie in [0, {tokenizer.vocab_size})", param="tokens")
     return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}

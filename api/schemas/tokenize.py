@@ -12,8 +12,6 @@ from api.schemas.inert import refuse_unless_inert
 from api.schemas.tools import Message
 from lorasrv.errors import InvalidRequest
 
-MAX_TOKENS = 1_000_000
-
 _INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "chat_template": (None,),
     "chat_template_kwargs": (None, {}),
@@ -61,4 +59,4 @@ class DetokenizeBody(Body):
     """Token ids to read back as text."""
 
     model: str | None = None
-    tokens: Annotated[list[int], Field(max_length=MAX_TOKENS)]
+    tokens: list[int]

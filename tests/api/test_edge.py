@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import httpx2
 import pytest
@@ -14,11 +15,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from api.answer_bounds import LARGE_BYTES, AnswerBounds
 from api.app import _ROUTES
 from api.body_bounds import MAX_BARE_BYTES, MAX_JSON_BYTES, BodyBounds
 from api.edge_bounds import EdgeBounds, no_cuts
 from api.errors import describe
-from api.http_protocol import MAX_HEAD_BYTES, bounded
+from api.http_protocol import MAX_HEAD_BYTES, WRITE_BUFFER_BYTES, bounded
 from api.json_body import MAX_VALUES, JsonRoute, parse_json
 from api.keys.caller import ANYBODY, Caller
 from api.server import bind
@@ -27,6 +29,7 @@ from tests.helpers.raw_client import RawClient, head_of, json_request, pieces
 
 BOUNDS = EdgeBounds(max_connections=8, header_timeout_s=0.3, body_timeout_s=0.3, write_timeout_s=0.3, keep_alive_s=0.3)
 MAX_HELD = 9 << 20
+LARGE = b"0123456789" * 400_000
 
 
 class App:
@@ -60,6 +63,9 @@ class App:
         await self.hold.wait()
         await PlainTextResponse("done")(scope, receive, send)
 
+    async def large(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse(LARGE)(scope, receive, send)
+
     async def unread(self, scope: Scope, receive: Receive, send: Send) -> None:
         await JSONResponse({"unread": True}, 404)(scope, receive, send)
 
@@ -82,7 +88,8 @@ def edge() -> Iterator[SimpleNamespace]:
     listener = bind("127.0.0.1", 0)
     app = App()
     cuts = no_cuts()
-    config = uvicorn.Config(BodyBounds(app, MAX_HELD), http=bounded(BOUNDS, cuts), ws="none", log_config=None)
+    layers = AnswerBounds(BodyBounds(app, MAX_HELD))
+    config = uvicorn.Config(layers, http=bounded(BOUNDS, cuts), ws="none", log_config=None)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -172,6 +179,78 @@ class TestReaders:
                 threading.Event().wait(0.1)
             assert edge.app.gone == []
             assert not edge.cuts
+
+    def test_an_answer_in_one_piece_waits_as_a_stream_does(self, edge, eventually) -> None:
+        clients = [RawClient(edge.port, buffer=4096).send(head_of("/large", method="GET")) for _ in range(4)]
+        eventually(
+            lambda: len(edge.state.connections) == 4 and all(c.flow.write_paused for c in edge.state.connections)
+        )
+        unsent = [c._real.get_write_buffer_size() for c in edge.state.connections]
+        assert max(unsent) <= WRITE_BUFFER_BYTES
+        eventually(lambda: not edge.state.connections)
+        assert edge.cuts == {"slow_reader": 4}
+        for client in clients:
+            client.socket.close()
+        answer = edge.http.get("/large")
+        assert (answer.content == LARGE, answer.headers["content-length"]) == (True, str(len(LARGE)))
+        assert edge.http.head("/large").headers["content-length"] == str(len(LARGE))
+
+
+class TestLargeAnswers:
+    """Where what is sent stays with whoever does not read."""
+
+    def test_all_together_are_bounded_and_one_key_has_half(self) -> None:
+        most = 10 * LARGE_BYTES
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await PlainTextResponse(b"x" * scope["size"])(scope, receive, send)
+
+        async def scenario() -> None:
+            bounds, read = AnswerBounds(app, most), asyncio.Event()
+
+            async def ask(name: str | None, size: int, *, reads: bool = True) -> tuple[int, int]:
+                async def send(message: dict[str, Any]) -> None:
+                    if not reads:
+                        await read.wait()
+                    sent.append(message)
+
+                sent: list[dict[str, Any]] = []
+                caller = ANYBODY if name is None else Caller(name, frozenset())
+                scope = {"type": "http", "method": "GET", "path": "/x", "headers": [], "state": {"caller": caller}}
+                await bounds(scope | {"size": size}, None, send)
+                assert [m.get("more_body", False) for m in sent[1:]] == [True] * (len(sent) - 2) + [False]
+                return sent[0]["status"], sum(len(m["body"]) for m in sent[1:])
+
+            half = most // 2
+            slow = [asyncio.create_task(ask("ann", half, reads=False))]
+            await asyncio.sleep(0)
+            assert (await ask("ann", LARGE_BYTES + 1))[0] == 503
+            assert await ask("ann", LARGE_BYTES) == (200, LARGE_BYTES), "small ones are not counted"
+            assert await ask("bob", half) == (200, half)
+            assert (await ask("bob", half + 1))[0] == 503
+            read.set()
+            assert await asyncio.gather(*slow) == [(200, half)]
+            assert await ask(None, 2 * most) == (200, 2 * most), "alone, an answer may be larger than all may be"
+            assert not bounds._unsent_by
+
+        asyncio.run(asyncio.wait_for(scenario(), 10))
+
+    def test_what_is_read_as_it_is_sent_is_not_counted(self) -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            size = 3 * LARGE_BYTES
+            headers = [(b"content-length", str(size).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for left in (2, 1, 0):
+                assert not bounds._unsent_by
+                await send({"type": "http.response.body", "body": b"x" * LARGE_BYTES, "more_body": bool(left)})
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        bounds, sent = AnswerBounds(app, 1), []
+        asyncio.run(bounds({"type": "http", "method": "GET", "path": "/x", "headers": []}, None, send))
+        assert sent[0]["status"] == 200
+        assert sum(len(message.get("body", b"")) for message in sent) == 3 * LARGE_BYTES
 
 
 class TestNumbers:

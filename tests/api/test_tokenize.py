@@ -114,6 +114,13 @@ class TestDetokenize:
         assert response.status_code == 400
         assert response.json()["error"]["param"].startswith("tokens")
 
+    def test_no_more_than_the_context_holds(self, server) -> None:
+        """A number of three digits may stand for eighty characters."""
+        assert post(server, "/detokenize", tokens=[5] * 512).status_code == 200
+        refused = post(server, "/detokenize", tokens=[5] * 513)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+        assert "holds 512 tokens, but these are 513" in refused.json()["error"]["message"]
+
 
 def test_tokenizer_info(server, engine) -> None:
     """What lm-eval reads: names of special tokens that /tokenize turns into one id, and the template's source."""
