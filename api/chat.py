@@ -65,10 +65,12 @@ def _prompt(body: ChatBody, engine: "AsyncEngine", template: "ChatTemplate", var
     if "tools" in variables:
         _format_of(template, "tools")
     messages = [message.plain() for message in body.messages]
-    # Templates leave out some of what others said, and blanks around it.
-    said = [m["content"].strip() for m in messages if m["role"] == "user" and isinstance(m["content"], str)]
-    check_could_fit(said, engine.tokenizer, engine.max_model_len, "messages")
-    return template.encode(messages, engine.tokenizer, body.add_generation_prompt is not False, **variables)
+
+    # Of what the template has written: it may leave out some of what was said.
+    def check(texts: Sequence[str]) -> None:
+        check_could_fit(texts, engine.tokenizer, engine.max_model_len, "messages")
+
+    return template.encode(messages, engine.tokenizer, body.add_generation_prompt is not False, check, **variables)
 
 
 def _format_of(template: "ChatTemplate", param: str) -> ToolFormat:

@@ -71,7 +71,8 @@ async def prepare_completion(body: CompletionBody, services: Services, caller: C
 async def prepare_chat(body: ChatBody, services: Services, caller: Caller) -> Generation:
     """Raises: as `prepare_completion`."""
     target = await _target(body, services, caller)
-    plan = await run_in_threadpool(plan_chat, body, services.engine)
+    said = [body.messages, body.tools, body.chat_template_kwargs]
+    plan = await services.in_thread(said, partial(plan_chat, body, services.engine))
     shown = plan.shown_token_ids
     return await _prepare(body, services, caller, target, [plan.prompt], plan.wording, plan.grammar, shown)
 
@@ -95,7 +96,7 @@ async def _prepare(
 ) -> Generation:
     engine, options = services.engine, body.stream_options
     sampling = body.sampling(engine.spec.vocab_size)
-    echoes = await run_in_threadpool(_echoes, prompts, engine) if body.echoes else []
+    echoes = await services.in_thread(prompts, partial(_echoes, prompts, engine)) if body.echoes else []
     writer = AnswerWriter(
         answer_id=f"{wording.id_prefix}-{secrets.token_hex(12)}",
         target=target,

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 from fastapi import Depends, Request
+from pydantic import BaseModel
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.store import AdapterStore
@@ -58,10 +59,11 @@ class Services:
         object.__setattr__(self, "store_probe", StoreProbe(self.store))
         object.__setattr__(self, "ledger", Ledger(self.engine, self.store, self.store.root))
 
-    async def in_thread(self, text: str, work: Callable[[], T]) -> T:
-        """The result of work on a text that may be longer than any context. Long ones one at a time: eight million
-        characters take most of a minute, and threads are few, for everybody."""
-        if len(text) <= LONG_CHARS:
+    async def in_thread(self, said: object, work: Callable[[], T]) -> T:
+        """The result of work on texts that may be longer than any context. Long ones one at a time: eight million
+        characters take most of a minute, and threads are few, for everybody. `said`: the texts, in whatever they lie.
+        """
+        if not is_long(said):
             return await run_in_threadpool(work)
         async with self._long_texts:
             return await run_in_threadpool(work)
@@ -88,6 +90,26 @@ class Services:
     def base_name(self) -> str:
         """What clients call the base."""
         return self.settings.served_model_name or self.engine.model_name
+
+
+def is_long(said: object) -> bool:
+    """Whether the texts in lists, objects and bodies are long together. What is no text counts as one character. Looks
+    at no more than it must."""
+    left, count = [said], 0
+    while left and count <= LONG_CHARS:
+        match left.pop():
+            case str(text):
+                count += len(text)
+            case list(items) | tuple(items):
+                left += items
+            case dict(items):
+                left += items.keys()
+                left += items.values()
+            case BaseModel() as body:
+                left += vars(body).values()
+            case _:
+                count += 1
+    return count > LONG_CHARS
 
 
 # Asynchronous, though they wait for nothing: others are called in a thread, and a body that has been parsed would wait

@@ -7,7 +7,7 @@ tokens that are written in messages before the template sees them, and encodes t
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -94,12 +94,20 @@ class ChatTemplate:
             raise _refused(str(e) or type(e).__name__) from None
 
     def encode(
-        self, messages: Sequence[Message], tokenizer: Tokenizer, add_generation_prompt: bool = True, **kwargs: Any
+        self,
+        messages: Sequence[Message],
+        tokenizer: Tokenizer,
+        add_generation_prompt: bool = True,
+        check: Callable[[Sequence[str]], object] | None = None,
+        **kwargs: Any,
     ) -> list[int]:
         """The prompt as token ids; special tokens come from the template only, never from what messages say.
 
+        `check` is given the whole text, in pieces, before it is tokenized, which takes a hundred times as long as
+        writing it.
         Raises:
             InvalidRequest: see `render`.
+            Whatever `check` raises.
         """
         guard = self._guard(tokenizer)
         plain = [_plain(message) for message in messages]
@@ -109,8 +117,11 @@ class ChatTemplate:
             guard.mark_tokens(message, mark) | {"role": role} for message, role in zip(plain, roles, strict=True)
         ]
         text = self.render(guarded, add_generation_prompt, **guard.mark_tokens(kwargs, mark))
+        pieces = guard.pieces(text, mark)
+        if check is not None:
+            check(pieces)
         try:
-            return [i for piece in guard.pieces(text, mark) for i in tokenizer.encode(piece, add_special_tokens=False)]
+            return [i for piece in pieces for i in tokenizer.encode(piece, add_special_tokens=False)]
         except InvalidRequest as e:
             raise InvalidRequest(str(e).replace("prompt", "messages", 1), param="messages") from None
 

@@ -9,7 +9,11 @@ import pytest
 
 from api.services import LONG_CHARS
 from lorasrv.chat_template import ChatTemplate
+from lorasrv.errors import InvalidRequest
 from tests.helpers.spelled_engine import BOS, END_OF_TURN, EOS, TEMPLATE, tiny_tokenizer
+
+LONG = "x" * (LONG_CHARS + 1)
+LONG_TALK = [{"role": "assistant", "content": "x" * (LONG_CHARS // 8 + 1)}] * 8
 
 
 @pytest.fixture(autouse=True)
@@ -31,25 +35,54 @@ class TestTokenize:
         assert (body["count"], body["max_model_len"]) == (5, 512)
         assert body["token_strs"] == ["<s>", "h", "Ã", "©", "</s>"]
 
-    def test_long_texts_take_turns(self, server, engine) -> None:
+    @pytest.mark.parametrize(
+        ("path", "long"),
+        [
+            ("/tokenize", {"prompt": LONG}),
+            ("/tokenize", {"messages": [{"role": "user", "content": [{"type": "text", "text": LONG}]}]}),
+            ("/v1/completions", {"prompt": [LONG, "a"], "echo": True}),
+            ("/v1/chat/completions", {"messages": [{"role": "system", "content": LONG}]}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}] * 40 + [*LONG_TALK]}),
+            ("/generate", {"inputs": LONG}),
+        ],
+    )
+    def test_long_texts_take_turns(self, server, engine, path: str, long: dict[str, Any]) -> None:
         """Each may take a minute, and threads are few; short ones do not wait for them."""
         under_way, most, hold = [], [0], threading.Event()
 
-        def encode(text: str, **_: Any) -> list[int]:
-            if len(text) > LONG_CHARS:
+        def encode(told: Any, *_: Any, **__: Any) -> list[int]:
+            if len(str(told)) > LONG_CHARS:
                 under_way.append(1)
                 most.append(len(under_way))
                 hold.wait(20)
                 under_way.pop()
+                raise InvalidRequest("done", param="x")
             return [1]
 
-        engine.tokenizer = SimpleNamespace(encode=encode)
+        engine.tokenizer = SimpleNamespace(encode=encode, encode_with_offsets=encode, least_tokens=lambda _: 0)
+        engine.tokenizer.decoding = tiny_tokenizer().decoding
+        engine.chat_template = SimpleNamespace(encode=encode, checked_variables=dict, variables=(), source="")
+        ask = {"model": "tiny-base", **long}
         with ThreadPoolExecutor(60) as clients:
-            asked = [clients.submit(post, server, "/tokenize", prompt="x" * (LONG_CHARS + 1)) for _ in range(50)]
+            asked = [clients.submit(post, server, path, **ask) for _ in range(50)]
             assert post(server, "/tokenize", prompt="x").json()["tokens"] == [1]
             hold.set()
-            assert {one.result().status_code for one in asked} == {200}
+            assert {one.result().status_code for one in asked} == {422 if path == "/generate" else 400}
         assert (len(most), max(most)) == (51, 1)
+
+    @pytest.mark.parametrize("role", ["system", "developer", "user", "assistant"])
+    def test_a_chat_that_is_too_long_is_not_tokenized(self, server, engine, role: str) -> None:
+        encoded: list[int] = []
+        speaks = engine.tokenizer.encode
+        engine.tokenizer.encode = lambda text, **how: encoded.append(len(text)) or speaks(text, **how)
+        told = [{"role": role, "content": "x" * 5000}, {"role": "user", "content": "hi"}]
+        refused = post(server, "/v1/chat/completions", model="tiny-base", messages=told)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+        assert "has at least" in refused.json()["error"]["message"]
+        assert (refused.json()["error"]["param"], encoded) == ("messages", [])
+        # What the template leaves out is not in the way.
+        engine.chat_template = ChatTemplate("{{ messages[1].content }}")
+        assert post(server, "/v1/chat/completions", model="tiny-base", messages=told).status_code == 200
 
     def test_without_special_tokens(self, server) -> None:
         body = post(server, "/tokenize", prompt="h", add_special_tokens=False, model="tiny-base").json()
