@@ -4,7 +4,7 @@ Rates are token buckets that hold a minute's worth and fill steadily, so a key t
 How long an answer will be is not known before: a prompt counts when it is accepted and an answer when it has ended, and
 the bucket of tokens may go into debt, which must be paid before the next request. What was generated counts, whether
 or not it was read. What is refused, here or by the engine, costs nothing; what ran out of time does, as it may have
-been computed for long. In memory: a restart forgives. For the event loop's thread.
+been computed for long, and what was refused because its adapter is cold is the request that warming is. In memory: a restart forgives. For the event loop's thread.
 """
 
 import math
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.choices import OutputStream
 from api.keys.caller import Caller, caller_of
 from api.keys.key import KeyLimits
-from lorasrv.errors import InvalidRequest, LimitExceeded, RequestTimeout
+from lorasrv.errors import AdapterCold, InvalidRequest, LimitExceeded, RequestTimeout
 from lorasrv.request import RequestOutput
 
 P = TypeVar("P")
@@ -110,7 +110,7 @@ class _Use:
         self._begun_s = clock()
         self._num_requests, self._num_open = prompts, answers
         self._num_prompt_tokens = 0
-        self.is_answered = self._is_refused = False
+        self.is_answered = self._is_refused = self._has_warmed = False
         account.begun_s += [self._begun_s] * answers
         if account.requests is not None:
             account.requests.level -= prompts
@@ -123,18 +123,20 @@ class _Use:
         if self.account.tokens is not None:
             self.account.tokens.level -= num_tokens
 
-    def end(self, count: int = 1, *, refused: bool = False) -> None:
-        """So many answers have ended. If none was begun, because of a refusal, nothing was used."""
+    def end(self, count: int = 1, *, refused: bool = False, warmed: bool = False) -> None:
+        """So many answers have ended. If none was begun, because of a refusal, nothing was used, but for the request
+        where that has `warmed` an adapter."""
         count = min(count, self._num_open)
         for _ in range(count):
             self.account.begun_s.remove(self._begun_s)
         self._num_open -= count
         self._is_refused |= refused
+        self._has_warmed |= warmed
         if not count or self._num_open:
             return
         if not self.is_answered and self._is_refused:
             self.charge(-self._num_prompt_tokens)
-            if self.account.requests is not None:
+            if self.account.requests is not None and not self._has_warmed:
                 self.account.requests.level += self._num_requests
         elif self.is_answered:
             self.account.answer_s += RECENT * (self._clock() - self._begun_s - self.account.answer_s)
@@ -157,7 +159,7 @@ class _Counted(AsyncIterator[RequestOutput]):
         try:
             output = await anext(self._stream)
         except Exception as error:
-            self._end(refused=not isinstance(error, RequestTimeout))
+            self._end(refused=not isinstance(error, RequestTimeout), warmed=isinstance(error, AdapterCold))
             raise
         if self._use is not None:
             self._use.is_answered = True
@@ -169,12 +171,12 @@ class _Counted(AsyncIterator[RequestOutput]):
         self._end()
         await self._stream.aclose()
 
-    def _end(self, *, refused: bool = False) -> None:
+    def _end(self, *, refused: bool = False, warmed: bool = False) -> None:
         use, self._use = self._use, None
         if use is not None:
             # Also of what its reader has not taken: who stops reading has had it computed.
             use.charge(self._stream.num_generated_tokens)
-            use.end(refused=refused)
+            use.end(refused=refused, warmed=warmed)
 
 
 class Allowances:

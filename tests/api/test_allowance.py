@@ -17,7 +17,7 @@ from api.batches.runner import LineRunner
 from api.keys.allowance import HEADERS, MAX_ACCOUNTS, Allowances, duration
 from api.keys.caller import ANYBODY, Caller, Scope
 from api.keys.key import KeyLimits
-from lorasrv.errors import AdapterCold, EngineOverloaded, InvalidRequest, LimitExceeded, RequestTimeout
+from lorasrv.errors import AdapterCold, AdapterLoadFailed, EngineOverloaded, InvalidRequest, LimitExceeded, RequestTimeout
 from tests.helpers.callers import with_callers
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "model": "tiny-base"}
@@ -286,12 +286,30 @@ class TestWhatIsRefusedCostsNothing:
 
     def test_by_the_engine(self, allowances, caller, untouched) -> None:
         async def scenario() -> None:
-            streams = await admit(allowances, caller, width=2, error=AdapterCold("cold", retry_after_s=1.0))
-            with pytest.raises(AdapterCold):
+            streams = await admit(allowances, caller, width=2, error=AdapterLoadFailed("damaged"))
+            with pytest.raises(AdapterLoadFailed):
                 await anext(streams[0])
             for stream in streams:
                 await stream.aclose()
             untouched()
+
+        asyncio.run(scenario())
+
+    def test_but_who_had_an_adapter_warmed_has_asked_for_that(self, allowances, caller) -> None:
+        """Or it could have the pool filled with its adapters for nothing, without end."""
+
+        async def scenario() -> None:
+            for left in range(4, -1, -1):
+                streams = await admit(allowances, caller, width=2, error=AdapterCold("cold", retry_after_s=1.0))
+                for stream in streams:
+                    with pytest.raises(AdapterCold):
+                        await anext(stream)
+                told = allowances.headers(caller)
+                assert told["x-ratelimit-remaining-requests"] == str(left)
+                assert told["x-ratelimit-remaining-tokens"] == "100", "none was computed"
+            with pytest.raises(LimitExceeded):
+                await admit(allowances, caller)
+            assert allowances._accounts["ann"].begun_s == []
 
         asyncio.run(scenario())
 
