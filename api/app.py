@@ -29,7 +29,7 @@ from api.errors import INTERNAL_MESSAGE, answer_for
 from api.guard import Envelope, LoopbackGuard
 from api.head_requests import HeadRequests
 from api.keys.allowance import HEADERS as RATE_HEADERS
-from api.keys.allowance import RateHeaders
+from api.keys.allowance import Rates
 from api.keys.gate import KeyGate, check_key
 from api.keys.ring import KeyRing
 from api.limits import LimitKeeper
@@ -191,7 +191,7 @@ def _middleware(settings: ServerSettings, keys: KeyRing, services: Services) -> 
         Middleware(KeyGate, keys=keys),
         Middleware(AnswerBounds),
         Middleware(BodyBounds),
-        Middleware(RateHeaders, allowances=services.allowances),
+        Middleware(Rates, allowances=services.allowances),
     ]
 
 

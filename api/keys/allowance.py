@@ -4,7 +4,9 @@ Rates are token buckets that hold a minute's worth and fill steadily, so a key t
 How long an answer will be is not known before: a prompt counts when it is accepted and an answer when it has ended, and
 the bucket of tokens may go into debt, which must be paid before the next request. What was generated counts, whether
 or not it was read. What is refused, here or by the engine, costs nothing; what ran out of time does, as it may have
-been computed for long, and what was refused because its adapter is cold is the request that warming is. In memory: a restart forgives. For the event loop's thread.
+been computed for long, and what was refused because its adapter is cold is the request that warming is. Whatever else
+changes or computes something is a request that no tokens come of, also if it fails. In memory: a restart forgives. For
+the event loop's thread.
 """
 
 import math
@@ -19,6 +21,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from api.choices import OutputStream
 from api.keys.caller import Caller, caller_of
 from api.keys.key import KeyLimits
+from api.keys.scopes import is_counted
+from api.tgi_errors import describe_at
 from lorasrv.errors import AdapterCold, InvalidRequest, LimitExceeded, RequestTimeout
 from lorasrv.request import RequestOutput
 
@@ -84,7 +88,7 @@ class _Account:
         """Raises: LimitExceeded: not now. InvalidRequest: never."""
         if self.requests is not None:
             _refuse_never(prompts, "prompts", self.requests.per_min, "requests_per_min", "prompt")
-            _refuse(self.requests.wait_s(prompts), f"{self.requests.per_min} requests a minute (requests_per_min)")
+            self.check_requests(prompts)
         if self.tokens is not None:
             _refuse(self.tokens.wait_s(1), f"{self.tokens.per_min} tokens a minute (tokens_per_min)")
         most = limits.max_concurrent
@@ -95,6 +99,12 @@ class _Account:
             if over > 0:
                 ends_s = self.begun_s[over - 1] + self.answer_s
                 _refuse(max(USUAL_ANSWER_S, ends_s - now_s), f"{most} answers at a time (max_concurrent)")
+
+    def check_requests(self, number: int) -> None:
+        """Raises: LimitExceeded: not now."""
+        if self.requests is not None:
+            per_min = self.requests.per_min
+            _refuse(self.requests.wait_s(number), f"{per_min} requests a minute (requests_per_min)")
 
     def is_forgettable(self) -> bool:
         buckets = (bucket for bucket in (self.requests, self.tokens) if bucket is not None)
@@ -200,11 +210,14 @@ class Allowances:
             self._check(account, caller.limits, 1, 1)
 
     def spend(self, caller: Caller) -> None:
-        """One request that no tokens come of. Raises: LimitExceeded."""
-        if (account := self._account(caller)) is not None:
-            self._check(account, caller.limits, 1, 0)
-            if account.requests is not None:
-                account.requests.level -= 1
+        """One request that no tokens come of, and that a debt of tokens is not in the way of. Raises: LimitExceeded."""
+        if (account := self._account(caller)) is not None and account.requests is not None:
+            try:
+                account.check_requests(1)
+            except LimitExceeded as error:
+                self._tell(error)
+                raise
+            account.requests.level -= 1
 
     async def admit(
         self,
@@ -275,8 +288,9 @@ class Allowances:
         return account
 
 
-class RateHeaders:
-    """Tells every key that has a rate what is left of it, with each answer. Goes behind who finds out the caller."""
+class Rates:
+    """Counts every request that changes or computes something, but for those whose routes do so themselves, and tells
+    every key that has a rate what is left of it, with each answer. Goes behind who finds out the caller."""
 
     def __init__(self, app: ASGIApp, allowances: Allowances) -> None:
         self._app = app
@@ -286,13 +300,20 @@ class RateHeaders:
         if scope["type"] != "http" or not self._allowances.headers(caller := caller_of(scope)):
             await self._app(scope, receive, send)
             return
+        refusal: LimitExceeded | None = None
+        if is_counted(scope["method"], scope["path"]):
+            try:
+                self._allowances.spend(caller)
+            except LimitExceeded as error:
+                refusal = error
 
         async def send_with_rates(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(self._allowances.headers(caller))
             await send(message)
 
-        await self._app(scope, receive, send_with_rates)
+        app = self._app if refusal is None else describe_at(scope["path"], refusal).response()
+        await app(scope, receive, send_with_rates)
 
 
 def duration(seconds: float) -> str:

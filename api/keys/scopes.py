@@ -1,4 +1,6 @@
-"""What each route needs a key for: one table, by method and route. What is not in it needs `admin`."""
+"""What each route needs a key for: one table, by method and route. What is not in it needs `admin`. And which of them
+count as requests of the key's rate.
+"""
 
 import re
 from collections.abc import Mapping
@@ -61,6 +63,18 @@ NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("GET", "/v1/pool"): ADMIN,
 }
 """Any one of these scopes will do, and `admin` always."""
+
+CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+"""Requests that change or compute something: each is one of its key's rate."""
+GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/generate", "/generate_stream", "/"})
+"""But these count as many as they have prompts, once they are understood."""
+_CANCEL = re.compile(r"/v1/batches/[^/]+/cancel")
+"""And a batch that has used up its key's rate must not be in the way of its own end."""
+
+
+def is_counted(method: str, path: str) -> bool:
+    """Whether it is a request of its key's rate by having come."""
+    return method in CHANGING and path not in GENERATING and _CANCEL.fullmatch(path) is None
 
 
 def _compiled() -> tuple[Mapping[tuple[str, str], frozenset[Scope]], tuple[tuple[str, re.Pattern[str], str], ...]]:

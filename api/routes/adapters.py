@@ -122,7 +122,6 @@ async def warm_adapter(
 ) -> dict[str, Any]:
     """Bring an adapter to the pool ahead of its requests; answers as soon as it is there, or at the deadline."""
     ref = await run_in_threadpool(view.resolve_one, reference)
-    services.allowances.spend(view.caller)
     # Held until it is there; one that is known to be damaged is refused here.
     hold = await run_in_threadpool(services.store.hold, ref.key)
     work = services.engine.warm(hold.key, body.deadline_ms / 1000)

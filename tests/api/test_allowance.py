@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -10,14 +11,24 @@ from typing import Any
 
 import httpx2
 import pytest
+from fastapi.routing import APIRoute
 
+from api.app import _ROUTES
 from api.batches.in_process import asker
 from api.batches.lines import pending_lines, scan
 from api.batches.runner import LineRunner
 from api.keys.allowance import HEADERS, MAX_ACCOUNTS, Allowances, duration
 from api.keys.caller import ANYBODY, Caller, Scope
 from api.keys.key import KeyLimits
-from lorasrv.errors import AdapterCold, AdapterLoadFailed, EngineOverloaded, InvalidRequest, LimitExceeded, RequestTimeout
+from api.keys.scopes import GENERATING
+from lorasrv.errors import (
+    AdapterCold,
+    AdapterLoadFailed,
+    EngineOverloaded,
+    InvalidRequest,
+    LimitExceeded,
+    RequestTimeout,
+)
 from tests.helpers.callers import with_callers
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "model": "tiny-base"}
@@ -433,6 +444,28 @@ class TestServed:
         assert [self.ask(server, warm, {}).status_code for _ in range(4)] == [200, 200, 200, 429]
         assert [asked[0] for asked in engine.asked].count("warm") == 3
         assert self.ask(server, warm, {}, "bob").status_code == 200
+
+    def test_whatever_changes_or_computes_something_is_a_request(self, server, callers) -> None:
+        """A route that nobody thought of as well; what only shows something is none."""
+        callers["ann"] = key("ann", requests_per_min=2)
+        assert self.ask(server, "/tokenize", {"prompt": 3}).headers["x-ratelimit-remaining-requests"] == "1"
+        assert server.http.delete("/v1/adapters/mia", headers={"x-caller": "ann"}).status_code == 404
+        routes = [r for module in _ROUTES for r in module.router.routes if isinstance(r, APIRoute)]
+        asked = {(method, re.sub(r"{[^}]*}", "x", route.path)) for route in routes for method in route.methods}
+        asked -= {("POST", path) for path in GENERATING}
+        assert len(asked) > 35
+        answers = {each: server.http.request(*each, headers={"x-caller": "ann"}).status_code for each in asked}
+        free = {("POST", "/v1/batches/x/cancel")}
+        assert {each for each, status in answers.items() if status == 429} == {
+            each for each in asked if each[0] not in ("GET", "HEAD") and each not in free
+        }
+        assert answers["POST", "/v1/batches/x/cancel"] == 404
+
+    def test_which_a_debt_of_tokens_is_not_in_the_way_of(self, server, callers) -> None:
+        callers["ann"] = key("ann", requests_per_min=5, tokens_per_min=10)
+        assert self.ask(server, "/v1/completions", {"model": "tiny-base", "prompt": "x" * 100}).status_code == 200
+        assert self.ask(server, "/v1/completions", {"model": "tiny-base", "prompt": "x"}).status_code == 429
+        assert server.http.delete("/v1/adapters/mia", headers={"x-caller": "ann"}).status_code == 404
 
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
     def test_grammars_count_while_they_are_compiled(self, server, engine, monkeypatch, path: str) -> None:
