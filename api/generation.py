@@ -72,7 +72,7 @@ async def prepare_chat(body: ChatBody, services: Services, caller: Caller) -> Ge
     """Raises: as `prepare_completion`."""
     target = await _target(body, services, caller)
     said = [body.messages, body.tools, body.chat_template_kwargs]
-    plan = await services.in_thread(said, partial(plan_chat, body, services.engine))
+    plan = await services.in_thread(said, partial(plan_chat, body, services.engine), caller)
     shown = plan.shown_token_ids
     return await _prepare(body, services, caller, target, [plan.prompt], plan.wording, plan.grammar, shown)
 
@@ -96,7 +96,7 @@ async def _prepare(
 ) -> Generation:
     engine, options = services.engine, body.stream_options
     sampling = body.sampling(engine.spec.vocab_size)
-    echoes = await services.in_thread(prompts, partial(_echoes, prompts, engine)) if body.echoes else []
+    echoes = await services.in_thread(prompts, partial(_echoes, prompts, engine), caller) if body.echoes else []
     writer = AnswerWriter(
         answer_id=f"{wording.id_prefix}-{secrets.token_hex(12)}",
         target=target,
@@ -118,7 +118,7 @@ async def _prepare(
             count=body.num_tried,
             **service,
             request_id=writer.answer_id,
-            constraint=await engine.grammars.compile(grammar) if grammar is not None else None,
+            constraint=await engine.grammars.compile(grammar, caller.principal) if grammar is not None else None,
             shown_token_ids=shown_token_ids,
             beams=body.beams,
         )

@@ -1,6 +1,5 @@
 """What routes work with, put into `app.state` by `create_app`; no module holds any of it."""
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,6 +22,7 @@ from api.settings import ServerSettings
 from api.store_probe import StoreProbe
 from lorasrv.errors import EngineOverloaded
 from lorasrv.ledger import Ledger
+from lorasrv.turns import Turns
 from lorasrv.verify.verifier import Verifier
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 LONG_CHARS = 64 << 10
+MAX_LONG_TEXTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class Services:
     connections_cut: Counter[str] = field(default_factory=no_cuts, repr=False)
     allowances: Allowances = field(init=False, repr=False)
     store_probe: StoreProbe = field(init=False, repr=False)
-    _long_texts: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1), repr=False)
+    _long_texts: Turns = field(default_factory=lambda: Turns("long texts", MAX_LONG_TEXTS), repr=False)
     ledger: Ledger = field(init=False, repr=False)
     _views: Views = field(init=False, repr=False)
 
@@ -59,13 +60,15 @@ class Services:
         object.__setattr__(self, "store_probe", StoreProbe(self.store))
         object.__setattr__(self, "ledger", Ledger(self.engine, self.store, self.store.root))
 
-    async def in_thread(self, said: object, work: Callable[[], T]) -> T:
+    async def in_thread(self, said: object, work: Callable[[], T], caller: Caller) -> T:
         """The result of work on texts that may be longer than any context. Long ones one at a time: eight million
         characters take most of a minute, and threads are few, for everybody. `said`: the texts, in whatever they lie.
+
+        Raises: EngineOverloaded: too many long ones wait, of this key or of all.
         """
         if not is_long(said):
             return await run_in_threadpool(work)
-        async with self._long_texts:
+        async with self._long_texts.turn(caller.principal):
             return await run_in_threadpool(work)
 
     def view(self, caller: Caller) -> View:
@@ -80,7 +83,7 @@ class Services:
         """
         if self.engine.is_alive:
             try:
-                self.engine.waiting_room.check()
+                self.engine.waiting_room.check(principal=caller.principal)
             except EngineOverloaded as error:
                 self.engine.traffic.refused(error)
                 raise

@@ -180,7 +180,7 @@ class AsyncEngine:
             use.check()
             if not self.is_alive:
                 raise EngineDead(self.error or "the engine is not running")
-            self.waiting_room.check(count, len(messages[0].prompt_token_ids))
+            self.waiting_room.check(count, len(messages[0].prompt_token_ids), messages[0].principal)
         except BaseException as error:
             self.uses.end(use)
             self.traffic.refused(error)

@@ -7,6 +7,7 @@ since then, and prompts that have not been computed yet, are counted here.
 import time
 from collections.abc import Callable, Sequence
 
+from adapter_store.quota import ANONYMOUS
 from lorasrv.config import SchedulerOptions
 from lorasrv.drain_rate import DrainRate
 from lorasrv.errors import EngineOverloaded
@@ -15,6 +16,8 @@ from lorasrv.request import AddRequest, RequestId
 
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
+MAX_PROMISES = 256
+"""Of so many keys it is known what they were told; of more, those that asked last."""
 
 
 def num_queued(num_sent: int, num_waiting: int, num_running: int, seats: int) -> int:
@@ -47,7 +50,8 @@ class WaitingRoom:
         self._num_tokens = 0
         self._num_sent = 0
         self._requests_drained, self._tokens_drained = DrainRate(), DrainRate()
-        self._since_s = self._promised_s = clock()
+        self._since_s = clock()
+        self._promised_s: dict[str, float] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -61,7 +65,7 @@ class WaitingRoom:
         waiting = engine.requests_waiting + engine.requests_waiting_for_adapter
         return num_queued(sent, waiting, engine.requests_running, self._seats)
 
-    def check(self, num_requests: int = 1, num_tokens: int = 1) -> None:
+    def check(self, num_requests: int = 1, num_tokens: int = 1, principal: str = ANONYMOUS) -> None:
         """Whether so many more may come in. Nobody is too many where nobody waits.
 
         Raises: EngineOverloaded: they may not; says when a place should be free.
@@ -73,7 +77,7 @@ class WaitingRoom:
             why = f"prompts of {self._num_tokens} tokens are queued already, and {self._max_tokens} may be"
         else:
             return
-        raise EngineOverloaded(why, retry_after_s=self._retry_after_s(num_requests, num_tokens))
+        raise EngineOverloaded(why, retry_after_s=self._retry_after_s(num_requests, num_tokens, principal))
 
     def enter(self, messages: Sequence[AddRequest]) -> None:
         """These are on their way to the engine."""
@@ -95,17 +99,24 @@ class WaitingRoom:
         self._requests_drained.add(1)
         self._tokens_drained.add(tokens)
 
-    def _retry_after_s(self, num_requests: int, num_tokens: int) -> float:
-        """When as much as these need will have drained, behind all those who were sent away before: told the same,
-        they would come back at once, to be sent away once more."""
+    def _retry_after_s(self, num_requests: int, num_tokens: int, principal: str) -> float:
+        """When as much as these need will have drained, behind all those of the key that were sent away before: told
+        the same, they would come back at once, to be sent away once more. Keys that were sent away share what drains.
+        """
         self._time_passes()
         requests_s = self._requests_drained.seconds_for(num_requests)
         tokens_s = self._tokens_drained.seconds_for(num_tokens)
         if requests_s is None:
             return MIN_RETRY_S
         now = self._clock()
-        self._promised_s = min(max(now, self._promised_s) + max(requests_s, tokens_s or 0.0), now + MAX_RETRY_S)
-        return max(MIN_RETRY_S, self._promised_s - now)
+        promised = {name: until for name, until in self._promised_s.items() if until > now}
+        begin = promised.pop(principal, now)
+        while len(promised) >= MAX_PROMISES:
+            del promised[next(iter(promised))]
+        needed_s = (len(promised) + 1) * max(requests_s, tokens_s or 0.0)
+        promised[principal] = until = min(begin + needed_s, now + MAX_RETRY_S)
+        self._promised_s = promised
+        return max(MIN_RETRY_S, until - now)
 
     def _time_passes(self) -> None:
         now = self._clock()

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 from adapter_store.blobs import disk_errors
 from api.batches.folder import FLAGS, BatchFolder
 from api.batches.records import FileRecord
-from api.batches.shares import most_of
 from api.batches.threads import in_thread
 from api.errors import ApiError
 from api.keys.caller import ANYBODY, Caller
+from lorasrv.turns import most_of
 
 MAX_NAME_CHARS = 255
 MAX_FORM_BYTES = 64 << 10

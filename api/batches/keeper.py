@@ -21,11 +21,12 @@ from api.batches.lines import TooManyLines, duplicates, pending_lines, scan
 from api.batches.records import BatchRecord, BatchStatus, problem
 from api.batches.results import Found, NoResults, Reply, ResultSink, Tally, recovered, refused
 from api.batches.runner import DEFAULT_CONCURRENCY, Ask, LineRunner, Sleep
-from api.batches.shares import Share, most_of
+from api.batches.shares import Share
 from api.batches.threads import in_thread
 from api.errors import ApiError
 from api.keys.caller import ANYBODY, Caller
 from lorasrv.errors import EngineDead
+from lorasrv.turns import most_of
 
 _LOG = logging.getLogger(__name__)
 

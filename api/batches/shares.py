@@ -3,8 +3,6 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from adapter_store.quota import ANONYMOUS
-
 MAX_AT_A_TIME = 4
 """Batches of one key that are asked at the same time."""
 
@@ -16,8 +14,3 @@ class Share:
 
     places: asyncio.Semaphore
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_A_TIME))
-
-
-def most_of(bound: int, principal: str) -> int:
-    """How much of a bound one key may have: half of it. Without keys there is nobody to share with."""
-    return bound if principal == ANONYMOUS else max(1, bound // 2)

@@ -89,7 +89,7 @@ async def _begin(
     drawn = seed if parameters.is_sampled else None
     sampling = parameters.sampling(drawn, with_tokens)
     target = await run_in_threadpool(_target, body, parameters, services, caller)
-    prompt = await services.in_thread(body.inputs, partial(_prompt_ids, body, parameters, services))
+    prompt = await services.in_thread(body.inputs, partial(_prompt_ids, body, parameters, services), caller)
     grammar = await run_in_threadpool(parameters.wanted_grammar)
     figures = AnswerWriter(f"gen-{secrets.token_hex(12)}", target, CompletionWording())
     tokens = TokenWriter(services.engine.tokenizer, parameters.top_n_tokens or 0, parameters.return_k_alternatives or 0)
@@ -102,7 +102,9 @@ async def _begin(
             count=parameters.num_choices,
             **service,
             request_id=figures.answer_id,
-            constraint=await services.engine.grammars.compile(grammar) if grammar is not None else None,
+            constraint=await services.engine.grammars.compile(grammar, caller.principal)
+            if grammar is not None
+            else None,
         )
 
     accepting = services.allowances.admit(caller, [prompt], parameters.num_choices, begin)

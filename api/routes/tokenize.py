@@ -20,7 +20,7 @@ router = APIRouter(route_class=JsonRoute)
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
     """The token ids of a prompt or of a conversation, exactly as a request would have them."""
-    return await services.in_thread([body.prompt, body.messages], partial(_tokenize, body, services, view))
+    return await services.in_thread([body.prompt, body.messages], partial(_tokenize, body, services, view), view.caller)
 
 
 @router.post("/detokenize")

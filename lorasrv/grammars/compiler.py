@@ -5,13 +5,15 @@ import asyncio
 import llguidance
 from cachetools import LRUCache
 
+from adapter_store.quota import ANONYMOUS
 from lorasrv.constraint import TokenConstraint
-from lorasrv.errors import EngineOverloaded, InvalidRequest
+from lorasrv.errors import InvalidRequest
 from lorasrv.grammars.examiner import Examiner
 from lorasrv.grammars.matching import CompiledGrammar, compile_matcher, one_line
 from lorasrv.grammars.source import Grammar
 from lorasrv.grammars.vocabulary import Vocabulary
 from lorasrv.tokenizer import Tokenizer
+from lorasrv.turns import Turns
 
 KEPT_BYTES = 256 << 20
 KEPT_REFUSALS = 512
@@ -36,24 +38,19 @@ class GrammarCompiler:
         self.examiner = Examiner(self._vocabulary.packed())
         self._kept: LRUCache[str, CompiledGrammar] = LRUCache(KEPT_BYTES, getsizeof=lambda grammar: grammar.nbytes)
         self._refused: LRUCache[str, str] = LRUCache(KEPT_REFUSALS)
-        self._turn = asyncio.Lock()
-        self._num_waiting = 0
+        self._turns = Turns("grammars to be compiled", MAX_WAITING)
 
-    async def compile(self, grammar: Grammar) -> TokenConstraint:
-        """Raises:
-        InvalidRequest: it is none, no answer satisfies it, or it costs too much; names the field.
-        EngineOverloaded: many others wait to be compiled.
+    async def compile(self, grammar: Grammar, principal: str = ANONYMOUS) -> TokenConstraint:
+        """One at a time, keys in turn: each may take half a second.
+
+        Raises:
+            InvalidRequest: it is none, no answer satisfies it, or it costs too much; names the field.
+            EngineOverloaded: many others wait to be compiled, of this key or of all.
         """
         if (kept := self._known(grammar)) is not None:
             return kept
-        if self._num_waiting >= MAX_WAITING:
-            raise EngineOverloaded(f"{MAX_WAITING} grammars wait to be compiled", retry_after_s=1.0)
-        self._num_waiting += 1
-        try:
-            async with self._turn:
-                return self._known(grammar) or await self._compiled(grammar)
-        finally:
-            self._num_waiting -= 1
+        async with self._turns.turn(principal):
+            return self._known(grammar) or await self._compiled(grammar)
 
     async def aclose(self) -> None:
         """End the process that tries grammars out."""

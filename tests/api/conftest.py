@@ -101,7 +101,7 @@ class FakeTemplate:
 class FakeGrammars:
     """Compiles nothing: a grammar is its own constraint."""
 
-    async def compile(self, grammar: object) -> object:
+    async def compile(self, grammar: object, principal: str) -> object:
         return grammar
 
 
@@ -168,7 +168,7 @@ class FakeEngine:
         self.quantization = "int8"
         self.profile = StepProfile()
         self.traffic = Traffic()
-        self.waiting_room = SimpleNamespace(check=lambda *_: None, num_tokens=0)
+        self.waiting_room = SimpleNamespace(check=lambda **_: None, num_tokens=0)
         self.book = StepBook()
         self.max_model_len = CONTEXT
         self.page_size_tokens = 16

@@ -472,7 +472,7 @@ class TestServed:
         """Who may have two answers at a time has no third grammar compiled meanwhile; and refused ones cost nothing."""
         seen: list[Any] = []
 
-        async def compile_(_: object) -> None:
+        async def compile_(*_: object) -> None:
             seen.append(len(self.allowances._accounts["ann"].begun_s))
             raise InvalidRequest("too large", param="guided_regex")
 

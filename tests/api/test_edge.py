@@ -403,7 +403,7 @@ class TestBodies:
 def test_nothing_is_compiled_for_who_has_left(server, engine, eventually, monkeypatch, path: str) -> None:
     seen: list[str] = []
 
-    async def compile_for_ever(_: object) -> None:
+    async def compile_for_ever(*_: object) -> None:
         seen.append("begun")
         try:
             await asyncio.Event().wait()
@@ -433,7 +433,8 @@ def test_every_route_reads_its_body_strictly() -> None:
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
 def test_a_full_queue_is_told_before_anything_is_looked_at(server, engine, monkeypatch, path: str) -> None:
-    def full() -> None:
+    def full(*, principal: str) -> None:
+        assert principal == ANYBODY.principal
         raise EngineOverloaded("4 requests are queued already, and 4 may be", retry_after_s=7.2)
 
     monkeypatch.setattr(engine.waiting_room, "check", full)

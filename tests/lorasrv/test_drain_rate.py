@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from adapter_store.quota import ANONYMOUS
 from lorasrv.config import SchedulerOptions
 from lorasrv.drain_rate import FADE_S, DrainRate
 from lorasrv.errors import EngineOverloaded
 from lorasrv.metrics import EngineSnapshot
 from lorasrv.request import AddRequest, RequestId
 from lorasrv.sampling import SamplingParams
-from lorasrv.waiting_room import MAX_RETRY_S, WaitingRoom, num_queued
+from lorasrv.waiting_room import MAX_PROMISES, MAX_RETRY_S, WaitingRoom, num_queued
 
 
 class TestDrainRate:
@@ -69,10 +70,10 @@ class Bench:
         )
         self.room = WaitingRoom(options, lambda: self.snapshot, lambda: self.now)
 
-    def refused(self, *wanted: int) -> float:
+    def refused(self, *wanted: int, who: str = ANONYMOUS) -> float:
         """The seconds that a refusal says."""
         with pytest.raises(EngineOverloaded) as caught:
-            self.room.check(*wanted)
+            self.room.check(*wanted, principal=who)
         return caught.value.retry_after_s
 
 
@@ -160,6 +161,24 @@ class TestWhenToComeBack:
         bench.now += 6.0
         # What was promised is over; and as nothing drained meanwhile, it takes longer now.
         assert 2.0 < bench.refused() < 4.0
+
+    def test_a_key_waits_behind_itself_and_shares_with_others(self) -> None:
+        bench = Bench()
+        self.drained(bench, rate=0.5)
+        assert [bench.refused(who="ann") for _ in range(100)][-1] == MAX_RETRY_S
+        # Two keys: half of what drains is for each.
+        assert [bench.refused(who="bob") for _ in range(2)] == pytest.approx([4.0, 8.0], rel=0.2)
+        assert bench.refused(who="carl") == pytest.approx(6.0, rel=0.2)
+        bench.now += MAX_RETRY_S
+        bench.refused(who="bob")
+        assert list(bench.room._promised_s) == ["bob"], "what is over is forgotten"
+
+    def test_promises_are_bounded(self) -> None:
+        bench = Bench()
+        self.drained(bench, rate=0.5)
+        for number in range(2 * MAX_PROMISES):
+            bench.refused(who=f"k{number}")
+        assert len(bench.room._promised_s) == MAX_PROMISES
 
     def test_it_lies_between_a_second_and_a_minute(self) -> None:
         bench = Bench()
