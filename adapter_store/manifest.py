@@ -17,6 +17,8 @@ from adapter_store.name_pattern import NamePattern
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_CONFIG_DEPTH = 32
+MAX_PATTERNS = 4096
+"""Of ranks, and of alphas: each is held against every module. PEFT writes as many as there are modules, at most."""
 MERGE = "merge it into the base (peft: merge_and_unload) and serve that"
 MLX_WAY_OUT = (
     "`lorasrv upload` and `lorasrv check` convert MLX's folder as it is (adapters.safetensors and adapter_config.json)"
@@ -332,6 +334,9 @@ def _patterns(config: Config, field: str, problems: ProblemList) -> Iterator[tup
         return
     if not isinstance(value, Mapping):
         problems.add(f"invalid_{field}", field, f"= {show(value)}; it must be an object of module names")
+        return
+    if len(value) > MAX_PATTERNS:
+        problems.add(f"invalid_{field}", field, f"has {len(value)} entries; at most {MAX_PATTERNS} are read")
         return
     for key, number in value.items():
         where = f"{field}[{show(key)}]"

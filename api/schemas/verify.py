@@ -7,7 +7,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from lorasrv.verify.job import MAX_PROMPTS
 from lorasrv.verify.verifier import DEFAULT_TIMEOUT_S
 
-MAX_TIMEOUT_S = 86_400
+MAX_TIMEOUT_S = 3600
+"""While one adapter is verified, nobody else's is."""
 MAX_PROMPT_CHARS = 16_384
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import initialization
 
 from adapter_store.loader import AdapterWeights
+from adapter_store.manifest import FIELD_RULES, Decision
 from adapter_store.peft_dir import CONFIG_NAME, WEIGHTS_NAME
 from lorasrv.loaders import Checkpoint
 from lorasrv.models.spec import ModelSpec
@@ -28,6 +29,8 @@ from lorasrv.verify.oracle_config import config_from_spec
 
 NAME = "default"
 PREFIX = "base_model.model.model.layers."
+SELECTING = frozenset({"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"})
+READ_FIELDS = frozenset(name for name, rule in FIELD_RULES.items() if rule.decision is Decision.HONOURED) - SELECTING
 
 
 class Oracle:
@@ -106,11 +109,13 @@ def _fill(model: Any, checkpoint: Checkpoint, weights: ModelWeights, progress: P
 
 
 def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights) -> None:
-    """The adapter as PEFT loads it: the stored file itself, unless its tensors have names that PEFT would pass over."""
-    config = dict(job.config)
-    if isinstance(config.get("target_modules"), str) and config["target_modules"] != "all-linear":
-        # A pattern may take for ever to match; what it means here are the modules that have weights.
-        config["target_modules"] = sorted({f"{m.layer}.{m.module}" for m in adapter.spec.modules})
+    """The adapter as PEFT loads it: the stored file itself, unless its tensors have names that PEFT would pass over.
+
+    Of the config what PEFT is to honour, and nothing else. Which modules it adapts PEFT would find with expressions
+    that were uploaded, and one may take for ever to match; here they are the modules that have weights.
+    """
+    config = {name: value for name, value in job.config.items() if name in READ_FIELDS}
+    config["target_modules"] = sorted({f"{m.layer}.{m.module}" for m in adapter.spec.modules})
     (folder / CONFIG_NAME).write_text(json.dumps(config, default=dict))
     names: dict[str, str] = {}
     for m in adapter.spec.modules:

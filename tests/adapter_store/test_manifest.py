@@ -126,6 +126,14 @@ def test_uploaded_expressions_are_refused_and_never_run(key: str, build: Any) ->
     assert time.perf_counter() - started < 0.5
 
 
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_patterns_are_as_many_as_modules_not_as_bytes(field: str, build: Any) -> None:
+    """Each of them is held against every module: here, and by PEFT when it verifies."""
+    many = {f"layers.{i}.mlp.up_proj": 4 for i in range(4096)}
+    accepted(build.config(**{field: many}))
+    assert "at most 4096" in refusals(build.config(**{field: {**many, "q_proj": 4}}))[field]
+
+
 @pytest.mark.parametrize(("pattern", "value"), [("rank_pattern", 0), ("rank_pattern", True), ("alpha_pattern", "1")])
 def test_pattern_values_are_checked(pattern: str, value: Any, build: Any) -> None:
     assert list(refusals(build.config(**{pattern: {"q_proj": value}}))) == [f"{pattern}['q_proj']"]

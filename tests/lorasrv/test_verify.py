@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from lorasrv.verify.verdict import Outcome
 Tiny = dict[str, Callable[..., Path]]
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 PROMPTS = (tuple(range(5, 30)), tuple(range(300, 311)), (7,))
+FOR_EVER = "(.*[a-z_.]){40}X"
 EXACT = {"quantization": "none", "dtype": "float32"}
 ROUNDED = {"quantization": "int8", "dtype": "bfloat16"}
 
@@ -165,11 +167,41 @@ class TestRight:
         assert verdict.figures.effect.max_abs == 0
         assert "no effect" in verdict.notes[0]
 
-    def test_a_pattern_of_modules_is_not_matched(self, tiny_hf_checkpoints: Tiny, adapters) -> None:
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"target_modules": FOR_EVER},
+            {"exclude_modules": FOR_EVER},
+            {"layers_to_transform": [0, 1, 2], "layers_pattern": FOR_EVER},
+            {"layers_to_transform": [0, 1, 2], "layers_pattern": [FOR_EVER]},
+        ],
+        ids=lambda fields: max(fields),
+    )
+    def test_no_pattern_of_modules_is_matched(
+        self, tiny_hf_checkpoints: Tiny, adapters, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+    ) -> None:
         """One that takes for ever would otherwise cost the whole time limit."""
         model = tiny_hf_checkpoints["llama"]()
         asked = job(model, adapters(model))
-        config = {**asked.config, "target_modules": "(.*a)*(.*b)*(.*c)*(.*d)*(.*e)*(.*f)*x"}
+        named = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
+        config = {**asked.config, **named, **fields}
+        base = open_checkpoint(str(model))
+        base.close()
+        check_files(config, asked.weights, base_shapes(base.spec), 64)
+        compiled = re._compiler.compile  # type: ignore[attr-defined]
+
+        def compiling(pattern: Any, flags: int) -> Any:
+            assert FOR_EVER not in str(pattern), "an uploaded expression is about to be run"
+            return compiled(pattern, flags)
+
+        monkeypatch.setattr(re._compiler, "compile", compiling)  # type: ignore[attr-defined]
+        assert run(replace(asked, config=config)).verdict.outcome is Outcome.EXACT
+
+    def test_peft_is_told_what_is_honoured_and_nothing_else(self, tiny_hf_checkpoints: Tiny, adapters) -> None:
+        """`megatron_core` names a module to import, and what training needed PEFT might still compute."""
+        model = tiny_hf_checkpoints["llama"]()
+        asked = job(model, adapters(model))
+        config = {**asked.config, "megatron_config": {"a": 1}, "megatron_core": "no.such.module", "runtime_config": 5}
         assert run(replace(asked, config=config)).verdict.outcome is Outcome.EXACT
 
     def test_the_job_survives_the_way(self, tiny_hf_checkpoints: Tiny, adapters) -> None:
