@@ -28,7 +28,7 @@ def upload(
     directory: DirectoryArgument,
     adapter_id: Annotated[str | None, typer.Option("--id", help="Name to serve it under.")] = None,
     if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Fail if the id is taken.")] = False,
-    alias: Annotated[str | None, typer.Option(help="Move this alias of the id to it, too.")] = None,
+    alias: Annotated[str | None, typer.Option(help="Move this alias of the id, or of each id, to it, too.")] = None,
     allow_partial: PartialOption = False,
     every: Annotated[bool, typer.Option("--all", help="DIR is a tree of such folders: send all.")] = False,
     prefix: Annotated[str, typer.Option(help="Put before each id of --all.")] = "",
@@ -47,9 +47,10 @@ def upload(
     if adapter_id is None:
         tree = bulk.Tree(directory, prefix, slugify)
         if dry_run:
-            bulk.check_all(tree, model, as_json)
+            bulk.check_all(tree, model, allow_partial, as_json)
         else:
-            bulk.upload_all(tree, server, if_not_exists, as_json)
+            how = bulk.How(if_not_exists, alias, allow_partial)
+            bulk.upload_all(tree, server, how, as_json)
         return
     adapter_id = bulk.adapter_id_of(adapter_id, slugify)
     with open_adapter_dir(directory) as peft:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -95,20 +95,29 @@ class Tree:
         return suggest_id(wanted, VERBS) or wanted if self.slugify else wanted
 
 
-def upload_all(tree: Tree, server: str, if_not_exists: bool, as_json: bool) -> None:
+@dataclass(frozen=True, slots=True)
+class How:
+    """What is asked of the server for each, as for one that is sent alone."""
+
+    if_not_exists: bool = False
+    alias: str | None = None
+    allow_partial: bool = False
+
+
+def upload_all(tree: Tree, server: str, how: How, as_json: bool) -> None:
     """Send every adapter of a tree. Raises: CliError: some are refused, or the server is gone."""
     found = tree.adapters()
     outcomes = []
     with connected(server) as client, progress(in_bytes=True) as step:
         client.base_name()  # a server that is not there is told before anything is read
         meter = _Meter(step, found)
-        for outcome in _each(found, lambda one: _send(client, one, if_not_exists, meter)):
+        for outcome in _each(found, lambda one: _send(client, one, how, meter)):
             outcomes.append(outcome)
             _print_sent(outcome, as_json)
     _end(outcomes, "are in the server")
 
 
-def check_all(tree: Tree, model: str, as_json: bool) -> None:
+def check_all(tree: Tree, model: str, allow_partial: bool, as_json: bool) -> None:
     """List what would be sent under which id, as a server with this base would judge it.
 
     Raises: CliError: some would be refused.
@@ -117,7 +126,7 @@ def check_all(tree: Tree, model: str, as_json: bool) -> None:
     base = check.shapes_of(model)
     outcomes = []
     for one in found:
-        outcomes.append(_checked(one, base))
+        outcomes.append(_checked(one, base, allow_partial))
         if as_json:
             print_json(outcomes[-1].to_dict())
         elif not outcomes[-1].reasons:
@@ -201,7 +210,7 @@ def _each(found: Sequence[Found], work: Callable[[Found], Outcome]) -> Iterator[
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _send(client: Client, one: Found, if_not_exists: bool, meter: _Meter) -> Outcome:
+def _send(client: Client, one: Found, how: How, meter: _Meter) -> Outcome:
     def tell(what: str, done: int, total: int) -> None:
         if what == "sending" and total:
             meter.sent(one, done / total)
@@ -209,9 +218,7 @@ def _send(client: Client, one: Found, if_not_exists: bool, meter: _Meter) -> Out
     try:
         with open_adapter_dir(one.folder) as peft:
             done = _patiently(
-                lambda: client.upload(
-                    peft, one.adapter_id, if_not_exists=if_not_exists, send_always=False, progress=tell
-                )
+                lambda: client.upload(peft, one.adapter_id, **asdict(how), send_always=False, progress=tell)
             )
     except (AdapterInvalid, Refused, OSError) as error:
         return Outcome(one, {}, _reasons(error))
@@ -235,10 +242,11 @@ def _patiently(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             waited += pause
 
 
-def _checked(one: Found, base: BaseShapes) -> Outcome:
+def _checked(one: Found, base: BaseShapes, allow_partial: bool) -> Outcome:
+    rank = MemoryOptions().max_lora_rank
     try:
         with open_adapter_dir(one.folder) as peft:
-            report = check_files(peft.config, peft.weights_path, base, MemoryOptions().max_lora_rank).report
+            report = check_files(peft.config, peft.weights_path, base, rank, allow_partial=allow_partial).report
     except (AdapterInvalid, OSError) as error:
         return Outcome(one, {}, _reasons(error))
     return Outcome(one, {"report": report.to_dict()})

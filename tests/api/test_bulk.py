@@ -34,6 +34,12 @@ def ids(store: AdapterStore) -> list[str]:
     return [str(record.adapter_id) for record in store.list_adapters()]
 
 
+@pytest.fixture
+def tiny_base(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What --dry-run checks against is the server's base."""
+    monkeypatch.setattr("api.cli.check.shapes_of", lambda model: store.base)
+
+
 class TestUpload:
     def test_a_tree(self, cli, server, tree: Path, store: AdapterStore) -> None:
         done = cli("upload", "--all", tree, "--prefix", "v1-", "--server", server.url)
@@ -117,6 +123,20 @@ class TestUpload:
         done = cli("upload", tree, "--all", "--if-not-exists", "--server", server.url)
         assert (done.code, done.out.count("registered")) == (1, 4)
         assert "bot-1: adapter 'bot-1' exists" in done.err
+
+    def test_partial_ones_where_they_are_allowed(self, cli, server, tree: Path, make_adapter, store, tiny_base) -> None:
+        make_adapter("bot-1", seed=9, target_modules=["q_proj", "v_proj", "down_proj"])
+        for more in ([], ["--dry-run"]):
+            refused = cli("upload", tree, "--all", "--server", server.url, *more)
+            assert (refused.code, refused.err.count("partial_adapter")) == (1, 1), refused.err
+            assert cli("upload", tree, "--all", "--allow-partial", "--server", server.url, *more).code == 0
+        assert store.report(store.resolve("bot-1").key).is_partial
+
+    def test_an_alias_of_each(self, cli, server, tree: Path, store: AdapterStore) -> None:
+        assert cli("upload", tree, "--all", "--alias", "prod", "--server", server.url).code == 0
+        assert {dict(record.aliases["prod"]).popitem() for record in store.list_adapters()} == {(1, 1.0)}
+        wrong = cli("upload", tree, "--all", "--alias", "Prod!", "--server", server.url)
+        assert (wrong.code, wrong.err.count("'Prod!'")) == (1, 5)
 
     @pytest.mark.parametrize(
         ("status", "headers", "sends"),
@@ -287,11 +307,8 @@ class TestTree:
             assert "holds adapter_config.json" in done.err
 
 
+@pytest.mark.usefixtures("tiny_base")
 class TestDryRun:
-    @pytest.fixture(autouse=True)
-    def tiny_base(self, store: AdapterStore, monkeypatch) -> None:
-        monkeypatch.setattr("api.cli.check.shapes_of", lambda model: store.base)
-
     def test_lists_and_checks(self, cli, tree: Path, make_adapter, store: AdapterStore) -> None:
         make_adapter("bot-1", use_dora=True)
         done = cli("upload", tree, "--all", "--dry-run", "--prefix", "x-", "--server", "http://127.0.0.1:1")
