@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -21,7 +21,10 @@ from adapter_store.errors import AdapterCorrupt, AdapterError, AdapterInvalid, B
 from adapter_store.peft_dir import CHUNK_BYTES, Opener, open_file
 from adapter_store.records import Registration
 from adapter_store.references import VERBS, check_adapter_id
+from adapter_store.safetensors_header import header_cap_bytes, read_header
+from adapter_store.spec import AdapterId, AdapterRef
 from adapter_store.store import AdapterStore
+from adapter_store.validate import validate_adapter
 
 _LOG = logging.getLogger(__name__)
 _KEYS = ("name", "path", "base_model_name")
@@ -72,11 +75,11 @@ def register_modules(
     for number, module in enumerate(modules):
         progress("registering adapters", number / len(modules))
         try:
-            done = add_folder(store, module.path.expanduser(), module.name)
+            done = add_folder(store, module.path.expanduser(), module.name, moves=False)
         except (AdapterError, OSError) as error:
             reasons[module.name] = _reasons(error)
             continue
-        for warning in (*_other_base(module, store.base.name), *done.report.warnings):
+        for warning in (*_other_base(module, store.base.name), *_not_current(store, done), *done.report.warnings):
             _LOG.warning("--lora-modules %s: %s", module.name, warning)
     if reasons:
         shown = {name: show(name)[1:-1] for name in reasons}
@@ -92,12 +95,14 @@ def add_folder(
     adapter_id: str,
     *,
     if_not_exists: bool = False,
+    moves: bool = True,
     opener: Opener = open_file,
     **owner: Any,
 ) -> Registration:
     """Register a folder of this machine, whoever saved it, as `lorasrv upload` would. `opener` opens its files; `owner`
     is whose the version becomes, for `AdapterStore.register`.
 
+    An id that has this content as an older version goes back to it; not unless it `moves`, and then nothing is done.
     Weights that the store has already are not copied once more, unless they turn out to be damaged there.
 
     Raises:
@@ -107,11 +112,28 @@ def add_folder(
     name = check_adapter_id(adapter_id, VERBS)
     with open_adapter_dir(folder, opener) as peft, peft.open_weights() as weights:
         digest = hashlib.file_digest(weights, "sha256").hexdigest()
+        if not moves and (older := _older_version(store, name, peft.config, weights, digest)):
+            return Registration(older, created=False, report=store.report(older.key))
         with contextlib.suppress(BlobNotFound, AdapterCorrupt, AdapterInvalid):
             return store.register(name, peft.config, digest, if_not_exists=if_not_exists, **owner)
         # Not there, or perhaps damaged on the disk: what is here puts that right.
         _copy(store, weights, digest)
         return store.register(name, peft.config, digest, if_not_exists=if_not_exists, **owner)
+
+
+def _older_version(
+    store: AdapterStore, name: AdapterId, config: Mapping[str, object], weights: BufferedReader, digest: str
+) -> AdapterRef | None:
+    """The version that an id has of a content, if it is not the current one."""
+    record = store.records().get(name)
+    if record is None or digest not in {version.weights_digest for version in record.versions}:
+        return None
+    # Weights that a version names were checked as a whole; with the config, their header says which content they are.
+    weights.seek(0)
+    header = read_header(weights, os.fstat(weights.fileno()).st_size, header_cap_bytes(store.base))
+    key = validate_adapter(config, header, store.base, store.max_lora_rank, weights_digest=digest).key
+    found = [version.version for version in record.versions if version.key == key]
+    return record.ref(found[-1]) if found and record.current_version not in found else None
 
 
 def _copy(store: AdapterStore, weights: BufferedReader, digest: str) -> None:
@@ -163,6 +185,16 @@ def _reasons(error: AdapterError | OSError) -> list[str]:
     if isinstance(error, OSError):
         return [f"cannot be read: {error.strerror or type(error).__name__}"]
     return [str(error)]
+
+
+def _not_current(store: AdapterStore, done: Registration) -> list[str]:
+    current = store.get(done.ref.adapter_id).current_version
+    if current == done.ref.version:
+        return []
+    name, version = done.ref.adapter_id, done.ref.version
+    return [
+        f"the folder is {name}@{version}, and {name}@{current} stays the current one, which came later or was chosen"
+    ]
 
 
 def _other_base(module: LoraModulePath, served: str) -> list[str]:

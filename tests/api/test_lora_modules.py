@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from adapter_store.records import Change
 from adapter_store.store import AdapterStore
 from api.cli.options import spread
-from api.lora_modules import LoraModulePath, ModulesRefused, parse_modules, register_modules
+from api.lora_modules import LoraModulePath, ModulesRefused, add_folder, parse_modules, register_modules
 from api.settings import ServerSettings
 
 MIA, TOM = LoraModulePath("mia", Path("/a/mia")), LoraModulePath("tom", Path("b=c/tom"))
@@ -105,6 +106,28 @@ class TestRegistering:
         self.register(store, ("mia", mia))
         assert store.resolve("mia").version == 2
         assert self.register(store) == []
+
+    def test_a_restart_undoes_nothing(self, store: AdapterStore, make_adapter, caplog) -> None:
+        """What was uploaded since, or rolled back to, is what answers; a folder that changed is new all the same."""
+        mia = make_adapter("mia")
+        self.register(store, ("mia", mia))
+        other = make_adapter("other", seed=2)
+        add_folder(store, other, "mia")
+        self.register(store, ("mia", mia))
+        assert store.resolve("mia").version == 2
+        assert "the folder is mia@1, and mia@2 stays the current one" in caplog.text
+        store.change("mia", Change(version=1))
+        self.register(store, ("mia", other))
+        assert store.resolve("mia").version == 1
+        assert "the folder is mia@2, and mia@1 stays" in caplog.text
+        caplog.clear()
+        self.register(store, ("mia", mia))
+        assert caplog.text == ""
+        make_adapter("mia", lora_alpha=9)
+        self.register(store, ("mia", mia))
+        assert store.resolve("mia").version == 3
+        # Asked for at run time it is what is wanted now.
+        assert add_folder(store, other, "mia").ref.version == store.resolve("mia").version == 2
 
     def test_whoever_saved_it(self, store: AdapterStore, make_adapter, as_mlx) -> None:
         mia, nested = make_adapter("mia"), make_adapter("outer/poet", seed=1).parent
