@@ -73,7 +73,7 @@ class BlobUpload:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         with disk_errors("starting an upload"):
             self._fd: int | None = os.open(self._path, flags, 0o600)
-        directory.begins(self._path, length)
+        directory.begins(self._path, digest, length)
 
     @property
     def is_over(self) -> bool:
@@ -170,7 +170,7 @@ class BlobDirectory:
 
     def __init__(self, root: Path) -> None:
         self._not_durable: set[str] = set()
-        self._lengths: dict[Path, int] = {}
+        self._under_way: dict[Path, tuple[str, int]] = {}
         self._turns = tuple(threading.Lock() for _ in range(NUM_TURNS))
         self._blobs = root / "blobs" / "sha256"
         self._temporary = root / "tmp"
@@ -186,17 +186,17 @@ class BlobDirectory:
     def new_temporary_path(self) -> Path:
         return self._temporary / uuid.uuid4().hex
 
-    def begins(self, temporary: Path, length: int) -> None:
+    def begins(self, temporary: Path, digest: str, length: int) -> None:
         """An upload of so many bytes."""
-        self._lengths[temporary] = length
+        self._under_way[temporary] = digest, length
 
     def ends(self, temporary: Path) -> None:
-        """It is complete, or dropped."""
-        self._lengths.pop(temporary, None)
+        """It is dropped, or complete and whoever is told of that knows it."""
+        self._under_way.pop(temporary, None)
 
-    def under_way(self) -> tuple[int, ...]:
-        """The lengths of uploads that have not ended."""
-        return tuple(self._lengths.values())
+    def under_way(self) -> tuple[tuple[str, int], ...]:
+        """Digests and lengths of uploads that have not ended."""
+        return tuple(self._under_way.values())
 
     def exists(self, digest: str) -> bool:
         """Whether a blob is there for good: a name that a power loss could take away does not count."""
@@ -237,9 +237,11 @@ class BlobDirectory:
             finally:
                 self._not_durable.discard(digest)
 
-    def remove(self, digest: str) -> None:
-        """Delete a blob; one that is gone already is no error."""
+    def remove(self, digest: str, is_needed: Callable[[], bool] = lambda: False) -> None:
+        """Delete a blob unless it is needed; one that is gone already is no error."""
         with self._turn(digest), disk_errors("removing weights"), contextlib.suppress(FileNotFoundError):
+            if is_needed():
+                return
             os.unlink(self._blobs / digest)
             fsync_directory(self._blobs)
 

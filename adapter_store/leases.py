@@ -1,4 +1,6 @@
-"""Weights that somebody is about to register: nobody removes them meanwhile, and the last to leave does if it must."""
+"""Weights that somebody is about to register: nobody removes them meanwhile, and the last to leave does if it must,
+unless somebody else has sent them too.
+"""
 
 import contextlib
 import threading
@@ -7,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from adapter_store.blobs import BlobDirectory
 from adapter_store.errors import BlobNotFound, StoreFull, StoreUnusable
+from adapter_store.staging import Staging
 
 
 class BlobLeases:
@@ -16,6 +19,7 @@ class BlobLeases:
         lock: the store's.
         check_open: raises StoreUnusable once the store is closed.
         is_referenced: whether a content names a digest.
+        staging: who has sent what.
     """
 
     def __init__(
@@ -24,11 +28,13 @@ class BlobLeases:
         blobs: BlobDirectory,
         check_open: Callable[[], None],
         is_referenced: Callable[[str], bool],
+        staging: Staging,
     ) -> None:
         self._lock = lock
         self._blobs = blobs
         self._check_open = check_open
         self._is_referenced = is_referenced
+        self._staging = staging
         self._counts: Counter[str] = Counter()
 
     @contextlib.contextmanager
@@ -63,4 +69,4 @@ class BlobLeases:
         with contextlib.suppress(StoreUnusable, StoreFull):
             self._check_open()
             if not self._is_referenced(digest):
-                self._blobs.remove(digest)
+                self._blobs.remove(digest, lambda: self._staging.is_awaited(digest))

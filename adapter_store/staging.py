@@ -5,14 +5,16 @@ A quota of bytes counts what versions name. Whoever sends and never registers wo
 removed as orphans a day later: so what is sent has as much room once more, and no more than that.
 
 Who sent what is kept in memory only, and as long as the weights would be if nobody else had them: whether somebody has
-is not to be told from how long one's own upload is good for. Whoever is forgotten sends the same bytes again.
+is not to be told from how long one's own upload is good for. Whoever is forgotten sends the same bytes again. But whose
+upload was taken finds it there: weights that were sent twice stay when one of the two comes to nothing.
 """
 
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from adapter_store.blobs import UNREFERENCED_BLOB_AGE_S, BlobDirectory, BlobUpload
@@ -36,6 +38,15 @@ class Sender:
 ANYBODY = Sender()
 
 
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Weights that a principal has sent so many `times`, the last time at `at_s`."""
+
+    length: int
+    at_s: float
+    times: int = 1
+
+
 class Staging:
     """Begins uploads, from many threads.
 
@@ -51,7 +62,8 @@ class Staging:
         self._blobs = blobs
         self._referenced = referenced
         self._on_stored = on_stored
-        self._sent: dict[tuple[str, str], tuple[int, float]] = {}
+        self._sent: dict[tuple[str, str], _Sent] = {}
+        self._awaited: Counter[str] = Counter()
         self._under_way: dict[str, list[BlobUpload]] = {}
 
     def open(self, digest: str, length: int, max_bytes: int | None, sender: Sender) -> BlobUpload:
@@ -74,28 +86,53 @@ class Staging:
         with self._lock:
             return (principal, digest) in self._sent_lately()
 
+    def is_awaited(self, digest: str) -> bool:
+        """Whether somebody has sent these weights, or is sending them, who has not registered them.
+
+        Takes no lock: it is asked under the store's, which who holds this one's may wait for.
+        """
+        return self._awaited[digest] > 0 or any(digest == other for other, _ in self._blobs.under_way())
+
     @contextlib.contextmanager
     def using(self, principal: str, digest: str) -> Iterator[None]:
-        """Weights are being registered, by whom they are forgotten then: a version names them, or they are gone."""
+        """Weights are being registered, and one upload of them is forgotten then: a version names them, or nobody."""
         try:
             yield
         finally:
             with self._lock:
-                self._sent.pop((principal, digest), None)
+                sent = self._sent.get((principal, digest))
+                if sent is not None and sent.times > 1:
+                    # In its place: they are in the order of their last upload.
+                    self._sent[principal, digest] = replace(sent, times=sent.times - 1)
+                else:
+                    self._forget((principal, digest))
 
     def _stored(self, principal: str, length: int, digest: str) -> None:
         with self._lock:
-            self._sent.pop((principal, digest), None)
-            self._sent[principal, digest] = length, time.monotonic()
+            before = self._forget((principal, digest))
+            times = 1 if before is None else before.times + 1
+            self._remember((principal, digest), _Sent(length, time.monotonic(), times))
             if len(self._sent) > MAX_REMEMBERED:
-                del self._sent[next(iter(self._sent))]
+                self._forget(next(iter(self._sent)))
         self._on_stored(digest)
 
-    def _sent_lately(self) -> dict[tuple[str, str], tuple[int, float]]:
+    def _remember(self, what: tuple[str, str], sent: _Sent) -> None:
+        self._sent[what] = sent
+        self._awaited[what[1]] += 1
+
+    def _forget(self, what: tuple[str, str]) -> _Sent | None:
+        sent = self._sent.pop(what, None)
+        if sent is not None:
+            self._awaited[what[1]] -= 1
+            if not self._awaited[what[1]]:
+                del self._awaited[what[1]]
+        return sent
+
+    def _sent_lately(self) -> dict[tuple[str, str], _Sent]:
         """What was sent, oldest first."""
         oldest_s = time.monotonic() - UNREFERENCED_BLOB_AGE_S
-        while self._sent and next(iter(self._sent.values()))[1] < oldest_s:
-            del self._sent[next(iter(self._sent))]
+        while self._sent and next(iter(self._sent.values())).at_s < oldest_s:
+            self._forget(next(iter(self._sent)))
         return self._sent
 
     def _by(self, principal: str) -> list[BlobUpload]:
@@ -105,12 +142,14 @@ class Staging:
     def _check(self, length: int, max_bytes: int | None, sender: Sender) -> None:
         if max_bytes is not None:
             sizes = self._blobs.sizes()
-            sent = sum(self._blobs.under_way()) + sum(sizes[name] for name in sizes.keys() - self._referenced())
+            sent = sum(length for _, length in self._blobs.under_way()) + sum(
+                sizes[name] for name in sizes.keys() - self._referenced()
+            )
             _refuse_above("store_bytes", sent, length, max_bytes)
         if sender.max_bytes is not None:
             under_way = self._under_way[sender.principal] = self._by(sender.principal)
             sent = sum(upload.length for upload in under_way)
-            sent += sum(size for (who, _), (size, _) in self._sent_lately().items() if who == sender.principal)
+            sent += sum(one.length for (who, _), one in self._sent_lately().items() if who == sender.principal)
             _refuse_above("max_stored_bytes", sent, length, sender.max_bytes)
 
 

@@ -86,7 +86,7 @@ class AdapterStore:
             self.staging = Staging(self._blobs, self._referenced, self._quarantine.repaired)
             self._contents = ContentReader(self._blobs, base, max_lora_rank, self._content)
             undo.callback(self._index.close)
-            self._leases = BlobLeases(self._lock, self._blobs, self._check_open, self._index.may_name)
+            self._leases = BlobLeases(self._lock, self._blobs, self._check_open, self._index.may_name, self.staging)
             self._names = Names(read_records(self._index, self._reserved), draw)
             bind_base(self._index, BaseIdentity.of(base, base_sample), self._contents.spec, accept_base_change)
             self.collect()

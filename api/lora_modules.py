@@ -19,10 +19,12 @@ from typing import Any
 from adapter_store.adapter_dir import open_adapter_dir
 from adapter_store.errors import AdapterCorrupt, AdapterError, AdapterInvalid, BlobNotFound, show
 from adapter_store.peft_dir import CHUNK_BYTES, Opener, open_file
+from adapter_store.quota import ANONYMOUS
 from adapter_store.records import Registration
 from adapter_store.references import VERBS, check_adapter_id
 from adapter_store.safetensors_header import header_cap_bytes, read_header
 from adapter_store.spec import AdapterId, AdapterRef
+from adapter_store.staging import Sender
 from adapter_store.store import AdapterStore
 from adapter_store.validate import validate_adapter
 
@@ -117,7 +119,7 @@ def add_folder(
         with contextlib.suppress(BlobNotFound, AdapterCorrupt, AdapterInvalid):
             return store.register(name, peft.config, digest, if_not_exists=if_not_exists, **owner)
         # Not there, or perhaps damaged on the disk: what is here puts that right.
-        _copy(store, weights, digest)
+        _copy(store, weights, digest, Sender(owner.get("principal", ANONYMOUS)))
         return store.register(name, peft.config, digest, if_not_exists=if_not_exists, **owner)
 
 
@@ -136,9 +138,9 @@ def _older_version(
     return record.ref(found[-1]) if found and record.current_version not in found else None
 
 
-def _copy(store: AdapterStore, weights: BufferedReader, digest: str) -> None:
+def _copy(store: AdapterStore, weights: BufferedReader, digest: str, sender: Sender) -> None:
     weights.seek(0)
-    with store.open_blob(digest, os.fstat(weights.fileno()).st_size) as upload:
+    with store.open_blob(digest, os.fstat(weights.fileno()).st_size, sender) as upload:
         while chunk := weights.read(CHUNK_BYTES):
             upload.write(chunk)
         upload.commit()

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import save
 
 from adapter_store.errors import AdapterInvalid, Problem
+from adapter_store.quota import ANONYMOUS
 from adapter_store.spec import BaseShapes
+from adapter_store.staging import Sender
 from adapter_store.store import AdapterStore
 
 HIDDEN, INNER, KV = 32, 48, 16
@@ -110,12 +112,12 @@ def store(tmp_path: Path, base: BaseShapes) -> Iterator[AdapterStore]:
 
 
 @pytest.fixture
-def put() -> Callable[[AdapterStore, bytes], str]:
+def put() -> Callable[..., str]:
     """Upload bytes; returns their digest."""
 
-    def put_bytes(store: AdapterStore, data: bytes) -> str:
+    def put_bytes(store: AdapterStore, data: bytes, principal: str = ANONYMOUS) -> str:
         digest = hashlib.sha256(data).hexdigest()
-        with store.open_blob(digest, len(data)) as upload:
+        with store.open_blob(digest, len(data), Sender(principal)) as upload:
             upload.write(data)
             upload.commit()
         return digest

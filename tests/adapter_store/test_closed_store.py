@@ -24,11 +24,12 @@ from adapter_store.errors import (
     StoreLocked,
     StoreUnusable,
 )
+from adapter_store.quota import ANONYMOUS
 from adapter_store.records import Change
 from adapter_store.spec import BaseShapes
 from adapter_store.store import AdapterStore
 
-Put = Callable[[AdapterStore, bytes], str]
+Put = Callable[..., str]
 LIMITS = {"max_running": 2, "tokens_per_s": 12.5}
 
 
@@ -37,8 +38,8 @@ def root(tmp_path: Path, base: BaseShapes, put: Put, build: Any) -> Path:
     """A closed store: mia@1, mia@3 (by ann), aliases, limits; zoe@1 with mia@1's weights; one orphan."""
     root = tmp_path / "store"
     with AdapterStore(root, base) as store:
-        for seed in range(3):
-            store.register("mia", build.config(), put(store, build.file(seed=seed)), principal="ann" if seed else "bob")
+        for seed, whose in enumerate(("bob", "ann", "ann")):
+            store.register("mia", build.config(), put(store, build.file(seed=seed), whose), principal=whose)
         store.register("zoe", build.config(alpha_pattern={"q_proj": 3, "v": 5}), put(store, build.file(seed=0)))
         store.delete("mia@2")
         store.change("mia", Change(version=1, aliases={"prod": {1: 0.9, 3: 0.1}, "next": 3}, limits=LIMITS))
@@ -106,7 +107,7 @@ class TestCollect:
             for path in blobs(root).values():
                 if path.name != young:
                     os.utime(path, (past, past))
-            with store._leases.lease(old):
+            with store._leases.lease(old), store.staging.using(ANONYMOUS, old):
                 assert store.remove_orphans().num_blobs == 0
                 assert old in blobs(root)
             assert old not in blobs(root), "the last to leave removes it"

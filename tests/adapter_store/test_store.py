@@ -1,5 +1,6 @@
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import random
@@ -37,7 +38,7 @@ from adapter_store.names import Names
 from adapter_store.spec import AdapterKey, BaseShapes
 from adapter_store.store import AdapterStore
 
-Put = Callable[[AdapterStore, bytes], str]
+Put = Callable[..., str]
 
 
 def blobs(store_or_root: AdapterStore | Path, tmp_path: Path) -> set[str]:
@@ -102,6 +103,43 @@ def test_versions(store: AdapterStore, put: Put, build: Any) -> None:
     with pytest.raises(AdapterExists, match="mia"):
         store.register("mia", build.config(), second, if_not_exists=True)
     assert store.resolve("mia").version == 1
+
+
+@pytest.mark.parametrize("other", ["bob", "alice"])
+def test_weights_that_were_taken_are_there_whatever_others_do(
+    store: AdapterStore, put: Put, build: Any, tmp_path: Path, other: str
+) -> None:
+    """Two send the same bytes, perhaps with one key or none; what becomes of the one's takes nothing from the other."""
+    data = build.file()
+    digest = hashlib.sha256(data).hexdigest()
+    for principal in ("alice", other):
+        put(store, data, principal)
+    with pytest.raises(AdapterInvalid):
+        store.register("theirs", build.config(use_dora=True), digest, principal=other)
+    store.register("mia", build.config(), digest, principal="alice")
+    put(store, data, other)
+    store.delete("mia")
+    store.register("theirs", build.config(), digest, principal=other)
+    store.delete("theirs")
+    assert blobs(store, tmp_path) == set()
+
+
+def test_weights_that_become_visible_while_others_end_are_there(
+    store: AdapterStore, put: Put, build: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A registration fails between the rename and what is noted of it."""
+    data = build.file()
+    digest = put(store, data)
+    adopt = store._blobs.adopt
+
+    def adopt_and_fail(temporary: Path, name: str) -> None:
+        adopt(temporary, name)
+        with pytest.raises(AdapterInvalid):
+            store.register("theirs", build.config(use_dora=True), digest)
+
+    monkeypatch.setattr(store._blobs, "adopt", adopt_and_fail)
+    put(store, data)
+    assert store.register("mia", build.config(), digest).created
 
 
 def test_two_ids_share_one_content(store: AdapterStore, put: Put, build: Any, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import json
 import shutil
 import struct
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -12,7 +13,14 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from adapter_store.errors import AdapterChanged, AdapterExists, AdapterNotFound, VersionInUse, VersionNotFound
+from adapter_store.errors import (
+    AdapterChanged,
+    AdapterExists,
+    AdapterInvalid,
+    AdapterNotFound,
+    VersionInUse,
+    VersionNotFound,
+)
 from adapter_store.holds import ContentHold
 from adapter_store.records import Change
 from adapter_store.spec import AdapterKey, BaseShapes
@@ -69,6 +77,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.keys: dict[int, AdapterKey] = {}
         self.uploaded: set[int] = set()
         self.present: set[int] = set()
+        self.awaited: Counter[int] = Counter()
         self.holds: list[tuple[int, ContentHold]] = []
         self.verdicts: dict[int, int] = {}
         self.open()
@@ -86,6 +95,7 @@ class StoreMachine(RuleBasedStateMachine):
         for name, file in (("mia", 3), ("mia", 0), ("mia", 1), ("zoe", 2)):
             self.upload(file)
             done = self.store.register(name, CONFIG, DIGESTS[file])
+            self.awaited[file] -= 1
             self.keys[file] = done.ref.key
             model = self.model.setdefault(name, Model())
             model.current = self.last[name] = done.ref.version
@@ -96,9 +106,10 @@ class StoreMachine(RuleBasedStateMachine):
         return {file for model in self.model.values() for file in model.versions.values()}
 
     def collected(self) -> None:
-        """Contents that are neither named nor held are gone, with their verdicts and weights."""
+        """Contents that are neither named nor held are gone, with their verdicts, and with their weights unless those
+        were sent once more."""
         kept = self.named() | {file for file, _ in self.holds}
-        self.uploaded -= self.present - kept
+        self.uploaded -= {file for file in self.present - kept if not self.awaited[file]}
         self.present &= kept
         self.verdicts = {file: verdict for file, verdict in self.verdicts.items() if file in kept}
 
@@ -108,6 +119,17 @@ class StoreMachine(RuleBasedStateMachine):
             upload.write(FILES[file])
             upload.commit()
         self.uploaded.add(file)
+        self.awaited[file] += 1
+
+    @rule(name=names, file=files)
+    def register_what_does_not_fit(self, name: str, file: int) -> None:
+        """Ends one upload of the weights: they go if it was the last and nothing names them."""
+        self.upload(file)
+        with pytest.raises(AdapterInvalid):
+            self.store.register(name, CONFIG | {"use_dora": True}, DIGESTS[file])
+        self.awaited[file] -= 1
+        if not self.awaited[file] and file not in self.present:
+            self.uploaded.discard(file)
 
     @rule(name=names, file=files, alias=st.none() | aliases, if_not_exists=st.booleans())
     def register(self, name: str, file: int, alias: str | None, if_not_exists: bool) -> None:
@@ -117,6 +139,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.register(name, CONFIG, DIGESTS[file], if_not_exists=True)
             return
         done = self.store.register(name, CONFIG, DIGESTS[file], alias=alias, if_not_exists=if_not_exists)
+        self.awaited[file] -= 1
         model = self.model.setdefault(name, Model())
         known = [version for version, of in model.versions.items() if of == file]
         if not known:
@@ -241,6 +264,7 @@ class StoreMachine(RuleBasedStateMachine):
     def reopen(self) -> None:
         self.store.close()
         self.holds.clear()
+        self.awaited.clear()
         self.open()
         self.collected()
 
