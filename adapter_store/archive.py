@@ -9,9 +9,11 @@ Verdicts are not in it: they tell about the machine that they were found on.
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from adapter_store.aliases import Shares, check_alias, check_shares, target_from_json, target_to_json
+from adapter_store.base_identity import BaseIdentity
 from adapter_store.errors import AdapterError, InvalidArchive, show
 from adapter_store.records import AdapterRecord, VersionRecord
 from adapter_store.references import check_adapter_id, check_digest
@@ -116,9 +118,10 @@ def read_manifest_json(data: bytes) -> Archive:
     for name, version in last.items():
         if not _is_version(version):
             raise InvalidArchive(f"last_versions.{show(name)} of the archive's manifest is no version")
+        at.checked(f"last_versions.{show(name)}", partial(check_adapter_id, name, frozenset()))
     for record in records:
         last[record.adapter_id] = max(last.get(record.adapter_id, 0), *(v.version for v in record.versions))
-    return Archive(at.get("base", str), contents, tuple(records), last, owners)
+    return Archive(_base(at), contents, tuple(records), last, owners)
 
 
 def _no_constant(name: str) -> float:
@@ -161,6 +164,22 @@ class _Place:
             raise self.wrong(field, error) from None
 
 
+def _base(at: _Place) -> str:
+    text: str = at.get("base", str)
+    try:
+        BaseIdentity.from_text(text)
+    except (ValueError, RecursionError) as error:
+        raise at.wrong("base", error) from None
+    return text
+
+
+def _owner(version: _Place) -> str:
+    owner: str = version.get("owner", str)
+    if not (owner and owner.isprintable()):
+        raise version.wrong("owner", "no name of a key")
+    return owner
+
+
 def _content(key: str, of: _Place) -> ArchivedContent:
     of.checked("key", lambda: check_digest(key))
     digest = of.checked("weights", lambda: check_digest(of.get("weights", str)))
@@ -187,7 +206,7 @@ def _record(
             raise version.wrong("content", "no such content in the archive")
         versions.append(VersionRecord(int(number), key, version.number("created"), 0, 0))
         if "owner" in version.values:
-            owners[adapter_id, int(number)] = version.get("owner", str)
+            owners[adapter_id, int(number)] = _owner(version)
     numbers = {v.version for v in versions}
     current = of.get("version", int)
     if current not in numbers:

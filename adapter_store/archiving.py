@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from adapter_store.archive import BLOBS, MANIFEST, MAX_MANIFEST_BYTES, Archive, ArchivedContent, read_manifest_json
-from adapter_store.base_identity import BaseIdentity
+from adapter_store.base_identity import BaseIdentity, stored_base
 from adapter_store.blobs import BlobUpload, disk_errors
 from adapter_store.closed_store import ClosedStore, Progress
 from adapter_store.errors import AdapterCorrupt, BlobTooLarge, InvalidArchive, show
@@ -126,7 +126,7 @@ def _read_manifest(reader: TarReader) -> Archive:
 
 def _bind_base(archive: Archive, store: ClosedStore) -> None:
     """An empty store takes the archive's base; another must have been filled for the same."""
-    theirs, ours = BaseIdentity.from_text(archive.base), BaseIdentity.from_text(store.index.base() or "")
+    theirs, ours = BaseIdentity.from_text(archive.base), stored_base(store.index)
     if store.index.is_empty():
         store.index.bind_base(archive.base)
     elif not (ours.has_shapes_of(theirs) and ours.has_weights_of(theirs)):

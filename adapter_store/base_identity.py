@@ -9,6 +9,7 @@ alone (a merged adapter) goes unseen.
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Self
@@ -19,6 +20,8 @@ from adapter_store.manifest import canonical_json
 from adapter_store.spec import BaseShapes
 
 MAX_SAMPLES = 512
+MAX_NUMBER = 3.5e38
+_SHAPES = re.compile("([0-9a-f]{64})?")
 # Rounding to bfloat16 changes a number by up to 2^-8 of itself; what was rounded to float16 before, by 2^-11 more.
 TOLERANCE = 2**-8 + 2**-11
 
@@ -46,9 +49,17 @@ class BaseIdentity:
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Inverse of `to_text`."""
+        """Inverse of `to_text`; of no text, a base that nothing is known of.
+
+        Raises: ValueError: it is no such text. Archives are written by anybody.
+        """
         shapes, _, sample = text.partition(" ")
-        return cls(shapes, tuple(json.loads(sample)) if sample else ())
+        numbers = json.loads(sample) if sample else []
+        if not (_SHAPES.fullmatch(shapes) and isinstance(numbers, list) and len(numbers) <= MAX_SAMPLES):
+            raise ValueError("no digest of shapes with a sample of weights behind it")
+        if not all(type(number) in (int, float) and abs(number) <= MAX_NUMBER for number in numbers):
+            raise ValueError("the sample of its weights holds what are no finite numbers")
+        return cls(shapes, tuple(float(number) for number in numbers))
 
     def has_shapes_of(self, other: Self) -> bool:
         """Whether what fits the one fits the other."""
@@ -65,6 +76,14 @@ class BaseIdentity:
         )
 
 
+def stored_base(index: Index) -> BaseIdentity:
+    """The base that a store was filled for. Raises: StoreUnusable: what it says of that is no such thing."""
+    try:
+        return BaseIdentity.from_text(index.base() or "")
+    except (ValueError, RecursionError) as error:
+        raise StoreUnusable(f"its index is damaged where it says which base it was filled for: {error}") from None
+
+
 def bind_base(index: Index, identity: BaseIdentity, check: Callable[[Content], object], accept_change: bool) -> None:
     """Take a store for this base; one with adapters of another only if that is accepted and `check` passes each.
 
@@ -72,7 +91,7 @@ def bind_base(index: Index, identity: BaseIdentity, check: Callable[[Content], o
         StoreUnusable: it has adapters of another base; of those that do not fit this one, the first with its reason.
     """
     filled = not index.is_empty()
-    before = BaseIdentity.from_text(index.base() or "")
+    before = stored_base(index)
     if filled and not (identity.has_shapes_of(before) and identity.has_weights_of(before)):
         if not accept_change:
             what = "weights, in the same shapes," if identity.has_shapes_of(before) else "shapes"

@@ -1,6 +1,8 @@
 """Which changes of the base a store notices, and what a start with `accept_base_change` does about them."""
 
+import sqlite3
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,14 @@ class TestSample:
         assert BaseIdentity.from_text(whole.to_text()) == whole
         assert BaseIdentity.from_text(bare.to_text()) == bare
         assert len(whole.sample) <= MAX_SAMPLES
+
+    def test_an_index_that_says_something_else(self, tmp_path: Path, base: BaseShapes) -> None:
+        with AdapterStore(tmp_path / "store", base, base_sample=NORM):
+            pass
+        with closing(sqlite3.connect(tmp_path / "store" / "index.sqlite3")) as db, db:
+            db.execute("UPDATE base SET fingerprint = fingerprint || ?", ("x",))
+        with pytest.raises(StoreUnusable, match="index is damaged where it says which base"):
+            AdapterStore(tmp_path / "store", base, base_sample=NORM)
 
     @pytest.mark.parametrize(
         "file",

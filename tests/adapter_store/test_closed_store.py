@@ -334,6 +334,16 @@ class TestArchive:
             (lambda m: next(iter(m["contents"].values()))["config"].update(lora_alpha=77), "another than its config"),
             (lambda m: next(iter(m["contents"].values()))["config"].update(use_dora=True), "use_dora"),
             (lambda m: m.update(base="0" * 64), "base of other shapes"),
+            (lambda m: m["last_versions"].update({"\ud800": 1}), "last_versions.'.ud800'"),
+            (lambda m: m["adapters"]["mia"]["versions"]["1"].update(owner="\ud800"), "versions.'1'.owner"),
+            *(
+                (lambda m, text=text: m.update(base=text.replace("<shapes>", m["base"][:64])), "^base of the archive")
+                for text in (
+                    "x y", "\ud800", "<shapes> x", "<shapes> 5", "<shapes> {}", "<shapes> [null, 1]", "<shapes> [true]",
+                    "<shapes> [NaN]", "<shapes> [1e999]", f"<shapes> {[0.5] * 513}", f"<shapes> [1{400 * '0'}]",
+                    "<shapes> " + "[" * 100_000, 'x [1]',
+                )
+            ),
         ],
     )  # fmt: skip
     def test_manifests_that_lie(self, data: bytes, take: Any, tmp_path: Path, change: Any, says: str) -> None:
