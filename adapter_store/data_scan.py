@@ -42,6 +42,9 @@ class Hasher(Protocol):
     def update(self, data: bytes, /) -> None: ...
 
 
+ENDED = "ended while it was read; upload it again"
+
+
 @dataclass(frozen=True, slots=True)
 class DataFacts:
     """What only the data tells: tensors whose values are all zero, and Frobenius norms of those that were asked for."""
@@ -80,9 +83,11 @@ def _scan_tensor(
     facts = _TensorFacts()
     left = info.end - info.start
     while left:
-        chunk = file.read(min(left, CHUNK_BYTES))
-        if not chunk:
-            problems.add("truncated", FILE, "ended while it was read; upload it again")
+        wanted = min(left, CHUNK_BYTES)
+        chunk = file.read(wanted)
+        # Less than asked for is the end, perhaps in the middle of a value.
+        if len(chunk) < wanted:
+            problems.add("truncated", FILE, ENDED)
             return facts
         hasher.update(chunk)
         left -= len(chunk)

@@ -16,7 +16,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from adapter_store.errors import ProblemList, show
+from adapter_store.data_scan import ENDED
+from adapter_store.errors import AdapterInvalid, Problem, ProblemList, show
 from adapter_store.peft_dir import (
     CONFIG_NAME,
     MLX_WEIGHTS_NAME,
@@ -26,7 +27,7 @@ from adapter_store.peft_dir import (
     ignored_files,
     open_file,
 )
-from adapter_store.safetensors_header import LENGTH_BYTES, SafetensorsHeader, TensorInfo, read_header
+from adapter_store.safetensors_header import FILE, LENGTH_BYTES, SafetensorsHeader, TensorInfo, read_header
 from adapter_store.tensor_names import WRAPPER
 from adapter_store.tensor_types import NUMPY_TYPES
 
@@ -42,7 +43,8 @@ def convert_mlx(
     """Write MLX's adapter in `folder` to `target`, an empty folder, as PEFT's.
 
     Raises:
-        AdapterInvalid: DoRA or full weights, a factor that is not known, tensors that are no lora_a or lora_b.
+        AdapterInvalid: DoRA or full weights, a factor that is not known, tensors that are no lora_a or lora_b, a file
+            that ends early.
     """
     problems = ProblemList()
     source = next((folder / name for name in (MLX_WEIGHTS_NAME, WEIGHTS_NAME) if (folder / name).is_file()), None)
@@ -127,8 +129,10 @@ def _write(path: Path, file: BinaryIO, header: SafetensorsHeader, names: Mapping
 
 def _transposed(file: BinaryIO, infos: Iterable[TensorInfo]) -> Iterator[bytes]:
     for info in infos:
-        data = np.frombuffer(file.read(info.end - info.start), NUMPY_TYPES[info.dtype]).reshape(info.shape)
-        yield data.T.tobytes()
+        data = file.read(info.end - info.start)
+        if len(data) < info.end - info.start:
+            raise AdapterInvalid((Problem("truncated", FILE, ENDED),))
+        yield np.frombuffer(data, NUMPY_TYPES[info.dtype]).reshape(info.shape).T.tobytes()
 
 
 def _config(config: Mapping[str, object], names: Mapping[str, str], rank: int, scale: float) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from adapter_store import mlx_dir
 from adapter_store.adapter_dir import open_adapter_dir
 from adapter_store.errors import AdapterInvalid
 from adapter_store.loader import AdapterWeights, load_weights
@@ -193,3 +195,21 @@ def test_alpha_gives_the_scale_back(rank: int, scale: float) -> None:
     """To the last bit wherever an alpha does; one unit off where none does. Served scales are fp32."""
     found = _alpha(rank, scale) / rank
     assert abs(found - scale) <= math.ulp(scale)
+
+
+@pytest.mark.parametrize("missing", [1, 4, 700])
+def test_a_file_that_becomes_shorter_while_it_is_converted(
+    missing: int, build: Any, write_mlx: MlxWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_mlx(as_mlx(build.tensors()))
+    weights = folder / "adapters.safetensors"
+    read = mlx_dir.read_header
+
+    def read_and_shrink(*given: Any) -> Any:
+        header = read(*given)
+        os.truncate(weights, weights.stat().st_size - missing)
+        return header
+
+    monkeypatch.setattr(mlx_dir, "read_header", read_and_shrink)
+    with pytest.raises(AdapterInvalid, match="ended while it was read"), open_adapter_dir(folder):
+        pass

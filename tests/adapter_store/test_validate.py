@@ -234,6 +234,17 @@ def test_nan_beyond_the_first_chunk(
     assert check(build.config(), data).spec.weights_digest == hashlib.sha256(data).hexdigest()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("missing", [1, 2, 3, 4, 200, 1001])
+def test_a_file_that_becomes_shorter_while_it_is_read(
+    dtype: torch.dtype, missing: int, build: Any, base: BaseShapes, problems_of: ProblemsOf
+) -> None:
+    """Somebody writes to the folder meanwhile; the end need not be that of a value."""
+    data = build.file(dtype=dtype)
+    found = problems_of(lambda: check_adapter(build.config(), io.BytesIO(data[:-missing]), len(data), base, 16))
+    assert set(found) == {"truncated"}
+
+
 @pytest.mark.parametrize("alpha", [1e308, -1e300, 10**18])
 def test_scaling_must_fit_float32(alpha: float, build: Any, check: Any, problems_of: ProblemsOf) -> None:
     if alpha == 10**18:
