@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import stat
 import threading
 import time
 import uuid
@@ -237,22 +238,24 @@ class BlobDirectory:
             finally:
                 self._not_durable.discard(digest)
 
-    def remove(self, digest: str, is_needed: Callable[[], bool] = lambda: False) -> None:
+    def remove(self, digest: str, is_needed: Callable[[str], bool] = lambda _: False) -> None:
         """Delete a blob unless it is needed; one that is gone already is no error."""
         with self._turn(digest), disk_errors("removing weights"), contextlib.suppress(FileNotFoundError):
-            if is_needed():
+            if is_needed(digest):
                 return
             os.unlink(self._blobs / digest)
             fsync_directory(self._blobs)
 
     def sizes(self) -> dict[str, int]:
         """Every blob's bytes by its digest, and those of files that do not belong here by their name."""
-        found = {}
         with disk_errors("listing weights"):
-            for path in sorted(self._blobs.iterdir()):
-                with contextlib.suppress(FileNotFoundError):
-                    found[path.name] = path.stat().st_size
-        return found
+            return {path.name: facts.st_size for path, facts in sorted(_files(self._blobs))}
+
+    def strangers(self) -> list[Path]:
+        """What lies among blobs and unfinished uploads and is no plain file: never touched."""
+        with disk_errors("listing weights"):
+            folders = (self._blobs, self._temporary)
+            return sorted({path for folder in folders for path in folder.iterdir()}.difference(*map(_paths, folders)))
 
     def sweep(self, referenced: Collection[str], age_s: float = UNREFERENCED_BLOB_AGE_S) -> Swept:
         """Remove unfinished uploads, and blobs that nothing names and that are older than `age_s`, which spares one
@@ -261,7 +264,7 @@ class BlobDirectory:
         Only for the holder of the store's lock file, before it takes uploads.
         """
         with disk_errors("removing unfinished uploads"):
-            unfinished = list(self._temporary.iterdir())
+            unfinished = _paths(self._temporary)
             for path in unfinished:
                 os.unlink(path)
         swept = self.remove_old(self.older_than(age_s).difference(referenced), age_s)
@@ -269,13 +272,8 @@ class BlobDirectory:
 
     def older_than(self, age_s: float) -> set[str]:
         """Names of all files that were written longer ago than this."""
-        found = set()
         with disk_errors("listing weights"):
-            for path in self._blobs.iterdir():
-                with contextlib.suppress(FileNotFoundError):
-                    if time.time() - path.stat().st_mtime > age_s:
-                        found.add(path.name)
-        return found
+            return {path.name for path, facts in _files(self._blobs) if time.time() - facts.st_mtime > age_s}
 
     def remove_old(self, names: Collection[str], age_s: float) -> Swept:
         """Remove those of these files that are still that old: one that was uploaded again meanwhile stays."""
@@ -295,6 +293,19 @@ class BlobDirectory:
     def _turn(self, name: str) -> threading.Lock:
         """What is held while something is done to a file."""
         return self._turns[hash(name) % NUM_TURNS]
+
+
+def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Plain files: whoever put anything else there may want it back, and it is no reason not to start."""
+    for path in folder.iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            facts = path.lstat()
+            if stat.S_ISREG(facts.st_mode):
+                yield path, facts
+
+
+def _paths(folder: Path) -> list[Path]:
+    return [path for path, _ in _files(folder)]
 
 
 def fsync_directory(path: Path) -> None:

@@ -89,6 +89,9 @@ class ClosedStore:
         """Read every blob again and compare it with its digest; look for what is missing and for what nobody names."""
         users, sizes = self.index.users(), self.blobs.sizes()
         findings = [Finding("index", "index", (), line) for line in self.index.problems()]
+        for path in self.blobs.strangers():
+            what = f"{path.parent.name}/{path.name}"
+            findings.append(Finding("foreign", show(what), (), "it is no plain file; nobody needs it, or touches it"))
         for digest in sorted(users.keys() - sizes.keys()):
             findings.append(_finding("missing", digest, users, "the weights are gone; upload the same file again"))
         done, total = 0, sum(sizes.values())

@@ -69,4 +69,4 @@ class BlobLeases:
         with contextlib.suppress(StoreUnusable, StoreFull):
             self._check_open()
             if not self._is_referenced(digest):
-                self._blobs.remove(digest, lambda: self._staging.is_awaited(digest))
+                self._blobs.remove(digest, self._staging.is_awaited)

@@ -24,7 +24,7 @@ from adapter_store.errors import (
     StoreLocked,
     StoreUnusable,
 )
-from adapter_store.quota import ANONYMOUS
+from adapter_store.quota import ANONYMOUS, StoreQuota
 from adapter_store.records import Change
 from adapter_store.spec import BaseShapes
 from adapter_store.store import AdapterStore
@@ -118,6 +118,27 @@ class TestCollect:
 
 
 class TestCheck:
+    def test_what_is_no_plain_file(self, root: Path, base: BaseShapes, put: Put, build: Any, tmp_path: Path) -> None:
+        """Somebody's folders and links: no reason not to start, and nothing to remove."""
+        mine = tmp_path / "mine"
+        mine.write_bytes(b"x")
+        strangers = [root / "tmp" / "lost+found", root / "blobs" / "sha256" / ("0" * 64)]
+        links = [root / "tmp" / "link", root / "blobs" / "sha256" / "link"]
+        for path in strangers:
+            (path / "notes").mkdir(parents=True)
+        for path in links:
+            path.symlink_to(mine)
+        with AdapterStore(root, base, quota=StoreQuota(store_bytes=1 << 30)) as store:
+            assert store.remove_orphans(-1.0).num_blobs == 1
+            assert not store.blob_exists("0" * 64)
+            store.register("new", build.config(), put(store, build.file(seed=5)))
+        with ClosedStore(root) as closed:
+            assert closed.collect(age_s=-1.0).blobs == 0
+            findings = {(f.kind, f.what) for f in closed.check()}
+        assert findings == {("foreign", f"'{path.parent.name}/{path.name}'") for path in [*strangers, *links]}
+        assert all((path / "notes").is_dir() for path in strangers)
+        assert all(path.is_symlink() for path in links)
+
     def test_everything_is_found(self, root: Path, build: Any) -> None:
         first, last, orphan = (digest_of(build.file(seed=seed)) for seed in (0, 2, 8))
         flip(blobs(root)[first])
@@ -136,12 +157,12 @@ class TestCheck:
         assert told[0] == (0, total)
         assert told[-1] == (total, total)
 
-    def test_a_blob_that_cannot_be_read(self, root: Path, build: Any) -> None:
+    def test_a_blob_that_is_no_file(self, root: Path, build: Any) -> None:
         path = blobs(root)[digest_of(build.file(seed=2))]
         path.unlink()
         path.mkdir()
         with ClosedStore(root) as closed:
-            assert {f.kind for f in closed.check()} == {"damaged", "orphaned"}
+            assert {f.kind for f in closed.check()} == {"foreign", "missing", "orphaned"}
 
     def test_an_index_that_is_wrong(self, root: Path) -> None:
         with ClosedStore(root) as closed:
