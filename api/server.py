@@ -43,6 +43,10 @@ Progress = Callable[[str, float], None]
 """Told what is being done and how much of it is, from 0 to 1."""
 
 
+class CannotListen(Exception):
+    """The address cannot be had. Says which, and why: other errors of the system are about something else."""
+
+
 @dataclass(frozen=True, slots=True)
 class Ready:
     """What a server that has just begun to answer tells whoever started it."""
@@ -62,7 +66,8 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
     Raises:
         LorasrvError, AdapterError: model, options or store do not serve; other machines would need no key.
         ModulesRefused: adapters that are to be served are refused.
-        OSError: the address cannot be had.
+        CannotListen: the address cannot be had.
+        OSError.
     """
     started = time.monotonic()
     config = settings.engine_config()
@@ -91,15 +96,22 @@ def check_guarded(settings: ServerSettings) -> None:
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the address at once, before seconds go into loading; until it listens, clients are refused."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
+    """Take the address at once, before seconds go into loading; until it listens, clients are refused.
+
+    Raises: CannotListen.
+    """
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except OSError:
-        listener.close()
-        raise
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind, protocol)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        reason = error.strerror or error
+        raise CannotListen(f"cannot listen on {host}:{port}: {reason}; --port 0 takes a free port") from None
     return listener
 
 

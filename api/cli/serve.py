@@ -236,7 +236,7 @@ def serve(
     flags = {name: value for name, value in given.items() if value is not None and value != []} | switches
     from api.logs import written
     from api.lora_modules import ModulesRefused
-    from api.server import run
+    from api.server import CannotListen, run
     from api.settings_sources import Sources, unknown_variables
 
     for line in unknown_variables():
@@ -252,11 +252,8 @@ def serve(
         raise ConfigError(sources.reworded(str(error))) from None
     except ModulesRefused as error:
         raise CliError(str(error), details=error.reasons) from None
-    except OSError as error:
-        if error.filename is not None:
-            raise
-        place = f"{settings.host}:{settings.port}"
-        raise CliError(f"cannot listen on {place}: {error.strerror or error}; --port 0 takes a free port") from None
+    except CannotListen as error:
+        raise CliError(str(error)) from None
 
 
 def _switched(given: dict[str, Any]) -> dict[str, bool]:

@@ -149,6 +149,17 @@ def test_an_address_of_another_machine(cli, tmp_path: Path, host: str) -> None:
     assert done.err.startswith(f"lorasrv: cannot listen on {host}:8000: ")
 
 
+@pytest.mark.usefixtures("_own_signals")
+def test_a_model_that_is_not_there_is_not_blamed_on_the_port(cli, tmp_path: Path) -> None:
+    done = cli("serve", "--port", 0, "--model", tmp_path / "nothing", "--store", tmp_path / "store")
+    assert (done.code, done.out) == (1, "")
+    told = done.err.splitlines()[-1]
+    assert told.startswith("lorasrv: model ")
+    assert "nothing" in told
+    assert "listen" not in told
+    assert "--port" not in told
+
+
 @pytest.mark.long
 def test_a_store_in_use(start: Start) -> None:
     ready(start("--port", 0, "--json"))
