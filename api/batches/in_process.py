@@ -9,7 +9,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from api.batches.results import Reply
-from api.batches.runner import BATCH_PRIORITY, Ask, at_priority
+from api.batches.runner import BATCH_PRIORITY, Ask, at_priority, put_off_s
 from api.errors import Failure, describe
 from api.generation import Generation, prepare_chat, prepare_completion
 from api.keys.caller import ANYBODY, Caller
@@ -54,6 +54,5 @@ def asker(services: Services, caller: Caller = ANYBODY, check: Callable[[str], N
 
 
 def _reply(failure: Failure, request_id: str) -> Reply:
-    after = failure.headers.get("retry-after")
-    again = after is not None and failure.status in (429, 503)
-    return Reply(failure.status, failure.body, request_id, float(after) if again and after is not None else None)
+    again = put_off_s(failure.status, failure.headers, failure.body)
+    return Reply(failure.status, failure.body, request_id, again)

@@ -10,7 +10,7 @@ import httpx2
 
 from api.address import is_loopback
 from api.batches.results import Reply
-from api.batches.runner import USUAL_PAUSE_S, Ask, at_priority
+from api.batches.runner import USUAL_PAUSE_S, Ask, at_priority, put_off_s
 from api.client import TIMEOUT, ServerUnreachable
 from api.errors import SERVER, error_body
 
@@ -53,13 +53,5 @@ def _reply(response: httpx2.Response) -> Reply:
         shown = response.text[:MAX_SHOWN_CHARS]
         body = error_body(f"the server's answer is no JSON: {shown}", SERVER, None, "invalid_answer")
         return Reply(502, body, response.headers.get("x-request-id"))
-    return Reply(response.status_code, body, response.headers.get("x-request-id"), _retry_after_s(response))
-
-
-def _retry_after_s(response: httpx2.Response) -> float | None:
-    if response.status_code not in (429, 503) or response.headers.get("x-should-retry") == "false":
-        return None
-    text = response.headers.get("retry-after", "")
-    if text.isascii() and text.isdigit():
-        return float(text[:6])
-    return USUAL_PAUSE_S if response.status_code == 429 else None
+    again = put_off_s(response.status_code, response.headers, body)
+    return Reply(response.status_code, body, response.headers.get("x-request-id"), again)

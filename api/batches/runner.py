@@ -8,7 +8,8 @@ from typing import Any
 from api.batches.lines import Line, Malformed
 from api.batches.results import Reply, Result, ResultSink, answered, refused
 from api.batches.threads import in_thread
-from api.errors import INVALID, error_body
+from api.errors import ANSWERS, INVALID, error_body
+from lorasrv.errors import DeadlineUnreachable
 
 BATCH_PRIORITY = 100
 """Online requests have 0 unless they say otherwise, and lower goes first."""
@@ -17,11 +18,16 @@ DEFAULT_CONCURRENCY = 16
 AHEAD = 8
 MAX_PAUSE_S = 30.0
 USUAL_PAUSE_S = 1.0
+MAX_PUT_OFF_S = {429: 24 * 3600.0, 503: 3600.0}
+"""How long a line is asked again and again, by what it is told: 429, others come first; 503, something is the matter
+with the server. Then that is its result."""
 
 Ask = Callable[[str, Mapping[str, Any]], Awaitable[Reply]]
 """Asks a url with a body. Raises only what ends the whole batch."""
 Sleep = Callable[[float], Awaitable[object]]
 
+# To ask again in vain: the same line with the same deadline would only wait longer.
+_FINAL_CODES = frozenset({ANSWERS[DeadlineUnreachable].code})
 _STREAM = Reply(400, error_body("stream is not possible in a batch; leave it out", INVALID, "stream", "invalid_value"))
 
 
@@ -108,11 +114,12 @@ class LineRunner:
         if line.body.get("stream"):
             return answered(line, _STREAM)
         reply = await self._ask(line.url, line.body)
-        pause_s = USUAL_PAUSE_S
-        while reply.retry_after_s is not None:
+        pause_s, waited_s = USUAL_PAUSE_S, 0.0
+        while reply.retry_after_s is not None and waited_s < MAX_PUT_OFF_S.get(reply.status, 0.0):
             # Not all at once again: those who were refused together would be refused together.
             pause_s = min(MAX_PAUSE_S, max(reply.retry_after_s, pause_s))
             await self._sleep(pause_s * random.uniform(0.8, 1.2))
+            waited_s += pause_s
             pause_s *= 1.5
             reply = await self._ask(line.url, line.body)
         return answered(line, reply)
@@ -137,6 +144,19 @@ class LineRunner:
             finished = self._all_asked
             await in_thread(self._sink.flush)
             self._tell()
+
+
+def put_off_s(status: int, headers: Mapping[str, str], body: Any) -> float | None:
+    """After how many seconds a line that was answered so may be asked again; None: this is its answer."""
+    if status not in MAX_PUT_OFF_S or headers.get("x-should-retry") == "false":
+        return None
+    error = body.get("error") if isinstance(body, dict) else None
+    if isinstance(error, dict) and error.get("code") in _FINAL_CODES:
+        return None
+    text = headers.get("retry-after", "")
+    if text.isascii() and text.isdigit():
+        return float(text[:6])
+    return USUAL_PAUSE_S if status == 429 else None
 
 
 def at_priority(body: Mapping[str, Any], priority: int) -> dict[str, Any]:

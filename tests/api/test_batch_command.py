@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from lorasrv.errors import LimitExceeded
+from api.batches import runner
+from lorasrv.errors import DeadlineUnreachable, LimitExceeded
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -137,6 +138,34 @@ class TestAnswers:
         engine.add_choices = add_later
         assert batch([line(f"r{i}") for i in range(3)]).code == 0
         assert len(refused) == 5
+
+    def test_a_deadline_that_cannot_be_met_is_told_once(self, batch, files, engine) -> None:
+        asked = []
+
+        async def add_never(*_: Any, **__: Any) -> Any:
+            asked.append(1)
+            raise DeadlineUnreachable("it would take 9 s", retry_after_s=1)
+
+        engine.add_choices = add_never
+        assert batch([line("a", timeout_s=1)]).code == 1
+        assert results(files[1])["a"]["response"]["body"]["error"]["code"] == "deadline_unreachable"
+        assert len(asked) == 1
+
+    @pytest.mark.parametrize("most_s", [0.0, 1.0, 4.0])
+    def test_nothing_is_asked_for_ever(self, batch, files, engine, monkeypatch, most_s: float) -> None:
+        monkeypatch.setattr("api.batches.runner.USUAL_PAUSE_S", 0.5)
+        monkeypatch.setitem(runner.MAX_PUT_OFF_S, 429, most_s)
+        monkeypatch.setattr("api.batches.runner.random.uniform", lambda low, high: 0.0)
+        asked = []
+
+        async def add_never(*_: Any, **__: Any) -> Any:
+            asked.append(1)
+            raise LimitExceeded("adapter 'mia' has 2 requests waiting", retry_after_s=1)
+
+        engine.add_choices = add_never
+        assert batch([line("a")]).code == 1
+        assert results(files[1])["a"]["response"]["status_code"] == 429
+        assert len(asked) == {0.0: 1, 1.0: 2, 4.0: 4}[most_s], "pauses of 1, 1.5 and 2.25 s"
 
 
 class TestGoingOn:

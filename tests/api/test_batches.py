@@ -13,7 +13,7 @@ from api.batches.files import BatchBounds
 from api.batches.keeper import BatchKeeper
 from api.keys.book import KeyBook
 from api.keys.caller import Scope
-from lorasrv.errors import EngineOverloaded, LimitExceeded
+from lorasrv.errors import DeadlineUnreachable, EngineOverloaded, LimitExceeded
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 
@@ -271,6 +271,12 @@ class TestBatches:
         keeper_sleeps(after=3, then=lambda: setattr(engine, "add_error", None))
         batch = finished(lines(2))
         assert (batch.status, batch.request_counts.completed) == ("completed", 2)
+
+    def test_a_deadline_that_cannot_be_met_is_the_result(self, client, finished, engine) -> None:
+        engine.add_error = DeadlineUnreachable("it would take 9 s", retry_after_s=1)
+        batch = finished(lines(2))
+        found = results(client.files.content(batch.error_file_id).content)
+        assert {one["response"]["status_code"] for one in found.values()} == {503}
 
     def test_what_it_needs_cannot_be_deleted(self, client, engine, eventually) -> None:
         engine.hang_after = 0
