@@ -6,13 +6,19 @@ Everything that can be wrong with the two files is found before anything runs.
 import asyncio
 import fcntl
 import os
+import secrets
+import stat
 from collections.abc import Callable, Iterator
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from adapter_store.blobs import fsync_directory
 from api.batches.lines import Malformed, Scan, duplicates, pending_lines, scan
-from api.batches.results import Found, NoResults, ResultSink, Tally, recovered
+from api.batches.results import Found, NoResults, ResultSink, Tally, copy_without, recovered
 from api.batches.runner import Ask, LineRunner
 
 Tell = Callable[["Job"], object]
@@ -31,7 +37,7 @@ class Job:
     """A checked pair of files. `already` lines had their results before; `tally` counts those too.
 
     Results of lines that are not in the source stay in the target, and count for nothing. `begins_anew`: the target is
-    emptied, but not before somebody is there to ask.
+    emptied, and results with the keys `retried` are taken out of it, but not before somebody is there to ask.
     """
 
     source: Path
@@ -40,7 +46,9 @@ class Job:
     found: Found
     already: int
     tally: Tally
-    begins_anew: bool = False
+    held: ExitStack
+    begins_anew: bool
+    retried: "np.ndarray[Any, np.dtype[np.uint64]]"
 
     @property
     def total(self) -> int:
@@ -61,6 +69,8 @@ class Job:
         async with asking as ask:
             if self.begins_anew:
                 os.truncate(self.target, 0)
+            if len(self.retried):
+                self._take_out()
             with ResultSink(self.target, self.target, self.tally) as sink:
                 runner = LineRunner(
                     ask,
@@ -72,10 +82,25 @@ class Job:
                 )
                 await runner.run(pending_lines(self.source, None, self.lines, self.found.keys))
 
+    def _take_out(self) -> None:
+        """In a new file that takes the target's place when it is whole, locked as the old one stays."""
+        target = self.target.resolve()
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+        try:
+            fd = _opened(temporary, self.held, os.O_EXCL)
+            _lock(fd, self.target)
+            os.fchmod(fd, stat.S_IMODE(target.stat().st_mode))
+            copy_without(target, self.retried, fd)
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+        fsync_directory(target.parent)
+
 
 @contextmanager
-def prepared(source: Path, target: Path, *, restart: bool) -> Iterator[Job]:
-    """The job of two files, and the target locked until it is over. `restart`: what the target holds is dropped.
+def prepared(source: Path, target: Path, *, restart: bool, retry_failed: bool = False) -> Iterator[Job]:
+    """The job of two files, and the target locked until it is over. `restart`: what the target holds is dropped;
+    `retry_failed`: what it holds of lines that failed.
 
     Raises:
         JobRefused: the source repeats a custom_id or has no lines, the target holds something else or is in use.
@@ -84,13 +109,19 @@ def prepared(source: Path, target: Path, *, restart: bool) -> Iterator[Job]:
     lines = _checked(source)
     if target.exists() and target.samefile(source):
         raise JobRefused("the two files are one; name another file for the results")
-    fd = os.open(target, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o666)
-    try:
-        _lock(fd, target)
+    with ExitStack() as held:
+        _lock(_opened(target, held), target)
         found = Found.nothing() if restart else _found(target).of(lines.keys)
-        yield Job(source, target, lines, found, len(found.keys), found.tally(), begins_anew=restart)
-    finally:
-        os.close(fd)
+        retried = Found.nothing()
+        if retry_failed:
+            found, retried = found.parted()
+        yield Job(source, target, lines, found, len(found.keys), found.tally(), held, restart, retried.keys)
+
+
+def _opened(path: Path, held: ExitStack, flags: int = 0) -> int:
+    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | flags, 0o666)
+    held.callback(os.close, fd)
+    return fd
 
 
 def _checked(source: Path) -> Scan:

@@ -16,13 +16,23 @@ from api.errors import SERVER, error_body
 
 MAX_SENDS = 3
 MAX_SHOWN_CHARS = 200
+GATEWAY_STATUSES = (502, 503, 504)
+
+
+class _Gateway(httpx2.TransportError):
+    """A proxy answered, because the server did not. `late` if it did not in the proxy's time, which may be the line's
+    own fault."""
+
+    def __init__(self, response: httpx2.Response) -> None:
+        super().__init__(f"a proxy says {response.status_code} {response.reason_phrase}".rstrip())
+        self.late = response.status_code == 504
 
 
 @asynccontextmanager
 async def remote(url: str, priority: int, concurrency: int, key: str | None = None) -> AsyncIterator[Ask]:
     """Asks a server at this priority; 0 leaves the bodies as they are.
 
-    Raises (from asking): ServerUnreachable: it does not answer, several times in a row.
+    Raises (from asking): ServerUnreachable: it does not answer, several times in a row, or a proxy says so of it.
     """
     trust_env = not is_loopback(urlsplit(url).hostname or "")
     headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -37,6 +47,8 @@ async def remote(url: str, priority: int, concurrency: int, key: str | None = No
                 try:
                     return _reply(await client.post(path, json=wanted))
                 except httpx2.TransportError as error:
+                    if not sends_left and isinstance(error, _Gateway) and error.late:
+                        return Reply(504, error_body(str(error), SERVER, None, "gateway_timeout"))
                     if not sends_left:
                         reason = str(error) or type(error).__name__
                         raise ServerUnreachable(f"the server at {url} stopped answering: {reason}") from None
@@ -47,11 +59,16 @@ async def remote(url: str, priority: int, concurrency: int, key: str | None = No
 
 
 def _reply(response: httpx2.Response) -> Reply:
+    """Raises: _Gateway."""
+    status, request_id = response.status_code, response.headers.get("x-request-id")
     try:
         body = response.json()
     except ValueError:
+        body = None
+    if status in GATEWAY_STATUSES and not (isinstance(body, dict) and "error" in body):
+        raise _Gateway(response)
+    if body is None:
         shown = response.text[:MAX_SHOWN_CHARS]
         body = error_body(f"the server's answer is no JSON: {shown}", SERVER, None, "invalid_answer")
-        return Reply(502, body, response.headers.get("x-request-id"))
-    again = put_off_s(response.status_code, response.headers, body)
-    return Reply(response.status_code, body, response.headers.get("x-request-id"), again)
+        return Reply(502, body, request_id)
+    return Reply(status, body, request_id, put_off_s(status, response.headers, body))

@@ -1,4 +1,5 @@
-"""What becomes of a batch's lines: result lines as OpenAI has them, in files that only grow.
+"""What becomes of a batch's lines: result lines as OpenAI has them, in files that only grow (but the command's, which
+may lose what is to be asked again).
 
 A result is in its file for good before it is counted. A file that a crash has torn ends in half a line: that is cut
 off, and its request is asked once more.
@@ -87,6 +88,10 @@ class Found:
         """Those with one of these keys."""
         wanted = np.isin(self.keys, keys)
         return Found(self.keys[wanted], self.oks[wanted])
+
+    def parted(self) -> "tuple[Found, Found]":
+        """Answers, and what is none."""
+        return Found(self.keys[self.oks], self.oks[self.oks]), Found(self.keys[~self.oks], self.oks[~self.oks])
 
     def tally(self) -> Tally:
         completed = int(self.oks.sum())
@@ -190,6 +195,15 @@ def _cut_torn_line(path: Path) -> None:
             raise NoResults(f"the end of {path.name} is no result of a batch")
         file.truncate(whole)
         os.fsync(file.fileno())
+
+
+def copy_without(path: Path, keys: "np.ndarray[Any, np.dtype[np.uint64]]", into: int) -> None:
+    """Copy the results that have none of these keys to another file, durably. Raises: OSError."""
+    dropped = frozenset(keys.tolist())
+    with path.open("rb") as file, os.fdopen(into, "wb", closefd=False) as kept:
+        kept.writelines(data for data in file if _read_result(data, path.name)[0] not in dropped)
+        kept.flush()
+        os.fsync(into)
 
 
 @dataclass

@@ -36,6 +36,9 @@ def batch(
         bool, typer.Option("--ordered", help="Results in the order of the lines, not as they come.")
     ] = False,
     restart: Annotated[bool, typer.Option("--restart", help="Begin anew: drop what OUT holds.")] = False,
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Ask lines again whose result in OUT is an error, and replace it.")
+    ] = False,
     server: ServerOption = DEFAULT_SERVER,
     model: Annotated[str | None, _own("Built-in name, .gguf file, Hugging Face folder or hf:org/name.")] = None,
     store: Annotated[Path | None, _own("Folder of adapters.")] = None,
@@ -63,8 +66,10 @@ def batch(
     if own and given is not None and given.name == "COMMANDLINE":
         flags = ", ".join(f"--{name}".replace("_", "-") for name in own)
         raise CliError(f"--server is asked, or an engine of its own ({flags}): give one of them", code=ExitCode.USAGE)
+    if restart and retry_failed:
+        raise CliError("--restart asks every line again, --retry-failed some: give one of them", code=ExitCode.USAGE)
     _check_paths(source, target)
-    with _prepared(source, target, restart) as job:
+    with _prepared(source, target, restart, retry_failed) as job:
         begun = time.monotonic()
         if job.already:
             note(f"{job.already} of {job.total} lines have results already")
@@ -84,11 +89,11 @@ def _check_paths(source: Path, target: Path) -> None:
 
 
 @contextmanager
-def _prepared(source: Path, target: Path, restart: bool) -> Iterator["Job"]:
+def _prepared(source: Path, target: Path, restart: bool, retry_failed: bool) -> Iterator["Job"]:
     from api.batches.job import JobRefused, prepared
 
     try:
-        with prepared(source, target, restart=restart) as job:
+        with prepared(source, target, restart=restart, retry_failed=retry_failed) as job:
             yield job
     except JobRefused as error:
         raise CliError(str(error), details=error.details, code=ExitCode.USAGE) from None
@@ -153,4 +158,4 @@ def _report(job: "Job", seconds: float, as_json: bool) -> None:
         tokens = f", {tally.completion_tokens / seconds:.0f} tokens/s" if seconds and tally.completion_tokens else ""
         say(f"{tally.completed} of {job.total} lines answered in {seconds:.1f} s ({rate:.1f} lines/s{tokens})")
     if tally.failed:
-        raise CliError(f"{tally.failed} of {job.total} lines failed; {job.target} says why")
+        raise CliError(f"{tally.failed} of {job.total} lines failed; {job.target} says why, --retry-failed asks again")

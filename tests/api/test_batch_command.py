@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from proxy import proxied
 
 from api.batches import runner
-from lorasrv.errors import DeadlineUnreachable, LimitExceeded
+from lorasrv.errors import DeadlineUnreachable, LimitExceeded, StepFailed
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -198,6 +199,65 @@ class TestGoingOn:
         engine.text = "other"
         assert batch(None, "--restart").code == 0
         assert results(files[1])["a"]["response"]["body"]["choices"][0]["text"] == "other"
+
+    def test_failed_ones_are_asked_again(self, batch, files, engine) -> None:
+        other = '{"id":"batch_req_0","custom_id":"other","response":null,"error":{"code":"x","message":"y"}}\n'
+        files[1].write_text(other)
+        files[1].chmod(0o640)
+        add = engine.add_choices
+
+        async def add_some(*arguments: Any, **options: Any) -> Any:
+            if "bad" in repr((arguments, options)):
+                raise StepFailed("no")
+            return await add(*arguments, **options)
+
+        engine.add_choices = add_some
+        lines = [line("a"), line("b", prompt="bad"), "{", line("c"), line("d", prompt="bad")]
+        assert batch(lines).code == 1
+        before = results(files[1])
+        engine.add_choices, asked = add, len(engine.added)
+        done = batch(None, "--retry-failed", "--json")
+        summary = json.loads(done.out)
+        assert (done.code, summary["completed"], summary["failed"], summary["already"]) == (1, 4, 1, 2)
+        after = results(files[1])
+        assert len(engine.added) - asked == 2
+        assert set(after) == {"a", "b", "c", "d", "other", "line 3"}
+        assert [after[name] == before[name] for name in ("a", "c", "other", "b", "d")] == [True] * 3 + [False] * 2
+        assert [after[name]["response"]["status_code"] for name in "abcd"] == [200] * 4
+        assert files[1].stat().st_mode & 0o777 == 0o640
+        assert sorted(path.name for path in files[1].parent.iterdir() if "jsonl" in path.name) == [
+            "in.jsonl",
+            "out.jsonl",
+        ]
+        files[0].write_text("\n".join(lines[:2]))
+        assert batch(None, "--retry-failed").code == 0, "nothing is left to ask"
+
+    def test_retrying_that_asks_nobody_drops_nothing(self, batch, cli, files) -> None:
+        assert batch([line("a", model="nobody")]).code == 1
+        before = files[1].read_bytes()
+        assert cli("batch", *files, "--retry-failed", "--server", "http://127.0.0.1:9").code == 3
+        assert files[1].read_bytes() == before
+        assert batch(None, "--retry-failed", "--restart").code == 2
+
+    @pytest.mark.parametrize("status", [502, 503, 504])
+    def test_a_proxy_whose_server_is_away(self, cli, files, server, monkeypatch, status: int) -> None:
+        """Its page is no line's answer; but a 504 may be about that line alone, and then ends it."""
+        monkeypatch.setattr("api.batches.remote.USUAL_PAUSE_S", 0.0)
+        files[0].write_text("\n".join(line(f"r{i}") for i in range(8)))
+        with proxied(server.url, status) as proxy:
+            proxy.refuses = 2
+            done = cli("batch", *files, "--server", proxy.url, "--concurrency", 1)
+            assert done.code == 0, done.err
+            assert len(results(files[1])) == 8
+            files[0].write_text(line("late"))
+            files[1].unlink()
+            proxy.refuses = 3
+            done = cli("batch", *files, "--server", proxy.url)
+        if status == 504:
+            assert (done.code, results(files[1])["late"]["response"]["status_code"]) == (1, 504)
+        else:
+            assert (done.code, files[1].read_bytes()) == (3, b"")
+            assert f"a proxy says {status}" in done.err
 
     def test_a_restart_that_asks_nobody_drops_nothing(self, batch, cli, files) -> None:
         batch([line("a")])
