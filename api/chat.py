@@ -36,7 +36,9 @@ def plan_chat(body: ChatBody, engine: "AsyncEngine") -> ChatPlan:
     """
     template, tokenizer = engine.chat_template, engine.tokenizer
     if template is None:
-        raise InvalidRequest("this base has no chat template; use /v1/completions", param="messages")
+        raise InvalidRequest(
+            "this base has no chat template; use /v1/completions (lorasrv generate --raw)", param="messages"
+        )
     grammar, tools = body.grammar(), body.offered_tools()
     variables = template.checked_variables(body.chat_template_kwargs or {})
     check_tellable(body.messages, template)

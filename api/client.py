@@ -89,10 +89,38 @@ class StreamedAnswer:
             for told in payload["choices"]:
                 choice = self.choices.setdefault(told.get("index", 0), Choice())
                 choice.finish_reason = told["finish_reason"] or choice.finish_reason
-                choice.logprobs += (told.get("logprobs") or {}).get("content") or []
-                if text := told["delta"].get("content"):
+                choice.logprobs += _token_logprobs(told.get("logprobs") or {})
+                if text := _text(told):
                     choice.text += text
                     yield text
+
+
+def _text(told: Mapping[str, Any]) -> str:
+    """Of a piece of a choice or of a whole one, of a chat or of a plain completion."""
+    said = told.get("delta") or told.get("message")
+    return str((said.get("content") if said else told.get("text")) or "")
+
+
+def _token_logprobs(told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """An entry a token, whichever of OpenAI's two shapes they have."""
+    if "tokens" not in told:
+        return told.get("content") or []
+    tops = told.get("top_logprobs") or [None] * len(told["tokens"])
+    return [
+        {
+            "token": token,
+            "logprob": logprob,
+            "top_logprobs": [{"token": other, "logprob": of_other} for other, of_other in (top or {}).items()],
+        }
+        for token, logprob, top in zip(told["tokens"], told["token_logprobs"], tops, strict=True)
+    ]
+
+
+def _comes_whole(body: Mapping[str, Any]) -> bool:
+    """Whether what is asked cannot be streamed: the answer is one of several that are all computed first."""
+    tried, shown = body.get("best_of"), body.get("n")
+    chosen = isinstance(tried, int) and tried > (shown if isinstance(shown, int) else 1)
+    return chosen or bool(body.get("use_beam_search")) or body.get("prompt_logprobs") is not None
 
 
 class Client:
@@ -252,15 +280,26 @@ class Client:
         return {name: float(value) for name, value in samples}
 
     def chat(self, body: Mapping[str, Any]) -> StreamedAnswer:
-        """Ask, streaming; `body` as OpenAI has it, without the stream fields."""
-        asked = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        request = self._http.build_request("POST", "/v1/chat/completions", json=asked)
+        """Ask, streaming where that is possible; `body` as OpenAI has it, without the stream fields."""
+        return self._ask("/v1/chat/completions", body)
+
+    def complete(self, body: Mapping[str, Any]) -> StreamedAnswer:
+        """The same with a prompt that goes to the model as it is."""
+        return self._ask("/v1/completions", body)
+
+    def _ask(self, path: str, body: Mapping[str, Any]) -> StreamedAnswer:
+        whole = _comes_whole(body)
+        asked = body if whole else {**body, "stream": True, "stream_options": {"include_usage": True}}
+        request = self._http.build_request("POST", path, json=dict(asked))
         with _reaching(self.url):
             response = self._http.send(request, stream=True)
-            if response.status_code >= 400:
+            if whole or response.status_code >= 400:
                 response.read()
+            if response.status_code >= 400:
                 raise _refusal(response)
-        return StreamedAnswer(dict(response.headers), self._events(response))
+        return StreamedAnswer(
+            dict(response.headers), iter([self._parsed(response)]) if whole else self._events(response)
+        )
 
     def _events(self, response: httpx2.Response) -> Iterator[Mapping[str, Any]]:
         try:
@@ -279,6 +318,9 @@ class Client:
             response = self._http.request(method, path, **request)
         if response.status_code >= 400:
             raise _refusal(response)
+        return self._parsed(response)
+
+    def _parsed(self, response: httpx2.Response) -> dict[str, Any]:
         try:
             content = response.json()
         except ValueError:

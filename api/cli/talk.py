@@ -49,6 +49,9 @@ def generate(
         typer.Option("--adapter", "-a", help="Adapter; the base if left out.", autocompletion=complete_adapter_ids),
     ] = None,
     system: System = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="The prompt as it is, without chat template: for bases that have none.")
+    ] = False,
     max_tokens: MaxTokens = None,
     min_tokens: Annotated[int | None, _option("Fewest tokens of an answer.", _SAMPLING, min=0)] = None,
     temperature: Temperature = None,
@@ -97,8 +100,7 @@ def generate(
         "repetition_penalty": repetition_penalty,
         "logit_bias": _biases(logit_bias),
         "n": n,
-        "logprobs": None if logprobs is None else True,
-        "top_logprobs": logprobs or None,
+        **_logprobs(logprobs, raw),
         **_form(json_object, json_schema, regex, choice, grammar),
         "priority": priority,
         "timeout_s": timeout,
@@ -106,11 +108,16 @@ def generate(
     }
     body = given(asked) | fields(field)
     text = stdin_text() if prompt == "-" else prompt
+    if raw and system:
+        raise CliError("--raw has no place for --system: a plain prompt is all that is said", code=ExitCode.USAGE)
     messages = [*system_message(system), {"role": "user", "content": text}]
     with connected(server) as client:
         model = adapter or client.base_name()
-        answer = client.chat({"model": model, "messages": messages, **body})
-        show(answer, as_json or (n or 1) > 1)
+        if raw:
+            answer = client.complete({"model": model, "prompt": text, **body})
+        else:
+            answer = client.chat({"model": model, "messages": messages, **body})
+        show(answer, as_json or body.get("n", 1) not in (None, 1))
         if as_json:
             print_json(as_object(answer))
         else:
@@ -140,6 +147,13 @@ def fields(texts: list[str] | None) -> dict[str, Any]:
         except ValueError:
             found[name] = value
     return found
+
+
+def _logprobs(alternatives: int | None, raw: bool) -> dict[str, Any]:
+    """Log-probabilities, as each of OpenAI's two routes asks for them."""
+    if raw:
+        return {"logprobs": alternatives}
+    return {"logprobs": None if alternatives is None else True, "top_logprobs": alternatives or None}
 
 
 def _biases(texts: list[str] | None) -> dict[str, float] | None:

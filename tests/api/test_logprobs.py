@@ -266,6 +266,33 @@ def test_beam_search(served) -> None:
     assert len(chat["choices"]) == 3
 
 
+def test_the_command_asks_whole_for_what_is_not_streamed(cli, served) -> None:
+    command = ("generate", "hi", "--adapter", "two", "--server", served.url, "--max-tokens", 8, "--field")
+    messages, beam = [{"role": "user", "content": "hi"}], {"use_beam_search": True, "n": 2}
+    wanted = served.post("chat/completions", model="two", messages=messages, max_tokens=8, **beam)["choices"]
+    told = cli(*command, "use_beam_search=true", "--n", 2, "--json")
+    assert told.code == 0, told.err
+    assert [one["text"] for one in json.loads(told.out)["choices"]] == [one["message"]["content"] for one in wanted]
+    assert json.loads(told.out)["usage"]["completion_tokens"] > 0
+    best = cli(*command, "best_of=3", "--temperature", 1, "--seed", 1)
+    assert (best.code, len(best.out) > 1) == (0, True), best.err
+
+
+def test_the_command_asks_a_base_without_chat_template(cli, served, monkeypatch) -> None:
+    monkeypatch.setattr(served.engine, "chat_template", None)
+    command = ("generate", TEXT, "--adapter", "two", "--server", served.url, "--max-tokens", 4, "--temperature", 0)
+    refused = cli(*command)
+    assert (refused.code, "generate --raw" in refused.err) == (1, True)
+    [wanted] = served.post(prompt=TEXT, model="two", max_tokens=4, temperature=0, logprobs=2)["choices"]
+    assert cli(*command, "--raw").out == wanted["text"] + "\n"
+    told = json.loads(cli(*command, "--raw", "--logprobs", 2, "--json").out)
+    [entries] = [one["logprobs"] for one in told["choices"]]
+    assert [one["token"] for one in entries] == wanted["logprobs"]["tokens"]
+    assert [one["logprob"] for one in entries] == wanted["logprobs"]["token_logprobs"]
+    assert {one["token"]: one["logprob"] for one in entries[0]["top_logprobs"]} == wanted["logprobs"]["top_logprobs"][0]
+    assert cli(*command, "--raw", "--system", "Be kind").code == 2
+
+
 def test_prompt_logprobs_by_token_id(served, oracle) -> None:
     ids = [5, 9, 33, 40, 41]
     [choice] = served.post(prompt=ids, prompt_logprobs=2)["choices"]
