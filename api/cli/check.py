@@ -1,14 +1,16 @@
 """check: the server's validator without a server."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from adapter_store.adapter_dir import open_adapter_dir
 from adapter_store.errors import AdapterInvalid
-from adapter_store.spec import BaseShapes
+from adapter_store.spec import AdapterKey, BaseShapes
 from api.cli.adapters import DirectoryArgument, PartialOption, found_facts, found_lines, report_lines
-from api.cli.console import note, print_json, say, short_digest
+from api.cli.console import CliError, note, print_json, say, short_digest
+from api.cli.listing import ClosedStoreOption
 from api.cli.options import JsonOption
 from lorasrv.config import BUILTIN_MODEL, MemoryOptions
 
@@ -21,26 +23,31 @@ def check(
     model: Annotated[str, typer.Option(help="Base that it must fit.")] = BUILTIN_MODEL,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
     allow_partial: PartialOption = False,
+    store: ClosedStoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say whether a server with this base would take the adapter, and every reason why not.
 
-    Nothing is sent, and of the base only the configuration is read.
+    Nothing is sent, and of the base only the configuration is read. With --store it must be the base that the store
+    was filled for, and versions that are this adapter already are named.
     """
     from adapter_store.validate import check_files
 
+    base = shapes_of(model)
+    versions = _versions(store.expanduser(), base) if store is not None else None
     try:
         with open_adapter_dir(directory) as peft:
-            checked = check_files(
-                peft.config, peft.weights_path, shapes_of(model), max_lora_rank, allow_partial=allow_partial
-            )
+            checked = check_files(peft.config, peft.weights_path, base, max_lora_rank, allow_partial=allow_partial)
     except AdapterInvalid as error:
         if as_json:
             print_json({"ok": False, "problems": [problem.to_dict() for problem in error.problems]})
         raise
     for line in found_lines(peft):
         note(line)
-    _print(checked.report, found_facts(peft), as_json)
+    facts = found_facts(peft)
+    if versions is not None:
+        facts |= {"in_store": versions.get(checked.report.digest, [])}
+    _print(checked.report, facts, as_json)
 
 
 def shapes_of(model: str) -> BaseShapes:
@@ -52,6 +59,23 @@ def shapes_of(model: str) -> BaseShapes:
     return base_shapes(shape.spec, shape.name)
 
 
+def _versions(root: Path, base: BaseShapes) -> dict[AdapterKey, list[str]]:
+    """Which versions of a store each content is. Raises: CliError: it was filled for another base. AdapterError."""
+    from adapter_store.base_identity import BaseIdentity
+    from adapter_store.closed_store import ClosedStore
+
+    with ClosedStore(root) as closed:
+        filled_for = BaseIdentity.from_text(closed.index.base() or "")
+        records = closed.index.records()
+    if filled_for.shapes and not filled_for.has_shapes_of(BaseIdentity.of(base)):
+        raise CliError(f"{root} was filled for a base of other shapes than {base.name}; name that one with --model")
+    found: dict[AdapterKey, list[str]] = {}
+    for _, record in sorted(records.items()):
+        for version in record.versions:
+            found.setdefault(version.key, []).append(f"{record.adapter_id}@{version.version}")
+    return found
+
+
 def _print(report: "UploadReport", found: dict[str, Any], as_json: bool) -> None:
     facts = report.to_dict()
     if as_json:
@@ -60,3 +84,5 @@ def _print(report: "UploadReport", found: dict[str, Any], as_json: bool) -> None
     say(f"ok  {short_digest(report.digest)}")
     for line in report_lines(facts):
         say(f"  {line}")
+    if found.get("in_store"):
+        say(f"  in the store already: {', '.join(found['in_store'])}")

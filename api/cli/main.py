@@ -22,6 +22,7 @@ from api.cli import (
     doctor,
     keys,
     limits,
+    listing,
     plan,
     pool,
     quantize,
@@ -92,7 +93,7 @@ _command(
     "lorasrv upload ./mia --id mia --alias prod",
     "lorasrv upload ./adapters --all --slugify",
 )
-_command("list", adapters.list_adapters, "lorasrv list --json")
+_command("list", listing.list_adapters, "lorasrv list --json", "lorasrv list --store ./adapters")
 _command("show", adapters.show, "lorasrv show mia")
 _command("rm", adapters.rm, "lorasrv rm mia@2")
 _command("alias", aliases.alias, "lorasrv alias mia:prod 3", "lorasrv alias mia:prod 3=0.9 4=0.1")
@@ -111,7 +112,7 @@ _command(
     "lorasrv generate 'Name three rivers.' --adapter mia --temperature 0",
     "lorasrv generate - --json-schema city.json --json < prompt.txt",
 )
-_command("check", check.check, "lorasrv check ./mia --model ./Llama-3.2-1B")
+_command("check", check.check, "lorasrv check ./mia --model ./Llama-3.2-1B", "lorasrv check ./mia --store ./adapters")
 _command(
     "bench",
     bench.bench,

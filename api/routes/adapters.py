@@ -8,11 +8,11 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.aliases import target_to_json
 from adapter_store.blobs import BlobUpload
 from adapter_store.errors import AdapterNotFound
 from adapter_store.records import AdapterRecord, Change, Deletion, Registration, check_state
 from adapter_store.spec import AdapterKey
+from api.adapter_json import adapter_json, aliases_json
 from api.errors import ApiError
 from api.etags import IfMatch, etag_header
 from api.json_body import JsonRoute
@@ -90,7 +90,7 @@ async def list_adapters(
 def _list_adapters(services: Services, view: View, search: str, limit: int | None, after: str | None) -> Response:
     records, more = page(view.list_adapters(), search, limit, after)
     corrupt = services.store.quarantined()
-    return listing((_as_json(record, corrupt) for record in records), more)
+    return listing((adapter_json(record, corrupt) for record in records), more)
 
 
 @router.get("/v1/adapters/{adapter_id}")
@@ -100,7 +100,7 @@ async def show_adapter(adapter_id: str, services: ServicesDep, view: ViewDep) ->
     record = await run_in_threadpool(view.get, adapter_id)
     report = await run_in_threadpool(services.store.report, record.key)
     verified = await run_in_threadpool(view.verdict, record.key)
-    shown = _as_json(record, services.store.quarantined()) | await _used(services, record)
+    shown = adapter_json(record, services.store.quarantined()) | await _used(services, record)
     return JSONResponse({**shown, "report": report.to_dict(), "verified": verified}, headers=etag_header(record))
 
 
@@ -189,7 +189,7 @@ def _changed(change: Change, record: AdapterRecord) -> dict[str, Any]:
     if change.limits is not None:
         shown["limits"] = dict(change.limits)
     if change.aliases:
-        shown["aliases"] = _aliases(record)
+        shown["aliases"] = aliases_json(record)
     if change.version is not None:
         shown["version"] = record.current_version
     return shown
@@ -281,33 +281,3 @@ def _content_length(request: Request) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
         raise ApiError(411, "Content-Length is required: how many bytes the file has", code="length_required")
     return int(text)
-
-
-def _as_json(record: AdapterRecord, corrupt: Collection[AdapterKey]) -> dict[str, Any]:
-    versions = [
-        {
-            "version": v.version,
-            "digest": f"sha256:{v.key}",
-            "created": int(v.created_s),
-            "rank": v.rank_max,
-            "bytes": v.bytes,
-            "corrupt": v.key in corrupt,
-        }
-        for v in record.versions
-    ]
-    return {
-        "object": "adapter",
-        "id": record.adapter_id,
-        "version": record.current_version,
-        "digest": f"sha256:{record.key}",
-        "created": int(record.created_s),
-        "corrupt": record.key in corrupt,
-        "etag": record.etag,
-        "limits": dict(record.limits),
-        "aliases": _aliases(record),
-        "versions": versions,
-    }
-
-
-def _aliases(record: AdapterRecord) -> dict[str, int | dict[str, float]]:
-    return {alias: target_to_json(shares) for alias, shares in record.aliases.items()}

@@ -8,25 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from shaped_base import TINY_LLAMA, write_adapter
 
 from lorasrv.base_shapes import base_shapes
 from lorasrv.config import BUILTIN_MODEL
 from lorasrv.loaders import open_checkpoint
 from lorasrv.loaders.model_shape import builtin_file, read_model_shape
 
-TINY_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 64,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-}
 SCRIPT = """
 import sys
 from api.cli.main import main
@@ -36,20 +24,6 @@ try:
 finally:
     print(sorted({{"torch", "transformers", "peft", "fastapi"}} & set(sys.modules)), file=sys.stderr)
 """
-
-
-def write_adapter(folder: Path, layers: int, n_in: int, n_out: int) -> Path:
-    folder.mkdir()
-    random = np.random.default_rng(0)
-    tensors = {}
-    for layer in range(layers):
-        stem = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{stem}.lora_A.weight"] = random.standard_normal((2, n_in)).astype(np.float32)
-        tensors[f"{stem}.lora_B.weight"] = random.standard_normal((n_out, 2)).astype(np.float32)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
 
 
 @pytest.mark.parametrize("base", ["built-in", "gguf", "directory"])
