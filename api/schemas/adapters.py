@@ -2,11 +2,12 @@
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from adapter_store.aliases import AliasTarget, target_from_json
 from adapter_store.errors import InvalidAlias, show
 from adapter_store.records import Change
+from api.schemas.body import ClosedBody
 from lorasrv.errors import InvalidLimits, InvalidRequest
 from lorasrv.limits import Limits
 
@@ -18,11 +19,7 @@ QUOTES = "'\""
 _Count = Annotated[int, Field(le=MAX_INT)]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
-
-class AdapterBody(_Body):
+class AdapterBody(ClosedBody):
     """An id, the parsed adapter_config.json, and the digest of weights that were uploaded before; `alias` is moved to
     the version that it becomes.
     """
@@ -41,7 +38,7 @@ class AdapterBody(_Body):
             raise InvalidRequest("defaults is not supported by this server yet; leave it out", param="defaults")
 
 
-class LimitsBody(_Body):
+class LimitsBody(ClosedBody):
     """What one id may have at a time, as `lorasrv.limits.Limits` has it."""
 
     max_running: _Count | None = None
@@ -63,7 +60,7 @@ class LimitsBody(_Body):
         return given
 
 
-class AdapterPatch(_Body):
+class AdapterPatch(ClosedBody):
     """What is to change about an adapter. `limits` are all that the id has from then on; null or {} are none.
 
     `version` becomes the current one. `aliases` maps a name to a version, to two with shares ({"3": 0.9, "4": 0.1}), or
@@ -101,7 +98,7 @@ def _targets(aliases: dict[str, Any]) -> dict[str, AliasTarget | None]:
     return targets
 
 
-class WarmBody(_Body):
+class WarmBody(ClosedBody):
     """How long the caller waits for an adapter to be in the pool; 0 only begins."""
 
     deadline_ms: Annotated[int, Field(ge=0, le=MAX_DEADLINE_MS)] = DEFAULT_DEADLINE_MS

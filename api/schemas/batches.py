@@ -5,11 +5,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from api.schemas.body import at_most
 from lorasrv.errors import InvalidRequest
 
 WINDOW_UNITS_S = {"m": 60, "h": 3600, "d": 86400}
 MAX_WINDOW_S = 30 * 86400
 MIN_AGE_S, MAX_AGE_S = 3600, 30 * 86400
+MAX_METADATA = 16
 PURPOSES = ("batch",)
 
 Key = Annotated[str, StringConstraints(max_length=64)]
@@ -33,7 +35,7 @@ class BatchBody(BaseModel):
     input_file_id: Annotated[str, StringConstraints(max_length=64)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]
     completion_window: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,4}[mhd]$")]
-    metadata: Annotated[dict[Key, Text], Field(max_length=16)] | None = None
+    metadata: Annotated[dict[Key, Text], Field(max_length=MAX_METADATA), at_most(MAX_METADATA)] | None = None
     output_expires_after: Age | None = None
 
     def window_s(self) -> int:

@@ -10,14 +10,14 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from api.schemas.body import Body
+from api.schemas.body import Body, Items, at_most
 from api.schemas.structured import StructuredFields
 from api.schemas.tools import Message, ToolFields
 from api.schemas.unbuilt import refuse_unbuilt
 from lorasrv.beam_options import BeamOptions
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import MAX_CHOICES, OnCold
-from lorasrv.sampling import MAX_LOGPROBS, SamplingParams
+from lorasrv.sampling import MAX_BIASED_TOKENS, MAX_LOGPROBS, SamplingParams
 
 MAX_MESSAGES = 2048
 MAX_SALT_CHARS = 256
@@ -62,14 +62,16 @@ class GenerationBody(StructuredFields):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASED_TOKENS), at_most(MAX_BIASED_TOKENS)] | None = (
+        None
+    )
     min_tokens: int | None = None
     watermark: bool | None = None
     fsd_alpha: float | None = None
     fsd_ngram: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Annotated[Items[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
     ignore_eos: bool | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -198,7 +200,7 @@ class GenerationBody(StructuredFields):
 class CompletionBody(GenerationBody):
     """One prompt or several, each as text or as token ids."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
     echo: bool | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
 
@@ -243,7 +245,7 @@ class CompletionBody(GenerationBody):
 class ChatBody(ToolFields, GenerationBody):
     """A conversation to continue."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from api.schemas.body import Body
+from api.schemas.body import Body, Items
 from api.schemas.inert import refuse_unless_inert
 from lorasrv.errors import InvalidRequest
 from lorasrv.grammars import source
@@ -43,7 +43,7 @@ class StructuredOutputs(Body):
 
     json_: JsonSchema | None = Field(None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Items[str] | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -54,7 +54,7 @@ class StructuredFields(Body):
     response_format: ResponseFormat | None = None
     guided_json: JsonSchema | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Items[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
 

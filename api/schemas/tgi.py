@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from api.schemas.body import Body
+from api.schemas.body import Body, Items
 from api.schemas.generation import MAX_SALT_CHARS
 from api.schemas.inert import refuse_unless_inert
 from lorasrv.errors import InvalidRequest
@@ -90,8 +90,8 @@ class Parameters(Body):
     typical_p: float | None = None
     min_p: float | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
-    stop: list[str] | None = None
-    stop_sequences: list[str] | None = None
+    stop: Items[str] | None = None
+    stop_sequences: Items[str] | None = None
     repetition_penalty: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from api.schemas.body import Body
+from api.schemas.body import Body, Items
 from api.schemas.generation import MAX_MESSAGES
 from api.schemas.inert import refuse_unless_inert
 from api.schemas.tools import Message
@@ -34,7 +34,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     return_token_strs: bool | None = None
@@ -59,4 +59,4 @@ class DetokenizeBody(Body):
     """Token ids to read back as text."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Items[int]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from api.schemas.body import Body
+from api.schemas.body import Body, Items
 from lorasrv.errors import InvalidRequest
 from lorasrv.tools.calls import Tool
 
@@ -46,8 +46,8 @@ class Message(Body):
     """One turn. `developer` is OpenAI's newer word for `system`, which is what chat templates know."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: list[MessageToolCall] | None = None
-    content: Annotated[str | list[TextPart] | None, Field(validate_default=True)] = None
+    tool_calls: Items[MessageToolCall] | None = None
+    content: Annotated[str | Items[TextPart] | None, Field(validate_default=True)] = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -108,7 +108,7 @@ class NamedChoice(Body):
 class ToolFields(Body):
     """What chat takes of tools and templates. Tools go to the template as the client wrote them."""
 
-    tools: Annotated[list[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -2,8 +2,9 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from api.schemas.body import ClosedBody, Items
 from lorasrv.verify.job import MAX_PROMPTS
 from lorasrv.verify.verifier import DEFAULT_TIMEOUT_S
 
@@ -12,17 +13,15 @@ MAX_TIMEOUT_S = 3600
 MAX_PROMPT_CHARS = 16_384
 
 
-class VerifyBody(BaseModel):
+class VerifyBody(ClosedBody):
     """What to verify with: `prompts` as a user would write them, None for the built-in ones.
 
     `ignore_memory`: begin also where memory is likely to run out. `stream`: tell progress as events.
     """
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-
     prompts: (
         Annotated[
-            list[Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]],
+            Items[Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]],
             Field(min_length=1, max_length=MAX_PROMPTS),
         ]
         | None
