@@ -1,6 +1,11 @@
-"""Text to token ids and back, over the `tokenizers` library: from a tokenizer.json, or built from GGUF metadata."""
+"""Text to token ids and back, over the `tokenizers` library: from a tokenizer.json, or built from GGUF metadata.
+
+A text is encoded as a batch of one: of the library's functions that take texts, only those for batches let Python's
+other threads run, and a long text takes a second.
+"""
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +16,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from lorasrv.errors import CorruptModel, InvalidRequest, UnsupportedModel
 from lorasrv.tokenizer_source import BpeVocabulary, TokenizerJson, TokenizerSource
+
+# For a batch of one the library would start a thread on each core, and warn on stderr when the process forks.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
@@ -42,7 +50,7 @@ class Tokenizer:
         Raises:
             InvalidRequest: lone surrogates, which are no text.
         """
-        return self._encode(text, add_special_tokens).ids
+        return self._encode(self._backend.encode_batch_fast, text, add_special_tokens).ids
 
     def least_tokens(self, text: str) -> int:
         """As many tokens a text has at least, by its length alone; 0 where a tokenizer may leave some of it out."""
@@ -64,7 +72,7 @@ class Tokenizer:
 
         Raises: as `encode`.
         """
-        encoding = self._encode(text, add_special_tokens)
+        encoding = self._encode(self._backend.encode_batch, text, add_special_tokens)
         offsets: list[int] = []
         begin = len(text)
         for (first, last), special in zip(encoding.offsets[::-1], encoding.special_tokens_mask[::-1], strict=True):
@@ -72,9 +80,12 @@ class Tokenizer:
             offsets.append(begin)
         return encoding.ids, offsets[::-1]
 
-    def _encode(self, text: str, add_special_tokens: bool) -> tokenizers.Encoding:
+    @staticmethod
+    def _encode(
+        encode: Callable[..., list[tokenizers.Encoding]], text: str, add_special_tokens: bool
+    ) -> tokenizers.Encoding:
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens)
+            return encode([text], add_special_tokens=add_special_tokens)[0]
         except (TypeError, UnicodeEncodeError):  # which of them is up to the version of the library
             raise InvalidRequest("prompt has a lone surrogate (U+D800 to U+DFFF): not text", param="prompt") from None
 

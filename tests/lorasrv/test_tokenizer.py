@@ -1,6 +1,11 @@
 """Ids equal the published definitions, for the built-in GGUF file and for tokenizer.json directories."""
 
 import json
+import os
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -166,3 +171,47 @@ def test_lone_surrogates_are_refused(builtin_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="surrogate") as caught:
         builtin_tokenizer.encode("a\ud800b")
     assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("encode", [Tokenizer.encode, Tokenizer.encode_with_offsets])
+def test_others_run_while_a_long_text_is_encoded(builtin_tokenizer: Tokenizer, encode: Callable[..., object]) -> None:
+    """Text from a request takes a second a megabyte: no stream could go on."""
+    ticks, is_over = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not is_over.is_set():
+            ticks += 1
+            time.sleep(0.001)
+
+    text = "Whatever the weather in Bergen, 1905 or today. " * 15_000
+    other = threading.Thread(target=tick)
+    other.start()
+    before = ticks
+    encode(builtin_tokenizer, text)
+    during = ticks - before
+    is_over.set()
+    other.join()
+    assert during > 20
+
+
+def test_encoding_starts_no_threads_and_minds_no_fork(tiny_tokenizer_file: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+from lorasrv.tokenizer import Tokenizer
+from lorasrv.tokenizer_source import TokenizerJson, TokenizerSource
+
+tokenizer = Tokenizer.from_source(TokenizerSource(TokenizerJson(Path(sys.argv[1]).read_text("utf-8"))))
+tokenizer.encode("a text")
+tokenizer.encode_with_offsets("a text")
+if (child := os.fork()) == 0:
+    tokenizer.encode("a text")
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(len(os.listdir("/proc/self/task")))
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    command = [sys.executable, "-c", script, str(tiny_tokenizer_file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
