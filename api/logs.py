@@ -17,6 +17,7 @@ from typing import Any, TextIO
 import structlog
 from structlog.types import EventDict, ExcInfo, Processor
 
+from api.json_lines import one_line
 from api.observer import CURRENT, Seen
 from lorasrv.ended_request import EndedRequest
 
@@ -151,7 +152,7 @@ def _formatter(log_format: str, is_terminal: bool) -> logging.Formatter:
         last.append(_escape_event)
         last.append(structlog.dev.ConsoleRenderer(colors=is_terminal, exception_formatter=_traceback, pad_event_to=0))
     else:
-        last += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(ensure_ascii=False)]
+        last += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=one_line)]
     return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=before, processors=last)
 
 

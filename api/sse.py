@@ -1,13 +1,14 @@
 """Event streams, and work that ends when the client goes away."""
 
 import asyncio
-import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from fastapi.sse import format_sse_event
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
+
+from api.json_lines import one_line
 
 T = TypeVar("T")
 
@@ -76,4 +77,4 @@ class EventStream(Response):
 
 def event(payload: Mapping[str, Any]) -> bytes:
     """One `data:` event."""
-    return format_sse_event(data_str=json.dumps(payload, ensure_ascii=False, separators=(",", ":")))
+    return format_sse_event(data_str=one_line(payload, separators=(",", ":")))

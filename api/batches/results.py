@@ -21,6 +21,7 @@ import numpy as np
 
 from adapter_store.blobs import fsync_directory
 from api.batches.lines import Line, Malformed, line_key
+from api.json_lines import one_line
 
 ID_PREFIX = "batch_req_"
 # Every line of ours begins so: half a line of somebody else's file is not cut off.
@@ -122,7 +123,7 @@ def _result_line(custom_id: str | None, response: Mapping[str, Any] | None, prob
         "error": problem,
     }
     try:
-        return json.dumps(fields, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        return one_line(fields, separators=(",", ":")).encode() + b"\n"
     except UnicodeEncodeError:
         # Half a character, from some other server.
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"

@@ -1,11 +1,12 @@
 """How the command line talks: results on stdout, everything else on stderr; bars for people, plain lines for files."""
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
+
+from api.json_lines import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -48,7 +49,7 @@ def err() -> "Console":
 
 def print_json(value: Any) -> None:
     """One line of JSON on stdout, at once: whoever reads a pipe waits for it."""
-    print(json.dumps(value, ensure_ascii=False), flush=True)
+    print(one_line(value), flush=True)
 
 
 def say(text: str) -> None:

@@ -184,6 +184,13 @@ class TestBatches:
         assert failed["response"]["body"]["error"]["code"] == "model_not_found"
         assert failed["error"] is None
 
+    def test_a_result_is_one_line_to_whoever_splits_them(self, client, finished, engine) -> None:
+        engine.text = "a\u2028b\u2029c\u0085d"
+        batch = finished(lines(2))
+        told = client.files.content(batch.output_file_id).text.splitlines()
+        texts = [json.loads(one)["response"]["body"]["choices"][0]["text"] for one in told]
+        assert texts == [engine.text] * 2
+
     def test_they_come_behind_online_requests(self, server, finished, engine) -> None:
         finished("\n".join([line("a"), line("b", priority=-7), line("c", priority=300)]).encode())
         server.complete()

@@ -216,6 +216,12 @@ class TestGenerate:
         assert cli("generate", "hi", "--grammar", grammar, "--server", server.url).code == 130
         assert sent[1]["guided_grammar"] == "root ::= x"
 
+    def test_ends_of_lines_that_only_unicode_knows(self, cli, server, engine) -> None:
+        engine.text = "a\u2028b\u2029c\u0085d"
+        assert cli("generate", "hi", "--server", server.url).out == "a\u2028b\u2029c\u0085d\n"
+        [line] = cli("generate", "hi", "--json", "--server", server.url).out.splitlines()
+        assert json.loads(line)["text"] == engine.text
+
     def test_several_answers(self, cli, server, engine) -> None:
         engine.texts = ("one", "two")
         done = cli("generate", "hi", "-n", 2, "--server", server.url)

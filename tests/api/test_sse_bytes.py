@@ -71,6 +71,18 @@ def test_as_it_was(server, name) -> None:
 
 
 @pytest.mark.parametrize("name", ["chat", "completion", "generate-stream"])
+def test_ends_of_lines_in_the_text(server, engine, name) -> None:
+    """Those of Unicode, at which most clients in Python split a stream, are escapes."""
+    engine._outputs = spelled(engine.tokenizer, "a\u2028b\u2029c\u0085d\n\x0be")
+    path, body = STREAMS[name]
+    response = server.http.post(path, json=body)
+    lines = [line for line in response.text.splitlines() if line]
+    assert len(lines) == response.content.count(b"\n\n")
+    assert {line[:6] for line in lines} <= {"data: ", "data:{"}
+    check(f"{name}-line-ends", response.content)
+
+
+@pytest.mark.parametrize("name", ["chat", "completion", "generate-stream"])
 def test_a_failure_in_the_middle(server, engine, name) -> None:
     engine.die_after, engine.death = 2, EngineDead("the engine died")
     path, body = STREAMS[name]
