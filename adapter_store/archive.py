@@ -1,6 +1,6 @@
 """A store as one file, for moving and keeping it: a JSON manifest, then every blob, in a plain tar.
 
-    lorasrv-store.json       format number, base, contents, ids with versions, aliases, limits
+    lorasrv-store.json       format number, base, contents, ids with versions and their configs, aliases, limits
     blobs/sha256/<digest>    weights, each once
 
 Verdicts are not in it: they tell about the machine that they were found on.
@@ -19,7 +19,9 @@ from adapter_store.records import AdapterRecord, VersionRecord
 from adapter_store.references import check_adapter_id, check_digest
 from adapter_store.spec import AdapterId, AdapterKey
 
-FORMAT = 1
+FORMAT = 2
+# In the first format a content had the config of its first uploader, for all of its versions.
+READABLE = (1, FORMAT)
 KIND = "lorasrv-store"
 MANIFEST = "lorasrv-store.json"
 BLOBS = "blobs/sha256/"
@@ -27,18 +29,25 @@ BLOBS = "blobs/sha256/"
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_VERSION = 2**62
 MAX_NUMBER = 1e18
+UPLOADERS_OWN = ("base_model_name_or_path", "revision")
 
 Json = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class ArchivedContent:
-    """A content as it is written: its weights are the blob of this digest, `num_bytes` long with its header.
-    `is_partial`: its uploader has allowed that modules are missing."""
+    """A content as it is written: its weights are the blob of this digest, `num_bytes` long with its header."""
 
     key: AdapterKey
     weights_digest: str
     num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedUpload:
+    """What a version came from. `is_partial`: its uploader has allowed that modules are missing."""
+
+    key: AdapterKey
     config: Mapping[str, object]
     is_partial: bool = False
 
@@ -50,6 +59,7 @@ class Archive:
     base: str
     contents: Mapping[AdapterKey, ArchivedContent]
     records: tuple[AdapterRecord, ...]
+    uploads: Mapping[tuple[AdapterId, int], ArchivedUpload] = field(default_factory=dict)
     last_versions: Mapping[AdapterId, int] = field(default_factory=dict)
     owners: Mapping[tuple[AdapterId, int], str] = field(default_factory=dict)
 
@@ -71,9 +81,11 @@ class Archive:
         return json.dumps(manifest, indent=1, allow_nan=False, default=dict).encode()
 
     def _adapter_json(self, record: AdapterRecord) -> Json:
-        versions = {}
+        versions: dict[str, Json] = {}
         for v in record.versions:
-            versions[str(v.version)] = {"content": v.key, "created": v.created_s}
+            upload = self.uploads[record.adapter_id, v.version]
+            config = {"config": dict(upload.config)} | ({"partial": True} if upload.is_partial else {})
+            versions[str(v.version)] = {"content": v.key, "created": v.created_s, **config}
             if owner := self.owners.get((record.adapter_id, v.version)):
                 versions[str(v.version)]["owner"] = owner
         return {
@@ -86,8 +98,7 @@ class Archive:
 
 
 def _content_json(content: ArchivedContent) -> Json:
-    facts = {"weights": content.weights_digest, "bytes": content.num_bytes, "config": dict(content.config)}
-    return {**facts, "partial": True} if content.is_partial else facts
+    return {"weights": content.weights_digest, "bytes": content.num_bytes}
 
 
 def read_manifest_json(data: bytes) -> Archive:
@@ -101,19 +112,19 @@ def read_manifest_json(data: bytes) -> Archive:
         raise InvalidArchive(f"{MANIFEST} of the archive is no JSON") from None
     if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
         raise InvalidArchive("this is no archive of an adapter store")
-    if manifest.get("format") != FORMAT:
+    if manifest.get("format") not in READABLE:
         raise InvalidArchive(
-            f"the archive has format {show(manifest.get('format'))}; this lorasrv reads {FORMAT}: use the one that "
-            "wrote it, or a newer one"
+            f"the archive has format {show(manifest.get('format'))}; this lorasrv reads {FORMAT} and older: use the "
+            "one that wrote it, or a newer one"
         )
     at = _Place(manifest, "")
-    contents = {AdapterKey(key): _content(key, of) for key, of in at.children("contents")}
+    places = dict(at.children("contents"))
+    contents = {AdapterKey(key): _content(key, of) for key, of in places.items()}
     records: list[AdapterRecord] = []
+    uploads: dict[tuple[AdapterId, int], ArchivedUpload] = {}
     owners: dict[tuple[AdapterId, int], str] = {}
     for name, of in at.children("adapters"):
-        record, owned = _record(name, of, contents)
-        records.append(record)
-        owners |= owned
+        records.append(_record(name, of, places, uploads, owners))
     last = at.get("last_versions", dict)
     for name, version in last.items():
         if not _is_version(version):
@@ -121,7 +132,7 @@ def read_manifest_json(data: bytes) -> Archive:
         at.checked(f"last_versions.{show(name)}", partial(check_adapter_id, name, frozenset()))
     for record in records:
         last[record.adapter_id] = max(last.get(record.adapter_id, 0), *(v.version for v in record.versions))
-    return Archive(_base(at), contents, tuple(records), last, owners)
+    return Archive(_base(at), contents, tuple(records), uploads, last, owners)
 
 
 def _no_constant(name: str) -> float:
@@ -186,25 +197,39 @@ def _content(key: str, of: _Place) -> ArchivedContent:
     num_bytes = of.get("bytes", int)
     if num_bytes < 0:
         raise of.wrong("bytes")
-    is_partial = of.values.get("partial", False)
+    return ArchivedContent(AdapterKey(key), digest, num_bytes)
+
+
+def _upload(key: str, version: _Place, content: _Place) -> ArchivedUpload:
+    own = "config" in version.values
+    said = version if own else content
+    is_partial = said.values.get("partial", False)
     if not isinstance(is_partial, bool):
-        raise of.wrong("partial")
-    return ArchivedContent(AdapterKey(key), digest, num_bytes, of.get("config", dict), is_partial)
+        raise said.wrong("partial")
+    config: Json = said.get("config", dict)
+    # Nobody knows any more whose config it was; the others are not to learn what that one trained on.
+    shown = config if own else {name: value for name, value in config.items() if name not in UPLOADERS_OWN}
+    return ArchivedUpload(AdapterKey(key), shown, is_partial)
 
 
 def _record(
-    name: str, of: _Place, contents: Mapping[AdapterKey, ArchivedContent]
-) -> tuple[AdapterRecord, dict[tuple[AdapterId, int], str]]:
+    name: str,
+    of: _Place,
+    contents: Mapping[str, _Place],
+    uploads: dict[tuple[AdapterId, int], ArchivedUpload],
+    owners: dict[tuple[AdapterId, int], str],
+) -> AdapterRecord:
+    """The id; what its versions came from and whose they are is added to the rest."""
     adapter_id: AdapterId = of.checked("id", lambda: check_adapter_id(name, frozenset()))
     versions: list[VersionRecord] = []
-    owners: dict[tuple[AdapterId, int], str] = {}
     for number, version in of.children("versions"):
         if not (number.isascii() and number.isdigit() and _is_version(int(number[:20])) and number[0] != "0"):
             raise of.wrong(f"versions.{show(number)}", "no version number")
         key = version.get("content", str)
         if key not in contents:
             raise version.wrong("content", "no such content in the archive")
-        versions.append(VersionRecord(int(number), key, version.number("created"), 0, 0))
+        versions.append(VersionRecord(int(number), AdapterKey(key), version.number("created"), 0, 0))
+        uploads[adapter_id, int(number)] = _upload(key, version, contents[key])
         if "owner" in version.values:
             owners[adapter_id, int(number)] = _owner(version)
     numbers = {v.version for v in versions}
@@ -217,7 +242,7 @@ def _record(
         _Place(limits, f"{of.name}limits.").number(limit)
     ordered = sorted(versions, key=lambda v: v.version)
     created_s = of.number("created")
-    return AdapterRecord.of(adapter_id, current, created_s, ordered, limits, aliases), owners
+    return AdapterRecord.of(adapter_id, current, created_s, ordered, limits, aliases)
 
 
 def _shares(alias: str, target: object, of: _Place, versions: set[int]) -> Shares:

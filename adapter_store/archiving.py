@@ -1,20 +1,29 @@
 """Writing a closed store to an archive, and reading one back: nothing is believed that is not verified."""
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from adapter_store.archive import BLOBS, MANIFEST, MAX_MANIFEST_BYTES, Archive, ArchivedContent, read_manifest_json
+from adapter_store.archive import (
+    BLOBS,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Archive,
+    ArchivedContent,
+    ArchivedUpload,
+    read_manifest_json,
+)
 from adapter_store.base_identity import BaseIdentity, stored_base
 from adapter_store.blobs import BlobUpload, disk_errors
 from adapter_store.closed_store import ClosedStore, Progress
 from adapter_store.errors import AdapterCorrupt, BlobTooLarge, InvalidArchive, show
-from adapter_store.index import Content
+from adapter_store.index import Upload
 from adapter_store.references import VERBS, check_adapter_id, check_digest
-from adapter_store.spec import BaseShapes
+from adapter_store.spec import AdapterId, AdapterKey, BaseShapes
 from adapter_store.tar_stream import CHUNK_BYTES, TAR_END, TarReader, tar_header, tar_padding
 from adapter_store.validate import check_adapter, max_adapter_bytes
 
@@ -53,15 +62,16 @@ def export_store(store: ClosedStore, file: BinaryIO, progress: Progress = lambda
 
 def _archive_of(store: ClosedStore) -> Archive:
     sizes, users = store.blobs.sizes(), store.index.users()
-    contents = {}
-    for content in store.index.contents():
-        digest = content.weights_digest
+    contents, uploads = {}, {}
+    for adapter_id, version, upload in store.index.uploads():
+        key, digest = upload.content.key, upload.content.weights_digest
         if digest not in sizes:
             raise _damaged(users[digest], "gone")
-        is_partial = content.report.is_partial
-        contents[content.key] = ArchivedContent(content.key, digest, sizes[digest], content.config, is_partial)
-    records = tuple(store.index.records().values())
-    return Archive(store.index.base() or "", contents, records, store.index.last_versions(), store.index.owners())
+        contents[key] = ArchivedContent(key, digest, sizes[digest])
+        uploads[adapter_id, version] = ArchivedUpload(key, upload.config, upload.report.is_partial)
+    index = store.index
+    records = tuple(index.records().values())
+    return Archive(index.base() or "", contents, records, uploads, index.last_versions(), index.owners())
 
 
 def _write_blob(store: ClosedStore, digest: str, num_bytes: int, file: BinaryIO) -> None:
@@ -108,9 +118,9 @@ def import_store(
     _check_limits(archive, check_limits)
     with ExitStack() as undo:
         _import_blobs(reader, archive, store, max_adapter_bytes(base, max_lora_rank), undo, progress)
-        contents = [_validated(content, store, base, max_lora_rank) for content in archive.contents.values()]
+        uploads = _validated(archive, store, base, max_lora_rank)
         _bind_base(archive, store)
-        store.index.restore(archive.records, contents, archive.last_versions, archive.owners)
+        store.index.restore(archive.records, uploads, archive.last_versions, archive.owners)
         undo.pop_all()
     return _moved(archive)
 
@@ -183,13 +193,29 @@ def _import_blobs(
         raise InvalidArchive(f"the archive lacks {len(awaited)} of the blobs that its manifest announces")
 
 
-def _validated(content: ArchivedContent, store: ClosedStore, base: BaseShapes, max_lora_rank: int) -> Content:
+def _validated(
+    archive: Archive, store: ClosedStore, base: BaseShapes, max_lora_rank: int
+) -> dict[tuple[AdapterId, int], Upload]:
+    """Every version, checked as at its upload. Weights are read once for all versions that say the same of them."""
+    uploads: dict[tuple[AdapterId, int], Upload] = {}
+    known: dict[tuple[AdapterKey, bool, str], Upload] = {}
+    for at, archived in archive.uploads.items():
+        said = archived.key, archived.is_partial, json.dumps(archived.config)
+        if said not in known:
+            known[said] = _checked(archived, archive.contents[archived.key], store, base, max_lora_rank)
+        uploads[at] = known[said]
+    return uploads
+
+
+def _checked(
+    archived: ArchivedUpload, content: ArchivedContent, store: ClosedStore, base: BaseShapes, max_lora_rank: int
+) -> Upload:
     with store.blobs.open(content.weights_digest) as file, disk_errors("reading weights"):
         size = os.fstat(file.fileno()).st_size
-        checked = check_adapter(content.config, file, size, base, max_lora_rank, allow_partial=content.is_partial)
+        checked = check_adapter(archived.config, file, size, base, max_lora_rank, allow_partial=archived.is_partial)
     if checked.spec.weights_digest != content.weights_digest or checked.spec.key != content.key:
         raise InvalidArchive(f"content {content.key[:12]} of the archive is another than its config and weights make")
-    return Content(content.key, content.weights_digest, content.config, checked.report)
+    return Upload.of(archived.config, content.weights_digest, checked.report)
 
 
 def _moved(archive: Archive) -> Moved:

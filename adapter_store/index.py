@@ -1,6 +1,7 @@
 """The store's index: which id has which versions, aliases and limits, and what each version is.
 
-A content (one AdapterKey) is written once and shared by every version that names it. Version numbers are never used
+A content (one AdapterKey) is written once and shared by every version that names it. What is not part of it belongs to
+the one version that it came with: the config as it was sent, the report, the verdict. Version numbers are never used
 twice, not even after an id was deleted, so `mia@3` means one thing for ever. Not thread-safe: the store's lock is.
 """
 
@@ -8,10 +9,11 @@ import json
 import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, Self
 
 from adapter_store.aliases import Shares, check_shares
 from adapter_store.database import Database, sql_errors
-from adapter_store.manifest import canonical_json
+from adapter_store.manifest import canonical_json, decisive
 from adapter_store.quota import ANONYMOUS, StoreQuota, Usage
 from adapter_store.records import AdapterRecord, Change, VersionRecord
 from adapter_store.report import UploadReport
@@ -22,12 +24,50 @@ NO_QUOTA = StoreQuota()
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """One immutable content: the config as uploaded, the weights' digest, the report of its first upload."""
+    """One immutable content: the weights' digest and, as JSON, what of a config decides what they compute."""
 
     key: AdapterKey
     weights_digest: str
-    config: Mapping[str, object]
-    report: UploadReport
+    config_json: str
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        """Parsed each time: that is not for whoever holds the store's lock."""
+        return _parsed(self.config_json)
+
+
+@dataclass(frozen=True, slots=True)
+class Upload:
+    """What one version came from: a content, and as JSON the config as it was sent and the report that was the answer.
+    Another version of the content has its own, which may be somebody else's."""
+
+    content: Content
+    config_json: str
+    report_json: str
+
+    @classmethod
+    def of(cls, config: Mapping[str, object], weights_digest: str, report: UploadReport) -> Self:
+        """Of an adapter that passed."""
+        content = Content(report.digest, weights_digest, _config_json(decisive(config)))
+        return cls(content, _config_json(config), canonical_json(report.to_dict()))
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        return _parsed(self.config_json)
+
+    @property
+    def report(self) -> UploadReport:
+        return UploadReport.from_dict(_parsed(self.report_json))
+
+
+def _config_json(config: Mapping[str, object]) -> str:
+    # Insertion order is kept: the first pattern that matches counts, so sorting would change what a config means.
+    return json.dumps(config, separators=(",", ":"), allow_nan=False, default=dict)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = json.loads(text)
+    return values
 
 
 class Index(Database):
@@ -59,7 +99,7 @@ class Index(Database):
         with sql_errors():
             rows = self._db.execute(
                 "SELECT adapter_id, version, key, versions.created_s, report, weights_digest "
-                "FROM versions JOIN contents USING (key) "
+                "FROM versions JOIN contents USING (key) JOIN uploads USING (adapter_id, version) "
                 f"{where} ORDER BY adapter_id, version",
                 values,
             )
@@ -85,12 +125,19 @@ class Index(Database):
 
     def content(self, key: AdapterKey) -> Content | None:
         with sql_errors():
-            row = self._db.execute(
-                "SELECT weights_digest, config, report FROM contents WHERE key = ?", (key,)
-            ).fetchone()
-        if row is None:
-            return None
-        return Content(key, row[0], json.loads(row[1]), UploadReport.from_dict(json.loads(row[2])))
+            row = self._db.execute("SELECT weights_digest, config FROM contents WHERE key = ?", (key,)).fetchone()
+        return Content(key, *row) if row is not None else None
+
+    def upload(self, adapter_id: AdapterId, version: int) -> Upload | None:
+        """What a version came from; None: there is no such version."""
+        query = (
+            "SELECT key, weights_digest, contents.config, uploads.config, report "
+            "FROM uploads JOIN versions USING (adapter_id, version) JOIN contents USING (key) "
+            "WHERE adapter_id = ? AND version = ?"
+        )
+        with sql_errors():
+            row = self._db.execute(query, (adapter_id, version)).fetchone()
+        return Upload(Content(*row[:3]), *row[3:]) if row is not None else None
 
     def referenced_digests(self) -> set[str]:
         with sql_errors():
@@ -105,14 +152,14 @@ class Index(Database):
         with sql_errors():
             return self._db.execute("SELECT 1 FROM contents WHERE weights_digest = ?", (digest,)).fetchone() is not None
 
-    def contents(self) -> Iterator[Content]:
-        """Every content that a version names, sorted by key."""
+    def uploads(self) -> Iterator[tuple[AdapterId, int, Upload]]:
+        """Every version, by content."""
         with sql_errors():
-            keys = [row[0] for row in self._db.execute("SELECT DISTINCT key FROM versions ORDER BY key")]
-        for key in keys:
-            content = self.content(key)
-            assert content is not None
-            yield content
+            found = self._db.execute("SELECT adapter_id, version FROM versions ORDER BY key, 1, 2").fetchall()
+        for adapter_id, version in found:
+            upload = self.upload(adapter_id, version)
+            assert upload is not None
+            yield adapter_id, version, upload
 
     def users(self) -> dict[str, list[str]]:
         """Digest of weights -> the versions (`mia@3`) that have them."""
@@ -138,7 +185,7 @@ class Index(Database):
         """What a principal's versions come to, or everybody's."""
         of = (
             "FROM versions LEFT JOIN owners USING (adapter_id, version) JOIN contents USING (key) "
-            "WHERE ?1 IS NULL OR coalesce(principal, ?2) = ?1"
+            "JOIN uploads USING (adapter_id, version) WHERE ?1 IS NULL OR coalesce(principal, ?2) = ?1"
         )
         # Every content of one file has the same number of bytes.
         each = f"SELECT max(json_extract(report, '$.weights_bytes')) AS bytes {of} GROUP BY weights_digest"
@@ -151,7 +198,7 @@ class Index(Database):
     def add_version(
         self,
         adapter_id: AdapterId,
-        content: Content,
+        upload: Upload,
         now_s: float,
         *,
         alias: str | None = None,
@@ -164,10 +211,10 @@ class Index(Database):
         Raises: QuotaExceeded: a new version would be more than the quota allows.
         """
         with self._transaction():
-            version = self._find_version(adapter_id, content.key)
+            version = self._find_version(adapter_id, upload.content.key)
             created = version is None
             if version is None:
-                version = self._add_within_quota(adapter_id, content, now_s, principal, quota)
+                version = self._add_within_quota(adapter_id, upload, now_s, principal, quota)
             else:
                 self._set_current(adapter_id, version)
             if alias is not None:
@@ -175,35 +222,35 @@ class Index(Database):
             return version, created
 
     def _add_within_quota(
-        self, adapter_id: AdapterId, content: Content, now_s: float, principal: str, quota: StoreQuota
+        self, adapter_id: AdapterId, upload: Upload, now_s: float, principal: str, quota: StoreQuota
     ) -> int:
         counted = (None, principal) if quota.is_set else ()
         before = {whose: self.usage(whose) for whose in counted}
-        self._insert_content(content, now_s)
+        self._insert_content(upload.content, now_s)
         version = self._next_version(adapter_id)
         self._db.execute(
             "INSERT INTO adapters VALUES (?, ?, ?) "
             "ON CONFLICT (adapter_id) DO UPDATE SET current_version = excluded.current_version",
             (adapter_id, version, now_s),
         )
-        self._insert_version(adapter_id, version, content.key, now_s, principal)
+        self._insert_version(adapter_id, version, upload, now_s, principal)
         if quota.is_set:
             quota.check(principal, before, {whose: self.usage(whose) for whose in counted})
         return version
 
     def _insert_version(
-        self, adapter_id: AdapterId, version: int, key: AdapterKey, created_s: float, principal: str
+        self, adapter_id: AdapterId, version: int, upload: Upload, created_s: float, principal: str
     ) -> None:
-        self._db.execute("INSERT INTO versions VALUES (?, ?, ?, ?)", (adapter_id, version, key, created_s))
+        row = (adapter_id, version, upload.content.key, created_s)
+        self._db.execute("INSERT INTO versions VALUES (?, ?, ?, ?)", row)
+        texts = (adapter_id, version, upload.config_json, upload.report_json)
+        self._db.execute("INSERT INTO uploads VALUES (?, ?, ?, ?)", texts)
         if principal != ANONYMOUS:
             self._db.execute("INSERT INTO owners VALUES (?, ?, ?)", (adapter_id, version, principal))
 
     def _insert_content(self, content: Content, now_s: float) -> None:
-        # Insertion order is kept: the first pattern that matches counts, so sorting would change what a config means.
-        config = json.dumps(content.config, separators=(",", ":"), allow_nan=False, default=dict)
-        report = canonical_json(content.report.to_dict())
-        row = (content.key, content.weights_digest, config, report, now_s)
-        self._db.execute("INSERT INTO contents VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO NOTHING", row)
+        row = (content.key, content.weights_digest, content.config_json, now_s)
+        self._db.execute("INSERT INTO contents VALUES (?, ?, ?, ?) ON CONFLICT (key) DO NOTHING", row)
 
     def _find_version(self, adapter_id: AdapterId, key: AdapterKey) -> int | None:
         query = "SELECT max(version) FROM versions WHERE adapter_id = ? AND key = ?"
@@ -221,21 +268,21 @@ class Index(Database):
     def restore(
         self,
         records: Collection[AdapterRecord],
-        contents: Collection[Content],
+        uploads: Mapping[tuple[AdapterId, int], Upload],
         last_versions: Mapping[AdapterId, int],
         owners: Mapping[tuple[AdapterId, int], str],
     ) -> None:
         """Add ids that there are none of, with everything that belongs to them. Numbers used stay used."""
         with self._transaction():
-            for content in contents:
-                self._insert_content(content, time.time())
+            for upload in uploads.values():
+                self._insert_content(upload.content, time.time())
             for record in records:
                 name = record.adapter_id
                 row = (name, record.current_version, record.created_s)
                 self._db.execute("INSERT INTO adapters VALUES (?, ?, ?)", row)
                 for v in record.versions:
-                    owner = owners.get((name, v.version), ANONYMOUS)
-                    self._insert_version(name, v.version, v.key, v.created_s, owner)
+                    at = (name, v.version)
+                    self._insert_version(*at, uploads[at], v.created_s, owners.get(at, ANONYMOUS))
                 for alias, shares in record.aliases.items():
                     self._set_alias(name, alias, shares)
                 self._set_limits(name, record.limits)
@@ -299,16 +346,17 @@ class Index(Database):
             rows = self._db.execute("SELECT key FROM contents WHERE key NOT IN (SELECT key FROM versions)")
             return {key for (key,) in rows}
 
-    def record_verdict(self, key: AdapterKey, verdict: Mapping[str, object]) -> None:
-        """Replace the verdict about a content that there is."""
-        row = (key, json.dumps(dict(verdict), allow_nan=False), time.time())
+    def record_verdict(self, adapter_id: AdapterId, version: int, verdict: Mapping[str, object]) -> None:
+        """Replace the verdict about a version that there is."""
+        row = (adapter_id, version, json.dumps(dict(verdict), allow_nan=False), time.time())
         with self._transaction():
-            self._db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?)", row)
+            self._db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?)", row)
 
-    def verdict(self, key: AdapterKey) -> Mapping[str, object] | None:
-        """What was recorded last about a content."""
+    def verdict(self, adapter_id: AdapterId, version: int) -> Mapping[str, object] | None:
+        """What was recorded last about a version."""
+        query = "SELECT verdict FROM verdicts WHERE adapter_id = ? AND version = ?"
         with sql_errors():
-            row = self._db.execute("SELECT verdict FROM verdicts WHERE key = ?", (key,)).fetchone()
+            row = self._db.execute(query, (adapter_id, version)).fetchone()
         found: Mapping[str, object] | None = None if row is None else json.loads(row[0])
         return found
 

@@ -108,6 +108,7 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "kasa_config": _refused("KaSA scales singular values of the base", f"{MERGE}, or {RETRAIN}"),
 }
 
+DECISIVE = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
 # MiCA's forward pass is plain LoRA's; only what training starts from differs. The same holds for the rest.
 INERT_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 RESIDUAL_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
@@ -190,6 +191,12 @@ def _refuse_constant(name: str) -> object:
 
 def _config_error(code: str, message: str) -> AdapterInvalid:
     return AdapterInvalid((Problem(code, "adapter_config.json", message),))
+
+
+def decisive(config: Config) -> dict[str, object]:
+    """What of a config that was accepted decides what its weights compute. The rest is its uploader's: what it was
+    trained on, and on which modules, which the tensors say here."""
+    return {name: config[name] for name in DECISIVE if name in config}
 
 
 def canonical_json(value: object) -> str:

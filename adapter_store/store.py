@@ -24,19 +24,19 @@ from adapter_store.blobs import UNREFERENCED_BLOB_AGE_S, BlobDirectory, BlobUplo
 from adapter_store.contents import ContentReader
 from adapter_store.errors import AdapterNotFound, BlobTooLarge, StoreFull, StoreUnusable, VersionInUse
 from adapter_store.holds import ContentHold, Holds
-from adapter_store.index import NO_QUOTA, Content, Index
+from adapter_store.index import NO_QUOTA, Content, Index, Upload
 from adapter_store.leases import BlobLeases
 from adapter_store.loader import AdapterWeights
 from adapter_store.names import Names, read_records
-from adapter_store.peft_dir import CHUNK_BYTES, PeftDir, digest_file
+from adapter_store.peft_dir import CHUNK_BYTES, digest_file
 from adapter_store.quarantine import Quarantine
 from adapter_store.quota import ANONYMOUS, StoreQuota
 from adapter_store.records import AdapterRecord, Change, Deletion, Registration, check_state
 from adapter_store.references import VERBS, check_adapter_id, check_digest
-from adapter_store.report import UploadReport
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes
 from adapter_store.staging import ANYBODY, Sender, Staging
 from adapter_store.store_folder import lock_root, opening
+from adapter_store.uploads import Uploads
 from adapter_store.validate import max_adapter_bytes
 
 Tags = Collection[str] | None
@@ -86,6 +86,7 @@ class AdapterStore:
             self.staging = Staging(self._blobs, self._referenced, self._quarantine.repaired)
             self._contents = ContentReader(self._blobs, base, max_lora_rank, self._content)
             undo.callback(self._index.close)
+            self.uploads = Uploads(self._lock, self._index, self._blobs, self._check_open)
             self._leases = BlobLeases(self._lock, self._blobs, self._check_open, self._index.may_name, self.staging)
             self._names = Names(read_records(self._index, self._reserved), draw)
             bind_base(self._index, BaseIdentity.of(base, base_sample), self._contents.spec, accept_base_change)
@@ -182,12 +183,12 @@ class AdapterStore:
         check_state(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
         with self._leases.lease(digest, is_known), self.staging.using(principal, digest):
             checked = self._contents.check(config, digest, allow_partial)
-            content = Content(checked.spec.key, digest, config, checked.report)
+            upload = Upload.of(config, digest, checked.report)
             with self._lock:
                 self._check_open()
                 check_state(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
                 version, created = self._index.add_version(
-                    name, content, time.time(), alias=alias, principal=principal, quota=self.quota.with_bytes(max_bytes)
+                    name, upload, time.time(), alias=alias, principal=principal, quota=self.quota.with_bytes(max_bytes)
                 )
                 self._refresh(name)
         return Registration(AdapterRef(name, version, checked.spec.key), created, checked.report)
@@ -332,15 +333,6 @@ class AdapterStore:
     def _refresh(self, adapter_id: AdapterId) -> None:
         self._names.replace(adapter_id, self._index.records(adapter_id).get(adapter_id))
 
-    def report(self, key: AdapterKey) -> UploadReport:
-        """The upload report of a content. Raises: AdapterNotFound."""
-        return self._content(key).report
-
-    def peft(self, key: AdapterKey) -> PeftDir:
-        """A content as it was uploaded, for another process to read while it is held. Raises: AdapterNotFound."""
-        content = self._content(key)
-        return PeftDir(dict(content.config), self._blobs.path(content.weights_digest), ())
-
     def spec(self, key: AdapterKey) -> AdapterSpec:
         """What a content is, read from the header of its weights and checked against the base once more.
 
@@ -368,24 +360,6 @@ class AdapterStore:
         """Contents that were found damaged since the store opened. Their requests fail at once, without a look at the
         disk, until the same weights are uploaded again."""
         return self._quarantine.keys()
-
-    def record_verdict(self, key: AdapterKey, verdict: Mapping[str, object]) -> None:
-        """Keep what verifying a content came to, as JSON, for as long as the content; replaces an earlier one.
-
-        Raises:
-            AdapterNotFound: there is no such content.
-            ValueError: JSON has no word for it.
-            StoreFull, StoreUnusable: the disk refused; the earlier one stays.
-        """
-        with self._lock:
-            self._content(key)
-            self._index.record_verdict(key, verdict)
-
-    def verdict(self, key: AdapterKey) -> Mapping[str, object] | None:
-        """What `record_verdict` was last told of a content, None if nothing."""
-        with self._lock:
-            self._check_open()
-            return self._index.verdict(key)
 
     def _content(self, key: AdapterKey) -> Content:
         with self._lock:

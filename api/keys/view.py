@@ -21,7 +21,7 @@ from adapter_store.names import Names
 from adapter_store.quota import OF_ALL
 from adapter_store.records import AdapterRecord, Change, Deletion, Registration
 from adapter_store.references import VERBS, check_adapter_id, check_digest
-from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
+from adapter_store.spec import AdapterId, AdapterRef
 from adapter_store.staging import Sender
 from adapter_store.store import AdapterStore
 from api.errors import ApiError
@@ -138,11 +138,6 @@ class View:
         sender = Sender(self.caller.principal, self.caller.limits.max_stored_bytes, is_known)
         with self.own_figures():
             return self._store.open_blob(digest, length, sender), exists
-
-    def verdict(self, key: AdapterKey) -> Mapping[str, object] | None:
-        """What verifying a content came to, unless that was done under a name that is hidden from the caller."""
-        found = self._store.verdict(key)
-        return found if found is not None and self.sees(str(found.get("id", ""))) else None
 
     def _knows(self, digest: str) -> bool:
         """Whether the caller may know that weights are there: it can read an id that has them, or has sent them."""

@@ -98,8 +98,9 @@ async def show_adapter(adapter_id: str, services: ServicesDep, view: ViewDep) ->
     """One id with its versions and aliases, and of the current version the upload report and what verifying it came
     to (null: it was not)."""
     record = await run_in_threadpool(view.get, adapter_id)
-    report = await run_in_threadpool(services.store.report, record.key)
-    verified = await run_in_threadpool(view.verdict, record.key)
+    current = record.ref(record.current_version)
+    report = await run_in_threadpool(services.store.uploads.report, current)
+    verified = await run_in_threadpool(services.store.uploads.verdict, current)
     shown = adapter_json(record, services.store.quarantined()) | await _used(services, record)
     return JSONResponse({**shown, "report": report.to_dict(), "verified": verified}, headers=etag_header(record))
 

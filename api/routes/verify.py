@@ -1,6 +1,7 @@
 """POST /v1/adapters/{id}:verify: a stored adapter as this server computes it, beside PEFT."""
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
@@ -11,7 +12,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.errors import AdapterError
+from adapter_store.errors import AdapterError, AdapterNotFound
 from adapter_store.spec import AdapterRef
 from api.errors import ApiError, describe
 from api.json_body import JsonRoute
@@ -34,7 +35,7 @@ router = APIRouter(route_class=JsonRoute)
 async def verify_adapter(
     reference: str, body: VerifyBody, request: Request, services: ServicesDep, view: ViewDep
 ) -> Response:
-    """Verify in a process of its own, which ends with the request; the verdict is stored with the content."""
+    """Verify in a process of its own, which ends with the request; the verdict is stored with the version."""
     if body.ignore_memory and not view.caller.may(Scope.ADMIN):
         # Without memory the server goes down, for everybody.
         raise ApiError(403, "ignore_memory needs a key of scope admin", code="forbidden", param="ignore_memory")
@@ -55,7 +56,9 @@ async def verify_adapter(
             "created": int(time.time()),
             **figures,
         }
-        await run_in_threadpool(services.store.record_verdict, ref.key, verdict)
+        # Deleted meanwhile: there is nothing to keep it with, but who has waited for it may have it.
+        with contextlib.suppress(AdapterNotFound):
+            await run_in_threadpool(services.store.uploads.record_verdict, ref, verdict)
         return verdict
 
     if body.stream:
@@ -68,7 +71,7 @@ def _make_job(services: Services, ref: AdapterRef, body: VerifyBody) -> VerifyJo
     """In a thread: it asks the disk, and tokenizes."""
     config, store = services.settings.engine_config(), services.store
     # Read whole, so that damaged weights are refused as everywhere, and not taken for a verification that failed.
-    peft, spec = store.peft(ref.key), store.load(ref.key).spec
+    peft, spec = store.uploads.peft(ref), store.load(ref.key).spec
     if not body.ignore_memory:
         weight_bytes = services.engine.metrics.snapshot().weight_bytes
         check_memory(needed_bytes(services.engine.spec, weight_bytes, spec.weights_bytes))

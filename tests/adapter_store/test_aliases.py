@@ -338,21 +338,20 @@ class TestQuotas:
 
 
 class TestVerdicts:
-    def test_they_go_with_the_content(self, store: AdapterStore, mia: list[AdapterKey], put: Put, build: Any) -> None:
-        assert store.verdict(mia[0]) is None
-        store.record_verdict(mia[0], {"ok": False, "max_error": 1.0})
-        store.record_verdict(mia[0], {"ok": True, "max_error": 1e-3, "prompts": ["a"]})
-        assert store.verdict(mia[0]) == {"ok": True, "max_error": 1e-3, "prompts": ["a"]}
+    def test_they_go_with_the_version(self, store: AdapterStore, mia: list[AdapterKey], put: Put, build: Any) -> None:
+        first = store.resolve("mia@1")
+        assert store.uploads.verdict(first) is None
+        store.uploads.record_verdict(first, {"ok": False, "max_error": 1.0})
+        store.uploads.record_verdict(first, {"ok": True, "max_error": 1e-3, "prompts": ["a"]})
+        assert store.uploads.verdict(first) == {"ok": True, "max_error": 1e-3, "prompts": ["a"]}
         with pytest.raises(ValueError, match="JSON"):
-            store.record_verdict(mia[0], {"max_error": float("nan")})
-        assert store.verdict(mia[0])["ok"] is True  # type: ignore[index]
+            store.uploads.record_verdict(first, {"max_error": float("nan")})
+        assert store.uploads.verdict(first)["ok"] is True  # type: ignore[index]
         hold = store.hold(mia[0])
         store.delete("mia@1")
-        assert store.verdict(mia[0]) is not None
-        del hold
-        store.collect()
-        assert store.verdict(mia[0]) is None
-        with pytest.raises(AdapterNotFound):
-            store.record_verdict(mia[0], {})
-        assert store.register("mia", build.config(), put(store, build.file(seed=0))).ref.key == mia[0]
-        assert store.verdict(mia[0]) is None
+        assert store.uploads.verdict(first) is None
+        with pytest.raises(AdapterNotFound, match="mia@1"):
+            store.uploads.record_verdict(first, {})
+        again = store.register("mia", build.config(), put(store, build.file(seed=0))).ref
+        assert again.key == first.key == hold.key
+        assert store.uploads.verdict(again) is None

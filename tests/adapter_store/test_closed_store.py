@@ -184,6 +184,11 @@ def manifest_of(data: bytes) -> dict[str, Any]:
         return json.load(tar.extractfile("lorasrv-store.json"))  # type: ignore[arg-type,no-any-return]
 
 
+def first_version(manifest: dict[str, Any]) -> dict[str, Any]:
+    version: dict[str, Any] = manifest["adapters"]["mia"]["versions"]["1"]
+    return version
+
+
 def rebuilt(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
     """The archive with another manifest, as Python's tarfile writes it."""
     manifest = manifest_of(data)
@@ -228,7 +233,9 @@ class TestArchive:
             assert [r.etag for r in new.list_adapters()] == [r.etag for r in old.list_adapters()]
             for record in old.list_adapters():
                 for version in record.versions:
-                    assert new.report(version.key) == old.report(version.key)
+                    ref = record.ref(version.version)
+                    assert new.uploads.report(ref) == old.uploads.report(ref)
+                    assert new.uploads.peft(ref).config == old.uploads.peft(ref).config
                     assert new.spec(version.key) == old.spec(version.key)
                     a, b = old.load(version.key), new.load(version.key)
                     assert all((a[site].b == b[site].b).all() for site in a)
@@ -247,12 +254,46 @@ class TestArchive:
         data = exported(tmp_path / "partial")
         for wrong in (None, 1):
             with pytest.raises((AdapterInvalid, InvalidArchive), match="partial"):
-                take(rebuilt(data, lambda m, wrong=wrong: next(iter(m["contents"].values())).update(partial=wrong)))
+                take(rebuilt(data, lambda m, wrong=wrong: first_version(m).update(partial=wrong)))
         with pytest.raises(AdapterInvalid, match="allow-partial"):
-            take(rebuilt(data, lambda m: next(iter(m["contents"].values())).pop("partial")))
+            take(rebuilt(data, lambda m: first_version(m).pop("partial")))
         assert take(data).versions == 1
         with AdapterStore(tmp_path / "new", base) as store:
-            assert "partial: 2 of 6" in store.report(store.resolve("mia").key).warnings[0]
+            assert "partial: 2 of 6" in store.uploads.report(store.resolve("mia")).warnings[0]
+
+    def test_versions_of_one_content_keep_what_is_their_own(
+        self, tmp_path: Path, base: BaseShapes, put: Put, build: Any, take: Any
+    ) -> None:
+        configs = {
+            "ann": build.config(base_model_name_or_path="acme/secret-13b"),
+            "bob": build.config(base_model_name_or_path="probe", target_modules=["q_proj", "v_proj", "o_proj"]),
+        }
+        with AdapterStore(tmp_path / "both", base) as store:
+            digest = put(store, build.file())
+            done = {who: store.register(who, config, digest, allow_partial=True) for who, config in configs.items()}
+        assert take(exported(tmp_path / "both")) == Moved(2, 2, 1, len(build.file()))
+        with AdapterStore(tmp_path / "new", base) as store:
+            for who, config in configs.items():
+                assert store.uploads.report(done[who].ref) == done[who].report
+                assert store.uploads.peft(done[who].ref).config == config
+
+    def test_the_first_format(self, data: bytes, take: Any, tmp_path: Path, base: BaseShapes) -> None:
+        """There a content had one config: whose, nobody knows, so nobody is told what that one trained on."""
+
+        def older(manifest: dict[str, Any]) -> None:
+            manifest["format"] = 1
+            for record in manifest["adapters"].values():
+                for version in record["versions"].values():
+                    content = manifest["contents"][version["content"]]
+                    content |= {"config": version.pop("config") | {"base_model_name_or_path": "acme/secret-13b"}}
+
+        assert take(rebuilt(data, older)).versions == 3
+        with AdapterStore(tmp_path / "new", base) as store:
+            for record in store.list_adapters():
+                for version in record.versions:
+                    assert store.uploads.report(record.ref(version.version)).warnings == ()
+                    store.load(version.key)
+        assert b"secret" not in (tmp_path / "new" / "index.sqlite3").read_bytes()
 
     def test_limits_that_no_server_would_start_with(self, data: bytes, tmp_path: Path, base: BaseShapes) -> None:
         def refuse(limits: Mapping[str, float]) -> None:
@@ -332,7 +373,7 @@ class TestArchive:
     @pytest.mark.parametrize(
         ("change", "says"),
         [
-            (lambda m: m.update(format=2), "has format 2; this lorasrv reads 1"),
+            (lambda m: m.update(format=3), "has format 3; this lorasrv reads 2 and older"),
             (lambda m: m.update(format=True, kind="x"), "no archive of an adapter store"),
             (lambda m: m.pop("contents"), "contents of the archive's manifest"),
             (lambda m: m["adapters"]["mia"].update(version=2), r"adapters.'mia'.version .*no such version"),
@@ -352,8 +393,11 @@ class TestArchive:
             (lambda m: next(iter(m["contents"].values())).update(weights="../../etc/passwd"), "is not a digest"),
             (lambda m: next(iter(m["contents"].values())).update(bytes=-1), "bytes"),
             (lambda m: next(iter(m["contents"].values())).update(bytes=5), "is not one that its manifest announces"),
-            (lambda m: next(iter(m["contents"].values()))["config"].update(lora_alpha=77), "another than its config"),
-            (lambda m: next(iter(m["contents"].values()))["config"].update(use_dora=True), "use_dora"),
+            (lambda m: first_version(m)["config"].update(lora_alpha=77), "another than its config"),
+            (lambda m: first_version(m)["config"].update(use_dora=True), "use_dora"),
+            (lambda m: first_version(m).update(config=[]), r"versions.'1'.config .*wrong type"),
+            (lambda m: first_version(m).pop("config"), r"contents.*.config .*missing"),
+            (lambda m: first_version(m).update(partial=1), "partial"),
             (lambda m: m.update(base="0" * 64), "base of other shapes"),
             (lambda m: m["last_versions"].update({"\ud800": 1}), "last_versions.'.ud800'"),
             (lambda m: m["adapters"]["mia"]["versions"]["1"].update(owner="\ud800"), "versions.'1'.owner"),

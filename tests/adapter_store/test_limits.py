@@ -1,8 +1,10 @@
 """Limits of an id: kept over restarts, gone with the id; and what becomes of index files of older layouts."""
 
+import json
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,28 @@ TABLES_1 = ("base", "contents", "adapters", "versions", "last_versions")
 LAYOUT_2 = """
 CREATE TABLE adapter_limits (adapter_id TEXT PRIMARY KEY REFERENCES adapters, limits TEXT NOT NULL) STRICT;
 """
+# Layout 3 is 2 and this, word for word.
+LAYOUT_3 = """
+CREATE TABLE aliases (
+    adapter_id TEXT NOT NULL, alias TEXT NOT NULL, version INTEGER NOT NULL,
+    share REAL NOT NULL CHECK (share > 0 AND share <= 1), PRIMARY KEY (adapter_id, alias, version),
+    FOREIGN KEY (adapter_id, version) REFERENCES versions
+) STRICT;
+CREATE TABLE owners (
+    adapter_id TEXT NOT NULL, version INTEGER NOT NULL, principal TEXT NOT NULL, PRIMARY KEY (adapter_id, version),
+    FOREIGN KEY (adapter_id, version) REFERENCES versions ON DELETE CASCADE
+) STRICT;
+CREATE TABLE verdicts (
+    key TEXT PRIMARY KEY REFERENCES contents ON DELETE CASCADE, verdict TEXT NOT NULL, created_s REAL NOT NULL
+) STRICT;
+"""
+LAYOUTS = {1: LAYOUT_1, 2: LAYOUT_1 + LAYOUT_2, 3: LAYOUT_1 + LAYOUT_2 + LAYOUT_3}
+TABLES = {1: TABLES_1, 2: (*TABLES_1, "adapter_limits"), 3: (*TABLES_1, "adapter_limits", "aliases", "owners")}
+# A content had the config and the report of its first uploader.
+CONTENTS = """
+SELECT key, weights_digest, uploads.config, report, contents.created_s FROM contents JOIN versions USING (key)
+JOIN uploads USING (adapter_id, version) WHERE versions.created_s = contents.created_s
+"""
 
 
 @pytest.fixture
@@ -61,14 +85,14 @@ def database(root: Path) -> "closing[sqlite3.Connection]":
 def make_layout(version: int, root: Path) -> None:
     """The same adapters, in a file of an old layout."""
     path = root / "index.sqlite3"
-    tables = (*TABLES_1, "adapter_limits") if version == 2 else TABLES_1
     with database(root) as db:
-        rows = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in tables}
+        rows = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in TABLES[version]}
+        rows["contents"] = db.execute(CONTENTS).fetchall()
     for file in root.glob("index.sqlite3*"):
         file.unlink()
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("PRAGMA journal_mode = WAL")
-        db.executescript(LAYOUT_1 + (LAYOUT_2 if version == 2 else ""))
+        db.executescript(LAYOUTS[version])
         for table, values in rows.items():
             if not values:
                 continue
@@ -133,10 +157,10 @@ def test_what_is_refused_changes_nothing(opened: AdapterStore, monkeypatch: pyte
         opened.change("mia", Change(limits={}))
 
 
-@pytest.mark.parametrize("layout", [1, 2])
+@pytest.mark.parametrize("layout", [1, 2, 3])
 def test_a_file_of_an_old_layout_keeps_its_adapters(root: Path, base: BaseShapes, layout: int) -> None:
     with AdapterStore(root, base) as store:
-        if layout == 2:
+        if layout >= 2:
             store.change("zoe", Change(limits=LIMITS))
         before = store.list_adapters()
     make_layout(layout, root)
@@ -150,13 +174,43 @@ def test_a_file_of_an_old_layout_keeps_its_adapters(root: Path, base: BaseShapes
         store.change("mia", Change(limits={"weight": 2.0}))
         store.change("mia", Change(version=1, aliases={"prod": 2}))
     with AdapterStore(root, base) as store:
-        assert (store.limits("mia"), store.limits("zoe")) == ({"weight": 2.0}, LIMITS if layout == 2 else {})
+        assert (store.limits("mia"), store.limits("zoe")) == ({"weight": 2.0}, LIMITS if layout >= 2 else {})
         assert (store.resolve("mia").version, store.resolve("mia:prod").version) == (1, 2)
     with database(root) as db:
         assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+def test_what_was_kept_with_a_content_goes_to_whose_it_was(
+    tmp_path: Path, base: BaseShapes, put: Any, build: Any
+) -> None:
+    """Up to layout 3, all versions of a content showed its first uploader's report, and the newest verdict."""
+    root, trained_on = tmp_path / "store", {"base_model_name_or_path": "acme/secret-13b", "revision": "secret-1"}
+    config = build.config(**trained_on, target_modules=["q_proj", "v_proj", "o_proj"], rank_pattern={"v_proj": 4})
+    with AdapterStore(root, base) as store:
+        refs = [
+            store.register(who, config, put(store, build.file()), principal=who, allow_partial=True).ref
+            for who in ("ann", "bob")
+        ]
+        anns = store.uploads.report(refs[0])
+    make_layout(3, root)
+    with database(root) as db:
+        verdict = {"id": "bob", "version": 1, "verdict": "exact"}
+        db.execute("INSERT INTO verdicts VALUES (?, ?, ?)", (refs[0].key, json.dumps(verdict), 1.0))
+    with AdapterStore(root, base) as store:
+        assert [store.uploads.verdict(ref) for ref in refs] == [None, verdict]
+        assert store.uploads.report(refs[0]) == anns
+        assert "secret-13b" in " ".join(anns.warnings)
+        assert store.uploads.peft(refs[0]).config == config
+        bobs = store.uploads.report(refs[1])
+        assert bobs == replace(anns, warnings=anns.warnings[:1])
+        assert bobs.is_partial
+        assert store.uploads.peft(refs[1]).config == {k: v for k, v in config.items() if k not in trained_on}
+        store.load(refs[1].key)
+    with database(root) as db:
+        assert "secret" not in db.execute("SELECT config FROM contents").fetchone()[0]
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
 def test_every_way_to_the_newest_layout_leads_to_the_same(root: Path, base: BaseShapes, version: int) -> None:
     query = "SELECT type, name, sql FROM sqlite_schema ORDER BY name"
     with database(root) as db:
@@ -168,7 +222,7 @@ def test_every_way_to_the_newest_layout_leads_to_the_same(root: Path, base: Base
 
 
 @pytest.mark.parametrize(
-    ("version", "table"), [(1, "adapter_limits"), (1, "verdicts"), (2, "aliases"), (2, "verdicts")]
+    ("version", "table"), [(1, "adapter_limits"), (1, "verdicts"), (2, "aliases"), (2, "verdicts"), (3, "uploads")]
 )
 def test_a_migration_that_fails_leaves_the_old_layout(root: Path, base: BaseShapes, version: int, table: str) -> None:
     make_layout(version, root)

@@ -45,6 +45,12 @@ def blobs(store_or_root: AdapterStore | Path, tmp_path: Path) -> set[str]:
     return {path.name for path in (tmp_path / "store" / "blobs" / "sha256").iterdir()}
 
 
+def dump(root: Path) -> bytes:
+    """Everything that the index of a closed store says."""
+    with contextlib.closing(sqlite3.connect(root / "index.sqlite3")) as db:
+        return "\n".join(db.iterdump()).encode()
+
+
 def litter(tmp_path: Path) -> list[Path]:
     return list((tmp_path / "store" / "tmp").iterdir())
 
@@ -65,7 +71,7 @@ def test_upload_register_resolve_load(store: AdapterStore, put: Put, build: Any,
     spec = store.spec(ref.key)
     assert spec.key == ref.key
     assert spec.weights_digest == digest
-    assert store.report(ref.key) == registration.report
+    assert store.uploads.report(ref) == registration.report
     weights = store.load(ref.key)
     assert weights.spec == spec
     name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
@@ -144,7 +150,8 @@ def test_weights_that_become_visible_while_others_end_are_there(
 
 def test_two_ids_share_one_content(store: AdapterStore, put: Put, build: Any, tmp_path: Path) -> None:
     digest = put(store, build.file())
-    keys = {store.register(name, build.config(), digest).ref.key for name in ("a", "b")}
+    refs = [store.register(name, build.config(), digest).ref for name in ("a", "b")]
+    keys = {ref.key for ref in refs}
     assert len(keys) == 1
     assert store.delete("a").num_versions == 1
     assert blobs(store, tmp_path) == {digest}
@@ -152,9 +159,43 @@ def test_two_ids_share_one_content(store: AdapterStore, put: Put, build: Any, tm
     store.load(key)
     assert store.delete("b").num_versions == 1
     assert blobs(store, tmp_path) == set()
-    for call in (store.load, store.spec, store.report):
+    for call in (store.load, store.spec):
         with pytest.raises(AdapterNotFound):
             call(key)
+    for ask in (store.uploads.report, store.uploads.peft):
+        for ref in refs:
+            with pytest.raises(AdapterNotFound, match=f"{ref.adapter_id}@1"):
+                ask(ref)
+
+
+def test_what_is_not_of_the_content_is_of_one_version(
+    store: AdapterStore, put: Put, build: Any, tmp_path: Path
+) -> None:
+    """Two uploaders of one content: each is shown what it sent and was told, also after the other is gone."""
+    digest = put(store, build.file())
+    whole = build.config(base_model_name_or_path="acme/secret-13b", auto_mapping={"note": "secret"})
+    part = build.config(base_model_name_or_path="probe", target_modules=["q_proj", "v_proj", "o_proj"])
+    ann = store.register("ann", whole, digest)
+    bob = store.register("bob", part, digest, allow_partial=True)
+    assert ann.ref.key == bob.ref.key
+    assert ann.report != bob.report
+    for sent, done in ((whole, ann), (part, bob)):
+        assert store.uploads.report(done.ref) == done.report
+        assert store.uploads.peft(done.ref).config == sent
+    for name in ("cyd", "dan"):
+        store.uploads.record_verdict(store.register(name, whole, digest).ref, {"of": name})
+    store.uploads.record_verdict(bob.ref, {"of": "bob"})
+    assert store.uploads.verdict(ann.ref) is None
+    assert store.uploads.verdict(store.resolve("cyd")) == {"of": "cyd"}
+    for name in ("ann", "cyd", "dan"):
+        store.delete(name)
+    root, base = store.root, store.base
+    store.close()
+    assert b"secret" not in dump(root)
+    with AdapterStore(root, base) as again:
+        assert again.uploads.report(bob.ref) == bob.report
+        assert again.uploads.verdict(bob.ref) == {"of": "bob"}
+        assert again.load(bob.ref.key).spec.key == bob.ref.key
 
 
 def test_what_is_held_outlives_its_deletion(store: AdapterStore, put: Put, build: Any, tmp_path: Path) -> None:
@@ -588,7 +629,7 @@ def test_the_index_is_durable_and_strict(store: AdapterStore) -> None:
     assert db.execute("PRAGMA journal_mode").fetchone() == ("wal",)
     assert db.execute("PRAGMA synchronous").fetchone() == (2,)
     schema = db.execute("SELECT sql FROM sqlite_schema WHERE type = 'table'").fetchall()
-    assert len(schema) == 9
+    assert len(schema) == 10
     assert all(sql.endswith("STRICT") for (sql,) in schema)
 
 
@@ -600,6 +641,10 @@ def test_resolve_is_fast_among_thousands(store: AdapterStore, put: Put, build: A
     for i in range(5000):
         db.execute("INSERT INTO adapters VALUES (?, 1, 0.0)", (f"persona-{i:04}",))
         db.execute("INSERT INTO versions VALUES (?, 1, ?, 0.0)", (f"persona-{i:04}", key))
+        db.execute(
+            "INSERT INTO uploads SELECT ?, 1, config, report FROM uploads WHERE adapter_id = 'seed'",
+            (f"persona-{i:04}",),
+        )
     db.execute("COMMIT")
     store._names = Names(store._index.records(), random.random)
     started = time.perf_counter()

@@ -23,7 +23,7 @@ from adapter_store.errors import (
 )
 from adapter_store.holds import ContentHold
 from adapter_store.records import Change
-from adapter_store.spec import AdapterKey, BaseShapes
+from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, BaseShapes
 from adapter_store.store import AdapterStore
 
 BASE = BaseShapes("llama", 1, {"self_attn.q_proj": (4, 4)})
@@ -79,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.present: set[int] = set()
         self.awaited: Counter[int] = Counter()
         self.holds: list[tuple[int, ContentHold]] = []
-        self.verdicts: dict[int, int] = {}
+        self.verdicts: dict[tuple[str, int], int] = {}
         self.open()
 
     def open(self) -> None:
@@ -106,12 +106,10 @@ class StoreMachine(RuleBasedStateMachine):
         return {file for model in self.model.values() for file in model.versions.values()}
 
     def collected(self) -> None:
-        """Contents that are neither named nor held are gone, with their verdicts, and with their weights unless those
-        were sent once more."""
+        """Contents that are neither named nor held are gone, with their weights unless those were sent once more."""
         kept = self.named() | {file for file, _ in self.holds}
         self.uploaded -= {file for file in self.present - kept if not self.awaited[file]}
         self.present &= kept
-        self.verdicts = {file: verdict for file, verdict in self.verdicts.items() if file in kept}
 
     @rule(file=files)
     def upload(self, file: int) -> None:
@@ -216,6 +214,7 @@ class StoreMachine(RuleBasedStateMachine):
             del model.aliases[alias]
         for v in doomed:
             del model.versions[v]
+            self.verdicts.pop((name, v), None)
         if not model.versions:
             del self.model[name]
         elif model.current in doomed:
@@ -254,11 +253,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.store.remove_orphans(-1.0)
         self.uploaded &= self.present
 
-    @rule(file=files, value=st.integers(0, 9))
-    def record_verdict(self, file: int, value: int) -> None:
-        if file in self.present:
-            self.store.record_verdict(self.keys[file], {"value": value})
-            self.verdicts[file] = value
+    @rule(name=names, place=places, value=st.integers(0, 9))
+    def record_verdict(self, name: str, place: int, value: int) -> None:
+        version, model = self.at(name, place), self.model.get(name, Model())
+        ref = AdapterRef(AdapterId(name), version, self.keys[model.versions.get(version, 0)])
+        if version not in model.versions:
+            with pytest.raises(AdapterNotFound):
+                self.store.uploads.record_verdict(ref, {"value": value})
+            return
+        self.store.uploads.record_verdict(ref, {"value": value})
+        self.verdicts[name, version] = value
 
     @rule()
     def reopen(self) -> None:
@@ -294,9 +298,11 @@ class StoreMachine(RuleBasedStateMachine):
         assert self.present <= self.uploaded
         for file in self.present:
             assert self.store.load(self.keys[file]).spec.weights_digest == DIGESTS[file]
-        for file, key in self.keys.items():
-            verdict = self.store.verdict(key)
-            assert verdict == ({"value": self.verdicts[file]} if file in self.verdicts else None)
+        for record in self.store.list_adapters():
+            for v in record.versions:
+                at = str(record.adapter_id), v.version
+                verdict = self.store.uploads.verdict(record.ref(v.version))
+                assert verdict == ({"value": self.verdicts[at]} if at in self.verdicts else None)
 
 
 TestStore = StoreMachine.TestCase

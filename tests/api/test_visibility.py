@@ -506,11 +506,15 @@ def test_every_request_says_whose_it_is(everything, engine) -> None:
 
 
 def test_what_others_verify(filled, store, make_adapter, monkeypatch) -> None:
-    """A verdict belongs to a content; it names the id that it was asked for."""
+    """A verdict belongs to a version; another's about the same content neither shows nor takes its place."""
     filled.ann.upload(make_adapter("bob", seed=2), "mia-same")
-    store.record_verdict(AdapterKey(key_of(filled, HIDDEN)[7:]), {"id": HIDDEN, "version": 1})
-    assert filled.bob.get(f"/v1/adapters/{HIDDEN}").json()["verified"]["id"] == HIDDEN
-    assert filled.ann.get("/v1/adapters/mia-same").json()["verified"] is None
+    refs = [store.resolve(name) for name in (HIDDEN, "mia-same")]
+    assert refs[0].key == refs[1].key
+    for ref in refs:
+        store.uploads.record_verdict(ref, {"id": ref.adapter_id, "version": 1})
+        assert filled.bob.get(f"/v1/adapters/{HIDDEN}").json()["verified"]["id"] == HIDDEN
+        anns = filled.ann.get("/v1/adapters/mia-same").json()["verified"]
+        assert anns == (None if ref is refs[0] else {"id": "mia-same", "version": 1})
     verifier = Verifier()
     monkeypatch.setattr("lorasrv.verify.verifier.ORACLES", ())
     verifier._running = f"{HIDDEN}@1"
@@ -518,6 +522,24 @@ def test_what_others_verify(filled, store, make_adapter, monkeypatch) -> None:
         verifier.check_ready(ANN.may_see)
     with pytest.raises(VerificationBusy, match=HIDDEN):
         verifier.check_ready(BOB.may_see)
+
+
+def test_what_others_told_of_the_same_weights(filled, make_adapter) -> None:
+    """Neither that they have them, nor what they trained on: the report is of what one has sent oneself."""
+    anns = make_adapter("one", seed=7, base_model_name_or_path="acme/secret-base-13b")
+    assert filled.ann.upload(anns, "mia-x").status_code == 201
+    bobs = make_adapter(
+        "one", seed=7, base_model_name_or_path="probe", target_modules=["q_proj", "v_proj", "down_proj"]
+    )
+    told = filled.bob.upload(bobs, "bob-x", allow_partial=True).json()
+    shown = filled.bob.get("/v1/adapters/bob-x")
+    assert shown.json()["report"] == told["report"]
+    assert [warning.split(":")[0] for warning in told["report"]["warnings"]] == [
+        "partial",
+        f"trained on 'probe', served on {BASE!r}",
+    ]
+    assert "secret-base" not in shown.text
+    assert "secret-base" in filled.ann.get("/v1/adapters/mia-x").text
 
 
 class TestViews:
@@ -560,8 +582,8 @@ class TestViews:
 def test_routes_know_the_store_through_a_view() -> None:
     """What names of adapters mean is never asked of the store itself, but where it cannot be told to anybody."""
     allowed = {
-        "adapters.py": {"quarantined", "report", "hold", "is_named"},
-        "verify.py": {"hold", "record_verdict", "peft", "load", "max_lora_rank"},
+        "adapters.py": {"quarantined", "uploads", "hold", "is_named"},
+        "verify.py": {"hold", "uploads", "load", "max_lora_rank"},
         "operate.py": {"is_writable"},
     }
     for path in (path for folder in ("api", "api/routes", "api/batches") for path in (ROOT / folder).glob("*.py")):
