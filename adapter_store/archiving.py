@@ -170,7 +170,8 @@ def _import_blobs(
     reader: TarReader, archive: Archive, store: ClosedStore, max_bytes: int, undo: ExitStack, progress: Progress
 ) -> None:
     """Each blob is written under its own digest; what the members are called only says which."""
-    awaited = archive.blobs
+    awaited, added = archive.blobs, list[str]()
+    undo.callback(store.blobs.remove, added)
     done, total = 0, sum(awaited.values())
     progress(done, total)
     while (member := reader.next_member()) is not None:
@@ -182,7 +183,7 @@ def _import_blobs(
             raise BlobTooLarge(num_bytes, max_bytes)
         del awaited[digest]
         if not store.blobs.exists(digest):
-            undo.callback(store.blobs.remove, digest)
+            added.append(digest)
         with BlobUpload(store.blobs, check_digest(digest), num_bytes) as upload:
             for chunk in reader.data(num_bytes):
                 upload.write(chunk)

@@ -15,7 +15,7 @@ import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
@@ -238,13 +238,29 @@ class BlobDirectory:
             finally:
                 self._not_durable.discard(digest)
 
-    def remove(self, digest: str, is_needed: Callable[[str], bool] = lambda _: False) -> None:
-        """Delete a blob unless it is needed; one that is gone already is no error."""
-        with self._turn(digest), disk_errors("removing weights"), contextlib.suppress(FileNotFoundError):
-            if is_needed(digest):
-                return
-            os.unlink(self._blobs / digest)
-            fsync_directory(self._blobs)
+    def remove(self, digests: Iterable[str], is_needed: Callable[[str], bool] = lambda _: False) -> None:
+        """Delete blobs unless they are needed, durably, with one fsync for all of them; one that is gone already is no
+        error.
+
+        Raises: StoreFull, StoreUnusable: the disk refused one; the others are gone all the same.
+        """
+        removed, refused = False, None
+        with disk_errors("removing weights"):
+            for digest in digests:
+                with self._turn(digest):
+                    if is_needed(digest):
+                        continue
+                    try:
+                        os.unlink(self._blobs / digest)
+                        removed = True
+                    except FileNotFoundError:
+                        continue
+                    except OSError as error:
+                        refused = error
+            if removed:
+                fsync_directory(self._blobs)
+            if refused is not None:
+                raise refused
 
     def sizes(self) -> dict[str, int]:
         """Every blob's bytes by its digest, and those of files that do not belong here by their name."""

@@ -79,8 +79,7 @@ class ClosedStore:
         """
         before = self.blobs.sizes()
         unnamed = self.index.unnamed()
-        for digest in sorted(self.index.drop(unnamed)):
-            self.blobs.remove(digest)
+        self.blobs.remove(sorted(self.index.drop(unnamed)))
         swept = self.blobs.sweep(self.index.referenced_digests(), age_s)
         gone = before.keys() - self.blobs.sizes().keys()
         return Collected(len(unnamed), len(gone), sum(before[name] for name in gone), swept.num_unfinished)

@@ -139,6 +139,11 @@ class Index(Database):
             row = self._db.execute(query, (adapter_id, version)).fetchone()
         return Upload(Content(*row[:3]), *row[3:]) if row is not None else None
 
+    def keys(self) -> set[AdapterKey]:
+        """Of all contents, named or not."""
+        with sql_errors():
+            return {key for (key,) in self._db.execute("SELECT key FROM contents")}
+
     def referenced_digests(self) -> set[str]:
         with sql_errors():
             return {row[0] for row in self._db.execute("SELECT weights_digest FROM contents")}

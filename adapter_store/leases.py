@@ -5,7 +5,7 @@ unless somebody else has sent them too.
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from adapter_store.blobs import BlobDirectory
 from adapter_store.errors import BlobNotFound, StoreFull, StoreUnusable
@@ -53,20 +53,21 @@ class BlobLeases:
         finally:
             with self._lock:
                 self._counts[digest] -= 1
-                self.remove_unused(digest)
+                self.remove_unused((digest,))
 
     def leased(self) -> set[str]:
         """Under the store's lock: what somebody is about to register."""
         return {digest for digest, count in self._counts.items() if count}
 
-    def remove_unused(self, digest: str) -> None:
-        """Under the store's lock: remove a blob that nobody needs."""
-        if self._counts[digest]:
-            return
-        del self._counts[digest]
+    def remove_unused(self, digests: Collection[str]) -> None:
+        """Under the store's lock: remove those of these blobs that nobody needs."""
+        unused = [digest for digest in digests if not self._counts[digest]]
+        for digest in unused:
+            del self._counts[digest]
         # Litter that cannot be removed now goes when the store opens next; it must not hide why a registration failed,
         # and once the store is closed it is another server's.
         with contextlib.suppress(StoreUnusable, StoreFull):
             self._check_open()
-            if not self._is_referenced(digest):
-                self._blobs.remove(digest, self._staging.is_awaited)
+            self._blobs.remove(
+                [digest for digest in unused if not self._is_referenced(digest)], self._staging.is_awaited
+            )

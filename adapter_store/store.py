@@ -76,7 +76,6 @@ class AdapterStore:
         self._reserved = reserved_ids | VERBS
         self.quota = quota
         self._lock = threading.RLock()
-        self._holds = Holds()
         self._quarantine = Quarantine()
         self._closed = False
         with contextlib.ExitStack() as undo, opening(root):
@@ -86,6 +85,7 @@ class AdapterStore:
             self.staging = Staging(self._blobs, self._referenced, self._quarantine.repaired)
             self._contents = ContentReader(self._blobs, base, max_lora_rank, self._content)
             undo.callback(self._index.close)
+            self._holds = Holds(self._index.keys())
             self.uploads = Uploads(self._lock, self._index, self._blobs, self._check_open)
             self._leases = BlobLeases(self._lock, self._blobs, self._check_open, self._index.may_name, self.staging)
             self._names = Names(read_records(self._index, self._reserved), draw)
@@ -190,6 +190,7 @@ class AdapterStore:
                 version, created = self._index.add_version(
                     name, upload, time.time(), alias=alias, principal=principal, quota=self.quota.with_bytes(max_bytes)
                 )
+                self._holds.add((checked.spec.key,))
                 self._refresh(name)
         return Registration(AdapterRef(name, version, checked.spec.key), created, checked.report)
 
@@ -294,10 +295,11 @@ class AdapterStore:
             AdapterNotFound: it is gone already.
             AdapterCorrupt: it is in quarantine.
         """
-        with self._lock:
-            self._content(key)
-            self._quarantine.check(key)
-            return self._holds.take(key)
+        # Not under the store's lock, which others keep while the disk works: `Holds` says who wins against a deletion.
+        self._check_open()
+        hold = self._holds.take(key)
+        self._quarantine.check(key)
+        return hold
 
     def collect(self) -> int:
         """Remove contents that no version names and nobody holds, with their weights; returns how many.
@@ -306,12 +308,16 @@ class AdapterStore:
         """
         with self._lock:
             self._check_open()
-            unnamed = self._index.unnamed() - self._holds.held()
-            if unnamed:
-                for digest in sorted(self._index.drop(unnamed)):
-                    self._leases.remove_unused(digest)
-                self._quarantine.forget(unnamed)
-            return len(unnamed)
+            doomed = self._holds.condemn(self._index.unnamed())
+            if doomed:
+                try:
+                    unused = self._index.drop(doomed)
+                except BaseException:
+                    self._holds.add(doomed)
+                    raise
+                self._leases.remove_unused(sorted(unused))
+                self._quarantine.forget(doomed)
+            return len(doomed)
 
     def remove_orphans(self, age_s: float = UNREFERENCED_BLOB_AGE_S) -> Swept:
         """Remove weights that were uploaded longer ago than this and are named by nothing still.

@@ -115,7 +115,7 @@ def add_folder(
     with open_adapter_dir(folder, opener) as peft, peft.open_weights() as weights:
         digest = hashlib.file_digest(weights, "sha256").hexdigest()
         if not moves and (older := _older_version(store, name, peft.config, weights, digest)):
-            return Registration(older, created=False, report=store.report(older.key))
+            return Registration(older, created=False, report=store.uploads.report(older))
         with contextlib.suppress(BlobNotFound, AdapterCorrupt, AdapterInvalid):
             return store.register(name, peft.config, digest, if_not_exists=if_not_exists, **owner)
         # Not there, or perhaps damaged on the disk: what is here puts that right.

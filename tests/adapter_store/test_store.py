@@ -682,3 +682,33 @@ def test_an_index_that_contradicts_the_weights_is_corrupt(store: AdapterStore, p
 def test_unknown_key_is_not_found(store: AdapterStore) -> None:
     with pytest.raises(AdapterNotFound):
         store.load(AdapterKey("0" * 64))
+
+
+def test_many_versions_go_with_one_fsync(
+    store: AdapterStore, put: Put, build: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for each would keep everybody else from changing anything; a file that stays keeps none of the others."""
+    digests = [put(store, build.file(seed=seed)) for seed in range(12)]
+    for digest in digests:
+        store.register("mia", build.config(), digest)
+    kept = store.register("zoe", build.config(), digests[3]).ref.key
+    done: list[str] = []
+    unlink = os.unlink
+
+    def unlink_but_one(path: Path) -> None:
+        done.append(Path(path).name)
+        if done[-1] == digests[7]:
+            raise OSError(errno.EIO, "EIO")
+        unlink(path)
+
+    def fsync(path: Path) -> None:
+        done.append("fsync")
+        fsync_directory(path)
+
+    monkeypatch.setattr("adapter_store.blobs.os.unlink", unlink_but_one)
+    monkeypatch.setattr("adapter_store.blobs.fsync_directory", fsync)
+    assert store.delete("mia").num_versions == 12
+    assert sorted(done[:-1]) == sorted(set(digests) - {digests[3]})
+    assert done[-1] == "fsync"
+    assert blobs(store, tmp_path) == {digests[3], digests[7]}
+    store.load(kept)
