@@ -71,7 +71,9 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 class Index(Database):
-    """One connection. Every writing method is one transaction: done when it returns, undone when it raises."""
+    """One connection. Every writing method is one transaction: done when it returns, undone when it raises. What it
+    returns is read before the transaction ends, as nothing that fails may come after it: what is done would be refused.
+    """
 
     def base(self) -> str | None:
         """The base that adapters were checked for, as `bind_base` was told."""
@@ -209,9 +211,9 @@ class Index(Database):
         alias: str | None = None,
         principal: str = ANONYMOUS,
         quota: StoreQuota = NO_QUOTA,
-    ) -> tuple[int, bool]:
-        """Move the id, and the alias, to this content: (version, whether it is a new one). A content that the id has
-        had before gets its old version back.
+    ) -> tuple[int, bool, AdapterRecord]:
+        """Move the id, and the alias, to this content: (version, whether it is a new one, the id as it is then). A
+        content that the id has had before gets its old version back.
 
         Raises: QuotaExceeded: a new version would be more than the quota allows.
         """
@@ -224,7 +226,7 @@ class Index(Database):
                 self._set_current(adapter_id, version)
             if alias is not None:
                 self._set_alias(adapter_id, alias, {version: 1.0})
-            return version, created
+            return version, created, self.records(adapter_id)[adapter_id]
 
     def _add_within_quota(
         self, adapter_id: AdapterId, upload: Upload, now_s: float, principal: str, quota: StoreQuota
@@ -297,8 +299,8 @@ class Index(Database):
                 list(last_versions.items()),
             )
 
-    def change(self, adapter_id: AdapterId, change: Change) -> None:
-        """Do all of it about an id that there is, whose versions are known to be there."""
+    def change(self, adapter_id: AdapterId, change: Change) -> AdapterRecord:
+        """Do all of it about an id that there is, whose versions are known to be there; returns what it is then."""
         with self._transaction():
             if change.version is not None:
                 self._set_current(adapter_id, change.version)
@@ -306,6 +308,7 @@ class Index(Database):
                 self._set_alias(adapter_id, alias, {} if target is None else check_shares(alias, target))
             if change.limits is not None:
                 self._set_limits(adapter_id, change.limits)
+            return self.records(adapter_id)[adapter_id]
 
     def _set_current(self, adapter_id: AdapterId, version: int) -> None:
         self._db.execute("UPDATE adapters SET current_version = ? WHERE adapter_id = ?", (version, adapter_id))
@@ -325,9 +328,11 @@ class Index(Database):
             (adapter_id, json.dumps(dict(limits), allow_nan=False)),
         )
 
-    def delete_versions(self, record: AdapterRecord, doomed: frozenset[int]) -> None:
+    def delete_versions(
+        self, record: AdapterRecord, doomed: frozenset[int]
+    ) -> tuple[AdapterRecord | None, frozenset[AdapterKey]]:
         """Remove versions and every alias that names one of them; the id moves to the highest version that is left, or
-        goes. Contents stay until they are dropped."""
+        goes: (what is left of it, contents that no version names now). Contents stay until they are dropped."""
         adapter_id, kept = record.adapter_id, [v.version for v in record.versions if v.version not in doomed]
         with self._transaction():
             for alias in record.aliases_of(doomed):
@@ -339,6 +344,8 @@ class Index(Database):
                 self._db.execute("DELETE FROM adapters WHERE adapter_id = ?", (adapter_id,))
             elif record.current_version in doomed:
                 self._set_current(adapter_id, max(kept))
+            unnamed = frozenset(v.key for v in record.versions if v.version in doomed and not self.is_named(v.key))
+            return self.records(adapter_id).get(adapter_id), unnamed
 
     def is_named(self, key: AdapterKey) -> bool:
         """Whether any version names this content."""

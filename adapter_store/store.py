@@ -187,11 +187,11 @@ class AdapterStore:
             with self._lock:
                 self._check_open()
                 check_state(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
-                version, created = self._index.add_version(
+                version, created, record = self._index.add_version(
                     name, upload, time.time(), alias=alias, principal=principal, quota=self.quota.with_bytes(max_bytes)
                 )
                 self._holds.add((checked.spec.key,))
-                self._refresh(name)
+                self._names.replace(name, record)
         return Registration(AdapterRef(name, version, checked.spec.key), created, checked.report)
 
     def resolve(self, reference: str) -> AdapterRef:
@@ -249,9 +249,9 @@ class AdapterStore:
             record = self.get(adapter_id)
             check_state(adapter_id, record, if_match)
             change.check_versions(record)
-            self._index.change(record.adapter_id, change)
-            self._refresh(record.adapter_id)
-            return self.get(adapter_id)
+            changed = self._index.change(record.adapter_id, change)
+            self._names.replace(record.adapter_id, changed)
+            return changed
 
     def is_named(self, key: AdapterKey) -> bool:
         """Whether any version names this content."""
@@ -279,14 +279,13 @@ class AdapterStore:
             aliases = record.aliases_of(versions)
             if aliases and not force:
                 raise VersionInUse(record.adapter_id, aliases)
-            self._index.delete_versions(record, versions)
-            self._refresh(record.adapter_id)
+            left, unnamed = self._index.delete_versions(record, versions)
+            self._names.replace(record.adapter_id, left)
             # It is deleted whether or not the disk lets its weights go now.
             with contextlib.suppress(StoreUnusable, StoreFull):
                 self.collect()
             contents = tuple(v.key for v in doomed)
-            unnamed = tuple(key for key in contents if not self._index.is_named(key))
-            return Deletion(record.adapter_id, contents, unnamed, aliases)
+            return Deletion(record.adapter_id, contents, tuple(filter(unnamed.__contains__, contents)), aliases)
 
     def hold(self, key: AdapterKey) -> ContentHold:
         """Keep a content for as long as the returned object lives, whatever is deleted meanwhile.
@@ -335,9 +334,6 @@ class AdapterStore:
         with self._lock:
             self._check_open()
             return self._index.referenced_digests()
-
-    def _refresh(self, adapter_id: AdapterId) -> None:
-        self._names.replace(adapter_id, self._index.records(adapter_id).get(adapter_id))
 
     def spec(self, key: AdapterKey) -> AdapterSpec:
         """What a content is, read from the header of its weights and checked against the base once more.

@@ -3,6 +3,7 @@
 import errno
 import hashlib
 import shutil
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ import pytest
 from sqlite_watch import is_possible
 from store_faults import FaultRun
 from store_runs import run, scratch_folder
-from store_scenarios import SCENARIOS, prepare
+from store_scenarios import BASE, SCENARIOS, Hand, observe, prepare
 
-from adapter_store.errors import AdapterError, BlobNotFound
+from adapter_store.errors import AdapterError, BlobNotFound, StoreUnusable
+from adapter_store.records import Change
 from adapter_store.store import AdapterStore
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason="this Python's sqlite3 does not link a shared SQLite")
@@ -72,6 +74,61 @@ def test_weights_cannot_be_registered_before_their_name_is_durable(
     put(store, data)
     assert found == [False]
     assert store.register("mia", build.config(), digest).ref.version == 1
+
+
+class FailingIndex:
+    """A connection whose statement number `turn` is refused, as one that must read a bad sector is."""
+
+    def __init__(self, connection: sqlite3.Connection, turn: int) -> None:
+        self.connection = connection
+        self.left = turn
+
+    def execute(self, sql: str, *values: Any) -> sqlite3.Cursor:
+        self.left -= 1
+        if self.left == -1:
+            raise sqlite3.OperationalError("disk I/O error")
+        return self.connection.execute(sql, *values)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.connection, name)
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda h: h.upload("mia", 3),
+        lambda h: h.upload("mia", 1),
+        lambda h: h.upload("new", 3),
+        lambda h: h.store.change("mia", Change(version=1, aliases={"prod": 2}, limits={"weight": 2.0})),
+        lambda h: h.store.delete("mia@2"),
+        lambda h: h.store.delete("mia"),
+    ],
+)
+def test_memory_and_disk_agree_whichever_statement_fails(step: Any, scratch: Path) -> None:
+    """What is refused is not done, and what is done is not refused: nothing is read after a change is durable."""
+    refused = 0
+    for turn in range(100):
+        with AdapterStore(scratch / f"{turn}", BASE) as store:
+            hand = Hand(scratch, opened=store)
+            for value in (1, 2):
+                hand.upload("mia", value)
+            before = observe(store)
+            failing = FailingIndex(store._index._db, turn)
+            store._index._db = failing  # type: ignore[assignment]
+            is_refused = False
+            try:
+                step(hand)
+            except StoreUnusable:
+                is_refused = True
+            store._index._db = failing.connection
+            refused += is_refused
+            assert (observe(store) == before) == is_refused
+            assert store._index.records() == dict(store.records())
+            for record in store.list_adapters():
+                store.load(store.hold(record.key).key)
+            if failing.left >= 0:
+                break
+    assert refused >= 2
 
 
 @pytest.mark.exhaustive
