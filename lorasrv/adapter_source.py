@@ -16,6 +16,8 @@ from lorasrv.models.spec import ModelSpec
 from sgmv_kernels.layout import LAYOUT_VERSION, AdapterLayout
 
 NUM_CACHED_LAYOUTS = 1024
+NUM_KINDS = 64
+"""Layouts that differ. Thousands of adapters have the same ranks: they share one, which is tens of KB."""
 
 
 class AdapterSource:
@@ -29,6 +31,7 @@ class AdapterSource:
         self._spec = spec
         self._dtype = dtype
         self._layouts: LRUCache[AdapterKey, AdapterLayout] = LRUCache(NUM_CACHED_LAYOUTS)
+        self._kinds: LRUCache[AdapterLayout, AdapterLayout] = LRUCache(NUM_KINDS)
         self._lock = threading.Lock()
 
     @property
@@ -50,7 +53,7 @@ class AdapterSource:
         if known is None:
             known = adapter_layout(self._spec, self._store.spec(key), self._dtype.itemsize)
             with self._lock:
-                self._layouts[key] = known
+                known = self._layouts[key] = self._kinds.setdefault(known, known)
         return known
 
     def knows_layout(self, key: AdapterKey) -> bool:
