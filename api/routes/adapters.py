@@ -1,7 +1,8 @@
 """Uploading, listing, warming, pinning, limiting and removing adapters; moving ids and aliases between versions."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -160,13 +161,18 @@ async def change_adapter(
         change.check_versions(record)
         ref = record.ref(change.version)
     changed: dict[str, Any] = {"object": "adapter", "id": ref.adapter_id, "digest": f"sha256:{ref.key}"}
-    # Before the rest: a pin may be refused, and then nothing is to change.
-    if body.pinned is not None:
-        changed |= {"pinned": body.pinned, "tier": await _set_pinned(services, ref.key, reference, body.pinned)}
+    undo_pin = None
+    # Before the rest: a pin may be refused, and then nothing is to change. Letting go is not.
+    if body.pinned:
+        if change is not None and not await _is_pinned(services, ref.key):
+            undo_pin = partial(services.engine.unpin, ref.key)
+        changed |= {"pinned": True, "tier": await _set_pinned(services, ref.key, reference, True)}
     if change is not None:
         # Also if the client has left by now: the engine would keep to the old limits.
-        record = await asyncio.shield(_change(services, view, ref.adapter_id, change, if_match))
+        record = await asyncio.shield(_change(services, view, ref.adapter_id, change, if_match, undo_pin))
         changed |= _changed(change, record)
+    if body.pinned is False:
+        changed |= {"pinned": False, "tier": await _set_pinned(services, ref.key, reference, False)}
     return JSONResponse(changed, headers=etag_header(record))
 
 
@@ -196,6 +202,11 @@ def _changed(change: Change, record: AdapterRecord) -> dict[str, Any]:
     return shown
 
 
+async def _is_pinned(services: Services, key: AdapterKey) -> bool:
+    promised = (await services.engine.pool_map()).promised
+    return any(adapter.key == key and adapter.pinned for adapter in promised)
+
+
 async def _set_pinned(services: Services, key: AdapterKey, reference: str, pinned: bool) -> AdapterTier:
     reached = await (services.engine.pin if pinned else services.engine.unpin)(key)
     if pinned and not await run_in_threadpool(services.store.is_named, key):
@@ -206,9 +217,20 @@ async def _set_pinned(services: Services, key: AdapterKey, reference: str, pinne
 
 
 async def _change(
-    services: Services, view: View, adapter_id: str, change: Change, if_match: Collection[str] | None
+    services: Services,
+    view: View,
+    adapter_id: str,
+    change: Change,
+    if_match: Collection[str] | None,
+    undo: Callable[[], Awaitable[object]] | None,
 ) -> AdapterRecord:
-    record: AdapterRecord = await run_in_threadpool(view.change, adapter_id, change, if_match=if_match)
+    """Do it; what belongs to it and was done before is undone if it is refused."""
+    try:
+        record: AdapterRecord = await run_in_threadpool(view.change, adapter_id, change, if_match=if_match)
+    except Exception:
+        if undo is not None:
+            await undo()
+        raise
     if change.limits is not None:
         await services.limits.tell(adapter_id)
     return record

@@ -2,19 +2,21 @@
 
 import asyncio
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, cast
 
 import pytest
 
-from adapter_store.errors import StoreFull, StoreUnusable
+from adapter_store.errors import AdapterChanged, StoreFull, StoreUnusable
 from adapter_store.records import Change
+from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from api.app import create_app
 from api.schemas.adapters import LimitsBody
 from api.settings import ServerSettings
 from lorasrv.errors import InvalidRequest
 from lorasrv.limits import Limits
+from lorasrv.pool_map import PromisedAdapter
 
 ALL = {"max_running": 2, "max_queued": 3, "tokens_per_s": 4.5, "resident_bytes": 1 << 20, "weight": 0.5}
 
@@ -84,6 +86,28 @@ class TestPatch:
         assert patch(server, pinned=True, limits=ALL).status_code == 400
         engine.ask_error = None
         assert (shown(server), engine.limits) == ({}, {})
+
+    @pytest.mark.parametrize("was_pinned", [True, False])
+    @pytest.mark.parametrize("pinned", [True, False])
+    def test_a_refused_change_pins_nothing_and_lets_nothing_go(
+        self, server, engine, store, mia: str, monkeypatch, was_pinned: bool, pinned: bool
+    ) -> None:
+        key = AdapterKey(mia.removeprefix("sha256:"))
+        engine.pool = replace(engine.pool, promised=(PromisedAdapter(key, was_pinned, "ready"),))
+        refused = AdapterChanged("mia", True), StoreFull("no room")
+        for error, status in zip(refused, (412, 507), strict=True):
+            engine.asked.clear()
+
+            def refuse(*_: Any, error: Exception = error, **__: Any) -> None:
+                raise error
+
+            with monkeypatch.context() as patched:
+                patched.setattr(store, "change", refuse)
+                assert patch(server, pinned=pinned, limits=ALL).status_code == status
+            assert [was_pinned, *(to for _, _, to in engine.asked)][-1] == was_pinned
+        assert (shown(server), engine.limits) == ({}, {})
+        assert patch(server, pinned=pinned, limits=ALL).status_code == 200
+        assert engine.asked[-1] == ("pin", key, pinned)
 
     @pytest.mark.parametrize(
         ("limits", "param"),
