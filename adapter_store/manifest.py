@@ -71,7 +71,9 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "exclude_modules": _honoured("with target_modules; a pattern is never run, the tensors decide"),
     "layers_to_transform": _honoured("with target_modules; layers without tensors stay as the base"),
     "layers_pattern": _honoured("with layers_to_transform; another than `layers` is never run, the tensors decide"),
-    "base_model_name_or_path": _harmless("another name than the served base's is a warning; shapes decide"),
+    "base_model_name_or_path": _harmless(
+        "another name or quantization than the served base's is a warning; shapes decide"
+    ),
     "revision": _harmless("names a version of the base"),
     "lora_dropout": _harmless("training only"),
     "inference_mode": _harmless("training only"),

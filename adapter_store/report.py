@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from adapter_store.base_names import other_base
 from adapter_store.data_scan import DataFacts
-from adapter_store.errors import show
 from adapter_store.manifest import Manifest
 from adapter_store.safetensors_header import SafetensorsHeader
 from adapter_store.spec import AdapterKey, AdapterSpec, BaseShapes
@@ -68,7 +68,7 @@ def build_report(
     warnings = [
         *_untrained(spec, facts),
         *_partial(missing, len(spec.modules)),
-        *_other_base(manifest.base_model_name, base.name),
+        *other_base(manifest.base_model_name, base.checkpoint or base.name),
         *_multimodal(notices),
         *_mixed_types(header),
     ]
@@ -108,19 +108,6 @@ def _multimodal(notices: tuple[str, ...]) -> list[str]:
         return []
     what = "right only if this base is that part, which shapes cannot tell"
     return [f"trained on the language part of a multimodal model: {what}"]
-
-
-def _other_base(trained_on: str, served: str) -> list[str]:
-    """Names are compared without owner, case, punctuation; a folder's path is never repeated in full."""
-    last = trained_on.replace("\\", "/").rstrip("/").rpartition("/")[2]
-    ours, theirs = _plain(served.replace("\\", "/").rpartition("/")[2]), _plain(last)
-    if not ours or not theirs or ours in theirs or theirs in ours:
-        return []
-    return [f"trained on {show(last)}, served on {show(served)}: shapes fit, but check that it is the same base"]
-
-
-def _plain(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())
 
 
 def _mixed_types(header: SafetensorsHeader) -> list[str]:

@@ -20,7 +20,7 @@ class BaseShapes:
     """What an adapter must fit: the linear modules of every decoder layer, by their Hugging Face names.
 
     `modules` maps a module's path inside its layer (`self_attn.q_proj`) to (in_features, out_features).
-    `name` is the served base's name, used for warnings only.
+    `name` is what clients call the base, `checkpoint` what its file or folder is called; for warnings only.
     """
 
     family: str
@@ -28,6 +28,7 @@ class BaseShapes:
     modules: Mapping[str, tuple[int, int]]
     layer_prefix: str = "model.layers."
     name: str = ""
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

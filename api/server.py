@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -181,11 +181,12 @@ def _open_store(settings: ServerSettings) -> "AdapterStore":
     from adapter_store.store import AdapterStore
     from lorasrv.base_shapes import base_sample, base_shapes
     from lorasrv.loaders import open_checkpoint
+    from lorasrv.loaders.model_shape import own_name
 
     checkpoint = open_checkpoint(settings.model, settings.load_format)
     try:
         name = settings.served_model_name or checkpoint.name
-        shapes = replace(base_shapes(checkpoint.spec), name=name)
+        shapes = base_shapes(checkpoint.spec, name, own_name(settings.model))
         sample = () if settings.load_format == "dummy" else base_sample(checkpoint)
     finally:
         checkpoint.close()

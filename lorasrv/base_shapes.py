@@ -10,17 +10,18 @@ if TYPE_CHECKING:
     from lorasrv.loaders.checkpoint import Checkpoint
 
 
-def base_shapes(spec: ModelSpec, name: str = "") -> BaseShapes:
+def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseShapes:
     """Every linear module of a layer with its (in, out), for `adapter_store` to validate against.
 
-    `name` is what the base is called; an adapter that says it was trained on another gets a warning.
+    `name` is what the base is called, `checkpoint` what its file or folder is (`own_name`): an adapter that says it was
+    trained on another gets a warning.
     """
     modules = {
         module: (site.in_features, out)
         for site in spec.sites()
         for module, out in zip(site.modules, site.out_features, strict=True)
     }
-    return BaseShapes(family=spec.family, num_layers=spec.num_layers, modules=modules, name=name)
+    return BaseShapes(family=spec.family, num_layers=spec.num_layers, modules=modules, name=name, checkpoint=checkpoint)
 
 
 def base_sample(checkpoint: "Checkpoint") -> list[float]:

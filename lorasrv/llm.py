@@ -22,6 +22,7 @@ from lorasrv.detokenizer import Detokenizer
 from lorasrv.engine import Engine
 from lorasrv.errors import AdapterLoadFailed
 from lorasrv.loaders import open_checkpoint
+from lorasrv.loaders.model_shape import own_name
 from lorasrv.output import OutputProcessor
 from lorasrv.refusals import refused
 from lorasrv.request import AddRequest, Completion, RequestId, RequestOutput
@@ -75,7 +76,7 @@ class LLM:
         checkpoint = open_checkpoint(model, config.model.load_format, config.model.quantized_weights)
         try:
             root = store or Path(self._folder.name if self._folder else "")
-            shapes = base_shapes(checkpoint.spec, checkpoint.name)
+            shapes = base_shapes(checkpoint.spec, checkpoint.name, own_name(model))
             self.store = AdapterStore(root, shapes, max_lora_rank=self._config.memory.max_lora_rank)
             built = build(checkpoint, self._config, self.store)
         finally:

@@ -53,10 +53,10 @@ def check(
 def shapes_of(model: str) -> BaseShapes:
     """What an adapter of this base must fit, from the model's header alone. Raises: LorasrvError."""
     from lorasrv.base_shapes import base_shapes
-    from lorasrv.loaders.model_shape import read_model_shape
+    from lorasrv.loaders.model_shape import own_name, read_model_shape
 
     shape = read_model_shape(model)
-    return base_shapes(shape.spec, shape.name)
+    return base_shapes(shape.spec, shape.name, own_name(model))
 
 
 def _versions(root: Path, base: BaseShapes) -> dict[AdapterKey, list[str]]:

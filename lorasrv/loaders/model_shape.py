@@ -45,6 +45,19 @@ def read_model_shape(model: str) -> ModelShape:
         raise CorruptModel(f"model {model!r} cannot be read: {e.strerror or type(e).__name__}") from None
 
 
+def own_name(model: str) -> str:
+    """What the model's file or folder is called, whatever it is served as; for a built-in shape, that."""
+    try:
+        path, _ = locate(model, download=False)
+    except ModelNotFound:
+        return model
+    folder = (path.parent if path.name == "config.json" else path).resolve()
+    if not folder.is_dir():
+        return path.stem
+    # A download of the Hugging Face hub is called by its revision: models--<owner>--<name>/snapshots/<revision>.
+    return folder.parents[1].name.rpartition("--")[2] if folder.parent.name == "snapshots" else folder.name
+
+
 def locate(model: str, *, download: bool = True) -> tuple[Path, str | None]:
     """A directory or a GGUF file, and the name it is served under if that is not the path's. One of the hub's is
     downloaded first, if `download`.

@@ -241,7 +241,7 @@ CASES: dict[Callable[[Any], Files], Taken | Refused] = {
             "training_args.bin",
         )
     ),
-    unsloth: Taken(),
+    unsloth: Taken(warnings=("trained on 'tiny-llama-unsloth-bnb-4bit', served on 'tiny-llama': another",)),
     unsloth_new_words: refused("train again with modules_to_save=null", "unsupported_modules_to_save"),
     unsloth_vlm: Taken(
         notices=("names had language_model. removed (the language part of a multimodal model)",),

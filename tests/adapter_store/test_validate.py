@@ -268,7 +268,17 @@ def test_warnings(build: Any, check: Any) -> None:
     other = check(build.config(base_model_name_or_path="/home/someone/secret/Llama-3-70B/"), data)
     assert "trained on 'Llama-3-70B'" in warnings(other)
     assert "secret" not in warnings(other)
-    assert warnings(check(build.config(base_model_name_or_path="acme/Tiny_Llama-bnb-4bit"), data)) == ""
+    assert warnings(check(build.config(base_model_name_or_path="acme/Tiny_Llama-hf"), data)) == ""
+    assert "another quantization" in warnings(
+        check(build.config(base_model_name_or_path="a/Tiny_Llama-bnb-4bit"), data)
+    )
+
+
+def test_the_base_is_known_by_its_file_not_by_what_clients_call_it(build: Any, base: BaseShapes) -> None:
+    data = build.file()
+    called_chat = replace(base, name="chat", checkpoint="Tiny-Llama.Q4_K_M")
+    checked = check_adapter(build.config(), io.BytesIO(data), len(data), called_chat, 16)
+    assert warnings(checked) == ""
 
 
 def norm_of_b(tensors: dict[str, torch.Tensor]) -> float:

@@ -10,10 +10,12 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from shaped_base import TINY_LLAMA, write_adapter
 
+from api.server import open_store
+from api.settings import ServerSettings
 from lorasrv.base_shapes import base_shapes
 from lorasrv.config import BUILTIN_MODEL
 from lorasrv.loaders import open_checkpoint
-from lorasrv.loaders.model_shape import builtin_file, read_model_shape
+from lorasrv.loaders.model_shape import builtin_file, own_name, read_model_shape
 
 SCRIPT = """
 import sys
@@ -50,6 +52,18 @@ def test_the_shape_is_the_checkpoints() -> None:
     checkpoint.close()
     shape = read_model_shape(BUILTIN_MODEL)
     assert base_shapes(shape.spec, shape.name) == base_shapes(checkpoint.spec, checkpoint.name)
+
+
+def test_what_a_base_is_called_on_the_disk(tmp_path: Path) -> None:
+    revision = tmp_path / "models--meta-llama--Llama-3.2-1B" / "snapshots" / "4e20de36"
+    revision.mkdir(parents=True)
+    (tmp_path / "link").symlink_to(revision)
+    (tmp_path / "mine.Q4_0.gguf").write_bytes(b"")
+    names = [own_name(str(path)) for path in (revision, tmp_path / "link", tmp_path, tmp_path / "mine.Q4_0.gguf")]
+    assert names == ["Llama-3.2-1B", "Llama-3.2-1B", tmp_path.name, "mine.Q4_0"]
+    with open_store(ServerSettings(served_model_name="chat", store=tmp_path / "store")) as store:
+        assert (store.base.name, store.base.checkpoint) == ("chat", own_name(BUILTIN_MODEL))
+    assert (own_name(BUILTIN_MODEL), own_name("llama-3-8b")) == ("SmolLM2-135M-Instruct.Q4_1", "llama-3-8b")
 
 
 @pytest.mark.parametrize(
