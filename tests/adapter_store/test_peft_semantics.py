@@ -4,6 +4,7 @@ import io
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from adapter_store.errors import AdapterInvalid, ProblemList
 from adapter_store.loader import load_weights
-from adapter_store.manifest import read_manifest
+from adapter_store.manifest import FIELD_RULES, read_manifest
 from adapter_store.peft_dir import read_peft_dir
 from adapter_store.spec import BaseShapes
 from adapter_store.validate import CheckedAdapter, check_files
@@ -116,6 +117,11 @@ def test_scalings_of_the_pattern_cases_vary(save: Save, base: BaseShapes) -> Non
     _, folder = save(**CASES["patterns"])
     result, _ = checked(folder, base)
     assert len({(m.rank, m.scaling) for m in result.spec.modules}) > 3
+
+
+def test_every_field_of_pefts_config_has_a_decision() -> None:
+    """A field that came with another PEFT: decide what it means before anything is served with it."""
+    assert {field.name for field in fields(LoraConfig)} - FIELD_RULES.keys() == set()
 
 
 def test_the_patterns_first_match_is_pefts(save: Save, base: BaseShapes) -> None:
