@@ -91,7 +91,10 @@ class Ledger:
             await asyncio.sleep(WRITE_EVERY_S)
             if self._has_news or turn % IDLE_WRITES == 0:
                 self._has_news = False
-                await self._settle()
+                try:
+                    await self._settle()
+                except Exception:
+                    _LOG.exception("the ledger was not kept this time; it goes on")
 
     async def stats(self, adapter_id: str, keys: Collection[AdapterKey]) -> dict[AdapterKey, Usage]:
         """By content, what an id has had so far, of these contents; "" is the base, with the key `BASE_KEY`.
@@ -127,11 +130,13 @@ class Ledger:
             try:
                 await asyncio.to_thread(self._write, unwritten)
                 self._is_failing = False
-            except (sqlite3.Error, OSError) as error:
+            except Exception as error:
+                # Whatever it is: what was counted stays, and the next time may be better.
                 self._keep(unwritten)
                 if not self._is_failing:
                     self._is_failing = True
-                    _LOG.error("the ledger cannot be written, and is kept in memory for now: %s", error)
+                    why = "the ledger cannot be written, and is kept in memory for now: %s"
+                    _LOG.error(why, error, exc_info=None if isinstance(error, sqlite3.Error | OSError) else error)
 
     def _write(self, usages: Mapping[Account, Usage]) -> None:
         """What ended after its adapter was deleted is dropped: the id may be another's by now."""

@@ -131,5 +131,13 @@ def _usage(row: tuple[object, ...]) -> Usage:
 
 
 def _histogram(text: str) -> Histogram:
-    counts, total = json.loads(text)
-    return Histogram(SECONDS, counts, total)
+    """One that is damaged begins anew: it must not be in the way of all that is to be written with it."""
+    try:
+        counts, total = json.loads(text)
+        found = Histogram(SECONDS, [int(count) for count in counts], float(total))
+        if len(found.counts) == len(SECONDS) + 1:
+            return found
+    except (TypeError, ValueError):
+        pass
+    _LOG.error("times in the ledger are damaged, and counted anew: %.80r", text)
+    return Histogram()

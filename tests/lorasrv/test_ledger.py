@@ -272,6 +272,53 @@ class TestWhatGoesWrong:
         assert stats(world, "mia", MIA).requests == 2, "kept until the disk took it"
         assert stats(world, "mia", OLD).requests == 0, "one too many"
 
+    @pytest.mark.parametrize("damaged", ["", "nothing", "[[1, 2], 3.0]", "[7]", "7", '[["x"], null]', "[null, 1]"])
+    def test_a_damaged_row_stops_nothing(
+        self, world: SimpleNamespace, caplog: pytest.LogCaptureFixture, damaged: str
+    ) -> None:
+        for key in (OLD, MIA):
+            world.ledger.ended(ended(key=key))
+        run(world.ledger.close())
+        with sqlite3.connect(world.folder / "ledger.db") as db:
+            db.execute("UPDATE usage SET hot = ? WHERE digest = ?", (damaged, MIA))
+        db.close()
+        for key in (OLD, MIA):
+            world.ledger.ended(ended(key=key))
+        run(world.ledger._settle())
+        assert not world.ledger._unwritten
+        assert "damaged" in caplog.text
+        mia = stats(world, "mia", MIA)
+        assert (mia.requests, mia.hot.count, stats(world, "mia", OLD).hot.count) == (2, 1, 2)
+
+    def test_a_surprise_is_told_and_the_next_time_may_be_better(
+        self, world: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(module, "WRITE_EVERY_S", 0.01)
+
+        def surprise(*_: object) -> None:
+            raise OverflowError("a surprise")
+
+        async def until(done: Any) -> None:
+            while not done():
+                await asyncio.sleep(0.005)
+
+        async def serve() -> None:
+            task = asyncio.create_task(world.ledger.run())
+            for broken, owner in (("add", world.ledger._file), ("take", world.engine.book)):
+                monkeypatch.setattr(owner, broken, surprise)
+                caplog.clear()
+                world.ledger.ended(ended())
+                await until(lambda: "a surprise" in caplog.text or task.done())
+                assert not task.done(), "it goes on"
+                monkeypatch.delattr(owner, broken)
+                world.ledger.ended(ended())
+                await until(lambda: not world.ledger._unwritten or task.done())
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+        run(asyncio.wait_for(serve(), 20))
+        assert stats(again(world)).requests == 4
+
     @pytest.mark.parametrize("content", [b"no database" * 999, "layout 7"])
     def test_a_file_that_is_none_is_put_aside(
         self, world: SimpleNamespace, content: bytes | str, caplog: pytest.LogCaptureFixture
