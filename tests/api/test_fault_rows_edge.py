@@ -36,8 +36,12 @@ SCHEMA = {"type": "object", "properties": {f"p{i}": {"enum": [f"{i} {j}" for j i
 
 
 @pytest.fixture(scope="module")
-def process(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:  # noqa: F811
-    flags = ("--model", model, "--served-model-name", "tiny", "--pool-bytes", "16MiB", "--kernels", "torch")
+def flags(model) -> tuple[object, ...]:  # noqa: F811
+    return ("--model", model, "--served-model-name", "tiny", "--pool-bytes", "16MiB", "--kernels", "torch")
+
+
+@pytest.fixture(scope="module")
+def process(flags, adapter_dirs) -> Iterator[Served]:  # noqa: F811
     few = ("--max-num-seqs", SEATS, "--max-num-batched-tokens", 16, "--max-queued", MAX_QUEUED)
     short = ("--header-timeout-s", 0.5, "--body-timeout-s", 0.5, "--write-timeout-s", 0.5, "--keep-alive-s", 30)
     with serve(*flags, *few, *short, adapters={"mia": adapter_dirs["two"]}) as served:
@@ -194,6 +198,40 @@ def test_row_38_clients_that_leave(served) -> None:
     served.calm_down()
     assert served.figure("lorasrv_requests_waiting") == 0
     open_and_close(served, 100)
+
+
+def test_row_38_clients_that_leave_while_their_adapter_is_loading(flags, adapter_dirs) -> None:  # noqa: F811
+    """The load goes with them; who comes next has it begin anew, or go on."""
+    slow = ("--testing", "--inject-faults", "slow-disk:2s")
+    with serve(*flags, *slow, adapters=adapter_dirs) as served:
+        waiting = "lorasrv_requests_waiting_for_adapter"
+        files = None
+        for way in ({}, {"stream": True}, {"n": 3}, {"prompt": ["hi", "ho"]}, {"use_beam_search": True, "best_of": 2}):
+            for name in adapter_dirs:
+                with RawClient(port_of(served)) as client:
+                    client.send(json_request("/v1/completions", **ASK | way | {"model": name}))
+                    served.until(lambda: served.figure(waiting))
+                served.until(lambda: not served.figure(waiting))
+                served.calm_down()
+            files = files or served.open_files
+        assert served.figure("lorasrv_generated_tokens_total") == 0
+        assert [served.http.get(f"/v1/adapters/{name}").json()["tier"] for name in adapter_dirs] == ["disk"] * 3
+        assert served.open_files <= files + 1
+
+        # One of two leaves: the other's load is not its business.
+        stays, leaves = (RawClient(port_of(served)) for _ in range(2))
+        with stays:
+            with leaves:
+                for client in (stays, leaves):
+                    client.send(
+                        json_request("/v1/completions", **ASK | {"model": "two", "max_tokens": 3, "stream": True})
+                    )
+                served.until(lambda: served.figure(waiting) == 2)
+            served.until(lambda: served.figure(waiting) < 2)
+            assert b'"error"' not in stays.read_until(b"data: [DONE]")
+        answer = served.post("/v1/completions", **ASK | {"model": "one", "max_tokens": 3})
+        assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 3)
+        served.calm_down()
 
 
 @pytest.mark.long
