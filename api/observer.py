@@ -48,7 +48,7 @@ class Seen:
     @property
     def route(self) -> str:
         """The template that matched, `/v1/adapters/{adapter_id}`; never what the client wrote."""
-        return str(getattr(self._scope.get("route"), "path", NO_ROUTE))
+        return str(getattr(self._scope.get("route"), "path_format", NO_ROUTE))
 
     @property
     def request_id(self) -> str:

@@ -51,7 +51,7 @@ NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("POST", "/v1/load_lora_adapter"): UPLOAD,
     ("POST", "/v1/unload_lora_adapter"): UPLOAD,
     ("GET", "/v1/models"): EITHER,
-    ("GET", "/v1/models/{name}"): EITHER,
+    ("GET", "/v1/models/{name:path}"): EITHER,
     ("GET", "/v1/adapters"): EITHER,
     ("GET", "/v1/adapters/{adapter_id}"): EITHER,
     ("GET", "/v1/adapters/{adapter_id}/stats"): EITHER,

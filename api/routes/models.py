@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, HTTPException
 from fastapi.responses import Response
 from starlette.concurrency import run_in_threadpool
 
@@ -23,9 +23,14 @@ async def list_models(view: ViewDep, search: str = "", limit: Limit = None, afte
     return Response(content, media_type="application/json")
 
 
-@router.get("/v1/models/{name}")
+@router.get("/v1/models/{name:path}")
 async def show_model(name: str, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
-    """One model, by any reference that a request may use, with the versions that answer to it and their shares."""
+    """One model, by any reference that a request may use, with the versions that answer to it and their shares.
+
+    The base's name may have slashes, as those of hubs have; a client's `%2F` is one by the time it is here.
+    """
+    if not name:
+        raise HTTPException(404, "Not Found")
     base = base_card(services.base_name, services.started_s, services.engine.max_model_len)
     if name == services.base_name:
         return base

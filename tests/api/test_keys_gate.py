@@ -36,6 +36,7 @@ OPEN = [(m, p) for m, p in ROUTES if m in ("GET", "HEAD") and re.fullmatch(r"/he
 
 def filled(template: str) -> str:
     """A path of a route."""
+    template = template.replace(":path}", "}")
     for name, value in {"digest": "00", "file_id": "file-1", "batch_id": "batch_1", "name": "mia"}.items():
         template = template.replace("{" + name + "}", value)
     return template.replace("{reference}", "mia").replace("{adapter_id}", "mia")
@@ -277,7 +278,7 @@ class TestRoutes:
         self, entry: tuple[str, str], text: str, method: str
     ) -> None:
         path = entry[1]
-        for name in ("{reference}", "{adapter_id}", "{name}", "{digest}", "{file_id}", "{batch_id}"):
+        for name in ("{reference}", "{adapter_id}", "{name:path}", "{digest}", "{file_id}", "{batch_id}"):
             path = path.replace(name, text)
         for asked in {entry[0], method}:
             scope = {"type": "http", "method": asked, "path": path, "root_path": "", "headers": []}

@@ -4,6 +4,7 @@ import json
 import threading
 from dataclasses import replace
 
+import openai
 import pytest
 
 from adapter_store.records import AdapterRecord, VersionRecord
@@ -122,3 +123,16 @@ def test_open_webui_s_way_to_ask(server) -> None:
     """It verifies a connection by the list, with a key in the header that a server without keys does not read."""
     response = server.http.get("/v1/models", headers={"authorization": "Bearer sk-anything"})
     assert (response.status_code, response.json()["object"]) == (200, "list")
+
+
+def test_a_base_of_a_hub_s_name(make_server, engine) -> None:
+    """openai-python sends the slash as %2F, others as it is."""
+    engine.model_name = "org/model"
+    server = make_server()
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=20, max_retries=0) as client:
+        assert client.models.retrieve("org/model").id == "org/model"
+        with pytest.raises(openai.NotFoundError) as refused:
+            client.models.retrieve("org/other")
+        assert refused.value.code == "model_not_found"
+    assert server.http.get("/v1/models/org/model").json()["id"] == "org/model"
+    assert server.http.get("/v1/models/").json()["error"]["code"] == "not_found"

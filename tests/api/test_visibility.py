@@ -146,14 +146,14 @@ ONLY_IDS = {"GET /v1/adapters/{adapter_id}", "POST /v1/unload_lora_adapter"}
 def naming_routes(tenants: Tenants) -> Iterator[tuple[str, str, str]]:
     """Every route that can name an adapter: (what it is called here, method, path)."""
     for route in tenants.routes:
-        params = set(re.findall(r"{(\w+)}", route.path))
-        assert params <= ADAPTER_PARAMS | OTHER_PARAMS, f"what does {route.path} name? Say so in this test"
+        params = set(re.findall(r"{(\w+)}", route.path_format))
+        assert params <= ADAPTER_PARAMS | OTHER_PARAMS, f"what does {route.path_format} name? Say so in this test"
         for method in sorted(route.methods):
-            name = f"{method} {route.path}"
+            name = f"{method} {route.path_format}"
             if route.body_field is not None:
                 assert name in BODIES.keys() | MAKES_ONE | NAMES_NOBODY, f"does the body of {name} name an adapter?"
             if params & ADAPTER_PARAMS or name in BODIES:
-                yield name, method, route.path
+                yield name, method, route.path_format
 
 
 @pytest.fixture
