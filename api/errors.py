@@ -36,8 +36,10 @@ class Answer:
     message: str | None = None
 
 
+# What nobody foresaw comes again: a bug costs its work once, not three times.
+_BUG = Answer(500, "internal_error", SERVER, retry=False, message=INTERNAL_MESSAGE)
 ANSWERS: Mapping[type[Exception], Answer] = {
-    engine_errors.LorasrvError: Answer(500, "internal_error", SERVER, message=INTERNAL_MESSAGE),
+    engine_errors.LorasrvError: _BUG,
     engine_errors.InvalidRequest: Answer(400, "invalid_value"),
     engine_errors.ContextLengthExceeded: Answer(400, "context_length_exceeded"),
     engine_errors.ModelError: Answer(500, "model_error", SERVER, retry=False, message=INTERNAL_MESSAGE),
@@ -68,7 +70,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.DeviceLost: Answer(503, "engine_dead", SERVER, retry_after_s=10.0, message=INTERNAL_MESSAGE),
     engine_errors.ServerStopping: Answer(503, "server_stopping", SERVER, retry_after_s=5.0),
     engine_errors.EngineDead: Answer(503, "engine_dead", SERVER, retry_after_s=10.0),
-    store_errors.AdapterError: Answer(500, "internal_error", SERVER, message=INTERNAL_MESSAGE),
+    store_errors.AdapterError: _BUG,
     store_errors.AdapterNotFound: Answer(404, "model_not_found", param="model"),
     store_errors.VersionNotFound: Answer(404, "version_not_found", param="version"),
     store_errors.InvalidAlias: Answer(400, "invalid_alias", param="alias"),
@@ -152,7 +154,7 @@ def answer_for(kind: type[BaseException]) -> Answer:
     for ancestor in kind.__mro__:
         if ancestor in ANSWERS:
             return ANSWERS[ancestor]
-    return Answer(500, "internal_error", SERVER, message=INTERNAL_MESSAGE)
+    return _BUG
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from fastapi.exceptions import RequestValidationError
 
 from adapter_store.errors import AdapterError, AdapterInvalid, Problem, StoreUnusable
 from api.errors import ANSWERS, answer_for, describe, field_name
-from lorasrv.errors import LorasrvError, ModelNotFound
+from lorasrv.errors import LorasrvError, ModelNotFound, StepFailed
 
 
 def family(root: type[Exception]) -> list[type[Exception]]:
@@ -33,6 +33,13 @@ def test_what_nobody_foresaw_is_a_bare_500() -> None:
     failure = describe(ZeroDivisionError("/secret/path"))
     assert failure.status == 500
     assert "/secret" not in str(failure.body)
+    assert failure.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize("kind", [*family(LorasrvError), *family(AdapterError)], ids=lambda kind: kind.__name__)
+def test_a_500_is_not_repeated_but_where_it_may_not_come_again(kind: type[Exception]) -> None:
+    answer = ANSWERS[kind]
+    assert not (answer.status == 500 and answer.retry) or kind is StepFailed
 
 
 @pytest.mark.parametrize("error", [StoreUnusable("store /srv/x cannot be used"), ModelNotFound("/srv/x is missing")])

@@ -162,6 +162,14 @@ def test_what_will_fail_again_is_not_retried(client, server, monkeypatch, fields
     assert caught.value.code
 
 
+def test_a_bug_is_not_retried(client, engine, monkeypatch) -> None:
+    sent = count_requests(client, monkeypatch)
+    engine.bug_after = 0
+    with pytest.raises(openai.InternalServerError):
+        client.chat.completions.create(model="tiny-base", messages=HELLO)
+    assert len(sent) == 1
+
+
 def test_a_failed_load_is_not_retried_but_overload_is(client, engine, monkeypatch) -> None:
     sent = count_requests(client, monkeypatch)
     engine.load_error = "damaged"
