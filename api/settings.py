@@ -227,7 +227,7 @@ class ServerSettings(BaseSettings):
         return EdgeBounds(**{field.name: getattr(self, field.name) for field in fields(EdgeBounds)})
 
     def store_quota(self) -> StoreQuota:
-        """What may be stored in all; there are no keys yet that could have less each."""
+        """What may be stored in all; a key may have less (`keys/key.py`)."""
         return StoreQuota(self.max_adapters, None if self.store_bytes is None else int(self.store_bytes))
 
     def limits(self, of: Literal["adapter", "key"]) -> Limits:

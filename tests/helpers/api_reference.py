@@ -32,8 +32,9 @@ The command line: [cli.md](cli.md).
 - A known field is honoured, or refused by name with 400; fields that nobody knows are ignored.
 - Streams: `data: {json}`, an empty line, at the end `data: [DONE]`. With `stream_options.include_usage` the last chunk
   has usage and no choices. A failure after the beginning is an event with `error`.
-- Answers of models have `x-request-id`, `x-adapter-id`, `x-adapter-version`, `x-adapter-digest`, `x-adapter-tier`
-  (`resident`, `host`, `disk`: where it was found), `x-queue-ms`, `x-load-ms`, and the final figures in `usage.lorasrv`.
+- Answers of models have `x-request-id`, `x-queue-ms`, `x-load-ms`, and the final figures in `usage.lorasrv`; those of
+  adapters, but not the base's, also `x-adapter-id`, `x-adapter-version`, `x-adapter-digest` and `x-adapter-tier`
+  (`resident`, `host`, `disk`: where it was found).
 """
 FIELDS_OF = {
     "ChatBody": "Chat: `POST /v1/chat/completions`",
