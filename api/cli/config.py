@@ -20,6 +20,8 @@ app = typer.Typer(help="Options of serve and of clients, and where they come fro
 
 
 def show(
+    ctx: typer.Context,
+    flags: Annotated[list[str] | None, typer.Argument(metavar="-- FLAGS", help="Flags of serve, behind --.")] = None,
     origin: Annotated[bool, typer.Option("--origin", help="Also who said each value.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
@@ -28,11 +30,13 @@ def show(
 
     Secrets are not shown.
     """
+    from api.cli.serve import flags_of
     from api.settings_sources import FIELDS, Sources, is_secret, unknown_variables
 
     for line in unknown_variables():
         note(f"warning: {line}")
-    sources = Sources.gather(path=config)
+    of_serve = _parsed(ctx, flags or [])
+    sources = Sources.gather(flags_of(of_serve), config or of_serve["config"])
     settings = sources.settings()
     shown = {name: _plain(getattr(settings, name), secret=is_secret(name)) for name in FIELDS}
     origins = {name: sources.origin(name) for name in FIELDS}
@@ -57,6 +61,14 @@ def init(as_json: JsonOption = False) -> None:
 
 
 # What is in force.
+
+
+def _parsed(ctx: typer.Context, flags: list[str]) -> dict[str, Any]:
+    """Parameters of `serve` from its flags, read by the same code as when it is called."""
+    root: Any = ctx.find_root()
+    serve = root.command.get_command(root, "serve")
+    params: dict[str, Any] = serve.make_context("serve", list(flags), parent=root).params
+    return params
 
 
 def _client(sources: "Sources") -> Iterator[tuple[str, Any, "Origin"]]:

@@ -147,7 +147,13 @@ _command(
 _command("list", keys.list_keys, "lorasrv key list", of=keys.app)
 _command("rotate", keys.rotate, "lorasrv key rotate alice", "lorasrv key rotate alice --grace 24h --json", of=keys.app)
 _command("revoke", keys.revoke, "lorasrv key revoke alice", of=keys.app)
-_command("show", config.show, "lorasrv config show --origin", of=config.app)
+_command(
+    "show",
+    config.show,
+    "lorasrv config show --origin",
+    "lorasrv config show --origin -- --port 9000 --pool-bytes 2GiB",
+    of=config.app,
+)
 _command("init", config.init, "lorasrv config init > ~/.config/lorasrv/config.toml", of=config.app)
 _command("detect", watermark.detect_watermark, "lorasrv watermark detect --text answer.txt", of=watermark.app)
 app.add_typer(store.app, name="store")

@@ -1,5 +1,6 @@
 """serve: options to settings, settings to a server."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -231,9 +232,7 @@ def serve(
 
     Every option can also be set as LORASRV_NAME in the environment, or in a TOML file: lorasrv config init writes one.
     """
-    given = {name: value for name, value in locals().items() if name not in ("config", "as_json")}
-    switches = _switched(given)
-    flags = {name: value for name, value in given.items() if value is not None and value != []} | switches
+    flags = flags_of(locals())
     from api.logs import written
     from api.lora_modules import ModulesRefused
     from api.server import CannotListen, run
@@ -254,6 +253,13 @@ def serve(
         raise CliError(str(error), details=error.reasons) from None
     except CannotListen as error:
         raise CliError(str(error)) from None
+
+
+def flags_of(options: Mapping[str, Any]) -> dict[str, Any]:
+    """What the flags say about the settings, of all parameters of `serve`. Raises: CliError: a switch both ways."""
+    given = {name: value for name, value in options.items() if name not in ("config", "as_json")}
+    switches = _switched(given)
+    return {name: value for name, value in given.items() if value not in (None, [], ())} | switches
 
 
 def _switched(given: dict[str, Any]) -> dict[str, bool]:

@@ -189,6 +189,26 @@ class TestCommands:
         assert shown["port"] == {"value": 5, "origin": "file", "from": str(path)}
         assert shown["host"] == {"value": "127.0.0.1", "origin": "default", "from": None}
 
+    def test_show_flags_of_serve(self, cli, tmp_path: Path) -> None:
+        path = tmp_path / "c.toml"
+        path.write_text("port = 5\nearly-abort = true\n")
+        command = ("config", "show", "--origin", "--json", "--")
+        flags = ("--config", path, "--port", 9, "--no-early-abort", "--lora-modules", "a=/a", "b=/b")
+        shown = json.loads(cli(*command, *flags, "--store", "/x", "--api-key", "secret-secret").out)
+        assert shown["port"] == {"value": 9, "origin": "flag", "from": "--port"}
+        assert shown["early_abort"] == {"value": False, "origin": "flag", "from": "--early-abort"}
+        assert shown["store"] == {"value": "/x", "origin": "flag", "from": "--store"}
+        assert shown["lora_modules"]["value"] == ["a=/a", "b=/b"]
+        assert shown["api_key"] == {"value": "********", "origin": "flag", "from": "--api-key"}
+        assert shown["model"]["origin"] == "default"
+        assert {name for name, one in shown.items() if one["origin"] == "flag"} == {
+            *("port", "early_abort", "store", "lora_modules", "api_key")
+        }
+        for wrong, says in ((("--prt", 9), "no such option"), (("--port", 70000), "--port: 70000"), (("x",), "x")):
+            done = cli(*command, *wrong)
+            assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
+            assert says in done.err
+
     def test_wrong_files_are_usage(self, cli, tmp_path: Path) -> None:
         path = write(tmp_path, "prot = 5")
         for command in ("show", "serve"):

@@ -43,7 +43,8 @@ server = "http://127.0.0.1:9000"
 ```
 
 `lorasrv config init` prints a file with every option, commented out; `lorasrv config show --origin` says what is in
-force and who said it, and shows no secret. Each switch has its opposite (`--early-abort`, `--no-early-abort`), so that
+force and who said it, with flags of serve behind `--` (`lorasrv config show --origin -- --port 9000`), and shows no
+secret. Each switch has its opposite (`--early-abort`, `--no-early-abort`), so that
 a flag can undo what the file says. Commands that ask a server find it by `--server`, `LORASRV_SERVER` or `[client]`,
 and show it the key of `--api-key`, `LORASRV_API_KEY` or `[client]` ([security.md](security.md)).
 
