@@ -125,6 +125,8 @@ def read_manifest_json(data: bytes) -> Archive:
     owners: dict[tuple[AdapterId, int], str] = {}
     for name, of in at.children("adapters"):
         records.append(_record(name, of, places, uploads, owners))
+    if unnamed := contents.keys() - {upload.key for upload in uploads.values()}:
+        raise at.wrong(f"contents.{min(unnamed)}", "no version names it")
     last = at.get("last_versions", dict)
     for name, version in last.items():
         if not _is_version(version):

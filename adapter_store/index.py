@@ -250,7 +250,7 @@ class Index(Database):
     ) -> None:
         row = (adapter_id, version, upload.content.key, created_s)
         self._db.execute("INSERT INTO versions VALUES (?, ?, ?, ?)", row)
-        texts = (adapter_id, version, upload.config_json, upload.report_json)
+        texts = (adapter_id, version, upload.report_json, upload.config_json)
         self._db.execute("INSERT INTO uploads VALUES (?, ?, ?, ?)", texts)
         if principal != ANONYMOUS:
             self._db.execute("INSERT INTO owners VALUES (?, ?, ?)", (adapter_id, version, principal))

@@ -17,8 +17,8 @@ from adapter_store.name_pattern import NamePattern
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_CONFIG_DEPTH = 32
-MAX_PATTERNS = 4096
-"""Of ranks, and of alphas: each is held against every module. PEFT writes as many as there are modules, at most."""
+MIN_MAX_NAMES = 1024
+NAMING = ("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules")
 MERGE = "merge it into the base (peft: merge_and_unload) and serve that"
 MLX_WAY_OUT = (
     "`lorasrv upload` and `lorasrv check` convert MLX's folder as it is (adapters.safetensors and adapter_config.json)"
@@ -206,10 +206,11 @@ def canonical_json(value: object) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def read_manifest(config: Config, problems: ProblemList) -> Manifest | None:
-    """The manifest that `config` describes; None if there are problems, all of which are noted in `problems`."""
+def read_manifest(config: Config, problems: ProblemList, max_names: int = MIN_MAX_NAMES) -> Manifest | None:
+    """The manifest that `config` describes; None if there are problems, all of which are noted in `problems`.
+    `max_names`: so many names of modules a field may have, each of which is held against each module of the base."""
     before = len(problems)
-    if not _check_json(config, problems):
+    if not _check_json(config, problems) or not _check_lengths(config, max_names, problems):
         return None
     _check_fields(config, problems)
     manifest = Manifest(
@@ -243,6 +244,20 @@ def _check_json(config: Config, problems: ProblemList) -> bool:
             problems.add("malformed_config", path, f"{show(value)} is no value that JSON can hold")
     if len(problems) == before and len(json.dumps(config, default=dict)) > MAX_CONFIG_BYTES:
         problems.add("config_too_large", "adapter_config.json", f"has more than {MAX_CONFIG_BYTES} bytes")
+    return len(problems) == before
+
+
+def _check_lengths(config: Config, max_names: int, problems: ProblemList) -> bool:
+    before = len(problems)
+    for field in NAMING:
+        value = config.get(field)
+        if isinstance(value, Mapping | list) and len(value) > max_names:
+            problems.add(
+                f"too_long_{field}",
+                field,
+                f"has {len(value)} entries; {max_names} are the most for this base: one names a module, and those of "
+                "several layers if it is the end of their names",
+            )
     return len(problems) == before
 
 
@@ -343,9 +358,6 @@ def _patterns(config: Config, field: str, problems: ProblemList) -> Iterator[tup
         return
     if not isinstance(value, Mapping):
         problems.add(f"invalid_{field}", field, f"= {show(value)}; it must be an object of module names")
-        return
-    if len(value) > MAX_PATTERNS:
-        problems.add(f"invalid_{field}", field, f"has {len(value)} entries; at most {MAX_PATTERNS} are read")
         return
     for key, number in value.items():
         where = f"{field}[{show(key)}]"

@@ -25,10 +25,11 @@ CREATE TABLE verdicts (
     key TEXT PRIMARY KEY REFERENCES contents ON DELETE CASCADE, verdict TEXT NOT NULL, created_s REAL NOT NULL
 ) STRICT;
 """
+# A config may be long: behind it, SQLite would have to read through it on the way to every report.
 # What one uploader has sent, was told and has found out is of its version alone: others may have the same content.
 _UPLOADS_VERDICTS = """
 CREATE TABLE uploads (
-    adapter_id TEXT NOT NULL, version INTEGER NOT NULL, config TEXT NOT NULL, report TEXT NOT NULL,
+    adapter_id TEXT NOT NULL, version INTEGER NOT NULL, report TEXT NOT NULL, config TEXT NOT NULL,
     PRIMARY KEY (adapter_id, version), FOREIGN KEY (adapter_id, version) REFERENCES versions ON DELETE CASCADE
 ) STRICT;
 CREATE TABLE verdicts (
@@ -41,11 +42,12 @@ CREATE TABLE verdicts (
 _SHARE_OUT = f"""
 ALTER TABLE verdicts RENAME TO verdicts_of_contents;
 {_UPLOADS_VERDICTS}
-INSERT INTO uploads SELECT adapter_id, version, config, report FROM versions JOIN contents USING (key)
+INSERT INTO uploads SELECT adapter_id, version, report, config FROM versions JOIN contents USING (key)
     WHERE versions.created_s = contents.created_s;
-INSERT INTO uploads SELECT adapter_id, version, json_remove(config, '$.base_model_name_or_path', '$.revision'),
+INSERT INTO uploads SELECT adapter_id, version,
     json_set(report, '$.warnings', json((SELECT json_group_array(value) FROM json_each(report, '$.warnings')
-        WHERE value NOT LIKE 'trained on %, served on %')))
+        WHERE value NOT LIKE 'trained on %, served on %'))),
+    json_remove(config, '$.base_model_name_or_path', '$.revision')
     FROM versions JOIN contents USING (key) WHERE versions.created_s <> contents.created_s;
 INSERT INTO verdicts SELECT adapter_id, version, verdict, verdicts_of_contents.created_s
     FROM verdicts_of_contents JOIN versions USING (key)

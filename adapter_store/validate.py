@@ -14,7 +14,7 @@ from typing import BinaryIO
 
 from adapter_store.data_scan import DataFacts, scan_data
 from adapter_store.errors import AdapterInvalid, ProblemList, show
-from adapter_store.manifest import MLX_WAY_OUT, Manifest, canonical_json, read_manifest
+from adapter_store.manifest import MIN_MAX_NAMES, MLX_WAY_OUT, Manifest, canonical_json, read_manifest
 from adapter_store.report import UploadReport, build_report
 from adapter_store.safetensors_header import (
     FILE,
@@ -62,7 +62,7 @@ def validate_adapter(
         AdapterInvalid: with every problem found.
     """
     problems = ProblemList()
-    manifest = read_manifest(config, problems)
+    manifest = read_manifest(config, problems, max_names(base))
     matched = match_modules(header, base, manifest, max_rank, problems)
     problems.raise_if_any()
     return make_spec(matched.modules, header, weights_digest)
@@ -85,7 +85,7 @@ def check_adapter(
         AdapterInvalid: with every problem of config, header, names, shapes and values.
     """
     problems = ProblemList()
-    manifest = read_manifest(config, problems)
+    manifest = read_manifest(config, problems, max_names(base))
     hasher = hashlib.sha256()
     facts = DataFacts()
     matched = MatchedTensors()
@@ -137,6 +137,11 @@ def _header(file: BinaryIO, file_bytes: int, base: BaseShapes, problems: Problem
         for problem in error.problems:
             problems.add(problem.code, problem.field, problem.message)
         return None
+
+
+def max_names(base: BaseShapes) -> int:
+    """Most entries of a pattern or of a list of modules in a config: every module of the base, twice over."""
+    return max(MIN_MAX_NAMES, 2 * base.num_layers * len(base.modules))
 
 
 def max_adapter_bytes(base: BaseShapes, max_rank: int) -> int:

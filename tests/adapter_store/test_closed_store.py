@@ -395,6 +395,7 @@ class TestArchive:
             (lambda m: next(iter(m["contents"].values())).update(bytes=5), "is not one that its manifest announces"),
             (lambda m: first_version(m)["config"].update(lora_alpha=77), "another than its config"),
             (lambda m: first_version(m)["config"].update(use_dora=True), "use_dora"),
+            (lambda m: m["contents"].update({"f" * 64: next(iter(m["contents"].values()))}), "no version names it"),
             (lambda m: first_version(m).update(config=[]), r"versions.'1'.config .*wrong type"),
             (lambda m: first_version(m).pop("config"), r"contents.*.config .*missing"),
             (lambda m: first_version(m).update(partial=1), "partial"),

@@ -1,6 +1,8 @@
+import io
 import json
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 
 from adapter_store.errors import AdapterInvalid, ProblemList
 from adapter_store.manifest import FIELD_RULES, MAX_CONFIG_BYTES, Decision, Manifest, parse_config, read_manifest
+from adapter_store.spec import BaseShapes
+from adapter_store.validate import check_adapter, max_names
 
 
 def refusals(config: Any) -> dict[str, str]:
@@ -126,14 +130,6 @@ def test_uploaded_expressions_are_refused_and_never_run(key: str, build: Any) ->
     assert time.perf_counter() - started < 0.5
 
 
-@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
-def test_patterns_are_as_many_as_modules_not_as_bytes(field: str, build: Any) -> None:
-    """Each of them is held against every module: here, and by PEFT when it verifies."""
-    many = {f"layers.{i}.mlp.up_proj": 4 for i in range(4096)}
-    accepted(build.config(**{field: many}))
-    assert "at most 4096" in refusals(build.config(**{field: {**many, "q_proj": 4}}))[field]
-
-
 @pytest.mark.parametrize(("pattern", "value"), [("rank_pattern", 0), ("rank_pattern", True), ("alpha_pattern", "1")])
 def test_pattern_values_are_checked(pattern: str, value: Any, build: Any) -> None:
     assert list(refusals(build.config(**{pattern: {"q_proj": value}}))) == [f"{pattern}['q_proj']"]
@@ -142,6 +138,31 @@ def test_pattern_values_are_checked(pattern: str, value: Any, build: Any) -> Non
 def test_every_problem_is_listed(build: Any) -> None:
     found = refusals(build.config(r=0, use_dora=True, bias="all", lora_alpha="x", modules_to_save=["a"]))
     assert set(found) == {"r", "use_dora", "bias", "lora_alpha", "modules_to_save"}
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern", "target_modules", "exclude_modules"])
+def test_more_names_than_a_base_has_modules(field: str, build: Any, base: BaseShapes, problems_of: Any) -> None:
+    """Each is held against each module: a config may have a MiB of them, which takes seconds."""
+
+    def config(count: int) -> Any:
+        names = [f"other.{number}" for number in range(count)]
+        trained = ["q_proj", "v_proj"] if field == "target_modules" else []
+        return build.config(**{field: names + trained if "modules" in field else dict.fromkeys(names, 4)})
+
+    assert max_names(base) == 1024
+    accepted(config(1000))
+    found = refusals(config(1 << 15))
+    assert list(found) == [field]
+    assert f"has {len(config(1 << 15)[field])} entries; 1024 are the most" in found[field]
+    large = replace(base, num_layers=100)
+    assert max_names(large) == 2 * 100 * len(base.modules) == 1400
+    data = build.file()
+    for shapes, count, is_fine in ((base, 1000, True), (base, 1300, False), (large, 1300, True), (large, 1500, False)):
+        if is_fine:
+            check_adapter(config(count), io.BytesIO(data), len(data), shapes, 16, allow_partial=True)
+            continue
+        found = problems_of(lambda: check_adapter(config(count), io.BytesIO(data), len(data), shapes, 16))  # noqa: B023
+        assert f"too_long_{field}" in found
 
 
 def test_hostile_objects(build: Any) -> None:

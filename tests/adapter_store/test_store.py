@@ -642,7 +642,7 @@ def test_resolve_is_fast_among_thousands(store: AdapterStore, put: Put, build: A
         db.execute("INSERT INTO adapters VALUES (?, 1, 0.0)", (f"persona-{i:04}",))
         db.execute("INSERT INTO versions VALUES (?, 1, ?, 0.0)", (f"persona-{i:04}", key))
         db.execute(
-            "INSERT INTO uploads SELECT ?, 1, config, report FROM uploads WHERE adapter_id = 'seed'",
+            "INSERT INTO uploads SELECT ?, 1, report, config FROM uploads WHERE adapter_id = 'seed'",
             (f"persona-{i:04}",),
         )
     db.execute("COMMIT")
