@@ -12,11 +12,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from adapter_store.config_json import MAX_CONFIG_BYTES, Config, check_json
 from adapter_store.errors import AdapterInvalid, Problem, ProblemList, show
 from adapter_store.name_pattern import NamePattern
 
-MAX_CONFIG_BYTES = 1 << 20
-MAX_CONFIG_DEPTH = 32
+ALL_LINEAR = "all-linear"
 MIN_MAX_NAMES = 1024
 NAMING = ("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules")
 MERGE = "merge it into the base (peft: merge_and_unload) and serve that"
@@ -24,8 +24,6 @@ MLX_WAY_OUT = (
     "`lorasrv upload` and `lorasrv check` convert MLX's folder as it is (adapters.safetensors and adapter_config.json)"
 )
 RETRAIN = "train it again as plain LoRA"
-
-Config = Mapping[str, object]
 
 
 class Decision(StrEnum):
@@ -67,7 +65,9 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "alpha_pattern": _honoured("alpha by module name; plain names only"),
     "init_lora_weights": _honoured("initialisations that leave the base as it is"),
     "bias": _honoured("must be none"),
-    "target_modules": _honoured("names must be those that have tensors; a pattern is never run, the tensors decide"),
+    "target_modules": _honoured(
+        "names (or all-linear) must be those that have tensors; a pattern is never run, the tensors decide"
+    ),
     "exclude_modules": _honoured("with target_modules; a pattern is never run, the tensors decide"),
     "layers_to_transform": _honoured("with target_modules; layers without tensors stay as the base"),
     "layers_pattern": _honoured("with layers_to_transform; another than `layers` is never run, the tensors decide"),
@@ -120,7 +120,8 @@ RESIDUAL_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 class Manifest:
     """The fields that serving reads, in PEFT's meaning. Patterns are tried in order, the first that matches counts.
 
-    `target_modules` is None where the config does not name modules in plain words: then the tensors alone say which.
+    `target_modules` is None where the config does not name modules in plain words: then the tensors alone say which,
+    unless `all_linear` says that it is every linear module of the layers.
     """
 
     r: int
@@ -132,6 +133,12 @@ class Manifest:
     exclude_modules: tuple[str, ...] = ()
     layers_to_transform: frozenset[int] | None = None
     base_model_name: str = ""
+    all_linear: bool = False
+
+    @property
+    def names_modules(self) -> bool:
+        """Whether the config says which modules are adapted."""
+        return self.all_linear or self.target_modules is not None
 
     def rank(self, module_name: str) -> int:
         """Rank that the config gives a module, by its name in the base (`model.layers.0.self_attn.q_proj`)."""
@@ -148,8 +155,11 @@ class Manifest:
 
         False where it names modules by a pattern, or not at all.
         """
-        if self.target_modules is None or _names(self.exclude_modules, module_name):
+        if _names(self.exclude_modules, module_name):
             return False
+        if self.all_linear or self.target_modules is None:
+            # Whatever layers_to_transform says: PEFT makes a list of full names of it, which are not held against that.
+            return self.all_linear and layer is not None
         if module_name in self.target_modules:
             return True
         in_layer = self.layers_to_transform is None or layer in self.layers_to_transform
@@ -210,7 +220,7 @@ def read_manifest(config: Config, problems: ProblemList, max_names: int = MIN_MA
     """The manifest that `config` describes; None if there are problems, all of which are noted in `problems`.
     `max_names`: so many names of modules a field may have, each of which is held against each module of the base."""
     before = len(problems)
-    if not _check_json(config, problems) or not _check_lengths(config, max_names, problems):
+    if not check_json(config, problems) or not _check_lengths(config, max_names, problems):
         return None
     _check_fields(config, problems)
     manifest = Manifest(
@@ -223,28 +233,9 @@ def read_manifest(config: Config, problems: ProblemList, max_names: int = MIN_MA
         exclude_modules=_strings(config.get("exclude_modules")) or (),
         layers_to_transform=_layers(config.get("layers_to_transform")),
         base_model_name=_text(config.get("base_model_name_or_path")),
+        all_linear=_is_all_linear(config),
     )
     return manifest if len(problems) == before else None
-
-
-def _check_json(config: Config, problems: ProblemList) -> bool:
-    """Plain, finite, shallow JSON of bounded size: configs also arrive as parsed objects, not only as bytes."""
-    before = len(problems)
-    stack: list[tuple[str, object, int]] = [("", config, 0)]
-    nodes = 0
-    while stack and nodes <= MAX_CONFIG_BYTES:
-        path, value, depth = stack.pop()
-        nodes += 1
-        if depth > MAX_CONFIG_DEPTH:
-            problems.add("malformed_config", path[:80], f"is nested deeper than {MAX_CONFIG_DEPTH} levels")
-            return False
-        if isinstance(value, Mapping | list):
-            stack.extend((p, v, depth + 1) for p, v in _children(path, value, problems))
-        elif not _is_scalar(value):
-            problems.add("malformed_config", path, f"{show(value)} is no value that JSON can hold")
-    if len(problems) == before and len(json.dumps(config, default=dict)) > MAX_CONFIG_BYTES:
-        problems.add("config_too_large", "adapter_config.json", f"has more than {MAX_CONFIG_BYTES} bytes")
-    return len(problems) == before
 
 
 def _check_lengths(config: Config, max_names: int, problems: ProblemList) -> bool:
@@ -259,25 +250,6 @@ def _check_lengths(config: Config, max_names: int, problems: ProblemList) -> boo
                 "several layers if it is the end of their names",
             )
     return len(problems) == before
-
-
-def _children(path: str, value: object, problems: ProblemList) -> Iterator[tuple[str, object]]:
-    if isinstance(value, list):
-        yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            if not isinstance(key, str):
-                problems.add("malformed_config", path, f"key {show(key)} must be a string")
-            else:
-                yield f"{path}.{show(key)[1:-1]}".lstrip("."), item
-
-
-def _is_scalar(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isfinite(value)
-    if isinstance(value, int):
-        return -(2**63) <= value < 2**63
-    return value is None or isinstance(value, str)
 
 
 def _check_fields(config: Config, problems: ProblemList) -> None:
@@ -381,6 +353,13 @@ def _targets(config: Config) -> tuple[str, ...] | None:
         and config.get("layers_pattern") in (None, "", [], "layers", ["layers"])
     )
     return (_strings(config.get("target_modules")) or None) if is_plain else None
+
+
+def _is_all_linear(config: Config) -> bool:
+    excluded = config.get("exclude_modules")
+    return _text(config.get("target_modules")).lower() == ALL_LINEAR and (
+        not excluded or _strings(excluded) is not None
+    )
 
 
 def _strings(value: object) -> tuple[str, ...] | None:

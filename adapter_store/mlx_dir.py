@@ -2,15 +2,15 @@
 
 mlx-lm computes `x @ W.T + scale * (x @ lora_a) @ lora_b`, lora_a [in, rank], lora_b [rank, out]: PEFT's matrices
 transposed, and the factor itself where PEFT has alpha / r. Values are moved, never rounded.
-Its config is that of the training run: fine_tune_type, lora_parameters with rank and scale, num_layers (the last ones
-of the model; the names in the file say the same). Versions of early 2024 multiplied the scale by alpha / rank, later
-ones do not read an alpha: where there is one, the factor is not known.
+Its config is that of the training run: fine_tune_type, lora_parameters with rank and scale, and with keys if not all
+kinds of modules were trained; num_layers, the last ones of the model, all of them if it is -1. Versions of early 2024
+multiplied the scale by alpha / rank, later ones do not read an alpha: where there is one, the factor is not known.
 """
 
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -34,6 +34,8 @@ from adapter_store.tensor_types import NUMPY_TYPES
 MAX_HEADER_BYTES = 16 << 20
 MAX_SCALE = 1e30
 MAX_LAYER_DIGITS = 6
+MAX_LAYERS = 10_000
+"""More than any model has: in a file with other numbers none are filled in."""
 _HALVES = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
 
 
@@ -51,6 +53,7 @@ def convert_mlx(
     if source is None:
         problems.add("missing_weights", MLX_WEIGHTS_NAME, f"is missing beside MLX's {CONFIG_NAME}")
     rank, scale = _factors(config, problems)
+    keys = _keys(config.get("lora_parameters"), problems)
     problems.raise_if_any()
     assert source is not None
     with opener(source) as file:
@@ -58,7 +61,7 @@ def convert_mlx(
         names = _names(header, problems)
         problems.raise_if_any()
         _write(target / WEIGHTS_NAME, file, header, names)
-    written = _config(config, names, rank, scale)
+    written = _config(config, names, rank, scale) | _targets(names.values(), keys, config.get("num_layers"))
     (target / CONFIG_NAME).write_text(json.dumps(written))
     notice = f"converted from MLX: {len(names)} tensors transposed, r={rank}, scaling {scale:g}"
     ignored = ignored_files(folder, source.name)
@@ -144,20 +147,34 @@ def _config(config: Mapping[str, object], names: Mapping[str, str], rank: int, s
         "base_model_name_or_path": model if isinstance(model, str) else None,
         "r": rank,
         "lora_alpha": _alpha(rank, scale),
-        **_targets(names.values()),
     }
 
 
-def _targets(names: Iterable[str]) -> dict[str, object]:
-    """Every module of the file in every layer of the file: what is not there in one of them is then missed."""
-    modules, layers = set(), set()
+def _targets(names: Iterable[str], keys: Collection[str], num_layers: object) -> dict[str, object]:
+    """Every module of the file or the keys, in every layer of the file or among the last so many: what is not there in
+    one of them is then missed. The last layer of the file is taken for the model's."""
+    modules, layers = set(keys), set()
     for name in names:
         number, _, module = name.rpartition(".lora_")[0].partition(".layers.")[2].partition(".")
         if not module or not number.isdecimal() or len(number) > MAX_LAYER_DIGITS:
             return {}
         modules.add(module)
         layers.add(int(number))
+    if isinstance(num_layers, int) and layers and max(layers) < MAX_LAYERS:
+        end = max(layers) + 1
+        layers |= set(range(max(0, end - num_layers) if num_layers > 0 else 0, end))
     return {"target_modules": sorted(modules), "layers_to_transform": sorted(layers)}
+
+
+def _keys(parameters: object, problems: ProblemList) -> Collection[str]:
+    """Names of modules inside their layer; none where the run did not say."""
+    keys = parameters.get("keys") if isinstance(parameters, Mapping) else None
+    if keys is None:
+        return ()
+    if isinstance(keys, list) and all(isinstance(key, str) and key for key in keys):
+        return keys
+    problems.add("mlx_adapter", "lora_parameters.keys", f"= {show(keys)}; it must be a list of names of modules")
+    return ()
 
 
 def _alpha(rank: int, scale: float) -> float:

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 from pathlib import Path
 
+from adapter_store.config_json import MAX_CONFIG_BYTES
 from adapter_store.errors import AdapterInvalid, Problem, show
-from adapter_store.manifest import MAX_CONFIG_BYTES, MLX_WAY_OUT, parse_config
+from adapter_store.manifest import MLX_WAY_OUT, parse_config
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"

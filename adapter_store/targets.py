@@ -1,8 +1,9 @@
 """Modules that the config says are adapted, held against those that the file has tensors for.
 
 PEFT adapts what the config names and takes from the file what fits: a named module without tensors stays as it was
-made, and tensors for an unnamed one are dropped with a warning. Here both are told. Where the config names modules by a
-pattern (or `all-linear`, or not at all), nothing can be missing: the tensors are the only list.
+made, and tensors for an unnamed one are dropped with a warning. Here both are told. `all-linear` names every linear
+module of the layers. Where the config names modules by a pattern, or not at all, nothing can be missing: the tensors
+are the only list.
 """
 
 from collections.abc import Collection
@@ -46,7 +47,7 @@ def check_targeted(
     manifest: Manifest, base: BaseShapes, places: Collection[TensorPlace], problems: ProblemList
 ) -> None:
     """Note a problem if there are tensors for modules that the config leaves out."""
-    if manifest.target_modules is None:
+    if not manifest.names_modules:
         return
     unnamed = {
         (place.layer, place.module)

@@ -113,6 +113,42 @@ def test_last_layers_only_is_whole_and_a_hole_is_partial(build: Any, base: BaseS
         opened(write_mlx(hole, "hole"), base)
 
 
+@pytest.mark.parametrize(
+    ("changes", "layers", "expected", "first"),
+    [
+        ({"keys": ["self_attn.q_proj", "self_attn.v_proj"]}, (1,), 2, ""),
+        ({"keys": ["self_attn.q_proj", "mlp.up_proj"]}, (1,), 3, "model.layers.1.mlp.up_proj"),
+        ({"keys": ["self_attn.q_proj", "self_attn.v_proj", "lm_head"]}, (1,), 3, "lm_head"),
+        ({"keys": None, "num_layers": -1}, (0, 1), 4, ""),
+        ({"num_layers": -1}, (1,), 4, "model.layers.0.self_attn.q_proj"),
+        ({"num_layers": 2}, (1,), 4, "model.layers.0.self_attn.q_proj"),
+        ({"num_layers": 16}, (0, 1), 4, ""),
+        ({"num_layers": 10**12}, (0, 1), 4, ""),
+        ({"num_layers": 10**12, "keys": ["mlp.up_proj"]}, (1,), 6, "model.layers.0.self_attn.q_proj"),
+        ({"num_layers": "all"}, (1,), 2, ""),
+    ],
+)
+def test_what_the_run_trained_and_the_file_lacks_is_partial(
+    changes: dict[str, Any],
+    layers: tuple[int, ...],
+    expected: int,
+    first: str,
+    build: Any,
+    base: BaseShapes,
+    write_mlx: MlxWriter,
+) -> None:
+    run = {"lora_parameters": RUN["lora_parameters"] | {n: v for n, v in changes.items() if n == "keys"}}
+    run |= {n: v for n, v in changes.items() if n != "keys"}
+    tensors = {n: t for n, t in as_mlx(build.tensors()).items() if int(n.split(".")[2]) in layers}
+    folder = write_mlx(tensors, **run)
+    if first:
+        with pytest.raises(AdapterInvalid, match=f"first: {first}"):
+            opened(folder, base)
+    with open_adapter_dir(folder) as found:
+        report = check_files(found.config, found.weights_path, base, 16, allow_partial=True).report
+    assert (report.modules_matched, report.modules_expected) == (2 * len(layers), expected)
+
+
 def test_it_is_found_one_level_down_beside_its_checkpoints(build: Any, base: BaseShapes, write_mlx: MlxWriter) -> None:
     folder = write_mlx(as_mlx(build.tensors()), "run/adapters")
     (folder / "0000100_adapters.safetensors").write_bytes(b"x")
@@ -142,6 +178,8 @@ def test_the_language_part_of_a_vlm(build: Any, base: BaseShapes, write_mlx: Mlx
         ({"lora_parameters": {"rank": True, "scale": 20}}, "invalid_rank", "True"),
         ({"lora_parameters": {"rank": 4, "alpha": 16, "scale": 10.0}}, "invalid_alpha", "early mlx-lm"),
         ({"lora_parameters": {"rank": 8, "scale": 20.0}}, "rank_mismatch", "config says 8"),
+        ({"lora_parameters": {"rank": 4, "scale": 20.0, "keys": "q_proj"}}, "mlx_adapter", "list of names"),
+        ({"lora_parameters": {"rank": 4, "scale": 20.0, "keys": [1]}}, "mlx_adapter", "list of names"),
     ],
 )
 def test_what_is_not_converted(

@@ -17,6 +17,7 @@ from adapter_store.tensor_names import locate
 from adapter_store.validate import CheckedAdapter, check_adapter, check_files, max_adapter_bytes, validate_adapter
 
 PREFIX = "base_model.model.model.layers."
+MLP = ("gate_proj", "up_proj", "down_proj")
 Q0 = f"{PREFIX}0.self_attn.q_proj"
 ProblemsOf = Callable[[Callable[[], object]], dict[str, Problem]]
 
@@ -318,6 +319,14 @@ PARTIAL: dict[str, tuple[dict[str, Any], int, str]] = {
         {"target_modules": ["q_proj", "v_proj", "lm_head"], "layers_to_transform": [0, 1]}, 1, "lm_head",
     ),
     "embeddings": ({"target_modules": ["q_proj", "v_proj", "embed_tokens"]}, 1, "model.embed_tokens"),
+    "all linear ones": ({"target_modules": "all-linear"}, 10, "model.layers.0.self_attn.k_proj"),
+    "all linear ones whatever the layers": (
+        {"target_modules": "All-Linear", "layers_to_transform": [1]}, 10, "model.layers.0.self_attn.k_proj",
+    ),
+    "all but some": (
+        {"target_modules": "all-linear", "exclude_modules": ["k_proj", "o_proj", "gate_proj", "up_proj"]}, 2,
+        "model.layers.0.mlp.down_proj",
+    ),
 }  # fmt: skip
 
 
@@ -358,7 +367,7 @@ def test_a_partial_adapter_is_refused_unless_allowed(
         ({"target_modules": ["q_proj", "v_proj", "fc1", "c_attn"]}, 2),
         ({"target_modules": ["layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]}, 1),
         ({"target_modules": ".*"}, 1),
-        ({"target_modules": "all-linear"}, 1),
+        ({"target_modules": "all-linear", "exclude_modules": ".*mlp.*"}, 1),
         ({"target_modules": None}, 1),
         ({"target_modules": []}, 1),
         ({"exclude_modules": r".*\.1\..*"}, 1),
@@ -380,6 +389,7 @@ def test_what_the_config_leaves_out_or_does_not_say_is_not_missed(
         {"target_modules": ["q_proj"]},
         {"layers_to_transform": [0]},
         {"exclude_modules": ["0.self_attn.v_proj", "1.self_attn.v_proj"]},
+        {"target_modules": "all-linear", "exclude_modules": ["v_proj", "k_proj", "o_proj", *MLP]},
     ],
 )
 def test_tensors_that_peft_would_drop_are_refused(
