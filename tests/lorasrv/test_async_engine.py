@@ -321,8 +321,9 @@ def test_more_requests_than_may_be_queued_are_told_to_come_back(model: Path) -> 
         await anext(first)
         second = await engine.add(PROMPT, long)
         with pytest.raises(EngineOverloaded, match="1 requests are queued already, and 1 may be") as caught:
-            await engine.add(PROMPT, GREEDY)
+            await engine.add(PROMPT, GREEDY, principal="ann")
         assert caught.value.retry_after_s >= 1.0
+        assert list(engine.waiting_room._promised_s) == ["ann"], "what it was told is its own"
         await second.aclose()
         await first.aclose()
         await _settled(engine)
