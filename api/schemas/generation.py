@@ -202,6 +202,8 @@ class CompletionBody(GenerationBody):
 
     prompt: str | Items[int] | Items[str] | Items[Items[int]]
     echo: bool | None = None
+    # What the tokenizer adds of its own is added.
+    add_special_tokens: Literal[True] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
 
     @field_validator("prompt", mode="before")
@@ -246,6 +248,8 @@ class ChatBody(ToolFields, GenerationBody):
     """A conversation to continue."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    # The template writes them.
+    add_special_tokens: Literal[False] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 

@@ -396,6 +396,27 @@ class TestRefusals:
     def test_near_inert_is_not_inert(self, server, name: str, value: object) -> None:
         assert error_of(server.complete(**{name: value}))["param"] == name
 
+    def test_special_tokens_are_added_as_they_always_are(self, server) -> None:
+        assert server.complete(add_special_tokens=True).status_code == 200
+        assert server.chat(add_special_tokens=False).status_code == 200
+        for refused in (server.complete(add_special_tokens=False), server.chat(add_special_tokens=True)):
+            assert (refused.status_code, error_of(refused)["param"]) == (400, "add_special_tokens")
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("penalty_alpha", 0.6),
+            ("num_beams", 4),
+            ("no_repeat_ngram_size", 3),
+            ("do_sample", False),
+            ("stop_sequences", ["x"]),
+            ("return_full_text", True),
+        ],
+    )
+    def test_what_would_change_the_answer_elsewhere_is_not_ignored(self, server, name: str, value: object) -> None:
+        for answer in (server.complete(**{name: value}), server.chat(**{name: value})):
+            assert (answer.status_code, error_of(answer)["param"]) == (400, name)
+
     def test_unknown_fields_are_ignored(self, server) -> None:
         assert server.chat(user="u", metadata={"a": 1}, top_a=3, mirostat_mode=0).status_code == 200
 
