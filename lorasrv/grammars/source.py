@@ -21,6 +21,10 @@ WHITESPACE = r"( |\n[ \t]{0,20})"
 """Between JSON's tokens, if anything: a blank, or a new line and its indentation. JSON itself would let a model write
 blank lines for ever (llama.cpp's grammars are bounded in the same way)."""
 _JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+"""Those of JSON schema's `format` that are enforced. Others say something to readers, and forbid nothing."""
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_DATA = frozenset({"const", "enum", "default", "examples", "example"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,24 @@ def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, An
     _check_patterns(whole, param)
     if not can_end(whole):
         raise InvalidRequest(f"{param}: no finite value satisfies the schema: it requires itself", param=param)
-    return {**whole, "x-guidance": _JSON_OPTIONS}
+    return {**_without_annotations(whole), "x-guidance": _JSON_OPTIONS}
+
+
+def _without_annotations(schema: Any) -> Any:
+    """A schema of known depth without the formats that are not enforced. What it holds as data stays as it is."""
+    if isinstance(schema, list):
+        return [_without_annotations(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+            kept[keyword] = {name: _without_annotations(inner) for name, inner in value.items()}
+        elif keyword in _DATA:
+            kept[keyword] = value
+        elif keyword != "format" or not isinstance(value, str) or value in FORMATS:
+            kept[keyword] = _without_annotations(value)
+    return kept
 
 
 def regex_of(pattern: str, param: str) -> Grammar:

@@ -404,6 +404,40 @@ def test_a_process_that_is_killed_while_it_compiles_is_replaced(builtin_compilin
     builtin_compiling(scenario)
 
 
+@pytest.mark.parametrize("name", ["binary", "password", "byte", "decimal", "regex", "json-pointer", "foo", "unknown"])
+def test_formats_that_are_not_enforced_are_annotations(builtin_tokenizer: Tokenizer, builtin_compiling, name) -> None:
+    grammar = source.json_of({"type": "string", "format": name}, "schema")
+    compiled = builtin_compiling(lambda compiler: compiler.compile(grammar))
+    assert accepts(compiled, builtin_tokenizer, '"anything"')
+
+
+def test_formats_that_are_enforced(builtin_tokenizer: Tokenizer, builtin_compiling) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "structured-output.md").read_text("utf-8")
+    for name in source.FORMATS:
+        grammar = source.json_of({"type": "string", "format": name}, "schema")
+        compiled = builtin_compiling(lambda compiler, grammar=grammar: compiler.compile(grammar))
+        assert not accepts(compiled, builtin_tokenizer, '"a b c"'), name
+        assert f"`{name}`" in page
+
+
+def test_only_the_format_of_a_schema_is_one() -> None:
+    """Neither a property of that name, nor what is written in data, and wherever schemas stand."""
+    data = {"enum": [{"format": "foo"}], "default": {"format": "foo"}, "const": {"format": "foo"}}
+    schema = {
+        "properties": {"format": {"type": "string"}, "enum": {"format": "foo"}, "x": data},
+        "items": [{"format": "foo", "type": "string"}, {"format": "date"}],
+        "$defs": {"default": {"anyOf": [{"format": "foo"}, True]}},
+        "format": "foo",
+    }
+    checked = source.checked_schema(schema, "schema")
+    del checked["x-guidance"]
+    assert checked == {
+        "properties": {"format": {"type": "string"}, "enum": {}, "x": data},
+        "items": [{"type": "string"}, {"format": "date"}],
+        "$defs": {"default": {"anyOf": [{}, True]}},
+    }
+
+
 def test_schemas_that_end_are_not_refused() -> None:
     tree = {
         "type": "object",
