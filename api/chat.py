@@ -52,6 +52,8 @@ def plan_chat(body: ChatBody, engine: "AsyncEngine") -> ChatPlan:
     form, parallel = _format_of(template, "tools"), body.parallel_tool_calls is not False
     if body.forces_call:
         grammar = form.grammar(tools, parallel, tokenizer)
+    elif any(tool.is_strict for tool in tools):
+        grammar = form.unforced_grammar(tools, tokenizer)
     wording = ToolWording(form, frozenset(tool.name for tool in tools), parallel)
     return ChatPlan(prompt, grammar, wording, form.shown(tokenizer))
 

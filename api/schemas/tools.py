@@ -136,13 +136,9 @@ class ToolFields(Body):
         functions = [_function(number, tool) for number, tool in enumerate(self.tools)]
         if len({function.name for function in functions}) < len(functions):
             raise InvalidRequest("tools: two of them have the same name", param="tools")
-        if self.uses_tools and not self.forces_call and any(function.strict for function in functions):
-            raise InvalidRequest(
-                "tools: strict: true is kept only where a call is forced; leave it out, "
-                "or set tool_choice to required or to a named function",
-                param="tools",
-            )
-        offered = [Tool(f.name, NO_PARAMETERS if f.parameters is None else f.parameters) for f in functions]
+        offered = [
+            Tool(f.name, NO_PARAMETERS if f.parameters is None else f.parameters, bool(f.strict)) for f in functions
+        ]
         if not isinstance(self.tool_choice, NamedChoice):
             return offered
         named = [tool for tool in offered if tool.name == self.tool_choice.function.name]

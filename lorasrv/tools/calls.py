@@ -8,10 +8,12 @@ from typing import Any, NoReturn, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters` is the JSON schema of its arguments, an object."""
+    """`parameters` is the JSON schema of its arguments, an object. `is_strict`: they follow it also where the model may
+    call or not; else they are the model's own affair there."""
 
     name: str
     parameters: Mapping[str, Any]
+    is_strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,8 @@
 """Which way of writing tool calls a chat template teaches, told by the markers that it writes itself."""
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lorasrv.grammars.source import Grammar, checked_schema, lark_of
@@ -17,6 +18,8 @@ class ToolFormat:
 
     `marker` begins a call; where it is a special token, it is shown to the reader. `around` a call's JSON stands
     before and after it, `between` calls; None: there is one call at most. `list_of`: brackets around all calls.
+    `unforced` is the Lark rule of an answer in which the model may call tools, or not: where the reader would see the
+    beginning of a call (`head`, or `first` at the answer's beginning), a whole call follows.
     `id_chars`: how long ids of calls are, in templates that check it; 0: any.
     """
 
@@ -24,6 +27,7 @@ class ToolFormat:
     marker: str
     reader: Callable[[frozenset[str], bool], ToolReader]
     arguments: str
+    unforced: str
     around: tuple[str, str] = ("", "")
     between: str | None = None
     list_of: tuple[str, str] = ("", "")
@@ -44,14 +48,40 @@ class ToolFormat:
         many = f" ({_quoted(self.between)} call)*" if parallel and self.between is not None else ""
         begin, end = (_quoted(bracket) if bracket else "" for bracket in self.list_of)
         rules = [f"start: {self._forced_marker(tokenizer)} {begin} call{many} {end}"]
-        rules.append("call: " + " | ".join(f"tool_{number}" for number in range(len(tools))))
-        before, after = self.around
+        return lark_of("\n".join([*rules, *self._calls(tools, self.around[0])]), "tools")
+
+    def unforced_grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer) -> Grammar:
+        """Any text, and calls of these tools: of those that are strict with arguments of their schemas, of others with
+        any object.
+
+        Raises:
+            InvalidRequest: a schema is malformed or too large.
+        """
+        shown = "".join(f" | TEXT <[{token}]>" for token in self.shown(tokenizer))
+        shown_first = shown.replace("TEXT", "BLANK")
+        rules = [
+            f"start: {self.unforced}",
+            f"head: written{shown}",
+            f"written[lazy]: TEXT {_quoted(self.marker)}",
+            f"first: BLANK | BLANK {_quoted(self.marker)}{shown_first}",
+            r"TEXT: /(.|\n)*/",
+            # What Python's `strip` takes away.
+            r"BLANK: /[\s\x1c-\x1f]*/",
+            r"PLAIN: /[\s\x1c-\x1f]*([^\s\x1c-\x1f{](.|\n)*)?/ & ~/[\s\x1c-\x1f]*"
+            + re.escape(self.marker)
+            + r"(.|\n)*/",
+        ]
+        kept = [tool if tool.is_strict else Tool(tool.name, {"type": "object"}) for tool in tools]
+        return lark_of("\n".join([*rules, *self._calls(kept, self.around[0].removeprefix(self.marker))]), "tools")
+
+    def _calls(self, tools: Sequence[Tool], before: str) -> Iterator[str]:
+        """The rule `call`, and what it needs."""
+        yield "call: " + " | ".join(f"tool_{number}" for number in range(len(tools)))
         for number, tool in enumerate(tools):
             head = f'{before}{{"name": {json.dumps(tool.name)}, "{self.arguments}": '
             schema = json.dumps(checked_schema(tool.parameters, "tools"))
-            rules.append(f"tool_{number}: {_quoted(head)} arguments_{number} {_quoted('}' + after)}")
-            rules.append(f"arguments_{number}: %json {schema}")
-        return lark_of("\n".join(rules), "tools")
+            yield f"tool_{number}: {_quoted(head)} arguments_{number} {_quoted('}' + self.around[1])}"
+            yield f"arguments_{number}: %json {schema}"
 
     def _forced_marker(self, tokenizer: Tokenizer) -> str:
         if not self.forces_marker:
@@ -60,18 +90,27 @@ class ToolFormat:
         return f"<[{next(iter(shown))}]>" if shown else _quoted(self.marker)
 
 
-HERMES = ToolFormat("hermes", OPEN, TaggedReader, "arguments", around=(f"{OPEN}\n", f"\n{CLOSE}"), between="\n")
+HERMES = ToolFormat(
+    "hermes",
+    OPEN,
+    TaggedReader,
+    "arguments",
+    "(head call)* TEXT",
+    around=(f"{OPEN}\n", f"\n{CLOSE}"),
+    between="\n",
+)
 MISTRAL = ToolFormat(
     "mistral",
     MISTRAL_MARKER,
     MistralReader,
     "arguments",
+    'TEXT | head " "? "[" call (", " call)* "]"',
     between=", ",
     list_of=("[", "]"),
     forces_marker=True,
     id_chars=9,
 )
-LLAMA = ToolFormat("llama", LLAMA_MARKER, LlamaReader, "parameters")
+LLAMA = ToolFormat("llama", LLAMA_MARKER, LlamaReader, "parameters", "PLAIN | first call")
 
 
 def detect_format(template: str) -> ToolFormat | None:

@@ -3,6 +3,8 @@
 import json
 from typing import Any
 
+import openai
+import pydantic
 import pytest
 import tool_templates as templates
 
@@ -196,6 +198,26 @@ class TestTools:
         assert grammar.param == "tools"
         assert grammar.text.count("%json") == rules
 
+    def test_strict_tools_have_a_grammar_also_where_no_call_is_forced(self, server, engine) -> None:
+        """As openai-python's own helpers for tools ask: `pydantic_function_tool`, `chat.completions.parse`."""
+
+        class Weather(pydantic.BaseModel):
+            city: str
+
+        engine.text = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=20, max_retries=0) as client:
+            answer = client.chat.completions.parse(
+                model="tiny-base",
+                messages=[{"role": "user", "content": "Paris?"}],
+                tools=[openai.pydantic_function_tool(Weather)],
+            )
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.function.parsed_arguments == Weather(city="Paris")
+        assert engine.added[0].constraint.param == "tools"
+        assert '"city"' in engine.added[0].constraint.text
+        assert self.ask(server, tools=[templates.CLOCK]).status_code == 200
+        assert engine.added[1].constraint is None
+
     def test_special_markers_are_shown(self, server, engine, with_template) -> None:
         with_template(templates.MISTRAL)
         engine.text = '[TOOL_CALLS] [{"name": "clock", "arguments": {}}]'
@@ -227,7 +249,6 @@ class TestTools:
             ({"tools": [{"type": "retrieval"}]}, "tools", "tools[0].type"),
             ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0].function.name"),
             ({"tools": [templates.CLOCK] * 2}, "tools", "same name"),
-            ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools", "strict"),
             ({"guided_regex": "a"}, "guided_regex", "exclude"),
             ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
             ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "chat_template"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from lorasrv.chat_template import ChatTemplate
 from lorasrv.errors import InvalidRequest
 from lorasrv.grammars.compiler import GrammarCompiler
+from lorasrv.grammars.matching import CompiledGrammar
 from lorasrv.tokenizer import Tokenizer
 from lorasrv.tools.calls import Tool, ToolCall
 from lorasrv.tools.formats import HERMES, LLAMA, MISTRAL, ToolFormat, detect_format
@@ -185,6 +187,49 @@ def test_forced_calls_are_read_back(form: ToolFormat, parallel: bool, builtin_to
     assert read(form, [one]) == expected
     assert read(form, [two]) == expected * 2
     assert json.loads(expected[0].arguments) == {"city": "Köln"}
+
+
+SPECIAL = replace(HERMES, marker="<|im_start|>", around=("<|im_start|>\n", "\n</tool_call>"))
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, SPECIAL], ids=["hermes", "llama", "mistral", "special"])
+def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
+    form: ToolFormat, builtin_tokenizer: Tokenizer
+) -> None:
+    parameters: dict[str, Any] = templates.WEATHER["function"]["parameters"]  # type: ignore[index]
+    tools = [Tool("get_weather", parameters, is_strict=True), Tool("clock", {"type": "strin"})]
+
+    def written(name: str, arguments: str) -> str:
+        call = f'{{"name": "{name}", "{form.arguments}": {arguments}}}'
+        marker = form.marker if form.forces_marker else ""
+        return marker + form.list_of[0] + form.around[0] + call + form.around[1] + form.list_of[1]
+
+    good, other = written("get_weather", '{"city": "Köln"}'), written("clock", '{"any": [1]}')
+    bad = [
+        *(written("get_weather", arguments) for arguments in ('{"city": "Rome"}', "{}", '{"city": "Köln", "x": 1}')),
+        *(good.replace("get_weather", "nobody"), good[: -len("}}")]),
+    ]
+    texts = ["", "no call", " \n", "a {b} <tool [TOOL <", "한국 😀", good, other]
+
+    async def main() -> CompiledGrammar:
+        compiler = GrammarCompiler(builtin_tokenizer, builtin_tokenizer.vocab_size, builtin_tokenizer.eos_token_ids)
+        try:
+            return await compiler.compile(form.unforced_grammar(tools, builtin_tokenizer))
+        finally:
+            await compiler.aclose()
+
+    compiled = asyncio.run(main())
+    if form is LLAMA:
+        texts += [f" {good}", f"<|python_tag|>{good}", f"text {bad[0]}", f"text <|python_tag|>{bad[0]}"]
+        bad += [f"{blank}{marker}{bad[0]}" for blank in ("", " ", "\n\x1c\x85") for marker in ("", "<|python_tag|>")]
+    else:
+        texts += [f"Hm.\n{good}"]
+        bad += [f"Hm. {text}" for text in bad]
+    if form in (HERMES, SPECIAL):
+        texts += [f"{good}\n{other} and {good} so"]
+        bad += [f"{good} and {bad[0]}"]
+    assert [text for text in texts if not _written(compiled, builtin_tokenizer, text)] == []
+    assert [text for text in bad if _written(compiled, builtin_tokenizer, text)] == []
 
 
 def _written(compiled: Any, tokenizer: Tokenizer, text: str) -> bool:
