@@ -77,6 +77,12 @@ def test_the_adapter_answers(served) -> None:
     assert compared >= 4
 
 
+def test_the_load_script_reads_texts_with_unicode_s_ends_of_lines(server, engine) -> None:
+    [body] = [r["body"] for r in RECORDED["load-script"]["requests"] if r["body"]["model"] == "$BASE"]
+    engine.text = "a\u2028b\u2029c\u0085d"
+    load_script(server.http.post("/v1/completions", json={**body, "model": "tiny-base"}), body)
+
+
 def _ok(answer: httpx2.Response) -> Any:
     assert answer.status_code == 200, answer.text[:500]
     return answer.json()
@@ -129,6 +135,22 @@ def vllm_bench(answer: httpx2.Response, body: dict[str, Any]) -> None:
             assert usage["prompt_tokens"] > 0
     assert seen
     assert tokens == wanted if body.get("ignore_eos") else tokens
+
+
+def load_script(answer: httpx2.Response, body: dict[str, Any]) -> None:
+    """httpx's lines, whatever ends them, each of them JSON; text in a choice, usage in any chunk."""
+    assert answer.status_code == 200, answer.text[:500]
+    tokens, chunks = 0, 0
+    for line in answer.iter_lines():
+        if not line.startswith("data:") or line.endswith("[DONE]"):
+            continue
+        event = json.loads(line[5:])
+        assert not event.get("error")
+        if event.get("usage"):
+            tokens = event["usage"].get("completion_tokens", 0)
+        chunks += bool(event.get("choices") and event["choices"][0].get("text"))
+    assert tokens == body["max_tokens"]
+    assert chunks
 
 
 def inference_perf(answer: httpx2.Response, body: dict[str, Any]) -> None:
@@ -210,7 +232,19 @@ def refused(answer: httpx2.Response, _: Any) -> None:
 READERS = {
     reader.__name__: reader
     for reader in (
-        *(status, first_model, listed, guidellm, vllm_bench, inference_perf, text, text_stream, chat, chat_stream),
+        *(
+            status,
+            first_model,
+            listed,
+            guidellm,
+            vllm_bench,
+            load_script,
+            inference_perf,
+            text,
+            text_stream,
+            chat,
+            chat_stream,
+        ),
         *(structured, lm_eval_loglikelihood, lm_eval_generate, tokenizer_info, tokens, detokenized, refused),
     )
 }
