@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -185,3 +186,13 @@ class TestPeers:
         assert other[:5] == ("16/16", "64", "peft", "10.0", "5.0 ×")
         assert peer_rows.better([theirs, ours]) is ours
         assert "| 56 % |" in report.section("x", [ours])
+
+
+def test_the_bench_of_the_store_runs() -> None:
+    """Its server is the real application around an engine that does nothing: new parts of one are missed here."""
+    command = [sys.executable, str(BENCHMARKS / "bench_store.py"), "--adapters", "20", "--calls", "10", "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    assert {len(rows) for rows in json.loads(done.stdout).values()} == {20}

@@ -5,36 +5,45 @@
 Two stores of small adapters (4 modules, 3 KB each, all different) are filled in a temporary folder, which is timed too
 (each registration makes its weights and its row durable, so it is the disk's time). Then, store beside store: opening,
 resolving ids, versions and unknown names, listing, and the routes over HTTP on loopback, served by the real application
-around an engine that does nothing. Times are medians and 99th percentiles of so many calls, in milliseconds. One
-process: client and server share its cores.
+around an engine that does nothing, in a process of its own. Times are medians and 99th percentiles of so many calls, in
+milliseconds; over HTTP until the last byte is there: what a client makes of the bytes is its own affair (to read the
+JSON of 5,000 models takes Python longer than the server to send it).
 """
 
 import argparse
 import hashlib
 import json
 import statistics
+import subprocess
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from http.client import HTTPConnection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import httpx2
 import numpy as np
 import uvicorn
 from peer_servers import machine
 from safetensors.numpy import save
 from tier_common import row, table
 
+from adapter_store.records import Change
 from adapter_store.spec import BaseShapes
 from adapter_store.store import AdapterStore
 from api.app import create_app
 from api.server import bind
 from api.settings import ServerSettings
 from lorasrv.metrics import EngineMetrics, EngineSnapshot
+from lorasrv.step_book import StepBook
+from lorasrv.traffic import Traffic
+from lorasrv.watchdog import Heartbeat
 
 FEW = 16
 BASE = "bench-base"
@@ -101,6 +110,8 @@ class IdleEngine:
         self.model_name, self.quantization, self.max_model_len = BASE, "none", 2048
         self.metrics = EngineMetrics(EngineSnapshot())
         self.spec = SimpleNamespace(vocab_size=256)
+        self.traffic, self.book, self.heartbeat = Traffic(), StepBook(), Heartbeat()
+        self.error: str | None = None
         self.is_alive = True
 
     async def start(self) -> None:
@@ -109,33 +120,63 @@ class IdleEngine:
     async def shutdown(self) -> None:
         """Nothing to end."""
 
+    async def residents(self) -> list[Any]:
+        """Nothing is in a pool."""
+        return []
 
-@contextmanager
-def served(store: AdapterStore) -> Iterator[httpx2.Client]:
-    app = create_app(cast("Any", IdleEngine()), store, ServerSettings())
-    listener = bind("127.0.0.1", 0)  # asyncio sends small answers at once only on sockets whose protocol is named
-    listener.listen()
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None))
-    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-    thread.start()
-    try:
+
+def serve(root: Path) -> None:
+    """Serve the store until stdin ends. Each line of that is an id to change; a line answers it."""
+    with AdapterStore(root, SHAPES, reserved_ids=frozenset({BASE})) as store:
+        app = create_app(cast("Any", IdleEngine()), store, ServerSettings())
+        listener = bind("127.0.0.1", 0)  # asyncio sends small answers at once only on sockets whose protocol is named
+        listener.listen()
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
         while not server.started:
             time.sleep(0.01)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        with httpx2.Client(base_url=url, trust_env=False, timeout=60) as client:
-            yield client
-    finally:
+        print(listener.getsockname()[1], flush=True)
+        for number, line in enumerate(sys.stdin):
+            store.change(line.strip(), Change(aliases={"bench": None if number % 2 else 1}))
+            print("changed", flush=True)
         server.should_exit = True
         thread.join()
 
 
-def get(client: httpx2.Client, path: str, status: int = 200) -> Callable[[], object]:
-    def ask() -> None:
-        response = client.get(path)
-        assert response.status_code == status, response.text
-        response.json()
+@dataclass(frozen=True)
+class Served:
+    """A server in a process of its own, and one connection to it."""
 
-    return ask
+    process: "subprocess.Popen[str]"
+    connection: HTTPConnection
+
+    def get(self, path: str) -> None:
+        self.connection.request("GET", path)
+        response = self.connection.getresponse()
+        content = response.read()
+        assert response.status == 200, content
+
+    def change(self, adapter_id: str) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(f"{adapter_id}\n")
+        self.process.stdin.flush()
+        assert self.process.stdout.readline() == "changed\n"
+
+
+@contextmanager
+def served(root: Path) -> Iterator[Served]:
+    command = [sys.executable, __file__, "--serve", str(root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        connection = HTTPConnection("127.0.0.1", int(process.stdout.readline()), timeout=60)
+        try:
+            yield Served(process, connection)
+        finally:
+            connection.close()
+            assert process.stdin is not None
+            process.stdin.close()
 
 
 def in_memory(store: AdapterStore, ids: int, calls: int) -> dict[str, list[float]]:
@@ -158,7 +199,7 @@ def in_memory(store: AdapterStore, ids: int, calls: int) -> dict[str, list[float
     }
 
 
-def over_http(store: AdapterStore, ids: int, calls: int) -> dict[str, list[float]]:
+def over_http(root: Path, ids: int, calls: int) -> dict[str, list[float]]:
     middle = name_of(ids // 2)
     paths = {
         f"GET /v1/adapters?limit={PAGE}": f"/v1/adapters?limit={PAGE}",
@@ -170,15 +211,13 @@ def over_http(store: AdapterStore, ids: int, calls: int) -> dict[str, list[float
         "GET /v1/models/{id}": f"/v1/models/{middle}",
         "GET /health, for comparison": "/health",
     }
-    with served(store) as client:
-        results = {title: timed(get(client, path), calls) for title, path in paths.items()}
-        ask = get(client, "/v1/models")
-
-        def ask_after_a_change() -> None:
-            reread(store, middle)
-            ask()
-
-        return results | {"GET /v1/models, all, after a change": timed(ask_after_a_change, calls)}
+    with served(root) as server:
+        results = {title: timed(partial(server.get, path), calls) for title, path in paths.items()}
+        after_a_change = []
+        for _ in range(calls):
+            server.change(middle)
+            after_a_change += timed_once(lambda: server.get("/v1/models"))
+        return results | {"GET /v1/models, all, after a change": after_a_change}
 
 
 def reread(store: AdapterStore, name: str) -> None:
@@ -223,8 +262,8 @@ def measured(root: Path, ids: int, calls: int) -> dict[str, list[float]]:
     results["open the store (start-up)"] = timed(reopen, 5)
     with AdapterStore(root, SHAPES, reserved_ids=frozenset({BASE})) as store:
         results |= in_memory(store, ids, 20 * calls)
-        results |= over_http(store, ids, calls)
         results |= changes(store, ids, min(calls, 40))
+    results |= over_http(root, ids, calls)
     return results
 
 
@@ -234,7 +273,11 @@ def main() -> None:
     parser.add_argument("--calls", type=int, default=200, help="of each kind over HTTP; twenty times as many in memory")
     parser.add_argument("--quick", action="store_true", help="a smoke test: 200 ids, few calls")
     parser.add_argument("--json", action="store_true", help="medians in milliseconds, by number of ids, as one line")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     a = parser.parse_args()
+    if a.serve is not None:
+        serve(a.serve)
+        return
     if a.quick:
         a.adapters, a.calls = 200, 20
     counts = sorted({FEW, a.adapters})
