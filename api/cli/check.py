@@ -61,11 +61,11 @@ def shapes_of(model: str) -> BaseShapes:
 
 def _versions(root: Path, base: BaseShapes) -> dict[AdapterKey, list[str]]:
     """Which versions of a store each content is. Raises: CliError: it was filled for another base. AdapterError."""
-    from adapter_store.base_identity import BaseIdentity
+    from adapter_store.base_identity import BaseIdentity, stored_base
     from adapter_store.closed_store import ClosedStore
 
     with ClosedStore(root) as closed:
-        filled_for = BaseIdentity.from_text(closed.index.base() or "")
+        filled_for = stored_base(closed.index)
         records = closed.index.records()
     if filled_for.shapes and not filled_for.has_shapes_of(BaseIdentity.of(base)):
         raise CliError(f"{root} was filled for a base of other shapes than {base.name}; name that one with --model")

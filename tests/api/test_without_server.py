@@ -1,7 +1,9 @@
 """`lorasrv list --store` and `check --store`: a store that no server uses, through the real command line."""
 
+import contextlib
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +102,14 @@ def test_refused_in_one_line(command: str, filled: Path, base: Path, mia: Path, 
     assert (nothing.returncode, nothing.stderr.count("\n")) == (1, 1)
     assert "there is no adapter store in it" in nothing.stderr
     assert not (tmp_path / "nothing").exists()
+
+
+def test_a_damaged_index_is_told_in_one_line(filled: Path, base: Path, mia: Path) -> None:
+    with contextlib.closing(sqlite3.connect(filled / "index.sqlite3")) as index, index:
+        index.execute("UPDATE base SET fingerprint = 'none'")
+    done = run("check", mia, "--model", base, "--store", filled)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "its index is damaged" in done.stderr
 
 
 def test_a_server_or_a_store(filled: Path) -> None:
