@@ -24,7 +24,7 @@ BASE = "base"
 async def show_stats(adapter_id: str, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
     """What an id was asked and what it cost, in all and by version, since it was uploaded, over restarts.
 
-    `base`, or the base's name, is the base; for keys that may see every adapter, as it tells what all of them did.
+    `base`, or the base's name, is the base; for administrators who may see every adapter, as it tells what all did.
     """
     if (record := view.records().get(AdapterId(adapter_id))) is None:
         return await _of_base(adapter_id, services, view)

@@ -200,6 +200,7 @@ def test_row_38_clients_that_leave(served) -> None:
     open_and_close(served, 100)
 
 
+@pytest.mark.long
 def test_row_38_clients_that_leave_while_their_adapter_is_loading(flags, adapter_dirs) -> None:  # noqa: F811
     """The load goes with them; who comes next has it begin anew, or go on."""
     slow = ("--testing", "--inject-faults", "slow-disk:2s")
