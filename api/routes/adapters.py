@@ -274,12 +274,12 @@ async def delete(
     """`AdapterStore.delete`, and have the engine forget limits, and pins that nothing is left to unpin by."""
     gone: Deletion = await run_in_threadpool(view.delete, reference, force=force, if_match=if_match)
     # Also if the client has left by now: pins without a name would stay for ever, and limits for the next of the name.
-    await asyncio.shield(_forget(services, gone))
+    await asyncio.shield(_forget(services, view, gone))
     return gone
 
 
-async def _forget(services: Services, gone: Deletion) -> None:
-    if gone.adapter_id not in services.store.records():
+async def _forget(services: Services, view: View, gone: Deletion) -> None:
+    if gone.adapter_id not in view.records():
         services.engine.traffic.forget(gone.adapter_id)
     await services.ledger.forget(gone.adapter_id, gone.contents)
     await services.limits.tell(gone.adapter_id)
