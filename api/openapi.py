@@ -5,6 +5,7 @@ FastAPI would promise its own 422; here every failure is in one of two shapes, O
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 from fastapi import FastAPI
@@ -111,7 +112,7 @@ def _add_example(operation: Json, example: Example) -> None:
     known = responses.pop("200", None) or responses.pop(str(example.status), None)
     content: Json = {}
     if example.answer is not None:
-        content[example.answer_type] = {"schema": _schema_of(example.answer), "example": example.answer}
+        content[example.answer_type] = {"schema": _shape_of(example.answer), "example": example.answer}
     if example.stream is not None:
         content["text/event-stream"] = {"schema": _TEXT, "example": example.stream}
     responses[str(example.status)] = {"description": _description(known, example.status)} | (
@@ -133,3 +134,35 @@ def _schema_of(example: Any) -> Json:
     if isinstance(example, dict):
         return {"type": "object"}
     return {"type": "array" if isinstance(example, list) else "string"}
+
+
+def _shape_of(example: Any) -> Json:
+    """What an example promises of all answers: its fields, but for those that are up to the request, and their types;
+    any of them may be null. Items of a list have what all of them have in common."""
+    if isinstance(example, Mapping):
+        fields = {name: _or_null(_shape_of(value)) for name, value in example.items()}
+        return {"type": "object", "required": [name for name in fields if name not in _ASKED_FOR], "properties": fields}
+    if isinstance(example, list):
+        return {"type": "array", "items": reduce(_common, map(_shape_of, example)) if example else {}}
+    return next(({"type": name} for kind, name in _TYPES if isinstance(example, kind)), {})
+
+
+# TGI's details, and what maps names that somebody has chosen.
+_ASKED_FOR = frozenset({"details", "prod"})
+_TYPES = ((bool, "boolean"), (int | float, "number"), (str, "string"))
+
+
+def _or_null(shape: Json) -> Json:
+    return {**shape, "type": [shape["type"], "null"]} if "type" in shape else shape
+
+
+def _common(one: Json, other: Json) -> Json:
+    """What two shapes promise both."""
+    if one.get("type") != other.get("type"):
+        return {}
+    if "items" in one:
+        return {**one, "items": _common(one["items"], other["items"])}
+    if "properties" not in one:
+        return one
+    fields = {name: _common(shape, other["properties"].get(name, {})) for name, shape in one["properties"].items()}
+    return {**one, "required": [name for name in one["required"] if name in other["required"]], "properties": fields}

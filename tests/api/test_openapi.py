@@ -4,6 +4,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import jsonschema_rs
 import pytest
 
 from api.openapi_examples import EXAMPLES
@@ -65,6 +66,21 @@ def test_the_errors_of_tgi_are_its_own(schema) -> None:
     shape = lambda path: schema["paths"][path]["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]  # noqa: E731
     assert shape("/generate") == {"$ref": "#/components/schemas/TgiError"}
     assert shape("/v1/completions") == {"$ref": "#/components/schemas/Error"}
+
+
+def test_answers_are_described_by_their_fields(schema) -> None:
+    """A bare object is what any answer is: whoever checks answers against the description would see nothing."""
+    for (method, path), operation in operations(schema).items():
+        for status, response in operation["responses"].items():
+            for kind, content in response.get("content", {}).items():
+                if status.startswith("2") and kind == "application/json" and content.get("example"):
+                    shape = content["schema"]
+                    assert shape.get("required") or shape.get("items"), f"{method} {path}"
+                    assert jsonschema_rs.is_valid(shape, content["example"]), f"{method} {path}"
+    chat = schema["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]["application/json"]
+    broken = {**chat["example"], "choices": [{**chat["example"]["choices"][0], "index": "0"}]}
+    for wrong in ({}, broken, {key: value for key, value in chat["example"].items() if key != "usage"}):
+        assert not jsonschema_rs.is_valid(chat["schema"], wrong)
 
 
 def test_it_is_valid(schema) -> None:
