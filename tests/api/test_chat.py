@@ -71,8 +71,7 @@ class TestAtATerminal:
             engine.hang_after = None
             seen.enter("again")
             seen.until("again\nHello wörld")
-            seen.send("\x04")
-            assert seen.end() == 0
+            assert seen.leave() == 0
             assert "Traceback" not in seen.text
         assert prompts(engine)[1] == "user:hi\nassistant:Hello\nuser:again"
 
@@ -89,8 +88,7 @@ class TestAtATerminal:
             dispatcher[0].app = app
             seen.enter("three")
             seen.until("three\nHello wörld")
-            seen.send("\x04")
-            assert seen.end() == 0
+            assert seen.leave() == 0
         assert prompts(engine)[1] == "user:three", "what was not answered is not remembered"
 
     def test_arrow_keys_bring_lines_back(self, server, engine) -> None:
@@ -104,10 +102,8 @@ class TestAtATerminal:
             seen.send("/ada\t")
             seen.until("tiny-base> /adapter")
             seen.interrupt()
-            # Until it reads again, the terminal would take Ctrl-D for itself.
             seen.until("/adapter\ntiny-base>")
-            seen.send("\x04")
-            assert seen.end() == 0
+            assert seen.leave() == 0
 
     def test_an_answer_cannot_command_the_terminal(self, server, engine) -> None:
         engine.text = "a\x1b]0;owned\x07b\x1b[2Jc"

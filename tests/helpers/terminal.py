@@ -1,5 +1,6 @@
 """A command at a real pseudo-terminal, and what a person would see there: pyte draws the screen."""
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -76,6 +77,17 @@ class Terminal:
         self._screen.resize(lines, columns)
         set_size(self._fd, columns, lines)
         self.process.send_signal(signal.SIGWINCH)
+
+    def leave(self) -> int:
+        """Ctrl-D, until it ends: while nobody reads, the terminal takes it for itself. The exit code."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.process.poll() is None:
+            assert time.monotonic() < deadline, f"it does not leave:\n{self.text}"
+            with contextlib.suppress(OSError):
+                self.send("\x04")
+            for _ in range(10):
+                self._read(0.05)
+        return self.end()
 
     def end(self) -> int:
         """Wait for the end; the exit code."""
