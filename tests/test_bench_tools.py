@@ -188,6 +188,7 @@ class TestPeers:
         assert "| 56 % |" in report.section("x", [ours])
 
 
+@pytest.mark.long
 def test_the_bench_of_the_store_runs() -> None:
     """Its server is the real application around an engine that does nothing: new parts of one are missed here."""
     command = [sys.executable, str(BENCHMARKS / "bench_store.py"), "--adapters", "20", "--calls", "10", "--json"]

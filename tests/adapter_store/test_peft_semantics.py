@@ -165,7 +165,7 @@ def test_a_named_adapter_is_saved_one_level_down(save: Save, base: BaseShapes) -
     assert checked(folder, base)[0].report.modules_matched == 2
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("wrapped", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_state_dict_as_in_memory_is_read_as_the_saved_one(wrapped: bool, save: Save, base: BaseShapes) -> None:
     """Names by torch itself: PEFT's model, compiled and given to data parallelism."""
     model, folder = save(r=4, target_modules=["q_proj"], lora_alpha=6)

@@ -148,7 +148,7 @@ def test_a_collector_gets_them(collector, make_server, make_adapter, monkeypatch
     assert {"load", "queue"} <= {name for name, span in sent.items() if span.parent_span_id == chat.span_id}
 
 
-@pytest.mark.parametrize("listens", [True, False])
+@pytest.mark.parametrize("listens", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_collector_that_does_not_answer_delays_the_end_by_little(listens: bool) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

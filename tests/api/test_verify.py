@@ -227,6 +227,7 @@ class TestEnds:
         assert first[0].status_code == 503
         assert verify(server, timeout_s=0.5).status_code == 504, "the next one may begin"
 
+    @pytest.mark.long
     def test_what_is_deleted_meanwhile_stays_readable(self, verified_by, children: Children, eventually, store) -> None:
         server = verified_by("hangs")
         done: list[Any] = []

@@ -91,7 +91,7 @@ def test_check(filled: Path, base: Path, mia: Path, tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("command", ["list", "check"])
+@pytest.mark.parametrize("command", ["list", pytest.param("check", marks=pytest.mark.long)])
 def test_refused_in_one_line(command: str, filled: Path, base: Path, mia: Path, tmp_path: Path) -> None:
     more = (mia, "--model", base) if command == "check" else ()
     with opened(filled, base):

@@ -122,6 +122,7 @@ def opened(mirror: Mirror, home: Path, model: str, how: str = "locate", **enviro
     return done.stdout.strip()
 
 
+@pytest.mark.long
 def test_downloaded_once_and_then_without_a_network(mirror: Mirror, tmp_path: Path, llama_dir: Path) -> None:
     name = f"hf:{REPO}"
     assert opened(mirror, tmp_path, name, "open") == REPO
@@ -141,7 +142,11 @@ def test_downloaded_once_and_then_without_a_network(mirror: Mirror, tmp_path: Pa
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        ("hf:tiny/nothing", "the hub has none of that name, or it is private: then set HF_TOKEN"),
+        pytest.param(
+            "hf:tiny/nothing",
+            "the hub has none of that name, or it is private: then set HF_TOKEN",
+            marks=pytest.mark.long,
+        ),
         ("hf:tiny/gated", "its owner lets in only whom it knows: ask there, and set HF_TOKEN"),
         (f"hf:{REPO}@v9", "it has no revision 'v9'"),
     ],
