@@ -232,7 +232,7 @@ class Guard:
 
 
 GUARDS: dict[str, Guard] = {
-    "pinned adapters stay": Guard(_evict_pinned, caught_by=KeyError),
+    "pinned adapters stay": Guard(_evict_pinned),
     "a page has one writer": Guard(_share_a_page),
     "pages come back": Guard(_leak),
     "shared pages have counts": Guard(_forget_the_others),
