@@ -19,15 +19,17 @@ STOP_TIMEOUT_S = 20.0
 
 @contextmanager
 def running_server(options: Sequence[str]) -> Iterator[str]:
-    """A server on a free port, ready to answer: its URL. Stopped at the end, however that comes."""
+    """A server on a free port, ready to answer: its URL. Stopped at the end, however that comes. Of its log only what
+    is wrong is shown, unless options say otherwise: whoever asked for a server did not ask for a line a request."""
     # -P: a folder named api in the working directory must not be taken for ours.
     command = [sys.executable, "-P", "-c", "from api.cli.main import main; main()", "serve"]
+    log = ["--log-level", "warning", "--log-format", "text"]
     place = ["--host", "127.0.0.1", "--port", "0", "--json"]
     key = client_key(DEFAULT_SERVER)
     # The key that commands will show it, wherever they have it from.
     environment = {**os.environ, **({} if key is None else {"LORASRV_API_KEY": key})}
     process = subprocess.Popen(
-        [*command, *options, *place], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        [*command, *log, *options, *place], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
     )
     relay = threading.Thread(target=_relay, args=(process,))
     relay.start()

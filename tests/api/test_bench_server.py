@@ -65,6 +65,7 @@ def test_a_sweep_on_a_server_of_its_own(run, flags: tuple[str, ...]) -> None:
     assert process.returncode == 0, err
     assert "making adapters done" in err
     assert "server ready at http://127.0.0.1:" in err
+    assert "/v1/completions" not in err, "no line a request"
     base, adapters = (json.loads(line) for line in out.splitlines())
     for done in (base, adapters):
         figures = done["figures"]
