@@ -35,8 +35,8 @@ test: setup
 
 # What takes too long for everyday use: exactness through every backend, kernels compiled for absent GPUs, storms, floods.
 test-long: setup
-	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m long --ignore tests/e2e
-	$(BIN)/python -m pytest -m long tests/e2e
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist worksteal -m "long and not exhaustive" --ignore tests/e2e
+	$(BIN)/python -m pytest -m "long and not exhaustive" tests/e2e
 
 # Every storage operation killed, refused and unplugged; then a real server killed at random moments, COUNT times: the sum
 # of all kills is in docs/reliability.md.

@@ -78,7 +78,7 @@ def test_a_sweep_on_a_server_of_its_own(run, flags: tuple[str, ...]) -> None:
     assert 1 <= adapters["figures"]["adapters"] <= 3
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_the_machine_is_measured(run, flags: tuple[str, ...]) -> None:
     out, err = (process := run(*LOAD, "--json", "--measure-machine", "--", *flags)).communicate(timeout=200)
     assert process.returncode == 0, err
@@ -88,7 +88,7 @@ def test_the_machine_is_measured(run, flags: tuple[str, ...]) -> None:
     assert done["machine"]["measured"]["read_bytes_per_s"] > 1e8
 
 
-@pytest.mark.long
+@pytest.mark.exhaustive
 def test_a_trace_gets_the_adapters_that_it_names(run, flags: tuple[str, ...], tmp_path: Path) -> None:
     lines = [{"arrival_s": n / 20, "prompt_tokens": 30, "output_tokens": 3, "adapter": "mia"} for n in range(2)]
     file = tmp_path / "t.jsonl"
