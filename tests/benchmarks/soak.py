@@ -210,8 +210,6 @@ class Soak:
                     gone.break_off()
             await self._send("DELETE", f"{one.name}?force=true" if force else one.name)
             for gone in (name, alias):
-                if force:
-                    gone.break_off()
                 gone.settle(GONE)
             one.versions, one.current, one.alias = {}, None, None
             self.changes["delete, force" if force else "delete"] += 1

@@ -33,6 +33,8 @@ class Name:
     name: str
     possible: set[Meaning] = field(default_factory=lambda: {GONE})
     asked: "set[Asked]" = field(default_factory=set)
+    is_breaking: bool = False
+    """Its requests are being ended: those that come meanwhile, too, which may be over before that is acknowledged."""
 
     def begin(self, meaning: Meaning) -> None:
         """A change to this is on its way."""
@@ -43,7 +45,7 @@ class Name:
 
     def settle(self, meaning: Meaning) -> None:
         """It was acknowledged."""
-        self.possible = {meaning}
+        self.possible, self.is_breaking = {meaning}, False
 
     def decide(self) -> None:
         """All that was asked so far is accepted: what comes is none of its business."""
@@ -51,7 +53,8 @@ class Name:
             asked.is_decided = True
 
     def break_off(self) -> None:
-        """Its requests are being ended."""
+        """Its requests are being ended, until that is settled."""
+        self.is_breaking = True
         for asked in self.asked:
             asked.may_break = True
 
@@ -120,7 +123,7 @@ class Traffic:
     async def ask(self, ask: Ask) -> Asked:
         """To its end. Raises: Wrong."""
         name = self.name(ask.name)
-        asked = Asked(ask, set(name.possible))
+        asked = Asked(ask, set(name.possible), may_break=name.is_breaking)
         name.asked.add(asked)
         try:
             async with asyncio.timeout(ask.leave_after_s):
