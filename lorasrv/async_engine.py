@@ -80,7 +80,9 @@ class AsyncEngine:
             write = model.parts.runner.write_adapter
             self._loader = ThreadedLoader(model.parts.source, write, lambda: self._inbox.put(Wake()))
         self._engine = Engine(model.parts, self._loader)
-        self._reception = Reception(self._engine.admission, self.tokenizer, self.max_model_len, self._engine.poison)
+        self._reception = Reception(
+            self._engine.admission, self.tokenizer, self.max_model_len, self._engine.poison, options.queue_timeout_s
+        )
         self.metrics, self.heartbeat = self._engine.metrics, self._engine.heartbeat
         self.waiting_room = WaitingRoom(options, self.metrics.snapshot)
         self.profile = self._engine.profile

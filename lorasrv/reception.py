@@ -26,13 +26,21 @@ LEAST_S = 1e-3
 
 
 class Reception:
-    """For the event loop's thread."""
+    """For the event loop's thread. `queue_timeout_s`: the server's; None waits for ever."""
 
-    def __init__(self, admission: Admission, tokenizer: Tokenizer, max_model_len: int, poison: PoisonGuard) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        tokenizer: Tokenizer,
+        max_model_len: int,
+        poison: PoisonGuard,
+        queue_timeout_s: float | None,
+    ) -> None:
         self._admission = admission
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._poison = poison
+        self._queue_timeout_s = queue_timeout_s
         self._readers = ThreadPoolExecutor(NUM_READERS, "lorasrv-header")
 
     async def receive(
@@ -44,18 +52,34 @@ class Reception:
     ) -> list[AddRequest]:
         """The messages of all choices.
 
-        Raises: as `Admission.admit`; PoisonRequest; RequestTimeout: the disk took all of `timeout_s`.
+        Raises: as `Admission.admit`; PoisonRequest; RequestTimeout: the disk took all of the time that there is.
         """
         adapter = options.get("adapter")
         work = partial(self._understood, request_ids, prompt, sampling, options)
         if adapter is None or self._admission.knows_layout(adapter):
             return await asyncio.to_thread(work)
         reading = asyncio.get_running_loop().run_in_executor(self._readers, work)
-        return await _in_time(reading, options.get("timeout_s"))
+        return await self._in_time(reading, options.get("timeout_s"))
 
     def close(self) -> None:
         """Nobody comes any more; who is being received is not waited for."""
         self._readers.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_time(self, reading: Awaitable[list[AddRequest]], timeout_s: float | None) -> list[AddRequest]:
+        """Its messages, with what is left of their time. A `timeout_s` that is none is for admission to refuse."""
+        own_s = timeout_s if timeout_s is not None and 0 < timeout_s <= MAX_TIMEOUT_S else None
+        limits = (("timeout_s,", own_s), ("the server's queue timeout of", self._queue_timeout_s))
+        bounds = [(seconds, name) for name, seconds in limits if seconds is not None]
+        most_s, name = min(bounds, default=(None, ""))
+        began_s = time.monotonic()
+        try:
+            messages = await asyncio.wait_for(reading, most_s)
+        except TimeoutError:
+            raise RequestTimeout(f"its adapter could not be looked up within {name} {most_s:g} s") from None
+        if own_s is None:
+            return messages
+        left_s = max(LEAST_S, own_s - (time.monotonic() - began_s))
+        return [replace(message, timeout_s=left_s) for message in messages]
 
     def _understood(
         self,
@@ -70,16 +94,3 @@ class Reception:
         first = self._admission.admit(request_ids[0], ids, sampling, **options)
         self._poison.check(first)
         return [first, *further_choices(first, request_ids[1:])]
-
-
-async def _in_time(reading: Awaitable[list[AddRequest]], timeout_s: float | None) -> list[AddRequest]:
-    """With what is left of their time."""
-    if timeout_s is None or not 0 < timeout_s <= MAX_TIMEOUT_S:
-        return await reading
-    began_s = time.monotonic()
-    try:
-        messages = await asyncio.wait_for(reading, timeout_s)
-    except TimeoutError:
-        raise RequestTimeout(f"its adapter could not be looked up within timeout_s, {timeout_s:g} s") from None
-    left_s = max(LEAST_S, timeout_s - (time.monotonic() - began_s))
-    return [replace(message, timeout_s=left_s) for message in messages]

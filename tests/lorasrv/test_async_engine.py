@@ -283,6 +283,10 @@ def test_a_slow_disk_holds_up_nobody_else(serve, store: AdapterStore, monkeypatc
             assert len(_tokens(await _collect(engine, GREEDY, None))) == 12
         with pytest.raises(RequestTimeout, match=r"timeout_s, 0\.05 s"):
             await engine.add(PROMPT, GREEDY, adapter=key, adapter_id="one", timeout_s=0.05)
+        engine._reception._queue_timeout_s = 0.01
+        for timeout_s in (None, 5.0):
+            with pytest.raises(RequestTimeout, match=r"the server's queue timeout of 0\.01 s"):
+                await engine.add(PROMPT, GREEDY, adapter=key, adapter_id="one", timeout_s=timeout_s)
         assert not any(one.done() for one in waiting)
         go_on.set()
         for one in await asyncio.gather(*waiting):
