@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from api.answer_bounds import LARGE_BYTES, AnswerBounds
 from api.app import _ROUTES
@@ -446,3 +446,24 @@ def test_a_full_queue_is_told_before_anything_is_looked_at(server, engine, monke
     assert engine.traffic.rejected == {"engine_overloaded": 1}, "refused early, and counted all the same"
     engine.is_alive = False
     assert server.http.post(path, json=body).status_code != 429
+
+
+def test_the_applications_own_answers_go_in_pieces(server, dispatcher) -> None:
+    """The layer is in its place: a large page of the server's own is in no one message."""
+    whole = server.http.get("/openapi.json").content
+    assert len(whole) > LARGE_BYTES
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"host", f"127.0.0.1:{server.port}".encode())]
+    scope = {"type": "http", "method": "GET", "path": "/openapi.json", "raw_path": b"/openapi.json", "headers": headers}
+    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": "", "client": ("127.0.0.1", 1)}
+    asyncio.run(dispatcher[0].app(scope | {"server": ("127.0.0.1", server.port)}, receive, send))
+    pieces_sent = [message["body"] for message in sent[1:]]
+    assert b"".join(pieces_sent) == whole
+    assert max(map(len, pieces_sent)) < LARGE_BYTES
