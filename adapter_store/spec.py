@@ -9,7 +9,6 @@ from typing import NewType
 
 AdapterId = NewType("AdapterId", str)
 """A name that a person gave; moves from version to version."""
-
 AdapterKey = NewType("AdapterKey", str)
 """64 hex digits of one immutable content: sha256 over the canonical config fields that change the mathematics and the
 weights' digest. Keys residency, host copies and KV reuse."""

@@ -18,26 +18,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from adapter_store.aliases import Shares, check_alias
-from adapter_store.base_identity import BaseIdentity, bind_base
-from adapter_store.blobs import UNREFERENCED_BLOB_AGE_S, BlobDirectory, BlobUpload, Swept, disk_errors
-from adapter_store.contents import ContentReader
 from adapter_store.errors import AdapterNotFound, BlobTooLarge, StoreFull, StoreUnusable, VersionInUse
-from adapter_store.holds import ContentHold, Holds
-from adapter_store.index import NO_QUOTA, Content, Index, Upload
-from adapter_store.leases import BlobLeases
-from adapter_store.loader import AdapterWeights
-from adapter_store.names import Names, read_records
-from adapter_store.peft_dir import CHUNK_BYTES, digest_file
-from adapter_store.quarantine import Quarantine
+from adapter_store.formats.peft_dir import CHUNK_BYTES, digest_file
+from adapter_store.formats.weights import AdapterWeights
 from adapter_store.quota import ANONYMOUS, StoreQuota
-from adapter_store.records import AdapterRecord, Change, Deletion, Registration, check_state
-from adapter_store.references import VERBS, check_adapter_id, check_digest
+from adapter_store.registry.base_identity import BaseIdentity, bind_base
+from adapter_store.registry.content_reader import ContentReader
+from adapter_store.registry.index import NO_QUOTA, Content, Index, Upload
+from adapter_store.registry.names import Names, read_records
+from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_state
+from adapter_store.registry.references import VERBS, Shares, check_adapter_id, check_alias, check_digest
+from adapter_store.registry.version_history import VersionHistory
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes
-from adapter_store.staging import ANYBODY, Sender, Staging
-from adapter_store.store_folder import lock_root, opening
-from adapter_store.uploads import Uploads
-from adapter_store.validate import max_adapter_bytes
+from adapter_store.storage.blobs import UNREFERENCED_BLOB_AGE_S, BlobDirectory, BlobUpload, Swept, disk_errors
+from adapter_store.storage.leases import BlobLeases
+from adapter_store.storage.pending_uploads import ANYBODY, PendingUploads, Sender
+from adapter_store.storage.quarantine import Quarantine
+from adapter_store.storage.refcounts import ContentHold, ContentRefcounts
+from adapter_store.storage.root_lock import lock_root, opening
+from adapter_store.validation.validate import max_adapter_bytes
 
 Tags = Collection[str] | None
 """States that an id may be in for a change to be done (`records.check_state`); None: any, or none at all."""
@@ -82,11 +81,11 @@ class AdapterStore:
             undo.callback(os.close, lock_root(root))
             self._blobs = BlobDirectory(root)
             self._index = Index(root / "index.sqlite3")
-            self.staging = Staging(self._blobs, self._referenced, self._quarantine.repaired)
+            self.staging = PendingUploads(self._blobs, self._referenced, self._quarantine.repaired)
             self._contents = ContentReader(self._blobs, base, max_lora_rank, self._content)
             undo.callback(self._index.close)
-            self._holds = Holds(self._index.keys())
-            self.uploads = Uploads(self._lock, self._index, self._blobs, self._check_open)
+            self._holds = ContentRefcounts(self._index.keys())
+            self.uploads = VersionHistory(self._lock, self._index, self._blobs, self._check_open)
             self._leases = BlobLeases(self._lock, self._blobs, self._check_open, self._index.may_name, self.staging)
             self._names = Names(read_records(self._index, self._reserved), draw)
             bind_base(self._index, BaseIdentity.of(base, base_sample), self._contents.spec, accept_base_change)
@@ -294,7 +293,7 @@ class AdapterStore:
             AdapterNotFound: it is gone already.
             AdapterCorrupt: it is in quarantine.
         """
-        # Not under the store's lock, which others keep while the disk works: `Holds` says who wins against a deletion.
+        # Not under the store's lock, which others keep while the disk works: `ContentRefcounts` says who wins against a deletion.
         self._check_open()
         hold = self._holds.take(key)
         self._quarantine.check(key)
@@ -307,7 +306,7 @@ class AdapterStore:
         """
         with self._lock:
             self._check_open()
-            doomed = self._holds.condemn(self._index.unnamed())
+            doomed = self._holds.mark_deleted(self._index.unnamed())
             if doomed:
                 try:
                     unused = self._index.drop(doomed)

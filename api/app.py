@@ -19,53 +19,49 @@ from starlette.requests import ClientDisconnect
 
 from adapter_store.errors import AdapterError
 from adapter_store.store import AdapterStore
-from api.answer_bounds import AnswerBounds
-from api.batches.in_process import asker
-from api.batches.keeper import BatchKeeper
-from api.body_bounds import BodyBounds
+from api.asgi.body_limits import BodyLimitMiddleware
+from api.asgi.draining import DrainMiddleware
+from api.asgi.middleware import Envelope, HeadRequests, LoopbackGuard
+from api.asgi.response_limits import ResponseLimitMiddleware
+from api.asgi.sse import ClientDisconnected
+from api.auth.key_cache import KeyCache
+from api.auth.middleware import AuthMiddleware, check_key
+from api.auth.rate_limits import HEADERS as RATE_HEADERS
+from api.auth.rate_limits import RateLimitMiddleware
+from api.batches.in_process import in_process_client
+from api.batches.manager import BatchManager
+from api.config.settings import ServerSettings
 from api.console import pages as console
-from api.draining import DrainGate
-from api.errors import INTERNAL_MESSAGE, answer_for
-from api.guard import Envelope, LoopbackGuard
-from api.head_requests import HeadRequests
-from api.keys.allowance import HEADERS as RATE_HEADERS
-from api.keys.allowance import Rates
-from api.keys.gate import KeyGate, check_key
-from api.keys.ring import KeyRing
-from api.limits import LimitKeeper
-from api.openapi import DocumentedApi
-from api.openapi_examples import EXAMPLES
+from api.errors import INTERNAL_MESSAGE, answer_for, describe_at
+from api.observability.setup import Observability
 from api.routes import (
+    adapter_stats,
     adapters,
     batches,
     files,
-    generate,
-    info,
+    health,
     models,
-    operate,
+    openai,
     pool,
-    stats,
     tgi,
     tokenize,
-    unserved,
+    unsupported,
     verify,
-    vllm_loras,
+    vllm_lora,
 )
-from api.services import Services
-from api.settings import ServerSettings
-from api.sse import ClientGone
-from api.tgi_answers import LORAX_HEADERS
-from api.tgi_errors import describe_at
-from api.watching import Watching
+from api.schemas.openapi import DocumentedApi
+from api.schemas.openapi_examples import EXAMPLES
+from api.serving.adapter_limits import AdapterLimits
+from api.serving.services import Services
+from api.serving.tgi_responses import LORAX_HEADERS
 from lorasrv import __version__
 from lorasrv.errors import LorasrvError
-from lorasrv.verify.verifier import Verifier
+from lorasrv.offline.verify.verifier import Verifier
 
 if TYPE_CHECKING:
-    from lorasrv.async_engine import AsyncEngine
+    from lorasrv.engine.async_engine import AsyncEngine
 
 _LOG = logging.getLogger(__name__)
-
 CLIENT_CLOSED_REQUEST = 499
 COLLECT_EVERY_S = 60.0
 EXPOSED_HEADERS = (
@@ -82,21 +78,20 @@ EXPOSED_HEADERS = (
     *LORAX_HEADERS,
 )
 _ROUTES = (
-    generate,
+    openai,
     tgi,
     tokenize,
     models,
     adapters,
     pool,
-    stats,
+    adapter_stats,
     verify,
     files,
     batches,
-    operate,
-    info,
-    vllm_loras,
+    health,
+    vllm_lora,
     console,
-    unserved,
+    unsupported,
 )
 
 
@@ -106,13 +101,13 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
     Raises:
         ConfigError, StoreUnusable: limits, of all adapters or of one in the store, are none.
     """
-    limits = LimitKeeper(engine, store, settings.limits("adapter"))
+    limits = AdapterLimits(engine, store, settings.limits("adapter"))
     limits.check()
     verifier = Verifier()
     services = Services(engine, store, settings, limits, verifier, int(time.time()))
-    watching = Watching.of(services)
-    keys = KeyRing(store.root, settings.secret_key, open_without_keys=settings.serves_without_keys)
-    batch_keeper = BatchKeeper(store.root, partial(asker, services, check=partial(check_key, keys)))
+    watching = Observability.of(services)
+    keys = KeyCache(store.root, settings.secret_key, open_without_keys=settings.serves_without_keys)
+    batch_keeper = BatchManager(store.root, partial(in_process_client, services, check=partial(check_key, keys)))
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -165,11 +160,11 @@ async def _collect(store: AdapterStore) -> None:
             _LOG.warning("deleted adapters stay on the disk for now: %s", error)
 
 
-def _middleware(settings: ServerSettings, keys: KeyRing, services: Services) -> list[Middleware]:
+def _middleware(settings: ServerSettings, keys: KeyCache, services: Services) -> list[Middleware]:
     """Outermost first. A browser's preflight, which carries no key, is answered before keys are asked for."""
     around = [
         Middleware(Envelope),
-        Middleware(DrainGate, draining=services.draining),
+        Middleware(DrainMiddleware, draining=services.draining),
         Middleware(HeadRequests),
         Middleware(
             LoopbackGuard,
@@ -188,10 +183,10 @@ def _middleware(settings: ServerSettings, keys: KeyRing, services: Services) -> 
         around.append(cors)
     return [
         *around,
-        Middleware(KeyGate, keys=keys),
-        Middleware(AnswerBounds),
-        Middleware(BodyBounds),
-        Middleware(Rates, allowances=services.allowances),
+        Middleware(AuthMiddleware, keys=keys),
+        Middleware(ResponseLimitMiddleware),
+        Middleware(BodyLimitMiddleware),
+        Middleware(RateLimitMiddleware, allowances=services.allowances),
     ]
 
 
@@ -212,6 +207,6 @@ _HANDLERS: Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Res
     RequestValidationError: _answer_error,
     LorasrvError: _answer_error,
     AdapterError: _answer_error,
-    ClientGone: _answer_nobody,
+    ClientDisconnected: _answer_nobody,
     ClientDisconnect: _answer_nobody,
 }

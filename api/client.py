@@ -11,8 +11,8 @@ from urllib.parse import quote, urlsplit
 
 import httpx2
 
-from adapter_store.peft_dir import PeftDir, digest_file
-from api.address import DEFAULT_SERVER, is_loopback
+from adapter_store.formats.peft_dir import PeftDir, digest_file
+from api.asgi.address import DEFAULT_SERVER, is_loopback
 
 CHUNK_BYTES = 1 << 20
 # An answer may wait long for its first token on a busy server; connecting may not.
@@ -21,7 +21,6 @@ TIMEOUT = httpx2.Timeout(ANSWER_S, connect=CONNECT_S)
 MAX_SENDS = 3
 BUSY = (429, 503)
 _MISSING = frozenset({"blob_not_found", "adapter_corrupt"})
-
 ByteProgress = Callable[[str, int, int], None]
 """Called with what is done (hashing, sending), bytes done and bytes in all."""
 

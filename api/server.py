@@ -1,39 +1,97 @@
-"""A serving process: address, store, model, HTTP, in the order in which failing early is cheapest."""
+"""A serving process: address, store, model, HTTP, in the order in which failing early is cheapest.
+
+`serve --profile FILE`: where the time of a server went, as JSON, written when it ends.
+"""
 
 import asyncio
 import gc
+import json
+import logging
 import os
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
 from api.app import create_app
-from api.edge_bounds import EdgeBounds
-from api.http_protocol import allow_open_files, bounded
-from api.keys.book import has_keys
-from api.lora_modules import register_modules
-from api.profile import check_profile_path, profile_written
-from api.settings import ServerSettings
+from api.asgi.limits import ConnectionLimits
+from api.asgi.protocol import allow_open_files, bounded
+from api.auth.key_store import has_keys
+from api.config.lora_modules import register_modules
+from api.config.settings import ServerSettings
 from lorasrv.config import EngineConfig
+from lorasrv.engine.fault_injection import FaultInjector
+from lorasrv.engine.watchdog import Watchdog
 from lorasrv.errors import ConfigError, ServerStopping
-from lorasrv.faults import Faults
-from lorasrv.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
     from adapter_store.store import AdapterStore
-    from api.batches.keeper import BatchKeeper
-    from api.services import Services
-    from lorasrv.async_engine import AsyncEngine
-    from lorasrv.trace_recorder import TraceRecorder
+    from api.batches.manager import BatchManager
+    from api.serving.services import Services
+    from lorasrv.engine.async_engine import AsyncEngine
+    from lorasrv.metrics.step_stats import StepProfile
+    from lorasrv.metrics.trace import TraceRecorder
+
+logger = logging.getLogger(__name__)
+ENGINE, LOOP = "engine", "event loop"
+
+
+def check_profile_path(path: Path | None) -> None:
+    """Raises: ConfigError: the file cannot be written; to be told before a model is loaded."""
+    if path is None:
+        return
+    try:
+        with path.expanduser().open("a"):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--profile {path} cannot be written: {error.strerror or error}") from None
+
+
+@contextmanager
+def profile_written(path: Path | None, profile: "StepProfile") -> Iterator[None]:
+    """Write the file when what is inside ends; what is inside runs the event loop in this thread."""
+    if path is None:
+        yield
+        return
+    assert threading.current_thread() is threading.main_thread()
+    begun, loop_s = time.monotonic(), time.thread_time()
+    try:
+        yield
+    finally:
+        whole = describe(profile, time.monotonic() - begun, time.thread_time() - loop_s)
+        try:
+            path.expanduser().write_text(json.dumps(whole, indent=1) + "\n")
+        except OSError as error:
+            logger.error("--profile %s could not be written: %s", path, error.strerror or error)
+
+
+def describe(profile: "StepProfile", wall_s: float, loop_s: float) -> dict[str, Any]:
+    """Seconds by part and thread. `http` is what the event loop's thread computed beside making text of tokens."""
+    seconds = profile.seconds()
+    loop = {"detokenizing": seconds.pop("detokenizing", 0.0)}
+    loop["http"] = max(0.0, loop_s - loop["detokenizing"])
+    steps = max(1, profile.steps)
+    return {
+        "wall_s": round(wall_s, 3),
+        "steps": profile.steps,
+        "rows": profile.rows,
+        "seconds": {
+            ENGINE: {part: round(spent, 4) for part, spent in seconds.items()},
+            LOOP: {part: round(spent, 4) for part, spent in loop.items()},
+        },
+        "ms_a_step": {part: round(1e3 * spent / steps, 3) for part, spent in (seconds | loop).items()},
+    }
+
 
 GRACE_S = 5
 """How long requests may go on after Ctrl-C: whoever sits before a terminal does not want to wait."""
@@ -60,8 +118,8 @@ class Ready:
 
 
 def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then end cleanly (`api/draining.py`); a second signal shortens that. Both also end
-    a server that is still loading.
+    """Serve until SIGINT or SIGTERM, then end cleanly (`api/asgi/draining.py`); a second signal shortens that.
+    Both also end a server that is still loading.
 
     Raises:
         LorasrvError, AdapterError: model, options or store do not serve; other machines would need no key.
@@ -72,7 +130,7 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
     started = time.monotonic()
     config = settings.engine_config()
     check_guarded(settings)
-    faults = Faults(settings.faults())
+    faults = FaultInjector(settings.faults())
     signal.signal(signal.SIGINT, _interrupt)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -118,7 +176,7 @@ def bind(host: str, port: int) -> socket.socket:
 def _serve(
     settings: ServerSettings,
     config: EngineConfig,
-    faults: Faults,
+    faults: FaultInjector,
     listener: socket.socket,
     progress: Progress,
     on_ready: Callable[[Ready], None],
@@ -128,7 +186,7 @@ def _serve(
     # Before torch: its OpenMP threads would spin for ages between products, and starve the event loop on few cores;
     # asleep at once (OMP_WAIT_POLICY=PASSIVE) they cost a step three times its time. docs/benchmarks.md has figures.
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
-    from lorasrv.async_engine import AsyncEngine
+    from lorasrv.engine.async_engine import AsyncEngine
 
     progress("importing torch", 1.0)
     with ExitStack() as opened:
@@ -158,7 +216,7 @@ def _serve(
 
 def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "TraceRecorder | None":
     """Before the model is loaded: a file that cannot be written is told at once."""
-    from lorasrv.trace_recorder import TraceRecorder
+    from lorasrv.metrics.trace import TraceRecorder
 
     if settings.record_trace is None:
         return None
@@ -179,9 +237,9 @@ def open_store(settings: ServerSettings) -> "AdapterStore":
 
 def _open_store(settings: ServerSettings) -> "AdapterStore":
     from adapter_store.store import AdapterStore
-    from lorasrv.base_shapes import base_sample, base_shapes
-    from lorasrv.loaders import open_checkpoint
-    from lorasrv.loaders.model_shape import own_name
+    from lorasrv.models.loader import open_checkpoint
+    from lorasrv.models.loader.locate import own_name
+    from lorasrv.models.lora_sites import base_sample, base_shapes
 
     checkpoint = open_checkpoint(settings.model, settings.load_format)
     try:
@@ -204,7 +262,9 @@ def _open_store(settings: ServerSettings) -> "AdapterStore":
 class _Uvicorn(uvicorn.Server):
     """uvicorn that says when it has begun to answer, and that drains before it shuts down."""
 
-    def __init__(self, app: "FastAPI", bounds: EdgeBounds, on_started: Callable[[], None], watchdog: Watchdog) -> None:
+    def __init__(
+        self, app: "FastAPI", bounds: ConnectionLimits, on_started: Callable[[], None], watchdog: Watchdog
+    ) -> None:
         config = uvicorn.Config(
             app,
             http=bounded(bounds, app.state.services.connections_cut),
@@ -216,7 +276,7 @@ class _Uvicorn(uvicorn.Server):
         )
         super().__init__(config)
         self._services: Services = app.state.services
-        self._batches: BatchKeeper = app.state.batches
+        self._batches: BatchManager = app.state.batches
         self._on_started = on_started
         self._watchdog = watchdog
         self._pausing: asyncio.Task[None] | None = None

@@ -31,6 +31,8 @@
 `adapter_store.errors` has a root of its own, as a leaf cannot import upward. A test gives each class an HTTP status.
 """
 
+import re
+
 
 class LorasrvError(Exception):
     """Root of everything the engine raises on purpose."""
@@ -168,3 +170,8 @@ class DeviceLost(LorasrvError):
 
 class ServerStopping(EngineDead):
     """The server was told to end, and the request was not done in time, or came too late."""
+
+
+def name_of(kind: type[BaseException]) -> str:
+    """An exception's class as labels spell it: `adapter_cold`."""
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()

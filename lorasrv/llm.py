@@ -9,24 +9,23 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
-from adapter_store.adapter_dir import open_adapter_dir
+from adapter_store.formats.mlx_dir import open_adapter_dir
 from adapter_store.spec import AdapterRef
 from adapter_store.store import AdapterStore
-from lorasrv.adapter_loader import InlineLoader
-from lorasrv.admission import further_choices
-from lorasrv.base_shapes import base_shapes
-from lorasrv.beam_options import BeamOptions
-from lorasrv.build import build
 from lorasrv.config import BUILTIN_MODEL, EngineConfig
-from lorasrv.detokenizer import Detokenizer
-from lorasrv.engine import Engine
+from lorasrv.engine.core import EngineCore
+from lorasrv.engine.factory import build
+from lorasrv.engine.input_processor import further_choices
+from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.errors import AdapterLoadFailed
-from lorasrv.loaders import open_checkpoint
-from lorasrv.loaders.model_shape import own_name
-from lorasrv.output import OutputProcessor
-from lorasrv.refusals import refused
-from lorasrv.request import AddRequest, Completion, RequestId, RequestOutput
-from lorasrv.sampling import SamplingParams
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.loader.locate import own_name
+from lorasrv.models.lora_sites import base_shapes
+from lorasrv.outputs import Completion, RequestId, RequestOutput, refused
+from lorasrv.request import EngineCoreRequest
+from lorasrv.sampling_params import BeamOptions, SamplingParams
+from lorasrv.text.detokenizer import Detokenizer
+from lorasrv.worker.adapter_loader import InlineLoader
 
 MAX_SLEEP_S = 0.05
 """Loads are done by the steps themselves, so that a step without progress only waits for a rate or a time."""
@@ -84,7 +83,7 @@ class LLM:
         assert built.parts.source is not None
         self.spec, self.tokenizer, self.chat_template = built.spec, built.tokenizer, built.chat_template
         loader = InlineLoader(built.parts.source, built.parts.runner.write_adapter)
-        self.engine = Engine(built.parts, loader)
+        self.engine = EngineCore(built.parts, loader)
         self._numbers = itertools.count()
 
     def add_adapter(self, adapter_id: str, directory: Path | str, *, allow_partial: bool = False) -> AdapterRef:
@@ -113,7 +112,7 @@ class LLM:
         adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
         return self._run([self._message(*args) for args in zip(prompts, each, adapters, strict=True)])
 
-    def _run(self, messages: Sequence[AddRequest]) -> list[Completion]:
+    def _run(self, messages: Sequence[EngineCoreRequest]) -> list[Completion]:
         answers = {m.request_id: self._answer(m) for m in messages}
         try:
             for message in messages:
@@ -178,7 +177,7 @@ class LLM:
         sampling: SamplingParams,
         adapter_id: str | None,
         beams: BeamOptions | None = None,
-    ) -> AddRequest:
+    ) -> EngineCoreRequest:
         ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
         ref = self.store.resolve(adapter_id) if adapter_id is not None else None
         request_id = RequestId(f"offline-{next(self._numbers)}")
@@ -186,6 +185,6 @@ class LLM:
             return self.engine.admission.admit(request_id, ids, sampling, beams=beams)
         return self.engine.admission.admit(request_id, ids, sampling, ref.key, adapter_id=ref.adapter_id, beams=beams)
 
-    def _answer(self, message: AddRequest) -> _Answer:
+    def _answer(self, message: EngineCoreRequest) -> _Answer:
         detokenizer = Detokenizer(self.tokenizer)
         return _Answer(OutputProcessor(len(message.prompt_token_ids), message.sampling, detokenizer))

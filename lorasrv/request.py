@@ -2,35 +2,56 @@
 
 Ids that never mix: a *reference* is what a client writes (`mia`, `mia@3`), an `AdapterKey` names one immutable content,
 a position in the pool is the adapter cache's own business.
+
+Which tokens may come next, as the engine sees it: no grammar, no text, no torch.
+
+A `TokenConstraint` is compiled before admission and shared by the choices of a request; each choice follows it with a
+`ConstraintState` of its own, which only the engine's thread touches.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import NewType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from adapter_store.spec import AdapterKey
-from lorasrv.beam_options import BeamOptions
-from lorasrv.constraint import ConstraintState, TokenConstraint
-from lorasrv.sampling import SamplingParams
-from sgmv_kernels.layout import AdapterLayout
-
-RequestId = NewType("RequestId", str)
-
-MAX_CHOICES = 8
+from lorasrv.outputs import AdapterTier, EngineOutput, FinishReason, Refusal, RequestId, RequestTiming, TokenLogprobs
+from lorasrv.sampling_params import BeamOptions, SamplingParams
+from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """How likely the model found a token, before any penalty, filter or temperature, and what it found likelier.
+class ConstraintState(Protocol):
+    """Where one answer stands. Nothing of it raises.
 
-    `logprob` natural, of the softmax of the raw logits; `top` the likeliest tokens, likeliest first, the smaller id
-    first of equals. A token that is in `top` has the very same float there.
+    `error`: why it cannot be followed any further; the request ends with it.
     """
 
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
+    error: str | None
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing but the end may follow."""
+
+    def advance(self, token_id: int) -> None:
+        """This token came. It was allowed."""
+
+    def allowed(self) -> npt.NDArray[np.int32]:
+        """[ceil(V / 32)]: bit t % 32 of word t // 32 says whether token t may come next; at least one may.
+
+        The same buffer every time: to be read before the next call.
+        """
+
+
+class TokenConstraint(Protocol):
+    """A compiled grammar."""
+
+    def begin(self) -> ConstraintState:
+        """The state before the first token of an answer."""
+
+
+MAX_CHOICES = 8
 
 
 class RequestStatus(IntEnum):
@@ -53,44 +74,12 @@ class RequestStatus(IntEnum):
         return self >= RequestStatus.FINISHED_STOPPED
 
 
-class FinishReason(StrEnum):
-    """Why a request ended, in the words that clients read."""
-
-    STOP = "stop"
-    LENGTH = "length"
-    ABORT = "abort"
-    ERROR = "error"
-    REFUSED = "refused"
-    TIMEOUT = "timeout"
-
-
-class AdapterTier(StrEnum):
-    """Where an adapter was found when its request was admitted."""
-
-    RESIDENT = "resident"
-    HOST = "host"
-    DISK = "disk"
-
-
 class OnCold(StrEnum):
     """What to do with a request whose adapter is not in the pool when it arrives."""
 
     WAIT = "wait"
     FALLBACK_BASE = "fallback_base"
     REJECT = "reject"
-
-
-class Refusal(StrEnum):
-    """Why a request was not served, where whoever asked can do something about it."""
-
-    COLD = "cold"
-    LIMIT = "limit"
-    TIMEOUT = "timeout"
-    LATE = "late"
-    UNFIT = "unfit"
-    CORRUPT = "corrupt"
-    STEP = "step"
-    MEMORY = "memory"
 
 
 @dataclass(slots=True, eq=False)
@@ -105,7 +94,7 @@ class Request:
     they are asked for; they are not computed again after a preemption.
     """
 
-    message: "AddRequest"
+    message: "EngineCoreRequest"
     arrival_s: float = 0.0
     adapter_key: AdapterKey | None = None
     status: RequestStatus = RequestStatus.WAITING
@@ -235,7 +224,7 @@ _FINISH_REASONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class AddRequest:
+class EngineCoreRequest:
     """The message that brings a request to the engine: frozen, no tensors.
 
     `hold` keeps the adapter in the store until the request has ended and this message is forgotten. `found` is the
@@ -264,90 +253,3 @@ class AddRequest:
     constraint: TokenConstraint | None = None
     shown_token_ids: frozenset[int] = frozenset()
     beams: BeamOptions | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestTiming:
-    """Where the time before the first token went, where the adapter was found, and what was not computed again.
-
-    `num_cached_tokens` of the prompt lay in the pool already. `fell_back`: the base answered, as the request allowed.
-    """
-
-    queue_ms: float = 0.0
-    load_ms: float = 0.0
-    tier: AdapterTier | None = None
-    num_preemptions: int = 0
-    num_cached_tokens: int = 0
-    fell_back: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOutput:
-    """What one engine step brought for one request: new token ids, and the end if this is it."""
-
-    request_id: RequestId
-    new_token_ids: tuple[int, ...]
-    finish_reason: FinishReason | None
-    timing: RequestTiming
-    stop_token_id: int | None = None
-    error: str | None = None
-    refusal: Refusal | None = None
-    retry_after_s: float | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
-    """What a caller of `AsyncEngine.generate` or `LLM.generate` sees: text that is whole UTF-8, and counts so far.
-
-    Exactly one output of a request has a `finish_reason`, and it is the last. `stop_reason` is the stop string or
-    stop token id that ended it, None for an end-of-sequence token or another reason. `logprobs`, if asked for: one for
-    each of `token_ids`; `prompt_logprobs`, in the first output only: one for each token of the prompt, None for its
-    first, which nothing predicts. `text_offsets`, with `logprobs`: how many characters of the whole text are certain
-    before each of `token_ids`, also those that are still held back.
-    """
-
-    request_id: RequestId
-    text: str
-    token_ids: tuple[int, ...]
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    timing: RequestTiming
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
-    error: str | None = None
-    refusal: Refusal | None = None
-    retry_after_s: float | None = None
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    text_offsets: tuple[int, ...] = ()
-
-    @property
-    def finished(self) -> bool:
-        return self.finish_reason is not None
-
-    def followed_by(self, later: "RequestOutput") -> "RequestOutput":
-        """This one and the next as one output."""
-        return replace(
-            later,
-            text=self.text + later.text,
-            token_ids=self.token_ids + later.token_ids,
-            logprobs=self.logprobs + later.logprobs,
-            prompt_logprobs=later.prompt_logprobs if self.prompt_logprobs is None else self.prompt_logprobs,
-            text_offsets=self.text_offsets + later.text_offsets,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """A whole answer, as `LLM.generate` returns it; `logprobs` and `prompt_logprobs` as in `RequestOutput`."""
-
-    text: str
-    token_ids: Sequence[int]
-    finish_reason: FinishReason
-    stop_reason: str | int | None
-    num_prompt_tokens: int
-    timing: RequestTiming
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None

@@ -11,14 +11,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sgmv_kernels.group_codes import GroupCodes
-from sgmv_kernels.kv_pages import KvPages
-from sgmv_kernels.layout import SiteDims
-from sgmv_kernels.segments import Int32
-from sgmv_kernels.tables import SgmvTables
-from sgmv_kernels.upload import upload
+from sgmv_kernels.formats.adapter_panels import SiteDims
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.h2d import upload
+from sgmv_kernels.metadata.segments import Int32
+from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 
-KERNELS = ("torch", "numba", "triton")
+_BACKENDS = {
+    "torch": "sgmv_kernels.torch_ops.backend",
+    "numba": "sgmv_kernels.cpu_ops.backend",
+    "triton": "sgmv_kernels.triton_ops.backend",
+}
+KERNELS = tuple(_BACKENDS)
 logger = logging.getLogger(__name__)
 
 
@@ -76,7 +81,6 @@ class StepTables:
 
 Angles = tuple[tuple[Tensor, Tensor], ...]
 """Cosines and sines of the rows' positions, each [T, half of what is rotated], for every RoPE of the model."""
-
 Layers = Callable[[Tensor, Angles, StepTables], Tensor]
 """x [T, H], angles, tables -> logits [S, V]: calls of `Ops` and nothing else."""
 
@@ -143,7 +147,7 @@ class Backend:
     norm_heads_: Callable[[Tensor, Tensor, Tensor, int, float], None]
     softcap_: Callable[[Tensor, float], None]
     take_rows: Callable[[Tensor, Tensor], Tensor]
-    pack_linear: Callable[[GroupCodes, Tensor | None, bool], PackedLinear]
+    pack_linear: Callable[[GroupQuantizedWeight, Tensor | None, bool], PackedLinear]
     linear: Callable[[Tensor, Any], Tensor]
     warm_up: Callable[[Sequence[torch.dtype]], None]
     can_record: bool = False
@@ -161,7 +165,7 @@ def load_backend(name: str) -> Backend:
     if name not in KERNELS:
         raise KernelsUnavailable(f"kernels {name!r} are unknown; choose from {', '.join(KERNELS)}")
     try:
-        module = importlib.import_module(f"sgmv_kernels.backend_{name}")
+        module = importlib.import_module(_BACKENDS[name])
     except ImportError as error:
         raise KernelsUnavailable(f"kernels {name!r} cannot run here: {error}") from error
     backend: Backend = module.BACKEND

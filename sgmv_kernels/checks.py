@@ -8,9 +8,9 @@ from torch import Tensor
 
 from sgmv_kernels.backend import AttentionPlan, SgmvPlan
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.kv_pages import KvPages
-from sgmv_kernels.layout import MAX_SLICES, PlacedAdapter
-from sgmv_kernels.segments import BASE, Int32, Segments
+from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PlacedAdapter
+from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 
 _SLAB = "slab must be contiguous one-dimensional uint8"
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

@@ -40,11 +40,14 @@ from sgmv_kernels.checks import (
     site_dims,
 )
 from sgmv_kernels.errors import KernelArgumentError
-from sgmv_kernels.group_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes, stack_codes
-from sgmv_kernels.kv_pages import KvPages
-from sgmv_kernels.layout import PlacedAdapter
-from sgmv_kernels.segments import BASE, Int32, Segments
-from sgmv_kernels.tables import SgmvTables, build_tables
+from sgmv_kernels.formats.adapter_panels import PlacedAdapter
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, stack_codes
+from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.segments import BASE, Int32, Segments
+from sgmv_kernels.metadata.sgmv_tables import SgmvTables, build_tables
+
+if TYPE_CHECKING:
+    from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
 
 __all__ = [
     "INT4_LEVELS",
@@ -53,7 +56,7 @@ __all__ = [
     "Q3H_LEVELS",
     "Angles",
     "AttentionPlan",
-    "GroupCodes",
+    "GroupQuantizedWeight",
     "KernelArgumentError",
     "KernelsUnavailable",
     "Ops",
@@ -63,10 +66,6 @@ __all__ = [
     "StepTables",
     "stack_codes",
 ]
-
-if TYPE_CHECKING:
-    from sgmv_kernels.step_program import StepProgram
-
 logger = logging.getLogger(__name__)
 
 
@@ -95,18 +94,18 @@ class Ops:
 
     @property
     def can_record(self) -> bool:
-        """Whether launches of these kernels can be recorded, and run together (`sgmv_kernels.step_program`)."""
+        """Whether launches of these kernels can be recorded, and run together (`cpu_ops.recorded_step`)."""
         return self._backend.can_record
 
     def best_threads(self, most: int) -> int:
         """How many threads, of `most`, these kernels are fastest with; may measure, in the calling thread's team."""
         return self._backend.best_threads(most)
 
-    def program(self, layers: Layers, shape: ProgramShape) -> "StepProgram":
+    def program(self, layers: Layers, shape: ProgramShape) -> "RecordedStep":
         """What runs a model's layers from recordings; steps whose linears take other kernels go without."""
-        from sgmv_kernels.step_program import StepProgram
+        from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
 
-        return StepProgram(layers, shape.below(self._backend.wide_rows() if self._copies else None), self)
+        return RecordedStep(layers, shape.below(self._backend.wide_rows() if self._copies else None), self)
 
     def warm_up(self, dtypes: Sequence[torch.dtype]) -> None:
         """Compile what panels and pages of these dtypes need, so that no request waits for it.
@@ -348,7 +347,9 @@ class Ops:
         require(rows.dtype == torch.int64 and rows.dim() == 1, "rows must be int64 [N]")
         return self._backend.take_rows(x, rows)
 
-    def pack_linear(self, codes: GroupCodes, bias: Tensor | None = None, *, few_rows: bool = False) -> PackedLinear:
+    def pack_linear(
+        self, codes: GroupQuantizedWeight, bias: Tensor | None = None, *, few_rows: bool = False
+    ) -> PackedLinear:
         """Weight codes in the order in which these kernels read them; a copy, or the codes themselves.
 
         Args:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sgmv_kernels.group_codes import GroupCodes
-from sgmv_kernels.segments import BASE, Segments
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.metadata.segments import BASE, Segments
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def softcap_reference(x: Tensor, cap: float) -> Tensor:
     return torch.tanh(x.float() / cap) * cap
 
 
-def linear_reference(x: Tensor, codes: GroupCodes, bias: Tensor | None, *, rounded: bool) -> Tensor:
+def linear_reference(x: Tensor, codes: GroupQuantizedWeight, bias: Tensor | None, *, rounded: bool) -> Tensor:
     """x [T, H] -> [T, O] float64. `rounded`: every 32 neighbours of x to multiples of a 127th of their largest."""
     exact = x.double()
     if rounded:

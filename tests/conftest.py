@@ -26,7 +26,7 @@ def _seed() -> None:
 @pytest.fixture
 def codes_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Linears have no bf16 copy, as on processors that do not multiply bf16."""
-    from sgmv_kernels import backend_numba
+    from sgmv_kernels.cpu_ops import backend as backend_numba
 
     monkeypatch.setattr(backend_numba, "wide_rows", lambda: None)
 

@@ -10,11 +10,11 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("adapter_store", "api", "lorasrv", "sgmv_kernels")
 MAX_LINES = 400
 TORCH_FREE = (
-    "lorasrv.scheduler",
+    "lorasrv.scheduler.scheduler",
     "lorasrv.request",
-    "lorasrv.tokenizer",
+    "lorasrv.text.tokenizer",
     "adapter_store.store",
-    "adapter_store.validate",
+    "adapter_store.validation.validate",
     "api.cli.main",
 )
 MODULES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))

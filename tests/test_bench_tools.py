@@ -145,8 +145,8 @@ class TestPeers:
             peer_rows.rows_of("1/1,2/2")
 
     def test_a_row_names_as_many_adapters(self) -> None:
-        from api.bench.prompts import Ruler
-        from api.bench.sweep import make_asks
+        from api.cli.bench.prompts import Ruler
+        from api.cli.bench.sweep import make_asks
 
         names = [f"a{n:04d}" for n in range(64)]
         for row in peer_rows.ROWS:
@@ -169,10 +169,10 @@ class TestPeers:
         assert (even.distinct(32), even.distinct(2)) == (32, 2)
 
     def test_floor_and_ratio(self) -> None:
-        from api.bench.work import Rates, Work
+        from api.cli.bench.roofline import MachineRates, Work
 
         [row] = peer_rows.rows_of("16/16")
-        work, rates = Work(model_bytes=1000.0, adapter_bytes=50.0, token_ops=1.0), Rates(1e4, 1e9, 1e9)
+        work, rates = Work(model_bytes=1000.0, adapter_bytes=50.0, token_ops=1.0), MachineRates(1e4, 1e9, 1e9)
         # A step reads 1,000 + 16 * 50 bytes in 0.18 s, for 16 tokens.
         ours, theirs = (
             peer_rows.with_floor(result(who, speed), row, 64, 10, work, rates)

@@ -22,7 +22,7 @@ from typer.main import get_command
 
 import api.routes
 from api.cli.main import app
-from api.settings import ServerSettings
+from api.config.settings import ServerSettings
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "docs" / "deploy"

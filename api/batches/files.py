@@ -1,4 +1,9 @@
-"""Files of batches: how many there are, how many bytes, for how long. Methods are for the event loop."""
+"""Files of batches: how many there are, how many bytes, for how long. Methods are for the event loop.
+
+One key's part of what all batches share, so that no key takes all of it from the others.
+
+Threads for the disk work of batches: few, and not those that online requests wait for.
+"""
 
 import asyncio
 import contextlib
@@ -7,23 +12,32 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from adapter_store.blobs import disk_errors
-from api.batches.folder import FLAGS, BatchFolder
+from adapter_store.storage.blobs import disk_errors
+from api.auth.principal import ANYBODY, Caller
 from api.batches.records import FileRecord
-from api.batches.threads import in_thread
+from api.batches.storage import FLAGS, BatchFolder
 from api.errors import ApiError
-from api.keys.caller import ANYBODY, Caller
-from lorasrv.turns import most_of
+from lorasrv.fair_lock import most_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_POOL = ThreadPoolExecutor(4, thread_name_prefix="batch")
+
+
+async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """As `asyncio.to_thread`, whose threads admit requests: a file of megabytes must not keep those."""
+    return await asyncio.get_running_loop().run_in_executor(_POOL, lambda: work(*args, **kwargs))
+
 
 MAX_NAME_CHARS = 255
 MAX_FORM_BYTES = 64 << 10
 """What a form may have around its file."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +86,7 @@ class Upload:
             self.path.unlink()
 
 
-class FileKeeper:
+class FileManager:
     """The one owner of the files. `records` oldest first."""
 
     def __init__(
@@ -202,3 +216,16 @@ async def unbroken(work: Coroutine[Any, Any, T]) -> T:
         if (error := task.exception()) is not None:
             raise error from None
         raise
+
+
+MAX_AT_A_TIME = 4
+"""Batches of one key that are asked at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What the batches of one key wait for: `turns` to be asked at all, and `places` in memory for their lines. A line
+    that may not run yet keeps its place for long, which is nobody else's then."""
+
+    places: asyncio.Semaphore
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_A_TIME))

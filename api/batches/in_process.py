@@ -8,13 +8,13 @@ from typing import Any
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
-from api.batches.results import Reply
+from api.auth.principal import ANYBODY, Caller
+from api.batches.results import LineReply
 from api.batches.runner import BATCH_PRIORITY, Ask, at_priority, put_off_s
 from api.errors import Failure, describe
-from api.generation import Generation, prepare_chat, prepare_completion
-from api.keys.caller import ANYBODY, Caller
-from api.schemas.generation import ChatBody, CompletionBody, GenerationBody
-from api.services import Services
+from api.schemas.openai import ChatBody, CompletionBody, GenerationBody
+from api.serving.services import Services
+from api.serving.serving_openai import Generation, prepare_chat, prepare_completion
 from lorasrv.errors import EngineDead
 
 _LOG = logging.getLogger(__name__)
@@ -24,14 +24,16 @@ _KINDS: Mapping[str, tuple[type[GenerationBody], Callable[[Any, Services, Caller
 }
 
 
-def asker(services: Services, caller: Caller = ANYBODY, check: Callable[[str], None] = lambda _: None) -> Ask:
+def in_process_client(
+    services: Services, caller: Caller = ANYBODY, check: Callable[[str], None] = lambda _: None
+) -> Ask:
     """Asks this server's own engine as the caller would, behind everybody who asks over HTTP. `check` is asked before
     each line whether the caller, by its name, may still ask; raises ApiError if not.
 
     Raises (from asking): EngineDead: no line will be answered any more.
     """
 
-    async def ask(url: str, body: Mapping[str, Any]) -> Reply:
+    async def ask(url: str, body: Mapping[str, Any]) -> LineReply:
         request_id = f"req-{secrets.token_hex(12)}"
         kind, prepare = _KINDS[url]
         try:
@@ -48,11 +50,11 @@ def asker(services: Services, caller: Caller = ANYBODY, check: Callable[[str], N
             if failure.status == 500:
                 _LOG.exception("request %s of a batch failed", request_id)
             return _reply(failure, request_id)
-        return Reply(200, content, request_id)
+        return LineReply(200, content, request_id)
 
     return ask
 
 
-def _reply(failure: Failure, request_id: str) -> Reply:
+def _reply(failure: Failure, request_id: str) -> LineReply:
     again = put_off_s(failure.status, failure.headers, failure.body)
-    return Reply(failure.status, failure.body, request_id, again)
+    return LineReply(failure.status, failure.body, request_id, again)

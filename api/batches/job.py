@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from adapter_store.blobs import fsync_directory
-from api.batches.lines import Malformed, Scan, duplicates, pending_lines, scan
-from api.batches.results import Found, NoResults, ResultSink, Tally, copy_without, recovered
+from adapter_store.storage.blobs import fsync_directory
+from api.batches.input_lines import MalformedLine, Scan, duplicates, pending_lines, scan
+from api.batches.results import ResultSink, ResultsUnreadable, ScannedResults, Tally, copy_without, recovered
 from api.batches.runner import Ask, LineRunner
 
 Tell = Callable[["Job"], object]
@@ -43,7 +43,7 @@ class Job:
     source: Path
     target: Path
     lines: Scan
-    found: Found
+    found: ScannedResults
     already: int
     tally: Tally
     held: ExitStack
@@ -111,8 +111,8 @@ def prepared(source: Path, target: Path, *, restart: bool, retry_failed: bool = 
         raise JobRefused("the two files are one; name another file for the results")
     with ExitStack() as held:
         _lock(_opened(target, held), target)
-        found = Found.nothing() if restart else _found(target).of(lines.keys)
-        retried = Found.nothing()
+        found = ScannedResults.nothing() if restart else _found(target).of(lines.keys)
+        retried = ScannedResults.nothing()
         if retry_failed:
             found, retried = found.parted()
         yield Job(source, target, lines, found, len(found.keys), found.tally(), held, restart, retried.keys)
@@ -133,7 +133,7 @@ def _checked(source: Path) -> Scan:
     return lines
 
 
-def _told(one: Malformed) -> str:
+def _told(one: MalformedLine) -> str:
     return f"line {one.number}: {one.message}"
 
 
@@ -144,8 +144,8 @@ def _lock(fd: int, target: Path) -> None:
         raise JobRefused(f"another command is writing to {target}; wait for it, or name another file") from None
 
 
-def _found(target: Path) -> Found:
+def _found(target: Path) -> ScannedResults:
     try:
         return recovered(target)
-    except NoResults as error:
+    except ResultsUnreadable as error:
         raise JobRefused(f"{error}; name another file, or replace it with --restart") from None

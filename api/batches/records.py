@@ -7,8 +7,7 @@ from typing import Any, Self
 
 from adapter_store.errors import StoreUnusable
 from adapter_store.quota import ANONYMOUS
-from api.keys.caller import Caller, Scope
-from api.keys.key import KeyLimits
+from api.auth.principal import Caller, KeyLimits, Scope
 
 
 class BatchStatus(StrEnum):

@@ -8,8 +8,8 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from api.address import is_loopback
-from api.batches.results import Reply
+from api.asgi.address import is_loopback
+from api.batches.results import LineReply
 from api.batches.runner import USUAL_PAUSE_S, Ask, at_priority, put_off_s
 from api.client import TIMEOUT, ServerUnreachable
 from api.errors import SERVER, error_body
@@ -41,14 +41,14 @@ async def remote(url: str, priority: int, concurrency: int, key: str | None = No
         base_url=url.rstrip("/"), timeout=TIMEOUT, trust_env=trust_env, headers=headers, limits=limits
     ) as client:
 
-        async def ask(path: str, body: Mapping[str, Any]) -> Reply:
+        async def ask(path: str, body: Mapping[str, Any]) -> LineReply:
             wanted = at_priority(body, priority) if priority else dict(body)
             for sends_left in reversed(range(MAX_SENDS)):
                 try:
                     return _reply(await client.post(path, json=wanted))
                 except httpx2.TransportError as error:
                     if not sends_left and isinstance(error, _Gateway) and error.late:
-                        return Reply(504, error_body(str(error), SERVER, None, "gateway_timeout"))
+                        return LineReply(504, error_body(str(error), SERVER, None, "gateway_timeout"))
                     if not sends_left:
                         reason = str(error) or type(error).__name__
                         raise ServerUnreachable(f"the server at {url} stopped answering: {reason}") from None
@@ -58,7 +58,7 @@ async def remote(url: str, priority: int, concurrency: int, key: str | None = No
         yield ask
 
 
-def _reply(response: httpx2.Response) -> Reply:
+def _reply(response: httpx2.Response) -> LineReply:
     """Raises: _Gateway."""
     status, request_id = response.status_code, response.headers.get("x-request-id")
     try:
@@ -70,5 +70,5 @@ def _reply(response: httpx2.Response) -> Reply:
     if body is None:
         shown = response.text[:MAX_SHOWN_CHARS]
         body = error_body(f"the server's answer is no JSON: {shown}", SERVER, None, "invalid_answer")
-        return Reply(502, body, request_id)
-    return Reply(status, body, request_id, put_off_s(status, response.headers, body))
+        return LineReply(502, body, request_id)
+    return LineReply(status, body, request_id, put_off_s(status, response.headers, body))

@@ -19,9 +19,9 @@ from typing import Any, Self
 
 import numpy as np
 
-from adapter_store.blobs import fsync_directory
-from api.batches.lines import Line, Malformed, line_key
-from api.json_lines import one_line
+from adapter_store.storage.blobs import fsync_directory
+from api.asgi.sse import one_line
+from api.batches.input_lines import Line, MalformedLine, line_key
 
 ID_PREFIX = "batch_req_"
 # Every line of ours begins so: half a line of somebody else's file is not cut off.
@@ -29,12 +29,12 @@ LINE_START = f'{{"id":"{ID_PREFIX}'.encode()
 CHUNK_BYTES = 1 << 20
 
 
-class NoResults(Exception):
+class ResultsUnreadable(Exception):
     """The file holds lines that are no results of a batch. Says which."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class LineReply:
     """What came back for a line's body: an HTTP status and a JSON body.
 
     `retry_after_s`: it could not be taken now, and may be asked again after so long.
@@ -75,31 +75,33 @@ class Tally:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ScannedResults:
     """What result files hold already: uint64 keys of their lines, each once, and which of them are answers."""
 
     keys: "np.ndarray[Any, np.dtype[np.uint64]]"
     oks: "np.ndarray[Any, np.dtype[np.bool_]]"
 
     @staticmethod
-    def nothing() -> "Found":
-        return Found(np.empty(0, np.uint64), np.empty(0, np.bool_))
+    def nothing() -> "ScannedResults":
+        return ScannedResults(np.empty(0, np.uint64), np.empty(0, np.bool_))
 
-    def of(self, keys: "np.ndarray[Any, np.dtype[np.uint64]]") -> "Found":
+    def of(self, keys: "np.ndarray[Any, np.dtype[np.uint64]]") -> "ScannedResults":
         """Those with one of these keys."""
         wanted = np.isin(self.keys, keys)
-        return Found(self.keys[wanted], self.oks[wanted])
+        return ScannedResults(self.keys[wanted], self.oks[wanted])
 
-    def parted(self) -> "tuple[Found, Found]":
+    def parted(self) -> "tuple[ScannedResults, ScannedResults]":
         """Answers, and what is none."""
-        return Found(self.keys[self.oks], self.oks[self.oks]), Found(self.keys[~self.oks], self.oks[~self.oks])
+        return ScannedResults(self.keys[self.oks], self.oks[self.oks]), ScannedResults(
+            self.keys[~self.oks], self.oks[~self.oks]
+        )
 
     def tally(self) -> Tally:
         completed = int(self.oks.sum())
         return Tally(completed, len(self.oks) - completed)
 
 
-def answered(line: Line, reply: Reply) -> Result:
+def answered(line: Line, reply: LineReply) -> Result:
     """The result of a line that was asked."""
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
     usage = reply.body.get("usage") if reply.ok and isinstance(reply.body, dict) else None
@@ -110,7 +112,7 @@ def answered(line: Line, reply: Reply) -> Result:
 def refused(line: Line, code: str, message: str) -> Result:
     """The result of a line that was not asked, with its number."""
     problem: dict[str, Any] = {"code": code, "message": message, "line": line.number}
-    if isinstance(line, Malformed):
+    if isinstance(line, MalformedLine):
         problem |= {"message": f"line {line.number}: {message}", "param": line.param}
     return Result(_result_line(line.custom_id, None, problem), False)
 
@@ -134,7 +136,7 @@ def _count(usage: object, name: str) -> int:
     return count if isinstance(count, int) else 0
 
 
-def recovered(*paths: Path) -> Found:
+def recovered(*paths: Path) -> ScannedResults:
     """Every result in these files, which may be missing; half a line at the end of one is cut off.
 
     Raises:
@@ -148,7 +150,7 @@ def recovered(*paths: Path) -> Found:
     return found
 
 
-def _read_results(paths: Sequence[Path]) -> Found:
+def _read_results(paths: Sequence[Path]) -> ScannedResults:
     """Whole lines only."""
     keys, oks = array("Q"), bytearray()
     for path in paths:
@@ -160,9 +162,9 @@ def _read_results(paths: Sequence[Path]) -> Found:
                 keys.append(key)
                 oks.append(ok)
     if not keys:
-        return Found.nothing()
+        return ScannedResults.nothing()
     unique, first = np.unique(np.frombuffer(keys, np.uint64), return_index=True)
-    return Found(unique, np.frombuffer(oks, np.bool_)[first])
+    return ScannedResults(unique, np.frombuffer(oks, np.bool_)[first])
 
 
 def _read_result(data: bytes, where: str) -> tuple[int, bool]:
@@ -174,7 +176,7 @@ def _read_result(data: bytes, where: str) -> tuple[int, bool]:
         if not isinstance(custom_id, str | None) or not isinstance(number, int):
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise NoResults(f"{where} is no result of a batch") from None
+        raise ResultsUnreadable(f"{where} is no result of a batch") from None
     return line_key(custom_id, number), ok
 
 
@@ -193,7 +195,7 @@ def _cut_torn_line(path: Path) -> None:
         file.seek(whole)
         start = file.read(len(LINE_START))
         if start != LINE_START[: len(start)]:
-            raise NoResults(f"the end of {path.name} is no result of a batch")
+            raise ResultsUnreadable(f"the end of {path.name} is no result of a batch")
         file.truncate(whole)
         os.fsync(file.fileno())
 

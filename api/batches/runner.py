@@ -5,9 +5,9 @@ import random
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
-from api.batches.lines import Line, Malformed
-from api.batches.results import Reply, Result, ResultSink, answered, refused
-from api.batches.threads import in_thread
+from api.batches.files import in_thread
+from api.batches.input_lines import Line, MalformedLine
+from api.batches.results import LineReply, Result, ResultSink, answered, refused
 from api.errors import ANSWERS, INVALID, error_body
 from lorasrv.errors import DeadlineUnreachable
 
@@ -21,14 +21,15 @@ USUAL_PAUSE_S = 1.0
 MAX_PUT_OFF_S = {429: 24 * 3600.0, 503: 3600.0}
 """How long a line is asked again and again, by what it is told: 429, others come first; 503, something is the matter
 with the server. Then that is its result."""
-
-Ask = Callable[[str, Mapping[str, Any]], Awaitable[Reply]]
+Ask = Callable[[str, Mapping[str, Any]], Awaitable[LineReply]]
 """Asks a url with a body. Raises only what ends the whole batch."""
 Sleep = Callable[[float], Awaitable[object]]
 
 # To ask again in vain: the same line with the same deadline would only wait longer.
 _FINAL_CODES = frozenset({ANSWERS[DeadlineUnreachable].code})
-_STREAM = Reply(400, error_body("stream is not possible in a batch; leave it out", INVALID, "stream", "invalid_value"))
+_STREAM = LineReply(
+    400, error_body("stream is not possible in a batch; leave it out", INVALID, "stream", "invalid_value")
+)
 
 
 class LineRunner:
@@ -109,7 +110,7 @@ class LineRunner:
             return self._num_taken - 1, line
 
     async def _result(self, line: Line) -> Result:
-        if isinstance(line, Malformed):
+        if isinstance(line, MalformedLine):
             return refused(line, line.code, line.message)
         if line.body.get("stream"):
             return answered(line, _STREAM)

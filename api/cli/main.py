@@ -10,31 +10,30 @@ import typer
 from typer.core import TyperGroup
 
 from adapter_store.errors import AdapterError, AdapterInvalid
-from api.cli import (
+from api.cli.bench import command as bench
+from api.cli.commands import (
     adapters,
     aliases,
     batch,
-    bench,
     chat,
     check,
     config,
     demo,
-    doctor,
+    generate,
     keys,
-    limits,
     listing,
-    plan,
     pool,
     quantize,
     serve,
     store,
-    talk,
-    top,
     verify,
     watermark,
 )
-from api.cli.console import CliError, ExitCode, note
-from api.cli.options import ServerDefaults, spread, taking_key
+from api.cli.common.options import ServerDefaults, spread, taking_key
+from api.cli.common.terminal import CliError, ExitCode, note
+from api.cli.doctor import command as doctor
+from api.cli.plan import command as plan
+from api.cli.top import command as top
 from lorasrv import __version__
 from lorasrv.errors import ConfigError, LorasrvError
 
@@ -101,14 +100,14 @@ _command("rollback", aliases.rollback, "lorasrv rollback mia --to 2")
 _command("warm", pool.warm, "lorasrv warm mia --deadline-ms 2000")
 _command("pin", pool.pin, "lorasrv pin mia@3")
 _command("unpin", pool.unpin, "lorasrv unpin mia@3")
-_command("limit", limits.limit, "lorasrv limit mia --max-running 4 --tokens-per-s 200")
+_command("limit", aliases.limit, "lorasrv limit mia --max-running 4 --tokens-per-s 200")
 _command("verify", verify.verify, "lorasrv verify mia --prompts prompts.txt")
 _command("pool", pool.pool, "lorasrv pool")
 _command("top", top.top, "lorasrv top --interval 1", "lorasrv top --once --json")
 _command("chat", chat.chat, "lorasrv chat mia --system 'You are a pirate.'", "lorasrv chat mia < questions.txt")
 _command(
     "generate",
-    talk.generate,
+    generate.generate,
     "lorasrv generate 'Name three rivers.' --adapter mia --temperature 0",
     "lorasrv generate - --json-schema city.json --json < prompt.txt",
 )

@@ -32,6 +32,5 @@ STATIC_FILES = (
     "upload.js",
 )
 """All files of `static/` but the page itself."""
-
 CONSOLE_PATHS = ("/console", "/console/", *(f"/console/{name}" for name in STATIC_FILES))
 """Every path of the console. The page is at the first two, everything else is what it loads."""

@@ -9,29 +9,27 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.blobs import BlobUpload
 from adapter_store.errors import AdapterNotFound
-from adapter_store.records import AdapterRecord, Change, Deletion, Registration, check_state
+from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_state
 from adapter_store.spec import AdapterKey
-from api.adapter_json import adapter_json, aliases_json
+from adapter_store.storage.blobs import BlobUpload
+from api.asgi.json_body import JsonRoute
+from api.asgi.query import IfMatch, Limit, etag_header, listing, page
+from api.asgi.sse import run_until_disconnect
+from api.auth.principal import Caller, Scope
 from api.errors import ApiError
-from api.etags import IfMatch, etag_header
-from api.json_body import JsonRoute
-from api.keys.caller import Caller, Scope
-from api.keys.view import View
-from api.paging import Limit, listing, page
 from api.schemas.adapters import AdapterBody, AdapterPatch, WarmBody
-from api.services import Services, ServicesDep, ViewDep
-from api.sse import unless_disconnected
+from api.serving.model_list import adapter_json, aliases_json
+from api.serving.services import Services, ServicesDep, ViewDep
+from api.serving.store_view import ScopedStore
 from lorasrv.errors import EngineDead, InvalidRequest
-from lorasrv.request import AdapterTier
+from lorasrv.outputs import AdapterTier
 
 router = APIRouter(route_class=JsonRoute)
 
 # A hop to a worker thread costs about 50 us: not for every 64 KiB that the socket brings.
 WRITE_BYTES = 1 << 20
 MAX_WAIT_S = 60.0
-
 Switch = Annotated[Literal["true", "1", "false", "0", ""] | None, "on or off"]
 
 
@@ -88,7 +86,9 @@ async def list_adapters(
     return await run_in_threadpool(_list_adapters, services, view, search, limit, after)
 
 
-def _list_adapters(services: Services, view: View, search: str, limit: int | None, after: str | None) -> Response:
+def _list_adapters(
+    services: Services, view: ScopedStore, search: str, limit: int | None, after: str | None
+) -> Response:
     records, more = page(view.list_adapters(), search, limit, after)
     corrupt = services.store.quarantined()
     return listing((adapter_json(record, corrupt) for record in records), more)
@@ -127,7 +127,7 @@ async def warm_adapter(
     # Held until it is there; one that is known to be damaged is refused here.
     hold = await run_in_threadpool(services.store.hold, ref.key)
     work = services.engine.warm(hold.key, body.deadline_ms / 1000)
-    reached = await unless_disconnected(request.receive, work)
+    reached = await run_until_disconnect(request.receive, work)
     return {
         "object": "adapter.warm",
         "id": ref.adapter_id,
@@ -218,7 +218,7 @@ async def _set_pinned(services: Services, key: AdapterKey, reference: str, pinne
 
 async def _change(
     services: Services,
-    view: View,
+    view: ScopedStore,
     adapter_id: str,
     change: Change,
     if_match: Collection[str] | None,
@@ -255,7 +255,7 @@ async def delete_adapter(
     gone = await delete(services, view, reference, force=is_forced, if_match=if_match)
     uses = services.engine.uses
     ended = uses.break_off(gone.adapter_id, gone.contents) if is_forced else 0
-    running = await unless_disconnected(request.receive, uses.until_unused(gone.adapter_id, gone.contents, wait))
+    running = await run_until_disconnect(request.receive, uses.until_unused(gone.adapter_id, gone.contents, wait))
     answer = {
         "object": "adapter.deleted",
         "id": reference,
@@ -269,7 +269,12 @@ async def delete_adapter(
 
 
 async def delete(
-    services: Services, view: View, reference: str, *, force: bool = False, if_match: Collection[str] | None = None
+    services: Services,
+    view: ScopedStore,
+    reference: str,
+    *,
+    force: bool = False,
+    if_match: Collection[str] | None = None,
 ) -> Deletion:
     """`AdapterStore.delete`, and have the engine forget limits, and pins that nothing is left to unpin by."""
     gone: Deletion = await run_in_threadpool(view.delete, reference, force=force, if_match=if_match)
@@ -278,7 +283,7 @@ async def delete(
     return gone
 
 
-async def _forget(services: Services, view: View, gone: Deletion) -> None:
+async def _forget(services: Services, view: ScopedStore, gone: Deletion) -> None:
     if gone.adapter_id not in view.records():
         services.engine.traffic.forget(gone.adapter_id)
     await services.ledger.forget(gone.adapter_id, gone.contents)

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-from api.json_body import JsonRoute
+from api.asgi.json_body import JsonRoute
 from api.routes.files import BatchesDep, page_after, page_ends
 from api.schemas.batches import BatchBody
 

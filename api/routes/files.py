@@ -9,17 +9,15 @@ from fastapi import APIRouter, Depends, Query, Request
 from fastapi.responses import Response, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
+from api.asgi.multipart import check_form_headers, receive_form
+from api.auth.principal import CallerDep
 from api.batches.files import MAX_NAME_CHARS
-from api.batches.keeper import BatchKeeper
-from api.batches.owned import OwnBatches
+from api.batches.manager import BatchManager, ScopedBatches
 from api.batches.records import BatchRecord, FileRecord
 from api.errors import ApiError
-from api.keys.caller import CallerDep
-from api.multipart import check_form_headers, receive_form
 from api.schemas.batches import file_age_s, file_purpose
 
 router = APIRouter()
-
 READ_BYTES = 1 << 18
 T = TypeVar("T", FileRecord, BatchRecord)
 _FORM = {
@@ -41,13 +39,13 @@ _FORM = {
 }
 
 
-async def get_batches(request: Request, caller: CallerDep) -> OwnBatches:
+async def get_batches(request: Request, caller: CallerDep) -> ScopedBatches:
     keeper = request.app.state.batches
-    assert isinstance(keeper, BatchKeeper)
-    return OwnBatches(keeper, caller)
+    assert isinstance(keeper, BatchManager)
+    return ScopedBatches(keeper, caller)
 
 
-BatchesDep = Annotated[OwnBatches, Depends(get_batches)]
+BatchesDep = Annotated[ScopedBatches, Depends(get_batches)]
 
 
 @router.post("/v1/files", openapi_extra=_FORM)

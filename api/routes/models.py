@@ -8,10 +8,10 @@ from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import AdapterNotFound
 from adapter_store.spec import AdapterRef
-from api.model_list import adapter_card, base_card
-from api.naming import model_not_found
-from api.paging import Limit
-from api.services import ServicesDep, ViewDep
+from api.asgi.query import Limit
+from api.serving.model_list import adapter_card, base_card
+from api.serving.model_resolver import model_not_found
+from api.serving.services import ServicesDep, ViewDep
 
 router = APIRouter()
 

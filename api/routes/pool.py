@@ -8,16 +8,15 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 
-from adapter_store.records import AdapterRecord
+from adapter_store.registry.records import AdapterRecord
 from adapter_store.spec import AdapterId, AdapterKey
-from api.keys.view import View
-from api.services import Services, ServicesDep, ViewDep
-from lorasrv.pool_map import AdapterPages, PoolMap, RequestPages, runs_of
-from lorasrv.traffic import MAX_ACCOUNTS
+from api.serving.services import Services, ServicesDep, ViewDep
+from api.serving.store_view import ScopedStore
+from lorasrv.engine.pool_snapshot import AdapterPages, PoolMap, RequestPages, runs_of
+from lorasrv.metrics.request_stats import MAX_ACCOUNTS
 
 router = APIRouter()
 MOST_HOT = 20
-
 Names = Mapping[AdapterKey, list[AdapterId]]
 
 
@@ -33,7 +32,7 @@ async def show_pool(services: ServicesDep, view: ViewDep) -> dict[str, Any]:
     return {**shown, "traffic": traffic}
 
 
-async def _traffic(services: Services, view: View) -> dict[str, Any]:
+async def _traffic(services: Services, view: ScopedStore) -> dict[str, Any]:
     """`hottest` by tokens a second; its base has neither digest nor tier."""
     traffic = services.engine.traffic
     asked = traffic.hottest(MAX_ACCOUNTS)
@@ -72,7 +71,7 @@ def _names(records: Iterable[AdapterRecord]) -> Names:
     return names
 
 
-def _as_json(pool: PoolMap, names: Names, view: View) -> dict[str, Any]:
+def _as_json(pool: PoolMap, names: Names, view: ScopedStore) -> dict[str, Any]:
     requests = [request for request in pool.requests if view.is_whole or request.principal == view.caller.principal]
     adapters = [adapter for adapter in pool.adapters if view.is_whole or adapter.key in names]
     promised = [promise for promise in pool.promised if view.is_whole or promise.key in names]

@@ -9,24 +9,24 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
-from api.answers import AnswerWriter, CompletionWording
-from api.choices import Choices, OutputStream
-from api.generation import service_of
-from api.json_body import JsonRoute
-from api.keys.caller import Caller, CallerDep
-from api.naming import Target, resolve_target
+from api.asgi.json_body import JsonRoute
+from api.asgi.sse import EventStream, run_until_disconnect
+from api.auth.principal import Caller, CallerDep
 from api.schemas.tgi import GenerateBody, Parameters
-from api.services import Services, ServicesDep
-from api.sse import EventStream, unless_disconnected
-from api.tgi_answers import TgiWriter, TokenWriter
-from lorasrv.admission import check_could_fit
+from api.serving.choice_stream import ChoiceStream
+from api.serving.model_resolver import ResolvedModel, resolve_target
+from api.serving.openai_responses import CompletionFormat, ResponseBuilder
+from api.serving.services import Services, ServicesDep
+from api.serving.serving_openai import service_of
+from api.serving.tgi_responses import TgiResponseBuilder, TokenWriter
+from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest
+from lorasrv.outputs import OutputStream
 
 if TYPE_CHECKING:
-    from api.keys.allowance import Add
+    from api.auth.rate_limits import Add
 
 Accepted = Coroutine[Any, Any, list[OutputStream]]
-
 router = APIRouter(route_class=JsonRoute)
 
 
@@ -60,9 +60,9 @@ async def _whole(request: Request, body: GenerateBody, services: Services, calle
 
     async def collect() -> tuple[dict[str, Any], dict[str, str]]:
         writer, accepted = await _begin(body, parameters, services, caller, with_tokens=told)
-        return await writer.collect(Choices(await accepted))
+        return await writer.collect(ChoiceStream(await accepted))
 
-    content, headers = await unless_disconnected(request.receive, collect())
+    content, headers = await run_until_disconnect(request.receive, collect())
     return JSONResponse([content] if as_list else content, headers=headers)
 
 
@@ -70,19 +70,19 @@ async def _streamed(request: Request, body: GenerateBody, services: Services, ca
     """Opens only after the engine's first output, so that a failure until then keeps its own status."""
     parameters = body.wanted(stream=True)
 
-    async def opened() -> tuple[TgiWriter, Choices]:
+    async def opened() -> tuple[TgiResponseBuilder, ChoiceStream]:
         writer, accepted = await _begin(body, parameters, services, caller, with_tokens=True)
-        choices = Choices(await accepted)
+        choices = ChoiceStream(await accepted)
         await choices.wait_for_first()
         return writer, choices
 
-    writer, choices = await unless_disconnected(request.receive, opened())
+    writer, choices = await run_until_disconnect(request.receive, opened())
     return EventStream(writer.events(choices), choices.aclose, writer.headers(choices, ended=False))
 
 
 async def _begin(
     body: GenerateBody, parameters: Parameters, services: Services, caller: Caller, with_tokens: bool
-) -> tuple[TgiWriter, Accepted]:
+) -> tuple[TgiResponseBuilder, Accepted]:
     services.check_room(caller)
     # 53 bits: a JSON reader that has only doubles reads them back as they are.
     seed = parameters.seed if parameters.seed is not None else secrets.randbits(53)
@@ -91,7 +91,7 @@ async def _begin(
     target = await run_in_threadpool(_target, body, parameters, services, caller)
     prompt = await services.in_thread(body.inputs, partial(_prompt_ids, body, parameters, services), caller)
     grammar = await run_in_threadpool(parameters.wanted_grammar)
-    figures = AnswerWriter(f"gen-{secrets.token_hex(12)}", target, CompletionWording())
+    figures = ResponseBuilder(f"gen-{secrets.token_hex(12)}", target, CompletionFormat())
     tokens = TokenWriter(services.engine.tokenizer, parameters.top_n_tokens or 0, parameters.return_k_alternatives or 0)
     service = service_of(parameters, target, caller)
 
@@ -108,7 +108,7 @@ async def _begin(
         )
 
     accepting = services.allowances.admit(caller, [prompt], parameters.num_choices, begin)
-    return TgiWriter(figures, parameters, body.inputs, prompt, drawn, tokens), _in_tgi_words(accepting)
+    return TgiResponseBuilder(figures, parameters, body.inputs, prompt, drawn, tokens), _in_tgi_words(accepting)
 
 
 async def _in_tgi_words(accepting: Accepted) -> list[OutputStream]:
@@ -118,7 +118,7 @@ async def _in_tgi_words(accepting: Accepted) -> list[OutputStream]:
         raise ContextLengthExceeded(str(error).replace("(max_tokens)", "(max_new_tokens)")) from None
 
 
-def _target(body: GenerateBody, parameters: Parameters, services: Services, caller: Caller) -> Target:
+def _target(body: GenerateBody, parameters: Parameters, services: Services, caller: Caller) -> ResolvedModel:
     """Who answers. In TGI's bodies a request that names nobody asks the base."""
     model = body.model or services.base_name
     return resolve_target(model, parameters.adapter_id, services.base_name, services.view(caller).resolve)

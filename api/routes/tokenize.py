@@ -6,12 +6,12 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.concurrency import run_in_threadpool
 
-from api.chat import check_tellable
-from api.json_body import JsonRoute
-from api.keys.view import View
-from api.naming import resolve_target
+from api.asgi.json_body import JsonRoute
 from api.schemas.tokenize import DetokenizeBody, TokenizeBody
-from api.services import Services, ServicesDep, ViewDep
+from api.serving.chat import check_tellable
+from api.serving.model_resolver import resolve_target
+from api.serving.services import Services, ServicesDep, ViewDep
+from api.serving.store_view import ScopedStore
 from lorasrv.errors import InvalidRequest
 
 router = APIRouter(route_class=JsonRoute)
@@ -48,7 +48,7 @@ async def tokenizer_info(services: ServicesDep) -> dict[str, Any]:
     }
 
 
-def _tokenize(body: TokenizeBody, services: Services, view: View) -> dict[str, Any]:
+def _tokenize(body: TokenizeBody, services: Services, view: ScopedStore) -> dict[str, Any]:
     body.refuse_unbuilt()
     _check_model(body.model, services, view)
     tokenizer = services.engine.tokenizer
@@ -72,7 +72,7 @@ def _ids(body: TokenizeBody, services: Services) -> list[int]:
     return template.encode([message.plain() for message in told], tokenizer, body.add_generation_prompt is not False)
 
 
-def _detokenize(body: DetokenizeBody, services: Services, view: View) -> dict[str, str]:
+def _detokenize(body: DetokenizeBody, services: Services, view: ScopedStore) -> dict[str, str]:
     _check_model(body.model, services, view)
     tokenizer, most = services.engine.tokenizer, services.engine.max_model_len
     if len(body.tokens) > most:
@@ -85,5 +85,5 @@ def _detokenize(body: DetokenizeBody, services: Services, view: View) -> dict[st
     return {"prompt": tokenizer.decode(body.tokens, skip_special_tokens=False)}
 
 
-def _check_model(model: str | None, services: Services, view: View) -> None:
+def _check_model(model: str | None, services: Services, view: ScopedStore) -> None:
     resolve_target(model or services.base_name, None, services.base_name, view.resolve)

@@ -14,20 +14,18 @@ from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import AdapterError, AdapterNotFound
 from adapter_store.spec import AdapterRef
+from api.asgi.json_body import JsonRoute
+from api.asgi.sse import DONE, EventStream, event, run_until_disconnect
+from api.auth.principal import Scope
 from api.errors import ApiError, describe
-from api.json_body import JsonRoute
-from api.keys.caller import Scope
-from api.schemas.verify import VerifyBody
-from api.services import Services, ServicesDep, ViewDep
-from api.sse import DONE, EventStream, event, unless_disconnected
+from api.schemas.adapters import VerifyBody
+from api.serving.services import Services, ServicesDep, ViewDep
 from lorasrv.errors import InvalidRequest, LorasrvError
-from lorasrv.verify.job import BUILTIN_PROMPTS, MAX_PROMPT_TOKENS, NEW_TOKENS, Progress, VerifyJob
-from lorasrv.verify.memory import check_memory, needed_bytes
+from lorasrv.offline.verify.job import BUILTIN_PROMPTS, MAX_PROMPT_TOKENS, NEW_TOKENS, Progress, VerifyJob
+from lorasrv.offline.verify.verifier import check_memory, needed_bytes
 
 Verify = Callable[[Callable[[Progress], None]], Coroutine[Any, Any, dict[str, Any]]]
-
 _LOG = logging.getLogger(__name__)
-
 router = APIRouter(route_class=JsonRoute)
 
 
@@ -64,7 +62,7 @@ async def verify_adapter(
     if body.stream:
         told = _Told(verify)
         return EventStream(told.events(), told.close, {})
-    return JSONResponse(await unless_disconnected(request.receive, verify(lambda _: None)))
+    return JSONResponse(await run_until_disconnect(request.receive, verify(lambda _: None)))
 
 
 def _make_job(services: Services, ref: AdapterRef, body: VerifyBody) -> VerifyJob:

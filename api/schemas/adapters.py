@@ -1,21 +1,27 @@
-"""Bodies of the routes below /v1/adapters. A field that nobody knows is refused here: it can only be a typing error."""
+"""Bodies of the routes below /v1/adapters. A field that nobody knows is refused here: it can only be a typing error.
+
+Body of POST /v1/adapters/{id}:verify.
+
+Bodies of vLLM's two routes for adapters at run time. What vLLM sends beside these fields changes nothing here.
+"""
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field
 
-from adapter_store.aliases import AliasTarget, target_from_json
 from adapter_store.errors import InvalidAlias, show
-from adapter_store.records import Change
-from api.schemas.body import ClosedBody
+from adapter_store.registry.records import Change
+from adapter_store.registry.references import AliasTarget, target_from_json
+from api.schemas.base import ClosedBody, Items
+from lorasrv.config import Limits
 from lorasrv.errors import InvalidLimits, InvalidRequest
-from lorasrv.limits import Limits
+from lorasrv.offline.verify.job import MAX_PROMPTS
+from lorasrv.offline.verify.verifier import DEFAULT_TIMEOUT_S
 
 DEFAULT_DEADLINE_MS = 10_000
 MAX_DEADLINE_MS = 600_000
 MAX_INT = 2**63 - 1
 QUOTES = "'\""
-
 _Count = Annotated[int, Field(le=MAX_INT)]
 
 
@@ -39,7 +45,7 @@ class AdapterBody(ClosedBody):
 
 
 class LimitsBody(ClosedBody):
-    """What one id may have at a time, as `lorasrv.limits.Limits` has it."""
+    """What one id may have at a time, as `lorasrv.config.Limits` has it."""
 
     max_running: _Count | None = None
     max_queued: _Count | None = None
@@ -102,3 +108,44 @@ class WarmBody(ClosedBody):
     """How long the caller waits for an adapter to be in the pool; 0 only begins."""
 
     deadline_ms: Annotated[int, Field(ge=0, le=MAX_DEADLINE_MS)] = DEFAULT_DEADLINE_MS
+
+
+MAX_TIMEOUT_S = 3600
+"""While one adapter is verified, nobody else's is."""
+MAX_PROMPT_CHARS = 16_384
+
+
+class VerifyBody(ClosedBody):
+    """What to verify with: `prompts` as a user would write them, None for the built-in ones.
+
+    `ignore_memory`: begin also where memory is likely to run out. `stream`: tell progress as events.
+    """
+
+    prompts: (
+        Annotated[
+            Items[Annotated[str, Field(min_length=1, max_length=MAX_PROMPT_CHARS)]],
+            Field(min_length=1, max_length=MAX_PROMPTS),
+        ]
+        | None
+    ) = None
+    timeout_s: Annotated[float, Field(gt=0, le=MAX_TIMEOUT_S)] = DEFAULT_TIMEOUT_S
+    ignore_memory: bool = False
+    stream: bool = False
+
+
+class LoadBody(BaseModel):
+    """`load_inplace`: an id that is taken gets a new version."""
+
+    model_config = ConfigDict(strict=True)
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+
+
+class UnloadBody(BaseModel):
+    """The id to forget, with all its versions."""
+
+    model_config = ConfigDict(strict=True)
+
+    lora_name: str

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from api.schemas.body import at_most
+from api.schemas.base import at_most
 from lorasrv.errors import InvalidRequest
 
 WINDOW_UNITS_S = {"m": 60, "h": 3600, "d": 86400}
@@ -13,7 +13,6 @@ MAX_WINDOW_S = 30 * 86400
 MIN_AGE_S, MAX_AGE_S = 3600, 30 * 86400
 MAX_METADATA = 16
 PURPOSES = ("batch",)
-
 Key = Annotated[str, StringConstraints(max_length=64)]
 Text = Annotated[str, StringConstraints(max_length=512)]
 

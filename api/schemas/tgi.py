@@ -9,17 +9,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from api.schemas.body import Body, Items
-from api.schemas.generation import MAX_SALT_CHARS
-from api.schemas.inert import refuse_unless_inert
+from api.schemas.base import Body, Items
+from api.schemas.openai import MAX_SALT_CHARS
+from api.schemas.unsupported import refuse_unless_inert
 from lorasrv.errors import InvalidRequest
-from lorasrv.grammars import source
-from lorasrv.grammars.source import Grammar
 from lorasrv.request import MAX_CHOICES, OnCold
-from lorasrv.sampling import SamplingParams
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.text.structured_output import grammar as source
+from lorasrv.text.structured_output.grammar import Grammar
 
 MAX_TOP_TOKENS = 20
-
 _NULL: tuple[Any, ...] = (None,)
 _INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "schema": _NULL,
@@ -37,7 +36,6 @@ _INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
 # Where an uploaded adapter comes from does not matter any more: these say no more than "by its name".
 _INERT_SOURCES = (None, "", "hub", "local")
 _OUR_NAMES = {"max_tokens": "max_new_tokens"}
-
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Top = Annotated[int, Field(ge=0, le=MAX_TOP_TOKENS)]
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any, Self
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from api.schemas.body import Body, Items
-from api.schemas.generation import MAX_MESSAGES
-from api.schemas.inert import refuse_unless_inert
+from api.schemas.base import Body, Items
+from api.schemas.openai import MAX_MESSAGES
 from api.schemas.tools import Message
+from api.schemas.unsupported import refuse_unless_inert
 from lorasrv.errors import InvalidRequest
 
 _INERT_VALUES: Mapping[str, tuple[Any, ...]] = {

@@ -7,9 +7,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from api.schemas.body import Body, Items
+from api.schemas.base import Body, Items
 from lorasrv.errors import InvalidRequest
-from lorasrv.tools.calls import Tool
+from lorasrv.text.tool_parsers.base import Tool
 
 MAX_TOOLS = 128
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}

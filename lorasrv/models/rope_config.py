@@ -12,7 +12,6 @@ ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 GGUF_ROPE_KINDS = ("none", "linear", "yarn", "longrope")
 DEFAULT_THETA = 10_000.0
 _BY_LAYER = "full_attention", "sliding_attention"
-
 Values = Mapping[str, Any]
 Ropes = tuple[RopeSpec, RopeSpec | None]
 """(of all layers, or of those without a window; of those with one, where a family has two)"""

@@ -1,11 +1,15 @@
 """What a decoder is built from: one frozen description that every family's checkpoint is read into.
 
 A family of known parts is a TOML file under `specs/` and no Python: it maps the checkpoint's configuration keys and
-tensor names to the fields below (`lorasrv.models.family`).
+tensor names to the fields below (`lorasrv.models.families`).
+
+What a token costs in arithmetic, by the shapes alone: multiplications and additions, each counted as one.
+
+Shapes of well-known models, to be measured with random weights (`--load-format dummy`).
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,3 +136,47 @@ class ModelSpec:
             gate_up,
             SiteShape("down", f, (mlp + "down_proj",), (h,)),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """Of the linears of all layers for a token of prompt or answer; of the head for a token that is sampled; of
+    attention for each token that a token looks back at, windows not regarded.
+    """
+
+    token: int
+    sampled_token: int
+    context_token: int
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def operations(spec: ModelSpec) -> Operations:
+    """For one token of the base, without adapters."""
+    weights = sum(site.in_features * sum(site.out_features) for site in spec.sites())
+    return Operations(
+        token=2 * spec.num_layers * weights,
+        sampled_token=2 * spec.hidden_size * spec.vocab_size,
+        context_token=4 * spec.num_layers * spec.q_width,
+    )
+
+
+SHAPES = {
+    "llama-3-8b": ModelSpec(
+        family="llama",
+        num_layers=32,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        max_position=8192,
+        norm_eps=1e-5,
+        rope=RopeSpec(theta=500_000.0),
+        eos_token_ids=(128001,),
+        bos_token_id=128000,
+    )
+}
+"""Built-in shapes, by the name that `--model` takes."""

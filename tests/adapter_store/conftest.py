@@ -15,7 +15,7 @@ from safetensors.torch import save
 from adapter_store.errors import AdapterInvalid, Problem
 from adapter_store.quota import ANONYMOUS
 from adapter_store.spec import BaseShapes
-from adapter_store.staging import Sender
+from adapter_store.storage.pending_uploads import Sender
 from adapter_store.store import AdapterStore
 
 HIDDEN, INNER, KV = 32, 48, 16

@@ -31,8 +31,8 @@ import numpy as np
 
 from adapter_store.errors import AdapterError
 from adapter_store.store import AdapterStore
-from lorasrv.base_shapes import base_shapes
-from lorasrv.loaders.hf import read_spec
+from lorasrv.models.loader.hf import read_spec
+from lorasrv.models.lora_sites import base_shapes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import tiny_llama

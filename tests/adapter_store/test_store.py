@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from adapter_store.blobs import fsync_directory
 from adapter_store.errors import (
     AdapterCorrupt,
     AdapterExists,
@@ -34,8 +33,9 @@ from adapter_store.errors import (
     StoreLocked,
     StoreUnusable,
 )
-from adapter_store.names import Names
+from adapter_store.registry.names import Names
 from adapter_store.spec import AdapterKey, BaseShapes
+from adapter_store.storage.blobs import fsync_directory
 from adapter_store.store import AdapterStore
 
 Put = Callable[..., str]
@@ -520,7 +520,7 @@ def test_a_disk_that_refuses_an_upload(
         raise OSError(number, os.strerror(number), "/secret/path")
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"adapter_store.blobs.os.{operation}", fail)
+        patch.setattr(f"adapter_store.storage.blobs.os.{operation}", fail)
         with pytest.raises(error) as caught:
             put(store, data)
     assert "secret" not in str(caught.value)
@@ -536,7 +536,7 @@ def test_a_folder_that_cannot_be_made_durable_shows_no_blob(
         raise OSError(errno.EIO, "I/O error")
 
     with monkeypatch.context() as patch:
-        patch.setattr("adapter_store.blobs.fsync_directory", fail)
+        patch.setattr("adapter_store.storage.blobs.fsync_directory", fail)
         with pytest.raises(StoreUnusable):
             put(store, build.file())
     assert blobs(store, tmp_path) == set()
@@ -557,7 +557,7 @@ def test_an_upload_that_fails_takes_no_other_ones_weights(
         raise OSError(errno.EIO, "I/O error")
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
-        patch.setattr("adapter_store.blobs.fsync_directory", fail_first)
+        patch.setattr("adapter_store.storage.blobs.fsync_directory", fail_first)
         first = pool.submit(put, store, data)
         while not calls:
             time.sleep(0.001)
@@ -705,8 +705,8 @@ def test_many_versions_go_with_one_fsync(
         done.append("fsync")
         fsync_directory(path)
 
-    monkeypatch.setattr("adapter_store.blobs.os.unlink", unlink_but_one)
-    monkeypatch.setattr("adapter_store.blobs.fsync_directory", fsync)
+    monkeypatch.setattr("adapter_store.storage.blobs.os.unlink", unlink_but_one)
+    monkeypatch.setattr("adapter_store.storage.blobs.fsync_directory", fsync)
     assert store.delete("mia").num_versions == 12
     assert sorted(done[:-1]) == sorted(set(digests) - {digests[3]})
     assert done[-1] == "fsync"

@@ -15,7 +15,7 @@ from store_runs import run, scratch_folder
 from store_scenarios import BASE, SCENARIOS, Hand, observe, prepare
 
 from adapter_store.errors import AdapterError, BlobNotFound, StoreUnusable
-from adapter_store.records import Change
+from adapter_store.registry.records import Change
 from adapter_store.store import AdapterStore
 
 pytestmark = pytest.mark.skipif(not is_possible(), reason="this Python's sqlite3 does not link a shared SQLite")
@@ -70,7 +70,7 @@ def test_weights_cannot_be_registered_before_their_name_is_durable(
         with pytest.raises(BlobNotFound):
             store.register("mia", build.config(), digest)
 
-    monkeypatch.setattr("adapter_store.blobs.fsync_directory", look)
+    monkeypatch.setattr("adapter_store.storage.blobs.fsync_directory", look)
     put(store, data)
     assert found == [False]
     assert store.register("mia", build.config(), digest).ref.version == 1

@@ -21,9 +21,9 @@ from adapter_store.errors import (
     VersionInUse,
     VersionNotFound,
 )
-from adapter_store.holds import ContentHold
-from adapter_store.records import Change
+from adapter_store.registry.records import Change
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, BaseShapes
+from adapter_store.storage.refcounts import ContentHold
 from adapter_store.store import AdapterStore
 
 BASE = BaseShapes("llama", 1, {"self_attn.q_proj": (4, 4)})

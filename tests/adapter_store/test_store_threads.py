@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from adapter_store.errors import AdapterExists, AdapterInvalid, AdapterNotFound, BlobNotFound, StoreUnusable
-from adapter_store.records import Change
+from adapter_store.registry.records import Change
 from adapter_store.spec import BaseShapes
 from adapter_store.store import AdapterStore
 

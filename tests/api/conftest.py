@@ -24,28 +24,27 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from adapter_store.spec import AdapterKey, BaseShapes
 from adapter_store.store import AdapterStore
 from api.app import create_app
+from api.asgi.limits import ConnectionLimits
+from api.asgi.protocol import bounded
 from api.cli.main import main
-from api.edge_bounds import EdgeBounds
-from api.http_protocol import bounded
+from api.config.settings import ServerSettings
 from api.server import bind
-from api.settings import ServerSettings
-from lorasrv.adapter_uses import AdapterUses
-from lorasrv.beam_options import BeamOptions
+from lorasrv.config import Limits
+from lorasrv.engine.messages import AdapterStatus
+from lorasrv.engine.output_processor import InFlightRequests
+from lorasrv.engine.pool_snapshot import PoolMap
+from lorasrv.engine.watchdog import Heartbeat
 from lorasrv.errors import AdapterCold, AdapterLoadFailed, ContextLengthExceeded, EngineDead, InvalidRequest
-from lorasrv.limits import Limits
-from lorasrv.metrics import EngineMetrics, EngineSnapshot
+from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
+from lorasrv.metrics.request_stats import RequestStats
+from lorasrv.metrics.step_stats import StepProfile, StepStats
 from lorasrv.models.spec import ModelSpec
-from lorasrv.pool_map import PoolMap
-from lorasrv.questions import Reached
-from lorasrv.request import AdapterTier, AddRequest, FinishReason, OnCold, RequestId, RequestOutput, RequestTiming
-from lorasrv.sampling import SamplingParams
-from lorasrv.step_book import StepBook
-from lorasrv.step_profile import StepProfile
-from lorasrv.traffic import Traffic
-from lorasrv.watchdog import Heartbeat
+from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
+from lorasrv.request import EngineCoreRequest, OnCold
+from lorasrv.sampling_params import BeamOptions, SamplingParams
 
 if TYPE_CHECKING:
-    from lorasrv.async_engine import AsyncEngine
+    from lorasrv.engine.async_engine import AsyncEngine
 
 BASE = "tiny-base"
 HIDDEN, FFN, LAYERS, VOCAB, CONTEXT = 8, 16, 2, 256, 512
@@ -167,16 +166,16 @@ class FakeEngine:
         self.model_name = BASE
         self.quantization = "int8"
         self.profile = StepProfile()
-        self.traffic = Traffic()
+        self.traffic = RequestStats()
         self.waiting_room = SimpleNamespace(check=lambda **_: None, num_tokens=0)
-        self.book = StepBook()
+        self.book = StepStats()
         self.max_model_len = CONTEXT
         self.page_size_tokens = 16
         self.spec = SPEC
         self.tokenizer = object()
         self.chat_template: FakeTemplate | None = FakeTemplate()
         self.grammars = FakeGrammars()
-        self.metrics = EngineMetrics(EngineSnapshot(pages_total=10, pages_free=7, requests_finished_total={"stop": 3}))
+        self.metrics = EngineMetrics(EngineStats(pages_total=10, pages_free=7, requests_finished_total={"stop": 3}))
         self.heartbeat = Heartbeat()
         self.is_alive = False
         self.error: str | None = None
@@ -196,7 +195,7 @@ class FakeEngine:
         self.add_error: Exception | None = None
         self.cached_tokens = 0
         self.cold_for_s: float | None = None
-        self.reached = Reached(AdapterTier.RESIDENT, 12.34)
+        self.reached = AdapterStatus(AdapterTier.RESIDENT, 12.34)
         self.ask_error: Exception | None = None
         self.pool = EMPTY_POOL
         self.resident: list[tuple[AdapterKey, int]] = []
@@ -204,7 +203,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.asked: list[tuple[object, ...]] = []
         self.limits: dict[str, Limits | None] = {}
-        self.uses = AdapterUses()
+        self.uses = InFlightRequests()
         self._numbers = itertools.count()
 
     async def start(self) -> None:
@@ -268,7 +267,7 @@ class FakeEngine:
         return streams
 
     def _count(self, streams: list[FakeStream], asked: SimpleNamespace) -> None:
-        first = AddRequest(
+        first = EngineCoreRequest(
             streams[0].request_id,
             tuple(asked.prompt),
             asked.sampling.max_tokens or 1,
@@ -310,7 +309,7 @@ class FakeEngine:
         outputs[-1] = replace(outputs[-1], finish_reason=reason, error=error)
         return outputs
 
-    async def warm(self, adapter: AdapterKey, deadline_s: float) -> Reached:
+    async def warm(self, adapter: AdapterKey, deadline_s: float) -> AdapterStatus:
         self.asked.append(("warm", adapter, deadline_s))
         if self.hang_after is not None:
             try:
@@ -319,11 +318,11 @@ class FakeEngine:
                 self.aborted.append("warm")
         return self._reply()
 
-    async def pin(self, adapter: AdapterKey) -> Reached:
+    async def pin(self, adapter: AdapterKey) -> AdapterStatus:
         self.asked.append(("pin", adapter, True))
         return self._reply()
 
-    async def unpin(self, adapter: AdapterKey) -> Reached:
+    async def unpin(self, adapter: AdapterKey) -> AdapterStatus:
         self.asked.append(("pin", adapter, False))
         return self._reply()
 
@@ -341,7 +340,7 @@ class FakeEngine:
         self._reply()
         return self.pool
 
-    def _reply(self) -> Reached:
+    def _reply(self) -> AdapterStatus:
         if self.ask_error is not None:
             raise self.ask_error
         return self.reached
@@ -413,7 +412,7 @@ def dispatcher() -> Iterator[tuple[Dispatcher, Server]]:
     listener.listen()
     dispatcher = Dispatcher()
     config = uvicorn.Config(
-        dispatcher, http=bounded(EdgeBounds()), ws="none", log_config=None, timeout_graceful_shutdown=1
+        dispatcher, http=bounded(ConnectionLimits()), ws="none", log_config=None, timeout_graceful_shutdown=1
     )
     uvicorn_server = uvicorn.Server(config)
     thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})

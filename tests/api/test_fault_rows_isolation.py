@@ -9,20 +9,20 @@ from typing import Any
 import pytest
 import tiny_llama
 
-from adapter_store import names
+from adapter_store.registry import names
 from adapter_store.store import AdapterStore
-from api.generation import prepare_completion
-from api.keys.caller import ANYBODY, Caller, Scope
-from api.limits import LimitKeeper
-from api.schemas.generation import CompletionBody
-from api.services import Services
-from api.settings import ServerSettings
-from lorasrv.async_engine import AsyncEngine
-from lorasrv.base_shapes import base_shapes
+from api.auth.principal import ANYBODY, Caller, Scope
+from api.config.settings import ServerSettings
+from api.schemas.openai import CompletionBody
+from api.serving.adapter_limits import AdapterLimits
+from api.serving.services import Services
+from api.serving.serving_openai import prepare_completion
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
-from lorasrv.loaders import open_checkpoint
-from lorasrv.planning.random_adapters import write_random_adapter
-from lorasrv.verify.verifier import Verifier
+from lorasrv.engine.async_engine import AsyncEngine
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import base_shapes
+from lorasrv.offline.planner.random_adapters import write_random_adapter
+from lorasrv.offline.verify.verifier import Verifier
 from tests.helpers.callers import with_callers
 
 ANN = Caller("ann", frozenset({Scope.INFER, Scope.UPLOAD}), ("mia*", "one", "two"))
@@ -55,7 +55,7 @@ def test_row_25_no_hit_across_adapters_and_tenants(tiny_model: ModelOptions, tin
     async def scenario() -> None:
         engine = AsyncEngine.build(config, tiny_store)
         settings = ServerSettings()
-        limits = LimitKeeper(engine, tiny_store, settings.limits("adapter"))
+        limits = AdapterLimits(engine, tiny_store, settings.limits("adapter"))
         services = Services(engine, tiny_store, settings, limits, Verifier(), started_s=int(time.time()))
         texts: dict[str, str] = {}
 

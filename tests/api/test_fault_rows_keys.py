@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from api.keys.book import KeyBook
-from api.keys.caller import Scope
-from tests.api.test_serve import SCRIPT
+from api.auth.key_store import KeyStore
+from api.auth.principal import Scope
+from tests.api.cli.commands.test_serve import SCRIPT
 from tests.helpers.served import ROOT, Served, url_of
 
 # `{key}`: of a key that may infer. Each of them without it, too.
@@ -62,7 +62,7 @@ def test_row_36_who_comes_in(tmp_path: Path) -> None:
         _row_36(served, tmp_path / "store")
         secret = _secrets_are_nowhere(served, tmp_path / "store")
     assert secret not in served.log
-    when = {key.name: key.last_used_s for key in KeyBook(tmp_path / "store").all()}
+    when = {key.name: key.last_used_s for key in KeyStore(tmp_path / "store").all()}
     assert when["boss"] is not None, "written down at the end at last"
 
 
@@ -96,7 +96,7 @@ def _row_36(process: Served, store: Path) -> None:
             found = status(process, "GET", target, "127.0.0.1", f"Authorization: Bearer {key}")
             assert found in (400, 403, 404), (target, found)
 
-    KeyBook(store).revoke(KeyBook(store).all()[0].name)
+    KeyStore(store).revoke(KeyStore(store).all()[0].name)
     assert status(process, "GET", "/v1/models", "127.0.0.1", f"Authorization: Bearer {key}") == 401
     assert status(process, "GET", "/v1/models") == 401, "the last one that goes does not open it again"
     assert key not in process.log + done.stderr
@@ -105,7 +105,7 @@ def _row_36(process: Served, store: Path) -> None:
 
 
 def _secrets_are_nowhere(served: Served, store: Path) -> str:
-    _, admin = KeyBook(store).create("boss", frozenset({Scope.ADMIN}))
+    _, admin = KeyStore(store).create("boss", frozenset({Scope.ADMIN}))
     served.http.headers["authorization"] = f"Bearer {admin}"
     paths = ("/info", "/metrics", "/v1/pool", "/openapi.json", "/v1/adapters", f"/v1/models/{admin}", f"/{admin}")
     answers = [served.http.get(path) for path in paths]

@@ -30,7 +30,7 @@ from gpu_common import (
     with_config,
 )
 
-from sgmv_kernels.kv_pages import kv_pages
+from sgmv_kernels.formats.kv_pages import kv_pages
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import paged_attention_reference
 

@@ -26,13 +26,13 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from api.sse import DONE, EventStream, event
-from lorasrv.detokenizer import Detokenizer
+from api.asgi.sse import DONE, EventStream, event
 from lorasrv.llm import LLM
-from lorasrv.loaders import open_checkpoint
-from lorasrv.request import RequestId
-from lorasrv.sampling import SamplingParams
-from lorasrv.tokenizer import Tokenizer
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.text.detokenizer import Detokenizer
+from lorasrv.text.tokenizer import Tokenizer
 
 ASSETS = Path(__file__).parents[2] / "build" / "bench"
 NEW_TOKENS, PROMPT_TOKENS = 160, 64

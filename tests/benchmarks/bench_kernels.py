@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from sgmv_kernels.kernel_code import address_of
-from sgmv_kernels.kv_pages import KvPages, kv_pages
-from sgmv_kernels.layout import AdapterLayout, PlacedAdapter, SiteDims
+from sgmv_kernels.cpu_runtime.kernel_cache import address_of
+from sgmv_kernels.cpu_runtime.openmp import arguments, run, team_size
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
+from sgmv_kernels.formats.kv_pages import KvPages, kv_pages
+from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.ops import AttentionPlan, Ops
-from sgmv_kernels.segments import build_segments
-from sgmv_kernels.team import arguments, run, team_size
 
 SITES = (SiteDims(576, (576, 192, 192)), SiteDims(576, (576,)), SiteDims(576, (1536, 1536)), SiteDims(1536, (576,)))
 LAYERS, RANK, PAGE_BYTES = 30, 16, 12288
@@ -33,7 +33,7 @@ COLD_BYTES = 256 << 20
 
 def read_bandwidth(buffer: torch.Tensor) -> float:
     """Bytes a second of reading a buffer front to back with all threads, each number once."""
-    kernel = address_of("probe_numba", "read")
+    kernel = address_of("bandwidth", "read")
     chunks = buffer.numel() // CHUNK
     args = arguments(chunks, buffer.data_ptr(), CHUNK, 0)
     return chunks * CHUNK / least(lambda: run(kernel, args, team_size(), chunks), rounds=9)

@@ -19,8 +19,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from sgmv_kernels.group_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes
-from sgmv_kernels.launches import NUM_ROWS, ROWS, Program, recording
+from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.ops import Ops
 
 WIDTH, LAYERS, GROUP = 1536, 30, 64
@@ -30,12 +30,12 @@ Run = Callable[[int], None]
 """All layers, with so many rows."""
 
 
-def codes_of(levels: int) -> GroupCodes:
+def codes_of(levels: int) -> GroupQuantizedWeight:
     signed = levels == INT8_LEVELS
     low, high, dtype = (-127, 128, torch.int8) if signed else (0, levels, torch.uint8)
     scales = torch.full((WIDTH, WIDTH // GROUP), 0.01, dtype=torch.float16)
     codes = torch.randint(low, high, (WIDTH, WIDTH), dtype=dtype)
-    return GroupCodes(codes, scales, None if signed else scales * -4, levels)
+    return GroupQuantizedWeight(codes, scales, None if signed else scales * -4, levels)
 
 
 def ours(levels: int, most: int) -> Run:

@@ -12,19 +12,19 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from adapter_store.spec import AdapterKey
-from api.logs import request_logger, written
-from api.metrics.requests import HttpFigures, TopAdapters
-from api.observer import Seen
-from lorasrv.ended_request import EndedRequest
-from lorasrv.ledger import Ledger
-from lorasrv.request import AdapterTier, AddRequest, FinishReason, RequestId, RequestOutput, RequestTiming
-from lorasrv.sampling import SamplingParams
-from lorasrv.step import AdapterOrders, ScheduledRequest, SchedulerOutput
-from lorasrv.step_book import StepBook
-from lorasrv.traffic import Traffic
+from api.observability.access_middleware import RequestInfo
+from api.observability.logs import request_logger, written
+from api.observability.metrics.requests import HttpFigures, TopAdapters
+from lorasrv.metrics.request_stats import FinishedRequestStats, RequestStats
+from lorasrv.metrics.step_stats import StepStats
+from lorasrv.metrics.usage_ledger import Ledger
+from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
+from lorasrv.request import EngineCoreRequest
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
 
 RUNS, CALLS = 7, 2000
-ENDED = EndedRequest(
+ENDED = FinishedRequestStats(
     *("r", "mia", AdapterKey("k" * 64), "p", FinishReason.STOP, ""),
     *(0.0, 2.0, 10, 4, 5, 0.1, 0.2, 0.5, AdapterTier.RESIDENT),
 )  # fmt: skip
@@ -42,7 +42,7 @@ def best_us(call: Callable[[], object]) -> float:
 
 
 def of_steps(rows: int) -> float:
-    book = StepBook()
+    book = StepStats()
     shares = tuple(
         ScheduledRequest(
             RequestId(str(n)), (1,), 0, (), AdapterKey(f"k{n}"), True, SamplingParams(), 1, adapter_id=f"a{n}"
@@ -55,21 +55,21 @@ def of_steps(rows: int) -> float:
 
 
 def of_outputs() -> float:
-    traffic, rid = Traffic(), RequestId("a")
-    traffic.accepted([AddRequest(rid, (1,), 9, SamplingParams(), adapter_id="mia")], 0.0)
+    traffic, rid = RequestStats(), RequestId("a")
+    traffic.accepted([EngineCoreRequest(rid, (1,), 9, SamplingParams(), adapter_id="mia")], 0.0)
     outputs = iter([RequestOutput(rid, "", (), 1, n, RequestTiming()) for n in range(1, RUNS * CALLS + 2)])
     return best_us(lambda: traffic.heard(rid, next(outputs)))
 
 
 def of_ends() -> float:
     with tempfile.TemporaryDirectory() as folder:
-        engine = SimpleNamespace(traffic=Traffic(), book=StepBook())
+        engine = SimpleNamespace(traffic=RequestStats(), book=StepStats())
         ledger, top = Ledger(cast(Any, engine), cast(Any, None), Path(folder)), TopAdapters(50)
         return best_us(lambda: (ledger.ended(ENDED), top.ended(ENDED)))
 
 
 def of_requests() -> dict[str, float]:
-    seen = Seen({"method": "POST", "headers": [], "state": {"request_id": "req-1"}})
+    seen = RequestInfo({"method": "POST", "headers": [], "state": {"request_id": "req-1"}})
     seen.answers.append(ENDED)
     seen.status = 200
     seen.over()

@@ -12,8 +12,8 @@ row; `llama`: llama.cpp's server, base rows only. A peer that the machine does n
 
 Adapters are seeded, rank 16 on all seven linears, in memory before the load, as vLLM and PEFT have them. The machine's
 bandwidth and arithmetic are measured first; `of floor` is the share reached of what they allow for each server's own
-weights (`api/bench/work.py`). Results go to --out as JSON lines as they come; tests/benchmarks/report.py writes them
-into docs/benchmarks.md.
+weights (`api/cli/bench/roofline.py`). Results go to --out as JSON lines as they come; tests/benchmarks/report.py
+writes them into docs/benchmarks.md.
 """
 
 import argparse
@@ -32,16 +32,15 @@ from typing import Any, TextIO
 from peer_rows import ROWS, TITLES, Row, as_base, better, comparison, peer_work, rows_of, with_floor
 from peer_servers import PEERS, ROOT, Missing, Served, llama_cpp, lorasrv, resident_bytes, vllm
 
-from api.bench import probe
-from api.bench.caller import Caller
-from api.bench.figures import figures
-from api.bench.load import Load
-from api.bench.prompts import Ruler
-from api.bench.result import Result, result
-from api.bench.served import look, work_of
-from api.bench.surroundings import client_versions, commit, machine
-from api.bench.sweep import make_asks, measure_ruler, run_point
-from api.bench.work import Rates, Work
+from api.cli.bench import machine as probe
+from api.cli.bench.client import BenchClient
+from api.cli.bench.load import Load
+from api.cli.bench.machine import client_versions, commit, machine
+from api.cli.bench.prompts import Ruler
+from api.cli.bench.roofline import MachineRates, Work
+from api.cli.bench.server_info import look, work_of
+from api.cli.bench.stats import Result, figures, result
+from api.cli.bench.sweep import make_asks, measure_ruler, run_point
 from api.client import Client
 
 ALL_PEERS = ("lorasrv", "vllm-16", "vllm-32", "vllm-base", "peft", "llama")
@@ -55,7 +54,7 @@ class Run:
     a: argparse.Namespace
     rows: Sequence[Row]
     names: list[str]
-    rates: Rates
+    rates: MachineRates
     file: TextIO
     results: list[Result] = field(default_factory=list)
 
@@ -118,7 +117,7 @@ def serve(run: Run, peer: str, served: Served, *, base_only: bool) -> None:
 
         async def measure(row: Row = row, settings: Any = settings, load: Load = load) -> None:
             nonlocal ruler
-            async with Caller(served.url, timeout_s=1800) as caller:
+            async with BenchClient(served.url, timeout_s=1800) as caller:
                 ruler = ruler or await measure_ruler(caller.ask, seen.base)
                 asks = make_asks(row.point, settings, ruler)
                 await run_point(caller.ask, row.point, asks, settings.warmup, load, lambda _: None)
@@ -175,12 +174,12 @@ def _started(run: Run, name: str, folder: Path) -> AbstractContextManager[Served
     return vllm(folder, a.vllm, a.assets, max(count, 1), int(name.removeprefix("vllm-")))
 
 
-def _rates(rates: Rates) -> dict[str, float]:
+def _rates(rates: MachineRates) -> dict[str, float]:
     named = {"read_bytes": rates.read_bytes, "fp32_ops": rates.fp32_ops, "int8_ops": rates.int8_ops}
     return {name: float(f"{value:.4g}") for name, value in named.items()}
 
 
-def _told(rates: Rates) -> str:
+def _told(rates: MachineRates) -> str:
     return ", ".join(f"{name} {value / 1e9:.1f} G/s" for name, value in _rates(rates).items())
 
 

@@ -29,9 +29,9 @@ from policy_chunking import chunking
 from policy_load import NUM_PERSONAS, Answer, Ask, Server, burst, middling, poisson, quantile, row, run, serving, table
 from policy_overhead import overhead
 
-from lorasrv import threads
 from lorasrv.config import BUILTIN_MODEL, POLICIES, SchedulerOptions
-from lorasrv.policies import fair
+from lorasrv.scheduler.policies import fair
+from lorasrv.worker import device as threads
 
 HOT = 0
 HOT_FACTOR = 10

@@ -5,7 +5,7 @@
 
 `corners`: few or many adapters (rank 16 on all linears, 27 pages each) times short or long prompts, in a pool so small
 that memory is what limits. All requests of a corner are there from the beginning, each for an adapter drawn at random;
-`Engine` is stepped in this process, adapters are loaded in threads out of host memory. Splits (`serve
+`EngineCore` is stepped in this process, adapters are loaded in threads out of host memory. Splits (`serve
 --adapter-pool-fraction`) take turns with the shared pool on the same model and memory; the better of two rounds counts.
 
 `allocator`: microseconds of `PagePool`'s calls while random holders come and go, by the pool's size.
@@ -23,20 +23,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from adapter_store.peft_dir import read_peft_dir
+from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
-from lorasrv.adapter_loader import ThreadedLoader
-from lorasrv.base_shapes import base_shapes
-from lorasrv.build import build
 from lorasrv.config import BUILTIN_MODEL, EngineConfig, MemoryOptions
-from lorasrv.engine import Engine, EngineParts
-from lorasrv.loaders import open_checkpoint
-from lorasrv.page_pool import PagePool
-from lorasrv.pool_books import PoolBooks
-from lorasrv.request import RequestId
-from lorasrv.sampling import SamplingParams
-from lorasrv.scheduler import Scheduler
+from lorasrv.engine.core import EngineCore, EngineParts
+from lorasrv.engine.factory import build
+from lorasrv.memory.memory_manager import PoolBooks
+from lorasrv.memory.page_pool import PagePool
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import base_shapes
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler.scheduler import Scheduler
+from lorasrv.worker.adapter_loader import ThreadedLoader
 
 ASSETS = Path(__file__).parents[2] / "build" / "bench"
 BLOCK_BYTES = 2 * 192 * 16 * 2 * 30
@@ -80,7 +80,7 @@ class Bench:
     keys: list[AdapterKey]
 
     @contextmanager
-    def engine(self, fraction: float | None) -> Iterator[tuple[Engine, threading.Event]]:
+    def engine(self, fraction: float | None) -> Iterator[tuple[EngineCore, threading.Event]]:
         """An engine with an empty pool, and the event that is set when a load has something to report."""
         source, options = self.parts.source, replace(self.config.memory, adapter_pool_fraction=fraction)
         assert source is not None
@@ -88,7 +88,7 @@ class Bench:
         scheduler = Scheduler(self.config.scheduler, books, self.eos, source.is_on_host)
         reported = threading.Event()
         loader = ThreadedLoader(source, self.parts.runner.write_adapter, reported.set)
-        engine = Engine(replace(self.parts, books=books, scheduler=scheduler), loader)
+        engine = EngineCore(replace(self.parts, books=books, scheduler=scheduler), loader)
         try:
             yield engine, reported
         finally:

@@ -17,8 +17,8 @@ import torch
 
 from lorasrv.config import EngineConfig, ModelOptions
 from lorasrv.llm import LLM
-from lorasrv.request import RequestId
-from lorasrv.sampling import SamplingParams
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
 
 ASSETS = Path(__file__).parents[2] / "build" / "bench"
 NEW_TOKENS = 24

@@ -34,16 +34,16 @@ from peer_servers import machine
 from safetensors.numpy import save
 from tier_common import row, table
 
-from adapter_store.records import Change
+from adapter_store.registry.records import Change
 from adapter_store.spec import BaseShapes
 from adapter_store.store import AdapterStore
 from api.app import create_app
+from api.config.settings import ServerSettings
 from api.server import bind
-from api.settings import ServerSettings
-from lorasrv.metrics import EngineMetrics, EngineSnapshot
-from lorasrv.step_book import StepBook
-from lorasrv.traffic import Traffic
-from lorasrv.watchdog import Heartbeat
+from lorasrv.engine.watchdog import Heartbeat
+from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
+from lorasrv.metrics.request_stats import RequestStats
+from lorasrv.metrics.step_stats import StepStats
 
 FEW = 16
 BASE = "bench-base"
@@ -108,9 +108,9 @@ class IdleEngine:
 
     def __init__(self) -> None:
         self.model_name, self.quantization, self.max_model_len = BASE, "none", 2048
-        self.metrics = EngineMetrics(EngineSnapshot())
+        self.metrics = EngineMetrics(EngineStats())
         self.spec = SimpleNamespace(vocab_size=256)
-        self.traffic, self.book, self.heartbeat = Traffic(), StepBook(), Heartbeat()
+        self.traffic, self.book, self.heartbeat = RequestStats(), StepStats(), Heartbeat()
         self.error: str | None = None
         self.is_alive = True
 

@@ -16,9 +16,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from sgmv_kernels.backend import SgmvPlan
-from sgmv_kernels.layout import AdapterLayout, PlacedAdapter, SiteDims
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
+from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.ops import Ops
-from sgmv_kernels.segments import build_segments
 
 SITES = {
     "qkv": SiteDims(4096, (4096, 1024, 1024)),
@@ -159,7 +159,7 @@ def _place(layout: AdapterLayout, runs: list[tuple[int, int]]) -> PlacedAdapter:
 @contextmanager
 def with_config(**changes: Any) -> Iterator[None]:
     """Inside, sites use their configuration with these fields changed."""
-    from sgmv_kernels import sgmv_triton_tables
+    from sgmv_kernels.triton_ops import sgmv_metadata as sgmv_triton_tables
 
     original = sgmv_triton_tables.sgmv_config
     with mock.patch.object(sgmv_triton_tables, "sgmv_config", lambda *key: replace(original(*key), **changes)):

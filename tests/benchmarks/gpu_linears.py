@@ -7,11 +7,11 @@ from functools import partial
 import torch
 from gpu_common import L2_BYTES, SITES, eager_us, graph_us
 
-from sgmv_kernels import linear_triton
 from sgmv_kernels.backend import PackedLinear
-from sgmv_kernels.group_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.ops import Ops
-from sgmv_kernels.triton_configs import LinearConfig
+from sgmv_kernels.triton_ops import linear as linear_triton
+from sgmv_kernels.triton_ops.block_sizes import LinearConfig
 
 FORMATS = {"int8": INT8_LEVELS, "int4": INT4_LEVELS, "q3h": Q3H_LEVELS}
 GROUP = 128
@@ -22,13 +22,15 @@ FEW_ROWS = (1, 16, 64, 256)
 MAX_COPIES = 64
 
 
-def random_codes(out: int, width: int, levels: int, device: torch.device, group: int = GROUP) -> GroupCodes:
+def random_codes(out: int, width: int, levels: int, device: torch.device, group: int = GROUP) -> GroupQuantizedWeight:
     """Every level as often; weights of about the size of a model's."""
     scales = torch.rand(out, width // group, device=device).mul_(0.02).div_(levels).half()
     if levels == INT8_LEVELS:
-        return GroupCodes(torch.randint(-127, 128, (out, width), dtype=torch.int8, device=device), scales, None, levels)
+        return GroupQuantizedWeight(
+            torch.randint(-127, 128, (out, width), dtype=torch.int8, device=device), scales, None, levels
+        )
     codes = torch.randint(0, levels, (out, width), dtype=torch.uint8, device=device)
-    return GroupCodes(codes, scales, (scales * (-levels / 2)).half(), levels)
+    return GroupQuantizedWeight(codes, scales, (scales * (-levels / 2)).half(), levels)
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class LinearCase:
 
     name: str
     levels: int
-    codes: list[GroupCodes]
+    codes: list[GroupQuantizedWeight]
     packed: list[PackedLinear]
 
     def floor_us(self, rows: int, bandwidth: float) -> float:

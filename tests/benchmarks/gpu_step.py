@@ -11,19 +11,18 @@ from dataclasses import dataclass
 import torch
 from gpu_linears import FORMATS, random_codes
 
-from lorasrv.base_shapes import site_dims
-from lorasrv.cuda_graphs import CudaGraph, GraphedSteps, Recorded
-from lorasrv.device_memory import DeviceMemory
-from lorasrv.models.decoder import Decoder, DecoderLimits
-from lorasrv.models.shapes import SHAPES
-from lorasrv.models.spec import ModelSpec
-from lorasrv.models.weights import LayerWeights, ModelWeights
-from lorasrv.quant.none import FloatEmbedding, FloatLinear
-from lorasrv.request import RequestId
-from lorasrv.sampling import SamplingParams
-from lorasrv.side_stream import SideStream
-from lorasrv.step import AdapterOrders, ScheduledRequest, SchedulerOutput
-from sgmv_kernels.layout import AdapterLayout, PlacedAdapter
+from lorasrv.models.lora_sites import site_dims
+from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
+from lorasrv.models.spec import SHAPES, ModelSpec
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
+from lorasrv.worker.cuda_graphs import CudaGraph, GraphedSteps, Recorded
+from lorasrv.worker.cuda_streams import SideStream
+from lorasrv.worker.decoder import Decoder, DecoderLimits
+from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.weights import LayerWeights, ModelWeights
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
 from sgmv_kernels.ops import Ops, PackedLinear
 
 SPEC = SHAPES["llama-3-8b"]
@@ -35,7 +34,7 @@ STD = 0.02
 
 
 class PackedBase:
-    """See `lorasrv.quant.Linear`: random codes."""
+    """See `lorasrv.models.quantization.Linear`: random codes."""
 
     def __init__(self, ops: Ops, packed: PackedLinear) -> None:
         self._ops, self._packed = ops, packed
@@ -91,7 +90,7 @@ class StepCase:
         page_bytes = 2 * spec.kv_width * PAGE * dtype.itemsize
         per_adapter = layout.num_pages(page_bytes)
         pages = rows * per_row + adapters * per_adapter
-        self.memory = DeviceMemory(spec, pages, PAGE, dtype, ops.device, scratch=True)
+        self.memory = DevicePool(spec, pages, PAGE, dtype, ops.device, scratch=True)
         for layer in range(spec.num_layers):
             self.memory.slab(layer).view(dtype).normal_(std=STD)
         self.placed: list[PlacedAdapter] = []

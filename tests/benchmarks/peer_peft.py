@@ -14,9 +14,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, StoppingCriteria, StoppingCriteriaList
 
-from api.bench.load import Load
-from api.bench.outcome import Ask, Outcome
-from api.bench.prompts import Ruler, counted_texts
+from api.cli.bench.client import Ask, RequestOutcome
+from api.cli.bench.load import Load
+from api.cli.bench.prompts import Ruler, counted_texts
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 NO_ADAPTER = "__base__"
@@ -52,7 +52,7 @@ class StaticBatches:
         load.ended_s = time.perf_counter()
         return load
 
-    def _generate(self, asks: Sequence[Ask]) -> list[Outcome]:
+    def _generate(self, asks: Sequence[Ask]) -> list[RequestOutcome]:
         wanted = asks[0].max_tokens
         sent_s, clock = time.perf_counter(), _Clock()
         inputs = self._tokenizer([ask.prompt for ask in asks], return_tensors="pt", padding=True)
@@ -86,8 +86,8 @@ class _Clock(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-def _outcome(ask: Ask, sent_s: float, times_s: Iterable[float], prompt_tokens: int, new: int) -> Outcome:
-    outcome = Outcome(ask.model, ask.has_adapter, sent_s, list(times_s), time.perf_counter(), prompt_tokens)
+def _outcome(ask: Ask, sent_s: float, times_s: Iterable[float], prompt_tokens: int, new: int) -> RequestOutcome:
+    outcome = RequestOutcome(ask.model, ask.has_adapter, sent_s, list(times_s), time.perf_counter(), prompt_tokens)
     outcome.output_tokens = new
     if new != ask.max_tokens:
         outcome.fail("wrong token count", f"{new} tokens instead of {ask.max_tokens}")

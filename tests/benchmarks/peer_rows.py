@@ -5,11 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from api.bench.laws import Law
-from api.bench.lengths import Lengths
-from api.bench.result import Result
-from api.bench.sweep import Point, Settings
-from api.bench.work import Floor, Rates, Wave, Work, floor
+from api.cli.bench.roofline import Floor, MachineRates, Wave, Work, floor
+from api.cli.bench.stats import Result
+from api.cli.bench.sweep import Point, Settings
+from api.cli.bench.workload import Law, Lengths
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,8 @@ def peer_work(assets: Path, itemsize: int) -> Work:
     """Of the base in `assets` in floating point, and of its adapters, all in numbers of `itemsize` bytes."""
     from contextlib import closing
 
-    from lorasrv.loaders import open_checkpoint
-    from lorasrv.models.operations import operations
+    from lorasrv.models.loader import open_checkpoint
+    from lorasrv.models.spec import operations
 
     with closing(open_checkpoint(str(assets / "base"))) as checkpoint:
         spec = checkpoint.spec
@@ -88,7 +87,7 @@ def peer_work(assets: Path, itemsize: int) -> Work:
     )
 
 
-def with_floor(result: Result, row: Row, prompt: int, tokens: int, work: Work, rates: Rates) -> Result:
+def with_floor(result: Result, row: Row, prompt: int, tokens: int, work: Work, rates: MachineRates) -> Result:
     """The same, and what nobody could be faster than with that model on that machine; `of_floor` is the share of it
     that was reached.
     """

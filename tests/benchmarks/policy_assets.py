@@ -15,9 +15,9 @@ import numpy as np
 
 from adapter_store.spec import AdapterKey, BaseShapes
 from adapter_store.store import AdapterStore
-from lorasrv.base_shapes import base_shapes
 from lorasrv.config import BUILTIN_MODEL, MemoryOptions, ModelOptions
-from lorasrv.loaders import open_checkpoint
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import base_shapes
 
 FOLDER = Path(__file__).parents[2] / "build" / "bench" / "policies"
 TINY = "tiny"

@@ -16,7 +16,7 @@ from policy_assets import open_store
 from policy_load import NUM_PERSONAS, Answer, Ask, Server, quantile, row, run, serving, table
 
 from lorasrv.config import SchedulerOptions
-from lorasrv.sampling import SamplingParams
+from lorasrv.sampling_params import SamplingParams
 
 WARM_PROMPTS = 3
 BUDGET = 2048

@@ -16,12 +16,12 @@ from policy_assets import Base, names
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
-from lorasrv.async_engine import AsyncEngine
 from lorasrv.config import EngineConfig, SchedulerOptions
-from lorasrv.model_runner import ModelRunnerOutput
-from lorasrv.request import RequestId
-from lorasrv.sampling import SamplingParams
-from lorasrv.step import SchedulerOutput
+from lorasrv.engine.async_engine import AsyncEngine
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import SchedulerOutput
+from lorasrv.worker.model_runner import ModelRunnerOutput
 
 ROOM = 64
 """Most tokens that a request asks for beyond its answer: `max_tokens` tells the scheduler little."""

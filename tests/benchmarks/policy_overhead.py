@@ -19,11 +19,12 @@ from policy_load import quantile, row, table
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions, SchedulerOptions
-from lorasrv.pool_books import PoolBooks, PoolGeometry
-from lorasrv.request import AddRequest, RequestId
-from lorasrv.sampling import SamplingParams
-from lorasrv.scheduler import Scheduler
-from sgmv_kernels.layout import AdapterLayout, SiteDims
+from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
+from lorasrv.outputs import RequestId
+from lorasrv.request import EngineCoreRequest
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler.scheduler import Scheduler
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
 SEATS = 64
 NUM_ADAPTERS = 200
@@ -89,7 +90,7 @@ class Bare:
             length, name = self.rng.randint(*self.answers), f"a{key[-3:]}"
             sampling = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
             rid, prompt = RequestId(f"r{number}"), (5,) * PROMPT
-            self.scheduler.add(AddRequest(rid, prompt, length, sampling, key, LAYOUT, None, adapter_id=name))
+            self.scheduler.add(EngineCoreRequest(rid, prompt, length, sampling, key, LAYOUT, None, adapter_id=name))
 
 
 def overhead(a: argparse.Namespace) -> None:

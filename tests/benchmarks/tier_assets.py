@@ -18,9 +18,9 @@ import numpy as np
 
 from adapter_store.spec import BaseShapes
 from adapter_store.store import AdapterStore
-from lorasrv.base_shapes import base_shapes
 from lorasrv.config import BUILTIN_MODEL
-from lorasrv.loaders import open_checkpoint
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import base_shapes
 
 RANK = 4
 MODULES = ("self_attn.q_proj", "self_attn.v_proj")

@@ -21,7 +21,7 @@ MAX_STREAM_TOKENS = 400
 TRIES = 5
 _LOAD_S = 'adapter_load_seconds_sum{tier="disk"}'
 REFUSED_ARE_SPARED_S = 30.0
-"""The server keeps adapters that it has refused a request for so long (lorasrv.scheduler)."""
+"""The server keeps adapters that it has refused a request for so long (lorasrv.scheduler.scheduler)."""
 
 
 # Streams in the background.

@@ -1,6 +1,6 @@
-"""Time block sizes of the Triton kernels on this GPU and write its table for `sgmv_kernels/triton_configs.py`.
+"""Time block sizes of the Triton kernels on this GPU and write its table for `sgmv_kernels/triton_ops/block_sizes.py`.
 
-python tests/benchmarks/tune_triton.py [--quick] [--out sgmv_kernels/configs/NAME.json]
+python tests/benchmarks/tune_triton.py [--quick] [--out sgmv_kernels/triton_ops/configs/NAME.json]
 
 First `sums` (split_k, block_k), one choice a width, because they fix the order of additions and must not depend on the
 batch: the least total time over several decode batches. Then `tiles` for each bucket of rows and ranks. Then `linear`
@@ -21,11 +21,11 @@ import triton
 from gpu_common import SITES, SiteCase, need_gpu, site_case, with_config
 from gpu_linears import FORMATS, LinearCase, linear_case
 
-from sgmv_kernels.linear_triton import BITS, through_blas
 from sgmv_kernels.ops import Ops
-from sgmv_kernels.triton_configs import DEFAULT, LinearConfig, device_name, file_name, table_of
+from sgmv_kernels.triton_ops.block_sizes import DEFAULT, LinearConfig, device_name, file_name, table_of
+from sgmv_kernels.triton_ops.linear import BITS, through_blas
 
-CONFIGS = Path(__file__).parents[2] / "sgmv_kernels" / "configs"
+CONFIGS = Path(__file__).parents[2] / "sgmv_kernels" / "triton_ops" / "configs"
 SUMS = {"split_k": (1, 2, 4, 8, 16), "block_k": (64, 128, 256)}
 SHRINK = {"shrink_n": (16, 32, 64), "shrink_warps": (2, 4, 8), "shrink_stages": (2, 3, 4)}
 EXPAND = {"expand_n": (64, 128, 256), "expand_warps": (2, 4, 8), "expand_stages": (2, 3)}

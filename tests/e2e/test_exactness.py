@@ -13,9 +13,9 @@ from mispredict import expect_short_answers
 
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.llm import LLM
-from lorasrv.loaders import open_checkpoint, state_dict_fp32
-from lorasrv.request import RequestId
-from lorasrv.sampling import SamplingParams
+from lorasrv.models.loader import open_checkpoint, state_dict_fp32
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
 
 MAX_TIE = 1e-3
 NEW_TOKENS = 48

@@ -12,19 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from lorasrv.batch import build_batch
-from lorasrv.build import choose_format
 from lorasrv.config import ModelOptions
-from lorasrv.device_memory import DeviceMemory
-from lorasrv.loaders import Checkpoint, open_checkpoint
-from lorasrv.models.decoder import Decoder, DecoderLimits
-from lorasrv.models.weights import ModelWeights, load_weights
-from lorasrv.quant.int4 import Int4Format
-from lorasrv.request import RequestId
-from lorasrv.sampling import SamplingParams
-from lorasrv.step import ScheduledRequest, SchedulerOutput
-from lorasrv.tokenizer import Tokenizer
-from sgmv_kernels.ops import INT4_LEVELS, GroupCodes, Ops
+from lorasrv.engine.factory import choose_format
+from lorasrv.models.loader import Checkpoint, open_checkpoint
+from lorasrv.models.quantization.grouped import Int4Format
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
+from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.worker.decoder import Decoder, DecoderLimits
+from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.forward_batch import build_batch
+from lorasrv.worker.weights import ModelWeights, load_weights
+from sgmv_kernels.ops import INT4_LEVELS, GroupQuantizedWeight, Ops
 
 TEXT = Path(__file__).parents[1] / "lorasrv" / "data" / "devils_dictionary.txt"
 CHUNK, PAGE_SIZE = 512, 16
@@ -46,7 +46,7 @@ def _text(checkpoint: Checkpoint) -> list[int]:
 
 def _perplexity(weights: ModelWeights, ids: list[int], ops: Ops, chunks: int = CHUNKS) -> float:
     pages = CHUNK // PAGE_SIZE
-    memory = DeviceMemory(weights.spec, pages, PAGE_SIZE, torch.float32, CPU)
+    memory = DevicePool(weights.spec, pages, PAGE_SIZE, torch.float32, CPU)
     decoder = Decoder(weights, memory, DecoderLimits(CHUNK, CHUNK, CHUNK, torch.float32), ops)
     total = 0.0
     for i in range(chunks):
@@ -65,12 +65,12 @@ def three_bits() -> float:
     class ThreeBit(Int4Format):
         """int4 that uses eight of its sixteen levels, one range a group."""
 
-        def round(self, weight: Tensor) -> GroupCodes:
+        def round(self, weight: Tensor) -> GroupQuantizedWeight:
             groups = weight.float().view(len(weight), -1, self.group)
             low = groups.amin(-1, keepdim=True).half()
             step = ((groups.amax(-1, keepdim=True) - low.float()) / 7).clamp_min(1e-7).half()
             codes = ((groups - low.float()) / step.float()).round().clamp(0, 7).to(torch.uint8)
-            return GroupCodes(codes.view(weight.shape), step[..., 0], low[..., 0], INT4_LEVELS)
+            return GroupQuantizedWeight(codes.view(weight.shape), step[..., 0], low[..., 0], INT4_LEVELS)
 
     with closing(open_checkpoint("smollm2-135m")) as checkpoint:
         ops = Ops(CPU)

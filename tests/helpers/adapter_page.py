@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from adapter_store.manifest import FIELD_RULES, INERT_INITS, RESIDUAL_INITS, Decision
-from adapter_store.tensor_names import KNOWN_FORMS, WRAPPER, WRAPPER_PARTS
+from adapter_store.formats.adapter_config import FIELD_RULES, INERT_INITS, RESIDUAL_INITS, Decision
+from adapter_store.formats.tensor_names import KNOWN_FORMS, WRAPPER, WRAPPER_PARTS
 
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from api.app import _ROUTES
 from api.errors import _HTTP_CODES, ANSWERS
-from api.openapi import DocumentedApi
-from api.openapi_examples import EXAMPLES
-from api.schemas.generation import DEFAULT_COMPLETION_TOKENS
-from api.schemas.unbuilt import INERT_VALUES
+from api.schemas.openai import DEFAULT_COMPLETION_TOKENS
+from api.schemas.openapi import DocumentedApi
+from api.schemas.openapi_examples import EXAMPLES
+from api.schemas.unsupported import INERT_VALUES
 from lorasrv.request import SamplingParams
 
 Json = dict[str, Any]

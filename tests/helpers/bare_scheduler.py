@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adapter_store.spec import AdapterKey
-from lorasrv.admission import further_choices
-from lorasrv.beam_options import BeamOptions
 from lorasrv.config import MemoryOptions, SchedulerOptions
-from lorasrv.pool_books import PoolBooks, PoolGeometry
-from lorasrv.request import AddRequest, EngineOutput, FinishReason, RequestId, TokenLogprobs
-from lorasrv.sampling import MAX_LOGPROBS, SamplingParams
-from lorasrv.scheduler import Scheduler
-from lorasrv.step import SchedulerOutput
-from sgmv_kernels.layout import AdapterLayout, SiteDims
+from lorasrv.engine.input_processor import further_choices
+from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
+from lorasrv.outputs import EngineOutput, FinishReason, RequestId, TokenLogprobs
+from lorasrv.request import EngineCoreRequest
+from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams
+from lorasrv.scheduler.scheduler import Scheduler
+from lorasrv.scheduler_output import SchedulerOutput
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
 PAGE_SIZE = 4
 PAGE_BYTES = 1024
@@ -69,7 +69,7 @@ class Bench:
         layout = None if key is None else layout_of(key)
         ids = tuple(range(10, 10 + prompt))
         fields.setdefault("adapter_id", key or "")
-        self.scheduler.add(AddRequest(RequestId(name), ids, max_tokens, params, key, layout, **fields))
+        self.scheduler.add(EngineCoreRequest(RequestId(name), ids, max_tokens, params, key, layout, **fields))
 
     def add_beams(self, name: str, prompt: int, max_tokens: int, width: int, key: AdapterKey | None = None) -> None:
         """A group of beams, whose tokens follow from what they have so far."""
@@ -77,7 +77,7 @@ class Bench:
         layout = None if key is None else layout_of(key)
         ids = tuple(range(10, 10 + prompt))
         options = {"adapter_id": key or "", "beams": BeamOptions(width)}
-        first = AddRequest(RequestId(name), ids, max_tokens, params, key, layout, **options)
+        first = EngineCoreRequest(RequestId(name), ids, max_tokens, params, key, layout, **options)
         for message in (first, *further_choices(first, [RequestId(f"{name}.{i}") for i in range(1, width)])):
             self.scheduler.add(message)
 

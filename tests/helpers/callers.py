@@ -4,8 +4,8 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api.keys.allowance import Rates
-from api.keys.caller import ANYBODY, Caller
+from api.auth.principal import ANYBODY, Caller
+from api.auth.rate_limits import RateLimitMiddleware
 
 
 def with_callers(app: FastAPI, callers: dict[str, Caller]) -> None:
@@ -14,7 +14,7 @@ def with_callers(app: FastAPI, callers: dict[str, Caller]) -> None:
     To be called before the first request.
     """
     # Behind whatever else finds out the caller, before whoever asks for it.
-    assert app.user_middleware[-1].cls is Rates
+    assert app.user_middleware[-1].cls is RateLimitMiddleware
     app.user_middleware.insert(-1, Middleware(_ByHeader, callers=callers))
 
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from adapter_store.errors import AdapterInvalid, Problem
-from adapter_store.safetensors_header import header_cap_bytes
+from adapter_store.formats.safetensors_file import header_cap_bytes
 from adapter_store.spec import BaseShapes
-from adapter_store.validate import check_adapter
+from adapter_store.validation.validate import check_adapter
 
 BASE = BaseShapes(
     family="llama",

@@ -13,13 +13,13 @@ from typing import Any
 import httpx2
 import uvicorn
 
-from adapter_store.peft_dir import read_peft_dir
+from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.store import AdapterStore
 from api.app import create_app
-from api.settings import ServerSettings
-from lorasrv.async_engine import AsyncEngine
-from lorasrv.base_shapes import base_shapes
-from lorasrv.loaders import open_checkpoint
+from api.config.settings import ServerSettings
+from lorasrv.engine.async_engine import AsyncEngine
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import base_shapes
 
 CALM_SECONDS = 30.0
 

@@ -36,7 +36,7 @@ import numpy.typing as npt
 from safetensors.numpy import save_file
 
 from adapter_store.errors import AdapterNotFound
-from adapter_store.peft_dir import read_peft_dir
+from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 

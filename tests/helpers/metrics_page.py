@@ -8,14 +8,14 @@ from typing import cast
 
 from prometheus_client.core import Metric
 
-from api.edge_bounds import no_cuts
-from api.metrics.registry import collected, make_registry
-from api.metrics.requests import HttpFigures
-from api.services import Services
-from api.settings import ServerSettings
-from lorasrv.metrics import EngineMetrics, EngineSnapshot
-from lorasrv.step_book import StepBook
-from lorasrv.traffic import Traffic
+from api.asgi.limits import no_cuts
+from api.config.settings import ServerSettings
+from api.observability.metrics.registry import collected, make_registry
+from api.observability.metrics.requests import HttpFigures
+from api.serving.services import Services
+from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
+from lorasrv.metrics.request_stats import RequestStats
+from lorasrv.metrics.step_stats import StepStats
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -25,10 +25,10 @@ BEGIN, END = "<!-- metrics: {} -->", "<!-- end -->"
 def metrics_of_a_new_server() -> list[Metric]:
     """All of them, before anything has happened."""
     engine = SimpleNamespace(
-        metrics=EngineMetrics(EngineSnapshot()),
-        traffic=Traffic(),
+        metrics=EngineMetrics(EngineStats()),
+        traffic=RequestStats(),
         waiting_room=SimpleNamespace(num_tokens=0),
-        book=StepBook(),
+        book=StepStats(),
         quantization="int8",
         is_alive=True,
         page_size_tokens=16,

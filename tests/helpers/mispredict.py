@@ -1,6 +1,6 @@
 """A predictor that is always wrong in one way, for tests of what happens when pages run out all the same."""
 
-from lorasrv.length_predictor import LengthPredictor
+from lorasrv.scheduler.length_predictor import LengthPredictor
 
 
 def expect_short_answers(predictor: LengthPredictor) -> None:

@@ -8,12 +8,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-from lorasrv.detokenizer import Detokenizer, _byte_alphabet
-from lorasrv.output import OutputProcessor
-from lorasrv.request import EngineOutput, FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs
-from lorasrv.sampling import SamplingParams
-from lorasrv.tokenizer import Tokenizer
-from lorasrv.tokenizer_source import BpeVocabulary, TokenizerSource
+from lorasrv.engine.output_processor import OutputProcessor
+from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.text.detokenizer import Detokenizer, _byte_alphabet
+from lorasrv.text.tokenizer import BpeVocabulary, Tokenizer, TokenizerSource
 
 NUM_BYTES = 248
 BOS, EOS, END_OF_TURN = range(NUM_BYTES, NUM_BYTES + 3)

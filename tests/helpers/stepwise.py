@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from adapter_store.store import AdapterStore
-from lorasrv.async_engine import AsyncEngine
-from lorasrv.model_runner import ModelRunner, ModelRunnerOutput
-from lorasrv.request import RequestOutput
-from lorasrv.request_stream import RequestStream
-from lorasrv.sampling import SamplingParams
-from lorasrv.step import SchedulerOutput
+from lorasrv.engine.async_engine import AsyncEngine
+from lorasrv.engine.output_processor import RequestStream
+from lorasrv.outputs import RequestOutput
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import SchedulerOutput
+from lorasrv.worker.model_runner import ModelRunner, ModelRunnerOutput
 
 PATIENCE_S = 30.0
 

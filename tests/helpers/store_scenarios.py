@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from adapter_store.closed_store import ClosedStore
 from adapter_store.errors import AdapterInvalid, DigestMismatch
-from adapter_store.holds import ContentHold
-from adapter_store.index import sql_errors
-from adapter_store.records import Change
+from adapter_store.maintenance.offline_store import OfflineStore
+from adapter_store.registry.index import sql_errors
+from adapter_store.registry.records import Change
 from adapter_store.spec import BaseShapes
+from adapter_store.storage.refcounts import ContentHold
 from adapter_store.store import AdapterStore
 
 BASE = BaseShapes("llama", 1, {"self_attn.q_proj": (4, 4)})
@@ -72,7 +72,7 @@ class Hand:
 
     def open_after_a_kill(self) -> None:
         """A first server has made folders, and was killed before it made their names durable."""
-        folder = "adapter_store.store_folder.fsync_directory"
+        folder = "adapter_store.storage.root_lock.fsync_directory"
         with contextlib.suppress(_Unplugged), mock.patch(folder, side_effect=_Unplugged):
             AdapterStore(self.root, BASE)
         self.open()
@@ -114,7 +114,10 @@ class Hand:
 
     def upload_killed_after_rename(self, value: int) -> None:
         """The file has its name, but the name is not durable yet."""
-        with contextlib.suppress(_Unplugged), mock.patch("adapter_store.blobs.fsync_directory", side_effect=_Unplugged):
+        with (
+            contextlib.suppress(_Unplugged),
+            mock.patch("adapter_store.storage.blobs.fsync_directory", side_effect=_Unplugged),
+        ):
             self.put(value)
 
     def upload_what_is_missing(self, name: str, value: int) -> None:
@@ -130,7 +133,7 @@ class Hand:
     def collect_offline(self) -> None:
         """`lorasrv store gc`."""
         self.close()
-        with ClosedStore(self.root) as closed:
+        with OfflineStore(self.root) as closed:
             closed.collect(age_s=-1.0)
         self.open()
 

@@ -14,15 +14,15 @@ from mispredict import expect_short_answers
 
 from adapter_store.errors import AdapterNotFound
 from adapter_store.spec import AdapterKey
-from lorasrv.adapter_loader import InlineLoader, ThreadedLoader
-from lorasrv.admission import further_choices
-from lorasrv.base_shapes import adapter_layout
-from lorasrv.build import build
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
-from lorasrv.engine import Engine
-from lorasrv.loaders import open_checkpoint
-from lorasrv.request import EngineOutput, FinishReason, RequestId
-from lorasrv.sampling import SamplingParams
+from lorasrv.engine.core import EngineCore
+from lorasrv.engine.factory import build
+from lorasrv.engine.input_processor import further_choices
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import adapter_layout
+from lorasrv.outputs import EngineOutput, FinishReason, RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.worker.adapter_loader import InlineLoader, ThreadedLoader
 
 PAGE_SIZE = 4
 PAGE_BYTES = 2 * m.KV_HEADS * m.HEAD_DIM * PAGE_SIZE * 4
@@ -35,7 +35,7 @@ STALL_S, STALL_STEPS = 20.0, 50
 class Started:
     """An engine, and what its loader threads set when an adapter has arrived."""
 
-    engine: Engine
+    engine: EngineCore
     wake: threading.Event | None
 
 
@@ -69,9 +69,9 @@ def start(model: Path, library: Any, *, threaded: bool, preemption: str = "auto"
     expect_short_answers(parts.scheduler.predictor)
     assert parts.source is not None
     if not threaded:
-        return Started(Engine(parts, InlineLoader(parts.source, parts.runner.write_adapter)), None)
+        return Started(EngineCore(parts, InlineLoader(parts.source, parts.runner.write_adapter)), None)
     wake = threading.Event()
-    return Started(Engine(parts, ThreadedLoader(parts.source, parts.runner.write_adapter, wake.set)), wake)
+    return Started(EngineCore(parts, ThreadedLoader(parts.source, parts.runner.write_adapter, wake.set)), wake)
 
 
 @dataclass

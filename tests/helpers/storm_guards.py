@@ -12,18 +12,21 @@ import pytest
 from adapter_store.errors import AdapterNotFound
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
-from lorasrv import batch, kv_cache, model_runner
-from lorasrv.adapter_cache import AdapterCache
-from lorasrv.adapter_pack import PackedAdapter
-from lorasrv.adapter_source import AdapterSource
-from lorasrv.device_memory import DeviceMemory
-from lorasrv.engine import Engine
-from lorasrv.page_pool import PagePool
-from lorasrv.request import FinishReason, Request, TokenLogprobs
-from lorasrv.scheduler import Scheduler
-from lorasrv.step import CopyPages, PageOp, SchedulerOutput, SwapIn
-from lorasrv.step_planner import StepPlanner
-from sgmv_kernels.layout import AdapterLayout, PlacedAdapter
+from lorasrv.engine.core import EngineCore
+from lorasrv.memory import kv_cache_manager as kv_cache
+from lorasrv.memory.adapter_cache import AdapterCache
+from lorasrv.memory.page_pool import PagePool
+from lorasrv.outputs import FinishReason, TokenLogprobs
+from lorasrv.request import Request
+from lorasrv.scheduler.scheduler import Scheduler
+from lorasrv.scheduler.step_planner import StepPlanner
+from lorasrv.scheduler_output import CopyPages, PageOp, SchedulerOutput, SwapIn
+from lorasrv.worker import forward_batch as batch
+from lorasrv.worker import model_runner
+from lorasrv.worker.adapter_packing import PackedAdapter
+from lorasrv.worker.adapter_source import HostAdapterStore
+from lorasrv.worker.device_pool import DevicePool
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
 
 
 def _evict_pinned(patch: pytest.MonkeyPatch) -> None:
@@ -75,14 +78,14 @@ def _remember_places(patch: pytest.MonkeyPatch) -> None:
 
 
 def _fill_once(patch: pytest.MonkeyPatch) -> None:
-    write, written = DeviceMemory.write_adapter, set()
+    write, written = DevicePool.write_adapter, set()
 
-    def write_adapter(self: DeviceMemory, packed: PackedAdapter, placed: PlacedAdapter) -> None:
+    def write_adapter(self: DevicePool, packed: PackedAdapter, placed: PlacedAdapter) -> None:
         if id(packed) not in written:
             written.add(id(packed))
             write(self, packed, placed)
 
-    patch.setattr(DeviceMemory, "write_adapter", write_adapter)
+    patch.setattr(DevicePool, "write_adapter", write_adapter)
 
 
 def _remember_segments(patch: pytest.MonkeyPatch) -> None:
@@ -101,7 +104,7 @@ def _mix_up_rows(patch: pytest.MonkeyPatch) -> None:
 
 def _cache_by_name(patch: pytest.MonkeyPatch) -> None:
     name_of = _names_of_keys()
-    patch.setattr(AdapterSource, "_cache_key", lambda self, key: name_of(self._store, key))
+    patch.setattr(HostAdapterStore, "_cache_key", lambda self, key: name_of(self._store, key))
 
 
 def _load_by_name(patch: pytest.MonkeyPatch) -> None:
@@ -170,8 +173,8 @@ def _move_without_copying(patch: pytest.MonkeyPatch) -> None:
 
 
 def _leave_out(patch: pytest.MonkeyPatch, kind: type[PageOp]) -> None:
-    apply = DeviceMemory.apply
-    patch.setattr(DeviceMemory, "apply", lambda self, ops: apply(self, [op for op in ops if not isinstance(op, kind)]))
+    apply = DevicePool.apply
+    patch.setattr(DevicePool, "apply", lambda self, ops: apply(self, [op for op in ops if not isinstance(op, kind)]))
 
 
 def _stay_behind(patch: pytest.MonkeyPatch) -> None:
@@ -179,18 +182,18 @@ def _stay_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def _fill_before_arranging(patch: pytest.MonkeyPatch) -> None:
-    arrange, give_orders = Engine._arrange, Engine._give_orders
+    arrange, give_orders = EngineCore._arrange, EngineCore._give_orders
 
-    def orders_first(self: Engine, step: SchedulerOutput) -> SchedulerOutput:
+    def orders_first(self: EngineCore, step: SchedulerOutput) -> SchedulerOutput:
         give_orders(self, step.orders)
         return arrange(self, step)
 
-    patch.setattr(Engine, "_arrange", orders_first)
-    patch.setattr(Engine, "_give_orders", lambda self, orders: None)
+    patch.setattr(EngineCore, "_arrange", orders_first)
+    patch.setattr(EngineCore, "_give_orders", lambda self, orders: None)
 
 
 def _read_while_filling(patch: pytest.MonkeyPatch) -> None:
-    place, write = AdapterCache.place, DeviceMemory.write_adapter
+    place, write = AdapterCache.place, DevicePool.write_adapter
 
     def ready_at_once(
         self: AdapterCache, key: AdapterKey, layout: AdapterLayout, *, keep_free: int = 0
@@ -200,25 +203,25 @@ def _read_while_filling(patch: pytest.MonkeyPatch) -> None:
             filled(self, key)
         return placed
 
-    def slowly(self: DeviceMemory, packed: PackedAdapter, placed: PlacedAdapter) -> None:
+    def slowly(self: DevicePool, packed: PackedAdapter, placed: PlacedAdapter) -> None:
         time.sleep(0.01)
         write(self, packed, placed)
 
     filled = AdapterCache.filled
     patch.setattr(AdapterCache, "place", ready_at_once)
     patch.setattr(AdapterCache, "filled", lambda self, key: None)
-    patch.setattr(DeviceMemory, "write_adapter", slowly)
+    patch.setattr(DevicePool, "write_adapter", slowly)
 
 
 def _hold_nothing(patch: pytest.MonkeyPatch) -> None:
-    fetch = AdapterSource.fetch_pinned
+    fetch = HostAdapterStore.fetch_pinned
 
-    def late(self: AdapterSource, *args: Any) -> Any:
+    def late(self: HostAdapterStore, *args: Any) -> Any:
         time.sleep(0.2)
         return fetch(self, *args)
 
-    patch.setattr(AdapterSource, "fetch_pinned", late)
-    patch.setattr(AdapterSource, "hold", lambda self, key: None)
+    patch.setattr(HostAdapterStore, "fetch_pinned", late)
+    patch.setattr(HostAdapterStore, "hold", lambda self, key: None)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,11 @@ import torch
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from adapter_store.peft_dir import read_peft_dir
+from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.store import AdapterStore
-from lorasrv.base_shapes import base_shapes
-from lorasrv.loaders import Checkpoint, open_checkpoint
-from lorasrv.tokenizer import Tokenizer
-from lorasrv.tokenizer_source import TokenizerSource
+from lorasrv.models.loader import Checkpoint, open_checkpoint
+from lorasrv.models.lora_sites import base_shapes
+from lorasrv.text.tokenizer import Tokenizer, TokenizerSource
 
 DATA = Path(__file__).parent / "data"
 VOCAB = 384

@@ -15,13 +15,16 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sgmv_kernels import attention_triton, linear_triton, pointwise_triton, sgmv_triton
 from sgmv_kernels.backend import SgmvPlan, plan_of
-from sgmv_kernels.group_codes import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes
-from sgmv_kernels.kv_pages import kv_pages
-from sgmv_kernels.layout import AdapterLayout, SiteDims
-from sgmv_kernels.segments import build_segments
-from sgmv_kernels.tables import build_tables
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.formats.kv_pages import kv_pages
+from sgmv_kernels.metadata.segments import build_segments
+from sgmv_kernels.metadata.sgmv_tables import build_tables
+from sgmv_kernels.triton_ops import attention as attention_triton
+from sgmv_kernels.triton_ops import linear as linear_triton
+from sgmv_kernels.triton_ops import pointwise as pointwise_triton
+from sgmv_kernels.triton_ops import sgmv as sgmv_triton
 
 SM90 = GPUTarget("cuda", 90, 32)
 SHARED_BYTES = 227 * 1024
@@ -106,7 +109,7 @@ def compile_pointwise(dtype: torch.dtype) -> None:
 def compile_linear(active: torch.dtype, rows: int, out: int, width: int, group: int, levels: int) -> None:
     scales = torch.zeros(out, width // group, dtype=torch.float16)
     stored, minima = (torch.int8, None) if levels == INT8_LEVELS else (torch.uint8, scales)
-    codes = GroupCodes(torch.zeros(out, width, dtype=stored), scales, minima, levels)
+    codes = GroupQuantizedWeight(torch.zeros(out, width, dtype=stored), scales, minima, levels)
     packed = linear_triton.pack_linear(codes, torch.zeros(out))
     linear_triton.linear(torch.zeros(rows, width, dtype=active), packed)
     packed.rows(torch.zeros(2, dtype=torch.int64))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from sgmv_kernels.layout import AdapterLayout, PlacedAdapter, SiteDims
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.ops import AttentionPlan, Ops
 from sgmv_kernels.reference import DenseSlice
 

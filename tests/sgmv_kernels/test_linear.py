@@ -9,12 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from sgmv_kernels import linear_cpu, linear_probe
-from sgmv_kernels.codes_cpu import pack_tiles
-from sgmv_kernels.group_codes import stack_codes
-from sgmv_kernels.kernel_code import address_of
-from sgmv_kernels.launches import WORDS, recording
-from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupCodes, KernelArgumentError, Ops
+from sgmv_kernels.cpu_ops import linear as linear_cpu
+from sgmv_kernels.cpu_ops import linear_autotune as linear_probe
+from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
+from sgmv_kernels.cpu_runtime.kernel_cache import address_of
+from sgmv_kernels.cpu_runtime.launch import WORDS, recording
+from sgmv_kernels.formats.group_quant import stack_codes
+from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, KernelArgumentError, Ops
 from sgmv_kernels.reference import linear_reference
 
 FORMATS = [
@@ -28,15 +29,15 @@ FORMATS = [
 CPU = torch.device("cpu")
 
 
-def random_codes(levels: int, group: int, out: int, inputs: int, seed: int = 0) -> GroupCodes:
+def random_codes(levels: int, group: int, out: int, inputs: int, seed: int = 0) -> GroupQuantizedWeight:
     generator = torch.Generator().manual_seed(seed)
     scales = (torch.rand(out, inputs // group, generator=generator) * 0.01 + 0.001).half()
     if levels == INT8_LEVELS:
         codes = torch.randint(-128, 128, (out, inputs), generator=generator, dtype=torch.int8)
-        return GroupCodes(codes, scales, None, levels)
+        return GroupQuantizedWeight(codes, scales, None, levels)
     codes = torch.randint(0, levels, (out, inputs), generator=generator, dtype=torch.uint8)
     minima = -(torch.rand(out, inputs // group, generator=generator) * 0.05).half()
-    return GroupCodes(codes, scales, minima, levels)
+    return GroupQuantizedWeight(codes, scales, minima, levels)
 
 
 def rows(count: int, width: int, seed: int = 1) -> Tensor:
@@ -136,7 +137,8 @@ def test_without_the_processors_own_products(levels: int, group: int, monkeypatc
     """The same numbers from products spelled out, as on processors that have none of bytes."""
     import numba
 
-    from sgmv_kernels import linear_numba, simd_codes_ir
+    from sgmv_kernels.cpu_kernels import linear as linear_numba
+    from sgmv_kernels.cpu_simd import quant_ir as simd_codes_ir
 
     codes, x = random_codes(levels, group, 40, 256), rows(5, 256)
     packed = linear_cpu.pack_linear_cpu(codes, None, None)
@@ -157,7 +159,7 @@ def test_without_the_processors_own_products(levels: int, group: int, monkeypatc
 
     compiled = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(entry)
     monkeypatch.setattr(linear_cpu, "needs_words", lambda: False)
-    monkeypatch.setattr("sgmv_kernels.launches.address_of", _replaced(compiled.address))
+    monkeypatch.setattr("sgmv_kernels.cpu_runtime.launch.address_of", _replaced(compiled.address))
     assert error(linear_cpu.linear_cpu(x, packed), expected.double()) < 1e-6
 
 
@@ -189,13 +191,13 @@ def test_arguments_are_checked(ops: Ops) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda c: GroupCodes(c.codes.float(), c.scales, c.minima, c.levels),
-        lambda c: GroupCodes(c.codes, c.scales.float(), c.minima, c.levels),
-        lambda c: GroupCodes(c.codes, c.scales, None, c.levels),
-        lambda c: GroupCodes(c.codes, c.scales[:, :0], c.minima, c.levels),
-        lambda c: GroupCodes(c.codes[:, :63], c.scales, c.minima, c.levels),
-        lambda c: GroupCodes(c.codes, c.scales, c.minima[:1], c.levels),
-        lambda c: GroupCodes(c.codes, c.scales, c.minima, 8),
+        lambda c: GroupQuantizedWeight(c.codes.float(), c.scales, c.minima, c.levels),
+        lambda c: GroupQuantizedWeight(c.codes, c.scales.float(), c.minima, c.levels),
+        lambda c: GroupQuantizedWeight(c.codes, c.scales, None, c.levels),
+        lambda c: GroupQuantizedWeight(c.codes, c.scales[:, :0], c.minima, c.levels),
+        lambda c: GroupQuantizedWeight(c.codes[:, :63], c.scales, c.minima, c.levels),
+        lambda c: GroupQuantizedWeight(c.codes, c.scales, c.minima[:1], c.levels),
+        lambda c: GroupQuantizedWeight(c.codes, c.scales, c.minima, 8),
     ],
 )
 def test_codes_that_contradict_themselves(wrong) -> None:  # type: ignore[no-untyped-def]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from sgmv_kernels.kv_pages import KvPages, kv_pages
+from sgmv_kernels.formats.kv_pages import KvPages, kv_pages
 from sgmv_kernels.ops import KernelArgumentError, Ops
 from sgmv_kernels.reference import (
     gelu_mul_reference,

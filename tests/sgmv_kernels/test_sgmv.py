@@ -9,10 +9,10 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sgmv_kernels.layout import AdapterLayout, SiteDims
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
+from sgmv_kernels.metadata.segments import Segments, build_segments
 from sgmv_kernels.ops import KernelArgumentError, Ops
 from sgmv_kernels.reference import sgmv_reference
-from sgmv_kernels.segments import Segments, build_segments
 
 
 def _segments(permutation, indptr, adapters) -> Segments:

@@ -1,0 +1,422 @@
+"""adapter_config.json: what each field means for serving, and the few numbers that change the mathematics.
+
+`FIELD_RULES` is the one table: a field is honoured, harmless, or refused by name with the way out. A field that is not
+in the table is refused unless it is empty: that is what keeps tomorrow's LoRA variant from being served as plain LoRA.
+Checked against the fields and semantics of PEFT's LoraConfig, 0.21.
+
+An adapter's config as JSON, before anything in it is understood: how large, how deep, and of what it may be.
+"""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from adapter_store.errors import AdapterInvalid, Problem, ProblemList, show
+from adapter_store.formats.name_pattern import NamePattern
+
+MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_DEPTH = 32
+Config = Mapping[str, object]
+
+
+def check_json(config: Config, problems: ProblemList) -> bool:
+    """Plain, finite, shallow JSON of bounded size: configs also arrive as parsed objects, not only as bytes."""
+    before = len(problems)
+    stack: list[tuple[str, object, int]] = [("", config, 0)]
+    nodes = 0
+    while stack and nodes <= MAX_CONFIG_BYTES:
+        path, value, depth = stack.pop()
+        nodes += 1
+        if depth > MAX_CONFIG_DEPTH:
+            problems.add("malformed_config", path[:80], f"is nested deeper than {MAX_CONFIG_DEPTH} levels")
+            return False
+        if isinstance(value, Mapping | list):
+            stack.extend((p, v, depth + 1) for p, v in _children(path, value, problems))
+        elif not _is_scalar(value):
+            problems.add("malformed_config", path, f"{show(value)} is no value that JSON can hold")
+    if len(problems) == before and len(json.dumps(config, default=dict)) > MAX_CONFIG_BYTES:
+        problems.add("config_too_large", "adapter_config.json", f"has more than {MAX_CONFIG_BYTES} bytes")
+    return len(problems) == before
+
+
+def _children(path: str, value: object, problems: ProblemList) -> Iterator[tuple[str, object]]:
+    if isinstance(value, list):
+        yield from ((f"{path}[{i}]", item) for i, item in enumerate(value))
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                problems.add("malformed_config", path, f"key {show(key)} must be a string")
+            else:
+                yield f"{path}.{show(key)[1:-1]}".lstrip("."), item
+
+
+def _is_scalar(value: object) -> bool:
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, int):
+        return -(2**63) <= value < 2**63
+    return value is None or isinstance(value, str)
+
+
+ALL_LINEAR = "all-linear"
+MIN_MAX_NAMES = 1024
+NAMING = ("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules")
+MERGE = "merge it into the base (peft: merge_and_unload) and serve that"
+MLX_WAY_OUT = (
+    "`lorasrv upload` and `lorasrv check` convert MLX's folder as it is (adapters.safetensors and adapter_config.json)"
+)
+RETRAIN = "train it again as plain LoRA"
+
+
+class Decision(StrEnum):
+    """What serving does with a field of the config."""
+
+    HONOURED = "honoured"
+    HARMLESS = "harmless"
+    REFUSED = "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class FieldRule:
+    """The decision about one field: what the field does, and for a refused one the way out."""
+
+    decision: Decision
+    what: str
+    way_out: str = ""
+
+
+def _refused(what: str, way_out: str) -> FieldRule:
+    return FieldRule(Decision.REFUSED, what, way_out)
+
+
+def _harmless(what: str) -> FieldRule:
+    return FieldRule(Decision.HARMLESS, what)
+
+
+def _honoured(what: str) -> FieldRule:
+    return FieldRule(Decision.HONOURED, what)
+
+
+FIELD_RULES: Mapping[str, FieldRule] = {
+    "peft_type": _honoured("must be LORA"),
+    "task_type": _honoured("must be CAUSAL_LM or absent"),
+    "r": _honoured("rank of every module that rank_pattern does not name"),
+    "lora_alpha": _honoured("scaling is alpha / r, or alpha / sqrt(r) with use_rslora"),
+    "use_rslora": _honoured("scaling is alpha / sqrt(r)"),
+    "rank_pattern": _honoured("rank by module name; plain names only"),
+    "alpha_pattern": _honoured("alpha by module name; plain names only"),
+    "init_lora_weights": _honoured("initialisations that leave the base as it is"),
+    "bias": _honoured("must be none"),
+    "target_modules": _honoured(
+        "names (or all-linear) must be those that have tensors; a pattern is never run, the tensors decide"
+    ),
+    "exclude_modules": _honoured("with target_modules; a pattern is never run, the tensors decide"),
+    "layers_to_transform": _honoured("with target_modules; layers without tensors stay as the base"),
+    "layers_pattern": _honoured("with layers_to_transform; another than `layers` is never run, the tensors decide"),
+    "base_model_name_or_path": _harmless(
+        "another name or quantization than the served base's is a warning; shapes decide"
+    ),
+    "revision": _harmless("names a version of the base"),
+    "lora_dropout": _harmless("training only"),
+    "inference_mode": _harmless("training only"),
+    "ensure_weight_tying": _harmless("concerns embeddings and modules_to_save, which are refused"),
+    "auto_mapping": _harmless("metadata"),
+    "peft_version": _harmless("metadata"),
+    "megatron_config": _harmless("how training was spread"),
+    "megatron_core": _harmless("how training was spread"),
+    "runtime_config": _harmless("how PEFT loads it"),
+    "eva_config": _harmless("initialisation only"),
+    "corda_config": _harmless("read with init_lora_weights only"),
+    "lora_ga_config": _harmless("read with init_lora_weights only"),
+    "loftq_config": _harmless("read with init_lora_weights only"),
+    "qalora_group_size": _harmless("read with use_qalora only"),
+    "use_dora": _refused("DoRA rescales the columns of the base weight", f"{MERGE}, or {RETRAIN} (use_dora=false)"),
+    "use_qalora": _refused("QALoRA pools the input of lora_A", f"{RETRAIN} (use_qalora=false)"),
+    "alora_invocation_tokens": _refused("aLoRA acts only after its invocation tokens", RETRAIN),
+    "modules_to_save": _refused(
+        "full copies of modules replace the base's own",
+        "merge it into the base (peft: merge_and_unload), or train again with modules_to_save=null",
+    ),
+    "lora_bias": _refused("a bias beside lora_B changes the output", f"{MERGE}, or train again with lora_bias=false"),
+    "trainable_token_indices": _refused("rows of the embedding were trained", f"{MERGE}, or train without them"),
+    "target_parameters": _refused("adapts parameters that are no linear modules (experts)", MERGE),
+    "layer_replication": _refused("the adapter's base has its layers repeated", "build that base and serve it"),
+    "fan_in_fan_out": _refused(
+        "the base layer's weight is transposed (GPT-2 Conv1D)",
+        "no layer of this base is: set it to false if the adapter was trained on this base",
+    ),
+    "use_bdlora": _refused("block-diagonal LoRA has tensors of another layout", RETRAIN),
+    "arrow_config": _refused("Arrow routes between several adapters", "serve each adapter under an id of its own"),
+    "velora_config": _refused("VeLoRA is not proven here against PEFT", RETRAIN),
+    "monteclora_config": _refused("MonteCLoRA samples its weights", RETRAIN),
+    "kasa_config": _refused("KaSA scales singular values of the base", f"{MERGE}, or {RETRAIN}"),
+}
+DECISIVE = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+# MiCA's forward pass is plain LoRA's; only what training starts from differs. The same holds for the rest.
+INERT_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
+RESIDUAL_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """The fields that serving reads, in PEFT's meaning. Patterns are tried in order, the first that matches counts.
+
+    `target_modules` is None where the config does not name modules in plain words: then the tensors alone say which,
+    unless `all_linear` says that it is every linear module of the layers.
+    """
+
+    r: int
+    lora_alpha: float
+    use_rslora: bool
+    rank_pattern: tuple[tuple[NamePattern, int], ...] = ()
+    alpha_pattern: tuple[tuple[NamePattern, float], ...] = ()
+    target_modules: tuple[str, ...] | None = None
+    exclude_modules: tuple[str, ...] = ()
+    layers_to_transform: frozenset[int] | None = None
+    base_model_name: str = ""
+    all_linear: bool = False
+
+    @property
+    def names_modules(self) -> bool:
+        """Whether the config says which modules are adapted."""
+        return self.all_linear or self.target_modules is not None
+
+    def rank(self, module_name: str) -> int:
+        """Rank that the config gives a module, by its name in the base (`model.layers.0.self_attn.q_proj`)."""
+        return next((r for pattern, r in self.rank_pattern if pattern.matches(module_name)), self.r)
+
+    def scaling(self, module_name: str) -> float:
+        """Factor of `lora_b @ lora_a` for a module, as PEFT computes it."""
+        alpha = next((a for pattern, a in self.alpha_pattern if pattern.matches(module_name)), self.lora_alpha)
+        rank = self.rank(module_name)
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+    def targets(self, layer: int | None, module_name: str) -> bool:
+        """Whether the config names this module as adapted, as PEFT decides it; `layer` is None outside the layers.
+
+        False where it names modules by a pattern, or not at all.
+        """
+        if _names(self.exclude_modules, module_name):
+            return False
+        if self.all_linear or self.target_modules is None:
+            # Whatever layers_to_transform says: PEFT makes a list of full names of it, which are not held against that.
+            return self.all_linear and layer is not None
+        if module_name in self.target_modules:
+            return True
+        in_layer = self.layers_to_transform is None or layer in self.layers_to_transform
+        return in_layer and _names(self.target_modules, module_name)
+
+
+def _names(suffixes: tuple[str, ...], module_name: str) -> bool:
+    return any(module_name == s or module_name.endswith("." + s) for s in suffixes)
+
+
+def parse_config(data: bytes) -> dict[str, object]:
+    """Read adapter_config.json strictly: at most 1 MiB, no repeated key, no NaN.
+
+    Raises:
+        AdapterInvalid: it is not such a JSON object.
+    """
+    if len(data) > MAX_CONFIG_BYTES:
+        raise _config_error("config_too_large", f"has {len(data)} bytes; at most {MAX_CONFIG_BYTES} are read")
+    try:
+        config = json.loads(data.decode("utf-8"), object_pairs_hook=unique_pairs, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        reason = "is nested too deeply" if isinstance(error, RecursionError) else f"is not strict JSON: {error}"
+        raise _config_error("malformed_config", reason) from None
+    if not isinstance(config, dict):
+        raise _config_error("malformed_config", f"must be a JSON object, not {show(config)}")
+    return config
+
+
+def unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """`object_pairs_hook` that refuses a repeated key: the last one would win silently."""
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {show(repeated)} appears more than once")
+    return result
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _config_error(code: str, message: str) -> AdapterInvalid:
+    return AdapterInvalid((Problem(code, "adapter_config.json", message),))
+
+
+def decisive(config: Config) -> dict[str, object]:
+    """What of a config that was accepted decides what its weights compute. The rest is its uploader's: what it was
+    trained on, and on which modules, which the tensors say here."""
+    return {name: config[name] for name in DECISIVE if name in config}
+
+
+def canonical_json(value: object) -> str:
+    """One text for one value: sorted keys, no spaces, ASCII only."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def read_manifest(config: Config, problems: ProblemList, max_names: int = MIN_MAX_NAMES) -> AdapterConfig | None:
+    """The manifest that `config` describes; None if there are problems, all of which are noted in `problems`.
+    `max_names`: so many names of modules a field may have, each of which is held against each module of the base."""
+    before = len(problems)
+    if not check_json(config, problems) or not _check_lengths(config, max_names, problems):
+        return None
+    _check_fields(config, problems)
+    manifest = AdapterConfig(
+        r=_rank(config.get("r"), "r", problems),
+        lora_alpha=_alpha(config.get("lora_alpha"), "lora_alpha", problems),
+        use_rslora=_flag(config, "use_rslora", problems),
+        rank_pattern=tuple((p, _rank(v, f, problems)) for p, v, f in _patterns(config, "rank_pattern", problems)),
+        alpha_pattern=tuple((p, _alpha(v, f, problems)) for p, v, f in _patterns(config, "alpha_pattern", problems)),
+        target_modules=_targets(config),
+        exclude_modules=_strings(config.get("exclude_modules")) or (),
+        layers_to_transform=_layers(config.get("layers_to_transform")),
+        base_model_name=_text(config.get("base_model_name_or_path")),
+        all_linear=_is_all_linear(config),
+    )
+    return manifest if len(problems) == before else None
+
+
+def _check_lengths(config: Config, max_names: int, problems: ProblemList) -> bool:
+    before = len(problems)
+    for field in NAMING:
+        value = config.get(field)
+        if isinstance(value, Mapping | list) and len(value) > max_names:
+            problems.add(
+                f"too_long_{field}",
+                field,
+                f"has {len(value)} entries; {max_names} are the most for this base: one names a module, and those of "
+                "several layers if it is the end of their names",
+            )
+    return len(problems) == before
+
+
+def _check_fields(config: Config, problems: ProblemList) -> None:
+    _check_peft_type(config, problems)
+    for key, value in config.items():
+        rule = FIELD_RULES.get(key)
+        if rule is None and value:
+            problems.add(
+                "unsupported_config_key",
+                show(key)[1:-1],
+                f"= {show(value)} is not known here and could change the result; remove it if it is only a note",
+            )
+        elif rule is not None and rule.decision is Decision.REFUSED and value:
+            problems.add(f"unsupported_{key}", key, f"= {show(value)} is not served: {rule.what}. {_way_out(rule)}")
+    if (bias := config.get("bias")) and bias != "none":
+        problems.add("unsupported_bias", "bias", f"= {show(bias)} is not served, only 'none': {MERGE}")
+    _check_init(config.get("init_lora_weights"), problems)
+
+
+def _way_out(rule: FieldRule) -> str:
+    return f"{rule.way_out[0].upper()}{rule.way_out[1:]}."
+
+
+def _check_peft_type(config: Config, problems: ProblemList) -> None:
+    peft_type, task = config.get("peft_type"), config.get("task_type")
+    if not isinstance(peft_type, str) or peft_type.upper() != "LORA":
+        if "fine_tune_type" in config or "lora_parameters" in config:
+            problems.add("mlx_adapter", "adapter_config.json", f"is MLX's; {MLX_WAY_OUT}")
+            return
+        problems.add("unsupported_peft_type", "peft_type", f"= {show(peft_type)}; only 'LORA' is served. {RETRAIN}")
+    if task and (not isinstance(task, str) or task.upper() != "CAUSAL_LM"):
+        problems.add("unsupported_task_type", "task_type", f"= {show(task)}; only 'CAUSAL_LM' or null generates text")
+
+
+def _check_init(init: object, problems: ProblemList) -> None:
+    if init is None or isinstance(init, bool) or (isinstance(init, str) and init.lower() in INERT_INITS):
+        return
+    if isinstance(init, str) and init.lower().startswith(RESIDUAL_INITS):
+        problems.add(
+            "unsupported_init",
+            "init_lora_weights",
+            f"= {show(init)}: training changed the base weights, so on the plain base the adapter is wrong. "
+            "PEFT's save_pretrained(path_initial_model_for_weight_conversion=...) writes it as a plain LoRA",
+        )
+        return
+    known = ", ".join(["true", "false", *sorted(INERT_INITS)])
+    problems.add("unsupported_init", "init_lora_weights", f"= {show(init)} is not known here; served: {known}")
+
+
+def _rank(value: object, field: str, problems: ProblemList) -> int:
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    found = "is missing (PEFT's default is 8)" if value is None else f"= {show(value)}"
+    problems.add("invalid_rank", field, f"{found}; it must be the rank it was trained with, an integer of at least 1")
+    return 1
+
+
+def _alpha(value: object, field: str, problems: ProblemList) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return value
+    found = "is missing (PEFT's default is 8)" if value is None else f"= {show(value)}"
+    problems.add("invalid_alpha", field, f"{found}; it must be the number it was trained with")
+    return 1
+
+
+def _flag(config: Config, field: str, problems: ProblemList) -> bool:
+    value = config.get(field)
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    problems.add("invalid_flag", field, f"= {show(value)}; it must be true or false")
+    return False
+
+
+def _patterns(config: Config, field: str, problems: ProblemList) -> Iterator[tuple[NamePattern, object, str]]:
+    """(pattern, value, where) of every entry that can be matched without running a regular expression."""
+    value = config.get(field)
+    if value is None:
+        return
+    if not isinstance(value, Mapping):
+        problems.add(f"invalid_{field}", field, f"= {show(value)}; it must be an object of module names")
+        return
+    for key, number in value.items():
+        where = f"{field}[{show(key)}]"
+        if pattern := NamePattern.parse(key):
+            yield pattern, number, where
+        else:
+            problems.add(
+                f"unsupported_{field}",
+                where,
+                "is a regular expression, and uploaded ones are not run; write the module names out (letters, digits, "
+                "_ and . only), one entry each",
+            )
+
+
+def _targets(config: Config) -> tuple[str, ...] | None:
+    """Modules named one by one; None where a field beside them means more than plain names say."""
+    excluded, layers = config.get("exclude_modules"), config.get("layers_to_transform")
+    is_plain = (
+        (not excluded or _strings(excluded) is not None)
+        and (layers is None or layers == [] or _layers(layers) is not None)
+        and config.get("layers_pattern") in (None, "", [], "layers", ["layers"])
+    )
+    return (_strings(config.get("target_modules")) or None) if is_plain else None
+
+
+def _is_all_linear(config: Config) -> bool:
+    excluded = config.get("exclude_modules")
+    return _text(config.get("target_modules")).lower() == ALL_LINEAR and (
+        not excluded or _strings(excluded) is not None
+    )
+
+
+def _strings(value: object) -> tuple[str, ...] | None:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    return None
+
+
+def _layers(value: object) -> frozenset[int] | None:
+    items = value if isinstance(value, list) else [value]
+    layers = [item for item in items if isinstance(item, int)]
+    return frozenset(layers) if items and len(layers) == len(items) else None
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""

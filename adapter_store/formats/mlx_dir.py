@@ -1,0 +1,219 @@
+"""A folder as MLX saves an adapter (mlx-lm's trainer), written anew as PEFT would have saved it.
+
+mlx-lm computes `x @ W.T + scale * (x @ lora_a) @ lora_b`, lora_a [in, rank], lora_b [rank, out]: PEFT's matrices
+transposed, and the factor itself where PEFT has alpha / r. Values are moved, never rounded.
+Its config is that of the training run: fine_tune_type, lora_parameters with rank and scale, and with keys if not all
+kinds of modules were trained; num_layers, the last ones of the model, all of them if it is -1. Versions of early 2024
+multiplied the scale by alpha / rank, later ones do not read an alpha: where there is one, the factor is not known.
+
+A folder that holds an adapter, whoever saved it: PEFT's as it is, MLX's converted for as long as it is needed.
+"""
+
+import contextlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from adapter_store.errors import AdapterInvalid, Problem, ProblemList, show
+from adapter_store.formats.peft_dir import (
+    CONFIG_NAME,
+    MLX_WEIGHTS_NAME,
+    WEIGHTS_NAME,
+    Opener,
+    PeftDir,
+    find_folder,
+    ignored_files,
+    is_mlx_config,
+    open_file,
+    read_config,
+    read_peft_dir,
+)
+from adapter_store.formats.safetensors_file import (
+    ENDED,
+    FILE,
+    LENGTH_BYTES,
+    NUMPY_TYPES,
+    SafetensorsHeader,
+    TensorInfo,
+    read_header,
+)
+from adapter_store.formats.tensor_names import WRAPPER
+
+MAX_HEADER_BYTES = 16 << 20
+MAX_SCALE = 1e30
+MAX_LAYER_DIGITS = 6
+MAX_LAYERS = 10_000
+"""More than any model has: in a file with other numbers none are filled in."""
+_HALVES = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
+
+
+def convert_mlx(
+    folder: Path, config: Mapping[str, object], subdirectory: str | None, target: Path, opener: Opener = open_file
+) -> PeftDir:
+    """Write MLX's adapter in `folder` to `target`, an empty folder, as PEFT's.
+
+    Raises:
+        AdapterInvalid: DoRA or full weights, a factor that is not known, tensors that are no lora_a or lora_b, a file
+            that ends early.
+    """
+    problems = ProblemList()
+    source = next((folder / name for name in (MLX_WEIGHTS_NAME, WEIGHTS_NAME) if (folder / name).is_file()), None)
+    if source is None:
+        problems.add("missing_weights", MLX_WEIGHTS_NAME, f"is missing beside MLX's {CONFIG_NAME}")
+    rank, scale = _factors(config, problems)
+    keys = _keys(config.get("lora_parameters"), problems)
+    problems.raise_if_any()
+    assert source is not None
+    with opener(source) as file:
+        header = read_header(file, os.fstat(file.fileno()).st_size, MAX_HEADER_BYTES)
+        names = _names(header, problems)
+        problems.raise_if_any()
+        _write(target / WEIGHTS_NAME, file, header, names)
+    written = _config(config, names, rank, scale) | _targets(names.values(), keys, config.get("num_layers"))
+    (target / CONFIG_NAME).write_text(json.dumps(written))
+    notice = f"converted from MLX: {len(names)} tensors transposed, r={rank}, scaling {scale:g}"
+    ignored = ignored_files(folder, source.name)
+    return PeftDir(written, target / WEIGHTS_NAME, ignored, subdirectory, (notice,))
+
+
+def _factors(config: Mapping[str, object], problems: ProblemList) -> tuple[int, float]:
+    """Rank and scale."""
+    kind = config.get("fine_tune_type", "lora")
+    if kind == "dora" or config.get("use_dora"):
+        problems.add("unsupported_use_dora", "fine_tune_type", "= 'dora' is not served; train it again with 'lora'")
+    elif kind != "lora":
+        message = f"= {show(kind)} is no LoRA; fuse it (mlx_lm.fuse) and serve the model"
+        problems.add("mlx_adapter", "fine_tune_type", message)
+    parameters = config.get("lora_parameters")
+    if not isinstance(parameters, Mapping):
+        problems.add("mlx_adapter", "lora_parameters", "is missing; it must have the rank and scale of the training")
+        return 1, 1.0
+    if (alpha := parameters.get("alpha")) is not None:
+        problems.add(
+            "invalid_alpha",
+            "lora_parameters.alpha",
+            f"= {show(alpha)}: early mlx-lm multiplied the scale by alpha / rank, later ones ignore it; write the "
+            "factor that was used as scale, and remove alpha",
+        )
+    return _rank(parameters.get("rank"), problems), _scale(parameters.get("scale"), problems)
+
+
+def _rank(rank: object, problems: ProblemList) -> int:
+    if isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1:
+        return rank
+    problems.add("invalid_rank", "lora_parameters.rank", f"= {show(rank)}; it must be an integer of at least 1")
+    return 1
+
+
+def _scale(scale: object, problems: ProblemList) -> float:
+    if isinstance(scale, int | float) and not isinstance(scale, bool) and abs(scale) <= MAX_SCALE:
+        return float(scale)
+    problems.add("invalid_alpha", "lora_parameters.scale", f"= {show(scale)}; it must be the number of the training")
+    return 1.0
+
+
+def _names(header: SafetensorsHeader, problems: ProblemList) -> dict[str, str]:
+    """MLX's name -> PEFT's."""
+    names = {}
+    for name, info in header.tensors.items():
+        half = name[-len(".lora_a") :]
+        if half not in _HALVES or len(info.shape) != 2:
+            what = "is no lora_a or lora_b of a linear module"
+            problems.add("mlx_adapter", show(name)[1:-1], f"{what}, so it cannot be converted; train without it")
+            continue
+        names[name] = WRAPPER + name.removesuffix(half) + _HALVES[half]
+    return names
+
+
+def _write(path: Path, file: BinaryIO, header: SafetensorsHeader, names: Mapping[str, str]) -> None:
+    """The same values, every matrix transposed. One tensor is in memory at a time."""
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name, info in header.tensors.items():
+        offsets = [info.start, info.end]
+        entries[names[name]] = {"dtype": info.dtype, "shape": list(info.shape[::-1]), "data_offsets": offsets}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    with path.open("wb") as out:
+        out.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        for data in _transposed(file, header.tensors.values()):
+            out.write(data)
+
+
+def _transposed(file: BinaryIO, infos: Iterable[TensorInfo]) -> Iterator[bytes]:
+    for info in infos:
+        data = file.read(info.end - info.start)
+        if len(data) < info.end - info.start:
+            raise AdapterInvalid((Problem("truncated", FILE, ENDED),))
+        yield np.frombuffer(data, NUMPY_TYPES[info.dtype]).reshape(info.shape).T.tobytes()
+
+
+def _config(config: Mapping[str, object], names: Mapping[str, str], rank: int, scale: float) -> dict[str, object]:
+    """As PEFT would have written it."""
+    model = config.get("model")
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": model if isinstance(model, str) else None,
+        "r": rank,
+        "lora_alpha": _alpha(rank, scale),
+    }
+
+
+def _targets(names: Iterable[str], keys: Collection[str], num_layers: object) -> dict[str, object]:
+    """Every module of the file or the keys, in every layer of the file or among the last so many: what is not there in
+    one of them is then missed. The last layer of the file is taken for the model's."""
+    modules, layers = set(keys), set()
+    for name in names:
+        number, _, module = name.rpartition(".lora_")[0].partition(".layers.")[2].partition(".")
+        if not module or not number.isdecimal() or len(number) > MAX_LAYER_DIGITS:
+            return {}
+        modules.add(module)
+        layers.add(int(number))
+    if isinstance(num_layers, int) and layers and max(layers) < MAX_LAYERS:
+        end = max(layers) + 1
+        layers |= set(range(max(0, end - num_layers) if num_layers > 0 else 0, end))
+    return {"target_modules": sorted(modules), "layers_to_transform": sorted(layers)}
+
+
+def _keys(parameters: object, problems: ProblemList) -> Collection[str]:
+    """Names of modules inside their layer; none where the run did not say."""
+    keys = parameters.get("keys") if isinstance(parameters, Mapping) else None
+    if keys is None:
+        return ()
+    if isinstance(keys, list) and all(isinstance(key, str) and key for key in keys):
+        return keys
+    problems.add("mlx_adapter", "lora_parameters.keys", f"= {show(keys)}; it must be a list of names of modules")
+    return ()
+
+
+def _alpha(rank: int, scale: float) -> float:
+    """The alpha for which alpha / rank is the scale to the last bit, if there is one."""
+    near = scale * rank
+    for alpha in (near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf)):
+        if alpha / rank == scale:
+            return alpha
+    return near
+
+
+@contextlib.contextmanager
+def open_adapter_dir(path: Path, opener: Opener = open_file) -> Iterator[PeftDir]:
+    """What to upload from a folder, whose files `opener` opens. What had to be converted lies in a temporary one, which
+    is gone afterwards.
+
+    Raises:
+        AdapterInvalid: there is no adapter, several, or one in a form that is not served; says how to convert it.
+        OSError: it cannot be read.
+    """
+    folder, subdirectory = find_folder(path)
+    config = read_config(folder, opener)
+    if not is_mlx_config(config):
+        yield read_peft_dir(path, opener)
+        return
+
+    with tempfile.TemporaryDirectory(prefix="lorasrv-mlx-") as target:
+        yield convert_mlx(folder, config, subdirectory, Path(target), opener)

@@ -1,0 +1,158 @@
+"""A folder as PEFT saves it: find the two files that matter, name the rest. For whoever uploads; reads, never runs."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from io import BufferedReader
+from pathlib import Path
+
+from adapter_store.errors import AdapterInvalid, Problem, show
+from adapter_store.formats.adapter_config import MAX_CONFIG_BYTES, MLX_WAY_OUT, parse_config
+
+CONFIG_NAME = "adapter_config.json"
+WEIGHTS_NAME = "adapter_model.safetensors"
+MLX_WEIGHTS_NAME = "adapters.safetensors"
+PICKLES = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth", "pytorch_model.bin")
+CHUNK_BYTES = 1 << 20
+_CONVERT = (
+    "load it with PEFT where it was trained and call save_pretrained(), which writes adapter_model.safetensors. "
+    "Pickles are never opened here"
+)
+
+
+# (file, code, what is wrong and the way out) of folders without a config of PEFT's.
+_FOREIGN = (
+    (
+        MLX_WEIGHTS_NAME,
+        "mlx_adapter",
+        "is missing beside adapters.safetensors, which MLX saved: without it the scale is not known; copy it from "
+        "where the adapter was trained",
+    ),
+    (
+        "lora.safetensors",
+        "trainer_names",
+        "is missing beside lora.safetensors, which mistral-finetune saved under its own names (wq, w1); train with "
+        "PEFT, or merge it into the base and serve that",
+    ),
+    (
+        "pytorch_lora_weights.safetensors",
+        "not_a_language_model",
+        "is missing beside pytorch_lora_weights.safetensors: diffusers' adapter of an image model",
+    ),
+)
+
+Opener = Callable[[Path], BufferedReader]
+"""Opens a file of a folder for reading, or refuses to."""
+
+
+def open_file(path: Path) -> BufferedReader:
+    """As it is, wherever links lead."""
+    return path.open("rb")
+
+
+@dataclass(frozen=True, slots=True)
+class PeftDir:
+    """What an upload needs. `subdirectory` names the folder it was found in, if not the one given; `ignored_files`
+    are the other files there, sorted; `notices` say what was converted."""
+
+    config: dict[str, object]
+    weights_path: Path
+    ignored_files: tuple[str, ...]
+    subdirectory: str | None = None
+    notices: tuple[str, ...] = ()
+    opener: Opener = field(default=open_file, compare=False, repr=False)
+
+    def open_weights(self) -> BufferedReader:
+        """Raises: OSError."""
+        return self.opener(self.weights_path)
+
+
+def read_peft_dir(path: Path, opener: Opener = open_file) -> PeftDir:
+    """Find an adapter in `path`, or one level down, where PEFT saves one that has a name of its own.
+
+    Raises:
+        AdapterInvalid: there is none, several, or one in a form that is not served; says how to convert it.
+    """
+    folder, subdirectory = find_folder(path)
+    config, weights = read_config(folder, opener), folder / WEIGHTS_NAME
+    if is_mlx_config(config):
+        raise _refused("mlx_adapter", CONFIG_NAME, f"is MLX's; {MLX_WAY_OUT}")
+    if not weights.is_file():
+        raise AdapterInvalid((_no_weights(folder),))
+    return PeftDir(config, weights, ignored_files(folder, WEIGHTS_NAME), subdirectory, opener=opener)
+
+
+def find_folder(path: Path) -> tuple[Path, str | None]:
+    """The folder that holds the config: `path`, or the one below it, and then also its name.
+
+    Raises: AdapterInvalid.
+    """
+    if not path.is_dir():
+        raise _refused("not_a_directory", path.name, f"is no folder; give the one that holds {CONFIG_NAME}")
+    if (path / CONFIG_NAME).is_file():
+        return path, None
+    nested = sorted(p.parent for p in path.glob(f"*/{CONFIG_NAME}") if p.is_file())
+    if len(nested) == 1:
+        return nested[0], nested[0].name
+    if nested:
+        names = ", ".join(show(p.name) for p in nested[:8])
+        raise _refused("several_adapters", CONFIG_NAME, f"is in {len(nested)} folders below: {names}; give one of them")
+    raise AdapterInvalid((_no_config(path),))
+
+
+def read_config(folder: Path, opener: Opener = open_file) -> dict[str, object]:
+    """Raises: AdapterInvalid, OSError."""
+    with opener(folder / CONFIG_NAME) as file:
+        return parse_config(file.read(MAX_CONFIG_BYTES + 1))
+
+
+def is_mlx_config(config: Mapping[str, object]) -> bool:
+    """Whether MLX wrote it: PEFT insists on peft_type, and has none of the other keys."""
+    return "peft_type" not in config and ("fine_tune_type" in config or "lora_parameters" in config)
+
+
+def ignored_files(folder: Path, weights_name: str) -> tuple[str, ...]:
+    """What else lies there, sorted; never opened."""
+    return tuple(sorted(p.name for p in folder.iterdir() if p.name not in (CONFIG_NAME, weights_name)))
+
+
+def _refused(code: str, field: str, message: str) -> AdapterInvalid:
+    return AdapterInvalid((Problem(code, field, message),))
+
+
+def _no_config(path: Path) -> Problem:
+    for name, code, message in _FOREIGN:
+        if (path / name).is_file():
+            return Problem(code, CONFIG_NAME, message)
+    if any(path.glob("*.gguf")):
+        message = (
+            "a GGUF adapter is not served, it may lack rsLoRA and patterns; upload the PEFT folder it was made from"
+        )
+        return Problem("gguf_adapter", CONFIG_NAME, message)
+    return Problem("missing_config", CONFIG_NAME, "is missing; give the folder that PEFT's save_pretrained() wrote")
+
+
+def _no_weights(folder: Path) -> Problem:
+    if pickle := next((name for name in PICKLES if (folder / name).exists()), None):
+        return Problem("not_safetensors", pickle, f"is a pickle; {_CONVERT}")
+    if (folder / MLX_WEIGHTS_NAME).is_file():
+        message = f"is missing; there is MLX's {MLX_WEIGHTS_NAME}, but {CONFIG_NAME} is not MLX's"
+        return Problem("mlx_adapter", WEIGHTS_NAME, message)
+    if (folder / f"{WEIGHTS_NAME}.index.json").is_file():
+        message = "is split into shards; join them into one file (safetensors.torch.load_file each, one save_file)"
+        return Problem("sharded_weights", WEIGHTS_NAME, message)
+    return Problem("missing_weights", WEIGHTS_NAME, f"is missing; {_CONVERT}")
+
+
+def digest_file(path: Path, progress: Callable[[int, int], None] | None = None) -> str:
+    """SHA-256 of a file, as hex. `progress` is told (bytes done, bytes in all) after every MiB."""
+    total = path.stat().st_size
+    hasher = hashlib.sha256()
+    done = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            hasher.update(chunk)
+            done += len(chunk)
+            if progress is not None:
+                progress(done, total)
+    return hasher.hexdigest()

@@ -1,0 +1,154 @@
+"""Which module of the base a tensor belongs to, by its name; and for a foreign name, what it looks like.
+
+Names that differ from PEFT's saved form only by what a wrapper put into them are read as if it had not, and reported.
+"""
+
+from dataclasses import dataclass
+
+from adapter_store.errors import ProblemList, show
+from adapter_store.formats.adapter_config import MLX_WAY_OUT
+from adapter_store.spec import BaseShapes
+
+WRAPPER = "base_model.model."
+_SUFFIXES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
+_FULL_COPY = "full weights beside the LoRA; train again without modules_to_save, and with save_embedding_layers=False"
+_EMBEDDING = "LoRA of an embedding; train again without embed_tokens and lm_head"
+_IMAGES = "an image model's adapter"
+_SEES = (
+    "LoRA of the part that sees or hears, which this base has not; train the language layers only "
+    "(Unsloth: finetune_vision_layers=False)"
+)
+_TRAINER = "the trainer's own name; convert the adapter to PEFT's form with the trainer's exporter to Hugging Face"
+WRAPPER_PARTS = {
+    "_orig_mod": "torch.compile",
+    "_fsdp_wrapped_module": "FSDP",
+    "_checkpoint_wrapped_module": "activation checkpointing",
+    "module": "DataParallel",
+    "language_model": "the language part of a multimodal model",
+}
+"""Parts that stand for no module of a base: what puts each of them into names."""
+MAX_NAME_CHARS = 1024
+_PUT_AFTER_PEFT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+# (part of the name, code, what it is and the way out), the first that fits; §B2 and §B4 of the format notes.
+KNOWN_FORMS = (
+    ("lora_magnitude_vector", "unsupported_use_dora", "DoRA's magnitude; merge the adapter or train plain LoRA"),
+    ("trainable_tokens", "unsupported_trainable_token_indices", "trained embedding rows; merge or train without them"),
+    ("lora_embedding_", "unsupported_embedding", _EMBEDDING),
+    (".lora_B.bias", "unsupported_lora_bias", "a bias beside lora_B; merge or train with lora_bias=false"),
+    ("lora_up.", "not_a_language_model", f"{_IMAGES} (lora_up, lora_down)"),
+    ("lora_down.", "not_a_language_model", f"{_IMAGES} (lora_up, lora_down)"),
+    ("lora_unet", "not_a_language_model", _IMAGES),
+    ("unet.", "not_a_language_model", _IMAGES),
+    ("transformer_blocks.", "not_a_language_model", _IMAGES),
+    ("vision_", "unsupported_vision", _SEES),
+    ("visual.", "unsupported_vision", _SEES),
+    ("multi_modal_projector.", "unsupported_vision", _SEES),
+    ("audio_tower.", "unsupported_vision", _SEES),
+    (".experts.", "unsupported_experts", "LoRA of an expert, which this base does not have"),
+    (".attention.wq.", "trainer_names", _TRAINER),
+    (".attention.wk.", "trainer_names", _TRAINER),
+    (".attention.wv.", "trainer_names", _TRAINER),
+    (".attention.wo.", "trainer_names", _TRAINER),
+    (".feed_forward.w", "trainer_names", _TRAINER),
+    (".lora_a.weight", "trainer_names", _TRAINER),
+    (".lora_b.weight", "trainer_names", _TRAINER),
+    ("embed_tokens.lora_", "unsupported_embedding", _EMBEDDING),
+    ("lm_head.lora_", "unsupported_embedding", "LoRA of the head; train again without embed_tokens and lm_head"),
+    ("lm_head.", "unsupported_modules_to_save", _FULL_COPY),
+    ("embed_tokens.", "unsupported_modules_to_save", _FULL_COPY),
+    ("norm.weight", "unsupported_modules_to_save", _FULL_COPY),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainName:
+    """A tensor's name in PEFT's saved form.
+
+    `adapter_name` is what stood before `.weight`, as in memory. `notices` say what was changed. `saved_module` is the
+    module's name as PEFT may have seen it in training, wrapped: patterns that were written for it may not fit ours.
+    """
+
+    text: str
+    adapter_name: str = ""
+    notices: tuple[str, ...] = ()
+    saved_module: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPlace:
+    """Which half (A or B) of which module of which layer, and the name it was read from."""
+
+    layer: int
+    module: str
+    half: str
+    name: PlainName
+
+
+def plain_name(name: str, base: BaseShapes) -> PlainName:
+    """A name without what wrappers and a state dict in memory put into it."""
+    if len(name) > MAX_NAME_CHARS:
+        return PlainName(name)
+    parts = name.split(".")
+    is_wrapped = not WRAPPER_PARTS.keys().isdisjoint(parts)
+    if not is_wrapped and name.startswith(WRAPPER + base.layer_prefix) and name.endswith(tuple(_SUFFIXES)):
+        return PlainName(name)
+    notices = [f"names had {p}. removed ({what})" for p, what in WRAPPER_PARTS.items() if p in parts]
+    kept = [part for part in parts if part not in WRAPPER_PARTS]
+    adapter_name = ""
+    if len(kept) > 3 and kept[-3] in ("lora_A", "lora_B") and kept[-1] == "weight":
+        adapter_name = kept.pop(-2)
+        notices.append(f"names had the adapter's own name {show(adapter_name)} removed (a state dict as in memory)")
+    text = ".".join(kept)
+    if text.startswith(base.layer_prefix) and ".lora_" in text:
+        text = WRAPPER + text
+        notices.append(f"names had no {WRAPPER}, which was put before them")
+    seen = ".".join(part for part in parts if part not in _PUT_AFTER_PEFT)
+    saved = seen.partition(WRAPPER)[2] or seen
+    return PlainName(text, adapter_name, tuple(notices), saved.rpartition(".lora_")[0])
+
+
+def locate(name: str, base: BaseShapes, problems: ProblemList) -> TensorPlace | None:
+    """Where a tensor belongs; None, and a problem, if it is no linear module of this base."""
+    prefix = WRAPPER + base.layer_prefix
+    plain = plain_name(name, base)
+    layer_text, dot, rest = plain.text.removeprefix(prefix).partition(".")
+    suffix = next((s for s in _SUFFIXES if rest.endswith(s)), "")
+    module = rest.removesuffix(suffix) if suffix else ""
+    layer = _layer_number(layer_text)
+    if not plain.text.startswith(prefix) or not dot or not suffix or layer is None or module not in base.modules:
+        _describe(name, base, problems)
+        return None
+    if layer >= base.num_layers:
+        message = f"layer {layer} of {base.num_layers}: this base has layers 0 to {base.num_layers - 1}"
+        problems.add("layer_out_of_range", show(name)[1:-1], f"{message}; the adapter was trained on a deeper base")
+        return None
+    return TensorPlace(layer, module, _SUFFIXES[suffix], plain)
+
+
+def module_name(base: BaseShapes, layer: int, module: str) -> str:
+    """A module's full name in the base, as PEFT's patterns see it."""
+    return f"{base.layer_prefix}{layer}.{module}"
+
+
+def _layer_number(text: str) -> int | None:
+    """A decimal without leading zeros, so that one module has one name."""
+    if not text.isascii() or not text.isdigit() or len(text) > 6 or (len(text) > 1 and text[0] == "0"):
+        return None
+    return int(text)
+
+
+def _describe(name: str, base: BaseShapes, problems: ProblemList) -> None:
+    code, what = _recognise(name)
+    expected = f"{WRAPPER}{base.layer_prefix}N.M.lora_A.weight or lora_B, N below {base.num_layers}"
+    message = f"is {what}. Expected {expected}, M one of {', '.join(base.modules)}"
+    problems.add(code, show(name)[1:-1], message)
+
+
+def _recognise(name: str) -> tuple[str, str]:
+    if name.endswith((".lora_a", ".lora_b")):
+        return "mlx_adapter", f"MLX's name; {MLX_WAY_OUT}"
+    for part, code, what in KNOWN_FORMS:
+        if part in name:
+            return code, what
+    return "unknown_tensor", "no linear module of this base's decoder layers; it was made for another architecture"

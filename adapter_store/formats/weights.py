@@ -1,0 +1,107 @@
+"""Validated weights from disk to host memory: NumPy arrays in one writable buffer, digest checked on the way."""
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from adapter_store.errors import AdapterCorrupt, LoadCancelled
+from adapter_store.formats.safetensors_file import NUMPY_TYPES, SafetensorsHeader, TensorInfo, parse_header, widen
+from adapter_store.spec import AdapterSpec
+
+Array = npt.NDArray[Any]
+READ_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoraTensors:
+    """One module's matrices: `a` [rank, in], `b` [out, rank]; delta = scaling * b @ a."""
+
+    rank: int
+    scaling: float
+    a: Array
+    b: Array
+
+
+class AdapterWeights(Mapping[tuple[int, str], LoraTensors]):
+    """(layer, module) -> matrices, in the order of `spec.modules`. Every array has the one type `dtype`.
+
+    BF16 values are their bits, as uint16 (NumPy has no bfloat16); F16 and F32 are NumPy's own.
+    """
+
+    def __init__(self, spec: AdapterSpec, tensors: Mapping[tuple[int, str], LoraTensors]) -> None:
+        self.spec = spec
+        self.dtype = spec.dtype
+        self._tensors = tensors
+
+    def __getitem__(self, site: tuple[int, str]) -> LoraTensors:
+        return self._tensors[site]
+
+    def __iter__(self) -> Iterator[tuple[int, str]]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def load_weights(path: Path, spec: AdapterSpec) -> AdapterWeights:
+    """Read a file whose spec is known.
+
+    Raises:
+        AdapterCorrupt: the bytes no longer have the digest that was validated.
+    """
+    with path.open("rb") as file:
+        data = read_verified(file, spec.weights_digest)
+    return weights_from_bytes(data, parse_header(data, len(data)), spec)
+
+
+def read_verified(
+    file: BufferedReader, weights_digest: str, should_stop: Callable[[], bool] = lambda: False
+) -> bytearray:
+    """The whole file, from its start, if it has this digest.
+
+    Raises:
+        AdapterCorrupt: it does not.
+        LoadCancelled: `should_stop` said so, between two chunks.
+    """
+    data = bytearray(os.fstat(file.fileno()).st_size)
+    sha256 = hashlib.sha256()
+    length = 0
+    with memoryview(data) as view:
+        while length < len(data):
+            if should_stop():
+                raise LoadCancelled("the load was cancelled")
+            count = file.readinto(view[length : length + READ_BYTES])
+            if not count:
+                break
+            sha256.update(view[length : length + count])
+            length += count
+    if length != len(data) or sha256.hexdigest() != weights_digest:
+        raise AdapterCorrupt(
+            f"stored weights sha256:{weights_digest[:12]} are damaged: the disk returned other bytes than were "
+            "uploaded; upload the same file again to repair it"
+        )
+    return data
+
+
+def weights_from_bytes(data: bytearray, header: SafetensorsHeader, spec: AdapterSpec) -> AdapterWeights:
+    """Views into `data`, which they keep alive; a copy only where types are mixed or a tensor is not aligned."""
+    tensors = {}
+    for m in spec.modules:
+        a, b = (_array(data, header, header.tensors[name], spec.dtype) for name in (m.a_name, m.b_name))
+        tensors[m.layer, m.module] = LoraTensors(m.rank, m.scaling, a, b)
+    return AdapterWeights(spec, tensors)
+
+
+def _array(data: bytearray, header: SafetensorsHeader, info: TensorInfo, dtype: str) -> Array:
+    view = memoryview(data)[header.data_start + info.start : header.data_start + info.end]
+    array: Array = np.frombuffer(view, dtype=NUMPY_TYPES[info.dtype]).reshape(info.shape)
+    if info.dtype != dtype:
+        return widen(array, info.dtype)
+    return array if array.flags.aligned else array.copy()

@@ -1,0 +1,1 @@
+"""gc, fsck, export, import of a store that no server has open."""

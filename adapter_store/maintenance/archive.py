@@ -1,0 +1,286 @@
+"""Writing a closed store to an archive, and reading one back: nothing is believed that is not verified.
+
+Plain tar (ustar), one member after the other, for files only: nothing is ever unpacked to a name that it gives.
+
+Python's `tarfile` packs and parses the 512 byte headers; its reading of extended headers and links, which an untrusted
+archive can turn against the reader, is left out.
+"""
+
+import hashlib
+import json
+import os
+import tarfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import BinaryIO
+
+from adapter_store.errors import AdapterCorrupt, BlobTooLarge, InvalidArchive, show
+from adapter_store.maintenance.archive_format import (
+    BLOBS,
+    MANIFEST,
+    MAX_MANIFEST_BYTES,
+    Archive,
+    ArchivedContent,
+    ArchivedUpload,
+    read_manifest_json,
+)
+from adapter_store.maintenance.offline_store import OfflineStore, Progress
+from adapter_store.registry.base_identity import BaseIdentity, stored_base
+from adapter_store.registry.index import Upload
+from adapter_store.registry.references import VERBS, check_adapter_id, check_digest
+from adapter_store.spec import AdapterId, AdapterKey, BaseShapes
+from adapter_store.storage.blobs import BlobUpload, disk_errors
+from adapter_store.validation.validate import check_adapter, max_adapter_bytes
+
+CHUNK_BYTES = 1 << 20
+
+
+def tar_header(name: str, num_bytes: int) -> bytes:
+    """The block before a member's data."""
+    info = tarfile.TarInfo(name)
+    info.size = num_bytes
+    return info.tobuf(tarfile.USTAR_FORMAT)
+
+
+def tar_padding(num_bytes: int) -> bytes:
+    """What follows a member's data, up to the next block."""
+    return bytes(-num_bytes % tarfile.BLOCKSIZE)
+
+
+TAR_END = bytes(2 * tarfile.BLOCKSIZE)
+
+
+class TarReader:
+    """Members of a stream, in its order. Each member's data must be read before the next one is asked for.
+
+    Raises (all methods): InvalidArchive: it is no tar, ends early, or holds anything but plain files.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+
+    def next_member(self) -> tuple[str, int] | None:
+        """Name and bytes of the next member, None at the end."""
+        block = self._read(tarfile.BLOCKSIZE)
+        if not any(block):
+            return None
+        try:
+            info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
+        except tarfile.HeaderError:
+            raise InvalidArchive("this is no tar file that lorasrv store export wrote, or it is damaged") from None
+        if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or info.size < 0:
+            raise InvalidArchive(f"member {show(info.name)} of the archive is no plain file; nothing was imported")
+        return info.name, info.size
+
+    def data(self, num_bytes: int) -> Iterator[bytes]:
+        """The data of the member that was announced last, in pieces."""
+        left = num_bytes
+        while left:
+            chunk = self._read(min(left, CHUNK_BYTES))
+            left -= len(chunk)
+            yield chunk
+        self._read(len(tar_padding(num_bytes)))
+
+    def _read(self, num_bytes: int) -> bytes:
+        data = self._file.read(num_bytes)
+        if len(data) != num_bytes:
+            raise InvalidArchive("the archive ends early; copy it again")
+        return data
+
+
+SHOWN_IDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What went into an archive, or came out of one."""
+
+    adapters: int
+    versions: int
+    blobs: int
+    bytes: int
+
+
+def export_store(store: OfflineStore, file: BinaryIO, progress: Progress = lambda done, total: None) -> Moved:
+    """Write everything that a version names; the digests are verified on the way.
+
+    Raises:
+        AdapterCorrupt: weights are damaged or gone; names the versions that have them.
+        OSError: the file cannot be written.
+    """
+    archive = _archive_of(store)
+    manifest = archive.to_json()
+    file.write(tar_header(MANIFEST, len(manifest)) + manifest + tar_padding(len(manifest)))
+    done, total = 0, sum(archive.blobs.values())
+    progress(done, total)
+    for digest, num_bytes in archive.blobs.items():
+        _write_blob(store, digest, num_bytes, file)
+        done += num_bytes
+        progress(done, total)
+    file.write(TAR_END)
+    return _moved(archive)
+
+
+def _archive_of(store: OfflineStore) -> Archive:
+    sizes, users = store.blobs.sizes(), store.index.users()
+    contents, uploads = {}, {}
+    for adapter_id, version, upload in store.index.uploads():
+        key, digest = upload.content.key, upload.content.weights_digest
+        if digest not in sizes:
+            raise _damaged(users[digest], "gone")
+        contents[key] = ArchivedContent(key, digest, sizes[digest])
+        uploads[adapter_id, version] = ArchivedUpload(key, upload.config, upload.report.is_partial)
+    index = store.index
+    records = tuple(index.records().values())
+    return Archive(index.base() or "", contents, records, uploads, index.last_versions(), index.owners())
+
+
+def _write_blob(store: OfflineStore, digest: str, num_bytes: int, file: BinaryIO) -> None:
+    file.write(tar_header(BLOBS + digest, num_bytes))
+    hasher = hashlib.sha256()
+    written = 0
+    with store.blobs.open(digest) as blob:
+        while chunk := blob.read(CHUNK_BYTES):
+            hasher.update(chunk)
+            written += len(chunk)
+            file.write(chunk)
+    if written != num_bytes or hasher.hexdigest() != digest:
+        raise _damaged(store.index.users()[digest], "damaged")
+    file.write(tar_padding(num_bytes))
+
+
+def _damaged(versions: list[str], how: str) -> AdapterCorrupt:
+    return AdapterCorrupt(
+        f"the weights of {', '.join(versions)} are {how}; upload the same file again, or remove them, then export"
+    )
+
+
+def import_store(
+    store: OfflineStore,
+    file: BinaryIO,
+    base: BaseShapes,
+    max_lora_rank: int,
+    progress: Progress = lambda done, total: None,
+    check_limits: Callable[[Mapping[str, float]], object] = dict,
+) -> Moved:
+    """Add everything of an archive to a store; every digest is verified, every adapter validated against the base once
+    more, and ids, versions, aliases and limits become visible together, or not at all.
+
+    Args:
+        check_limits: raises ValueError or TypeError for limits of an id that are none.
+    Raises:
+        InvalidArchive: it is none, is damaged, was made for another base, or holds ids that the store has already.
+        AdapterInvalid, InvalidAdapterId, DigestMismatch: what it holds does not serve.
+        StoreFull, StoreUnusable: the disk refused, or the store holds adapters of another base.
+    """
+    reader = TarReader(file)
+    archive = _read_manifest(reader)
+    _check_fits(archive, store, base)
+    _check_limits(archive, check_limits)
+    with ExitStack() as undo:
+        _import_blobs(reader, archive, store, max_adapter_bytes(base, max_lora_rank), undo, progress)
+        uploads = _validated(archive, store, base, max_lora_rank)
+        _bind_base(archive, store)
+        store.index.restore(archive.records, uploads, archive.last_versions, archive.owners)
+        undo.pop_all()
+    return _moved(archive)
+
+
+def _read_manifest(reader: TarReader) -> Archive:
+    first = reader.next_member()
+    if first is None or first[0] != MANIFEST:
+        raise InvalidArchive(f"this is no archive of an adapter store: it does not begin with {MANIFEST}")
+    if first[1] > MAX_MANIFEST_BYTES:
+        raise InvalidArchive(f"the archive's manifest has {first[1]} bytes; {MAX_MANIFEST_BYTES} are the most")
+    return read_manifest_json(b"".join(reader.data(first[1])))
+
+
+def _bind_base(archive: Archive, store: OfflineStore) -> None:
+    """An empty store takes the archive's base; another must have been filled for the same."""
+    theirs, ours = BaseIdentity.from_text(archive.base), stored_base(store.index)
+    if store.index.is_empty():
+        store.index.bind_base(archive.base)
+    elif not (ours.has_shapes_of(theirs) and ours.has_weights_of(theirs)):
+        raise InvalidArchive("the store holds adapters of another base; import into a folder of its own")
+
+
+def _check_fits(archive: Archive, store: OfflineStore, base: BaseShapes) -> None:
+    if archive.records and not BaseIdentity.from_text(archive.base).has_shapes_of(BaseIdentity.of(base)):
+        raise InvalidArchive(
+            f"the archive's adapters were checked for a base of other shapes than this {base.family} model (--model)"
+        )
+    for record in archive.records:
+        check_adapter_id(record.adapter_id, VERBS | {base.name})
+    if taken := sorted(store.index.records().keys() & {record.adapter_id for record in archive.records}):
+        dots = ", …" if len(taken) > SHOWN_IDS else ""
+        raise InvalidArchive(
+            f"the store has {', '.join(taken[:SHOWN_IDS])}{dots} already; remove them first, or import into an empty "
+            "folder. Nothing was imported"
+        )
+
+
+def _check_limits(archive: Archive, check: Callable[[Mapping[str, float]], object]) -> None:
+    for record in archive.records:
+        try:
+            check(record.limits)
+        except (ValueError, TypeError) as error:
+            raise InvalidArchive(f"the archive keeps limits of {record.adapter_id!r} that are none: {error}") from None
+
+
+def _import_blobs(
+    reader: TarReader, archive: Archive, store: OfflineStore, max_bytes: int, undo: ExitStack, progress: Progress
+) -> None:
+    """Each blob is written under its own digest; what the members are called only says which."""
+    awaited, added = archive.blobs, list[str]()
+    undo.callback(store.blobs.remove, added)
+    done, total = 0, sum(awaited.values())
+    progress(done, total)
+    while (member := reader.next_member()) is not None:
+        name, num_bytes = member
+        digest = name.removeprefix(BLOBS)
+        if BLOBS + digest != name or awaited.get(digest) != num_bytes:
+            raise InvalidArchive(f"member {show(name)} of the archive is not one that its manifest announces, once")
+        if num_bytes > max_bytes:
+            raise BlobTooLarge(num_bytes, max_bytes)
+        del awaited[digest]
+        if not store.blobs.exists(digest):
+            added.append(digest)
+        with BlobUpload(store.blobs, check_digest(digest), num_bytes) as upload:
+            for chunk in reader.data(num_bytes):
+                upload.write(chunk)
+                done += len(chunk)
+                progress(done, total)
+            upload.commit()
+    if awaited:
+        raise InvalidArchive(f"the archive lacks {len(awaited)} of the blobs that its manifest announces")
+
+
+def _validated(
+    archive: Archive, store: OfflineStore, base: BaseShapes, max_lora_rank: int
+) -> dict[tuple[AdapterId, int], Upload]:
+    """Every version, checked as at its upload. Weights are read once for all versions that say the same of them."""
+    uploads: dict[tuple[AdapterId, int], Upload] = {}
+    known: dict[tuple[AdapterKey, bool, str], Upload] = {}
+    for at, archived in archive.uploads.items():
+        said = archived.key, archived.is_partial, json.dumps(archived.config)
+        if said not in known:
+            known[said] = _checked(archived, archive.contents[archived.key], store, base, max_lora_rank)
+        uploads[at] = known[said]
+    return uploads
+
+
+def _checked(
+    archived: ArchivedUpload, content: ArchivedContent, store: OfflineStore, base: BaseShapes, max_lora_rank: int
+) -> Upload:
+    with store.blobs.open(content.weights_digest) as file, disk_errors("reading weights"):
+        size = os.fstat(file.fileno()).st_size
+        checked = check_adapter(archived.config, file, size, base, max_lora_rank, allow_partial=archived.is_partial)
+    if checked.spec.weights_digest != content.weights_digest or checked.spec.key != content.key:
+        raise InvalidArchive(f"content {content.key[:12]} of the archive is another than its config and weights make")
+    return Upload.of(archived.config, content.weights_digest, checked.report)
+
+
+def _moved(archive: Archive) -> Moved:
+    versions = sum(len(record.versions) for record in archive.records)
+    return Moved(len(archive.records), versions, len(archive.blobs), sum(archive.blobs.values()))

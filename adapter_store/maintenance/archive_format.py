@@ -1,0 +1,267 @@
+"""A store as one file, for moving and keeping it: a JSON manifest, then every blob, in a plain tar.
+
+    lorasrv-store.json       format number, base, contents, ids with versions and their configs, aliases, limits
+    blobs/sha256/<digest>    weights, each once
+
+Verdicts are not in it: they tell about the machine that they were found on.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from adapter_store.errors import AdapterError, InvalidArchive, show
+from adapter_store.registry.base_identity import BaseIdentity
+from adapter_store.registry.records import AdapterRecord, VersionRecord
+from adapter_store.registry.references import (
+    Shares,
+    check_adapter_id,
+    check_alias,
+    check_digest,
+    check_shares,
+    target_from_json,
+    target_to_json,
+)
+from adapter_store.spec import AdapterId, AdapterKey
+
+FORMAT = 2
+# In the first format a content had the config of its first uploader, for all of its versions.
+READABLE = (1, FORMAT)
+KIND = "lorasrv-store"
+MANIFEST = "lorasrv-store.json"
+BLOBS = "blobs/sha256/"
+# A version takes about 2 KB of it: enough for 100,000 of them, and little enough to be read whole.
+MAX_MANIFEST_BYTES = 256 << 20
+MAX_VERSION = 2**62
+MAX_NUMBER = 1e18
+UPLOADERS_OWN = ("base_model_name_or_path", "revision")
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedContent:
+    """A content as it is written: its weights are the blob of this digest, `num_bytes` long with its header."""
+
+    key: AdapterKey
+    weights_digest: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedUpload:
+    """What a version came from. `is_partial`: its uploader has allowed that modules are missing."""
+
+    key: AdapterKey
+    config: Mapping[str, object]
+    is_partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """What the manifest says. Ranks and bytes of `records` are 0: they are read from the weights anew."""
+
+    base: str
+    contents: Mapping[AdapterKey, ArchivedContent]
+    records: tuple[AdapterRecord, ...]
+    uploads: Mapping[tuple[AdapterId, int], ArchivedUpload] = field(default_factory=dict)
+    last_versions: Mapping[AdapterId, int] = field(default_factory=dict)
+    owners: Mapping[tuple[AdapterId, int], str] = field(default_factory=dict)
+
+    @property
+    def blobs(self) -> dict[str, int]:
+        """Digest -> bytes, sorted."""
+        return dict(sorted((c.weights_digest, c.num_bytes) for c in self.contents.values()))
+
+    def to_json(self) -> bytes:
+        """The manifest. The order of a config's fields is kept: it can matter."""
+        manifest = {
+            "kind": KIND,
+            "format": FORMAT,
+            "base": self.base,
+            "contents": {c.key: _content_json(c) for c in self.contents.values()},
+            "adapters": {r.adapter_id: self._adapter_json(r) for r in self.records},
+            "last_versions": dict(self.last_versions),
+        }
+        return json.dumps(manifest, indent=1, allow_nan=False, default=dict).encode()
+
+    def _adapter_json(self, record: AdapterRecord) -> Json:
+        versions: dict[str, Json] = {}
+        for v in record.versions:
+            upload = self.uploads[record.adapter_id, v.version]
+            config = {"config": dict(upload.config)} | ({"partial": True} if upload.is_partial else {})
+            versions[str(v.version)] = {"content": v.key, "created": v.created_s, **config}
+            if owner := self.owners.get((record.adapter_id, v.version)):
+                versions[str(v.version)]["owner"] = owner
+        return {
+            "version": record.current_version,
+            "created": record.created_s,
+            "limits": dict(record.limits),
+            "aliases": {alias: target_to_json(shares) for alias, shares in record.aliases.items()},
+            "versions": versions,
+        }
+
+
+def _content_json(content: ArchivedContent) -> Json:
+    return {"weights": content.weights_digest, "bytes": content.num_bytes}
+
+
+def read_manifest_json(data: bytes) -> Archive:
+    """The inverse of `Archive.to_json`, of bytes that anybody may have written.
+
+    Raises: InvalidArchive: names the place.
+    """
+    try:
+        manifest = json.loads(data, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise InvalidArchive(f"{MANIFEST} of the archive is no JSON") from None
+    if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
+        raise InvalidArchive("this is no archive of an adapter store")
+    if manifest.get("format") not in READABLE:
+        raise InvalidArchive(
+            f"the archive has format {show(manifest.get('format'))}; this lorasrv reads {FORMAT} and older: use the "
+            "one that wrote it, or a newer one"
+        )
+    at = _Place(manifest, "")
+    places = dict(at.children("contents"))
+    contents = {AdapterKey(key): _content(key, of) for key, of in places.items()}
+    records: list[AdapterRecord] = []
+    uploads: dict[tuple[AdapterId, int], ArchivedUpload] = {}
+    owners: dict[tuple[AdapterId, int], str] = {}
+    for name, of in at.children("adapters"):
+        records.append(_record(name, of, places, uploads, owners))
+    if unnamed := contents.keys() - {upload.key for upload in uploads.values()}:
+        raise at.wrong(f"contents.{min(unnamed)}", "no version names it")
+    last = at.get("last_versions", dict)
+    for name, version in last.items():
+        if not _is_version(version):
+            raise InvalidArchive(f"last_versions.{show(name)} of the archive's manifest is no version")
+        at.checked(f"last_versions.{show(name)}", partial(check_adapter_id, name, frozenset()))
+    for record in records:
+        last[record.adapter_id] = max(last.get(record.adapter_id, 0), *(v.version for v in record.versions))
+    return Archive(_base(at), contents, tuple(records), uploads, last, owners)
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """An object of the manifest, and where it stands."""
+
+    values: Json
+    name: str
+
+    def get(self, field: str, kind: type | tuple[type, ...]) -> Any:
+        value = self.values.get(field)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise self.wrong(field)
+        return value
+
+    def number(self, field: str) -> float:
+        value = self.get(field, (int, float))
+        if not abs(value) <= MAX_NUMBER:
+            raise self.wrong(show(field))
+        return float(value)
+
+    def children(self, field: str) -> list[tuple[str, "_Place"]]:
+        of: Json = self.get(field, dict)
+        if not all(isinstance(value, dict) for value in of.values()):
+            raise self.wrong(field)
+        return [(name, _Place(value, f"{self.name}{field}.{show(name)}.")) for name, value in of.items()]
+
+    def wrong(self, field: str, why: object = "missing or of the wrong type") -> InvalidArchive:
+        return InvalidArchive(f"{self.name}{field} of the archive's manifest: {why}")
+
+    def checked(self, field: str, check: Callable[[], Any]) -> Any:
+        """What `check` returns; what it raises names this place."""
+        try:
+            return check()
+        except AdapterError as error:
+            raise self.wrong(field, error) from None
+
+
+def _base(at: _Place) -> str:
+    text: str = at.get("base", str)
+    try:
+        BaseIdentity.from_text(text)
+    except (ValueError, RecursionError) as error:
+        raise at.wrong("base", error) from None
+    return text
+
+
+def _owner(version: _Place) -> str:
+    owner: str = version.get("owner", str)
+    if not (owner and owner.isprintable()):
+        raise version.wrong("owner", "no name of a key")
+    return owner
+
+
+def _content(key: str, of: _Place) -> ArchivedContent:
+    of.checked("key", lambda: check_digest(key))
+    digest = of.checked("weights", lambda: check_digest(of.get("weights", str)))
+    num_bytes = of.get("bytes", int)
+    if num_bytes < 0:
+        raise of.wrong("bytes")
+    return ArchivedContent(AdapterKey(key), digest, num_bytes)
+
+
+def _upload(key: str, version: _Place, content: _Place) -> ArchivedUpload:
+    own = "config" in version.values
+    said = version if own else content
+    is_partial = said.values.get("partial", False)
+    if not isinstance(is_partial, bool):
+        raise said.wrong("partial")
+    config: Json = said.get("config", dict)
+    # Nobody knows any more whose config it was; the others are not to learn what that one trained on.
+    shown = config if own else {name: value for name, value in config.items() if name not in UPLOADERS_OWN}
+    return ArchivedUpload(AdapterKey(key), shown, is_partial)
+
+
+def _record(
+    name: str,
+    of: _Place,
+    contents: Mapping[str, _Place],
+    uploads: dict[tuple[AdapterId, int], ArchivedUpload],
+    owners: dict[tuple[AdapterId, int], str],
+) -> AdapterRecord:
+    """The id; what its versions came from and whose they are is added to the rest."""
+    adapter_id: AdapterId = of.checked("id", lambda: check_adapter_id(name, frozenset()))
+    versions: list[VersionRecord] = []
+    for number, version in of.children("versions"):
+        if not (number.isascii() and number.isdigit() and _is_version(int(number[:20])) and number[0] != "0"):
+            raise of.wrong(f"versions.{show(number)}", "no version number")
+        key = version.get("content", str)
+        if key not in contents:
+            raise version.wrong("content", "no such content in the archive")
+        versions.append(VersionRecord(int(number), AdapterKey(key), version.number("created"), 0, 0))
+        uploads[adapter_id, int(number)] = _upload(key, version, contents[key])
+        if "owner" in version.values:
+            owners[adapter_id, int(number)] = _owner(version)
+    numbers = {v.version for v in versions}
+    current = of.get("version", int)
+    if current not in numbers:
+        raise of.wrong("version", "no such version")
+    aliases = {alias: _shares(alias, to, of, numbers) for alias, to in of.get("aliases", dict).items()}
+    limits = of.get("limits", dict)
+    for limit in limits:
+        _Place(limits, f"{of.name}limits.").number(limit)
+    ordered = sorted(versions, key=lambda v: v.version)
+    created_s = of.number("created")
+    return AdapterRecord.of(adapter_id, current, created_s, ordered, limits, aliases)
+
+
+def _shares(alias: str, target: object, of: _Place, versions: set[int]) -> Shares:
+    def check() -> Shares:
+        return check_shares(check_alias(alias), target_from_json(alias, target))
+
+    shares: Shares = of.checked("aliases", check)
+    if not versions.issuperset(shares):
+        raise of.wrong(f"aliases.{alias}", "no such version")
+    return shares
+
+
+def _is_version(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < MAX_VERSION

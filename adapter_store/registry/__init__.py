@@ -1,0 +1,1 @@
+"""SQLite index: ids, versions, aliases, references, records; name table in memory; reads contents back."""

@@ -1,0 +1,123 @@
+"""Which base a store was filled for: what its adapters fit, and a sample of its weights that survives quantization.
+
+What adapters are checked against (family, layers, linears) is compared exactly. Of weights only numbers can be
+compared that every file of one model has: quantization rounds linears and embeddings in its own way each time, but
+leaves norms in floating point, at worst in bfloat16. So the caller samples a norm, and two samples agree if no number
+differs by more than that rounding. A change by training of one unit of bfloat16 is more. What training did to linears
+alone (a merged adapter) goes unseen.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from adapter_store.errors import AdapterCorrupt, AdapterInvalid, StoreUnusable
+from adapter_store.formats.adapter_config import canonical_json
+from adapter_store.registry.index import Content, Index
+from adapter_store.spec import BaseShapes
+
+MAX_SAMPLES = 512
+MAX_NUMBER = 3.5e38
+_SHAPES = re.compile("([0-9a-f]{64})?")
+# Rounding to bfloat16 changes a number by up to 2^-8 of itself; what was rounded to float16 before, by 2^-11 more.
+TOLERANCE = 2**-8 + 2**-11
+
+
+@dataclass(frozen=True, slots=True)
+class BaseIdentity:
+    """`shapes` is a digest; `sample` is empty where nobody took one, and then agrees with every other."""
+
+    shapes: str
+    sample: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, base: BaseShapes, sample: Sequence[float] = ()) -> Self:
+        """Of more than `MAX_SAMPLES` numbers, that many at equal distances."""
+        modules = {name: list(shape) for name, shape in base.modules.items()}
+        # The base's name is left out: it is no reason to refuse.
+        facts = [base.family, base.num_layers, base.layer_prefix, modules]
+        step = -(-len(sample) // MAX_SAMPLES) or 1
+        kept = tuple(float(f"{value:.6g}") for value in sample[::step])
+        return cls(hashlib.sha256(canonical_json(facts).encode()).hexdigest(), kept)
+
+    def to_text(self) -> str:
+        """As the index keeps it: the digest alone, or with the sample behind it."""
+        return f"{self.shapes} {json.dumps(self.sample)}" if self.sample else self.shapes
+
+    @classmethod
+    def from_text(cls, text: str) -> Self:
+        """Inverse of `to_text`; of no text, a base that nothing is known of.
+
+        Raises: ValueError: it is no such text. Archives are written by anybody.
+        """
+        shapes, _, sample = text.partition(" ")
+        numbers = json.loads(sample) if sample else []
+        if not (_SHAPES.fullmatch(shapes) and isinstance(numbers, list) and len(numbers) <= MAX_SAMPLES):
+            raise ValueError("no digest of shapes with a sample of weights behind it")
+        if not all(type(number) in (int, float) and abs(number) <= MAX_NUMBER for number in numbers):
+            raise ValueError("the sample of its weights holds what are no finite numbers")
+        return cls(shapes, tuple(float(number) for number in numbers))
+
+    def has_shapes_of(self, other: Self) -> bool:
+        """Whether what fits the one fits the other."""
+        return self.shapes == other.shapes
+
+    def has_weights_of(self, other: Self) -> bool:
+        """Whether the samples agree; also if one of them was never taken."""
+        if not self.sample or not other.sample:
+            return True
+        if len(self.sample) != len(other.sample):
+            return False
+        return all(
+            abs(a - b) <= TOLERANCE * max(abs(a), abs(b)) for a, b in zip(self.sample, other.sample, strict=True)
+        )
+
+
+def stored_base(index: Index) -> BaseIdentity:
+    """The base that a store was filled for. Raises: StoreUnusable: what it says of that is no such thing."""
+    try:
+        return BaseIdentity.from_text(index.base() or "")
+    except (ValueError, RecursionError) as error:
+        raise StoreUnusable(f"its index is damaged where it says which base it was filled for: {error}") from None
+
+
+def bind_base(index: Index, identity: BaseIdentity, check: Callable[[Content], object], accept_change: bool) -> None:
+    """Take a store for this base; one with adapters of another only if that is accepted and `check` passes each.
+
+    Raises:
+        StoreUnusable: it has adapters of another base; of those that do not fit this one, the first with its reason.
+    """
+    filled = not index.is_empty()
+    before = stored_base(index)
+    if filled and not (identity.has_shapes_of(before) and identity.has_weights_of(before)):
+        if not accept_change:
+            what = "weights, in the same shapes," if identity.has_shapes_of(before) else "shapes"
+            raise StoreUnusable(
+                f"it holds adapters that were checked for a base of other {what} than this one; give each base a "
+                "folder of its own (--store), or have every adapter checked against this one (--accept-base-change)"
+            )
+        _check_all(index, check)
+    elif filled and not identity.sample:
+        identity = before
+    index.bind_base(identity.to_text())
+
+
+def _check_all(index: Index, check: Callable[[Content], object]) -> None:
+    misfits: list[str] = []
+    records = index.records().values()
+    for record in records:
+        for key in sorted({version.key for version in record.versions}):
+            content = index.content(key)
+            assert content is not None
+            try:
+                check(content)
+            except (AdapterInvalid, AdapterCorrupt) as error:
+                misfits.append(f"{record.adapter_id} ({error})")
+    if misfits:
+        raise StoreUnusable(
+            f"--accept-base-change: {len(misfits)} adapters do not fit this base, and nothing was changed; give it a "
+            f"folder of its own (--store). The first is {misfits[0]}"
+        )

@@ -1,0 +1,120 @@
+"""Reading what the store holds: a content's spec from the header of its weights, and the weights themselves."""
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from io import BufferedReader, BytesIO
+
+from cachetools import LRUCache
+
+from adapter_store.errors import AdapterCorrupt, AdapterInvalid, BlobNotFound
+from adapter_store.formats.safetensors_file import (
+    LENGTH_BYTES,
+    SafetensorsHeader,
+    header_cap_bytes,
+    parse_header,
+    read_header,
+)
+from adapter_store.formats.weights import AdapterWeights, read_verified, weights_from_bytes
+from adapter_store.registry.index import Content
+from adapter_store.spec import AdapterKey, AdapterSpec, BaseShapes
+from adapter_store.storage.blobs import BlobDirectory, disk_errors
+from adapter_store.validation.validate import CheckedAdapter, check_adapter, validate_adapter
+
+NUM_NEWEST_CHECKED = 64
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """The beginning of a weights file, and what was read from it."""
+
+    header_bytes: bytes
+    header: SafetensorsHeader
+    spec: AdapterSpec
+
+
+class ContentReader:
+    """Reads contents that the index knows. Safe to use from many threads.
+
+    Args:
+        find: a content by its key; raises AdapterNotFound if it was deleted.
+    """
+
+    def __init__(
+        self, blobs: BlobDirectory, base: BaseShapes, max_lora_rank: int, find: Callable[[AdapterKey], Content]
+    ) -> None:
+        self._blobs = blobs
+        self._base = base
+        self._max_lora_rank = max_lora_rank
+        self._find = find
+        self._lock = threading.Lock()
+        self._newest: LRUCache[AdapterKey, _Checked] = LRUCache(NUM_NEWEST_CHECKED)
+
+    def check(self, config: Mapping[str, object], digest: str, allow_partial: bool) -> CheckedAdapter:
+        """Whether a blob and a config are an adapter of this base.
+
+        Raises:
+            AdapterInvalid: with every problem found.
+            AdapterCorrupt: the disk returned other bytes than were uploaded.
+        """
+        with self._blobs.open(digest) as file, disk_errors("reading weights"):
+            size = os.fstat(file.fileno()).st_size
+            checked = check_adapter(config, file, size, self._base, self._max_lora_rank, allow_partial=allow_partial)
+        if checked.spec.weights_digest != digest:
+            raise AdapterCorrupt(f"stored weights sha256:{digest[:12]} are damaged; upload the same file again")
+        return checked
+
+    def spec(self, content: Content) -> AdapterSpec:
+        """As `AdapterStore.spec`."""
+        return self._checked(content).spec
+
+    def load(self, content: Content, should_stop: Callable[[], bool]) -> AdapterWeights:
+        """As `AdapterStore.load`."""
+        checked = self._checked(content)
+        with self._open(content) as file, disk_errors("reading weights"):
+            data = read_verified(file, content.weights_digest, should_stop)
+        if data[: len(checked.header_bytes)] == checked.header_bytes:
+            return weights_from_bytes(data, checked.header, checked.spec)
+        # These bytes have the digest; what was read before them did not.
+        header = parse_header(data, header_cap_bytes(self._base))
+        return weights_from_bytes(data, header, self._spec_of(content, header))
+
+    def _checked(self, content: Content) -> _Checked:
+        """Checking costs 10 ms of Python, and an adapter is asked for twice while it comes in: the newest are kept."""
+        with self._lock:
+            known = self._newest.get(content.key)
+        if known is None:
+            known = self._check(content)
+            with self._lock:
+                self._newest[content.key] = known
+        return known
+
+    def _check(self, content: Content) -> _Checked:
+        cap = header_cap_bytes(self._base)
+        with self._open(content) as file, disk_errors("reading weights"):
+            try:
+                start = file.read(LENGTH_BYTES + cap)
+                header = read_header(BytesIO(start), os.fstat(file.fileno()).st_size, cap)
+                return _Checked(start[: header.data_start], header, self._spec_of(content, header))
+            except AdapterInvalid:
+                file.seek(0)
+                read_verified(file, content.weights_digest)
+                raise
+
+    def _open(self, content: Content) -> BufferedReader:
+        try:
+            return self._blobs.open(content.weights_digest)
+        except BlobNotFound:
+            self._find(content.key)  # deleted meanwhile: not found, rather than corrupt
+            digest = content.weights_digest[:12]
+            raise AdapterCorrupt(f"stored weights sha256:{digest} are gone; upload the same file again") from None
+
+    def _spec_of(self, content: Content, header: SafetensorsHeader) -> AdapterSpec:
+        digest = content.weights_digest
+        spec = validate_adapter(content.config, header, self._base, self._max_lora_rank, weights_digest=digest)
+        if spec.key != content.key:
+            raise AdapterCorrupt(
+                f"the index describes sha256:{digest[:12]} otherwise than its weights do; upload it again"
+            )
+        return spec

@@ -1,0 +1,159 @@
+"""Every id and what it names, in memory: resolving a reference reads a dictionary and never waits for a disk or a lock.
+
+The dictionary is replaced, never changed. Whoever replaces it holds the store's lock.
+
+Names like one that does not exist, for the answer that says so.
+"""
+
+import difflib
+import heapq
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from adapter_store.errors import AdapterNotFound, InvalidAlias, StoreUnusable
+from adapter_store.registry.index import Index
+from adapter_store.registry.records import AdapterRecord, VersionRecord
+from adapter_store.registry.references import Reference, Shares, drawn, parse_reference
+from adapter_store.spec import AdapterId, AdapterRef
+
+NEAR_NAMES = 3
+NUM_COMPARED = 32
+
+
+def near_names(name: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Up to three of the known names, the most similar first.
+
+    Comparing with difflib takes tens of microseconds a name, too long for thousands: of more than `NUM_COMPARED` only
+    those are compared that have the most pairs of neighbouring characters in common with the name.
+    """
+    wanted = name.lower()
+    names = list(known)
+    if len(names) > NUM_COMPARED:
+        pairs = {wanted[i : i + 2] for i in range(len(wanted) - 1)}
+        names = heapq.nlargest(NUM_COMPARED, names, key=lambda other: sum(pair in other for pair in pairs))
+    return tuple(difflib.get_close_matches(wanted, names, NEAR_NAMES))
+
+
+class Names:
+    """What references mean now.
+
+    Args:
+        draw: random numbers in [0, 1), for aliases that are split between versions.
+    """
+
+    def __init__(self, records: Mapping[AdapterId, AdapterRecord], draw: Callable[[], float]) -> None:
+        self._records = dict(records)
+        self._draw = draw
+
+    def find(self, adapter_id: str) -> AdapterRecord | None:
+        return self._records.get(AdapterId(adapter_id))
+
+    def get(self, adapter_id: str) -> AdapterRecord:
+        """Raises: AdapterNotFound."""
+        record = self.find(adapter_id)
+        if record is None:
+            raise AdapterNotFound(adapter_id, self._near(adapter_id[:64]))
+        return record
+
+    def all(self) -> list[AdapterRecord]:
+        """Every id, sorted."""
+        records = self._records
+        return [records[name] for name in sorted(records)]
+
+    @property
+    def records(self) -> Mapping[AdapterId, AdapterRecord]:
+        """Every id as it is now: another state is another mapping, and none ever changes."""
+        return self._records
+
+    def replace(self, adapter_id: AdapterId, record: AdapterRecord | None) -> None:
+        """Bring one id up to date; None: it is gone."""
+        records = dict(self._records)
+        records.pop(adapter_id, None)
+        if record is not None:
+            records[adapter_id] = record
+        self._records = records
+
+    def resolve(self, reference: str) -> AdapterRef:
+        """As `AdapterStore.resolve`."""
+        record, shares = self.targets(reference)
+        return record.ref(drawn(shares, self._draw() if len(shares) > 1 else 0.0))
+
+    def resolve_one(self, reference: str) -> AdapterRef:
+        """As `resolve`, for what cannot be about two versions at once.
+
+        Raises: InvalidAlias: an alias that is split between versions; names them.
+        """
+        record, shares = self.targets(reference)
+        if len(shares) > 1:
+            versions = " and ".join(f"{record.adapter_id}@{version}" for version in shares)
+            raise InvalidAlias(
+                reference.partition(":")[2], f"{reference} is split between {versions}; name one of them"
+            )
+        return record.ref(*shares)
+
+    def targets(self, reference: str) -> tuple[AdapterRecord, Shares]:
+        """As `AdapterStore.targets`."""
+        parsed, record = self._record_of(reference)
+        if parsed.alias is not None:
+            return record, self._alias(reference, record, parsed.alias)
+        if parsed.version is None and parsed.key_prefix is None:
+            return record, {record.current_version: 1.0}
+        matches = _pinned(record, parsed)
+        if len({v.key for v in matches}) != 1:
+            raise AdapterNotFound(reference, (record.adapter_id,))
+        return record, {matches[-1].version: 1.0}
+
+    def select(self, reference: str) -> tuple[AdapterRecord, tuple[VersionRecord, ...]]:
+        """An id, and the versions of it that are meant when it stands for all of them unless it is pinned.
+
+        Raises:
+            AdapterNotFound: there is nothing of that name.
+            InvalidAlias: it is an alias, which is no version.
+        """
+        parsed, record = self._record_of(reference)
+        if parsed.alias is not None:
+            self._alias(reference, record, parsed.alias)
+            raise InvalidAlias(
+                parsed.alias,
+                f"{reference} is an alias; remove it alone with: lorasrv alias {reference} --remove "
+                f'(PATCH {{"aliases": {{"{parsed.alias}": null}}}}), or name a version',
+            )
+        versions = _pinned(record, parsed)
+        if not versions:
+            raise AdapterNotFound(reference, self._near(record.adapter_id))
+        return record, versions
+
+    def _record_of(self, reference: str) -> tuple[Reference, AdapterRecord]:
+        try:
+            parsed = parse_reference(reference)
+        except AdapterNotFound:
+            name = reference[:64].partition("@")[0].partition(":")[0]
+            raise AdapterNotFound(reference, self._near(name)) from None
+        record = self._records.get(parsed.adapter_id)
+        if record is None:
+            raise AdapterNotFound(reference, self._near(parsed.adapter_id))
+        return parsed, record
+
+    def _alias(self, reference: str, record: AdapterRecord, alias: str) -> Shares:
+        if alias not in record.aliases:
+            near = difflib.get_close_matches(alias, list(record.aliases), NEAR_NAMES - 1)
+            raise AdapterNotFound(reference, (*(f"{record.adapter_id}:{name}" for name in near), record.adapter_id))
+        return record.aliases[alias]
+
+    def _near(self, name: str) -> tuple[str, ...]:
+        return near_names(name, self._records)
+
+
+def read_records(index: Index, reserved: Collection[str]) -> dict[AdapterId, AdapterRecord]:
+    """What a store holds when it opens. Raises: StoreUnusable: an adapter whose id is reserved."""
+    records = index.records()
+    if taken := sorted(records.keys() & reserved):
+        raise StoreUnusable(f"it holds an adapter named {taken[0]!r}, which is the base's name (--served-model-name)")
+    return records
+
+
+def _pinned(record: AdapterRecord, pin: Reference) -> tuple[VersionRecord, ...]:
+    if pin.version is not None:
+        return tuple(v for v in record.versions if v.version == pin.version)
+    if pin.key_prefix is not None:
+        return tuple(v for v in record.versions if v.key.startswith(pin.key_prefix))
+    return record.versions

@@ -1,0 +1,1 @@
+"""Does this adapter fit this base: every problem found, one report."""

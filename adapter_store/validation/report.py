@@ -1,0 +1,164 @@
+"""What an uploader is told about an accepted adapter.
+
+Names of base models, compared: is it the same one, and was it quantized in the same way?
+
+A name is a hub's or a folder's last part. What stands behind the model's own name says how a file of it is written:
+`-GPTQ-Int8`, `-unsloth-bnb-4bit`, `.Q4_K_M`. What is left must be equal: Llama-3.2-1B is not Llama-3.2-1B-Instruct.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from adapter_store.errors import show
+from adapter_store.formats.adapter_config import AdapterConfig
+from adapter_store.formats.safetensors_file import SafetensorsHeader
+from adapter_store.spec import AdapterKey, AdapterSpec, BaseShapes
+from adapter_store.validation.tensor_scan import DataFacts
+
+MAX_CHARS = 200
+_FORMAT = r"hf|gguf|ggml|mlx|unsloth|dynamic|quantized|bf16|fp?16|fp?32"
+_QUANTIZED = (
+    r"bnb|gptq|awq|hqq|autoround|qat|exl[23]|nf4|mxfp[48]|nvfp4|[1-8]bit|(?:int|fp)[1-8]|w\d{1,2}a\d{1,2}|"
+    r"(?:ud[-_])?i?q[1-8](?:_(?:[01k]|nl|xxs|xs|s|m|l|xl))*"
+)
+_SUFFIX = re.compile(rf"[-._ ](?:({_QUANTIZED})|{_FORMAT})$")
+
+
+@dataclass(frozen=True, slots=True)
+class BaseName:
+    """`model` is its own name, without case and punctuation; `quantization` what is said of that, in order."""
+
+    shown: str
+    model: str
+    quantization: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> "BaseName":
+        """A folder's path is never repeated in full."""
+        shown = text.replace("\\", "/").rstrip("/").rpartition("/")[2]
+        rest, quantization = shown[-MAX_CHARS:].lower(), []
+        while suffix := _SUFFIX.search(rest):
+            rest = rest[: suffix.start()]
+            quantization += [suffix[1]] if suffix[1] else []
+        return cls(shown, "".join(c for c in rest if c.isalnum()), tuple(reversed(quantization)))
+
+
+def other_base(trained_on: str, served: str) -> list[str]:
+    """Warnings of an adapter that says what it was trained on. One that was trained on weights that were not quantized
+    fits what is made of them: how this server rounds its base is the operator's to choose.
+    """
+    theirs, ours = BaseName.of(trained_on), BaseName.of(served)
+    if not (theirs.model and ours.model):
+        return []
+    names = f"trained on {show(theirs.shown)}, served on {show(ours.shown)}"
+    if theirs.model != ours.model:
+        return [f"{names}: shapes fit, but check that it is the same base"]
+    if theirs.quantization and theirs.quantization != ours.quantization:
+        return [f"{names}: another quantization than it was trained with, so answers may differ a little"]
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class UploadReport:
+    """What was matched, and how strong. `layers` counts the layers touched; `digest` is the AdapterKey.
+
+    `modules_expected` counts those matched, and those that the config's target_modules names besides; none where that
+    is a pattern, which is never run. `norm_b` is the sum of the Frobenius norms of lora_B, None in reports from before
+    it was counted; `notices` say what was read otherwise than it is written.
+    """
+
+    modules_matched: int
+    modules_expected: int
+    layers: int
+    rank_min: int
+    rank_max: int
+    scaling_min: float
+    scaling_max: float
+    dtype: str
+    weights_bytes: int
+    digest: AdapterKey
+    warnings: tuple[str, ...]
+    norm_b: float | None = None
+    notices: tuple[str, ...] = ()
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether its config names modules that it lacks, which its uploader has allowed."""
+        return self.modules_expected > self.modules_matched
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON values; `warnings` and `notices` are lists."""
+        facts = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in facts.items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "UploadReport":
+        """Inverse of `to_dict`; a report of an earlier version may lack the fields that have a default."""
+        known: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
+        known.update({name: tuple(known[name]) for name in ("warnings", "notices") if name in known})
+        return cls(**known)
+
+
+def build_report(
+    spec: AdapterSpec,
+    manifest: AdapterConfig,
+    base: BaseShapes,
+    facts: DataFacts,
+    header: SafetensorsHeader,
+    missing: tuple[str, ...] = (),
+    notices: tuple[str, ...] = (),
+) -> UploadReport:
+    """The report of a validated adapter. `missing` names modules that the config names and the file lacks."""
+    ranks = [m.rank for m in spec.modules]
+    scalings = [m.scaling for m in spec.modules]
+    warnings = [
+        *_untrained(spec, facts),
+        *_partial(missing, len(spec.modules)),
+        *other_base(manifest.base_model_name, base.checkpoint or base.name),
+        *_multimodal(notices),
+        *_mixed_types(header),
+    ]
+    return UploadReport(
+        modules_matched=len(spec.modules),
+        modules_expected=len(spec.modules) + len(missing),
+        layers=len({m.layer for m in spec.modules}),
+        rank_min=min(ranks),
+        rank_max=max(ranks),
+        scaling_min=min(scalings),
+        scaling_max=max(scalings),
+        dtype=spec.dtype,
+        weights_bytes=spec.weights_bytes,
+        digest=spec.key,
+        warnings=tuple(warnings),
+        norm_b=math.fsum(facts.norms[m.b_name] for m in spec.modules),
+        notices=notices,
+    )
+
+
+def _untrained(spec: AdapterSpec, facts: DataFacts) -> list[str]:
+    idle = [m for m in spec.modules if m.scaling == 0 or {m.a_name, m.b_name} & facts.zero_tensors]
+    if len(idle) == len(spec.modules):
+        return ["untrained: lora_B (or lora_A, or the scaling) is zero everywhere, so answers equal the base's"]
+    return [f"lora_A or lora_B is all zero in {len(idle)} of {len(spec.modules)} modules"] if idle else []
+
+
+def _partial(missing: tuple[str, ...], num_matched: int) -> list[str]:
+    if not missing:
+        return []
+    what = f"{len(missing)} of {num_matched + len(missing)} targeted modules have no tensors and stay as the base"
+    return [f"partial: {what} ({missing[0]})"]
+
+
+def _multimodal(notices: tuple[str, ...]) -> list[str]:
+    if not any("language_model." in notice for notice in notices):
+        return []
+    what = "right only if this base is that part, which shapes cannot tell"
+    return [f"trained on the language part of a multimodal model: {what}"]
+
+
+def _mixed_types(header: SafetensorsHeader) -> list[str]:
+    dtypes = sorted({info.dtype for info in header.tensors.values()})
+    return [f"types {' and '.join(dtypes)} are mixed; all are widened to F32"] if len(dtypes) > 1 else []

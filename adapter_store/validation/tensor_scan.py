@@ -1,0 +1,114 @@
+"""Every value of an adapter's data, looked at once in chunks: finite, small enough for bf16, all zero or how large.
+
+bf16 has no NumPy type: floats are tested by their bits, so one integer comparison serves each type.
+"""
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import BinaryIO, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from adapter_store.errors import ProblemList, show
+from adapter_store.formats.safetensors_file import ENDED, FILE, NUMPY_TYPES, SafetensorsHeader, TensorInfo, widen
+
+CHUNK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class _FloatBits:
+    """How to see a float as an unsigned integer: `magnitude` drops the sign, `limit` is the first value refused."""
+
+    integer: npt.DTypeLike
+    magnitude: int
+    limit: int
+    infinity: int
+
+
+# F32 is refused from the value that rounds to infinity in bf16, the type in which adapters are kept.
+_BITS: Mapping[str, _FloatBits] = {
+    "BF16": _FloatBits("<u2", 0x7FFF, 0x7F80, 0x7F80),
+    "F16": _FloatBits("<u2", 0x7FFF, 0x7C00, 0x7C00),
+    "F32": _FloatBits("<u4", 0x7FFFFFFF, 0x7F7F8000, 0x7F800000),
+}
+
+
+class Hasher(Protocol):
+    """What `hashlib` objects have."""
+
+    def update(self, data: bytes, /) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class DataFacts:
+    """What only the data tells: tensors whose values are all zero, and Frobenius norms of those that were asked for."""
+
+    zero_tensors: frozenset[str] = field(default_factory=frozenset)
+    norms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _TensorFacts:
+    highest: int = 0
+    sum_of_squares: float = 0.0
+
+
+def scan_data(
+    file: BinaryIO,
+    header: SafetensorsHeader,
+    hasher: Hasher,
+    problems: ProblemList,
+    norms_of: Collection[str] = frozenset(),
+) -> DataFacts:
+    """Read the data from where `file` stands (its first byte) to the end, hashing it and testing every value."""
+    facts = {
+        name: _scan_tensor(file, name, info, hasher, problems, name in norms_of)
+        for name, info in header.tensors.items()
+    }
+    zero = frozenset(name for name, fact in facts.items() if fact.highest == 0)
+    return DataFacts(zero, {name: math.sqrt(facts[name].sum_of_squares) for name in norms_of})
+
+
+def _scan_tensor(
+    file: BinaryIO, name: str, info: TensorInfo, hasher: Hasher, problems: ProblemList, want_norm: bool
+) -> _TensorFacts:
+    """Its largest magnitude's bits, and its squares' sum if wanted; notes NaN, infinity and overflow, once a tensor."""
+    bits = _BITS[info.dtype]
+    facts = _TensorFacts()
+    left = info.end - info.start
+    while left:
+        wanted = min(left, CHUNK_BYTES)
+        chunk = file.read(wanted)
+        # Less than asked for is the end, perhaps in the middle of a value.
+        if len(chunk) < wanted:
+            problems.add("truncated", FILE, ENDED)
+            return facts
+        hasher.update(chunk)
+        left -= len(chunk)
+        facts.highest = max(facts.highest, _highest_magnitude(chunk, bits))
+        if want_norm:
+            facts.sum_of_squares += _sum_of_squares(chunk, info.dtype)
+    if facts.highest >= bits.limit:
+        problems.add("non_finite", show(name)[1:-1], _complaint(facts.highest, bits))
+    return facts
+
+
+def _highest_magnitude(chunk: bytes, bits: _FloatBits) -> int:
+    """Bits of the largest magnitude: unsigned integers order as the floats do, infinities and NaN above all."""
+    values = np.frombuffer(chunk, dtype=bits.integer)
+    return int((values & np.asarray(bits.magnitude, dtype=values.dtype)).max())
+
+
+def _sum_of_squares(chunk: bytes, dtype: str) -> float:
+    """In fp64, and by einsum, which starts no threads: requests are being answered meanwhile."""
+    with np.errstate(all="ignore"):
+        values = widen(np.frombuffer(chunk, dtype=NUMPY_TYPES[dtype]), dtype).astype(np.float64)
+        return float(np.einsum("i,i->", values, values))
+
+
+def _complaint(highest: int, bits: _FloatBits) -> str:
+    if highest < bits.infinity:
+        return "holds values too large for bf16 (3.39e38); the training diverged, upload an earlier checkpoint"
+    return "holds NaN or infinite values; the training diverged, upload an earlier checkpoint"

@@ -1,0 +1,282 @@
+"""Does this adapter fit this base? Every problem is found before anything is refused; nothing here imports torch.
+
+`check_adapter` is the whole check, shared by the store and by `lorasrv check`: config, header, names, shapes, ranks,
+completeness and every value of the data, in one pass over the file. `validate_adapter` is what is repeated when a
+stored adapter is loaded: it knows nothing of completeness, which was judged, and perhaps waived, at the upload.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from adapter_store.errors import AdapterInvalid, ProblemList, show
+from adapter_store.formats.adapter_config import (
+    MIN_MAX_NAMES,
+    MLX_WAY_OUT,
+    AdapterConfig,
+    canonical_json,
+    read_manifest,
+)
+from adapter_store.formats.safetensors_file import (
+    FILE,
+    LENGTH_BYTES,
+    SafetensorsHeader,
+    TensorInfo,
+    header_cap_bytes,
+    read_header,
+)
+from adapter_store.formats.tensor_names import TensorPlace, locate, module_name
+from adapter_store.spec import AdapterKey, AdapterSpec, BaseShapes, LoraModule
+from adapter_store.validation.report import UploadReport, build_report
+from adapter_store.validation.target_modules import check_complete, check_targeted, missing_modules, spellings
+from adapter_store.validation.tensor_scan import DataFacts, scan_data
+
+KEY_FORMAT = 1
+MAX_FLOAT32 = 3.4028234663852886e38
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedAdapter:
+    """An adapter that passed: what it is, and what to tell its uploader."""
+
+    spec: AdapterSpec
+    report: UploadReport
+
+
+@dataclass(frozen=True, slots=True)
+class MatchedTensors:
+    """What of the base the tensors are for.
+
+    `modules` are those that passed, sorted by (layer, module); `places` holds every tensor's, `notices` what its names
+    were read as.
+    """
+
+    modules: tuple[LoraModule, ...] = ()
+    places: tuple[TensorPlace, ...] = ()
+    notices: tuple[str, ...] = ()
+
+
+def validate_adapter(
+    config: Mapping[str, object], header: SafetensorsHeader, base: BaseShapes, max_rank: int, *, weights_digest: str
+) -> AdapterSpec:
+    """Check config and header against the base; the data is `scan_data`'s.
+
+    Raises:
+        AdapterInvalid: with every problem found.
+    """
+    problems = ProblemList()
+    manifest = read_manifest(config, problems, max_names(base))
+    matched = match_modules(header, base, manifest, max_rank, problems)
+    problems.raise_if_any()
+    return make_spec(matched.modules, header, weights_digest)
+
+
+def check_adapter(
+    config: Mapping[str, object],
+    file: BinaryIO,
+    file_bytes: int,
+    base: BaseShapes,
+    max_rank: int,
+    *,
+    allow_partial: bool = False,
+) -> CheckedAdapter:
+    """The whole check of one file, read once from its start; `spec.weights_digest` is that of the bytes read.
+
+    Args:
+        allow_partial: take an adapter whose config names more modules than there are tensors for.
+    Raises:
+        AdapterInvalid: with every problem of config, header, names, shapes and values.
+    """
+    problems = ProblemList()
+    manifest = read_manifest(config, problems, max_names(base))
+    hasher = hashlib.sha256()
+    facts = DataFacts()
+    matched = MatchedTensors()
+    missing: tuple[str, ...] = ()
+    header = _header(file, file_bytes, base, problems)
+    if header is not None:
+        file.seek(0)
+        hasher.update(file.read(header.data_start))
+        matched = match_modules(header, base, manifest, max_rank, problems)
+        if manifest is not None and matched.places:
+            missing = _hold_against(manifest, base, matched, header, problems, allow_partial)
+        facts = scan_data(file, header, hasher, problems, frozenset(m.b_name for m in matched.modules))
+    problems.raise_if_any()
+    assert header is not None
+    assert manifest is not None
+    spec = make_spec(matched.modules, header, hasher.hexdigest())
+    return CheckedAdapter(spec, build_report(spec, manifest, base, facts, header, missing, matched.notices))
+
+
+def check_files(
+    config: Mapping[str, object], weights: Path, base: BaseShapes, max_rank: int, *, allow_partial: bool = False
+) -> CheckedAdapter:
+    """`check_adapter` for a file by its path: the offline check."""
+    with weights.open("rb") as file:
+        return check_adapter(config, file, weights.stat().st_size, base, max_rank, allow_partial=allow_partial)
+
+
+def _hold_against(
+    manifest: AdapterConfig,
+    base: BaseShapes,
+    matched: MatchedTensors,
+    header: SafetensorsHeader,
+    problems: ProblemList,
+    allow_partial: bool,
+) -> tuple[str, ...]:
+    """Names of modules that the config names and the file lacks."""
+    check_targeted(manifest, base, matched.places, problems)
+    found = {(place.layer, place.module) for place in matched.places}
+    missing = missing_modules(manifest, base, found, header.tensors)
+    if not allow_partial:
+        check_complete(missing, len(found) + len(missing), problems)
+    return missing
+
+
+def _header(file: BinaryIO, file_bytes: int, base: BaseShapes, problems: ProblemList) -> SafetensorsHeader | None:
+    try:
+        return read_header(file, file_bytes, header_cap_bytes(base))
+    except AdapterInvalid as error:
+        for problem in error.problems:
+            problems.add(problem.code, problem.field, problem.message)
+        return None
+
+
+def max_names(base: BaseShapes) -> int:
+    """Most entries of a pattern or of a list of modules in a config: every module of the base, twice over."""
+    return max(MIN_MAX_NAMES, 2 * base.num_layers * len(base.modules))
+
+
+def max_adapter_bytes(base: BaseShapes, max_rank: int) -> int:
+    """Largest file that an adapter of this base can have: float32, every module at the highest rank."""
+    values = base.num_layers * sum(max_rank * (n_in + n_out) for n_in, n_out in base.modules.values())
+    return LENGTH_BYTES + header_cap_bytes(base) + 4 * values
+
+
+def match_modules(
+    header: SafetensorsHeader, base: BaseShapes, manifest: AdapterConfig | None, max_rank: int, problems: ProblemList
+) -> MatchedTensors:
+    """The adapted modules. Every tensor must land on one, and no two on the same half; what does not is a problem."""
+    places = {name: place for name in header.tensors if (place := locate(name, base, problems))}
+    halves = _halves(places, base, problems)
+    modules = []
+    for (layer, module), names in sorted(halves.items()):
+        at = module_name(base, layer, module)
+        if (a_name := names.get("A")) is None or (b_name := names.get("B")) is None:
+            there, missing = ("lora_B", "lora_A") if "B" in names else ("lora_A", "lora_B")
+            problems.add("missing_half", at, f"has {there} but no {missing}; save the adapter again")
+            continue
+        a, b = header.tensors[a_name], header.tensors[b_name]
+        rank = _check_shapes(places[a_name], a, b, base, problems)
+        if rank is None:
+            continue
+        scaling = _check_rank(places[a_name], rank, base, manifest, max_rank, problems)
+        modules.append(LoraModule(layer, module, rank, scaling, a_name, b_name))
+    notices = dict.fromkeys(notice for place in places.values() for notice in place.name.notices)
+    return MatchedTensors(tuple(modules), tuple(places.values()), tuple(notices))
+
+
+def _halves(
+    places: Mapping[str, TensorPlace], base: BaseShapes, problems: ProblemList
+) -> dict[tuple[int, str], dict[str, str]]:
+    """(layer, module) -> half -> the tensor's name."""
+    if not places:
+        problems.add("no_modules", FILE, "matches no module of this base: served as it is, it would change nothing")
+    if len(names := sorted({place.name.adapter_name for place in places.values()})) > 1:
+        shown = ", ".join(show(name) for name in names[:3])
+        problems.add("several_adapters", FILE, f"holds tensors of several adapters ({shown}); save each by itself")
+    halves: dict[tuple[int, str], dict[str, str]] = {}
+    for name, place in places.items():
+        other = halves.setdefault((place.layer, place.module), {}).setdefault(place.half, name)
+        if other != name:
+            at = module_name(base, place.layer, place.module)
+            problems.add("duplicate_module", at, f"has two tensors for lora_{place.half}: {show(other)}, {show(name)}")
+    return halves
+
+
+def _check_shapes(
+    place: TensorPlace, a: TensorInfo, b: TensorInfo, base: BaseShapes, problems: ProblemList
+) -> int | None:
+    """The rank, if A is [rank, in] and B is [out, rank] for this module."""
+    n_in, n_out = base.modules[place.module]
+    if len(a.shape) == len(b.shape) == 2 and a.shape[1] == n_in and b.shape[0] == n_out and a.shape[0] == b.shape[1]:
+        return a.shape[0]
+    message = (
+        f"lora_A is {list(a.shape)} and lora_B {list(b.shape)}; {place.module} of this base takes lora_A [rank, {n_in}]"
+        f" and lora_B [{n_out}, rank]{_shape_hint(a.shape, b.shape, n_in, n_out)}"
+    )
+    problems.add("shape_mismatch", module_name(base, place.layer, place.module), message)
+    return None
+
+
+def _shape_hint(a: tuple[int, ...], b: tuple[int, ...], n_in: int, n_out: int) -> str:
+    if a[:1] == (n_in,) and b[-1:] == (n_out,):
+        return f". They look transposed: if MLX saved them, {MLX_WAY_OUT}"
+    if a[:1] == (n_out,) and b[-1:] == (n_in,):
+        return ". They look swapped: rename lora_A and lora_B"
+    return ". The adapter was trained on another base"
+
+
+def _check_rank(
+    place: TensorPlace,
+    rank: int,
+    base: BaseShapes,
+    manifest: AdapterConfig | None,
+    max_rank: int,
+    problems: ProblemList,
+) -> float:
+    """The module's scaling; notes a rank above the limit, one that the config contradicts, and an infinite scaling."""
+    name, *other_spelling = spellings(place, base)
+    if rank > max_rank:
+        problems.add(
+            "rank_too_large", name, f"rank {rank}; this server takes at most {max_rank} (serve --max-lora-rank {rank})"
+        )
+    if manifest is None:
+        return 1.0
+    if manifest.rank(name) != rank:
+        problems.add(
+            "rank_mismatch",
+            name,
+            f"tensors have rank {rank}, the config says {manifest.rank(name)} (r={manifest.r} and rank_pattern); "
+            "upload the config that was saved with these weights",
+        )
+        return 1.0
+    scaling = manifest.scaling(name)
+    if any((manifest.rank(n), manifest.scaling(n)) != (rank, scaling) for n in other_spelling):
+        problems.add(
+            "ambiguous_names",
+            name,
+            "rank_pattern or alpha_pattern mean another value for the name as it is in the file, with its wrappers; "
+            "save the adapter with plain names",
+        )
+    if not math.isfinite(scaling) or abs(scaling) > MAX_FLOAT32:
+        problems.add("invalid_alpha", name, f"scaling {scaling} does not fit float32; correct lora_alpha")
+        return 1.0
+    return scaling
+
+
+def make_spec(modules: tuple[LoraModule, ...], header: SafetensorsHeader, weights_digest: str) -> AdapterSpec:
+    """The spec of validated modules, with its key."""
+    dtypes = {info.dtype for info in header.tensors.values()}
+    return AdapterSpec(
+        key=adapter_key(modules, weights_digest),
+        weights_digest=weights_digest,
+        modules=modules,
+        dtype=dtypes.pop() if len(dtypes) == 1 else "F32",
+        weights_bytes=header.data_bytes,
+    )
+
+
+def adapter_key(modules: tuple[LoraModule, ...], weights_digest: str) -> AdapterKey:
+    """sha256 over what the config does to the mathematics, resolved, and the weights' digest.
+
+    r, lora_alpha, use_rslora and both patterns act only through each module's rank and scaling, and every other field
+    either changes nothing or is refused; so two configs that say the same in other words have one key. The scaling is
+    written as an exact hexadecimal float.
+    """
+    resolved = [[m.layer, m.module, m.rank, float(m.scaling).hex()] for m in modules]
+    content = {"format": KEY_FORMAT, "modules": resolved, "weights": weights_digest}
+    return AdapterKey(hashlib.sha256(canonical_json(content).encode()).hexdigest())

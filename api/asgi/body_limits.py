@@ -1,0 +1,139 @@
+"""Bodies bounded by the bytes that really come, before any route sees them.
+
+Plain ASGI around `receive`, so that a route that forgets to bound its body is bounded as well: Starlette and FastAPI
+read bodies of any size. What is left of a body when its answer has been sent is `http_protocol`'s to drop.
+"""
+
+import asyncio
+from collections import Counter
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.auth.principal import ANYBODY, caller_of
+from api.errors import ApiError, describe_at
+
+MAX_JSON_BYTES = 8 << 20
+MAX_BARE_BYTES = 4 << 10
+"""Of requests that have no use for a body: GET, HEAD, DELETE, OPTIONS."""
+MAX_HELD_BYTES = 256 << 20
+"""Of all JSON bodies that are in memory at a time."""
+MAX_LENGTH_DIGITS = 18
+PARSING = "parsing"
+"""Where in an ASGI scope's `state` lies whose turn it is."""
+_BARE_METHODS = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
+_CLOSE = {"connection": "close"}
+
+
+class BodyLimitMiddleware:
+    """Refuses compressed bodies (415), longer ones than their route takes (413), and more than memory should hold of
+    all together (503). A file's body may be as long as it announces; its route bounds what is announced."""
+
+    def __init__(self, app: ASGIApp, max_held_bytes: int = MAX_HELD_BYTES) -> None:
+        self._app = app
+        self._max_held_bytes = max_held_bytes
+        self._held_by: Counter[str] = Counter()
+        self._parsing = asyncio.Semaphore(1)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        is_file = _is_file(scope["method"], scope["path"])
+        most = _most(headers, scope["method"], is_file)
+        if (refusal := _refusal(headers, most)) is not None:
+            await describe_at(scope["path"], refusal).response()(scope, receive, send)
+            return
+        scope["state"] = {**scope.get("state", {}), PARSING: self._parsing}
+        received = held = 0
+        caller = caller_of(scope)
+        # Of one key half of it at most: who sends slowly holds it for long.
+        own_most = self._max_held_bytes if caller is ANYBODY else self._max_held_bytes // 2
+
+        async def receive_bounded() -> Message:
+            nonlocal received, held
+            message = await receive()
+            size = len(message.get("body", b"")) if message["type"] == "http.request" else 0
+            received += size
+            if received > most:
+                raise _too_large(most)
+            if size and not is_file:
+                own, of_all = self._held_by[caller.principal], self._held_by.total()
+                if own + size > own_most or of_all + size > self._max_held_bytes:
+                    raise _too_many()
+                self._held_by[caller.principal] += size
+                held += size
+            return message
+
+        def let_go() -> None:
+            nonlocal held
+            self._held_by[caller.principal] -= held
+            held = 0
+            if not self._held_by[caller.principal]:
+                del self._held_by[caller.principal]
+
+        async def send_and_let_go(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # Whoever answers has read it; a stream may go on for long.
+                let_go()
+            await send(message)
+
+        try:
+            await self._app(scope, receive_bounded, send_and_let_go)
+        finally:
+            let_go()
+
+
+def parsing_alone(scope: Scope) -> AbstractAsyncContextManager[None]:
+    """While a large body is parsed: what comes of it may take 26 times its bytes, and of many at a time more memory
+    than there is. Nobody is slower by that: parsing holds Python's lock anyway."""
+    turn: asyncio.Semaphore | None = scope.get("state", {}).get(PARSING)
+    return nullcontext() if turn is None else turn
+
+
+def check_not_compressed(headers: Headers) -> None:
+    """Raises: ApiError: 415. A small compressed body may stand for a very large one."""
+    if headers.get("content-encoding", "identity").strip().lower() != "identity":
+        raise ApiError(415, "compressed bodies are not accepted", code="unsupported_media_type", headers=_CLOSE)
+
+
+def _is_file(method: str, path: str) -> bool:
+    return (method == "PUT" and path.startswith("/v1/blobs/")) or (method == "POST" and path == "/v1/files")
+
+
+def _most(headers: Headers, method: str, is_file: bool) -> int:
+    """How many bytes may come. A file's are as many as it announces; without that its route refuses it."""
+    if is_file:
+        return _announced(headers) or 0
+    return MAX_BARE_BYTES if method in _BARE_METHODS else MAX_JSON_BYTES
+
+
+def _announced(headers: Headers) -> int | None:
+    """Bytes that Content-Length says; None: it says nothing, or no number. More digits than we read say as much."""
+    text = headers.get("content-length", "")
+    return int(text[:MAX_LENGTH_DIGITS]) if text.isascii() and text.isdigit() else None
+
+
+def _refusal(headers: Headers, most: int) -> ApiError | None:
+    """Of what the headers alone say."""
+    try:
+        check_not_compressed(headers)
+    except ApiError as refusal:
+        return refusal
+    announced = _announced(headers)
+    return _too_large(most) if announced is not None and announced > most else None
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the body has more than {most} bytes", code="body_too_large", headers=_CLOSE)
+
+
+def _too_many() -> ApiError:
+    return ApiError(
+        503,
+        "the bodies of other requests fill the memory that there is for them; send this one again",
+        code="server_busy",
+        headers={**_CLOSE, "retry-after": "1"},
+    )

@@ -1,0 +1,142 @@
+"""JSON bodies read strictly: right content type, bounded depth and number of values, no NaN, no repeated key.
+
+FastAPI reads bodies with `json.loads`, which takes NaN and lets the last of two equal keys win. How many bytes
+there may be is `body_bounds`' business.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
+from starlette.concurrency import run_in_threadpool
+
+from api.asgi.body_limits import parsing_alone
+from api.errors import ApiError
+
+MAX_DEPTH = 64
+MAX_VALUES = 1 << 20
+"""Eight million bytes may be four million empty lists, of which each takes some sixty bytes of memory."""
+# Parsing 256 KiB takes about 3 ms: more than that would hold up the streams of everyone else.
+INLINE_BYTES = 256 << 10
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+class JsonRoute(APIRoute):
+    """A route whose body, if it declares one, is read by `StrictRequest`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        if self.body_field is None:
+            return handle
+
+        async def handle_strictly(request: Request) -> Response:
+            _check_media_type(request)
+            return await handle(StrictRequest(request.scope, request.receive))
+
+        return handle_strictly
+
+
+class StrictRequest(Request):
+    """A request whose body is parsed without leniency."""
+
+    async def body(self) -> bytes:
+        """Raises: ApiError: 400, there is none."""
+        data = await super().body()
+        if not data:
+            raise _malformed("the body is empty; a JSON object is expected")
+        return data
+
+    async def json(self) -> Any:
+        data = await self.body()
+        if len(data) <= INLINE_BYTES:
+            return parse_json(data)
+        async with parsing_alone(self.scope):
+            return await run_in_threadpool(parse_json, data)
+
+
+def parse_json(data: bytes) -> Any:
+    """Raises: ApiError: 400, saying what is wrong with the text."""
+    _check_number_of_values(data)
+    try:
+        value = json.loads(
+            data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse_constant, parse_float=_finite
+        )
+    except UnicodeDecodeError:
+        raise _malformed("the body is not UTF-8") from None
+    except RecursionError:
+        raise _too_deep() from None
+    except json.JSONDecodeError as error:
+        raise _malformed(f"the body is not JSON: {error.msg} at character {error.pos}") from None
+    except ValueError as error:
+        raise _malformed(f"the body is not strict JSON: {error}") from None
+    # A text with few brackets cannot be deep, and counting them is fast; most bodies are never walked.
+    if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
+        _check_depth(value)
+    if _SURROGATE.search(data):
+        _check_text(value)
+    return value
+
+
+def _check_media_type(request: Request) -> None:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise ApiError(415, "content-type must be application/json", code="unsupported_media_type")
+
+
+def _check_number_of_values(data: bytes) -> None:
+    """Before anything is made of them. Each is the first of its list or object, or follows a comma; those within texts
+    count as well, as a text with so many has more tokens than a context."""
+    if data.count(b",") + data.count(b"{") + data.count(b"[") >= MAX_VALUES:
+        raise _malformed(f"the body has more than {MAX_VALUES} values")
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for item in level for child in _children(item) if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise _too_deep()
+
+
+def _check_text(value: Any) -> None:
+    """Refuse halves of characters: they are no text, and fail wherever text is written next."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError:
+        raise _malformed("the body holds a lone surrogate (\\ud800 to \\udfff), which is no text") from None
+
+
+def _children(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {repeated[:80]!r} appears more than once")
+    return result
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"number {text[:40]} is too large")
+    return value
+
+
+def _malformed(message: str) -> ApiError:
+    return ApiError(400, message, code="invalid_json")
+
+
+def _too_deep() -> ApiError:
+    return _malformed(f"the body is nested more than {MAX_DEPTH} levels deep")

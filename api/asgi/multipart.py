@@ -1,0 +1,163 @@
+"""A multipart form with one file, read as it comes: the file goes where it is told to, the other fields are short.
+
+FastAPI's own forms keep parts of any size, as many as there are, before a route sees them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fastapi import Request
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+from starlette.concurrency import run_in_threadpool
+
+from api.errors import ApiError
+
+MAX_PARTS = 16
+MAX_FIELD_BYTES = 1024
+MAX_HEADERS = 8
+FEED_BYTES = 1 << 20
+Write = Callable[[bytes], object]
+
+
+@dataclass(slots=True)
+class Form:
+    """The fields beside the file, and the file's own name (None: there was no file)."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    filename: str | None = None
+
+
+def check_form_headers(request: Request) -> int:
+    """The announced length of the body in bytes.
+
+    Raises: ApiError: 415, it is no multipart form; 411, no length is announced.
+    """
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise ApiError(415, "compressed bodies are not accepted", code="unsupported_media_type")
+    kind, _ = parse_options_header(request.headers.get("content-type"))
+    if kind != b"multipart/form-data":
+        raise ApiError(415, "content-type must be multipart/form-data", code="unsupported_media_type")
+    length = request.headers.get("content-length", "")
+    if not (length.isascii() and length.isdigit() and len(length) <= 18):
+        raise ApiError(411, "Content-Length is required: how many bytes the form has", code="length_required")
+    return int(length)
+
+
+async def receive_form(request: Request, write: Write, file_field: str = "file") -> Form:
+    """The whole form; `write` is given the file's bytes, in a worker thread.
+
+    Raises: ApiError: 400, it is malformed, has too many parts or a field that is too long, or a second file. Whatever
+        `write` raises.
+    """
+    _, options = parse_options_header(request.headers.get("content-type"))
+    reader = _Reader(options.get(b"boundary", b""), write, file_field)
+    pending = bytearray()
+    async for chunk in request.stream():
+        pending += chunk
+        if len(pending) >= FEED_BYTES:
+            await run_in_threadpool(reader.feed, bytes(pending))
+            pending.clear()
+    await run_in_threadpool(reader.feed, bytes(pending))
+    return reader.end()
+
+
+class _Reader:
+    """The parser's callbacks. For one thread at a time."""
+
+    def __init__(self, boundary: bytes, write: Write, file_field: str) -> None:
+        self._form = Form()
+        self._write = write
+        self._file_field = file_field
+        self._num_parts = 0
+        self._is_whole = False
+        self._header_name = bytearray()
+        self._header_value = bytearray()
+        self._disposition = b""
+        self._name = ""
+        self._value: bytearray | None = None
+        if not boundary:
+            raise _malformed("its content-type names no boundary")
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._begin_part,
+                    "on_header_field": lambda data, start, end: self._header_name.extend(data[start:end]),
+                    "on_header_value": lambda data, start, end: self._header_value.extend(data[start:end]),
+                    "on_header_end": self._end_header,
+                    "on_headers_finished": self._end_headers,
+                    "on_part_data": self._take,
+                    "on_part_end": self._end_part,
+                    "on_end": self._end,
+                },
+                max_header_count=MAX_HEADERS,
+            )
+        except FormParserError as error:
+            raise _malformed(str(error)) from None
+
+    def feed(self, data: bytes) -> None:
+        try:
+            self._parser.write(data)
+        except FormParserError as error:
+            raise _malformed(str(error)) from None
+
+    def end(self) -> Form:
+        if not self._is_whole:
+            raise _malformed("it ends too early")
+        return self._form
+
+    def _begin_part(self) -> None:
+        self._num_parts += 1
+        if self._num_parts > MAX_PARTS:
+            raise _malformed(f"it has more than {MAX_PARTS} parts")
+        self._disposition = b""
+
+    def _end_header(self) -> None:
+        if self._header_name.strip().lower() == b"content-disposition":
+            self._disposition = bytes(self._header_value)
+        self._header_name.clear()
+        self._header_value.clear()
+
+    def _end_headers(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        if b"name" not in options:
+            raise _malformed("a part has no name")
+        self._name = _text(options[b"name"])
+        self._value = bytearray()
+        if self._name == self._file_field:
+            if self._form.filename is not None:
+                raise _malformed(f"it has two parts named {self._file_field!r}")
+            # A part without a filename is what some clients make of bytes.
+            self._form.filename = _text(options.get(b"filename", b"")) or self._file_field
+            self._value = None
+        elif b"filename" in options:
+            raise _malformed(f"only the part named {self._file_field!r} may be a file")
+        elif self._name in self._form.fields:
+            raise _malformed("it has two parts of one name")
+
+    def _take(self, data: bytes, start: int, end: int) -> None:
+        if self._value is None:
+            self._write(data[start:end])
+            return
+        if len(self._value) + end - start > MAX_FIELD_BYTES:
+            raise _malformed(f"a field has more than {MAX_FIELD_BYTES} bytes")
+        self._value += data[start:end]
+
+    def _end_part(self) -> None:
+        if self._value is not None:
+            self._form.fields[self._name] = _text(bytes(self._value))
+
+    def _end(self) -> None:
+        self._is_whole = True
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise _malformed("a name or a field is not UTF-8") from None
+
+
+def _malformed(why: str) -> ApiError:
+    return ApiError(400, f"the form is malformed: {why}", code="invalid_form")

@@ -1,0 +1,315 @@
+"""HTTP/1.1 at the socket: uvicorn's protocol, with bounds on how long and with how much a client may keep us.
+
+uvicorn alone bounds the time between two requests. Here a head and a body must come in time, what is sent must be read
+in time, and there are only so many connections. A body that nobody wants any more is read and dropped for a while
+before the connection is closed (nginx calls that a lingering close): closed at once, the client would still be sending,
+and see a reset in place of the answer.
+"""
+
+import asyncio
+import contextlib
+import enum
+import json
+import re
+import resource
+import socket
+import struct
+from collections import Counter
+from http import HTTPStatus
+from typing import Any, ClassVar
+
+import h11
+from uvicorn import Config
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from api.asgi.limits import ConnectionLimits, no_cuts
+from api.asgi.response_limits import PIECE_BYTES
+from api.errors import INVALID, SERVER, error_body
+
+MAX_HEAD_BYTES = 16 << 10
+WRITE_BUFFER_BYTES = 64 << 10
+"""Of one connection, in our memory and once more in the kernel's. In ours the last piece of an answer is among it."""
+MIN_BYTES_PER_S = 1024
+"""Who is slower than that over a whole timeout, in sending or in reading, is taken for gone."""
+LINGER_S = 5.0
+LINGER_BYTES = 64 << 20
+MAX_TURNED_AWAY = 64
+"""Connections above the bound that are told so; others are just closed."""
+OTHER_FILES = 512
+_END_OF_HEAD = re.compile(rb"\n\r?\n")
+
+
+class _Waiting(enum.Enum):
+    """What a client owes us, if anything."""
+
+    FOR_NOTHING = enum.auto()
+    FOR_HEAD = enum.auto()
+    FOR_BODY = enum.auto()
+    FOR_REST = enum.auto()
+    """Of a body whose answer has been sent."""
+    FOR_CLOSE = enum.auto()
+
+
+def bounded(bounds: ConnectionLimits, cuts: Counter[str] | None = None) -> type[asyncio.Protocol]:
+    """The protocol with these bounds, for `uvicorn.Config(http=...)`; counts in `cuts` whom it cuts off, and why."""
+    own = {"bounds": bounds, "cuts": no_cuts() if cuts is None else cuts}
+    return type("BoundedProtocol", (LimitedProtocol,), own)
+
+
+def allow_open_files(num_connections: int) -> None:
+    """Raise the process's own limit of open files, as far as the system lets us: 1024 is usual, and each connection is
+    one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_connections + MAX_TURNED_AWAY + OTHER_FILES
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class LimitedProtocol(H11Protocol):
+    """One connection."""
+
+    bounds: ClassVar[ConnectionLimits]
+    cuts: ClassVar[Counter[str]]
+
+    def __init__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
+        self.timeout_keep_alive = self.bounds.keep_alive_s  # type: ignore[assignment]
+        self._waiting = _Waiting.FOR_NOTHING
+        self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._num_received = 0
+        self._real: asyncio.Transport
+
+    # What asyncio tells us.
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self._real = transport
+        transport.set_write_buffer_limits(WRITE_BUFFER_BYTES - PIECE_BYTES)
+        _bound_kernel_buffer(transport.get_extra_info("socket"))
+        super().connection_made(_PoliteTransport(transport, self))
+        num_more = len(self.connections) - self.bounds.max_connections
+        if num_more > MAX_TURNED_AWAY:
+            self.cuts["too_many_connections"] += 1
+            transport.abort()
+        elif num_more > 0:
+            self._refuse(503, "too_many_connections", "there are too many connections; try again", retry_after_s=1)
+        else:
+            self._wait(_Waiting.FOR_HEAD, self.bounds.header_timeout_s)
+
+    def data_received(self, data: bytes) -> None:
+        self._num_received += len(data)
+        if self._waiting is _Waiting.FOR_CLOSE:
+            self._drop()
+        elif self._is_head_too_long(data):
+            self._refuse(431, "headers_too_large", f"the headers have more than {MAX_HEAD_BYTES} bytes")
+        else:
+            super().data_received(data)
+            self._follow(_Waiting.FOR_HEAD)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_write_timer()
+
+    def eof_received(self) -> None:
+        self._close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        self._stop_write_timer()
+        self._waiting = _Waiting.FOR_NOTHING
+        super().connection_lost(exc)
+
+    # What uvicorn does.
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing():
+            self._follow(_Waiting.FOR_NOTHING)
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(400, "invalid_http", msg)
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Every client could fill the log with it."""
+
+    def close(self) -> None:
+        """Close the connection; if a body is still coming, once the client had time to read the answer."""
+        if self._waiting is _Waiting.FOR_CLOSE or self.conn.their_state is not h11.SEND_BODY:
+            self._close()
+        else:
+            self._linger()
+
+    # Reading.
+
+    def _follow(self, when_idle: _Waiting) -> None:
+        """Wait for what is to come next, as far as requests have been read."""
+        if self._waiting is _Waiting.FOR_CLOSE or self._real.is_closing():
+            return
+        state = self.conn.their_state
+        if state is h11.IDLE:
+            wanted, seconds = when_idle, self.bounds.header_timeout_s
+        elif state is not h11.SEND_BODY:
+            wanted, seconds = _Waiting.FOR_NOTHING, 0.0
+        elif self.cycle.response_complete:
+            wanted, seconds = _Waiting.FOR_REST, LINGER_S
+        else:
+            wanted, seconds = _Waiting.FOR_BODY, self.bounds.body_timeout_s
+        if wanted is not self._waiting:
+            self._wait(wanted, seconds)
+        elif wanted is _Waiting.FOR_REST:
+            self._drop()
+
+    def _wait(self, wanted: _Waiting, seconds: float) -> None:
+        self._stop_timer()
+        self._waiting, self._num_received = wanted, 0
+        if wanted is not _Waiting.FOR_NOTHING:
+            self._timer = self.loop.call_later(seconds, self._time_is_over)
+
+    def _time_is_over(self) -> None:
+        seconds, self._timer = self.bounds.body_timeout_s, None
+        match self._waiting:
+            case _Waiting.FOR_HEAD if not self.conn.trailing_data[0]:
+                self._close()
+            case _Waiting.FOR_HEAD:
+                self._refuse(408, "header_timeout", "the headers did not come in time")
+            case _Waiting.FOR_BODY if self.flow.read_paused or self._num_received >= seconds * MIN_BYTES_PER_S:
+                # Paused: it is us who do not get on.
+                self._wait(_Waiting.FOR_BODY, seconds)
+            case _Waiting.FOR_BODY:
+                why = f"the body came with less than {MIN_BYTES_PER_S} bytes a second for {seconds:g} s"
+                self._refuse(408, "body_timeout", why)
+            case _:
+                self._close()
+
+    def _drop(self) -> None:
+        if self._num_received > LINGER_BYTES:
+            self._close()
+
+    def _is_head_too_long(self, data: bytes) -> bool:
+        if self.conn.their_state is not h11.IDLE:
+            return False
+        begun = self.conn.trailing_data[0]
+        most = MAX_HEAD_BYTES + 4
+        return len(begun) + len(data) > most and _END_OF_HEAD.search((begun + data[:most])[:most]) is None
+
+    # Writing.
+
+    def _watch_writing(self) -> None:
+        size = self._real.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(self.bounds.write_timeout_s, self._check_writing, size)
+
+    def _check_writing(self, size_before: int) -> None:
+        """Nothing is written while the client has not read what was, so that the buffer only shrinks."""
+        if size_before - self._real.get_write_buffer_size() >= MIN_BYTES_PER_S * self.bounds.write_timeout_s:
+            self._watch_writing()
+        else:
+            self.cuts["slow_reader"] += 1
+            self._abort()
+
+    # Ends.
+
+    def _refuse(self, status: int, code: str, message: str, *, retry_after_s: int | None = None) -> None:
+        """Answer in the place of whoever was to answer, who is told that the client has gone; then close."""
+        self.cuts[code] += 1
+        if self.cycle is not None and not self.cycle.response_complete:
+            if self.cycle.response_started:
+                self._abort()
+                return
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._real.write(_answer(status, code, message, retry_after_s))
+        self._linger()
+
+    def _linger(self) -> None:
+        self._wait(_Waiting.FOR_CLOSE, LINGER_S)
+        if self.cycle is not None:
+            self.cycle.body.clear()
+        if self._real.can_write_eof():
+            self._real.write_eof()
+        self.flow.resume_reading()
+
+    def _close(self) -> None:
+        self._stop_timer()
+        self._real.close()
+        if self._real.get_write_buffer_size():
+            # asyncio would wait for ever for a client that does not read.
+            self._timer = self.loop.call_later(self.bounds.write_timeout_s, self._abort)
+
+    def _abort(self) -> None:
+        """End it with a reset: the kernel, too, keeps nothing for a client that does not read."""
+        connection = self._real.get_extra_info("socket")
+        if connection is not None:
+            with contextlib.suppress(OSError):
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._real.abort()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+class _PoliteTransport(asyncio.Transport):
+    """A transport as uvicorn uses it, whose `close` hears the client out."""
+
+    def __init__(self, real: asyncio.Transport, protocol: LimitedProtocol) -> None:
+        super().__init__()
+        self._real = real
+        self._protocol = protocol
+
+    def close(self) -> None:
+        self._protocol.close()
+
+    def is_closing(self) -> bool:
+        return self._protocol._waiting is _Waiting.FOR_CLOSE or self._real.is_closing()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._real.get_extra_info(name, default)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if not self.is_closing():
+            self._real.write(data)
+
+    def abort(self) -> None:
+        self._real.abort()
+
+    def pause_reading(self) -> None:
+        self._real.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._real.resume_reading()
+
+
+def _answer(status: int, code: str, message: str, retry_after_s: int | None) -> bytes:
+    body = json.dumps(error_body(message, INVALID if status < 500 else SERVER, None, code)).encode()
+    retry = f"retry-after: {retry_after_s}\r\n" if retry_after_s is not None else ""
+    head = (
+        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n{retry}connection: close\r\n\r\n"
+    )
+    return head.encode() + body
+
+
+def _bound_kernel_buffer(connection: socket.socket | None) -> None:
+    """What a client does not read stays with us, where it is counted: else the kernel takes megabytes of it."""
+    if connection is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
+        with contextlib.suppress(OSError):  # not every socket is TCP's
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, WRITE_BUFFER_BYTES)

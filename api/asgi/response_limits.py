@@ -1,0 +1,91 @@
+"""Answers sent as fast as they are read, and bounded in memory until they are.
+
+uvicorn hands each message of a body to the transport as a whole, and only then asks whether the client reads: an answer
+in one message would lie there twice for who does not. So large ones go in pieces. What remains is the answer itself;
+of those there may be so much at a time, and so much of one key.
+"""
+
+from collections import Counter
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from api.auth.principal import ANYBODY, Caller, caller_of
+from api.errors import ApiError, describe_at
+
+PIECE_BYTES = 32 << 10
+LARGE_BYTES = 64 << 10
+"""Smaller answers are not counted: so many as there are connections are no danger."""
+MAX_UNSENT_BYTES = 256 << 20
+"""Of all large answers that are being sent at a time."""
+
+
+class ResponseLimitMiddleware:
+    """Cuts bodies into pieces, and refuses with 503 what would be one large answer too many. One that is larger than
+    all together may be is sent while there is no other."""
+
+    def __init__(self, app: ASGIApp, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
+        self._app = app
+        self._max_unsent_bytes = max_unsent_bytes
+        self._unsent_by: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start: Message | None = None
+        unsent, caller = 0, caller_of(scope)
+
+        async def send_bounded(message: Message) -> None:
+            nonlocal start, unsent
+            if message["type"] == "http.response.start" and _is_large(message):
+                # What comes first of the body tells whether it is in memory as a whole, or read as it is sent.
+                start = message
+                return
+            if start is not None:
+                begun, start = start, None
+                if not message.get("more_body", False):
+                    size = len(message.get("body", b""))
+                    if self._is_too_much(size, caller):
+                        await describe_at(scope["path"], _too_much()).response()(scope, receive, send)
+                        return
+                    self._unsent_by[caller.principal] += size
+                    unsent = size
+                await send(begun)
+            await _send_pieces(message, send)
+
+        try:
+            await self._app(scope, receive, send_bounded)
+        finally:
+            self._unsent_by[caller.principal] -= unsent
+            if not self._unsent_by[caller.principal]:
+                del self._unsent_by[caller.principal]
+
+    def _is_too_much(self, size: int, caller: Caller) -> bool:
+        own, of_all = self._unsent_by[caller.principal], self._unsent_by.total()
+        own_most = self._max_unsent_bytes if caller is ANYBODY else self._max_unsent_bytes // 2
+        return bool(own and own + size > own_most) or bool(of_all and of_all + size > self._max_unsent_bytes)
+
+
+async def _send_pieces(message: Message, send: Send) -> None:
+    body = message.get("body", b"")
+    if message["type"] != "http.response.body" or len(body) <= PIECE_BYTES:
+        await send(message)
+        return
+    for begin in range(0, len(body), PIECE_BYTES):
+        more = message.get("more_body", False) or begin + PIECE_BYTES < len(body)
+        await send({**message, "body": body[begin : begin + PIECE_BYTES], "more_body": more})
+
+
+def _is_large(start: Message) -> bool:
+    length = Headers(raw=start.get("headers", [])).get("content-length", "")
+    return length.isdigit() and int(length) > LARGE_BYTES
+
+
+def _too_much() -> ApiError:
+    return ApiError(
+        503,
+        "answers that are not read yet fill the memory that there is for them; read those, then ask for this one again",
+        code="server_busy",
+        headers={"retry-after": "1"},
+    )

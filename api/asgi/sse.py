@@ -1,0 +1,94 @@
+"""Event streams, and work that ends when the client goes away.
+
+JSON as one line, for whoever reads lines: of an event stream, of a batch's results, of our output, of the log.
+
+Text stays as it is, but for the three characters beyond ASCII that end a line to Unicode, and so to `str.splitlines`
+and to httpx, on which most Python clients read: written as escapes they are the same JSON. Below U+0020 JSON itself
+has nothing raw.
+"""
+
+import asyncio
+import json
+import re
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from fastapi.sse import format_sse_event
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+
+
+def one_line(value: Any, **options: Any) -> str:
+    """`options` as of `json.dumps`."""
+    return _LINE_ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", json.dumps(value, ensure_ascii=False, **options))
+
+
+T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type": "text/event-stream; charset=utf-8"}
+
+
+class ClientDisconnected(Exception):
+    """The client closed its connection; nobody reads the answer."""
+
+
+async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled as soon as the client goes away.
+
+    Starlette watches only streaming answers, and only below ASGI 2.4; a plain handler would generate to the end for
+    nobody. To be called once the body has been read.
+
+    Raises:
+        ClientGone: after `work` has ended.
+    """
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnected
+        return task.result()
+    finally:
+        pending = [future for future in (task, watcher) if not future.done()]
+        for future in pending:
+            future.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Sends byte chunks as they come. `close` is called however it ends: done, disconnected or cancelled."""
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]], headers: Mapping[str, str]
+    ) -> None:
+        super().__init__(status_code=200, headers={**headers, **HEADERS})
+        del self.headers["content-length"]
+        self._events = events
+        self._close = close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await run_until_disconnect(receive, self._send_all(send))
+        except (ClientDisconnected, OSError):
+            return
+        finally:
+            await self._events.aclose()
+            await self._close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for chunk in self._events:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def event(payload: Mapping[str, Any]) -> bytes:
+    """One `data:` event."""
+    return format_sse_event(data_str=one_line(payload, separators=(",", ":")))

@@ -1,0 +1,1 @@
+"""API keys: principal, scopes, key store and cache, auth middleware, rate limits."""

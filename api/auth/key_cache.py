@@ -1,0 +1,157 @@
+"""The keys as a running server has them: in memory, never older than the last change of the book.
+
+One number of SQLite's (`data_version`, in shared memory) tells at each request whether another process has changed the
+book, so a key that was made or revoked counts from the next request on.
+"""
+
+import asyncio
+import hmac
+import logging
+import sqlite3
+import time
+from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.concurrency import run_in_threadpool
+
+from adapter_store.errors import AdapterError
+from api.auth.key_store import KeyStore
+from api.auth.principal import API_KEY, Caller, Key, Scope, SecretState, digest_of
+
+BUSY_MS = 50
+"""Nothing but a crashed writer's log, which the first reader takes over, makes a reader wait."""
+STALE_S = 2.0
+"""So long the keys of before hold where the book cannot be read."""
+NOTE_EVERY_S = 60.0
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What one secret opens. `ends_s`: when it ends, though its key goes on with another."""
+
+    digest: bytes
+    key: Key | None
+    caller: Caller
+    ends_s: float | None = None
+
+
+class KeyRefused(Exception):
+    """A secret opens nothing; `state` says why if it once did."""
+
+    def __init__(self, state: SecretState | None) -> None:
+        super().__init__(state)
+        self.state = state
+
+
+class KeysUnreadable(Exception):
+    """The book cannot be read, and what is known of it is too old to rely on."""
+
+
+class KeyCache:
+    """What opens a server: the keys of its book, and its `--api-key`. Lives on the event loop.
+
+    `open_without_keys`: whether it serves everybody until there is a key; False refuses all until then.
+
+    Raises: StoreUnusable, StoreFull: there can be no book in this folder.
+    """
+
+    def __init__(self, root: Path, api_key: str | None = None, *, open_without_keys: bool = True) -> None:
+        self._root = root
+        self._book = KeyStore(root, busy_ms=BUSY_MS)
+        self._own = _own_key(api_key)
+        self._open_without_keys = open_without_keys
+        self._used_s: dict[str, float] = {}
+        self._changes, self._held = self._read()
+        self._read_s = time.monotonic()
+
+    def is_open(self) -> bool:
+        """Whether everybody is served: there has never been a key. False where that cannot be told."""
+        try:
+            self._refresh()
+        except KeysUnreadable:
+            return False
+        return self._open_without_keys and not self._held
+
+    def caller(self, secret: str) -> Caller:
+        """Who holds this secret.
+
+        Raises: KeyRefused: nobody, or nobody any more. KeysUnreadable.
+        """
+        self._refresh()
+        digest = digest_of(secret)
+        held = self._held.get(digest)
+        if held is None or not hmac.compare_digest(held.digest, digest):
+            raise KeyRefused(None)
+        if held.key is not None:
+            now_s = time.time()
+            if (state := held.key.state(now_s)) != "active":
+                raise KeyRefused(state)
+            if held.ends_s is not None and held.ends_s <= now_s:
+                raise KeyRefused("replaced")
+            self._used_s[held.key.name] = now_s
+        return held.caller
+
+    def check(self, principal: str) -> None:
+        """Whether the key of this name still opens anything; who is no key of the book is not asked for one.
+
+        Raises: KeyRefused: it does not. KeysUnreadable.
+        """
+        self._refresh()
+        key = next((held.key for held in self._held.values() if held.key and held.key.name == principal), None)
+        if key is not None and (state := key.state(time.time())) != "active":
+            raise KeyRefused(state)
+
+    async def keep_uses(self) -> None:
+        """Write down now and then which keys were used; for ever."""
+        while True:
+            await asyncio.sleep(NOTE_EVERY_S)
+            await self.write_uses()
+
+    async def write_uses(self) -> None:
+        """A disk that refuses costs no more than the times."""
+        used, self._used_s = self._used_s, {}
+        if used:
+            await run_in_threadpool(self._write, used)
+
+    def _write(self, used_s: Mapping[str, float]) -> None:
+        try:
+            with closing(KeyStore(self._root)) as book:
+                book.note_uses(used_s)
+        except AdapterError as error:
+            _LOG.warning("when keys were last used is not written down: %s", error)
+
+    def close(self) -> None:
+        """Afterwards nobody is served."""
+        self._book.close()
+
+    def _refresh(self) -> None:
+        now_s = time.monotonic()
+        try:
+            if self._book.changes() != self._changes:
+                self._changes, self._held = self._read()
+        except (AdapterError, sqlite3.ProgrammingError) as error:
+            if now_s - self._read_s > STALE_S:
+                raise KeysUnreadable(str(error)) from error
+            return
+        self._read_s = now_s
+
+    def _read(self) -> tuple[int, Mapping[bytes, _Held]]:
+        # The number first: what changes in between is read once more.
+        changes = self._book.changes()
+        known = self._book.by_digest().items()
+        held = {digest: _Held(digest, key, _caller(key), ends_s) for digest, (key, ends_s) in known}
+        return changes, {**held, **self._own}
+
+
+def _caller(key: Key) -> Caller:
+    return Caller(key.name, key.scopes, key.adapters, key.limits)
+
+
+def _own_key(secret: str | None) -> Mapping[bytes, _Held]:
+    if secret is None:
+        return {}
+    digest = digest_of(secret)
+    return {digest: _Held(digest, None, Caller(API_KEY, frozenset({Scope.ADMIN})))}

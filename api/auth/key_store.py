@@ -1,0 +1,255 @@
+"""The key book: keys of one store, in an SQLite file of their own beside the adapters.
+
+Commands write it with a server running or without one, and the server reads it when it has changed. What is in it opens
+nothing: of each secret it has the SHA-256. Keys are never deleted, so that no name is used twice, and so that a store
+which once had keys is never open again by accident.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import sqlite3
+import stat
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from adapter_store.errors import StoreFull, StoreUnusable
+from api.auth.principal import NAME_RULE, NO_LIMITS, Key, KeyLimits, Scope, digest_of, is_name, is_pattern, new_secret
+
+FILE = "keys.db"
+BUSY_MS = 5000
+VERSION = 1
+_SCHEMA = (
+    """CREATE TABLE keys (
+        name TEXT PRIMARY KEY, scopes TEXT NOT NULL, adapters TEXT NOT NULL, limits TEXT NOT NULL,
+        created_s REAL NOT NULL, expires_s REAL, revoked_s REAL, last_used_s REAL
+    ) STRICT""",
+    """CREATE TABLE secrets (
+        sha256 BLOB PRIMARY KEY, name TEXT NOT NULL REFERENCES keys, ends_s REAL
+    ) STRICT, WITHOUT ROWID""",
+)
+_LOG = logging.getLogger(__name__)
+
+
+class InvalidKey(Exception):
+    """A key cannot be made so, or is not there; `option` is the flag to mend."""
+
+    def __init__(self, option: str, message: str) -> None:
+        super().__init__(message)
+        self.option = option
+
+
+def has_keys(root: Path) -> bool:
+    """Whether the store in this folder has ever had a key. Makes nothing.
+
+    Raises: StoreUnusable: there is a book, and it cannot be read.
+    """
+    if not (root / FILE).exists():
+        return False
+    with contextlib.closing(KeyStore(root)) as book:
+        return bool(book.all())
+
+
+class KeyStore:
+    """One connection to the book of a store's folder, which is made if it is not there; readable by its owner only.
+
+    Every change is one transaction, durable when the method returns. Threads may take turns.
+
+    Raises (all methods): StoreUnusable, StoreFull.
+    """
+
+    def __init__(self, root: Path, *, busy_ms: int = BUSY_MS) -> None:
+        self.path = root / FILE
+        with _errors():
+            _secure(self.path)
+            # Autocommit: transactions are begun by name.
+            self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        self._close = weakref.finalize(self, self._db.close)
+        try:
+            self._open(busy_ms)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, busy_ms: int) -> None:
+        with _errors():
+            self._db.execute(f"PRAGMA busy_timeout = {busy_ms}")
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            if self._version() == 0:
+                with self._transaction():
+                    if self._version() == 0:
+                        for table in _SCHEMA:
+                            self._db.execute(table)
+                        self._db.execute(f"PRAGMA user_version = {VERSION}")
+            if (found := self._version()) != VERSION:
+                raise StoreUnusable(f"{FILE} was written by another lorasrv (layout {found}, this one reads {VERSION})")
+
+    def _version(self) -> int:
+        return int(self._db.execute("PRAGMA user_version").fetchone()[0])
+
+    def close(self) -> None:
+        self._close()
+
+    def changes(self) -> int:
+        """Another number whenever another connection has changed the book; asks no disk (6 microseconds)."""
+        with _errors():
+            return int(self._db.execute("PRAGMA data_version").fetchone()[0])
+
+    def all(self) -> list[Key]:
+        """All there ever were, oldest first."""
+        with _errors():
+            rows = self._db.execute(
+                "SELECT name, scopes, adapters, limits, created_s, expires_s, revoked_s, last_used_s "
+                "FROM keys ORDER BY created_s, name"
+            ).fetchall()
+            return [
+                Key(
+                    name,
+                    frozenset(Scope(scope) for scope in json.loads(scopes)),
+                    tuple(json.loads(adapters)),
+                    KeyLimits(**json.loads(limits)),
+                    *times,
+                )
+                for name, scopes, adapters, limits, *times in rows
+            ]
+
+    def by_digest(self) -> dict[bytes, tuple[Key, float | None]]:
+        """By the SHA-256 of every secret there ever was, its key, and when it ends though the key goes on."""
+        with _errors(), self._reading():
+            keys = {key.name: key for key in self.all()}
+            secrets = self._db.execute("SELECT sha256, name, ends_s FROM secrets").fetchall()
+            return {digest: (keys[name], ends_s) for digest, name, ends_s in secrets}
+
+    def create(
+        self,
+        name: str,
+        scopes: frozenset[Scope],
+        adapters: tuple[str, ...] = ("*",),
+        limits: KeyLimits = NO_LIMITS,
+        expires_s: float | None = None,
+    ) -> tuple[Key, str]:
+        """A new key and its secret, which is nowhere afterwards.
+
+        Raises: InvalidKey: no key can be called so, or one is; or it could do nothing.
+        """
+        _check(name, scopes, adapters)
+        key, secret = Key(name, scopes, adapters, limits, time.time(), expires_s), new_secret()
+        row = (
+            *(name, json.dumps(sorted(scopes)), json.dumps(adapters), json.dumps(asdict(limits))),
+            *(key.created_s, key.expires_s),
+        )
+        with _errors(), self._transaction():
+            if self._db.execute("SELECT 1 FROM keys WHERE name = ?", (name,)).fetchone() is not None:
+                raise InvalidKey(
+                    "--name", f"there is or was a key named {name}; a name is used once, so choose another"
+                )
+            self._db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, NULL, NULL)", row)
+            self._db.execute("INSERT INTO secrets VALUES (?, ?, NULL)", (digest_of(secret), name))
+        return key, secret
+
+    def rotate(self, name: str, grace_s: float = 0.0) -> tuple[Key, str]:
+        """Another secret for a key, which stays what it is; those of before end after so many seconds.
+
+        Raises: InvalidKey: there is none of that name, or it has ended.
+        """
+        secret, now_s = new_secret(), time.time()
+        with _errors(), self._transaction():
+            key = next((key for key in self.all() if key.name == name), None)
+            if key is None:
+                raise InvalidKey("NAME", f"there is no key named {name!r}")
+            if (state := key.state(now_s)) != "active":
+                raise InvalidKey("NAME", f"key {name} is {state}, and stays so; make another: lorasrv key create")
+            query = "UPDATE secrets SET ends_s = min(coalesce(ends_s, ?1), ?1) WHERE name = ?2"
+            self._db.execute(query, (now_s + grace_s, name))
+            self._db.execute("INSERT INTO secrets VALUES (?, ?, NULL)", (digest_of(secret), name))
+        return key, secret
+
+    def revoke(self, name: str) -> bool:
+        """End a key for good; whether it was not revoked before. Raises: InvalidKey: there is none of that name."""
+        with _errors(), self._transaction():
+            row = self._db.execute("SELECT revoked_s FROM keys WHERE name = ?", (name,)).fetchone()
+            if row is None:
+                raise InvalidKey("NAME", f"there is no key named {name!r}")
+            self._db.execute("UPDATE keys SET revoked_s = ? WHERE name = ?", (row[0] or time.time(), name))
+            return row[0] is None
+
+    def note_uses(self, used_s: Mapping[str, float]) -> None:
+        """Remember when keys were last used, by their names."""
+        with _errors(), self._transaction():
+            query = "UPDATE keys SET last_used_s = max(coalesce(last_used_s, 0), ?) WHERE name = ?"
+            self._db.executemany(query, [(when, name) for name, when in used_s.items()])
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """One state of the book, whoever changes it meanwhile."""
+        self._db.execute("BEGIN")
+        try:
+            yield
+        finally:
+            self._db.execute("ROLLBACK")
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[None]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+            self._db.execute("COMMIT")
+        except BaseException:
+            if self._db.in_transaction:
+                self._db.execute("ROLLBACK")
+            raise
+        # Into the file itself, so that a copy of it alone has all of it.
+        with contextlib.suppress(sqlite3.Error):
+            self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+
+
+def _check(name: str, scopes: frozenset[Scope], adapters: tuple[str, ...]) -> None:
+    if not is_name(name):
+        raise InvalidKey("--name", f"{name!r} is no name for a key: {NAME_RULE}; anonymous and api-key are taken")
+    if not scopes:
+        raise InvalidKey("--scope", f"a key needs one of the scopes {', '.join(Scope)}")
+    if not adapters:
+        raise InvalidKey("--adapters", "a key needs a pattern of adapter ids, such as 'mia*' or '*'")
+    for pattern in adapters:
+        if not is_pattern(pattern):
+            raise InvalidKey("--adapters", f"{pattern!r} is no pattern of adapter ids; expected such as 'mia*' or '*'")
+
+
+def _secure(path: Path) -> None:
+    """See to it that there is a file, and that only its owner may read it; SQLite gives its other files the same mode.
+
+    An existing one is not opened here: closing it would end the locks of this process's other connections (POSIX).
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise StoreUnusable(f"{path} is no file")
+    if stat.S_IMODE(status.st_mode) & 0o077:
+        _LOG.warning("%s was open to other users; it is not any more", path)
+        path.chmod(0o600)
+    folder = path.parent.stat()
+    if os.geteuid() == 0 and status.st_uid != folder.st_uid:
+        # `sudo lorasrv key create` beside a server that is another user's.
+        os.chown(path, folder.st_uid, folder.st_gid)
+
+
+@contextlib.contextmanager
+def _errors() -> Iterator[None]:
+    """Turn what SQLite and the disk say into StoreFull or StoreUnusable."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
+            raise StoreFull(f"no room on the store's disk for {FILE}; nothing changed. Free some and retry") from error
+        raise StoreUnusable(f"the key book {FILE} cannot be used: {error}") from error
+    except OSError as error:
+        raise StoreUnusable(f"the key book {error.filename} cannot be used: {error.strerror}") from error
+    except (ValueError, TypeError) as error:
+        raise StoreUnusable(f"the key book {FILE} holds what this lorasrv did not write") from error

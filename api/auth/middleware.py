@@ -1,0 +1,136 @@
+"""Who may come in: the key of a request, in front of all routes, so that none can forget to ask.
+
+Decided on the path as the router gets it, before any of it is rebuilt to an address: a Host header cannot change it
+(CVE-2026-48746 in vLLM). A secret is never logged and never repeated in an answer.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from urllib.parse import parse_qs
+
+from starlette.datastructures import Headers
+from starlette.routing import Match
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from api.auth.key_cache import KeyCache, KeyRefused, KeysUnreadable
+from api.auth.principal import ANYBODY, NOBODY, STATE, Caller
+from api.auth.scopes import ADMIN, needed, needs_no_key
+from api.errors import ApiError, describe_at
+
+BEARER = "send a key as the header Authorization: Bearer lorasrv-..."
+CHALLENGE = {"www-authenticate": 'Bearer realm="lorasrv"'}
+POLICY_VIOLATION = 1008
+_IN_QUERY = frozenset({"api_key", "api-key", "apikey", "key", "token", "access_token"})
+_OTHER_HEADERS = ("x-api-key", "api-key")
+
+
+class AuthMiddleware:
+    """Puts the caller into the request's state, or answers 401 or 403 itself."""
+
+    def __init__(self, app: ASGIApp, keys: KeyCache) -> None:
+        self._app = app
+        self._keys = keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            # No route is a web socket's; one that comes to be has to say here what it needs.
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+            return
+        try:
+            caller = self._caller(scope)
+            # A state of its own: the server's is shared by its requests. Before it is refused: who it was is logged.
+            scope["state"] = {**scope.get("state", {}), STATE: caller}
+            _check_scope(scope, caller)
+        except ApiError as refusal:
+            await describe_at(scope["path"], refusal).response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> Caller:
+        if self._keys.is_open():
+            return ANYBODY
+        if needs_no_key(scope["method"], scope["path"]):
+            return NOBODY
+        secret = _secret(scope)
+        with _refusals():
+            return self._keys.caller(secret)
+
+
+def check_key(keys: KeyCache, principal: str) -> None:
+    """For whoever asks in the name of a key without having its secret: whether the key would still be let in.
+
+    Raises: ApiError: 401, it is revoked or expired; 503, that cannot be told now.
+    """
+    with _refusals():
+        keys.check(principal)
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """What a ring says, as an answer."""
+    try:
+        yield
+    except KeysUnreadable:
+        raise ApiError(
+            503,
+            "keys cannot be checked now; the server's disk fails",
+            code="keys_unreadable",
+            headers={"retry-after": "10"},
+        ) from None
+    except KeyRefused as refused:
+        was = "is not known here" if refused.state is None else f"is {refused.state}"
+        raise _unauthorized(f"this key {was}", "invalid_api_key") from None
+
+
+def _check_scope(scope: Scope, caller: Caller) -> None:
+    """Raises: ApiError: 403."""
+    if caller is ANYBODY or caller is NOBODY:
+        return
+    needs = needed(scope["method"], scope["path"])
+    if needs is None and _is_route(scope):
+        needs = ADMIN
+    if needs is not None and not any(caller.may(of) for of in needs):
+        raise ApiError(
+            403,
+            f"this needs a key of scope {' or '.join(sorted(needs))}; yours has {', '.join(sorted(caller.scopes))}",
+            code="forbidden",
+        )
+
+
+def _secret(scope: Scope) -> str:
+    """Raises: ApiError: there is no key where keys belong."""
+    headers = Headers(scope=scope)
+    given = headers.getlist("authorization")
+    if len(given) > 1:
+        raise _unauthorized(f"there are several Authorization headers; {BEARER}", "invalid_api_key")
+    kind, _, secret = (given[0] if given else "").partition(" ")
+    if kind.lower() == "bearer" and secret.strip():
+        return secret.strip()
+    if given:
+        raise _unauthorized(f"the Authorization header holds no bearer token; {BEARER}", "invalid_api_key")
+    if any(name in headers for name in _OTHER_HEADERS):
+        raise _unauthorized(f"this header is not read; {BEARER}", "missing_api_key")
+    if _IN_QUERY & set(_query_names(scope)):
+        raise _unauthorized(f"a key in the address ends up in logs and is not read; {BEARER}", "missing_api_key")
+    raise _unauthorized(f"this server has keys; {BEARER}", "missing_api_key")
+
+
+def _query_names(scope: Mapping[str, Any]) -> list[str]:
+    try:
+        names = parse_qs(scope.get("query_string", b"").decode("latin-1"), keep_blank_values=True, max_num_fields=100)
+    except ValueError:
+        return []
+    return [name.lower() for name in names]
+
+
+def _unauthorized(message: str, code: str) -> ApiError:
+    return ApiError(401, message, code=code, headers=CHALLENGE)
+
+
+def _is_route(scope: Scope) -> bool:
+    """Whether the application has such a route; asked only of what is not in the table."""
+    return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].router.routes)

@@ -1,0 +1,414 @@
+"""The server's batches: each a task that brings its record from one state to the next, on the disk first.
+
+A server that was killed finds its batches as they stood, and each goes on from the state that its record tells: results
+that are in their files are not asked again (`results.py`). Nothing else is kept of how far it was.
+
+Files and batches as one caller may know them: its own. An administrator knows all. There is no other way.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from adapter_store.errors import AdapterError
+from api.auth.principal import ANYBODY, Caller, Scope
+from api.batches.files import BatchBounds, FileManager, Share, Upload, in_thread, new_file_id, unbroken
+from api.batches.input_lines import TooManyLines, duplicates, pending_lines, scan
+from api.batches.records import BatchRecord, BatchStatus, FileRecord, problem
+from api.batches.results import LineReply, ResultSink, ResultsUnreadable, ScannedResults, Tally, recovered, refused
+from api.batches.runner import DEFAULT_CONCURRENCY, Ask, LineRunner, Sleep
+from api.batches.storage import BatchFolder
+from api.errors import ApiError
+from lorasrv.errors import EngineDead
+from lorasrv.fair_lock import most_of
+
+_LOG = logging.getLogger(__name__)
+FOLDER = "batches"
+RETRY_DISK_S = 60.0
+TIDY_EVERY_S = 60.0
+EXPIRED = "the completion window was over before this request was answered"
+
+
+class BatchManager:
+    """The one owner of batches and their files. Everything but the constructor is for the event loop.
+
+    Args:
+        ask_as: how lines are asked in the name of whoever made the batch.
+    Raises (the constructor): StoreUnusable: what is there cannot be read.
+    """
+
+    def __init__(
+        self,
+        root: Path,
+        ask_as: Callable[[Caller], Ask],
+        bounds: BatchBounds | None = None,
+        *,
+        concurrency: int = DEFAULT_CONCURRENCY,
+        clock: Callable[[], float] = time.time,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        self.bounds = bounds or BatchBounds()
+        self._folder = BatchFolder(root / FOLDER)
+        files, self.records = self._folder.read()
+        self.files = FileManager(self._folder, files, self.bounds, clock)
+        self._ask_as = ask_as
+        self._clock = clock
+        self._sleep = sleep
+        self._concurrency = concurrency
+        self._slots = asyncio.Semaphore(concurrency)
+        self._shares: dict[str, Share] = {}
+        # One file at a time is looked through: that may take seconds, and threads are few.
+        self._looking = asyncio.Semaphore(1)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._tallies: dict[str, Tally] = {}
+        self._tidying: asyncio.Task[None] | None = None
+        self._steps = {
+            BatchStatus.VALIDATING: self._validate,
+            BatchStatus.IN_PROGRESS: self._ask_all,
+            BatchStatus.FINALIZING: self._finish,
+            BatchStatus.CANCELLING: self._finish,
+        }
+
+    async def start(self) -> None:
+        """Batches that were not over go on."""
+        for batch_id in self.records:
+            self._start(batch_id)
+        self._tidying = asyncio.create_task(self._tidy())
+
+    async def close(self) -> None:
+        """Every batch stands still, to go on at the next start."""
+        tasks = [*self._tasks.values(), *([self._tidying] if self._tidying is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def get(self, batch_id: str) -> BatchRecord:
+        """Raises: ApiError: 404."""
+        record = self.records.get(batch_id)
+        if record is None:
+            message = "there is no such batch; it may have been forgotten after its time"
+            raise ApiError(404, message, code="batch_not_found", param="batch_id")
+        return record
+
+    def shown(self, record: BatchRecord) -> dict[str, Any]:
+        """The batch object as it is now."""
+        tally = self._tallies.get(record.id)
+        if tally is not None:
+            record = replace(record, completed=tally.completed, failed=tally.failed)
+        return record.shown(self.files.records)
+
+    async def create(
+        self,
+        input_file_id: str,
+        endpoint: str,
+        window: tuple[str, int],
+        metadata: Mapping[str, str] | None = None,
+        result_age_s: int | None = None,
+        caller: Caller = ANYBODY,
+    ) -> BatchRecord:
+        """Begin a batch, the caller's. `window` as it was written, and in seconds.
+
+        Raises: ApiError: the file is not there or not for batches; too many are open. StoreFull, StoreUnusable.
+        """
+        file = self.files.get(input_file_id, "input_file_id")
+        if file.purpose != "batch":
+            message = f"the file's purpose is {file.purpose}, and must be batch"
+            raise ApiError(400, message, code="invalid_value", param="input_file_id")
+        self._check_open(caller.principal)
+        now = int(self._clock())
+        batch_id = f"batch_{secrets.token_hex(12)}"
+        results = (new_file_id(), new_file_id())
+        record = BatchRecord(batch_id, endpoint, input_file_id, window[0], now, now + window[1], *results)
+        limits = {name: most for name, most in asdict(caller.limits).items() if most is not None}
+        record = replace(record, metadata=metadata, result_age_s=result_age_s, limits=limits)
+        record = replace(record, principal=caller.principal, adapters=caller.adapters)
+        # In the books before it is on the disk: what comes meanwhile counts it, and leaves it its file.
+        self.records[batch_id] = record
+        try:
+            await unbroken(in_thread(self._folder.write_batch, record))
+        except Exception:
+            del self.records[batch_id]
+            raise
+        self._start(batch_id)
+        return self.records[batch_id]
+
+    def _check_open(self, principal: str) -> None:
+        most = self.bounds.max_open_batches
+        owners = [record.principal for record in self.records.values() if not record.state.is_over]
+        if owners.count(principal) >= (own := most_of(most, principal)):
+            message = f"{own} batches are open already; wait until one is over"
+        elif len(owners) >= most:
+            message = "too many batches of all keys are open already; wait until one is over"
+        else:
+            return
+        raise ApiError(429, message, code="too_many_batches", headers={"retry-after": "60"})
+
+    async def cancel(self, batch_id: str) -> BatchRecord:
+        """Ask nothing more; what has been answered can be read soon. Nothing happens if that was done already.
+
+        Raises: ApiError: 404; 400, it is over. StoreFull, StoreUnusable.
+        """
+        record = self.get(batch_id)
+        if record.state.is_over and record.state is not BatchStatus.CANCELLED:
+            message = f"the batch is {record.status} and cannot be cancelled any more"
+            raise ApiError(400, message, code="batch_over", param="batch_id")
+        if record.state not in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+            return record
+        try:
+            await self._stop(batch_id)
+            if self.records[batch_id].state in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS):
+                await self._change(batch_id, BatchStatus.CANCELLING)
+        finally:
+            self._start(batch_id)
+        return self.records[batch_id]
+
+    async def delete_file(self, file_id: str) -> None:
+        """Raises: ApiError: 404; 409, an open batch needs it. StoreUnusable."""
+        self.files.get(file_id)
+        if file_id in self._needed():
+            message = "a batch that is not over needs the file; cancel it first, or wait"
+            never = {"x-should-retry": "false"}
+            raise ApiError(409, message, code="file_in_use", param="file_id", headers=never)
+        await self.files.delete(file_id)
+
+    async def tidy(self) -> None:
+        """Forget files that are too old, and batches that are, or are too many; open ones stay.
+
+        Raises: StoreUnusable.
+        """
+        needed = self._needed()
+        for file_id in self.files.expired():
+            if file_id not in needed:
+                await self.files.delete(file_id)
+        over = [record for record in self.records.values() if record.state.is_over]
+        num_too_many = len(self.records) - self.bounds.max_batches
+        now = self._clock()
+        for number, record in enumerate(over):
+            if number < num_too_many or record.created_at + 2 * self.bounds.max_age_s <= now:
+                del self.records[record.id]
+                self._tasks.pop(record.id, None)
+                await in_thread(self._folder.remove_batch, record.id)
+
+    def _needed(self) -> set[str]:
+        open_ones = [record for record in self.records.values() if not record.state.is_over]
+        return {name for r in open_ones for name in (r.input_file_id, r.output_file, r.error_file)}
+
+    async def _tidy(self) -> None:
+        while True:
+            try:
+                await self.tidy()
+            except AdapterError as error:
+                _LOG.warning("old files of batches stay on the disk for now: %s", error)
+            await asyncio.sleep(TIDY_EVERY_S)
+
+    def _start(self, batch_id: str) -> None:
+        task = self._tasks.get(batch_id)
+        if (task is None or task.done()) and not self.records[batch_id].state.is_over:
+            self._tasks[batch_id] = asyncio.create_task(self._live(batch_id))
+
+    async def _stop(self, batch_id: str) -> None:
+        task = self._tasks.get(batch_id)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _live(self, batch_id: str) -> None:
+        while not (record := self.records[batch_id]).state.is_over:
+            try:
+                await self._steps[record.state](record)
+            except EngineDead:
+                _LOG.warning("batch %s stands still: the engine has ended", batch_id)
+                return
+            except (OSError, AdapterError) as error:
+                _LOG.warning("batch %s waits for the disk: %s", batch_id, error)
+                await asyncio.sleep(RETRY_DISK_S)
+            except Exception:
+                _LOG.exception("batch %s failed", batch_id)
+                await self._fail(batch_id, [problem("internal error; the server's log tells more", "internal_error")])
+
+    async def _validate(self, record: BatchRecord) -> None:
+        path = self.files.path(record.input_file_id)
+        problems: list[Mapping[str, Any]] = []
+        total = 0
+        try:
+            async with self._looking:
+                found = await in_thread(scan, path, record.endpoint, self.bounds.max_lines)
+                told = found.problems or await in_thread(duplicates, path, found)
+            problems = [problem(one.message, one.code, one.number, one.param) for one in told]
+            if (more := found.num_malformed - len(found.problems)) > 0:
+                problems.append(problem(f"and {more} more lines are malformed", "invalid_line"))
+            total = found.total
+            if not total:
+                problems = [problem("the file has no lines", "empty_file")]
+        except TooManyLines:
+            problems = [problem(f"the file has more than {self.bounds.max_lines} lines", "too_many_lines")]
+        except FileNotFoundError:
+            problems = [problem("the input file is gone", "file_not_found")]
+        if problems:
+            await self._fail(record.id, problems)
+        else:
+            await self._change(record.id, BatchStatus.IN_PROGRESS, total=total)
+
+    async def _ask_all(self, record: BatchRecord) -> None:
+        window = asyncio.timeout(max(0.0, record.expires_at - self._clock()))
+        try:
+            async with window, self._share(record.principal).turns:
+                await self._ask_lines(record)
+        except FileNotFoundError:
+            await self._fail(record.id, [problem("the input file is gone", "file_not_found")])
+            return
+        except TimeoutError:
+            if not window.expired():
+                raise
+            await self._expire(record)
+            return
+        await self._change(record.id, BatchStatus.FINALIZING)
+
+    async def _ask_lines(self, record: BatchRecord) -> None:
+        found = await in_thread(self._found, record)
+        path = self.files.path(record.input_file_id)
+        async with self._looking:
+            lines = await in_thread(scan, path, record.endpoint)
+        tally = self._tallies[record.id] = found.tally()
+        with self._sink(record, tally) as sink:
+            ask, places = self._ask_as(record.caller), self._share(record.principal).places
+
+            async def ask_in_turn(url: str, body: Mapping[str, Any]) -> LineReply:
+                async with self._slots:
+                    return await ask(url, body)
+
+            runner = LineRunner(ask_in_turn, sink, slots=places, concurrency=self._concurrency, sleep=self._sleep)
+            await runner.run(pending_lines(path, record.endpoint, lines, found.keys))
+
+    def _share(self, principal: str) -> Share:
+        if principal not in self._shares:
+            self._shares[principal] = Share(asyncio.Semaphore(self._concurrency))
+        return self._shares[principal]
+
+    async def _expire(self, record: BatchRecord) -> None:
+        # To its end: whoever cancels the batch meanwhile publishes what is in the files.
+        await unbroken(in_thread(self._write_expired, record))
+        await self._publish(record)
+        await self._change(record.id, BatchStatus.EXPIRED)
+
+    def _write_expired(self, record: BatchRecord) -> None:
+        """Every line without a result gets one that says so."""
+        found = self._found(record)
+        path = self.files.path(record.input_file_id)
+        tally = self._tallies[record.id] = found.tally()
+        with self._sink(record, tally) as sink:
+            for line in pending_lines(path, record.endpoint, scan(path, record.endpoint), found.keys):
+                sink.add(refused(line, "batch_expired", EXPIRED))
+
+    async def _finish(self, record: BatchRecord) -> None:
+        if record.id not in self._tallies:
+            found = await in_thread(self._found, record)
+            self._tallies[record.id] = found.tally()
+        await self._publish(record)
+        is_cancelled = record.state is BatchStatus.CANCELLING
+        await self._change(record.id, BatchStatus.CANCELLED if is_cancelled else BatchStatus.COMPLETED)
+
+    async def _fail(self, batch_id: str, problems: list[Mapping[str, Any]]) -> None:
+        record = self.records[batch_id]
+        with suppress(AdapterError, OSError):
+            await self._publish(record)
+        try:
+            await self._change(batch_id, BatchStatus.FAILED, errors=tuple(problems))
+        except AdapterError:
+            # Not asked again before the next start, and shown as what it is.
+            _LOG.exception("batch %s failed, and the disk does not take that", batch_id)
+            self.records[batch_id] = replace(record, status=BatchStatus.FAILED.value, errors=tuple(problems))
+
+    async def _publish(self, record: BatchRecord) -> None:
+        for file_id, what in ((record.output_file, "output"), (record.error_file, "error")):
+            await self.files.publish(file_id, f"{record.id}_{what}.jsonl", record.result_age_s, record.principal)
+
+    def _found(self, record: BatchRecord) -> ScannedResults:
+        paths = [self.files.path(file_id) for file_id in (record.output_file, record.error_file)]
+        try:
+            return recovered(*paths)
+        except ResultsUnreadable as error:
+            raise RuntimeError(f"results of batch {record.id} are damaged: {error}") from None
+
+    def _sink(self, record: BatchRecord, tally: Tally) -> ResultSink:
+        return ResultSink(self.files.path(record.output_file), self.files.path(record.error_file), tally)
+
+    async def _change(self, batch_id: str, status: BatchStatus, **changes: Any) -> None:
+        """The record's next state, on the disk and then here, with the counts and the time of it."""
+        tally = self._tallies.get(batch_id)
+        if tally is not None:
+            changes |= {"completed": tally.completed, "failed": tally.failed}
+        changes |= {"status": status.value, f"{status.value}_at": int(self._clock())}
+        await unbroken(self._write(replace(self.records[batch_id], **changes)))
+        if status.is_over:
+            self._tallies.pop(batch_id, None)
+
+    async def _write(self, record: BatchRecord) -> None:
+        await in_thread(self._folder.write_batch, record)
+        self.records[record.id] = record
+
+
+class ScopedBatches:
+    """The caller's part of what a keeper keeps; what is another's is not there. Methods raise what the keeper's do."""
+
+    def __init__(self, keeper: BatchManager, caller: Caller) -> None:
+        self._keeper = keeper
+        self._caller = caller
+
+    # Files.
+
+    def files(self) -> list[FileRecord]:
+        """Oldest first."""
+        return [record for record in self._keeper.files.records.values() if self._is_own(record)]
+
+    def file(self, file_id: str, param: str = "file_id") -> FileRecord:
+        record = self._keeper.files.records.get(file_id)
+        return self._keeper.files.get(file_id if record is None or self._is_own(record) else "", param)
+
+    def path(self, file_id: str) -> Path:
+        return self._keeper.files.path(self.file(file_id).id)
+
+    def receiving(self, announced: int) -> AbstractAsyncContextManager[Upload]:
+        return self._keeper.files.receiving(announced, self._caller)
+
+    async def keep(self, upload: Upload, filename: str, purpose: str, age_s: int | None = None) -> FileRecord:
+        return await self._keeper.files.keep(upload, filename, purpose, age_s, self._caller.principal)
+
+    async def delete_file(self, file_id: str) -> None:
+        await self._keeper.delete_file(self.file(file_id).id)
+
+    # Batches.
+
+    def all(self) -> list[BatchRecord]:
+        """Oldest first."""
+        return [record for record in self._keeper.records.values() if self._is_own(record)]
+
+    def get(self, batch_id: str) -> BatchRecord:
+        record = self._keeper.records.get(batch_id)
+        return self._keeper.get(batch_id if record is None or self._is_own(record) else "")
+
+    def shown(self, record: BatchRecord) -> dict[str, Any]:
+        return self._keeper.shown(record)
+
+    async def create(
+        self,
+        input_file_id: str,
+        endpoint: str,
+        window: tuple[str, int],
+        metadata: Mapping[str, str] | None = None,
+        result_age_s: int | None = None,
+    ) -> BatchRecord:
+        self.file(input_file_id, "input_file_id")
+        return await self._keeper.create(input_file_id, endpoint, window, metadata, result_age_s, self._caller)
+
+    async def cancel(self, batch_id: str) -> BatchRecord:
+        return await self._keeper.cancel(self.get(batch_id).id)
+
+    def _is_own(self, record: FileRecord | BatchRecord) -> bool:
+        return record.principal == self._caller.principal or self._caller.may(Scope.ADMIN)

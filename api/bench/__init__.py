@@ -1,1 +1,0 @@
-"""Load for a server, and what it came to: any OpenAI-compatible one, seen from outside."""

@@ -1,0 +1,1 @@
+"""`lorasrv bench`: load generator for any OpenAI-compatible server."""

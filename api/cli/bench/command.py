@@ -1,0 +1,254 @@
+"""bench: load on a server, and what it came to."""
+
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from api.cli.bench.run import BenchOptions
+from api.cli.common.options import JsonOption, check_png
+from api.cli.common.terminal import CliError, ExitCode, note, print_json, progress
+
+if TYPE_CHECKING:
+    from api.cli.bench.stats import Result
+    from lorasrv.metrics.trace import TraceRequest
+
+MAX_RANK = 256
+_WHERE, _LOAD, _REQUEST, _JUDGED, _OUTPUT = "The server", "The load", "The requests", "What is measured", "Output"
+
+
+def _option(text: str, panel: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text.replace("[", r"\["), rich_help_panel=panel, show_default=False, **more)
+
+
+def bench(
+    serve_flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- FLAGS OF SERVE", help="For the server that is started.")
+    ] = None,
+    url: Annotated[
+        str | None, _option("An OpenAI-compatible server that runs. [default: starts lorasrv serve]", _WHERE)
+    ] = None,
+    key: Annotated[str | None, _option("Its API key.", _WHERE, "--api-key", "--key", envvar="LORASRV_API_KEY")] = None,
+    rank: Annotated[
+        int, typer.Option(min=1, max=MAX_RANK, help="Of adapters that are made.", rich_help_panel=_WHERE)
+    ] = 16,
+    models: Annotated[str | None, _option("Names to ask for, a,b,c, the most popular first.", _LOAD)] = None,
+    adapters: Annotated[
+        str | None, _option("How many of the names take part; 0 is the base alone; 1,4,16 sweeps.", _LOAD)
+    ] = None,
+    law: Annotated[str | None, _option("distinct, uniform, zipf:S or identical. [default: distinct]", _LOAD)] = None,
+    concurrency: Annotated[
+        str | None, _option("Clients that each wait for their answer; 1,4,16 sweeps. [default: 8]", _LOAD)
+    ] = None,
+    rate: Annotated[str | None, _option("Requests a second at random times instead; 0.5,2 sweeps.", _LOAD)] = None,
+    trace: Annotated[Path | None, _option("Recorded traffic instead: what lorasrv plan reads.", _LOAD)] = None,
+    requests: Annotated[
+        int | None, _option("Of each load. [default: 2 a client, at least 8; 64 with --rate]", _LOAD, min=1)
+    ] = None,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before, not counted.", rich_help_panel=_LOAD)] = 2,
+    seed: Annotated[int, typer.Option(help="Of names, lengths, words and times.", rich_help_panel=_LOAD)] = 0,
+    prompt_tokens: Annotated[
+        str | None, _option("N, uniform:LOW:HIGH or lognormal:MEAN:SIGMA[:MOST]. [default: 64]", _REQUEST)
+    ] = None,
+    output_tokens: Annotated[str | None, _option("The same, of answers. [default: 64]", _REQUEST)] = None,
+    shared_prefix: Annotated[
+        int, typer.Option(min=0, help="Tokens with which all prompts begin alike.", rich_help_panel=_REQUEST)
+    ] = 0,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="/v1/chat/completions, not /v1/completions.", rich_help_panel=_REQUEST)
+    ] = False,
+    timeout_s: Annotated[
+        float, typer.Option(min=0.1, help="Longest silence of a stream.", rich_help_panel=_REQUEST)
+    ] = 600.0,
+    slo: Annotated[
+        str | None, _option("Count requests that keep bounds in ms: ttft=500,tpot=100 (also e2e).", _JUDGED)
+    ] = None,
+    measure_machine: Annotated[
+        bool,
+        typer.Option("--measure-machine", help="Probe this machine before, for MBU and MFU.", rich_help_panel=_JUDGED),
+    ] = False,
+    model_bytes: Annotated[str | None, _option("Of the base, where the server does not tell: 270MB.", _JUDGED)] = None,
+    model_ops: Annotated[str | None, _option("Operations a token, likewise: 269M.", _JUDGED)] = None,
+    label: Annotated[str, typer.Option(help="A word that comes with the results.", rich_help_panel=_OUTPUT)] = "",
+    plot: Annotated[
+        Path | None, _option("Draw latency over load, throughput over adapters: FILE.png.", _OUTPUT)
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Load a server with requests spread over adapters: throughput, latencies, goodput, failures."""
+    from api.cli.bench.workload import InvalidOption, amount, service_bounds
+
+    if plot is not None:
+        check_png("--plot", plot)
+    try:
+        asked = BenchOptions(
+            url=_address(url),
+            key=key,
+            flags=_flags(serve_flags, url),
+            rank=rank,
+            names=_names(models),
+            adapters=_adapters(adapters, models),
+            loads=_loads(concurrency, rate, trace),
+            requests=_requests(law, prompt_tokens, output_tokens, trace)
+            | {"requests": requests, "warmup": warmup, "seed": seed, "shared_prefix": shared_prefix},
+            trace=_trace(trace),
+            chat=chat,
+            timeout_s=timeout_s,
+            slo=service_bounds(slo) if slo else {},
+            model_bytes=amount("--model-bytes", model_bytes) if model_bytes else 0.0,
+            model_ops=amount("--model-ops", model_ops) if model_ops else 0.0,
+            measure=measure_machine,
+            label=label,
+            as_json=as_json,
+        )
+    except InvalidOption as error:
+        raise CliError(str(error), code=ExitCode.USAGE) from None
+    _bench(asked, plot)
+
+
+# Options.
+def _address(url: str | None) -> str | None:
+    return None if url is None else url.rstrip("/").removesuffix("/v1")
+
+
+def _flags(flags: list[str] | None, url: str | None) -> tuple[str, ...]:
+    from api.cli.bench.server import check_flags
+
+    check_flags(flags or [])
+    if flags and url is not None:
+        raise CliError("--url: flags of serve are for a server that is started", code=ExitCode.USAGE)
+    return tuple(flags or ())
+
+
+def _names(models: str | None) -> tuple[str, ...] | None:
+    from api.cli.bench.workload import InvalidOption
+
+    if models is None:
+        return None
+    names = tuple(name.strip() for name in models.split(","))
+    if not all(names) or len(set(names)) < len(names):
+        raise InvalidOption(f"--models {models!r}: write names that are neither empty nor the same, as a,b,c")
+    return names
+
+
+def _adapters(text: str | None, models: str | None) -> tuple[int, ...] | None:
+    from api.cli.bench.workload import InvalidOption, counts
+
+    if text is None:
+        return None
+    wanted = counts("--adapters", text, least=0)
+    names = _names(models)
+    if names is not None and max(wanted) > len(names):
+        raise InvalidOption(f"--adapters {max(wanted)}: --models names only {len(names)}")
+    return wanted
+
+
+def _loads(concurrency: str | None, rate: str | None, trace: Path | None) -> tuple[dict[str, Any], ...]:
+    from api.cli.bench.workload import InvalidOption, counts, rates
+
+    if concurrency is not None and rate is not None:
+        raise InvalidOption("--concurrency and --rate exclude each other")
+    if rate is not None:
+        return tuple({"rate": value} for value in rates("--rate", rate))
+    if concurrency is None and trace is not None:
+        return ({},)
+    return tuple({"concurrency": value} for value in counts("--concurrency", concurrency or "8"))
+
+
+def _requests(law: str | None, prompt: str | None, output: str | None, trace: Path | None) -> dict[str, Any]:
+    from api.cli.bench.workload import InvalidOption, parse_law, parse_lengths
+
+    for option, value in (("--law", law), ("--prompt-tokens", prompt), ("--output-tokens", output)):
+        if trace is not None and value is not None:
+            raise InvalidOption(f"{option}: --trace says it for each request")
+    return {
+        "law": parse_law(law or "distinct"),
+        "prompt": parse_lengths("--prompt-tokens", prompt or "64"),
+        "output": parse_lengths("--output-tokens", output or "64"),
+    }
+
+
+def _trace(path: Path | None) -> "tuple[TraceRequest, ...] | None":
+    from lorasrv.metrics.trace import read_trace
+
+    return None if path is None else read_trace(path)
+
+
+# The bench.
+def _bench(asked: BenchOptions, plot: Path | None) -> None:
+    from api.cli.bench.report import print_results
+    from api.cli.bench.run import Bench
+
+    results: list[Result] = []
+    try:
+        with _ending_on_sigterm():
+            rates = _rates(asked)
+            with _server(asked) as url:
+                for done in Bench(asked, url, rates).run():
+                    results.append(done)
+                    if asked.as_json:
+                        print_json(done)
+    finally:
+        # Also what there is when Ctrl-C ends it.
+        if results and not asked.as_json:
+            print_results(results)
+        if results and plot is not None:
+            from api.cli.bench.plot import draw
+
+            draw(plot, results)
+    _end(results)
+
+
+def _end(results: Sequence["Result"]) -> None:
+    if any(done.get("interrupted") for done in results):
+        note("lorasrv: interrupted; the figures are those until then")
+        raise KeyboardInterrupt
+    for done in results:
+        if done["figures"]["failed"] == done["figures"]["requests"]:
+            raise CliError(f"no request of {done['point']} was answered: {done['figures']['first_error']}")
+
+
+def _rates(asked: BenchOptions) -> Any:
+    if not asked.measure:
+        return None
+    from urllib.parse import urlsplit
+
+    from api.asgi.address import is_loopback
+    from api.cli.bench.machine import measure
+
+    if asked.url is not None and not is_loopback(urlsplit(asked.url).hostname or ""):
+        raise CliError("--measure-machine measures this machine; the server is on another", code=ExitCode.USAGE)
+    with progress() as step:
+        step("measuring the machine", 0.0, 1.0)
+        rates = measure()
+        step("measuring the machine", 1.0, 1.0)
+    return rates
+
+
+def _server(asked: BenchOptions) -> AbstractContextManager[str]:
+    from api.cli.bench.server import started
+
+    if asked.url is not None:
+        return nullcontext(asked.url)
+    return started(asked.flags, asked.made_names, asked.rank, asked.requests["seed"])
+
+
+@contextmanager
+def _ending_on_sigterm() -> Iterator[None]:
+    """As Ctrl-C does: a started server must not stay behind."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,79 @@
+"""What a server tells of itself: models, version, and what its model costs to read and to compute."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from api.cli.bench.roofline import Work
+from api.client import Client, Refused, ServerUnreachable
+
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """`name`: lorasrv, or what else it says it is; `version` None: it does not tell. `base`: the model that is no
+    adapter. `info`: of lorasrv, all it tells.
+    """
+
+    name: str
+    version: str | None
+    base: str
+    adapters: tuple[str, ...]
+    info: Mapping[str, Any]
+
+    def to_dict(self) -> dict[str, object]:
+        told = {name: self.info[name] for name in ("quantization", "model_dtype") if name in self.info}
+        return {"name": self.name, "version": self.version, "base": self.base, **told}
+
+
+def look(client: Client) -> Served:
+    """Raises: ServerUnreachable; Refused: it lists no models."""
+    cards = client.models()
+    if not cards:
+        raise ServerUnreachable(f"what answers at {client.url} lists no models at /v1/models")
+    # A server that knows adapters says whose child each is.
+    adapters = tuple(str(card["id"]) for card in cards if card.get("parent"))
+    bases = [str(card["id"]) for card in cards if not card.get("parent")]
+    base = bases[0] if bases else str(cards[0]["id"])
+    info = _optional(client, "/info")
+    if info.get("router") == "lorasrv":
+        return Served("lorasrv", str(info["version"]), base, adapters, info)
+    version = _optional(client, "/version").get("version") or info.get("version")
+    owner = str(cards[0].get("owned_by") or "unknown")
+    return Served(owner, None if version is None else str(version), base, adapters, {})
+
+
+def work_of(client: Client, served: Served, adapters: Sequence[str]) -> Work | None:
+    """Of lorasrv; None of others, which do not tell. The first adapter stands for all."""
+    info = served.info
+    if "operations" not in info:
+        return None
+    ops = info["operations"]
+    weights = _adapter_weights(client, adapters[0]) if adapters else 0
+    return Work(
+        model_bytes=info["weight_bytes"],
+        kv_token_bytes=info["kv_token_bytes"],
+        adapter_bytes=weights * ITEM_BYTES.get(info["model_dtype"], 2),
+        token_ops=ops["token"],
+        sampled_ops=ops["sampled_token"],
+        context_ops=ops["context_token"],
+        adapter_ops=2 * weights,
+        is_int8=info["quantization"] in ("int8", "int4", "q3h"),
+    )
+
+
+def _adapter_weights(client: Client, name: str) -> int:
+    """How many numbers an adapter has; 0 if its files do not say."""
+    # A reference to a version (`mia@3`) is of the same id; sizes seldom differ.
+    report = client.adapter(name.partition("@")[0])["report"]
+    itemsize = ITEM_BYTES.get(report["dtype"])
+    return int(report["weights_bytes"]) // itemsize if itemsize else 0
+
+
+def _optional(client: Client, path: str) -> dict[str, Any]:
+    """What stands at a path that other servers may not have."""
+    try:
+        return client.get(path)
+    except (Refused, ServerUnreachable):
+        return {}

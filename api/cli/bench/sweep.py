@@ -1,0 +1,191 @@
+"""The points of a sweep: each a load of its own, from settings that all share."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from api.cli.bench.client import Ask
+from api.cli.bench.load import Load, ScheduledCall, closed, opened, poisson
+from api.cli.bench.prompts import Prompts, Ruler, counted_texts
+from api.cli.bench.workload import Law, Lengths
+from lorasrv.metrics.trace import TraceRequest
+
+LEAST_REQUESTS, REQUESTS_A_CLIENT, REQUESTS_AT_RATE = 8, 2, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`concurrency` clients, or `rate` requests a second, or neither: as a trace has it. `adapters`: how many of the
+    names take part; 0: the base alone; None: the names of the trace.
+    """
+
+    adapters: int | None
+    concurrency: int | None = None
+    rate: float | None = None
+
+    def __str__(self) -> str:
+        who = {None: "names of the trace", 0: "base only", 1: "1 adapter"}.get(
+            self.adapters, f"{self.adapters} adapters"
+        )
+        if self.concurrency is not None:
+            return f"concurrency {self.concurrency}, {who}"
+        return f"{self.rate:g}/s, {who}" if self.rate is not None else f"trace, {who}"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What all points share. `names` in the order of their popularity; `requests` None: as many as the load needs."""
+
+    names: Sequence[str]
+    base: str
+    law: Law = Law("distinct")  # noqa: RUF009 - frozen
+    prompt: Lengths = Lengths("fixed", 64)  # noqa: RUF009 - frozen
+    output: Lengths = Lengths("fixed", 64)  # noqa: RUF009 - frozen
+    requests: int | None = None
+    shared_prefix: int = 0
+    warmup: int = 2
+    seed: int = 0
+    trace: Sequence[TraceRequest] | None = None
+
+    def num_requests(self, point: Point) -> int:
+        if self.trace is not None:
+            return min(len(self.trace), self.requests or len(self.trace))
+        if self.requests is not None:
+            return self.requests
+        if point.concurrency is None:
+            return REQUESTS_AT_RATE
+        return max(LEAST_REQUESTS, REQUESTS_A_CLIENT * point.concurrency)
+
+    def to_dict(self, point: Point) -> dict[str, Any]:
+        """As JSON, of one point."""
+        arrival = "concurrency" if point.concurrency else "rate" if point.rate else "trace"
+        lengths = {} if self.trace is not None else {"prompt": _spelled(self.prompt), "output": _spelled(self.output)}
+        return {
+            "arrival": arrival,
+            "concurrency": point.concurrency,
+            "rate": point.rate,
+            "adapters": point.adapters,
+            "law": None if self.trace is not None else str(self.law),
+            **lengths,
+            "requests": self.num_requests(point),
+            "shared_prefix": self.shared_prefix,
+            "warmup": self.warmup,
+            "seed": self.seed,
+        }
+
+
+def make_asks(point: Point, settings: Settings, ruler: Ruler) -> list[Ask]:
+    """The requests of a point. Names, lengths, words and times have seeds of their own: a change of one law leaves
+    what the others draw.
+    """
+    prompts = Prompts(ruler, _rng(settings, "words"))
+    count = settings.num_requests(point)
+    times = poisson(point.rate, count, _rng(settings, "times")) if point.rate is not None else None
+    if settings.trace is not None:
+        return _from_trace(settings.trace[:count], point, settings, prompts, times)
+    names = _names(point, settings, count)
+    inputs, outputs = _rng(settings, "prompts"), _rng(settings, "answers")
+    return [
+        Ask(
+            model=name,
+            prompt=prompts.make(settings.prompt.draw(inputs), settings.shared_prefix),
+            max_tokens=settings.output.draw(outputs),
+            has_adapter=name != settings.base,
+            at_s=times[number] if times is not None else None,
+        )
+        for number, name in enumerate(names)
+    ]
+
+
+async def measure_ruler(ask: ScheduledCall, model: str) -> Ruler:
+    """By having a server count two texts.
+
+    Raises:
+        Unserved: it does not answer them, with what came instead.
+    """
+    counts = []
+    for text in counted_texts():
+        outcome = await ask(Ask(model, text, 1))
+        if outcome.failure is not None:
+            raise Unserved(outcome.failure, outcome.detail)
+        counts.append(outcome.prompt_tokens)
+    return Ruler.of(*counts)
+
+
+class Unserved(Exception):
+    """A server that does not answer even one token: the kind of failure, and what was seen."""
+
+    def __init__(self, failure: str, detail: str) -> None:
+        super().__init__(f"{failure}: {detail}")
+        self.failure = failure
+
+
+async def run_point(
+    ask: ScheduledCall, point: Point, asks: Sequence[Ask], warmup: int, load: Load, tell: Callable[[int], None]
+) -> None:
+    """Warm up, then load. What an interruption leaves is in `load`."""
+    warm = [Ask(asks[n % len(asks)].model, "warm up", asks[0].max_tokens) for n in range(warmup)]
+    if warm:
+        await closed(ask, warm, point.concurrency or 1, Load())
+    if point.concurrency is not None:
+        await closed(ask, asks, point.concurrency, load, tell)
+    else:
+        await opened(ask, asks, load, tell)
+
+
+def trace_names(trace: Sequence[TraceRequest]) -> list[str]:
+    """Adapters of a trace, the most popular first."""
+    counted = Counter(request.adapter for request in trace if request.adapter is not None)
+    return sorted(counted, key=lambda name: (-counted[name], name))
+
+
+def _names(point: Point, settings: Settings, count: int) -> list[str]:
+    if not point.adapters:
+        return [settings.base] * count
+    return [settings.names[k] for k in settings.law.pick(point.adapters, count, _rng(settings, "names"))]
+
+
+def _from_trace(
+    trace: Sequence[TraceRequest], point: Point, settings: Settings, prompts: Prompts, times: list[float] | None
+) -> list[Ask]:
+    served = {name: _stand_in(k, name, point, settings) for k, name in enumerate(trace_names(trace))}
+    # As `lorasrv plan` has it: the requests of an adapter begin alike, as far as a cache knew their prompts.
+    most: dict[str | None, int] = {}
+    for request in trace:
+        most[request.adapter] = max(most.get(request.adapter, 0), request.cached_tokens)
+    seen: set[str | None] = set()
+    asks = []
+    for number, request in enumerate(trace):
+        name = settings.base if request.adapter is None else served[request.adapter]
+        shared = request.cached_tokens if request.adapter in seen else min(most[request.adapter], request.prompt_tokens)
+        seen.add(request.adapter)
+        asks.append(
+            Ask(
+                model=name,
+                prompt=prompts.make(request.prompt_tokens, settings.shared_prefix or shared, request.adapter or ""),
+                max_tokens=request.output_tokens,
+                has_adapter=name != settings.base,
+                at_s=request.arrival_s if times is None else times[number],
+            )
+        )
+    return asks
+
+
+def _stand_in(rank: int, name: str, point: Point, settings: Settings) -> str:
+    """Who answers for the adapter of a trace that is so many places behind the most popular."""
+    if point.adapters is None:
+        return name
+    return settings.names[rank % point.adapters] if point.adapters else settings.base
+
+
+def _rng(settings: Settings, what: str) -> random.Random:
+    return random.Random(f"{settings.seed} {what}")
+
+
+def _spelled(lengths: Lengths) -> str:
+    if lengths.kind == "fixed":
+        return f"{lengths.a:g}"
+    numbers = [lengths.a, lengths.b] + ([lengths.most] if lengths.kind == "lognormal" else [])
+    return ":".join([lengths.kind, *(f"{number:g}" for number in numbers)])

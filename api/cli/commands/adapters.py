@@ -1,0 +1,199 @@
+"""upload, list, show, rm: adapters of a running server.
+
+What an adapter was asked and what it cost, as lines of `lorasrv show`.
+"""
+
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from typing import Annotated, Any
+
+import typer
+
+from adapter_store.formats.mlx_dir import open_adapter_dir
+from api.asgi.address import DEFAULT_SERVER
+from api.cli.common.formatting import (
+    DirectoryArgument,
+    PartialOption,
+    _count,
+    found_facts,
+    found_lines,
+    limits_line,
+    report_lines,
+    size,
+    target_text,
+    verdict_line,
+)
+from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
+from api.cli.common.terminal import CliError, ExitCode, note, out, print_json, progress, say, short_digest
+from lorasrv.config import BUILTIN_MODEL
+
+MIB = 2**20
+
+
+def stats_lines(stats: dict[str, Any]) -> Iterator[str]:
+    """Of an answer of `GET /v1/adapters/{id}/stats`; one line if nothing was ever asked."""
+    if not stats["requests"]:
+        yield "never asked"
+        return
+    ends = {name: stats[name] for name in ("errors", "refused", "aborted", "fallbacks") if stats[name]}
+    shown = "".join(f", {count} {name}" for name, count in ends.items())
+    yield f"asked {stats['requests']} times{shown}, last {_when(stats['last_used'])}"
+    yield (
+        f"{stats['prompt_tokens']} prompt tokens ({stats['cached_tokens']} cached), "
+        f"{stats['generated_tokens']} generated, in {stats['compute_seconds']:.1f} s of computing"
+    )
+    if any(stats["found"].values()):
+        ratios = ", ".join(f"{tier} {100 * share:.0f} %" for tier, share in stats["hit_ratio"].items())
+        moved = f"{stats['disk_bytes'] / MIB:.1f} MiB from disk, {stats['pool_bytes'] / MIB:.1f} MiB to the pool"
+        yield f"found: {ratios}; moved {moved}; held {stats['resident_byte_hours'] / MIB:.1f} MiB hours of the pool"
+    for kind, first in stats["ttft"].items():
+        if first["count"]:
+            yield (
+                f"first token, {kind}: {first['mean_ms']:.0f} ms on average, half within {first['p50_ms']:.0f}, "
+                f"95 % within {first['p95_ms']:.0f} ({first['count']})"
+            )
+
+
+def _when(unix_s: int | None) -> str:
+    return "never" if unix_s is None else datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
+
+
+IdArgument = Annotated[str, typer.Argument(metavar="ID", help="Adapter id.", autocompletion=complete_adapter_ids)]
+
+
+def upload(
+    directory: DirectoryArgument,
+    adapter_id: Annotated[str | None, typer.Option("--id", help="Name to serve it under.")] = None,
+    if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Fail if the id is taken.")] = False,
+    alias: Annotated[str | None, typer.Option(help="Move this alias of the id, or of each id, to it, too.")] = None,
+    allow_partial: PartialOption = False,
+    every: Annotated[bool, typer.Option("--all", help="DIR is a tree of such folders: send all.")] = False,
+    prefix: Annotated[str, typer.Option(help="Put before each id of --all.")] = "",
+    slugify: Annotated[bool, typer.Option("--slugify", help="Make allowed ids of others: Org/Mia is org-mia.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="With --all: check here, send nothing.")] = False,
+    model: Annotated[str, typer.Option(help="Base that --dry-run checks against.")] = BUILTIN_MODEL,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Send an adapter to the server, which checks it against its base and reports what matched."""
+    from api.cli.commands import bulk_upload
+
+    if every == (adapter_id is not None) or ((prefix or dry_run) and not every):
+        message = "give either --id ID for one adapter, or --all, to which alone belong --prefix and --dry-run"
+        raise CliError(message, code=ExitCode.USAGE)
+    if adapter_id is None:
+        tree = bulk_upload.Tree(directory, prefix, slugify)
+        if dry_run:
+            bulk_upload.check_all(tree, model, allow_partial, as_json)
+        else:
+            how = bulk_upload.How(if_not_exists, alias, allow_partial)
+            bulk_upload.upload_all(tree, server, how, as_json)
+        return
+    adapter_id = bulk_upload.adapter_id_of(adapter_id, slugify)
+    with open_adapter_dir(directory) as peft:
+        for line in found_lines(peft):
+            note(line)
+        with connected(server) as client, progress(in_bytes=True) as step:
+            done = client.upload(
+                peft,
+                adapter_id,
+                if_not_exists=if_not_exists,
+                alias=alias,
+                allow_partial=allow_partial,
+                progress=step,
+            )
+    if as_json:
+        print_json({**done, **found_facts(peft)})
+        return
+    state = "registered" if done["created"] else "unchanged:"
+    say(f"{state} {done['id']}@{done['version']}  {short_digest(done['digest'])}")
+    for line in report_lines(done["report"]):
+        say(f"  {line}")
+
+
+def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+    """Adapters of the server."""
+    with connected(server) as client:
+        adapters = client.adapters()
+    if as_json:
+        print_json(adapters)
+        return
+    if not out().is_terminal:
+        for adapter in adapters:
+            say("\t".join(_cells(adapter)))
+        return
+    from rich.table import Table
+
+    table = Table("id", "version", "digest", "rank", "size", box=None)
+    for adapter in adapters:
+        table.add_row(*_cells(adapter))
+    out().print(table if adapters else "no adapters; add one with: lorasrv upload DIR --id ID")
+
+
+def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+    """One adapter: its versions, its aliases, the report of the current version, what it was asked and what it cost."""
+    with connected(server) as client:
+        stats = client.stats(adapter_id)
+        adapter = client.adapter(adapter_id) if stats["versions"] else None
+    if as_json:
+        print_json({**(adapter or {}), "stats": stats})
+        return
+    if adapter is None:
+        for line in (f"{stats['id']}, the base", *stats_lines(stats)):
+            say(line)
+        return
+    say(f"{adapter['id']}@{adapter['version']}  {adapter['digest']}")
+    for line in report_lines(adapter["report"]):
+        say(f"  {line}")
+    say(f"  tier {adapter['tier'] or 'unknown'}, asked {adapter['traffic']['requests']} times since the start")
+    for line in stats_lines(stats):
+        say(f"  {line}")
+    say(f"  {limits_line(adapter['limits'])}")
+    for version in adapter["versions"]:
+        corrupt = ", damaged on the disk: upload it again" if version["corrupt"] else ""
+        say(f"  version {version['version']}: {short_digest(version['digest'])}, {size(version['bytes'])}{corrupt}")
+    for alias, target in adapter["aliases"].items():
+        say(f"  {adapter['id']}:{alias} -> {target_text(adapter['id'], target)}")
+    say(f"  {verdict_line(adapter['verified'])}")
+
+
+def rm(
+    reference: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID[@VERSION]", help="An id, or one version of it.", autocompletion=complete_adapter_ids
+        ),
+    ],
+    force: Annotated[
+        bool, typer.Option("--force", help="Whatever is in the way: aliases of it go, its requests end with an error.")
+    ] = False,
+    wait: Annotated[
+        float, typer.Option(min=0, max=60, metavar="SECONDS", help="Wait so long for its requests to end.")
+    ] = 0.0,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Remove an adapter, or one version; running requests finish on what they started with."""
+    with connected(server) as client:
+        done = client.delete(reference, force=force, wait_s=wait)
+    if as_json:
+        print_json(done)
+        return
+    say(f"removed {reference} ({_count(done['versions_removed'], 'version')})")
+    for alias in done["aliases_removed"]:
+        say(f"removed {reference.partition('@')[0]}:{alias}")
+    if done["requests_ended"]:
+        say(f"ended {_count(done['requests_ended'], 'request')}")
+    if done["requests_running"]:
+        note(f"{_count(done['requests_running'], 'request')} still on it")
+
+
+def _cells(adapter: dict[str, Any]) -> tuple[str, ...]:
+    current = next(v for v in adapter["versions"] if v["version"] == adapter["version"])
+    return (
+        adapter["id"],
+        str(adapter["version"]),
+        short_digest(adapter["digest"]),
+        str(current["rank"]),
+        size(current["bytes"]),
+    )

@@ -1,0 +1,47 @@
+"""Lines asked of an engine of one's own, without a server: the store is taken, the model loaded, and then as served."""
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from typing import TYPE_CHECKING
+
+from api.batches.in_process import in_process_client
+from api.batches.runner import Ask
+from api.config.settings import ServerSettings
+from api.server import open_store
+from api.serving.adapter_limits import AdapterLimits
+from api.serving.services import Services
+from lorasrv.offline.verify.verifier import Verifier
+
+if TYPE_CHECKING:
+    from lorasrv.engine.async_engine import AsyncEngine
+
+Progress = Callable[[str, float], None]
+
+
+@contextmanager
+def embedded(settings: ServerSettings, progress: Progress) -> Iterator[AbstractAsyncContextManager[Ask]]:
+    """Loads the model (seconds); what it gives starts the engine in the event loop where it is entered.
+
+    Raises:
+        LorasrvError, AdapterError: model, options or store do not serve; a server has the store.
+    """
+    config = settings.engine_config()
+    from lorasrv.engine.async_engine import AsyncEngine
+
+    with open_store(settings) as store:
+        engine = AsyncEngine.build(config, store, lambda _, share: progress("loading the model", share))
+        limits = AdapterLimits(engine, store, settings.limits("adapter"))
+        limits.check()
+        services = Services(engine, store, settings, limits, Verifier(), int(time.time()))
+        yield _running(engine, services)
+
+
+@asynccontextmanager
+async def _running(engine: "AsyncEngine", services: Services) -> AsyncIterator[Ask]:
+    await engine.start()
+    try:
+        await services.limits.tell_all()
+        yield in_process_client(services)
+    finally:
+        await engine.shutdown()

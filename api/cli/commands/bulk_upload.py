@@ -1,0 +1,287 @@
+"""upload --all: a tree of adapter folders, some at a time. What the server has already costs no transfer, so the same
+command goes on where it was stopped; what is refused is told at the end, and the rest is in.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from adapter_store.errors import AdapterInvalid, InvalidAdapterId, show
+from adapter_store.formats.mlx_dir import open_adapter_dir
+from adapter_store.formats.peft_dir import CONFIG_NAME, MLX_WEIGHTS_NAME, PICKLES, WEIGHTS_NAME
+from adapter_store.registry.references import VERBS, check_adapter_id, suggest_id
+from adapter_store.spec import BaseShapes
+from adapter_store.validation.validate import check_files
+from api.cli.commands import check
+from api.cli.common.options import connected
+from api.cli.common.terminal import CliError, ExitCode, Steps, note, print_json, progress, say, short_digest
+from api.client import Client, Refused, ServerUnreachable, problem_line
+from lorasrv.config import MemoryOptions
+
+PARALLEL = 4
+MAX_PATIENCE_S = 120.0
+MIN_PAUSE_S = 0.5
+MAX_DEPTH = 8
+SHOWN_NAMES = 20
+MARKS = (CONFIG_NAME, WEIGHTS_NAME, MLX_WEIGHTS_NAME, PICKLES[0])
+"""A folder with one of these is an adapter, if perhaps one that is refused; what lies below it is its own affair."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundAdapter:
+    """An adapter of the tree: `place` is its path below the tree's root, `adapter_id` what it is to be called."""
+
+    folder: Path
+    place: str
+    adapter_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class UploadOutcome:
+    """What became of one: the server's answer (or the local report), or every reason why not."""
+
+    found: FoundAdapter
+    done: dict[str, Any]
+    reasons: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        ok = {"ok": not self.reasons, "id": self.found.adapter_id, "folder": self.found.place}
+        return {**ok, "reasons": list(self.reasons)} if self.reasons else {**ok, **self.done}
+
+
+def adapter_id_of(wanted: str, slugify: bool) -> str:
+    """The id as wanted, or the valid one that it could be. Raises: CliError: nothing of it could stay."""
+    if not slugify:
+        return wanted
+    slug = suggest_id(wanted, VERBS)
+    if slug is None:
+        raise CliError(f"no id can be made of {show(wanted)}; give one with --id", code=ExitCode.USAGE)
+    if slug != wanted:
+        note(f"{show(wanted)} becomes {slug!r}")
+    return slug
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A folder of adapter folders, and how their paths below it become ids: `prefix` before, `slugify` after."""
+
+    root: Path
+    prefix: str = ""
+    slugify: bool = False
+
+    def adapters(self) -> list[FoundAdapter]:
+        """Sorted by path.
+
+        Raises:
+            CliError: there is none; an id is not allowed, with what it could be; two adapters would have one id.
+        """
+        folders = list(_folders(self.root))
+        if folders == [self.root]:
+            message = f"{self.root} is an adapter itself; send it with: lorasrv upload DIR --id ID"
+            raise CliError(message, code=ExitCode.USAGE)
+        if not folders:
+            raise CliError(f"no folder below {self.root} holds {CONFIG_NAME}")
+        places = {folder: folder.relative_to(self.root).as_posix() for folder in folders}
+        wanted = {folder: self.prefix + place for folder, place in places.items()}
+        ids = {folder: self._adapter_id(name) for folder, name in wanted.items()}
+        _check_ids(ids, wanted)
+        return [FoundAdapter(folder, place, ids[folder]) for folder, place in places.items()]
+
+    def _adapter_id(self, wanted: str) -> str:
+        return suggest_id(wanted, VERBS) or wanted if self.slugify else wanted
+
+
+@dataclass(frozen=True, slots=True)
+class How:
+    """What is asked of the server for each, as for one that is sent alone."""
+
+    if_not_exists: bool = False
+    alias: str | None = None
+    allow_partial: bool = False
+
+
+def upload_all(tree: Tree, server: str, how: How, as_json: bool) -> None:
+    """Send every adapter of a tree. Raises: CliError: some are refused, or the server is gone."""
+    found = tree.adapters()
+    outcomes = []
+    with connected(server) as client, progress(in_bytes=True) as step:
+        client.base_name()  # a server that is not there is told before anything is read
+        meter = _Meter(step, found)
+        for outcome in _each(found, lambda one: _send(client, one, how, meter)):
+            outcomes.append(outcome)
+            _print_sent(outcome, as_json)
+    _end(outcomes, "are in the server")
+
+
+def check_all(tree: Tree, model: str, allow_partial: bool, as_json: bool) -> None:
+    """List what would be sent under which id, as a server with this base would judge it.
+
+    Raises: CliError: some would be refused.
+    """
+    found = tree.adapters()
+    base = check.shapes_of(model)
+    outcomes = []
+    for one in found:
+        outcomes.append(_checked(one, base, allow_partial))
+        if as_json:
+            print_json(outcomes[-1].to_dict())
+        elif not outcomes[-1].reasons:
+            say(f"ok {one.adapter_id}{_from(one)}")
+    _end(outcomes, "would be taken; nothing was sent")
+
+
+def _folders(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
+    """Links are followed, but not in circles."""
+    resolved = folder.resolve()
+    if not folder.is_dir() or resolved in above or len(above) > MAX_DEPTH:
+        return
+    if any((folder / mark).is_file() for mark in MARKS):
+        yield folder
+        return
+    for child in sorted(folder.iterdir()):
+        yield from _folders(child, above | {resolved})
+
+
+def _check_ids(ids: Mapping[Path, str], wanted: Mapping[Path, str]) -> None:
+    bad = []
+    for name in ids.values():
+        try:
+            check_adapter_id(name, VERBS)
+        except InvalidAdapterId as error:
+            bad.append(str(error))
+    if bad:
+        message = "some ids are not allowed: rename the folders, or have ids made with --slugify"
+        raise CliError(message, details=_few(bad), code=ExitCode.USAGE)
+    owners: dict[str, list[str]] = {}
+    for folder, name in ids.items():
+        owners.setdefault(name, []).append(show(wanted[folder]))
+    if double := [f"{name}: {', '.join(names)}" for name, names in owners.items() if len(names) > 1]:
+        message = "several folders would have one id: rename all but one of each"
+        raise CliError(message, details=_few(double), code=ExitCode.USAGE)
+
+
+def _few(lines: Sequence[str]) -> list[str]:
+    rest = [f"and {len(lines) - SHOWN_NAMES} more"] if len(lines) > SHOWN_NAMES else []
+    return [*lines[:SHOWN_NAMES], *rest]
+
+
+class _Meter:
+    """Bytes of all adapters as one figure, whatever the threads do."""
+
+    def __init__(self, step: Steps, found: Sequence[FoundAdapter]) -> None:
+        self._step = step
+        self._lock = threading.Lock()
+        self._sizes = {one.adapter_id: _weights_bytes(one.folder) for one in found}
+        self._sent = dict.fromkeys(self._sizes, 0)
+        self._total = sum(self._sizes.values())
+        self._total_sent = 0
+
+    def sent(self, one: FoundAdapter, share: float = 1.0) -> None:
+        """Say how much of an adapter is through; all of it at last, whether it was sent, refused or there already."""
+        with self._lock:
+            now = int(share * self._sizes[one.adapter_id])
+            self._total_sent += now - self._sent[one.adapter_id]
+            self._sent[one.adapter_id] = now
+            self._step("uploading", self._total_sent, self._total)
+
+
+def _weights_bytes(folder: Path) -> int:
+    """At least 1: a folder without weights counts too."""
+    files = (folder / name for name in (WEIGHTS_NAME, MLX_WEIGHTS_NAME))
+    return max([1, *(file.stat().st_size for file in files if file.is_file())])
+
+
+def _each(found: Sequence[FoundAdapter], work: Callable[[FoundAdapter], UploadOutcome]) -> Iterator[UploadOutcome]:
+    """Outcomes as they come; the first surprise ends what has not begun."""
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        futures: list[Future[UploadOutcome]] = [pool.submit(work, one) for one in found]
+        try:
+            for future in as_completed(futures):
+                yield future.result()
+        except ServerUnreachable as error:
+            done = sum(f.done() and not f.cancelled() and f.exception() is None for f in futures)
+            message = f"{error}; {done} of {len(found)} were done, the same command goes on from there"
+            raise ServerUnreachable(message) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _send(client: Client, one: FoundAdapter, how: How, meter: _Meter) -> UploadOutcome:
+    def tell(what: str, done: int, total: int) -> None:
+        if what == "sending" and total:
+            meter.sent(one, done / total)
+
+    try:
+        with open_adapter_dir(one.folder) as peft:
+            done = _patiently(
+                lambda: client.upload(peft, one.adapter_id, **asdict(how), send_always=False, progress=tell)
+            )
+    except (AdapterInvalid, Refused, OSError) as error:
+        return UploadOutcome(one, {}, _reasons(error))
+    finally:
+        meter.sent(one)
+    return UploadOutcome(one, done)
+
+
+def _patiently(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Again while the server is busy and says for how long, up to `MAX_PATIENCE_S` in all. Raises: Refused."""
+    waited = 0.0
+    while True:
+        try:
+            return work()
+        except Refused as error:
+            # At least a while each time, so that a server that says 0 for ever is not asked for ever.
+            pause = max(MIN_PAUSE_S, error.retry_after_s or 0.0)
+            if error.retry_after_s is None or waited + pause > MAX_PATIENCE_S:
+                raise
+            time.sleep(pause)
+            waited += pause
+
+
+def _checked(one: FoundAdapter, base: BaseShapes, allow_partial: bool) -> UploadOutcome:
+    rank = MemoryOptions().max_lora_rank
+    try:
+        with open_adapter_dir(one.folder) as peft:
+            report = check_files(peft.config, peft.weights_path, base, rank, allow_partial=allow_partial).report
+    except (AdapterInvalid, OSError) as error:
+        return UploadOutcome(one, {}, _reasons(error))
+    return UploadOutcome(one, {"report": report.to_dict()})
+
+
+def _reasons(error: AdapterInvalid | Refused | OSError) -> tuple[str, ...]:
+    if isinstance(error, AdapterInvalid):
+        return tuple(problem_line(problem.to_dict()) for problem in error.problems)
+    if isinstance(error, Refused):
+        return tuple(error.problems) or (str(error),)
+    return (f"cannot be read: {error.strerror or type(error).__name__}",)
+
+
+def _print_sent(outcome: UploadOutcome, as_json: bool) -> None:
+    if as_json:
+        print_json(outcome.to_dict())
+        return
+    if outcome.reasons:
+        return
+    done = outcome.done
+    state = "registered" if done["created"] else "unchanged:"
+    say(f"{state} {done['id']}@{done['version']}  {short_digest(done['digest'])}{_from(outcome.found)}")
+    for warning in done["report"]["warnings"]:
+        note(f"{done['id']}: warning: {warning}")
+
+
+def _from(one: FoundAdapter) -> str:
+    return "" if one.place == one.adapter_id else f"  (from {show(one.place)})"
+
+
+def _end(outcomes: Sequence[UploadOutcome], done: str) -> None:
+    refused = [outcome for outcome in outcomes if outcome.reasons]
+    summary = f"{len(outcomes) - len(refused)} of {len(outcomes)} adapters {done}"
+    if not refused:
+        note(summary)
+        return
+    lines = [f"{outcome.found.adapter_id}{_from(outcome.found)}: {'; '.join(outcome.reasons)}" for outcome in refused]
+    raise CliError(f"{summary}; refused:", details=lines)

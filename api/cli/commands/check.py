@@ -1,0 +1,94 @@
+"""check: the server's validator without a server."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from adapter_store.errors import AdapterInvalid
+from adapter_store.formats.mlx_dir import open_adapter_dir
+from adapter_store.spec import AdapterKey, BaseShapes
+from api.cli.common.formatting import (
+    ClosedStoreOption,
+    DirectoryArgument,
+    PartialOption,
+    found_facts,
+    found_lines,
+    report_lines,
+)
+from api.cli.common.options import JsonOption
+from api.cli.common.terminal import CliError, note, print_json, say, short_digest
+from lorasrv.config import BUILTIN_MODEL, MemoryOptions
+
+if TYPE_CHECKING:
+    from adapter_store.validation.report import UploadReport
+
+
+def check(
+    directory: DirectoryArgument,
+    model: Annotated[str, typer.Option(help="Base that it must fit.")] = BUILTIN_MODEL,
+    max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
+    allow_partial: PartialOption = False,
+    store: ClosedStoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Say whether a server with this base would take the adapter, and every reason why not.
+
+    Nothing is sent, and of the base only the configuration is read. With --store it must be the base that the store
+    was filled for, and versions that are this adapter already are named.
+    """
+    from adapter_store.validation.validate import check_files
+
+    base = shapes_of(model)
+    versions = _versions(store.expanduser(), base) if store is not None else None
+    try:
+        with open_adapter_dir(directory) as peft:
+            checked = check_files(peft.config, peft.weights_path, base, max_lora_rank, allow_partial=allow_partial)
+    except AdapterInvalid as error:
+        if as_json:
+            print_json({"ok": False, "problems": [problem.to_dict() for problem in error.problems]})
+        raise
+    for line in found_lines(peft):
+        note(line)
+    facts = found_facts(peft)
+    if versions is not None:
+        facts |= {"in_store": versions.get(checked.report.digest, [])}
+    _print(checked.report, facts, as_json)
+
+
+def shapes_of(model: str) -> BaseShapes:
+    """What an adapter of this base must fit, from the model's header alone. Raises: LorasrvError."""
+    from lorasrv.models.loader.locate import own_name, read_model_shape
+    from lorasrv.models.lora_sites import base_shapes
+
+    shape = read_model_shape(model)
+    return base_shapes(shape.spec, shape.name, own_name(model))
+
+
+def _versions(root: Path, base: BaseShapes) -> dict[AdapterKey, list[str]]:
+    """Which versions of a store each content is. Raises: CliError: it was filled for another base. AdapterError."""
+    from adapter_store.maintenance.offline_store import OfflineStore
+    from adapter_store.registry.base_identity import BaseIdentity, stored_base
+
+    with OfflineStore(root) as closed:
+        filled_for = stored_base(closed.index)
+        records = closed.index.records()
+    if filled_for.shapes and not filled_for.has_shapes_of(BaseIdentity.of(base)):
+        raise CliError(f"{root} was filled for a base of other shapes than {base.name}; name that one with --model")
+    found: dict[AdapterKey, list[str]] = {}
+    for _, record in sorted(records.items()):
+        for version in record.versions:
+            found.setdefault(version.key, []).append(f"{record.adapter_id}@{version.version}")
+    return found
+
+
+def _print(report: "UploadReport", found: dict[str, Any], as_json: bool) -> None:
+    facts = report.to_dict()
+    if as_json:
+        print_json({"ok": True, "report": facts, **found})
+        return
+    say(f"ok  {short_digest(report.digest)}")
+    for line in report_lines(facts):
+        say(f"  {line}")
+    if found.get("in_store"):
+        say(f"  in the store already: {', '.join(found['in_store'])}")

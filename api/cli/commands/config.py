@@ -1,0 +1,173 @@
+"""config show, config init: what options are in force and who said so; a file to begin with."""
+
+import inspect
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+from urllib.parse import urlsplit, urlunsplit
+
+import typer
+
+from api.cli.common.options import ConfigOption, JsonOption
+from api.cli.common.terminal import note, print_json, print_table, say
+
+if TYPE_CHECKING:
+    from api.config.sources import Origin, Sources
+
+SECRET = "********"
+app = typer.Typer(help="Options of serve and of clients, and where they come from.", no_args_is_help=True)
+
+
+def show(
+    ctx: typer.Context,
+    flags: Annotated[list[str] | None, typer.Argument(metavar="-- FLAGS", help="Flags of serve, behind --.")] = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Also who said each value.")] = False,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Every option and its value, as lorasrv serve would have it: flags, then environment, then file, then defaults.
+
+    Secrets are not shown.
+    """
+    from api.cli.commands.serve import flags_of
+    from api.config.sources import FIELDS, Sources, is_secret, unknown_variables
+
+    for line in unknown_variables():
+        note(f"warning: {line}")
+    of_serve = _parsed(ctx, flags or [])
+    sources = Sources.gather(flags_of(of_serve), config or of_serve["config"])
+    settings = sources.settings()
+    shown = {name: _plain(getattr(settings, name), secret=is_secret(name)) for name in FIELDS}
+    origins = {name: sources.origin(name) for name in FIELDS}
+    for name, value, said_by in _client(sources):
+        shown[name], origins[name] = value, said_by
+    if as_json:
+        print_json({name: _with_origin(value, origins[name]) if origin else value for name, value in shown.items()})
+        return
+    rows = [(name, _text(value), *([_said_by(origins[name])] if origin else [])) for name, value in shown.items()]
+    print_table(("option", "value", *(["from"] if origin else [])), rows, numbers=False)
+
+
+def init(as_json: JsonOption = False) -> None:
+    """Print a configuration file: every option with what it is, its default and what it takes, all commented out."""
+    if as_json:
+        from api.config.sources import FIELDS, expected
+
+        print_json({name: {"default": _plain(_default(name)), "expected": expected(name)} for name in FIELDS})
+        return
+    for line in _file_lines():
+        say(line)
+
+
+# What is in force.
+def _parsed(ctx: typer.Context, flags: list[str]) -> dict[str, Any]:
+    """Parameters of `serve` from its flags, read by the same code as when it is called."""
+    root: Any = ctx.find_root()
+    serve = root.command.get_command(root, "serve")
+    params: dict[str, Any] = serve.make_context("serve", list(flags), parent=root).params
+    return params
+
+
+def _client(sources: "Sources") -> Iterator[tuple[str, Any, "Origin"]]:
+    """What the other commands take: the server they ask, and their key."""
+    import os
+
+    from api.asgi.address import DEFAULT_SERVER
+    from api.config.sources import PREFIX, Origin
+
+    said = {} if sources.file is None else sources.file.client
+    for key, default in (("server", DEFAULT_SERVER), ("api_key", None)):
+        variable = PREFIX + key.upper()
+        if os.environ.get(variable):
+            value, origin = os.environ[variable], Origin("environment", variable)
+        elif sources.file is not None and key in said:
+            value, origin = said[key], Origin("file", str(sources.file.path))
+        else:
+            value, origin = default or "", Origin("default", "")
+        yield f"client.{key}", _plain(value or None, secret=key == "api_key"), origin
+
+
+def _plain(value: Any, *, secret: bool = False) -> Any:
+    """As JSON and TOML can have it."""
+    if secret:
+        return SECRET if value else None
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "base_model_name"):
+        return f"{value.name}={value.path}"
+    if isinstance(value, str):
+        return _without_password(value)
+    return value if isinstance(value, bool | int | float | None) else str(value)
+
+
+def _without_password(text: str) -> str:
+    parts = urlsplit(text) if "://" in text else None
+    if parts is None or parts.password is None:
+        return text
+    return urlunsplit(parts._replace(netloc=f"{parts.username}:{SECRET}@{parts.netloc.rpartition('@')[2]}"))
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _said_by(origin: "Origin") -> str:
+    return f"{origin.kind} {origin.name}".strip()
+
+
+def _with_origin(value: Any, origin: "Origin") -> dict[str, Any]:
+    return {"value": value, "origin": origin.kind, "from": origin.name or None}
+
+
+# A file to begin with.
+def _file_lines() -> Iterator[str]:
+    from api.config.sources import FIELDS, expected
+
+    yield "# Configuration of lorasrv: take the # away from what is to be another way."
+    yield "# Flags and LORASRV_NAME in the environment go before what stands here."
+    helps = _helps()
+    panel = ""
+    for name in sorted(FIELDS, key=lambda name: list(helps).index(name)):
+        if helps[name][0] != panel:
+            panel = helps[name][0]
+            yield ""
+            yield f"# {panel}"
+        yield ""
+        yield f"# {helps[name][1]}"
+        default = _plain(_default(name))
+        yield f"# {name} = {_toml(default)}" if default is not None else f"# {name} = ... ({expected(name)})"
+    yield ""
+    yield "# Commands that ask a server: where it is, and the key to show it. Keep this file to yourself if it has one."
+    yield "[client]"
+    yield '# server = "http://127.0.0.1:8000"'
+    yield "# api_key = ... (a text)"
+
+
+def _default(name: str) -> Any:
+    from api.config.settings import ServerSettings
+
+    return ServerSettings.model_fields[name].get_default(call_default_factory=True)
+
+
+def _helps() -> dict[str, tuple[str, str]]:
+    """Panel and help of each option, from the flags of `serve`; by panels, in their order there."""
+    from api.cli.commands.serve import serve
+
+    found: dict[str, tuple[str, str]] = {}
+    for name, parameter in inspect.signature(serve).parameters.items():
+        options = [part for part in get_args(parameter.annotation) if isinstance(part, typer.models.OptionInfo)]
+        if options and options[0].rich_help_panel:
+            # The one switch that is on unless it is named.
+            found[name.removeprefix("no_")] = (
+                str(options[0].rich_help_panel),
+                str(options[0].help).replace("\\[", "["),
+            )
+    panels = list(dict.fromkeys(panel for panel, _ in found.values()))
+    return dict(sorted(found.items(), key=lambda item: panels.index(item[1][0])))
+
+
+def _toml(value: Any) -> str:
+    """A JSON text, list, number or switch is TOML, too."""
+    return json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,260 @@
+"""generate: one answer from a running server; and what chat has in common with it."""
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from api.asgi.address import DEFAULT_SERVER
+from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
+from api.cli.common.terminal import CliError, ExitCode, note, print_json, say, short_digest, stdin_text
+
+if TYPE_CHECKING:
+    from api.client import StreamedAnswer
+
+_SAMPLING, _SHAPE, _SERVICE = "Sampling", "Form of the answer", "Service"
+
+
+def _option(text: str, panel: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **more)
+
+
+MaxTokens = Annotated[int | None, _option("Most tokens of an answer.", _SAMPLING, min=1)]
+Temperature = Annotated[float | None, _option("0 always takes the likeliest token.", _SAMPLING, min=0.0)]
+TopP = Annotated[float | None, _option("Share of the probability that is sampled from.", _SAMPLING)]
+TopK = Annotated[int | None, _option("Sample from the likeliest so many; 0 for all.", _SAMPLING)]
+MinP = Annotated[float | None, _option("Leave out what is less likely than this share of the likeliest.", _SAMPLING)]
+Seed = Annotated[int | None, _option("Makes sampling repeatable.", _SAMPLING)]
+Stop = Annotated[list[str] | None, _option("End before this text; may be repeated.", _SAMPLING)]
+Penalty = Annotated[float | None, _option("Lower what has come already, -2 to 2.", _SAMPLING)]
+FrequencyPenalty = Annotated[float | None, _option("The same, by how often it has come.", _SAMPLING)]
+RepetitionPenalty = Annotated[float | None, _option("Divide what has come or was asked; 1 is none.", _SAMPLING)]
+Field = Annotated[
+    list[str] | None,
+    _option("Any further field of the request's body, its value as JSON or else text.", _SERVICE, metavar="NAME=VALUE"),
+]
+Priority = Annotated[int | None, _option("Lower goes first; 0 is usual.", _SERVICE)]
+Timeout = Annotated[float | None, _option("Give up after so long.", _SERVICE, metavar="SECONDS")]
+OnCold = Annotated[str | None, _option("If the adapter is not in the pool: wait, reject or fallback_base.", _SERVICE)]
+System = Annotated[str | None, typer.Option(help="System message.")]
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from stdin.")],
+    adapter: Annotated[
+        str | None,
+        typer.Option("--adapter", "-a", help="Adapter; the base if left out.", autocompletion=complete_adapter_ids),
+    ] = None,
+    system: System = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="The prompt as it is, without chat template: for bases that have none.")
+    ] = False,
+    max_tokens: MaxTokens = None,
+    min_tokens: Annotated[int | None, _option("Fewest tokens of an answer.", _SAMPLING, min=0)] = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: Annotated[bool, _option("Go on behind the model's own end.", _SAMPLING, "--ignore-eos")] = False,
+    presence_penalty: Penalty = None,
+    frequency_penalty: FrequencyPenalty = None,
+    repetition_penalty: RepetitionPenalty = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        _option("Add to a token's logit; may be repeated.", _SAMPLING, metavar="TOKEN_ID=BIAS"),
+    ] = None,
+    n: Annotated[int | None, _option("How many answers.", _SHAPE, "-n", "--n", min=1)] = None,
+    logprobs: Annotated[
+        int | None, _option("Also log-probabilities, with so many alternatives a token.", _SHAPE, min=0)
+    ] = None,
+    json_object: Annotated[bool, _option("Answer with a JSON object.", _SHAPE, "--json-object")] = False,
+    json_schema: Annotated[Path | None, _option("Answer with JSON of this schema.", _SHAPE, metavar="FILE")] = None,
+    regex: Annotated[str | None, _option("Answer with what matches.", _SHAPE)] = None,
+    choice: Annotated[list[str] | None, _option("Answer with one of these; repeat it.", _SHAPE)] = None,
+    grammar: Annotated[Path | None, _option("Answer by this grammar.", _SHAPE, metavar="FILE")] = None,
+    priority: Priority = None,
+    timeout: Timeout = None,
+    on_cold: OnCold = None,
+    field: Field = None,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask once and print the answer."""
+    asked = {
+        "max_tokens": max_tokens,
+        "min_tokens": min_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or None,
+        "ignore_eos": ignore_eos or None,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "repetition_penalty": repetition_penalty,
+        "logit_bias": _biases(logit_bias),
+        "n": n,
+        **_logprobs(logprobs, raw),
+        **_form(json_object, json_schema, regex, choice, grammar),
+        "priority": priority,
+        "timeout_s": timeout,
+        "on_cold": on_cold,
+    }
+    body = given(asked) | fields(field)
+    text = stdin_text() if prompt == "-" else prompt
+    if raw and system:
+        raise CliError("--raw has no place for --system: a plain prompt is all that is said", code=ExitCode.USAGE)
+    messages = [*system_message(system), {"role": "user", "content": text}]
+    with connected(server) as client:
+        model = adapter or client.base_name()
+        if raw:
+            answer = client.complete({"model": model, "prompt": text, **body})
+        else:
+            answer = client.chat({"model": model, "messages": messages, **body})
+        show(answer, as_json or body.get("n", 1) not in (None, 1))
+        if as_json:
+            print_json(as_object(answer))
+        else:
+            _print_rest(answer)
+            print_footer(answer)
+
+
+def given(options: dict[str, Any]) -> dict[str, Any]:
+    """Those that were set."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def system_message(text: str | None) -> list[dict[str, str]]:
+    """Of a conversation, or none."""
+    return [{"role": "system", "content": text}] if text else []
+
+
+def fields(texts: list[str] | None) -> dict[str, Any]:
+    """What --field says. Raises: CliError: it is no NAME=VALUE."""
+    found = {}
+    for text in texts or []:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise CliError(f"--field {text!r}: expected NAME=VALUE, as in typical_p=0.9", code=ExitCode.USAGE)
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def _logprobs(alternatives: int | None, raw: bool) -> dict[str, Any]:
+    """Log-probabilities, as each of OpenAI's two routes asks for them."""
+    if raw:
+        return {"logprobs": alternatives}
+    return {"logprobs": None if alternatives is None else True, "top_logprobs": alternatives or None}
+
+
+def _biases(texts: list[str] | None) -> dict[str, float] | None:
+    found = {}
+    for text in texts or []:
+        token, _, bias = text.partition("=")
+        try:
+            found[str(int(token))] = float(bias)
+        except ValueError:
+            raise CliError(f"--logit-bias {text!r}: expected TOKEN_ID=BIAS, as in 42=-5", code=ExitCode.USAGE) from None
+    return found or None
+
+
+def _form(
+    json_object: bool, json_schema: Path | None, regex: str | None, choice: list[str] | None, grammar: Path | None
+) -> dict[str, Any]:
+    """At most one; what the server does not know it refuses by name."""
+    wanted: list[dict[str, Any]] = []
+    if json_object:
+        wanted.append({"response_format": {"type": "json_object"}})
+    if json_schema is not None:
+        schema = {"name": json_schema.stem, "schema": _read_schema(json_schema), "strict": True}
+        wanted.append({"response_format": {"type": "json_schema", "json_schema": schema}})
+    if regex is not None:
+        wanted.append({"guided_regex": regex})
+    if choice:
+        wanted.append({"guided_choice": choice})
+    if grammar is not None:
+        wanted.append({"guided_grammar": _read_text(grammar, "--grammar")})
+    if len(wanted) > 1:
+        message = "--json-object, --json-schema, --regex, --choice and --grammar exclude each other"
+        raise CliError(message, code=ExitCode.USAGE)
+    return wanted[0] if wanted else {}
+
+
+def _read_schema(path: Path) -> Any:
+    try:
+        return json.loads(_read_text(path, "--json-schema"))
+    except ValueError as error:
+        raise CliError(f"--json-schema: {path} is no JSON: {error}", code=ExitCode.USAGE) from None
+
+
+def _read_text(path: Path, flag: str) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is no UTF-8"
+        raise CliError(f"{flag}: {path} cannot be read: {why}", code=ExitCode.USAGE) from None
+
+
+# The answer.
+def show(answer: "StreamedAnswer", quietly: bool) -> None:
+    """Print the text as it comes, unless it is to be told otherwise later."""
+    for piece in answer:
+        if not quietly:
+            print(printable(piece), end="", flush=True)
+    if not quietly:
+        print(flush=True)
+
+
+def printable(text: str) -> str:
+    """On a terminal, without what would command it: a model may write anything."""
+    if not sys.stdout.isatty():
+        return text
+    return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
+
+
+def as_object(answer: "StreamedAnswer") -> dict[str, Any]:
+    """An answer for programs. Further choices, and log-probabilities, only where they were asked for."""
+    names = ("x-request-id", "x-adapter-id", "x-adapter-version", "x-adapter-digest", "x-adapter-tier")
+    who = {name.removeprefix("x-").replace("-", "_"): answer.headers.get(name) for name in names}
+    choices = [answer.choices[index] for index in sorted(answer.choices)]
+    first = choices[0] if choices else None
+    reason = first.finish_reason if first else None
+    shown: dict[str, Any] = {"text": first.text if first else "", "finish_reason": reason, **who}
+    if len(choices) > 1 or any(choice.logprobs for choice in choices):
+        shown["choices"] = [
+            {"text": choice.text, "finish_reason": choice.finish_reason, "logprobs": choice.logprobs}
+            for choice in choices
+        ]
+    return {**shown, "usage": answer.usage}
+
+
+def _print_rest(answer: "StreamedAnswer") -> None:
+    """What did not stream: several choices, and log-probabilities, a line a token."""
+    several = len(answer.choices) > 1
+    for index in sorted(answer.choices):
+        choice = answer.choices[index]
+        if several:
+            say(f"--- {index + 1} of {len(answer.choices)} ({choice.finish_reason})")
+            say(printable(choice.text))
+        for entry in choice.logprobs:
+            others = [f"{other['token']!r} {other['logprob']:.4f}" for other in entry.get("top_logprobs") or []]
+            say("\t".join((repr(entry["token"]), f"{entry['logprob']:.4f}", *others)))
+
+
+def print_footer(answer: "StreamedAnswer") -> None:
+    """Who answered and how fast, for people only."""
+    if not sys.stderr.isatty():
+        return
+    digest = answer.headers.get("x-adapter-digest")
+    who = f"{answer.headers['x-adapter-id']} {short_digest(digest)}" if digest else "base"
+    tokens, ms = answer.usage.get("completion_tokens", 0), answer.usage.get("lorasrv", {}).get("total_ms")
+    speed = f", {1000 * tokens / ms:.1f} tokens/s" if ms else ""
+    note(f"[{who}, {tokens} tokens{speed}, {answer.finish_reason}]")

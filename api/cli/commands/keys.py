@@ -1,0 +1,237 @@
+"""key create, list, rotate, revoke: who may use a server. They work on the store, with or without a running server."""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from adapter_store.registry.names import near_names
+from api.cli.common.formatting import size
+from api.cli.common.options import JsonOption, duration
+from api.cli.common.terminal import CliError, ExitCode, note, print_json, print_table, say
+from lorasrv.config import default_store_dir
+
+if TYPE_CHECKING:
+    from api.auth.key_store import KeyStore
+    from api.auth.principal import Key, KeyLimits, Scope
+
+StoreOption = Annotated[
+    Path | None,
+    typer.Option("--store", envvar="LORASRV_STORE", metavar="DIR", show_default=False,
+                 help=r"The server's store. \[default: as serve has it]"),
+]  # fmt: skip
+app = typer.Typer(help="Keys: who may use the server, for what, and how much.", no_args_is_help=True)
+
+
+def create(
+    name: Annotated[str | None, typer.Option(help="What to call it, once and for all.", show_default=False)] = None,
+    scope: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=r"What it may do: infer, upload or admin; may be repeated. \[default: infer]", show_default=False
+        ),
+    ] = None,
+    adapters: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PATTERN",
+            help=r"Adapters that it sees, e.g. 'mia*'; a,b or repeated. \[default: *]",
+            show_default=False,
+        ),
+    ] = None,
+    rpm: Annotated[int | None, typer.Option(min=1, help="Most requests in a minute.")] = None,
+    tpm: Annotated[int | None, typer.Option(min=1, help="Most tokens in a minute.")] = None,
+    concurrent: Annotated[int | None, typer.Option(min=1, help="Most requests at a time.")] = None,
+    stored_bytes: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Most weights of its adapters in the store, e.g. 2GiB.")
+    ] = None,
+    expires_in: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help=r"It ends by itself after 12h, 30d. \[default: never]", show_default=False),
+    ] = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Make a key and print its secret: once, and never again. The first one closes the server to all without a key.
+
+    A running server takes it from its next request on.
+    """
+    from api.auth.key_store import InvalidKey
+    from api.auth.principal import KeyLimits, new_name
+
+    limits = KeyLimits(rpm, tpm, concurrent, None if stored_bytes is None else _bytes(stored_bytes))
+    lasts_s = None if expires_in is None else duration("--expires-in", expires_in)
+    patterns = tuple(part.strip() for text in adapters or ["*"] for part in text.split(",") if part.strip())
+    with _book(store) as book:
+        first = not book.all()
+        try:
+            key, secret = book.create(
+                name or new_name(), _scopes(scope), patterns, limits, None if lasts_s is None else time.time() + lasts_s
+            )
+        except InvalidKey as error:
+            raise CliError(f"{error.option}: {error}", code=ExitCode.USAGE) from None
+        place = book.path
+    if as_json:
+        print_json({"key": secret, **_plain(key)})
+        return
+    note(f"key {key.name}: {_told(key)}; in {place}")
+    if first:
+        note("From now on a server of this store answers nobody without a key.")
+    note("This is shown once; nobody can show it again:")
+    say(secret)
+
+
+def list_keys(store: StoreOption = None, as_json: JsonOption = False) -> None:
+    """Every key there was, with what it may do; secrets are nowhere."""
+    with _book(store, must_be=True) as book:
+        keys = book.all()
+    if as_json:
+        for key in keys:
+            print_json(_plain(key))
+        return
+    titles = ("key", "state", "scopes", "adapters", "limits", "created", "expires", "last used")
+    print_table(titles, [_cells(key) for key in keys], numbers=False)
+
+
+def rotate(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As key list has it.")],
+    grace: Annotated[
+        str | None,
+        typer.Option(metavar="AGE", help=r"The old secret opens for 1h, 7d more. \[default: not at all]"),
+    ] = None,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Give a key another secret and print it: once, and never again. What the key may do, its limits, its files and its
+    batches stay.
+
+    A running server takes it from its next request on.
+    """
+    grace_s = 0.0 if grace is None else duration("--grace", grace)
+    with _book(store, must_be=True) as book, _told_near(book, name):
+        key, secret = book.rotate(name, grace_s)
+    ends_s = time.time() + grace_s
+    if as_json:
+        print_json({"key": secret, "old_ends_s": round(ends_s, 3), **_plain(key)})
+        return
+    until = f"until {_day(ends_s)}" if grace_s else "nothing any more"
+    note(f"key {name} has a new secret; those of before open {until}")
+    note("This is shown once; nobody can show it again:")
+    say(secret)
+
+
+def revoke(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As key list has it.")],
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """End a key for good. A running server refuses it from its next request on; what runs goes on to its end.
+
+    The server stays closed after the last one, too.
+    """
+    with _book(store, must_be=True) as book, _told_near(book, name):
+        done = book.revoke(name)
+        key = next(key for key in book.all() if key.name == name)
+    if as_json:
+        print_json(_plain(key))
+    else:
+        say(f"key {name} is revoked" if done else f"key {name} was revoked before")
+
+
+@contextmanager
+def _book(store: Path | None, *, must_be: bool = False) -> Iterator["KeyStore"]:
+    from api.auth.key_store import FILE, KeyStore
+
+    root = (store or _configured_store()).expanduser()
+    if must_be and not (root / FILE).exists():
+        raise CliError(f"{root} has no keys: lorasrv key create makes one")
+    with closing(KeyStore(root)) as book:
+        yield book
+
+
+@contextmanager
+def _told_near(book: "KeyStore", name: str) -> Iterator[None]:
+    """Why nothing can be done to the key of that name, and which one may be meant."""
+    from api.auth.key_store import InvalidKey
+
+    try:
+        yield
+    except InvalidKey as error:
+        names = [key.name for key in book.all()]
+        near = near_names(name, names) if name not in names else ()
+        raise CliError(f"{error}{f'; did you mean {near[0]}?' if near else ''}") from None
+
+
+def _configured_store() -> Path:
+    """Where `serve` would have it: a key in another store would open nothing, and close nothing."""
+    from api.config.file import find, read
+
+    path = find()
+    said = None if path is None else read(path).serve.get("store")
+    return Path(said) if isinstance(said, str) and said else default_store_dir()
+
+
+def _scopes(given: list[str] | None) -> "frozenset[Scope]":
+    from api.auth.principal import Scope
+
+    names = [part.strip() for text in given or [Scope.INFER] for part in text.split(",") if part.strip()]
+    unknown = [name for name in names if name not in list(Scope)]
+    if unknown:
+        raise CliError(f"--scope: {unknown[0]!r} is none of {', '.join(Scope)}", code=ExitCode.USAGE)
+    return frozenset(Scope(name) for name in names)
+
+
+def _bytes(text: str) -> int:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        count = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        count = 0
+    if count < 1:
+        raise CliError(f"--stored-bytes {text!r} is no size; expected 512MiB, 2GB or bytes", code=ExitCode.USAGE)
+    return count
+
+
+# How a key is shown.
+def _plain(key: "Key") -> Mapping[str, Any]:
+    return {
+        "name": key.name,
+        "state": key.state(time.time()),
+        "scopes": sorted(key.scopes),
+        "adapters": list(key.adapters),
+        "limits": {name: value for name, value in asdict(key.limits).items() if value is not None},
+        **{name: getattr(key, name) for name in ("created_s", "expires_s", "revoked_s", "last_used_s")},
+    }
+
+
+def _told(key: "Key") -> str:
+    limits = f", limits {_limits(key.limits)}" if _limits(key.limits) != "-" else ""
+    ends = f", until {_day(key.expires_s)}" if key.expires_s is not None else ""
+    return f"scope {', '.join(sorted(key.scopes))}, adapters {', '.join(key.adapters)}{limits}{ends}"
+
+
+def _cells(key: "Key") -> tuple[str, ...]:
+    return (
+        *(key.name, key.state(time.time()), ", ".join(sorted(key.scopes)), ", ".join(key.adapters)),
+        *(_limits(key.limits), _day(key.created_s), _day(key.expires_s), _day(key.last_used_s)),
+    )
+
+
+def _limits(limits: "KeyLimits") -> str:
+    stored = None if limits.max_stored_bytes is None else f"{size(limits.max_stored_bytes)} stored"
+    counts = (
+        (limits.requests_per_min, "requests/min"),
+        (limits.tokens_per_min, "tokens/min"),
+        (limits.max_concurrent, "at a time"),
+    )
+    parts = [f"{count} {what}" for count, what in counts if count is not None]
+    return ", ".join([*parts, *([stored] if stored else [])]) or "-"
+
+
+def _day(moment_s: float | None) -> str:
+    return "-" if moment_s is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(moment_s))

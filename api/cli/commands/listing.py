@@ -1,0 +1,54 @@
+"""list: adapters of a running server, or of a store that no server uses."""
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from api.asgi.address import DEFAULT_SERVER
+from api.cli.commands import adapters
+from api.cli.common import formatting
+from api.cli.common.formatting import ClosedStoreOption
+from api.cli.common.options import JsonOption, ServerOption
+from api.cli.common.terminal import CliError, ExitCode, out, print_json, print_table, say, short_digest
+
+if TYPE_CHECKING:
+    from adapter_store.registry.records import AdapterRecord
+
+
+def list_adapters(
+    ctx: typer.Context,
+    store: ClosedStoreOption = None,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Adapters of the server; with --store those of a folder, without a server."""
+    if store is None:
+        adapters.list_adapters(server, as_json)
+        return
+    given = ctx.get_parameter_source("server")
+    if given is not None and given.name == "COMMANDLINE":
+        raise CliError("--server is asked, or --store is read: give one of them", code=ExitCode.USAGE)
+    from adapter_store.maintenance.offline_store import OfflineStore
+    from api.serving.model_list import adapter_json
+
+    with OfflineStore(store.expanduser()) as closed:
+        records = [record for _, record in sorted(closed.index.records().items())]
+    if as_json:
+        # What is damaged only a server that met it knows, and store fsck.
+        print_json([adapter_json(record, frozenset()) for record in records])
+    elif not out().is_terminal:
+        for record in records:
+            say("\t".join(_cells(record)))
+    elif records:
+        print_table(("id", "version", "digest", "rank", "size"), [_cells(record) for record in records], numbers=False)
+    else:
+        say("no adapters")
+
+
+def _cells(record: "AdapterRecord") -> tuple[str, ...]:
+    current = record.version(record.current_version)
+    assert current is not None
+    return (
+        *(record.adapter_id, str(record.current_version), short_digest(record.key)),
+        *(str(current.rank_max), formatting.size(current.bytes)),
+    )

@@ -1,0 +1,150 @@
+"""warm, pin, unpin, pool: what lies in the pool of a running server, and what is to."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from api.asgi.address import DEFAULT_SERVER
+from api.cli.common.formatting import size
+from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
+from api.cli.common.terminal import CliError, out, print_json, say, short_digest
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+# What pages are for, and the colour of each.
+PARTS = {"kv": "cyan", "prefix": "blue", "adapters": "magenta", "free": "bright_black"}
+BAR_CHARS = 60
+Reference = Annotated[
+    str,
+    typer.Argument(
+        metavar="ID[@VERSION]", help="An adapter, or one version of it.", autocompletion=complete_adapter_ids
+    ),
+]
+
+
+def warm(
+    reference: Reference,
+    deadline_ms: Annotated[
+        int | None, typer.Option(min=0, help=r"How long to wait; 0 only begins. \[default: 10000]")
+    ] = None,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Bring an adapter to the pool before its first request. Fails if it is not there in time."""
+    with connected(server) as client:
+        done = client.warm(reference, deadline_ms)
+    if as_json:
+        print_json(done)
+    elif done["reached"]:
+        say(f"{done['id']} is in the pool  {short_digest(done['digest'])}  loaded in {done['load_ms']:.1f} ms")
+    elif deadline_ms == 0:
+        say(f"{done['id']} is on its way from {done['tier']}  {short_digest(done['digest'])}")
+    if not done["reached"] and deadline_ms != 0:
+        raise CliError(f"{done['id']} was not in the pool in time ({done['tier']}); allow more with --deadline-ms")
+
+
+def pin(reference: Reference, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+    """Keep an adapter in the pool until it is unpinned or the server restarts; later versions are not pinned."""
+    _set_pinned(reference, server, as_json, pinned=True)
+
+
+def unpin(reference: Reference, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+    """Let an adapter leave the pool when others need the room."""
+    _set_pinned(reference, server, as_json, pinned=False)
+
+
+def _set_pinned(reference: str, server: str, as_json: bool, *, pinned: bool) -> None:
+    with connected(server) as client:
+        done = client.pin(reference, pinned=pinned)
+    if as_json:
+        print_json(done)
+        return
+    state = "pinned" if done["pinned"] else "unpinned"
+    say(f"{state} {done['id']}  {short_digest(done['digest'])}  {done['tier']}")
+
+
+def pool(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
+    """The server's memory: which pages are free, and whose the others are."""
+    with connected(server) as client:
+        shown = client.pool()
+    if as_json:
+        print_json(shown)
+    elif out().is_terminal:
+        _print_tables(shown)
+    else:
+        for row in _rows(shown):
+            say("\t".join(row))
+
+
+def _rows(shown: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """For files and pipes; the first cell says what a row is."""
+    for part in ("total", *PARTS):
+        yield "pages", part, str(shown[f"pages_{part}"])
+    for adapter in _by_pages(shown["adapters"]):
+        yield "adapter", *_adapter_cells(adapter)
+    for request in _by_pages(shown["requests"]):
+        yield "request", *_request_cells(request)
+
+
+def _print_tables(shown: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    adapters = Table("adapter", "pages", "used", "requests", "state", "pinned", box=None)
+    for adapter in _by_pages(shown["adapters"]):
+        adapters.add_row(*_adapter_cells(adapter))
+    requests = Table("request", "adapter", "pages", "shared", box=None)
+    for request in _by_pages(shown["requests"]):
+        requests.add_row(*_request_cells(request))
+    console = out()
+    console.print(_bar(shown))
+    console.print(_legend(shown))
+    for table in (adapters, requests):
+        if table.row_count:
+            console.print()
+            console.print(table)
+
+
+def _bar(shown: dict[str, Any]) -> "Text":
+    """Every part that holds a page is seen; what is free takes the rest."""
+    from rich.text import Text
+
+    total = max(1, shown["pages_total"])
+    widths = {part: -(-BAR_CHARS * shown[f"pages_{part}"] // total) for part in PARTS if part != "free"}
+    widths["free"] = max(0, BAR_CHARS - sum(widths.values()))
+    return Text.assemble(*(("█" * widths[part], colour) for part, colour in PARTS.items()))
+
+
+def _legend(shown: dict[str, Any]) -> "Text":
+    from rich.text import Text
+
+    parts = [(f"{part} {shown[f'pages_{part}']}  ", colour) for part, colour in PARTS.items()]
+    page = f"of {shown['pages_total']} pages: {size(shown['block_bytes'])}, {shown['page_tokens']} tokens each"
+    return Text.assemble(*parts, page)
+
+
+def _by_pages(holders: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return sorted(holders, key=lambda holder: -int(holder["pages"]))
+
+
+def _adapter_cells(adapter: dict[str, Any]) -> tuple[str, ...]:
+    return (
+        _name(adapter),
+        str(adapter["pages"]),
+        f"{100 * adapter['bytes_used'] / max(1, adapter['bytes_held']):.0f} %",
+        str(adapter["requests"]),
+        adapter["state"],
+        "pinned" if adapter["pinned"] else "-",
+    )
+
+
+def _request_cells(request: dict[str, Any]) -> tuple[str, ...]:
+    name = _name(request) if request["digest"] else "-"
+    return request["request_id"], name, str(request["pages"]), str(request["shared"])
+
+
+def _name(holder: dict[str, Any]) -> str:
+    """The ids of a content; one that was removed has only its digest left."""
+    return ", ".join(holder["ids"]) or short_digest(holder["digest"])

@@ -1,0 +1,145 @@
+"""store gc, fsck, export, import: work on an adapter store that no server uses."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+import typer
+
+from adapter_store.storage.blobs import UNREFERENCED_BLOB_AGE_S, fsync_directory
+from api.cli.commands.check import shapes_of
+from api.cli.common.formatting import size
+from api.cli.common.options import JsonOption, duration
+from api.cli.common.terminal import CliError, note, print_json, print_table, progress, say
+from lorasrv.config import BUILTIN_MODEL, Limits, MemoryOptions, default_store_dir
+
+if TYPE_CHECKING:
+    from adapter_store.maintenance.archive import Moved
+    from adapter_store.maintenance.offline_store import Finding, OfflineStore
+
+ARCHIVE_NAME = "lorasrv-store.tar"
+StoreOption = Annotated[
+    Path | None,
+    typer.Option("--store", envvar="LORASRV_STORE", metavar="DIR", help=r"The store. \[default: as serve has it]",
+                 show_default=False),
+]  # fmt: skip
+app = typer.Typer(help="Clean, check and move an adapter store. No server may be using it.", no_args_is_help=True)
+
+
+def gc(
+    store: StoreOption = None,
+    older_than: Annotated[
+        str,
+        typer.Option(metavar="AGE", help="Spare weights without a version that are younger: 90s, 30m, 12h, 7d."),
+    ] = f"{UNREFERENCED_BLOB_AGE_S / 3600:g}h",
+    as_json: JsonOption = False,
+) -> None:
+    """Remove weights that no version names, and unfinished uploads."""
+    age_s = duration("--older-than", older_than)
+    with _opened(store) as closed:
+        done = closed.collect(age_s)
+    if as_json:
+        print_json(asdict(done))
+        return
+    what = f"{done.blobs} blobs ({size(done.bytes)}), {done.contents} contents, {done.unfinished} unfinished uploads"
+    say(f"removed {what}")
+
+
+def fsck(store: StoreOption = None, as_json: JsonOption = False) -> None:
+    """Read all weights again and compare them with their digests; exit code 1 if anything is wrong."""
+    with _opened(store) as closed, progress(in_bytes=True) as step:
+        findings = closed.check(lambda done, total: step("reading weights", done, total))
+        count = len(closed.blobs.sizes())
+    if as_json:
+        print_json({"ok": not findings, "blobs": count, "findings": [finding.to_dict() for finding in findings]})
+    elif findings:
+        print_table(("finding", "what", "needed by", "why"), [_cells(finding) for finding in findings])
+    else:
+        say(f"ok: {count} blobs, each as it was uploaded")
+    if findings:
+        raise CliError(f"{len(findings)} finding{'s' if len(findings) != 1 else ''}")
+
+
+def _cells(finding: "Finding") -> tuple[str, ...]:
+    return finding.kind, finding.what, ", ".join(finding.adapters) or "-", finding.message
+
+
+def export(
+    target: Annotated[Path, typer.Argument(metavar="DIR_OR_TAR", help=f"File to write; in a folder: {ARCHIVE_NAME}.")],
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write every id, version, alias and limit with its weights into one tar file."""
+    from adapter_store.maintenance.archive import export_store
+
+    path = target / ARCHIVE_NAME if target.is_dir() else target
+    if path.exists():
+        raise CliError(f"{path} exists already; remove it, or give another name")
+    with _opened(store) as closed, progress(in_bytes=True) as step, _written(path) as file:
+        moved = export_store(closed, file, lambda done, total: step("exporting", done, total))
+    _print_moved("exported", moved, path, as_json)
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="DIR_OR_TAR", help="What export wrote.")],
+    model: Annotated[str, typer.Option(help="Base that its adapters must fit.")] = BUILTIN_MODEL,
+    max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
+    store: StoreOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Add what an archive holds to a store, a new one if need be: verified, validated, and wholly or not at all."""
+    from adapter_store.maintenance.archive import import_store
+
+    path = source / ARCHIVE_NAME if source.is_dir() else source
+    with path.open("rb") as file:
+        base = shapes_of(model)
+        with _opened(store, create=True) as closed, progress(in_bytes=True) as step:
+            moved = import_store(
+                closed,
+                file,
+                base,
+                max_lora_rank,
+                lambda done, total: step("importing", done, total),
+                _check_limits,
+            )
+    _print_moved("imported", moved, path, as_json)
+
+
+def _check_limits(limits: Mapping[str, Any]) -> None:
+    """Those that `serve` would not start with."""
+    Limits(**limits)
+
+
+def _opened(store: Path | None, *, create: bool = False) -> "OfflineStore":
+    from adapter_store.maintenance.offline_store import OfflineStore
+
+    return OfflineStore((store or default_store_dir()).expanduser(), create=create)
+
+
+@contextmanager
+def _written(path: Path) -> Iterator[BinaryIO]:
+    """A file that is there whole, and durably, or not at all."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        fsync_directory(path.absolute().parent)
+    except FileExistsError:
+        raise CliError(f"{partial} exists: another export is running, or was killed; remove it then") from None
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
+def _print_moved(what: str, moved: "Moved", path: Path, as_json: bool) -> None:
+    if as_json:
+        print_json({"path": str(path), **asdict(moved)})
+        return
+    note(str(path))
+    say(f"{what} {moved.adapters} adapters, {moved.versions} versions, {moved.blobs} blobs ({size(moved.bytes)})")

@@ -1,0 +1,84 @@
+"""`lorasrv verify`: ask a running server to compare one of its adapters with PEFT."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from api.asgi.address import DEFAULT_SERVER
+from api.cli.common.formatting import size
+from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
+from api.cli.common.terminal import CliError, ExitCode, print_json, print_table, progress, say, short_digest
+
+
+def verify(
+    reference: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID[@VERSION]", help="An adapter, or one version of it.", autocompletion=complete_adapter_ids
+        ),
+    ],
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help=r"Prompts, one a line. \[default: four built-in ones]")
+    ] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=r"When to give up. \[default: 300]")] = None,
+    ignore_memory: Annotated[
+        bool, typer.Option("--ignore-memory", help="Begin also where memory is likely to run out.")
+    ] = False,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare a stored adapter, as the server computes it, with PEFT. Exit code 1 if it differs."""
+    body: dict[str, Any] = {"ignore_memory": ignore_memory}
+    if prompts is not None:
+        body["prompts"] = _read_prompts(prompts)
+    if timeout is not None:
+        body["timeout_s"] = timeout
+    verdict: dict[str, Any] = {}
+    with connected(server) as client, progress() as step:
+        for told in client.verify(reference, body):
+            if "progress" in told:
+                what, done = told["progress"]
+                step(what, done, 1.0)
+            else:
+                verdict = dict(told)
+    if as_json:
+        print_json(verdict)
+    else:
+        _print(verdict)
+    if verdict["verdict"] == "differs":
+        raise CliError(f"{verdict['id']} differs from PEFT: {'; '.join(verdict['reasons'])}")
+
+
+def _read_prompts(file: Path) -> list[str]:
+    lines = [line.strip() for line in file.read_text("utf-8").splitlines()]
+    if not any(lines):
+        raise CliError(f"--prompts: {file.name} has no line with a prompt", code=ExitCode.USAGE)
+    return [line for line in lines if line]
+
+
+def _print(verdict: dict[str, Any]) -> None:
+    base, linears, effect = verdict["computed_with"], verdict["linears"], verdict["effect"]
+    say(f"{verdict['id']}@{verdict['version']}  {short_digest(verdict['digest'])}  {verdict['verdict']}")
+    say(f"  base {base['model']}: {base['quantization']}, adapters {base['dtype']}, {base['kernels']} kernels")
+    rows = [
+        _row("error with the adapter", verdict["adapter_error"]),
+        _row("error without", verdict["base_error"]),
+        ("effect of the adapter", *(f"{effect[key]:.3g}" for key in ("max_abs", "mean_abs", "rms")), "", ""),
+    ]
+    print_table(("logits", "largest", "mean", "rms", "largest, relative", "same token"), rows)
+    say(
+        f"  linears: {linears['adapted']} of {linears['compared']} adapted, the worst off by "
+        f"{linears['max_error']:.3g} ({linears['worst']}); up to {linears['limit']:g} is rounding"
+    )
+    positions = verdict["adapter_error"]["positions"]
+    say(f"  {effect['tokens_changed']} of {positions} likeliest tokens change with the adapter")
+    for note in verdict["notes"]:
+        say(f"  note: {note}")
+    took = f"{verdict['seconds']:.1f} s, {verdict['cpu_seconds']:.1f} s of one processor"
+    say(f"  took {took}, and {size(verdict['peak_bytes'])}")
+
+
+def _row(title: str, errors: dict[str, Any]) -> tuple[str, ...]:
+    same = f"{errors['greedy_equal']} of {errors['positions']}"
+    return (title, *(f"{errors[key]:.3g}" for key in ("max_abs", "mean_abs", "rms", "max_relative")), same)

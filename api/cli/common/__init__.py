@@ -1,0 +1,1 @@
+"""Terminal output, options and formatting that several commands share."""

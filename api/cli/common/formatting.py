@@ -1,0 +1,97 @@
+"""TODO"""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from adapter_store.formats.peft_dir import PeftDir
+
+if TYPE_CHECKING:
+    pass
+
+
+def size(num_bytes: int) -> str:
+    """Bytes for people."""
+    value = float(num_bytes)
+    for unit in ("bytes", "KiB", "MiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "bytes" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} GiB"
+
+
+def found_lines(peft: PeftDir) -> list[str]:
+    """Where the adapter was found, what was converted, and what beside it is not used."""
+    lines = [f"found in sub-folder {peft.subdirectory}"] if peft.subdirectory else []
+    ignored = [f"not used: {', '.join(peft.ignored_files)}"] if peft.ignored_files else []
+    return [*lines, *peft.notices, *ignored]
+
+
+def found_facts(peft: PeftDir) -> dict[str, Any]:
+    """The same for programs."""
+    return {
+        "subdirectory": peft.subdirectory,
+        "converted": list(peft.notices),
+        "ignored_files": list(peft.ignored_files),
+    }
+
+
+def report_lines(report: dict[str, Any]) -> list[str]:
+    """An upload report for people."""
+    ranks = _range(report["rank_min"], report["rank_max"])
+    norm = f", norm of B {report['norm_b']:.4g}" if report.get("norm_b") is not None else ""
+    scaling = _range(f"{report['scaling_min']:g}", f"{report['scaling_max']:g}")
+    return [
+        f"{report['modules_matched']} of {report['modules_expected']} modules matched in {report['layers']} layers, "
+        f"rank {ranks}, scaling {scaling}, {report['dtype']}, {size(report['weights_bytes'])}{norm}",
+        *(f"notice: {notice}" for notice in report.get("notices") or ()),
+        *(f"warning: {warning}" for warning in report["warnings"]),
+    ]
+
+
+def limits_line(limits: dict[str, Any]) -> str:
+    """Limits for people."""
+    shown = (f"{name} {size(value) if name == 'resident_bytes' else f'{value:.10g}'}" for name, value in limits.items())
+    return ", ".join(shown) or "no limits of its own"
+
+
+def verdict_line(verdict: dict[str, Any] | None) -> str:
+    """What the last verification of the current version came to, for people."""
+    if verdict is None:
+        return "never verified (lorasrv verify)"
+    when = datetime.fromtimestamp(verdict["created"], UTC)
+    error = verdict["adapter_error"]
+    return (
+        f"verified {when:%Y-%m-%d %H:%M} UTC: {verdict['verdict']}, logits off by at most {error['max_abs']:.3g}, "
+        f"{error['mean_abs']:.3g} on average"
+    )
+
+
+def target_text(adapter_id: str, target: int | dict[str, float]) -> str:
+    """What an alias points to, for people: `mia@3`, or `mia@3 90 %, mia@4 10 %`."""
+    if isinstance(target, int):
+        return f"{adapter_id}@{target}"
+    return ", ".join(f"{adapter_id}@{version} {100 * share:g} %" for version, share in target.items())
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def _range(low: object, high: object) -> str:
+    return str(low) if low == high else f"{low} to {high}"
+
+
+DirectoryArgument = Annotated[
+    Path, typer.Argument(metavar="DIR", help="Folder that PEFT's save_pretrained(), or MLX, wrote.")
+]
+PartialOption = Annotated[
+    bool, typer.Option("--allow-partial", help="Take it though modules that its config names have no tensors.")
+]
+
+# Not from the environment, where it means serve's: whoever lists asks the server, unless he says otherwise here.
+ClosedStoreOption = Annotated[
+    Path | None, typer.Option("--store", metavar="DIR", help="A store that no server uses.", show_default=False)
+]

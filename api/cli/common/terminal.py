@@ -1,0 +1,150 @@
+"""How the command line talks: results on stdout, everything else on stderr; bars for people, plain lines for files."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Protocol
+
+from api.asgi.sse import one_line
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DIGEST_CHARS = 12
+
+
+class ExitCode(IntEnum):
+    """What scripts may rely on."""
+
+    DONE = 0
+    REFUSED = 1
+    USAGE = 2
+    UNREACHABLE = 3
+    INTERRUPTED = 130
+
+
+class CliError(Exception):
+    """Ends the command with one clear line; `details` are more lines below it."""
+
+    def __init__(self, message: str, *, details: list[str] | None = None, code: ExitCode = ExitCode.REFUSED) -> None:
+        super().__init__(message)
+        self.details = details or []
+        self.code = code
+
+
+def out() -> "Console":
+    """Where results go. Made anew each time: tests and pipes replace sys.stdout."""
+    from rich.console import Console
+
+    return Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), highlight=False)
+
+
+def err() -> "Console":
+    """Where progress and complaints go."""
+    from rich.console import Console
+
+    return Console(file=sys.stderr, soft_wrap=True, highlight=False)
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON on stdout, at once: whoever reads a pipe waits for it."""
+    print(one_line(value), flush=True)
+
+
+def say(text: str) -> None:
+    """A line of result, as it is: no markup, no wrapping."""
+    print(text, flush=True)
+
+
+def note(text: str) -> None:
+    """A line for whoever watches."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def stdin_text() -> str:
+    """All of stdin. Raises: CliError: it is no UTF-8."""
+    return "".join(stdin_lines())
+
+
+def stdin_lines() -> Iterator[str]:
+    """Lines of stdin as they come, with their ends. Raises: CliError: one is no UTF-8."""
+    try:
+        for line in sys.stdin:
+            # Python lets bytes that are no text through as halves of characters, depending on the locale.
+            line.encode("utf-8")
+            yield line
+    except UnicodeError:
+        raise CliError("stdin: the text is not UTF-8; convert it first", code=ExitCode.USAGE) from None
+
+
+def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> None:
+    """Aligned on a terminal, `numbers` to the right behind the first column; elsewhere a tab between cells."""
+    console = out()
+    if not console.is_terminal:
+        for row in (titles, *rows):
+            say("\t".join(row))
+        return
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None)
+    for number, title in enumerate(titles):
+        table.add_column(title, justify="right" if number and numbers else "left", overflow="fold")
+    for row in rows:
+        # As they are: a bracket would be markup.
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
+
+
+def short_digest(digest: str) -> str:
+    """Enough of a digest to tell contents apart, and to pin one by."""
+    return digest.removeprefix("sha256:")[:DIGEST_CHARS]
+
+
+class Steps(Protocol):
+    """Told how far a slow thing has come: what is done, how much of it, and how much there is."""
+
+    def __call__(self, what: str, done: float, total: float) -> None: ...
+
+
+@contextmanager
+def progress(*, in_bytes: bool = False) -> Iterator[Steps]:
+    """A bar on a terminal; elsewhere a line when a step begins, at each quarter, and when it is done."""
+    if sys.stderr.isatty():
+        yield from _bar(in_bytes)
+    else:
+        yield _Lines()
+
+
+def _bar(in_bytes: bool) -> Iterator[Steps]:
+    from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    amount = DownloadColumn() if in_bytes else TextColumn("{task.percentage:>3.0f} %")
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), amount, TimeElapsedColumn())
+    with Progress(*columns, console=err()) as bar:
+        tasks: dict[str, Any] = {}
+
+        def step(what: str, done: float, total: float) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done, total=total)
+
+        yield step
+
+
+class _Lines:
+    """Progress for logs."""
+
+    def __init__(self) -> None:
+        self._quarters: dict[str, int] = {}
+
+    def __call__(self, what: str, done: float, total: float) -> None:
+        quarter = int(4 * done / total) if total else 4
+        if self._quarters.get(what, -1) >= quarter:
+            return
+        if what not in self._quarters:
+            note(f"{what} ...")
+        if quarter:
+            note(f"{what}: {25 * quarter} %" if quarter < 4 else f"{what} done")
+        self._quarters[what] = quarter

@@ -1,0 +1,1 @@
+"""`lorasrv doctor`: checks of the machine, the files and the settings."""

@@ -1,0 +1,107 @@
+"""doctor: whether lorasrv would serve here, and what to do where not. Loads no weights."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from adapter_store.errors import AdapterError
+from api.cli.common.options import ConfigOption, JsonOption
+from api.cli.common.terminal import CliError, out, print_json, say
+from lorasrv.errors import ConfigError, LorasrvError
+
+if TYPE_CHECKING:
+    from api.cli.doctor.machine import Check
+
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One check as it is shown. `fix` "": there is nothing to do."""
+
+    name: str
+    status: str
+    text: str
+    fix: str
+
+
+def doctor(
+    model: Annotated[str | None, typer.Option(help="As of serve.")] = None,
+    store: Annotated[Path | None, typer.Option(help="As of serve.")] = None,
+    host: Annotated[str | None, typer.Option(help="As of serve.")] = None,
+    port: Annotated[int | None, typer.Option(help="As of serve.")] = None,
+    device: Annotated[str | None, typer.Option(help="As of serve.")] = None,
+    pool_bytes: Annotated[str | None, typer.Option(help="As of serve.")] = None,
+    rank: Annotated[int, typer.Option(min=1, max=256, help="Of the adapters that are counted.")] = 16,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Check this machine for serve, with the options that it would have: device, memory, store, port, libraries, model.
+
+    Exit code 1 if something would keep it from serving.
+    """
+    given = {"model": model, "store": store, "host": host, "port": port, "device": device, "pool_bytes": pool_bytes}
+    flags = {name: value for name, value in given.items() if value is not None}
+    reports = []
+    for report in _reports(flags, config, rank):
+        reports.append(report)
+        if not as_json:
+            _print(report)
+    failed = [report.name for report in reports if report.status == "fail"]
+    if as_json:
+        print_json({"ok": not failed, "checks": [asdict(report) for report in reports]})
+    if failed:
+        raise CliError(f"{len(failed)} of {len(reports)} checks failed: {', '.join(failed)}")
+
+
+def _reports(flags: Mapping[str, Any], config: Path | None, rank: int) -> Iterator[Report]:
+    from api.cli.doctor import machine as doctor_machine
+    from api.cli.doctor import serving as doctor_serving
+    from api.config.sources import Sources
+
+    yield _run("libraries", doctor_machine.libraries)
+    try:
+        sources = Sources.gather(flags, config)
+        settings = sources.settings()
+    except ConfigError as error:
+        yield Report("settings", "fail", str(error), "the other checks need settings: put this right first")
+        return
+    yield _run("settings", lambda: doctor_serving.configuration(sources))
+    yield _run("processor", doctor_machine.processor)
+    yield _run("threads", doctor_machine.threads)
+    yield _run("device", lambda: doctor_machine.device(settings))
+    yield _run("kernels", lambda: doctor_machine.kernels(settings))
+    yield _run("model", lambda: doctor_serving.model(settings))
+    yield _run("memory", lambda: doctor_serving.memory(settings, rank))
+    yield _run("store", lambda: doctor_serving.store(settings))
+    yield _run("disk", lambda: doctor_serving.disk(settings, rank))
+    yield _run("port", lambda: doctor_serving.port(settings))
+
+
+def _run(name: str, check: "Callable[[], Check]") -> Report:
+    """Whatever goes wrong in a check is its finding."""
+    try:
+        done = check()
+    except (LorasrvError, AdapterError) as error:
+        return Report(name, "fail", str(error), "see what failed before, or give another option")
+    except Exception as error:
+        return Report(name, "fail", f"cannot be checked: {type(error).__name__}: {error}", "please report it")
+    return Report(name, done.status, done.text, done.fix)
+
+
+def _print(report: Report) -> None:
+    console = out()
+    if not console.is_terminal:
+        say("\t".join((report.status, report.name, report.text, *([report.fix] if report.fix else []))))
+        return
+    from rich.padding import Padding
+    from rich.text import Text
+
+    line = Text.assemble((f"{report.status:5}", f"bold {COLOURS[report.status]}"), (f"{report.name:10}", "bold"))
+    console.print(line, end="")
+    console.print(Text(report.text, overflow="fold"))
+    if report.fix:
+        console.print(Padding(Text(f"-> {report.fix}", overflow="fold"), (0, 0, 0, 15)))

@@ -1,0 +1,122 @@
+"""doctor's checks of the machine: libraries, processor, threads, device, compiled kernels."""
+
+import importlib.metadata
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from api.cli.common.formatting import size
+from api.config.settings import ServerSettings
+
+Status = Literal["ok", "warn", "fail"]
+NEEDED = (
+    "torch", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "gguf", "jinja2", "cachetools", "fastapi",
+    "uvicorn", "pydantic", "pydantic-settings", "prometheus-client", "typer", "rich", "httpx2",
+)  # fmt: skip
+OPTIONAL = {"peft": "train", "transformers": "train", "triton": "cuda", "matplotlib": "plot"}
+FEATURES = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16", "neon", "sve")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What a check has found. `fix`: what to do about it."""
+
+    status: Status
+    text: str
+    fix: str = ""
+
+
+def libraries() -> Check:
+    """Versions of what is imported, and of what only some commands need."""
+    versions = {name: _version(name) for name in (*NEEDED, *OPTIONAL)}
+    found = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
+    text = f"Python {platform.python_version()}, lorasrv {_version('lorasrv') or 'from its source'}, {found}"
+    missing = [name for name in NEEDED if versions[name] is None]
+    if missing:
+        return Check("fail", f"missing: {', '.join(missing)}; {text}", f"pip install {' '.join(missing)}")
+    extras = sorted({extra for name, extra in OPTIONAL.items() if versions[name] is None and extra == "train"})
+    fix = "lorasrv verify needs them: pip install 'lorasrv[train]'" if extras else ""
+    return Check("warn" if extras else "ok", text, fix)
+
+
+def processor() -> Check:
+    """What it is, and which of its vector units are known."""
+    import llvmlite.binding as llvm
+
+    from lorasrv.offline.planner.machine_profile import cpu_model
+
+    features = llvm.get_host_cpu_features()
+    known = [name for name in FEATURES if features.get(name)]
+    text = f"{cpu_model()} ({llvm.get_host_cpu_name()}): {', '.join(known) or 'no vector unit that is known'}"
+    if platform.machine() in ("x86_64", "AMD64") and "avx2" not in known:
+        return Check("warn", text, "kernels are much slower without AVX2; another machine would serve better")
+    return Check("ok", text)
+
+
+def threads() -> Check:
+    """How many processors may be used, and whether more threads would run than that."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota()
+    wanted = os.environ.get("OMP_NUM_THREADS", "")
+    text = f"{allowed} processors of {os.cpu_count()}"
+    text += f", {quota:g} of them by the container's quota" if quota is not None else ""
+    text += f", OMP_NUM_THREADS {wanted}" if wanted else ""
+    count = int(wanted) if wanted.isdigit() else allowed
+    may = min(allowed, max(1, int(quota))) if quota is not None else allowed
+    if count > may:
+        return Check("warn", text, f"{count} threads would wait for each other: set OMP_NUM_THREADS={may}")
+    return Check("ok", text)
+
+
+def device(settings: ServerSettings) -> Check:
+    """Where the model would compute."""
+    import torch
+
+    from lorasrv.errors import ConfigError
+    from lorasrv.worker.device import resolve_device
+
+    try:
+        found = resolve_device(settings.device)
+    except ConfigError as error:
+        return Check("fail", str(error), "leave out --device to take what there is")
+    if found.type == "cuda":
+        free, total = torch.cuda.mem_get_info(found)
+        return Check("ok", f"{torch.cuda.get_device_name(found)}: {size(free)} of {size(total)} free")
+    unused = Path("/proc/driver/nvidia").exists() and not torch.cuda.is_available()
+    fix = "there is an NVIDIA driver that torch does not use: install a torch for CUDA" if unused else ""
+    return Check("warn" if unused else "ok", f"cpu, torch {torch.__version__}", fix)
+
+
+def kernels(settings: ServerSettings) -> Check:
+    """Whether compiled kernels are kept, and whether there are any yet."""
+    from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory
+
+    if settings.kernels == "torch":
+        return Check("ok", "plain torch, as --kernels asks: slow, and nothing to compile")
+    directory = cache_directory()
+    if directory is None:
+        where = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        fix = f"make {where}/lorasrv yours alone (chmod -R go-w), or set XDG_CACHE_HOME to a folder that is"
+        return Check("warn", "compiled kernels cannot be kept: every start compiles them anew, 15 to 30 s", fix)
+    files = [path for path in directory.iterdir() if path.is_file() and path.suffix != ".json"]
+    if not files:
+        return Check("ok", f"none in {directory} yet: the first start compiles them, 15 to 30 s")
+    return Check("ok", f"{len(files)} compiled ones in {directory}, {size(sum(path.stat().st_size for path in files))}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _quota() -> float | None:
+    """Processors that the container may use at a time; None: no limit that we see."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return None if limit == "max" else int(limit) / int(period)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,264 @@
+"""doctor's checks of what serve would be given: settings, model, memory, store, disk, port."""
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+import stat
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from adapter_store.errors import AdapterError
+from api.cli.common.formatting import size
+from api.cli.doctor.machine import Check
+from api.config.settings import ServerSettings
+from lorasrv.errors import ConfigError, LorasrvError
+
+if TYPE_CHECKING:
+    from api.config.sources import Sources
+    from lorasrv.models.loader.locate import ModelShape
+
+ASK_S = 2.0
+LITTLE_DISK, NO_DISK = 1 << 30, 64 << 20
+MIN_PAGES = 4
+_OF_KEYS = frozenset({"missing_api_key", "invalid_api_key", "forbidden"})
+# Bits a weight with its scales, about; the embedding and the head keep eight bits where layers have fewer.
+_BITS = {"int8": 8.5, "int4": 4.5, "q3h": 4.0, "fp8": 8.0}
+_FOUR_BITS = 0.7
+"""Bytes a weight below which a file has 4-bit codes."""
+
+
+def configuration(sources: "Sources") -> Check:
+    """Where options come from; they are sound, or nobody would have come here."""
+    from api.config.file import default_path
+    from api.config.sources import FIELDS, unknown_variables
+
+    given = [name for name in FIELDS if sources.origin(name).kind != "default"]
+    where = str(sources.file.path) if sources.file is not None else f"no file ({default_path()} is not there)"
+    text = f"{where}; {len(given)} options set: {', '.join(given)}" if given else f"{where}; all defaults"
+    if unknown := unknown_variables():
+        return Check("warn", f"{text}; {'; '.join(unknown)}", "rename or unset what nothing reads")
+    file = sources.file
+    if file is not None and "api_key" in (*file.client, *file.serve) and _others_may_read(file.path):
+        return Check("warn", f"{text}; others may read the key in it", f"chmod 600 {file.path}")
+    return Check("ok", f"{text} (lorasrv config show --origin)")
+
+
+def model(settings: ServerSettings) -> Check:
+    """Whether the base is there and of a known family, by its header."""
+    try:
+        shape = _shape(settings.model)
+    except LorasrvError as error:
+        text = str(error)
+        install = text.rpartition(": ")[2] if "pip install" in text else ""
+        return Check("fail", text, install or "give another --model, or put the file right")
+    spec = shape.spec
+    text = f"{shape.name}: {spec.family}, {_weights(shape) / 1e6:.0f} M weights, {spec.num_layers} layers"
+    return Check("ok", f"{text}, context {spec.max_position}")
+
+
+def memory(settings: ServerSettings, rank: int) -> Check:
+    """Base, pool and host cache against what is free, and how many adapters of a rank fit where."""
+    from lorasrv.worker.device import free_device_bytes, resolve_device
+    from lorasrv.worker.host_memory import free_bytes
+
+    try:
+        shape = _shape(settings.model)
+    except LorasrvError:
+        return Check("warn", f"{size(free_bytes())} free on the host", "no memory plan without a base: see model")
+    where = resolve_device(settings.device)
+    on_gpu = where.type == "cuda"
+    options = settings.engine_config().memory
+    base = _base_bytes(settings, shape)
+    free = free_device_bytes(where) if on_gpu else free_bytes()
+    # As serve does: a share of what is free once the base is loaded.
+    share = options.cuda_pool_fraction if on_gpu else options.pool_fraction
+    pool = options.pool_bytes or int(max(0, free - base) * share)
+    block, pages, packed = _adapter(settings, shape, rank)
+    fit = pool // block // pages
+    text = (
+        f"{size(free)} free: base about {size(base)}, pool {size(pool)} ({pool // block} pages of {size(block)}), "
+        f"host cache {size(options.host_cache_bytes)}, swap {size(options.swap_bytes)}; adapters of rank {rank} "
+        f"({size(packed)}): {fit} in an empty pool, {options.host_cache_bytes // packed} on the host"
+    )
+    if pool // block < MIN_PAGES:
+        return Check("fail", text, f"--pool-bytes must be {size(MIN_PAGES * block)} or more")
+    host = options.host_cache_bytes + options.swap_bytes
+    needed = base + pool if on_gpu else base + pool + host
+    if base + pool > free:
+        return Check("fail", text, f"base and pool need {size(base + pool)}: a smaller --pool-bytes or --model")
+    if needed > free:
+        return Check("warn", text, f"together they may grow to {size(needed)}: a smaller --host-cache-bytes or pool")
+    if fit < 1:
+        return Check("warn", text, f"not even one adapter of rank {rank} fits in the pool: a larger --pool-bytes")
+    return Check("ok", text)
+
+
+def store(settings: ServerSettings) -> Check:
+    """Whether the folder can be used, by whom it may be read, and whether a server has it."""
+    root = settings.store.expanduser()
+    if not root.exists():
+        above = next(path for path in root.absolute().parents if path.exists())
+        if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
+            return Check("ok", f"{root} is not there yet; serve makes it")
+        return Check("fail", f"{root} cannot be made: no right to write to {above}", "another --store")
+    if not root.is_dir() or not os.access(root, os.R_OK | os.W_OK | os.X_OK):
+        return Check("fail", f"{root} is no folder that can be written to", "chown it, or another --store")
+    if _is_locked(root):
+        answers = _who(settings)
+        who = f"the server at {_url(settings)}" if answers else "a server or a command"
+        fix = "" if answers else "stop it before serve starts, or give another --store"
+        return Check("ok" if answers else "warn", f"{root} is in use by {who}", fix)
+    if _others_may_read(root):
+        return Check("warn", f"{root} may be read by other users", f"chmod 700 {root}")
+    return Check("ok", f"{root}, yours alone, in use by nobody")
+
+
+def disk(settings: ServerSettings, rank: int) -> Check:
+    """Room for adapters below the store."""
+    root = settings.store.expanduser().absolute()
+    there = next(path for path in (root, *root.parents) if path.exists())
+    free = shutil.disk_usage(there).free
+    quota = None if settings.store_bytes is None else int(settings.store_bytes)
+    text = f"{size(free)} free for the store"
+    try:
+        file_bytes = _adapter_weights(_shape(settings.model), rank) * 4
+        room = min(free, quota) if quota is not None else free
+        text += f": {room // file_bytes} adapters of rank {rank} in float32 ({size(file_bytes)})"
+    except LorasrvError:
+        pass
+    text += f", {size(quota)} allowed by --store-bytes" if quota is not None else ""
+    if free < NO_DISK:
+        return Check("fail", text, "make room: uploads would be refused")
+    return Check("warn", text, "make room") if free < LITTLE_DISK else Check("ok", text)
+
+
+def port(settings: ServerSettings) -> Check:
+    """Whether the address can be had, or who has it; and whether serve would take it without a key."""
+    from api.server import check_guarded
+
+    place = f"{settings.host}:{settings.port}"
+    try:
+        check_guarded(settings)
+    except (ConfigError, AdapterError) as error:
+        return Check("fail", str(error), "lorasrv key create --scope admin")
+    try:
+        _try_address(settings)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return Check("fail", f"{place}: {error.strerror or error}", "another --host or --port")
+        if (about := _who(settings)) is not None:
+            return Check("ok", f"{place}: {about}")
+        return Check("fail", f"{place} is taken by another program", "another --port; 0 takes a free one")
+    return Check("ok", f"{place} is free")
+
+
+# What they have in common.
+@cache
+def _shape(name: str) -> "ModelShape":
+    from lorasrv.models.loader.locate import read_model_shape
+
+    return read_model_shape(name)
+
+
+def _weights(shape: "ModelShape") -> int:
+    return _linear_weights(shape) + _table_weights(shape)
+
+
+def _linear_weights(shape: "ModelShape") -> int:
+    spec = shape.spec
+    return spec.num_layers * sum(site.in_features * sum(site.out_features) for site in spec.sites())
+
+
+def _table_weights(shape: "ModelShape") -> int:
+    """Of the embedding, and of the head if it is another."""
+    spec = shape.spec
+    return spec.vocab_size * spec.hidden_size * (1 if spec.tied_head else 2)
+
+
+def _base_bytes(settings: ServerSettings, shape: "ModelShape") -> int:
+    from lorasrv.models.loader.locate import locate
+
+    linear, table = _linear_weights(shape), _table_weights(shape)
+    fmt = settings.quantization
+    if fmt == "auto":
+        path, _ = locate(settings.model)
+        is_small = path.is_file() and path.stat().st_size < _FOUR_BITS * (linear + table)
+        fmt = "int4" if is_small else "int8"
+    if fmt not in _BITS:
+        return (linear + table) * (4 if settings.dtype == "float32" else 2)
+    return int((linear * _BITS[fmt] + table * max(8.5, _BITS[fmt])) / 8)
+
+
+def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[int, int, int]:
+    """Bytes of a page through all layers; pages and packed bytes of an adapter of this rank on every linear."""
+    from lorasrv.models.lora_sites import site_dims
+    from sgmv_kernels.formats.adapter_panels import AdapterLayout
+
+    spec = shape.spec
+    itemsize = 4 if settings.dtype == "float32" else 2
+    kv = settings.kv_dtype if settings.kv_dtype != "auto" else settings.dtype
+    tokens = settings.engine_config().memory.page_size_tokens
+    page = 2 * spec.kv_width * tokens * (4 if kv == "float32" else 2)
+    sites = site_dims(spec)
+    layer = tuple(tuple(rank for _ in site.out_features) for site in sites)
+    layout = AdapterLayout(sites, (layer,) * spec.num_layers, itemsize)
+    return page * spec.num_layers, layout.num_pages(page), layout.nbytes
+
+
+def _adapter_weights(shape: "ModelShape", rank: int) -> int:
+    """Numbers in the file of an adapter of this rank on every linear."""
+    spec = shape.spec
+    rows = sum(site.in_features + out for site in spec.sites() for out in site.out_features)
+    return spec.num_layers * rank * rows
+
+
+def _is_locked(root: Path) -> bool:
+    """Whether a server has the store; the lock is taken for a moment, and nothing is made."""
+    try:
+        fd = os.open(root / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
+def _others_may_read(path: Path) -> bool:
+    return bool(stat.S_IMODE(path.stat().st_mode) & 0o077)
+
+
+def _url(settings: ServerSettings) -> str:
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.host, settings.host)
+    return f"http://[{host}]:{settings.port}" if ":" in host else f"http://{host}:{settings.port}"
+
+
+def _try_address(settings: ServerSettings) -> None:
+    """Take the address as serve would, and give it back. Raises: OSError."""
+    found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
+    family, kind, protocol, _, address = found[0]
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+
+
+def _who(settings: ServerSettings) -> str | None:
+    """What a lorasrv that answers at the address says of itself."""
+    from api.cli.common.options import client_key
+    from api.client import Client, Refused, ServerUnreachable
+
+    url = _url(settings)
+    try:
+        with Client(url, settings.secret_key or client_key(url), wait_s=ASK_S) as client:
+            about = client.get("/info")
+    except Refused as error:
+        return "lorasrv answers, and wants another key" if error.error.get("code") in _OF_KEYS else None
+    except ServerUnreachable:
+        return None
+    return f"lorasrv {about['version']} answers, with {about['model_id']}" if about.get("router") == "lorasrv" else None

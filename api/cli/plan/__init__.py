@@ -1,0 +1,1 @@
+"""`lorasrv plan`: capacity planning from recorded traffic."""

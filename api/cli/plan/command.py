@@ -1,0 +1,294 @@
+"""plan: recorded traffic replayed on a server that need not exist."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from api.cli.common.options import JsonOption, check_png, connected
+from api.cli.common.terminal import CliError, ExitCode, note, print_json, progress
+
+if TYPE_CHECKING:
+    from api.cli.plan.report import Plan
+    from lorasrv.config import EngineConfig, MemoryOptions
+    from lorasrv.metrics.trace import TraceRequest
+    from lorasrv.models.spec import ModelSpec
+    from lorasrv.offline.planner.machine_profile import MachineProfile
+    from lorasrv.offline.planner.simulator import SimServer
+
+DEFAULT_RANK = 16
+MAX_RANK = 256
+LIMIT_TIMES = 2.0
+"""How many adapters fit: the p99 TTFT may be so many times what the trace has as it is, unless it is given."""
+_SERVER, _COSTS, _OUTPUT = "The server", "What things cost", "Output"
+
+
+def _option(text: str, panel: str, *names: str) -> Any:
+    return typer.Option(*names, help=text.replace("[", r"\["), rich_help_panel=panel, show_default=False)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """The command line, once checked."""
+
+    config: "EngineConfig"
+    rank: int
+    store: Path | None
+    costs: Path | None
+    server: str | None
+    recalibrate: bool
+
+
+def plan(
+    trace: Annotated[Path, typer.Option("--trace", metavar="FILE", help="What serve --record-trace has written.")],
+    model: Annotated[str | None, _option("As of serve. [default: smollm2-135m]", _SERVER)] = None,
+    quantization: Annotated[str | None, _option("As of serve. [default: auto]", _SERVER)] = None,
+    quantization_group: Annotated[int | None, _option("As of serve. [default: the format's]", _SERVER)] = None,
+    quantized_weights: Annotated[Path | None, _option("As of serve.", _SERVER)] = None,
+    dtype: Annotated[str | None, _option("As of serve. [default: bfloat16]", _SERVER)] = None,
+    device: Annotated[str | None, _option("As of serve. [default: auto]", _SERVER)] = None,
+    kernels: Annotated[str | None, _option("As of serve. [default: auto]", _SERVER)] = None,
+    pool_bytes: Annotated[str | None, _option("As of serve. [default: what serve would take now]", _SERVER)] = None,
+    host_cache_bytes: Annotated[str | None, _option("As of serve. [default: 1GiB]", _SERVER)] = None,
+    policy: Annotated[str | None, _option("Who goes first: fair, fcfs, mlfq or sjf. [default: fair]", _SERVER)] = None,
+    max_num_seqs: Annotated[int | None, _option("As of serve. [default: 64]", _SERVER)] = None,
+    max_num_batched_tokens: Annotated[int | None, _option("As of serve. [default: 512]", _SERVER)] = None,
+    target_itl_ms: Annotated[float | None, _option("What a step should take at most. [default: 250]", _SERVER)] = None,
+    rank: Annotated[
+        int,
+        typer.Option(min=1, max=MAX_RANK, metavar="R", help="Of adapters of unknown size.", rich_help_panel=_SERVER),
+    ] = DEFAULT_RANK,
+    store: Annotated[Path | None, _option("Folder that knows the adapters' true sizes.", _SERVER)] = None,
+    recalibrate: Annotated[
+        bool, typer.Option("--recalibrate", help="Measure this machine anew.", rich_help_panel=_COSTS)
+    ] = False,
+    server: Annotated[
+        str | None, _option("Take what a running server has learnt instead, and its pool.", _COSTS, "--server")
+    ] = None,
+    costs: Annotated[Path | None, _option("Take them from a file of JSON instead.", _COSTS, "--costs")] = None,
+    p99_ttft_ms: Annotated[
+        float | None, _option("What the p99 TTFT may be. [default: twice what it is now]", _OUTPUT)
+    ] = None,
+    predict_only: Annotated[
+        bool, typer.Option("--predict-only", help="One replay, no other adapters or options.", rich_help_panel=_OUTPUT)
+    ] = False,
+    png: Annotated[Path | None, _option("Draw TTFT by number of adapters, and over time.", _OUTPUT)] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict what recorded traffic would meet on a server, how many adapters fit, and which option to change."""
+    if sum((recalibrate, server is not None, costs is not None)) > 1:
+        raise CliError("--recalibrate, --server and --costs exclude each other", code=ExitCode.USAGE)
+    if p99_ttft_ms is not None and not 0 < p99_ttft_ms < float("inf"):
+        raise CliError(f"--p99-ttft-ms must be positive, not {p99_ttft_ms}", code=ExitCode.USAGE)
+    if png is not None:
+        check_png("--png", png)
+    from lorasrv.metrics.trace import read_trace
+
+    requests = read_trace(trace)
+    of_scheduler = {
+        "policy": policy,
+        "max_num_seqs": max_num_seqs,
+        "max_num_batched_tokens": max_num_batched_tokens,
+        "target_itl_ms": target_itl_ms,
+    }
+    of_model = {
+        "model": model,
+        "quantization": quantization,
+        "quantization_group": quantization_group,
+        "quantized_weights": quantized_weights,
+        "dtype": dtype,
+        "device": device,
+        "kernels": kernels,
+    }
+    sizes = {"pool_bytes": pool_bytes, "host_cache_bytes": host_cache_bytes}
+    asked = _Asked(_config(of_model, sizes, of_scheduler), rank, store, costs, server, recalibrate)
+    done = _plan(asked, requests, p99_ttft_ms, predict_only)
+    if png is not None:
+        from api.cli.plan.plot import draw
+
+        draw(png, done)
+    _print(done, as_json)
+
+
+def _print(done: "Plan", as_json: bool) -> None:
+    from api.cli.plan.report import print_plan
+
+    if as_json:
+        print_json(done.to_dict())
+    else:
+        print_plan(done)
+
+
+# Options.
+def _config(model: dict[str, Any], sizes: dict[str, str | None], scheduler: dict[str, Any]) -> "EngineConfig":
+    from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
+
+    memory: dict[str, Any] = {name: _size(name, text) for name, text in sizes.items() if text is not None}
+    return EngineConfig(
+        model=ModelOptions(**_given(model)),
+        memory=MemoryOptions(**memory),
+        scheduler=SchedulerOptions(**_given(scheduler)),
+    )
+
+
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _size(name: str, text: str) -> int:
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
+    try:
+        return int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        flag = f"--{name}".replace("_", "-")
+        raise CliError(f"{flag}: {text!r} is no size; write 512MiB, 2GB or bytes", code=ExitCode.USAGE) from None
+
+
+# The plan.
+def _plan(asked: _Asked, trace: tuple["TraceRequest", ...], limit_ms: float | None, predict_only: bool) -> "Plan":
+    from api.cli.plan.report import Plan
+    from lorasrv.offline.planner.report import measured, predicted
+    from lorasrv.offline.planner.simulator import replay
+    from lorasrv.offline.planner.what_if import capacity, changes
+
+    with progress() as step:
+        sim, source = _server(asked, trace, lambda what, share: step(what, share, 1.0))
+        begun = time.perf_counter()
+        done = replay(sim, trace, lambda share: step("replaying the trace", share, 1.0))
+        wall_s = time.perf_counter() - begun
+        step("replaying the trace", 1.0, 1.0)
+        now = predicted(done)
+        fit, tried = None, []
+        if not predict_only:
+            has_adapters = any(request.adapter is not None for request in trace)
+            allowed_ms = limit_ms or LIMIT_TIMES * now.ttft_p99_ms
+            with _telling(step, "how many adapters fit") as tell:
+                fit = capacity(sim, trace, allowed_ms, tell) if has_adapters and now.requests else None
+            with _telling(step, "what to change") as tell:
+                tried = changes(sim, trace, tell)
+    return Plan(
+        server=sim,
+        source=source,
+        done=done,
+        wall_s=wall_s,
+        predicted=now,
+        measured=measured(trace),
+        capacity=fit,
+        limit_was_given=limit_ms is not None,
+        changes=tried,
+        trace=trace,
+    )
+
+
+@contextmanager
+def _telling(step: Callable[[str, float, float], None], what: str) -> Iterator[Callable[[str], None]]:
+    """A bar of which nobody knows how long it will be: it comes nearer to its end with every replay."""
+    share = 0.0
+
+    def tell(_: str) -> None:
+        nonlocal share
+        step(what, share, 1.0)
+        share += (1.0 - share) / 8
+
+    yield tell
+    step(what, 1.0, 1.0)
+
+
+def _server(
+    asked: _Asked, trace: tuple["TraceRequest", ...], tell: Callable[[str, float], None]
+) -> tuple["SimServer", str]:
+    """What is replayed on, and where its costs are from."""
+    from lorasrv.engine.factory import pool_size
+    from lorasrv.memory.memory_manager import PoolGeometry
+    from lorasrv.models.loader import open_checkpoint
+    from lorasrv.offline.planner.simulator import SimServer
+
+    checkpoint = open_checkpoint(asked.config.model.model)
+    try:
+        spec, name = checkpoint.spec, checkpoint.name
+    finally:
+        checkpoint.close()
+    costs, source, memory = _costs(asked, name, tell)
+    itemsize = 4 if asked.config.model.dtype == "float32" else 2
+    page_bytes = 2 * spec.kv_width * memory.page_size_tokens * itemsize
+    pages = pool_size(memory) // (page_bytes * spec.num_layers)
+    if pages < 4:
+        raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
+    geometry = PoolGeometry(pages, memory.page_size_tokens, page_bytes, spec.num_layers)
+    layout_of = _layouts(asked, spec, itemsize, trace)
+    return SimServer(geometry, memory, asked.config.scheduler, costs, layout_of, spec.max_position), source
+
+
+def _layouts(
+    asked: _Asked, spec: "ModelSpec", itemsize: int, trace: tuple["TraceRequest", ...]
+) -> Callable[[str], Any]:
+    from adapter_store.store import AdapterStore
+    from lorasrv.models.lora_sites import base_shapes
+    from lorasrv.offline.planner.adapter_sizes import AdapterSizes
+
+    if asked.store is None:
+        sizes = AdapterSizes.of(spec, itemsize, asked.rank, trace)
+    else:
+        if not asked.store.is_dir():
+            raise CliError(f"--store: there is no folder {asked.store}", code=ExitCode.USAGE)
+        with AdapterStore(asked.store, base_shapes(spec)) as store:
+            sizes = AdapterSizes.of(spec, itemsize, asked.rank, trace, store)
+    names = {request.adapter for request in trace if request.adapter is not None}
+    if assumed := sizes.assumed(sorted(names)):
+        note(
+            f"the size of {len(assumed)} of {len(names)} adapters is not known; taken as of rank {asked.rank} (--rank)"
+        )
+    return sizes.maker()
+
+
+def _costs(
+    asked: _Asked, model_name: str, tell: Callable[[str, float], None]
+) -> tuple["MachineProfile", str, "MemoryOptions"]:
+    """What things cost, in words where that is from, and the memory that is planned with."""
+    from lorasrv.offline.planner.machine_profile import MachineProfile, cache_file, read_cached, write_cached
+
+    memory = asked.config.memory
+    if asked.costs is not None:
+        return MachineProfile.read(asked.costs), f"costs from {asked.costs.name}", memory
+    file = cache_file(model_name, asked.config.model)
+    kept = None if asked.recalibrate else read_cached(file)
+    if asked.server is not None:
+        with connected(asked.server) as client:
+            samples = client.metrics()
+        learnt, pool = _learnt(samples, kept)
+        return learnt, f"costs learnt by {asked.server}", replace(memory, pool_bytes=memory.pool_bytes or pool)
+    if kept is None:
+        # Before torch is imported: as `serve` does.
+        import os
+
+        os.environ.setdefault("GOMP_SPINCOUNT", "30000")
+        from lorasrv.offline.planner.calibrate import calibrate
+
+        done = calibrate(asked.config, asked.rank, tell)
+        if done.is_sound:
+            write_cached(file, done.costs)
+        else:
+            note(f"steps took {100 * done.misfit:.0f} % longer than their costs explain: something else ran meanwhile;")
+            note("these costs are not kept, measure again on a quiet machine")
+        return done.costs, "costs measured now on this machine", memory
+    return kept, "costs measured earlier on this machine (--recalibrate measures anew)", memory
+
+
+def _learnt(samples: dict[str, float], kept: "MachineProfile | None") -> tuple["MachineProfile", int | None]:
+    """Steps and bytes as a server has learnt them; what it does not tell as it was measured here, if it was."""
+    from lorasrv.memory.cost_model import PARTS
+    from lorasrv.offline.planner.machine_profile import MachineProfile
+
+    try:
+        step = {part: samples[f'lorasrv_step_cost_seconds{{part="{part}"}}'] for part in PARTS}
+        load, copy = (samples[f'lorasrv_load_cost_seconds{{part="{part}"}}'] for part in ("load_byte", "copy_byte"))
+    except KeyError:
+        raise CliError("what answers there tells no learnt costs; is it lorasrv?", code=ExitCode.UNREACHABLE) from None
+    beside = kept or MachineProfile(step)
+    pool = int(samples.get("lorasrv_pool_bytes", 0)) or None
+    return replace(beside, step=step, load_s=0.0, load_byte_s=load, copy_s=0.0, copy_byte_s=copy), pool

@@ -1,0 +1,1 @@
+"""`lorasrv top`: live view of a running server."""

@@ -1,0 +1,155 @@
+"""top: what a running server does, live."""
+
+import select
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from api.asgi.address import DEFAULT_SERVER
+from api.cli.common.options import JsonOption, ServerOption, connected
+from api.cli.common.terminal import note, out, print_json, say
+from api.cli.top.stats import History, Sample
+
+if TYPE_CHECKING:
+    from api.client import Client
+
+WAIT_S = 5.0
+"""A server that is silent for so long is shown as gone, and asked again."""
+LOOK_S = 0.2
+"""How soon a key, or a terminal of another size, is seen."""
+
+
+def top(
+    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks.")] = 2.0,
+    count: Annotated[int | None, typer.Option("--count", min=1, help="End after so many looks.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="One look, as plain lines.")] = False,
+    server: ServerOption = DEFAULT_SERVER,
+    as_json: JsonOption = False,
+) -> None:
+    """Watch a server: throughput, queue, pool, tiers, latencies, the hottest adapters. q or Ctrl-C ends.
+
+    Where the output is no terminal: a line a look. A server that goes away is waited for.
+    """
+    looks = 1 if once else count
+    with connected(server, wait_s=WAIT_S) as client:
+        watch = _Watch(client)
+        first = watch.look()  # whoever never answered is an error, and not waited for
+        if as_json or once or not out().is_terminal:
+            _print(watch, first, interval, looks, as_json)
+        else:
+            _show(watch, first, interval, looks)
+
+
+class _Watch:
+    """One server, asked again and again."""
+
+    def __init__(self, client: "Client") -> None:
+        self._client = client
+        self._history = History()
+        self.url = client.url
+        self.model = ""
+
+    def look(self) -> dict[str, Any]:
+        """Raises: ServerUnreachable, Refused."""
+        self.model = self.model or self._client.base_name()
+        sample = Sample(time.monotonic(), self._client.metrics(), self._client.pool())
+        about = {"time": round(time.time(), 3), "server": self.url, "model": self.model, "up": True}
+        return {**about, **self._history.add(sample)}
+
+    def look_again(self) -> tuple[dict[str, Any] | None, str | None]:
+        """The figures, or why there are none."""
+        from api.client import Refused, ServerUnreachable
+
+        try:
+            return self.look(), None
+        except (Refused, ServerUnreachable) as error:
+            return None, str(error)
+
+
+def _print(watch: _Watch, first: dict[str, Any], interval: float, looks: int | None, as_json: bool) -> None:
+    """For files and programs. A server that is gone is said once, and an object a look."""
+    from api.cli.top.view import line
+
+    figures: dict[str, Any] | None = first
+    problem = told = None
+    done = 0
+    while True:
+        if as_json:
+            gone = {"time": round(time.time(), 3), "server": watch.url, "up": False, "error": problem}
+            print_json(figures or gone)
+        elif figures is not None:
+            say(line(figures, datetime.now().strftime("%H:%M:%S")))
+        if problem != told and problem is not None:
+            note(f"lorasrv: {problem}; trying again")
+        told = problem
+        done += 1
+        if looks is not None and done >= looks:
+            return
+        time.sleep(interval)
+        figures, problem = watch.look_again()
+
+
+def _show(watch: _Watch, first: dict[str, Any], interval: float, looks: int | None) -> None:
+    """For people."""
+    from rich.live import Live
+
+    from api.cli.top.view import screen
+
+    console = out()
+    figures = first
+    problem: str | None = None
+    done = 1
+
+    def drawn() -> Any:
+        clock = datetime.now().strftime("%H:%M:%S")
+        title = f"lorasrv top  {watch.model}  {watch.url}  {clock}  q ends"
+        return screen(figures, title, problem and f"{problem}; trying again", console.width, console.height)
+
+    with _keys() as pressed, Live(drawn(), console=console, screen=True, auto_refresh=False) as live:
+        while looks is None or done < looks:
+            until = time.monotonic() + interval
+            size = console.size
+            while time.monotonic() < until:
+                if pressed(min(LOOK_S, until - time.monotonic())) in ("q", "Q"):
+                    return
+                if console.size != size:
+                    size = console.size
+                    live.update(drawn(), refresh=True)
+            again, problem = watch.look_again()
+            figures = again or figures
+            live.update(drawn(), refresh=True)
+            done += 1
+
+
+@contextmanager
+def _keys() -> Iterator[Any]:
+    """A function that waits so many seconds for a key; "" is none. Keys come at once and are not shown."""
+    if not sys.stdin.isatty():
+
+        def sleep(seconds: float) -> str:
+            time.sleep(max(0.0, seconds))
+            return ""
+
+        yield sleep
+        return
+    import os
+    import termios
+    import tty
+
+    fd = sys.stdin.fileno()
+    before = termios.tcgetattr(fd)
+
+    def pressed(seconds: float) -> str:
+        ready, _, _ = select.select([fd], [], [], max(0.0, seconds))
+        return os.read(fd, 1).decode("ascii", "replace") if ready else ""
+
+    try:
+        tty.setcbreak(fd)
+        yield pressed
+    finally:
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)

@@ -1,0 +1,1 @@
+"""Server settings and where each came from; `--lora-modules`."""

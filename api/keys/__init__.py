@@ -1,1 +1,0 @@
-"""Who may use the server: keys, what each may do and see, and how much."""

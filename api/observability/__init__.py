@@ -1,0 +1,1 @@
+"""Access middleware, logs, traces, Prometheus collectors."""

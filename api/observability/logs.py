@@ -1,0 +1,180 @@
+"""What the server writes to stderr: a line for each event, as JSON or as text, whoever says it.
+
+Everything goes through one handler of Python's logging: ours, uvicorn's, Python's warnings. Our own lines start at
+`--log-level`, those of others at warning, at the earliest. No line holds a prompt, an answer or a header, unless
+`--log-prompts` asks for the beginnings of bodies.
+"""
+
+import io
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+import structlog
+from structlog.types import EventDict, ExcInfo, Processor
+
+from api.asgi.sse import one_line
+from api.observability.access_middleware import CURRENT, RequestInfo
+from lorasrv.metrics.request_stats import FinishedRequestStats
+
+OURS = ("api", "lorasrv", "adapter_store", "sgmv_kernels")
+PROBES = frozenset({"/health", "/ready", "/ping", "/metrics"})
+"""Asked every few seconds by machines: lines of level debug."""
+MAX_SHOWN = 500
+"""Characters of a body."""
+_LOG = logging.getLogger(__name__)
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+
+
+@contextmanager
+def written(log_format: str, log_level: str, stream: TextIO | None = None) -> Iterator[None]:
+    """All lines of the process go to `stream` (stderr) while this lasts.
+
+    `log_format`: json, text, or auto: text for a terminal. `log_level`: debug, info, warning or error.
+    """
+    stream = stream or sys.stderr
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(_formatter(log_format, stream.isatty()))
+    level = logging.getLevelNamesMapping()[log_level.upper()]
+    root = logging.getLogger()
+    levels = {root: max(level, logging.WARNING), **{logging.getLogger(name): level for name in OURS}}
+    before = list(root.handlers), {logger: logger.level for logger in levels}, warnings.showwarning
+    root.handlers[:] = [handler]
+    for logger, wanted in levels.items():
+        logger.setLevel(wanted)
+    warnings.showwarning = _log_warning
+    try:
+        yield
+    finally:
+        root.handlers[:], _, warnings.showwarning = before
+        for logger, own in before[1].items():
+            logger.setLevel(own)
+
+
+def request_logger(keeps_text: bool = False) -> Callable[[RequestInfo], None]:
+    """Writes a line for each request; `keeps_text`: with the beginnings of both bodies, if it was answered."""
+
+    def log(seen: RequestInfo) -> None:
+        level = _level(seen)
+        if _LOG.isEnabledFor(level):
+            _LOG.log(level, "request", extra=facts(seen) | (_texts(seen) if keeps_text and seen.answers else {}))
+
+    return log
+
+
+def facts(seen: RequestInfo) -> dict[str, Any]:
+    """What is told of a request: who asked what, who answered, how much, how long (ms), and how it ended."""
+    told: dict[str, Any] = {
+        "method": seen.method,
+        "route": seen.route,
+        "status": seen.status,
+        "ms": _ms(seen.seconds),
+        "principal": seen.principal,
+    }
+    for name in ("id", "version", "digest"):
+        if f"x-adapter-{name}" in seen.headers:
+            told[f"adapter_{name}"] = seen.headers[f"x-adapter-{name}"]
+    if seen.answers:
+        told |= _of_answers(seen.answers)
+    if seen.broken:
+        told["broken"] = True
+    return told
+
+
+def _of_answers(answers: list[FinishedRequestStats]) -> dict[str, Any]:
+    """Of all choices as one: a prompt counts once, times are the longest."""
+    prompts = [answer for answer in answers if not answer.is_further] or answers[:1]
+    told: dict[str, Any] = {
+        "prompt_tokens": sum(answer.prompt_tokens for answer in prompts),
+        "cached_tokens": sum(answer.cached_tokens for answer in prompts),
+        "completion_tokens": sum(answer.generated_tokens for answer in answers),
+        "queue_ms": _ms(max(answer.queue_s for answer in answers)),
+        "load_ms": _ms(max(answer.load_s for answer in answers)),
+        "prefill_ms": _ms(max(answer.prefill_s for answer in answers)),
+        "decode_ms": _ms(max(answer.decode_s for answer in answers)),
+        "finish_reason": ",".join(dict.fromkeys(answer.reason.value for answer in answers)),
+    }
+    first = answers[0]
+    if first.adapter_key is not None:
+        told |= {"adapter_id": first.adapter_id, "adapter_digest": f"sha256:{first.adapter_key}"}
+    if first.tier is not None:
+        told["adapter_tier"] = first.tier.value
+    if any(answer.fell_back for answer in answers):
+        told["fallback"] = "base"
+    if why := ",".join(dict.fromkeys(answer.why for answer in answers if answer.why)):
+        told["why"] = why
+    return told
+
+
+def _texts(seen: RequestInfo) -> dict[str, str]:
+    kept = {"request_text": seen.received, "answer_text": seen.sent}
+    return {name: bytes(text).decode("utf-8", "replace")[:MAX_SHOWN] for name, text in kept.items()}
+
+
+def _log_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    logging.getLogger("py.warnings").warning("%s: %s (%s:%d)", category.__name__, message, filename, lineno)
+
+
+def _level(seen: RequestInfo) -> int:
+    if seen.status >= 500 or seen.broken:
+        return logging.WARNING
+    return logging.DEBUG if seen.route in PROBES else logging.INFO
+
+
+def _ms(seconds: float) -> float:
+    return round(1e3 * seconds, 1)
+
+
+def _formatter(log_format: str, is_terminal: bool) -> logging.Formatter:
+    as_text = log_format == "text" or (log_format == "auto" and is_terminal)
+    before: list[Processor] = [
+        structlog.stdlib.add_log_level,
+        structlog.stdlib.add_logger_name,
+        structlog.stdlib.ExtraAdder(),
+        _add_request_id,
+        structlog.processors.TimeStamper(fmt="iso", utc=not as_text),
+    ]
+    last: list[Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
+    if as_text:
+        # Plain tracebacks: the prettier ones show variables, and those hold prompts.
+        last.append(_escape_event)
+        last.append(structlog.dev.ConsoleRenderer(colors=is_terminal, exception_formatter=_traceback, pad_event_to=0))
+    else:
+        last += [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=one_line)]
+    return structlog.stdlib.ProcessorFormatter(foreign_pre_chain=before, processors=last)
+
+
+def _escape_event(_: object, __: str, event: EventDict) -> EventDict:
+    """One line stays one: what came from a client may hold ends of lines, and commands for a terminal."""
+    event["event"] = _CONTROL.sub(_escaped, str(event["event"]))
+    return event
+
+
+def _traceback(out: TextIO, info: ExcInfo) -> None:
+    """A plain one, of which no line looks like a line of the log."""
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, info)
+    out.write("\n".join(f"  {_CONTROL.sub(_escaped, line)}".rstrip() for line in text.getvalue().split("\n")))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    return repr(found.group())[1:-1]
+
+
+def _add_request_id(_: object, __: str, event: EventDict) -> EventDict:
+    """Whatever is said while a request is worked on names it."""
+    seen = CURRENT.get()
+    if seen is not None and seen.request_id:
+        event["request_id"] = seen.request_id
+    return event

@@ -1,0 +1,51 @@
+"""All collectors of one server, and their text."""
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from api.observability.metrics.engine import EngineCollector, StoreCollector
+from api.observability.metrics.requests import EdgeCollector, HttpFigures, TopAdapters, TrafficCollector
+from api.observability.metrics.vllm_names import VllmCollector
+from api.serving.services import Services
+
+if TYPE_CHECKING:
+    from lorasrv.engine.async_engine import AsyncEngine
+
+
+def make_registry(services: Services, http: HttpFigures) -> CollectorRegistry:
+    """Everything that `/metrics` shows of a server; listens to its engine's traffic from now on."""
+    engine: AsyncEngine = services.engine
+    top = TopAdapters(services.settings.metrics_adapters)
+    engine.traffic.listeners.append(top.ended)
+    registry = CollectorRegistry()
+    registry.register(EngineCollector(engine, services.base_name))
+    edge = EdgeCollector(services.connections_cut)
+    for collector in (TrafficCollector(engine), http, edge, top, StoreCollector(services.store)):
+        registry.register(collector)
+    if services.settings.metrics_compat == "vllm":
+        registry.register(VllmCollector(engine, services.base_name, services.settings.max_num_seqs))
+    return registry
+
+
+def collected(registry: CollectorRegistry) -> list[Metric]:
+    """What it shows now. For the event loop's thread, whose figures these are."""
+    return list(registry.collect())
+
+
+def as_text(metrics: Iterable[Metric]) -> bytes:
+    """Prometheus text; any thread may write it."""
+    registry = CollectorRegistry()
+    registry.register(_Given(metrics))
+    return generate_latest(registry)
+
+
+class _Given(Collector):
+    def __init__(self, metrics: Iterable[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._metrics

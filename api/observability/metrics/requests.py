@@ -1,0 +1,222 @@
+"""Requests as their clients see them: how long they waited, how they were refused, by route, key and adapter."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+    SummaryMetricFamily,
+)
+from prometheus_client.registry import Collector
+
+from api.observability.access_middleware import RequestInfo
+from api.observability.metrics.engine import histogram
+from lorasrv.metrics.histogram import Histogram
+from lorasrv.metrics.request_stats import FinishedRequestStats
+
+if TYPE_CHECKING:
+    from lorasrv.engine.async_engine import AsyncEngine
+
+
+# Histograms of Traffic; the metric's name ends in its unit.
+DURATIONS = {
+    "queue": ("queue_seconds", "Time from a request's arrival to its first step, but for waiting for its adapter"),
+    "first_token": ("time_to_first_token_seconds", "Time from a request's arrival to its first token"),
+    "inter_token": ("inter_token_seconds", "Time between two tokens of an answer"),
+    "request": ("e2e_seconds", "Time from a request's arrival to the end of its answer"),
+}
+MAX_KEYS = 200
+OTHER = "other"
+
+
+class TrafficCollector(Collector):
+    """What the event loop has seen of the engine's requests."""
+
+    def __init__(self, engine: "AsyncEngine") -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        traffic = self._engine.traffic
+        for field, (name, text) in DURATIONS.items():
+            yield histogram(name, text, getattr(traffic, field))
+        yield GaugeMetricFamily(
+            "lorasrv_tokens_waiting",
+            "Tokens of prompts of requests that have no token yet, of several choices once",
+            self._engine.waiting_room.num_tokens,
+        )
+        rejected = CounterMetricFamily("lorasrv_rejected", "Requests not served, or not in time", labels=["reason"])
+        aborted = CounterMetricFamily(
+            "lorasrv_aborted",
+            "Requests ended before their answer was whole; client: by whom it was for",
+            labels=["reason"],
+        )
+        for family, counts in ((rejected, traffic.rejected), (aborted, traffic.aborted)):
+            for reason, count in counts.items():
+                family.add_metric([reason], count)
+            yield family
+
+
+class HttpFigures(Collector):
+    """Requests by route and status, and by key; hears of each when its answer has been sent."""
+
+    def __init__(self) -> None:
+        self._requests: Counter[tuple[str, str, str]] = Counter()
+        self._seconds: dict[str, Histogram] = {}
+        self._keys: Counter[str] = Counter()
+
+    def saw(self, seen: RequestInfo) -> None:
+        """An answer has been sent, or its client has gone."""
+        self._requests[seen.method, seen.route, str(seen.status)] += 1
+        if seen.route not in self._seconds:
+            self._seconds[seen.route] = Histogram()
+        self._seconds[seen.route].add(seen.seconds)
+        key = seen.principal
+        self._keys[key if key in self._keys or len(self._keys) < MAX_KEYS else OTHER] += 1
+
+    def collect(self) -> Iterator[Metric]:
+        requests = CounterMetricFamily(
+            "lorasrv_http_requests", "HTTP requests answered", labels=["method", "route", "status"]
+        )
+        for labels, count in self._requests.items():
+            requests.add_metric(labels, count)
+        yield requests
+        seconds = HistogramMetricFamily(
+            "lorasrv_http_request_seconds", "Time from a request to the end of its answer", labels=["route"]
+        )
+        for route, counted in self._seconds.items():
+            seconds.add_metric([route], counted.cumulative(), counted.sum)
+        yield seconds
+        keys = CounterMetricFamily(
+            "lorasrv_key_requests", f"HTTP requests by key; the first {MAX_KEYS} keys by name", labels=["key"]
+        )
+        for key, count in self._keys.items():
+            keys.add_metric([key], count)
+        yield keys
+
+
+class EdgeCollector(Collector):
+    """Whom the socket's side of the server has cut off, before a route was asked or while its answer was sent."""
+
+    def __init__(self, cuts: Mapping[str, int]) -> None:
+        self._cuts = cuts
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "lorasrv_connections_cut", "Connections ended for what their client did or did not do", labels=["reason"]
+        )
+        for reason, count in self._cuts.items():
+            family.add_metric([reason], count)
+        yield family
+
+
+RANK_OVER_S = 600.0
+PROMOTION = 2.0
+MAX_RANKED = 8192
+
+
+@dataclass(slots=True)
+class _Shown:
+    requests: int = 0
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    first_tokens: int = 0
+    first_token_s: float = 0.0
+
+    def add(self, request: FinishedRequestStats) -> None:
+        self.requests += 1
+        if request.first_token_s is not None:
+            self.prompt_tokens += request.prompt_tokens
+            self.generated_tokens += request.generated_tokens
+            self.first_tokens += 1
+            self.first_token_s += request.first_token_s
+
+
+class TopAdapters(Collector):
+    """Figures of the adapters with most traffic, the others as one: a series each would be too many.
+
+    Who has a name is decided when a request ends, and what is counted stays where it was counted, so that no series
+    ever goes down. Another takes a name, from the one with least traffic of late, once it has `PROMOTION` times as
+    much.
+    """
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._most = most
+        self._clock = clock
+        self._began_s = clock()
+        self._shown: dict[str, _Shown] = {}
+        self._other = _Shown()
+        self._scores: dict[str, float] = {}
+
+    def ended(self, request: FinishedRequestStats) -> None:
+        """A request is over; the base's are not counted here. An id that is spelled like `OTHER` is one of those."""
+        name = request.adapter_id
+        if not name:
+            return
+        if name == OTHER:
+            self._other.add(request)
+            return
+        # What is newer weighs more, instead of all that is older being made less.
+        age = (self._clock() - self._began_s) / RANK_OVER_S
+        if age > 500:
+            self._begin_anew()
+            age = 0.0
+        score = self._scores.pop(name, 0.0) + (1 + request.generated_tokens) * math.exp(age)
+        self._scores[name] = score
+        if len(self._scores) > MAX_RANKED:
+            self._forget_one()
+        if name not in self._shown:
+            self._may_show(name, score)
+        self._shown.get(name, self._other).add(request)
+
+    def collect(self) -> Iterator[Metric]:
+        rows = {**self._shown, OTHER: self._other}
+        counted = {
+            "requests": "Requests that are over",
+            "prompt_tokens": "Prompt tokens of those that had an answer",
+            "generated_tokens": "Tokens of their answers",
+        }
+        for field, text in counted.items():
+            family = CounterMetricFamily(
+                f"lorasrv_adapter_{field}",
+                f"{text}, of the adapters with most traffic and of all others",
+                labels=["adapter"],
+            )
+            for name, shown in rows.items():
+                family.add_metric([name], getattr(shown, field))
+            yield family
+        first = SummaryMetricFamily(
+            "lorasrv_adapter_time_to_first_token_seconds",
+            "Time from arrival to first token, of the adapters with most traffic and of all others",
+            labels=["adapter"],
+        )
+        for name, shown in rows.items():
+            first.add_metric([name], shown.first_tokens, shown.first_token_s)
+        yield first
+
+    def _may_show(self, name: str, score: float) -> None:
+        if len(self._shown) < self._most:
+            self._shown[name] = _Shown()
+            return
+        if not self._shown:
+            return
+        least = min(self._shown, key=lambda shown: self._scores.get(shown, 0.0))
+        if score >= PROMOTION * self._scores.get(least, 0.0):
+            del self._shown[least]
+            self._shown[name] = _Shown()
+
+    def _begin_anew(self) -> None:
+        """Before numbers become too large for a float."""
+        shrunk = math.exp((self._began_s - self._clock()) / RANK_OVER_S)
+        self._scores = {name: score * shrunk for name, score in self._scores.items()}
+        self._began_s = self._clock()
+
+    def _forget_one(self) -> None:
+        """Of those without a name, who was not asked for longest."""
+        del self._scores[next(name for name in self._scores if name not in self._shown)]

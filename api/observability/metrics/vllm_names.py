@@ -1,0 +1,78 @@
+"""`--metrics-compat vllm`: our figures under vLLM's names, for dashboards made for it and for gateways.
+
+Names, labels and units as vLLM documents them; of `lora_requests_info` as the model server protocol of the Gateway API
+inference extension has it: the value is the time at which it was true, the labels are lists separated by commas.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+if TYPE_CHECKING:
+    from lorasrv.engine.async_engine import AsyncEngine
+
+SUCCESSES = ("stop", "length", "abort")
+
+
+class VllmCollector(Collector):
+    """`max_lora`: most adapters in one step."""
+
+    def __init__(self, engine: "AsyncEngine", base_name: str, max_lora: int) -> None:
+        self._engine = engine
+        self._base_name = base_name
+        self._max_lora = max_lora
+
+    def collect(self) -> Iterator[Metric]:
+        snapshot, traffic = self._engine.metrics.snapshot(), self._engine.traffic
+        waiting = snapshot.requests_waiting + snapshot.requests_waiting_for_adapter
+        yield self._gauge("num_requests_running", "Requests being computed", snapshot.requests_running)
+        yield self._gauge("num_requests_waiting", "Requests that wait", waiting)
+        usage = snapshot.kv_cache_usage_ratio
+        yield self._gauge("kv_cache_usage_perc", "Used share of what keys and values could have; 1 is all", usage)
+        yield self._counter("prompt_tokens", "Prompt tokens", snapshot.prompt_tokens_total)
+        yield self._counter("generation_tokens", "Tokens generated", snapshot.generated_tokens_total)
+        yield self._counter("num_preemptions", "Preemptions", snapshot.preemptions_total)
+        for name, text, counted in (
+            ("time_to_first_token_seconds", "Time to the first token", traffic.first_token),
+            ("inter_token_latency_seconds", "Time between two tokens", traffic.inter_token),
+            ("e2e_request_latency_seconds", "Time to the end of an answer", traffic.request),
+            ("request_queue_time_seconds", "Time in the queue", traffic.queue),
+        ):
+            durations = HistogramMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+            durations.add_metric([self._base_name], counted.cumulative(), counted.sum)
+            yield durations
+        ended = CounterMetricFamily("vllm:request_success", "Requests ended", labels=["model_name", "finished_reason"])
+        for reason in SUCCESSES:
+            ended.add_metric([self._base_name, reason], snapshot.requests_finished_total.get(reason, 0))
+        yield ended
+        yield self._loras()
+        cache = GaugeMetricFamily("vllm:cache_config_info", "The cache", labels=["block_size", "num_gpu_blocks"])
+        cache.add_metric([str(self._engine.page_size_tokens), str(snapshot.pages_total)], 1)
+        yield cache
+
+    def _loras(self) -> Metric:
+        names = {True: set[str](), False: set[str]()}
+        for adapter_id, has_begun in self._engine.traffic.open():
+            if adapter_id:
+                names[has_begun].add(adapter_id)
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters of running and of waiting requests; when that was so",
+            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
+        )
+        lists = [",".join(sorted(names[has_begun])) for has_begun in (True, False)]
+        family.add_metric([str(self._max_lora), *lists], time.time())
+        return family
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+        family.add_metric([self._base_name], value)
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"vllm:{name}", text, labels=["model_name"])
+        family.add_metric([self._base_name], value)
+        return family

@@ -1,0 +1,49 @@
+"""Everything that looks on, put together: figures, log lines, spans, the ledger."""
+
+import asyncio
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from starlette.middleware import Middleware
+
+from api.observability.access_middleware import AccessMiddleware, Sink
+from api.observability.logs import request_logger
+from api.observability.metrics.registry import make_registry
+from api.observability.metrics.requests import HttpFigures
+from api.observability.tracing import Tracing, open_tracing
+from api.serving.services import Services
+from lorasrv.metrics.usage_ledger import Ledger
+
+
+@dataclass(slots=True)
+class Observability:
+    """Of one server. `middleware` goes around all others."""
+
+    registry: CollectorRegistry
+    middleware: Middleware
+    _ledger: Ledger
+    _tracing: Tracing | None
+    _writing: asyncio.Task[None] | None = None
+
+    @classmethod
+    def of(cls, services: Services) -> "Observability":
+        """Raises: ConfigError: spans are asked for, and the packages for it are not installed."""
+        settings, http = services.settings, HttpFigures()
+        tracing = open_tracing(settings.otlp_endpoint)
+        sinks: list[Sink] = [http.saw, request_logger(settings.log_prompts)]
+        if tracing is not None:
+            sinks.append(tracing.saw)
+        middleware = Middleware(AccessMiddleware, sinks=sinks, keeps_text=settings.log_prompts)
+        return cls(make_registry(services, http), middleware, services.ledger, tracing)
+
+    def start(self) -> None:
+        """Begin to write the ledger."""
+        self._writing = asyncio.create_task(self._ledger.run())
+
+    async def close(self) -> None:
+        """Write and send what is left. The engine has ended, so that nothing more comes."""
+        if self._writing is not None:
+            self._writing.cancel()
+        await self._ledger.close()
+        if self._tracing is not None:
+            await asyncio.to_thread(self._tracing.close)

@@ -1,0 +1,54 @@
+"""GET /v1/adapters/{id}/stats: what an adapter was asked, and what it cost, since it was uploaded."""
+
+import logging
+import sqlite3
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.concurrency import run_in_threadpool
+
+from adapter_store.errors import AdapterNotFound
+from adapter_store.spec import AdapterId, AdapterKey
+from api.errors import ApiError
+from api.serving.services import Services, ServicesDep, ViewDep
+from api.serving.store_view import ScopedStore
+from lorasrv.metrics.usage import Usage, total
+from lorasrv.metrics.usage_ledger import BASE_KEY
+
+router = APIRouter()
+_LOG = logging.getLogger(__name__)
+BASE = "base"
+
+
+@router.get("/v1/adapters/{adapter_id}/stats")
+async def show_stats(adapter_id: str, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
+    """What an id was asked and what it cost, in all and by version, since it was uploaded, over restarts.
+
+    `base`, or the base's name, is the base; for administrators who may see every adapter, as it tells what all did.
+    """
+    if (record := view.records().get(AdapterId(adapter_id))) is None:
+        return await _of_base(adapter_id, services, view)
+    usages = await _read(services, adapter_id, [version.key for version in record.versions])
+    versions = [
+        {"version": version.version, "digest": f"sha256:{version.key}", **usages[version.key].to_dict()}
+        for version in record.versions
+    ]
+    return {"object": "adapter.stats", "id": adapter_id, **total(usages.values()).to_dict(), "versions": versions}
+
+
+async def _of_base(name: str, services: Services, view: ScopedStore) -> dict[str, Any]:
+    if name not in (BASE, services.base_name) or not view.is_whole:
+        # Says what else it may have meant.
+        await run_in_threadpool(view.get, name)
+        raise AdapterNotFound(name)
+    usage = (await _read(services, "", [BASE_KEY]))[BASE_KEY]
+    return {"object": "adapter.stats", "id": services.base_name, **usage.to_dict(), "versions": []}
+
+
+async def _read(services: Services, adapter_id: str, keys: list[AdapterKey]) -> dict[AdapterKey, Usage]:
+    try:
+        return await services.ledger.stats(adapter_id, keys)
+    except (sqlite3.Error, OSError) as error:
+        _LOG.error("the ledger cannot be read: %s", error)
+        why = "the ledger cannot be read; the server's log says why"
+        raise ApiError(503, why, code="ledger_unusable", headers={"retry-after": "10"}) from None

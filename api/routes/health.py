@@ -1,0 +1,102 @@
+"""What runs here: /info, /version, /ping.
+
+Health, readiness and figures.
+"""
+
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import Response
+
+from api.observability.metrics.registry import as_text, collected
+from api.serving.services import Services, ServicesDep
+from lorasrv import __version__
+from lorasrv.models.spec import operations
+from lorasrv.request import MAX_CHOICES
+from lorasrv.sampling_params import MAX_STOP_STRINGS
+
+router = APIRouter()
+
+
+@router.get("/ping")
+async def ping() -> Response:
+    """The process answers; /health says whether the engine does."""
+    return Response(media_type="text/plain")
+
+
+@router.get("/version")
+async def version() -> dict[str, str]:
+    """The server's version."""
+    return {"version": __version__}
+
+
+@router.get("/info")
+async def info(services: ServicesDep) -> dict[str, Any]:
+    """What runs here: the fields of TGI's and LoRAX's /info that mean something here, and our own."""
+    engine, settings = services.engine, services.settings
+    snapshot = engine.metrics.snapshot()
+    return {
+        "model_id": services.base_name,
+        "model_sha": None,
+        "model_dtype": settings.dtype,
+        "model_pipeline_tag": "text-generation",
+        "quantization": engine.quantization,
+        "max_concurrent_requests": settings.max_queued,
+        "max_batch_size": settings.max_num_seqs,
+        "max_best_of": MAX_CHOICES,
+        "max_stop_sequences": MAX_STOP_STRINGS,
+        "max_client_batch_size": 1,
+        "max_total_tokens": engine.max_model_len,
+        "max_input_length": engine.max_model_len - 1,
+        "max_input_tokens": engine.max_model_len - 1,
+        "max_lora_rank": settings.max_lora_rank,
+        "weight_bytes": snapshot.weight_bytes,
+        "kv_token_bytes": snapshot.pool_bytes // max(1, snapshot.pages_total * engine.page_size_tokens),
+        "operations": operations(engine.spec).to_dict(),
+        "router": "lorasrv",
+        "version": __version__,
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+# Without a watchdog a stalled engine still is none that lives.
+STALLED_AFTER_S = 60.0
+
+
+@router.get("/health")
+async def health(services: ServicesDep) -> JSONResponse:
+    """Live: the engine's thread runs, and steps while there is work."""
+    problem = _health_problem(services)
+    if problem is None:
+        return JSONResponse({"status": "ok"})
+    return JSONResponse({"status": problem}, 503)
+
+
+@router.get("/ready")
+async def ready(services: ServicesDep) -> JSONResponse:
+    """Whether requests should be sent here."""
+    problem = "draining" if services.draining.is_on else _health_problem(services)
+    if problem is None and not await services.store_probe.is_writable():
+        problem = "store not writable"
+    if problem is None:
+        return JSONResponse({"status": "ready", "model": services.base_name})
+    return JSONResponse({"status": problem}, 503, {"retry-after": "10"})
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Prometheus text."""
+    text = await run_in_threadpool(as_text, collected(request.app.state.registry))
+    return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+
+def _health_problem(services: Services) -> str | None:
+    if not services.engine.is_alive:
+        return "engine dead"
+    limit_s = services.settings.watchdog_s or STALLED_AFTER_S
+    return "engine stalled" if services.engine.heartbeat.is_stuck(limit_s) else None

@@ -1,0 +1,278 @@
+"""Bodies of /v1/chat/completions and /v1/completions: what is served of OpenAI's and vLLM's fields.
+
+Types are strict ("8" is no number); ranges are `SamplingParams`'s to check. Fields that are not here are kept apart by
+pydantic (`model_extra`) for `unbuilt.refuse_unbuilt`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, field_validator
+from pydantic_core import PydanticCustomError
+
+from api.schemas.base import Body, Items, at_most
+from api.schemas.structured_output import StructuredFields
+from api.schemas.tools import Message, ToolFields
+from api.schemas.unsupported import refuse_unbuilt
+from lorasrv.errors import InvalidRequest
+from lorasrv.request import MAX_CHOICES, OnCold
+from lorasrv.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS, BeamOptions, SamplingParams
+
+MAX_MESSAGES = 2048
+MAX_SALT_CHARS = 256
+MAX_STOP_TOKEN_IDS = 128
+MAX_ID_DIGITS = 10
+DEFAULT_COMPLETION_TOKENS = 16
+_AS_GIVEN = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "typical_p",
+    "min_tokens",
+    "watermark",
+    "fsd_alpha",
+    "fsd_ngram",
+)
+MAX_PROMPTS = 256
+MAX_COMPLETION_LOGPROBS = 5
+
+
+class StreamOptions(Body):
+    """`include_usage`: a last chunk with usage and no choices. `continuous_usage_stats`: usage in every chunk."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(StructuredFields):
+    """What both routes share."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    adapter_id: str | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_BIASED_TOKENS), at_most(MAX_BIASED_TOKENS)] | None = (
+        None
+    )
+    min_tokens: int | None = None
+    watermark: bool | None = None
+    fsd_alpha: float | None = None
+    fsd_ngram: int | None = None
+    seed: int | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Annotated[Items[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    # A strict enum takes no string.
+    on_cold: Annotated[OnCold, Field(strict=False)] | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
+    # As vLLM has it: lower goes first.
+    priority: int | None = None
+    timeout_s: float | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """How many answers to each prompt are asked for."""
+        return 1 if self.n is None else self.n
+
+    @property
+    def num_tried(self) -> int:
+        """How many are generated, of which the best are the answer."""
+        return self.num_choices if self.best_of is None else self.best_of
+
+    @property
+    def beams(self) -> BeamOptions | None:
+        """How to search, if so. Raises: InvalidRequest: a value is out of range."""
+        if not self.use_beam_search:
+            return None
+        penalty = 1.0 if self.length_penalty is None else self.length_penalty
+        return BeamOptions(self.num_tried, penalty, self.early_stopping or False)
+
+    @property
+    def top_shown(self) -> int | None:
+        """How many of the likeliest tokens are shown beside each of the answer; None: no probabilities at all."""
+        return None
+
+    @property
+    def echoes(self) -> bool:
+        """Whether the prompt comes back before the answer."""
+        return False
+
+    @property
+    def unanswered(self) -> bool:
+        """Whether only the prompt is wanted."""
+        return self.echoes and self.wanted_tokens() == 0
+
+    def sampling(self, vocab_size: int) -> SamplingParams:
+        """How to sample. A `top_k` of -1 means off, as vLLM has it.
+
+        Raises:
+            InvalidRequest: a value is out of range, or a field asks for what is not built.
+        """
+        refuse_unbuilt(self.model_extra)
+        self._check_choices()
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true", param="stream_options")
+        given: dict[str, Any] = {
+            "max_tokens": 1 if self.unanswered else self.wanted_tokens(),
+            "temperature": self._wanted_temperature(),
+            "top_p": self.top_p,
+            "top_k": 0 if self.top_k == -1 else self.top_k,
+            "min_p": self.min_p,
+            "seed": self.seed,
+            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
+            "stop_token_ids": _token_ids(self.stop_token_ids, vocab_size),
+            "ignore_eos": self.ignore_eos,
+            # The best are found by their probabilities.
+            "logprobs": 0 if self._is_ranked else self.top_shown,
+            "prompt_logprobs": self._prompt_top(),
+            "logit_bias": bias_of_tokens(self.logit_bias),
+            **{name: getattr(self, name) for name in _AS_GIVEN},
+        }
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def _wanted_temperature(self) -> float | None:
+        """FSD chooses without chance, which is greedy's business unless a temperature says otherwise."""
+        return 0.0 if self.temperature is None and self.fsd_alpha else self.temperature
+
+    @property
+    def _is_ranked(self) -> bool:
+        return self.top_shown is None and self.num_tried > self.num_choices and not self.use_beam_search
+
+    def _prompt_top(self) -> int | None:
+        echoed = self.top_shown if self.echoes else None
+        return max((top for top in (self.prompt_logprobs, echoed) if top is not None), default=None)
+
+    def _check_choices(self) -> None:
+        if self.use_beam_search:
+            self._check_beams()
+        elif self.length_penalty not in (None, 1.0) or self.early_stopping:
+            name = "early_stopping" if self.early_stopping else "length_penalty"
+            raise InvalidRequest(f"{name} needs use_beam_search: true", param=name)
+        if self.num_tried < self.num_choices:
+            raise InvalidRequest(f"best_of must be at least n, which is {self.num_choices}", param="best_of")
+        if self.stream and self.use_beam_search:
+            raise InvalidRequest("beam search cannot be streamed; leave out stream", param="stream")
+        if self.stream and self.num_tried > self.num_choices:
+            raise InvalidRequest("best_of above n cannot be streamed; leave out stream or best_of", param="best_of")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest("prompt_logprobs cannot be streamed; leave out stream", param="prompt_logprobs")
+        if self.stream and self.echoes and self.top_shown is not None and self.num_choices > 1:
+            raise InvalidRequest("echo with logprobs streams one choice; leave out stream, echo or n", param="echo")
+
+    def _check_beams(self) -> None:
+        """What `SamplingParams` alone does not show; the rest is refused at admission."""
+        if self.temperature not in (None, 0.0):
+            raise InvalidRequest("temperature does not go with beam search; leave it out", param="temperature")
+        if self.top_shown is not None:
+            raise InvalidRequest("logprobs does not go with beam search; leave it out", param="logprobs")
+
+    def wanted_tokens(self) -> int | None:
+        """Most tokens to generate; None is the rest of the context.
+
+        Raises:
+            InvalidRequest: the older and the newer name of the limit differ.
+        """
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise InvalidRequest("max_tokens and max_completion_tokens differ; send one", param="max_tokens")
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionBody(GenerationBody):
+    """One prompt or several, each as text or as token ids."""
+
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
+    echo: bool | None = None
+    # What the tokenizer adds of its own is added.
+    add_special_tokens: Literal[True] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _prompts(cls, value: Any) -> Any:
+        if not isinstance(value, list) or not any(isinstance(item, str | list) for item in value):
+            return value
+        if len(value) > MAX_PROMPTS:
+            raise PydanticCustomError(
+                "too_many_prompts", f"at most {MAX_PROMPTS} prompts a request; send the rest later"
+            )
+        if not (all(isinstance(item, str) for item in value) or all(isinstance(item, list) for item in value)):
+            raise PydanticCustomError("mixed_prompts", "prompts must be all texts or all lists of token ids")
+        return value
+
+    @field_validator("logprobs", mode="before")
+    @classmethod
+    def _no_logprobs(cls, value: Any) -> Any:
+        return None if value is False else value
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each of them."""
+        if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list):
+            return self.prompt  # type: ignore[return-value]
+        return [self.prompt]  # type: ignore[list-item]
+
+    @property
+    def top_shown(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    def wanted_tokens(self) -> int | None:
+        wanted = super().wanted_tokens()
+        return DEFAULT_COMPLETION_TOKENS if wanted is None else wanted
+
+
+class ChatBody(ToolFields, GenerationBody):
+    """A conversation to continue."""
+
+    messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    # The template writes them.
+    add_special_tokens: Literal[False] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    @property
+    def top_shown(self) -> int | None:
+        if not self.logprobs and self.top_logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+def bias_of_tokens(bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...] | None:
+    """JSON's keys are text. Raises: InvalidRequest: one is no token id."""
+    if bias is None:
+        return None
+    for token in bias:
+        if not (token.isascii() and token.isdigit() and len(token) < MAX_ID_DIGITS):
+            shown = f"{token[:MAX_ID_DIGITS]!r}"
+            raise InvalidRequest(
+                f'logit_bias must have token ids as its keys, such as "42"; {shown} is none', param="logit_bias"
+            )
+    return tuple((int(token), value) for token, value in bias.items())
+
+
+def _token_ids(ids: Sequence[int] | None, vocab_size: int) -> tuple[int, ...] | None:
+    if ids is not None and not all(0 <= token < vocab_size for token in ids):
+        raise InvalidRequest(f"stop_token_ids must lie in [0, {vocab_size})", param="stop_token_ids")
+    return None if ids is None else tuple(ids)

@@ -1,0 +1,421 @@
+"""An example of every route, for /openapi.json. A test asks a server each of them and compares what comes back.
+
+The example of /v1/adapters/{id}/stats.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from api.schemas.openapi import Example
+
+_FIRST = {"count": 9, "mean_ms": 41.2, "p50_ms": 35.0, "p95_ms": 92.5}
+_STATS_USAGE: dict[str, Any] = {
+    "requests": 10,
+    "errors": 0,
+    "refused": 0,
+    "aborted": 1,
+    "fallbacks": 0,
+    "prompt_tokens": 812,
+    "cached_tokens": 640,
+    "generated_tokens": 590,
+    "compute_seconds": 4.021337,
+    "disk_loads": 1,
+    "disk_bytes": 1966080,
+    "pool_copies": 1,
+    "pool_bytes": 1966080,
+    "resident_byte_hours": 327680.0,
+    "found": {"resident": 9, "host": 0, "disk": 1},
+    "hit_ratio": {"resident": 0.9, "host": 0.0, "disk": 0.1},
+    "ttft": {"hot": _FIRST, "cold": {**_FIRST, "count": 1}},
+    "first_used": 1795323933,
+    "last_used": 1795327533,
+}
+_DIGEST = "sha256:cc888f2667f09e1f243dfc94a139c1e1e83e7201f82b409002ef3e669017b491"
+STATS_EXAMPLES = {
+    ("GET", "/v1/adapters/{adapter_id}/stats"): Example(
+        "Show what an adapter was asked and what it cost",
+        {
+            "object": "adapter.stats",
+            "id": "mia",
+            **_STATS_USAGE,
+            "versions": [{"version": 1, "digest": _DIGEST, **_STATS_USAGE}],
+        },
+        parameters={"adapter_id": "mia"},
+    ),
+}
+Json = dict[str, Any]
+_BASE = "smollm2-135m"
+_CREATED = 1795323933
+_TEXT = "text/plain; charset=utf-8"
+_FIGURES: Json = {
+    "adapter_id": "mia",
+    "adapter_version": 1,
+    "adapter_digest": _DIGEST,
+    "adapter_tier": "resident",
+    "fallback": None,
+    "queue_ms": 1.5,
+    "load_ms": 0.0,
+    "first_token_ms": 21.4,
+    "total_ms": 60.2,
+    "preemptions": 0,
+}
+_USAGE: Json = {
+    "prompt_tokens": 3,
+    "completion_tokens": 2,
+    "total_tokens": 5,
+    "prompt_tokens_details": {"cached_tokens": 0},
+    "lorasrv": _FIGURES,
+}
+_MESSAGES = [{"role": "user", "content": "Who are you?"}]
+_END: Json = {"logprobs": None, "finish_reason": "stop", "stop_reason": None}
+_CHAT: Json = {
+    "id": "chatcmpl-3d1f3f4acaa3bf3487970b7a",
+    "object": "chat.completion",
+    "created": _CREATED,
+    "model": "mia",
+    "choices": [{"index": 0, "message": {"role": "assistant", "content": "Mia.", "refusal": None}, **_END}],
+    "usage": _USAGE,
+}
+_CHAT_STREAM = (
+    'data: {"id":"chatcmpl-3d1f","object":"chat.completion.chunk","created":1795323933,"model":"mia","choices":'
+    '[{"index":0,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]}\n\n'
+    'data: {"id":"chatcmpl-3d1f","object":"chat.completion.chunk","created":1795323933,"model":"mia","choices":'
+    '[{"index":0,"delta":{"content":"Mia."},"logprobs":null,"finish_reason":"stop","stop_reason":null}]}\n\n'
+    "data: [DONE]\n\n"
+)
+_COMPLETION: Json = {
+    "id": "cmpl-3d1f3f4acaa3bf3487970b7a",
+    "object": "text_completion",
+    "created": _CREATED,
+    "model": "mia",
+    "choices": [{"index": 0, "text": "Mia.", **_END}],
+    "usage": _USAGE,
+}
+_COMPLETION_STREAM = (
+    'data: {"id":"cmpl-3d1f","object":"text_completion","created":1795323933,"model":"mia","choices":'
+    '[{"index":0,"text":"Mia.","logprobs":null,"finish_reason":"stop","stop_reason":null}]}\n\n'
+    "data: [DONE]\n\n"
+)
+_TGI_BODY: Json = {
+    "inputs": "I am",
+    "parameters": {"adapter_id": "mia", "max_new_tokens": 20, "stop": ["\n"], "details": True},
+}
+_TGI_DETAILS: Json = {
+    "finish_reason": "eos_token",
+    "prompt_tokens": 3,
+    "generated_tokens": 2,
+    "seed": None,
+    "prefill": [],
+    "tokens": [
+        {"id": 8423, "text": " Mia", "logprob": -0.703125, "special": False},
+        {"id": 2, "text": "", "logprob": -0.28125, "special": True},
+    ],
+}
+_TGI: Json = {"generated_text": " Mia", "details": _TGI_DETAILS, "usage": _USAGE}
+_TGI_STREAM = (
+    'data: {"index":1,"token":{"id":8423,"text":" Mia","logprob":-0.703125,"special":false},"generated_text":null,'
+    '"details":null}\n\n'
+    'data: {"index":2,"token":{"id":2,"text":"","logprob":-0.28125,"special":true},"generated_text":" Mia",'
+    '"details":{"finish_reason":"eos_token","prompt_tokens":3,"input_length":3,"generated_tokens":2,"seed":null}}\n\n'
+)
+_BASE_CARD: Json = {
+    "id": _BASE,
+    "object": "model",
+    "created": _CREATED,
+    "owned_by": "lorasrv",
+    "root": _BASE,
+    "parent": None,
+    "max_model_len": 2048,
+}
+_CARD: Json = {**_BASE_CARD, "id": "mia", "root": _DIGEST, "parent": _BASE}
+_VERSION: Json = {
+    "version": 1,
+    "digest": _DIGEST,
+    "created": _CREATED,
+    "rank": 8,
+    "bytes": 1859584,
+    "corrupt": False,
+}
+_ADAPTER: Json = {
+    "object": "adapter",
+    "id": "mia",
+    "version": 1,
+    "digest": _DIGEST,
+    "created": _CREATED,
+    "corrupt": False,
+    "etag": "0bfe44fb6f874f9dc39089ccfc5a0f33",
+    "limits": {},
+    "aliases": {"prod": 1},
+    "versions": [_VERSION],
+}
+_TRAFFIC: Json = {"requests": 12, "tokens": 340, "tokens_per_s": 21.5}
+_REPORT: Json = {
+    "modules_matched": 60,
+    "modules_expected": 60,
+    "layers": 30,
+    "rank_min": 8,
+    "rank_max": 8,
+    "scaling_min": 2.0,
+    "scaling_max": 2.0,
+    "dtype": "F32",
+    "weights_bytes": 1859584,
+    "digest": _DIGEST.removeprefix("sha256:"),
+    "warnings": [],
+    "norm_b": 12.9,
+    "notices": [],
+}
+_REGISTERED: Json = {
+    "object": "adapter",
+    "id": "mia",
+    "version": 1,
+    "digest": _DIGEST,
+    "created": True,
+    "report": _REPORT,
+    "alias": "prod",
+}
+_CONFIG: Json = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+_REFERENCE = {"reference": "mia"}
+_PAGE = {"search": "mi", "limit": 10, "after": "max"}
+_POOL: Json = {
+    "object": "pool",
+    "pages_total": 4096,
+    "pages_free": 4083,
+    "pages_kv": 0,
+    "pages_prefix": 2,
+    "pages_adapters": 11,
+    "page_tokens": 16,
+    "block_bytes": 6144,
+    "free_runs": 1,
+    "longest_free_run": 4083,
+    "moved_pages": 0,
+    "swap_bytes": 0,
+    "prefix_runs": [[0, 2]],
+    "requests": [],
+    "adapters": [],
+    "promised": [],
+}
+_INFO: Json = {
+    "model_id": _BASE,
+    "model_sha": None,
+    "model_dtype": "bfloat16",
+    "model_pipeline_tag": "text-generation",
+    "quantization": "int8",
+    "max_concurrent_requests": 4096,
+    "max_batch_size": 64,
+    "max_best_of": 8,
+    "max_stop_sequences": 16,
+    "max_client_batch_size": 1,
+    "max_total_tokens": 2048,
+    "max_input_length": 2047,
+    "max_input_tokens": 2047,
+    "max_lora_rank": 256,
+    "weight_bytes": 137000000,
+    "kv_token_bytes": 23040,
+    "operations": {"token": 212336640, "sampled_token": 56623104, "context_token": 69120},
+    "router": "lorasrv",
+    "version": "0.1.0",
+    "sha": None,
+    "docker_label": None,
+}
+_TOKENIZER: Json = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_max_length": 2048,
+    "vocab_size": 49152,
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "pad_token": None,
+    "unk_token": None,
+    "bos_token_id": 1,
+    "eos_token_ids": [2],
+    "chat_template": "{% for message in messages %}{{ message.content }}{% endfor %}",
+}
+_VERDICT: Json = {
+    "object": "adapter.verdict",
+    "id": "mia",
+    "version": 1,
+    "digest": _DIGEST,
+    "created": _CREATED,
+    "passed": True,
+}
+
+_FILE: Json = {
+    "object": "file",
+    "id": "file-3d1f3f4acaa3bf3487970b7a",
+    "bytes": 112,
+    "created_at": _CREATED,
+    "filename": "in.jsonl",
+    "purpose": "batch",
+    "status": "processed",
+}
+_BATCH: Json = {
+    "object": "batch",
+    "id": "batch_3d1f3f4acaa3bf3487970b7a",
+    "endpoint": "/v1/completions",
+    "input_file_id": _FILE["id"],
+    "completion_window": "24h",
+    "status": "in_progress",
+    "request_counts": {"total": 100, "completed": 40, "failed": 0},
+}
+_FILE_ID = {"file_id": _FILE["id"]}
+_BATCH_ID = {"batch_id": _BATCH["id"]}
+_LINE = '{"custom_id":"1","method":"POST","url":"/v1/completions","body":{"model":"mia","prompt":"I am"}}\n'
+
+
+def _not_served(path: str, instead: str) -> Example:
+    message = f"{path} is not served by this server: {instead}"
+    error = {"message": message, "type": "invalid_request_error", "param": None, "code": "not_served"}
+    return Example(f"Not served: {path.rpartition('/')[2]}", {"error": error}, status=404)
+
+
+EXAMPLES: Mapping[tuple[str, str], Example] = {
+    **STATS_EXAMPLES,
+    ("POST", "/v1/chat/completions"): Example(
+        "Answer a conversation (OpenAI)",
+        _CHAT,
+        {"model": "mia", "messages": _MESSAGES, "max_tokens": 32, "temperature": 0.7},
+        stream=_CHAT_STREAM,
+    ),
+    ("POST", "/v1/completions"): Example(
+        "Continue a prompt (OpenAI)",
+        _COMPLETION,
+        {"model": "mia", "prompt": "I am", "max_tokens": 32, "stop": ["\n"]},
+        stream=_COMPLETION_STREAM,
+    ),
+    ("POST", "/generate"): Example("Continue a text (TGI, LoRAX)", _TGI, _TGI_BODY),
+    ("POST", "/generate_stream"): Example(
+        "Continue a text, a token at a time (TGI, LoRAX)", None, _TGI_BODY, stream=_TGI_STREAM
+    ),
+    ("POST", "/"): Example("Continue a text, whole or streamed (TGI, LoRAX)", [_TGI], _TGI_BODY, stream=_TGI_STREAM),
+    ("POST", "/tokenize"): Example(
+        "Text to token ids (vLLM)",
+        {"count": 2, "max_model_len": 2048, "tokens": [57, 74], "token_strs": ["I", "Ġam"]},
+        {"prompt": "I am", "return_token_strs": True},
+    ),
+    ("POST", "/detokenize"): Example("Token ids to text (vLLM)", {"prompt": "I am"}, {"tokens": [57, 74]}),
+    ("GET", "/tokenizer_info"): Example("What the tokenizer is (vLLM)", _TOKENIZER),
+    ("GET", "/v1/models"): Example(
+        "List the base and every adapter",
+        {"object": "list", "data": [_BASE_CARD, _CARD], "has_more": False},
+        parameters=_PAGE,
+    ),
+    ("GET", "/v1/models/{name}"): Example(
+        "Show one model",
+        {**_CARD, "targets": [{"version": 1, "digest": _DIGEST, "share": 1.0}]},
+        parameters={"name": "mia"},
+    ),
+    ("PUT", "/v1/blobs/sha256:{digest}"): Example(
+        "Upload weights",
+        {"object": "blob", "digest": _DIGEST, "bytes": 1859584, "created": True},
+        "the bytes of adapter_model.safetensors",
+        status=201,
+        parameters={"digest": _DIGEST.removeprefix("sha256:")},
+        body_type="application/octet-stream",
+    ),
+    ("POST", "/v1/adapters"): Example(
+        "Register an adapter",
+        _REGISTERED,
+        {"id": "mia", "config": _CONFIG, "weights": _DIGEST, "alias": "prod"},
+        status=201,
+    ),
+    ("GET", "/v1/adapters"): Example(
+        "List adapters", {"object": "list", "data": [_ADAPTER], "has_more": False}, parameters=_PAGE
+    ),
+    ("GET", "/v1/adapters/{adapter_id}"): Example(
+        "Show one adapter",
+        {**_ADAPTER, "tier": "resident", "traffic": _TRAFFIC, "report": _REPORT, "verified": None},
+        parameters={"adapter_id": "mia"},
+    ),
+    ("POST", "/v1/adapters/{reference}:warm"): Example(
+        "Bring an adapter to the pool",
+        {
+            "object": "adapter.warm",
+            "id": "mia",
+            "digest": _DIGEST,
+            "tier": "resident",
+            "reached": True,
+            "load_ms": 12.3,
+        },
+        {"deadline_ms": 2000},
+        parameters=_REFERENCE,
+    ),
+    ("PATCH", "/v1/adapters/{reference}"): Example(
+        "Move, alias, limit or pin an adapter",
+        {"object": "adapter", "id": "mia", "digest": _DIGEST, "aliases": {"prod": 1}},
+        {"aliases": {"prod": 1}},
+        parameters=_REFERENCE,
+    ),
+    ("DELETE", "/v1/adapters/{reference}"): Example(
+        "Delete an adapter or a version",
+        {
+            "object": "adapter.deleted",
+            "id": "mia",
+            "deleted": True,
+            "versions_removed": 1,
+            "aliases_removed": ["prod"],
+            "requests_ended": 0,
+            "requests_running": 0,
+        },
+        status=202,
+        parameters={**_REFERENCE, "force": "true"},
+    ),
+    ("POST", "/v1/adapters/{reference}:verify"): Example(
+        "Compare an adapter with PEFT",
+        _VERDICT,
+        {"prompts": ["Once upon a time"], "timeout_s": 600},
+        parameters=_REFERENCE,
+        stream='data: {"progress":["loading the model",0.5]}\n\ndata: {"object":"adapter.verdict"}\n\ndata: [DONE]\n\n',
+    ),
+    ("GET", "/v1/pool"): Example(
+        "Show whose the pool's pages are",
+        {
+            **_POOL,
+            "traffic": {**_TRAFFIC, "hottest": [{"id": "mia", "digest": _DIGEST, "tier": "resident", **_TRAFFIC}]},
+        },
+    ),
+    ("GET", "/health"): Example("Is it alive", {"status": "ok"}, failure={"status": "engine dead"}),
+    ("GET", "/ready"): Example(
+        "Should requests be sent here", {"status": "ready", "model": _BASE}, failure={"status": "store not writable"}
+    ),
+    ("GET", "/metrics"): Example(
+        "Figures for Prometheus", "lorasrv_requests_running 0.0\n", answer_type=CONTENT_TYPE_LATEST
+    ),
+    ("GET", "/ping"): Example("Does the process answer", "", answer_type="text/plain"),
+    ("GET", "/version"): Example("Show the version", {"version": "0.1.0"}),
+    ("GET", "/info"): Example("Show what runs here (TGI, LoRAX)", _INFO),
+    ("POST", "/v1/load_lora_adapter"): Example(
+        "Register a folder of the server's machine (vLLM)",
+        "Success: LoRA adapter 'mia' added successfully.",
+        {"lora_name": "mia", "lora_path": "team/mia"},
+        answer_type=_TEXT,
+    ),
+    ("POST", "/v1/unload_lora_adapter"): Example(
+        "Forget an adapter (vLLM)",
+        "Success: LoRA adapter 'mia' removed successfully.",
+        {"lora_name": "mia"},
+        answer_type=_TEXT,
+    ),
+    ("POST", "/v1/files"): Example(
+        "Keep a file of batch lines", _FILE, {"purpose": "batch", "file": _LINE}, body_type="multipart/form-data"
+    ),
+    ("GET", "/v1/files"): Example("List files", {"object": "list", "data": [_FILE], "has_more": False}),
+    ("GET", "/v1/files/{file_id}"): Example("Show a file", _FILE, parameters=_FILE_ID),
+    ("GET", "/v1/files/{file_id}/content"): Example(
+        "Read a file", _LINE, parameters=_FILE_ID, answer_type="application/octet-stream"
+    ),
+    ("DELETE", "/v1/files/{file_id}"): Example(
+        "Delete a file", {"object": "file", "id": _FILE["id"], "deleted": True}, parameters=_FILE_ID
+    ),
+    ("POST", "/v1/batches"): Example(
+        "Answer every line of a file",
+        _BATCH,
+        {"input_file_id": _FILE["id"], "endpoint": "/v1/completions", "completion_window": "24h"},
+    ),
+    ("GET", "/v1/batches"): Example("List batches", {"object": "list", "data": [_BATCH], "has_more": True}),
+    ("GET", "/v1/batches/{batch_id}"): Example("Show a batch", _BATCH, parameters=_BATCH_ID),
+    ("POST", "/v1/batches/{batch_id}/cancel"): Example("Cancel a batch", _BATCH, parameters=_BATCH_ID),
+    ("POST", "/v1/embeddings"): _not_served("/v1/embeddings", "the models here generate text"),
+    ("POST", "/v1/responses"): _not_served("/v1/responses", "use /v1/chat/completions"),
+    ("POST", "/v1/messages"): _not_served("/v1/messages", "use /v1/chat/completions"),
+}

@@ -1,0 +1,101 @@
+"""Fields that clients know and this server does not yet: refused by name, unless the value asks for nothing.
+
+Fields that are in no table at all are ignored: clients of other servers send many.
+
+Fields that are refused by name unless their value asks for nothing.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lorasrv.errors import InvalidRequest
+
+
+def refuse_unless_inert(
+    fields: Mapping[str, Any] | None, inert: Mapping[str, Sequence[Any]], within: str | None = None
+) -> None:
+    """Raises: InvalidRequest: a field of the table `inert` has none of its values there; `param` names it, or the
+    field `within` which it stands.
+    """
+    for name, value in (fields or {}).items():
+        if not any(_same(value, nothing) for nothing in inert.get(name, (value,))):
+            shown = f"{within}.{name}" if within else name
+            raise InvalidRequest(f"{shown} is not supported by this server yet; leave it out", param=within or name)
+
+
+def _same(value: Any, inert: Any) -> bool:
+    """Equality of JSON values: unlike in Python, true is not 1."""
+    return isinstance(value, bool) == isinstance(inert, bool) and bool(value == inert)
+
+
+_NULL = (None,)
+_OFF = (None, False)
+_ZERO = (None, 0)
+_ONE = (None, 1)
+INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
+    # probabilities: `top_logprobs` of plain completions, `echo` of chat
+    "top_logprobs": _ZERO,
+    "echo": _OFF,
+    "return_token_ids": _OFF,
+    # sampling
+    "bad_words": (None, []),
+    "allowed_token_ids": _NULL,
+    "logits_processors": (None, []),
+    "include_stop_str_in_output": _OFF,
+    "skip_special_tokens": (None, True),
+    "truncate_prompt_tokens": _NULL,
+    "repetition_detection": _NULL,
+    "vllm_xargs": (None, {}),
+    # sampling and searching, as transformers' generation has it
+    "penalty_alpha": _ZERO,
+    "do_sample": (None, True),
+    "num_beams": _ONE,
+    "num_beam_groups": _ONE,
+    "diversity_penalty": _ZERO,
+    "no_repeat_ngram_size": _ZERO,
+    "encoder_repetition_penalty": _ONE,
+    "encoder_no_repeat_ngram_size": _ZERO,
+    "epsilon_cutoff": _ZERO,
+    "eta_cutoff": _ZERO,
+    "guidance_scale": _ONE,
+    "negative_prompt": (None, ""),
+    "bad_words_ids": (None, []),
+    "suppress_tokens": (None, []),
+    "min_new_tokens": _ZERO,
+    # what TGI and LoRAX call otherwise, or have on their own routes only
+    "stop_sequences": (None, []),
+    "truncate": _NULL,
+    "return_full_text": _OFF,
+    "merged_adapters": _NULL,
+    "adapter_parameters": _NULL,
+    # answers of a form: what blanks JSON may have
+    "guided_whitespace_pattern": _NULL,
+    # conversation: what chat has and plain completions do not
+    "tools": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "chat_template_kwargs": (None, {}),
+    "add_generation_prompt": (None, True),
+    # conversation
+    "functions": (None, []),
+    "function_call": (None, "none", "auto"),
+    "chat_template": _NULL,
+    "documents": (None, []),
+    "continue_final_message": _OFF,
+    "reasoning_effort": (None, "none"),
+    "thinking_token_budget": _NULL,
+    "verbosity": (None, "medium"),
+    "web_search_options": _NULL,
+    "mm_processor_kwargs": (None, {}),
+    "modalities": (None, ["text"]),
+    "audio": _NULL,
+    "prediction": _NULL,
+    "suffix": (None, ""),
+    "prompt_embeds": _NULL,
+    # service
+    "store": _OFF,
+}
+
+
+def refuse_unbuilt(fields: Mapping[str, Any] | None) -> None:
+    """Raises: InvalidRequest: a field asks for something that is not built; `param` names it."""
+    refuse_unless_inert(fields, INERT_VALUES)

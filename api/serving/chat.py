@@ -1,0 +1,87 @@
+"""A chat's body to what is asked of the engine: prompt, grammar, and how the answer is read for tool calls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from api.schemas.openai import ChatBody
+from api.schemas.tools import Message
+from api.serving.openai_responses import ChatFormat, ProtocolFormat, ToolCallFormat
+from lorasrv.engine.input_processor import check_could_fit
+from lorasrv.errors import InvalidRequest
+from lorasrv.text.structured_output.grammar import Grammar
+from lorasrv.text.tool_parsers.formats import ToolFormat, detect_format
+
+if TYPE_CHECKING:
+    from lorasrv.engine.async_engine import AsyncEngine
+    from lorasrv.text.chat_template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPlan:
+    """`shown_token_ids`: special tokens that the reader of tool calls must see."""
+
+    prompt: list[int]
+    grammar: Grammar | None
+    wording: ProtocolFormat
+    shown_token_ids: frozenset[int] = frozenset()
+
+
+def plan_chat(body: ChatBody, engine: "AsyncEngine") -> ChatPlan:
+    """Takes milliseconds for long conversations and large schemas: for a thread.
+
+    Raises:
+        InvalidRequest: a field is malformed, or the base's template cannot do what it asks.
+    """
+    template, tokenizer = engine.chat_template, engine.tokenizer
+    if template is None:
+        raise InvalidRequest(
+            "this base has no chat template; use /v1/completions (lorasrv generate --raw)", param="messages"
+        )
+    grammar, tools = body.grammar(), body.offered_tools()
+    variables = template.checked_variables(body.chat_template_kwargs or {})
+    check_tellable(body.messages, template)
+    if body.uses_tools:
+        variables["tools"] = body.tools
+    prompt = _prompt(body, engine, template, variables)
+    if not body.uses_tools:
+        return ChatPlan(prompt, grammar, ChatFormat())
+    if grammar is not None:
+        raise InvalidRequest(f"{grammar.param} and tools exclude each other; send one", param=grammar.param)
+    form, parallel = _format_of(template, "tools"), body.parallel_tool_calls is not False
+    if body.forces_call:
+        grammar = form.grammar(tools, parallel, tokenizer)
+    elif any(tool.is_strict for tool in tools):
+        grammar = form.unforced_grammar(tools, tokenizer)
+    wording = ToolCallFormat(form, frozenset(tool.name for tool in tools), parallel)
+    return ChatPlan(prompt, grammar, wording, form.shown(tokenizer))
+
+
+def check_tellable(messages: Sequence[Message], template: "ChatTemplate") -> None:
+    """Raises: InvalidRequest: a message is about tools, which the template would leave out."""
+    for number, message in enumerate(messages):
+        if message.is_about_tools:
+            _format_of(template, f"messages[{number}].{'role' if message.role == 'tool' else 'tool_calls'}")
+
+
+def _prompt(body: ChatBody, engine: "AsyncEngine", template: "ChatTemplate", variables: dict[str, Any]) -> list[int]:
+    if "tools" in variables:
+        _format_of(template, "tools")
+    messages = [message.plain() for message in body.messages]
+
+    # Of what the template has written: it may leave out some of what was said.
+    def check(texts: Sequence[str]) -> None:
+        check_could_fit(texts, engine.tokenizer, engine.max_model_len, "messages")
+
+    return template.encode(messages, engine.tokenizer, body.add_generation_prompt is not False, check, **variables)
+
+
+def _format_of(template: "ChatTemplate", param: str) -> ToolFormat:
+    if "tools" not in template.variables:
+        raise InvalidRequest(f"{param}: this base's chat template has no place for tools; leave them out", param=param)
+    form = detect_format(template.source)
+    if form is None:
+        raise InvalidRequest(
+            f"{param}: this base's chat template writes tool calls in a way that this server cannot read", param=param
+        )
+    return form

@@ -1,0 +1,131 @@
+"""The list of models as bytes, kept between requests: clients with a menu ask for all of it again and again.
+
+What was encoded holds for one state of the store's names, which is a mapping that is replaced and never changed: the
+very same mapping means the very same list, whatever is uploaded meanwhile. Of a new state only what differs is encoded.
+
+An adapter as JSON: the same from the server and from a store that is read without one.
+"""
+
+import json
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from adapter_store.registry.records import AdapterRecord
+from adapter_store.registry.references import target_to_json
+from adapter_store.spec import AdapterId, AdapterKey
+
+Records = Mapping[AdapterId, AdapterRecord]
+Card = dict[str, Any]
+_encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """One state of the names: ids in order, each card as JSON, and the answer that has all of them, without `first`."""
+
+    records: Records
+    ids: Sequence[AdapterId]
+    cards: Mapping[AdapterId, str]
+    everything: bytes
+
+
+class ModelList:
+    """Pages of model cards. Thread-safe: a state is replaced as a whole, and at worst made twice.
+
+    `card` makes an adapter's; it must depend on the record alone.
+    """
+
+    def __init__(self, base: Card, card: Callable[[AdapterRecord], Card]) -> None:
+        self._base_id = str(base["id"])
+        self._base = _encode(base)
+        self._card = card
+        self._state = self._make({}, None)
+
+    def page(self, records: Records, search: str, limit: int | None, after: str | None) -> bytes:
+        """The base, then adapters in the order of their ids: those whose id contains `search`, behind `after`."""
+        state = self._state
+        if state.records is not records:
+            state = self._state = self._make(records, state)
+        if not search and limit is None and after is None:
+            return state.everything
+        wanted = search.lower()
+        first = [self._base] if after is None and wanted in self._base_id.lower() else []
+        begin = 0 if after in (None, self._base_id) else bisect_right(state.ids, after)
+        found = (state.cards[name] for name in islice(state.ids, begin, None) if wanted in name)
+        if limit is None:
+            return _listing([*first, *found], has_more=False)
+        cards = first + list(islice(found, limit + 1 - len(first)))
+        return _listing(cards[:limit], has_more=len(cards) > limit)
+
+    def _make(self, records: Records, known: _State | None) -> _State:
+        ids = sorted(records)
+        cards = {name: self._encoded(name, records[name], known) for name in ids}
+        return _State(records, ids, cards, _listing([self._base, *cards.values()], has_more=False))
+
+    def _encoded(self, name: AdapterId, record: AdapterRecord, known: _State | None) -> str:
+        if known is not None and known.records.get(name) is record:
+            return known.cards[name]
+        return _encode(self._card(record))
+
+
+def _listing(cards: Sequence[str], has_more: bool) -> bytes:
+    return f'{{"object":"list","data":[{",".join(cards)}],"has_more":{_encode(has_more)}}}'.encode()
+
+
+def base_card(name: str, created_s: int, max_model_len: int) -> Card:
+    """The base as a model card."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created_s,
+        "owned_by": "lorasrv",
+        "root": name,
+        "parent": None,
+        "max_model_len": max_model_len,
+    }
+
+
+def adapter_card(base: Card, record: AdapterRecord) -> Card:
+    """An adapter as one: `root` is what its current version's content is called by."""
+    return {
+        **base,
+        "id": record.adapter_id,
+        "created": int(record.created_s),
+        "root": f"sha256:{record.key}",
+        "parent": base["id"],
+    }
+
+
+def adapter_json(record: AdapterRecord, corrupt: Collection[AdapterKey]) -> dict[str, Any]:
+    """An id, its versions, aliases and limits; `corrupt` are contents that are known to be damaged."""
+    versions = [
+        {
+            "version": v.version,
+            "digest": f"sha256:{v.key}",
+            "created": int(v.created_s),
+            "rank": v.rank_max,
+            "bytes": v.bytes,
+            "corrupt": v.key in corrupt,
+        }
+        for v in record.versions
+    ]
+    return {
+        "object": "adapter",
+        "id": record.adapter_id,
+        "version": record.current_version,
+        "digest": f"sha256:{record.key}",
+        "created": int(record.created_s),
+        "corrupt": record.key in corrupt,
+        "etag": record.etag,
+        "limits": dict(record.limits),
+        "aliases": aliases_json(record),
+        "versions": versions,
+    }
+
+
+def aliases_json(record: AdapterRecord) -> dict[str, int | dict[str, float]]:
+    """What each alias of the id points to."""
+    return {alias: target_to_json(shares) for alias, shares in record.aliases.items()}

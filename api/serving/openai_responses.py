@@ -1,0 +1,355 @@
+"""From the engine's outputs to OpenAI's answers: whole ones, and streams of chunks.
+
+One writer serves both routes; what differs between chat and plain completions is in the two `ProtocolFormat`s.
+
+Chat answers that may hold tool calls: as OpenAI words them, whole and in deltas.
+"""
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from starlette.concurrency import run_in_threadpool
+
+from adapter_store.errors import AdapterError
+from api.asgi.sse import DONE, event
+from api.errors import ApiError, describe
+from api.serving.choice_stream import ChoiceStream
+from api.serving.logprobs import LogprobsFormatter, PlacedToken, PromptEcho, ShownTokens, mean_logprob
+from api.serving.model_resolver import ResolvedModel
+from lorasrv.errors import LorasrvError
+from lorasrv.outputs import FinishReason, RequestOutput, RequestTiming
+from lorasrv.text.tool_parsers.base import Part, ToolCall, ToolReader
+from lorasrv.text.tool_parsers.formats import ToolFormat
+
+Json = dict[str, Any]
+
+
+class ProtocolFormat(Protocol):
+    """How one route words its choices."""
+
+    id_prefix: str
+    whole_object: str
+    chunk_object: str
+
+    def opening(self) -> Json | None:
+        """What the first chunk says before any text, None if nothing."""
+
+    def logprobs(self, speller: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+        """How likely tokens are; None if there are none."""
+
+    def piece(self, text: str) -> Json:
+        """A piece of text, in a chunk."""
+
+    def whole(self, text: str) -> Json:
+        """All of the text."""
+
+    def pieces(self, index: int, output: RequestOutput) -> list[Json]:
+        """What one output of a choice says, in as many chunks."""
+
+    def reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
+        """Why a choice ended, whose last words are `content`."""
+
+
+class _PlainText(ABC):
+    """An answer that is read for nothing."""
+
+    @abstractmethod
+    def piece(self, text: str) -> Json: ...
+
+    def pieces(self, index: int, output: RequestOutput) -> list[Json]:
+        return [self.piece(output.text)]
+
+    def reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
+        return ended.finish_reason
+
+
+class ChatFormat(_PlainText):
+    """Messages and deltas."""
+
+    id_prefix = "chatcmpl"
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self) -> Json | None:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def logprobs(self, speller: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+        return speller.chat(tokens)
+
+    def piece(self, text: str) -> Json:
+        return {"delta": {"content": text} if text else {}}
+
+    def whole(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
+
+
+class CompletionFormat(_PlainText):
+    """Bare text."""
+
+    id_prefix = "cmpl"
+    whole_object = chunk_object = "text_completion"
+
+    def opening(self) -> Json | None:
+        return None
+
+    def logprobs(self, speller: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+        return speller.completion(tokens, top)
+
+    def piece(self, text: str) -> Json:
+        return {"text": text}
+
+    def whole(self, text: str) -> Json:
+        return {"text": text}
+
+
+@dataclass(frozen=True)
+class ResponseBuilder:
+    """Writes one request's answer, of one choice or many; `include_usage` and `usage_in_chunks` are stream options.
+
+    `shown`: so many of the choices to each prompt, the best by mean logarithm of their tokens' probabilities. With a
+    `speller`, probabilities are shown: of the likeliest `top` tokens beside each of the answer, of `prompt_top` beside
+    each of the prompt. `echoes`: the prompts, where they come back.
+    """
+
+    answer_id: str
+    target: ResolvedModel
+    wording: ProtocolFormat
+    include_usage: bool = False
+    usage_in_chunks: bool = False
+    shown: int | None = None
+    speller: LogprobsFormatter | None = None
+    top: int | None = None
+    prompt_top: int | None = None
+    echoes: Sequence[PromptEcho] = ()
+    created_s: int = field(default_factory=lambda: int(time.time()))
+    started_s: float = field(default_factory=time.monotonic)
+
+    async def collect(self, choices: ChoiceStream) -> tuple[Json, dict[str, str]]:
+        """The whole answer and its headers. Closes the choices.
+
+        Raises:
+            LorasrvError, ApiError: one of them failed; what came before is dropped.
+        """
+        outputs: defaultdict[int, list[RequestOutput]] = defaultdict(list)
+        try:
+            async for index, output in choices:
+                outputs[index].append(output)
+        finally:
+            await choices.aclose()
+        if self.speller is None:
+            wholes = self._wholes(outputs, choices.width)
+        else:
+            # In a thread: to spell a long answer's probabilities takes seconds, in which nobody's stream would go on.
+            wholes = await run_in_threadpool(self._wholes, outputs, choices.width)
+        body = self._envelope(self.wording.whole_object, wholes)
+        return {**body, "usage": self.usage(choices)}, self.headers(choices)
+
+    def _wholes(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[Json]:
+        return [self._whole(number, index, width, outputs) for number, index in enumerate(self._best(outputs, width))]
+
+    def _best(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[int]:
+        """Which choices are shown, prompt by prompt."""
+        shown = self.shown or width
+        best: list[int] = []
+        for first in range(0, len(outputs), width):
+            tried = range(first, first + width)
+            best += tried if shown == width else sorted(tried, key=lambda i: -mean_logprob(outputs[i]))[:shown]
+        return best
+
+    def _whole(self, number: int, index: int, width: int, outputs: Mapping[int, Sequence[RequestOutput]]) -> Json:
+        """A whole choice; its prompt is told by the first of those that were tried."""
+        own, first = outputs[index], outputs[index - index % width][0]
+        echo = self.echoes[index // width] if self.echoes else None
+        text = (echo.text if echo else "") + "".join(output.text for output in own)
+        content = self.wording.whole(text)
+        tokens: list[PlacedToken] = []
+        if self.top is not None:
+            shown = ShownTokens(len(echo.text) if echo else 0)
+            tokens += echo.placed(first.prompt_logprobs or ()) if echo else ()
+            tokens += [placed for output in own for placed in shown.take(output)]
+        choice = self._choice(number, content, own[-1], tokens)
+        if self.prompt_top is not None and self.speller is not None:
+            choice["prompt_logprobs"] = self.speller.prompt(first.prompt_logprobs or (), self.prompt_top)
+        return choice
+
+    async def chunks(self, choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
+        """The events of a stream, whose choices take turns as they come."""
+        opened: dict[int, ShownTokens] = {}
+        waiting: defaultdict[int, list[PlacedToken]] = defaultdict(list)
+        try:
+            async for index, output in choices:
+                if index not in opened:
+                    echo = self.echoes[index // choices.width] if self.echoes else None
+                    opened[index] = ShownTokens(len(echo.text) if echo else 0)
+                    if (opening := self._opening(index, output, echo)) is not None:
+                        yield self._chunk(choices, opening)
+                tokens = opened[index].take(output) if self.top is not None else ()
+                if output.finished or output.text or self.usage_in_chunks:
+                    ended = output if output.finished else None
+                    waiting[index] += tokens
+                    pieces = self.wording.pieces(index, output)
+                    for left, piece in zip(range(len(pieces) - 1, -1, -1), pieces, strict=True):
+                        told = waiting.pop(index, ())
+                        yield self._chunk(choices, self._choice(index, piece, None if left else ended, told))
+            if self.include_usage:
+                body = self._envelope(self.wording.chunk_object, [])
+                yield event({**body, "usage": self.usage(choices)})
+        except (LorasrvError, AdapterError, ApiError) as error:
+            yield event(describe(error).body)
+        yield DONE
+
+    def _opening(self, index: int, output: RequestOutput, echo: PromptEcho | None) -> Json | None:
+        """The first chunk of a choice, before any text of its answer; None if there is nothing to say."""
+        if echo is not None:
+            tokens = echo.placed(output.prompt_logprobs or ()) if self.top is not None else ()
+            return self._choice(index, self.wording.piece(echo.text), None, tokens)
+        opening = self.wording.opening()
+        return None if opening is None else self._choice(index, opening)
+
+    def headers(self, choices: ChoiceStream) -> dict[str, str]:
+        """Who was asked and who answered, where the adapter was found, and how long that took."""
+        timing = choices.firsts()[0].timing
+        known = {
+            **self.target.headers,
+            "x-queue-ms": f"{timing.queue_ms:.1f}",
+            "x-load-ms": f"{timing.load_ms:.1f}",
+        }
+        if timing.tier is not None:
+            known["x-adapter-tier"] = timing.tier.value
+        if (fallback := _fallback(choices)) is not None:
+            known["x-adapter-fallback"] = fallback
+        return known
+
+    def usage(self, choices: ChoiceStream) -> Json:
+        """OpenAI's counts so far, and under `lorasrv` who answered and where the time went (ms).
+
+        A prompt counts once: the first choice computes it, the others share its pages. Choices that were not the best
+        count.
+        """
+        firsts = choices.firsts()
+        prompt = sum(first.num_prompt_tokens for first in firsts)
+        completion = sum(output.num_generated_tokens for output in choices.latest.values())
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(first.timing.num_cached_tokens for first in firsts)},
+            "lorasrv": self._figures(choices, firsts[0].timing),
+        }
+
+    def _figures(self, choices: ChoiceStream, timing: RequestTiming) -> Json:
+        ref, first_token_s = self.target.ref, choices.first_token_s
+        return {
+            "adapter_id": ref and ref.adapter_id,
+            "adapter_version": ref and ref.version,
+            "adapter_digest": ref and f"sha256:{ref.key}",
+            "adapter_tier": timing.tier,
+            "fallback": _fallback(choices),
+            "queue_ms": round(timing.queue_ms, 1),
+            "load_ms": round(timing.load_ms, 1),
+            "first_token_ms": None if first_token_s is None else round(1000 * (first_token_s - self.started_s), 1),
+            "total_ms": round(1000 * (time.monotonic() - self.started_s), 1),
+            "preemptions": sum(output.timing.num_preemptions for output in choices.latest.values()),
+        }
+
+    def _chunk(self, choices: ChoiceStream, choice: Json) -> bytes:
+        body = self._envelope(self.wording.chunk_object, [choice])
+        if self.usage_in_chunks:
+            body["usage"] = self.usage(choices)
+        elif self.include_usage:
+            body["usage"] = None
+        return event(body)
+
+    def _choice(
+        self,
+        index: int,
+        content: Mapping[str, Any],
+        ended: RequestOutput | None = None,
+        tokens: Sequence[PlacedToken] = (),
+    ) -> Json:
+        known = self.speller and self.wording.logprobs(self.speller, tokens, self.top or 0)
+        reason = ended and self.wording.reason(index, content, ended)
+        choice = {"index": index, **content, "logprobs": known, "finish_reason": reason}
+        return choice if ended is None else {**choice, "stop_reason": ended.stop_reason}
+
+    def _envelope(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.answer_id,
+            "object": kind,
+            "created": self.created_s,
+            "model": self.target.name,
+            "choices": choices,
+        }
+
+
+def _fallback(choices: ChoiceStream) -> str | None:
+    """`base` if that answered in the adapter's place."""
+    return "base" if any(output.timing.fell_back for output in choices.latest.values()) else None
+
+
+TOOL_CALLS = "tool_calls"
+
+
+class ToolCallFormat(ChatFormat):
+    """One request's answers. Each choice has a reader of its own.
+
+    Args:
+        names: the tools that may be called.
+        parallel: whether there may be more than one call.
+    """
+
+    def __init__(self, form: ToolFormat, names: frozenset[str], parallel: bool) -> None:
+        self._form = form
+        self._names = names
+        self._parallel = parallel
+        self._readers: dict[int, ToolReader] = {}
+        self._num_calls: dict[int, int] = {}
+
+    def pieces(self, index: int, output: RequestOutput) -> list[Json]:
+        """A call takes two deltas: its id and name, then its arguments. The last output has at least one delta."""
+        reader = self._readers.get(index)
+        if reader is None:
+            reader = self._readers[index] = self._reader()
+        parts = reader.push(output.text)
+        if output.finished:
+            parts += reader.flush()
+        deltas = [{"delta": delta} for part in parts for delta in self._deltas(index, part)]
+        return deltas or ([{"delta": {}}] if output.finished or not output.text else [])
+
+    def whole(self, text: str) -> Json:
+        reader = self._reader()
+        parts = [*reader.push(text), *reader.flush()]
+        content = "".join(part for part in parts if isinstance(part, str))
+        calls = [self._call(part) for part in parts if isinstance(part, ToolCall)]
+        message = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+        return {"message": {**message, TOOL_CALLS: calls} if calls else message}
+
+    def reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
+        called = self._num_calls.get(index) or content.get("message", {}).get(TOOL_CALLS)
+        return TOOL_CALLS if called and ended.finish_reason is FinishReason.STOP else ended.finish_reason
+
+    def _reader(self) -> ToolReader:
+        return self._form.reader(self._names, self._parallel)
+
+    def _deltas(self, index: int, part: Part) -> list[Json]:
+        if isinstance(part, str):
+            return [{"content": part}]
+        number = self._num_calls.get(index, 0)
+        self._num_calls[index] = number + 1
+        call = self._call(part)
+        arguments = call["function"].pop("arguments")
+        opened = {"index": number, **call, "function": {**call["function"], "arguments": ""}}
+        return [
+            {TOOL_CALLS: [opened]},
+            {TOOL_CALLS: [{"index": number, "function": {"arguments": arguments}}]},
+        ]
+
+    def _call(self, call: ToolCall) -> Json:
+        chars = self._form.id_chars
+        call_id = secrets.token_hex(chars)[:chars] if chars else f"call_{secrets.token_hex(12)}"
+        return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}

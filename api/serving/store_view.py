@@ -1,0 +1,220 @@
+"""The adapter store as one caller may know it. Routes have no other way to it.
+
+What a caller may not see is left out of the names that its references are looked up in: an id of another's is not
+there, as one that nobody has is not, by the very same steps. So nothing has to be hidden in answers, near names and
+times.
+"""
+
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from adapter_store.errors import AdapterNotFound, InvalidDigest, QuotaExceeded, VersionNotFound, show
+from adapter_store.quota import OF_ALL
+from adapter_store.registry.names import Names
+from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration
+from adapter_store.registry.references import VERBS, Shares, check_adapter_id, check_digest
+from adapter_store.spec import AdapterId, AdapterRef
+from adapter_store.storage.blobs import BlobUpload
+from adapter_store.storage.pending_uploads import Sender
+from adapter_store.store import AdapterStore
+from api.auth.principal import Caller, Scope
+from api.errors import ApiError
+from api.serving.model_list import ModelList
+
+Records = Mapping[AdapterId, AdapterRecord]
+MAX_KEPT = 64
+"""Sets of patterns of which is kept what they match."""
+
+
+class ScopedStore:
+    """What one caller knows of the store. Cheap to make; as live as the store, and as thread-safe.
+
+    Methods that the store has too do and raise what they do there.
+    """
+
+    def __init__(self, views: "ScopedStores", caller: Caller) -> None:
+        self.caller = caller
+        self._views = views
+        self._store = views.store
+
+    @property
+    def is_whole(self) -> bool:
+        """Nothing is hidden: neither adapters, nor what others do."""
+        return self.caller.sees_all and self.caller.may(Scope.ADMIN)
+
+    def sees(self, adapter_id: str) -> bool:
+        """Whether there may be such an id, as far as the caller is to know."""
+        return self.caller.may_see(adapter_id)
+
+    # Names.
+
+    def resolve(self, reference: str) -> AdapterRef:
+        return self._names.resolve(reference)
+
+    def resolve_one(self, reference: str) -> AdapterRef:
+        return self._names.resolve_one(reference)
+
+    def targets(self, reference: str) -> tuple[AdapterRecord, Shares]:
+        return self._names.targets(reference)
+
+    def get(self, adapter_id: str) -> AdapterRecord:
+        return self._names.get(adapter_id)
+
+    def records(self) -> Records:
+        """As `AdapterStore.records`: the same object as long as nothing changes."""
+        return self._seen().records
+
+    def list_adapters(self) -> list[AdapterRecord]:
+        records = self.records()
+        return [records[name] for name in sorted(records)]
+
+    def models(self, search: str, limit: int | None, after: str | None) -> bytes:
+        """A page of `ModelList`."""
+        seen = self._seen()
+        return seen.models.page(seen.records, search, limit, after)
+
+    # Changes.
+
+    def register(self, adapter_id: str, config: Mapping[str, object], digest: str, **options: Any) -> Registration:
+        """As `AdapterStore.register`, for the caller.
+
+        Raises: ApiError: 403, it may not use such ids.
+        """
+        self.check_may_name(adapter_id)
+        options |= self.owner
+        with self.own_figures():
+            return self._store.register(adapter_id, config, digest, is_known=self._knows(digest), **options)
+
+    def check_may_name(self, adapter_id: str, param: str = "id") -> None:
+        """Raises: InvalidAdapterId. ApiError: 403, the caller may not use such ids."""
+        check_adapter_id(adapter_id, VERBS)
+        if not self.sees(adapter_id):
+            globs = ", ".join(self.caller.adapters) or "none at all"
+            message = f"this key may use adapter ids like {globs}, and not {show(adapter_id)}"
+            raise ApiError(403, message, code="forbidden", param=param)
+
+    @property
+    def owner(self) -> dict[str, Any]:
+        """Whose a version becomes, and how much may be stored, for `AdapterStore.register`."""
+        return {"principal": self.caller.principal, "max_bytes": self.caller.limits.max_stored_bytes}
+
+    @contextmanager
+    def own_figures(self) -> Iterator[None]:
+        """Whoever is refused is not told how much others have stored. Raises: ApiError: 507, in that one's place."""
+        try:
+            yield
+        except QuotaExceeded as error:
+            if self.is_whole or error.quota not in OF_ALL:
+                raise
+            message = f"quota exceeded: there is no room for it among the adapters of all keys ({error.quota})"
+            never = {"x-should-retry": "false"}
+            raise ApiError(507, message, code="quota_exceeded", headers=never) from None
+
+    def change(self, adapter_id: str, change: Change, *, if_match: Collection[str] | None = None) -> AdapterRecord:
+        self.get(adapter_id)
+        with _as_seen():
+            return self._store.change(adapter_id, change, if_match=if_match)
+
+    def delete(self, reference: str, *, force: bool = False, if_match: Collection[str] | None = None) -> Deletion:
+        if not self.caller.sees_all:
+            self._seen().names.select(reference)
+        with _as_seen():
+            return self._store.delete(reference, force=force, if_match=if_match)
+
+    # Weights and what is known of them.
+
+    def open_blob(self, digest: str, length: int) -> tuple[BlobUpload, bool]:
+        """As `AdapterStore.open_blob`; and whether they are there already, as far as the caller is to know."""
+        is_known = self._knows(digest)
+        exists = self._store.blob_exists(digest) and is_known
+        sender = Sender(self.caller.principal, self.caller.limits.max_stored_bytes, is_known)
+        with self.own_figures():
+            return self._store.open_blob(digest, length, sender), exists
+
+    def _knows(self, digest: str) -> bool:
+        """Whether the caller may know that weights are there: it can read an id that has them, or has sent them."""
+        try:
+            hex_digest = check_digest(digest)
+        except InvalidDigest:
+            return True
+        is_sent = self._store.staging.has_sent(self.caller.principal, hex_digest)
+        return self.is_whole or is_sent or hex_digest in self._seen().digests
+
+    def _seen(self) -> "_Visible":
+        return self._views.seen(self.caller)
+
+    @property
+    def _names(self) -> AdapterStore | Names:
+        return self._store if self.caller.sees_all else self._seen().names
+
+
+@dataclass(frozen=True)
+class _Visible:
+    """One state of the store's names, as far as some patterns match them. `of` is the whole state."""
+
+    of: Records
+    records: Records
+    models: ModelList
+
+    @cached_property
+    def names(self) -> Names:
+        return Names(self.records, random.random)
+
+    @cached_property
+    def digests(self) -> frozenset[str]:
+        """Of all weights that a version here has."""
+        return frozenset(version.weights_digest for record in self.records.values() for version in record.versions)
+
+
+class ScopedStores:
+    """Makes the views of a store. What patterns match is found once for each state of the names, and of a new state
+    only for the ids that are new."""
+
+    def __init__(self, store: AdapterStore, make_list: Callable[[], ModelList]) -> None:
+        self.store = store
+        self._make_list = make_list
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, ...], _Visible] = OrderedDict()
+
+    def of(self, caller: Caller) -> ScopedStore:
+        return ScopedStore(self, caller)
+
+    def seen(self, caller: Caller) -> _Visible:
+        """What the caller's patterns match now."""
+        patterns = ("*",) if caller.sees_all else caller.adapters
+        records = self.store.records()
+        with self._lock:
+            kept = self._kept.get(patterns)
+            if kept is None or kept.of is not records:
+                kept = self._kept[patterns] = self._match(caller, records, kept)
+            self._kept.move_to_end(patterns)
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+            return kept
+
+    def _match(self, caller: Caller, records: Records, known: _Visible | None) -> _Visible:
+        if caller.sees_all:
+            return _Visible(records, records, known.models if known is not None else self._make_list())
+        if known is None:
+            return _Visible(records, {k: r for k, r in records.items() if caller.may_see(k)}, self._make_list())
+        seen, of = known.records, known.of
+        found = {k: r for k, r in records.items() if (k in seen if k in of else caller.may_see(k))}
+        # What others do changes nothing here: not even the very object, by which lists are known to be the same.
+        return _Visible(records, seen if found == seen else found, known.models)
+
+
+@contextmanager
+def _as_seen() -> Iterator[None]:
+    """Whatever goes between looking and doing: the store's near names are of all ids."""
+    try:
+        yield
+    except VersionNotFound:
+        raise
+    except AdapterNotFound as error:
+        raise AdapterNotFound(error.reference) from None

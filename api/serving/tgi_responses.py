@@ -1,0 +1,239 @@
+"""From the engine's outputs to TGI's and LoRAX's answers: whole ones, and streams of tokens.
+
+Texts of tokens are the pieces whose concatenation is the text: what became certain with each token, "" for a special
+one. As in TGI a stop sequence is part of the text. Shapes: TGI's `router/src/lib.rs`, lorax-client 0.6.3 `types.py`.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.concurrency import run_in_threadpool
+
+from adapter_store.errors import AdapterError
+from api.asgi.sse import event
+from api.errors import BROKEN_OFF, ApiError, describe_tgi
+from api.schemas.tgi import Parameters
+from api.serving.choice_stream import ChoiceStream
+from api.serving.logprobs import finite, mean_logprob
+from api.serving.openai_responses import ResponseBuilder
+from lorasrv.errors import LorasrvError
+from lorasrv.outputs import FinishReason, RequestOutput, TokenLogprobs
+from lorasrv.text.detokenizer import Detokenizer
+from lorasrv.text.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+LORAX_HEADERS = (
+    "x-prompt-tokens",
+    "x-generated-tokens",
+    "x-total-tokens",
+    "x-total-time",
+    "x-queue-time",
+    "x-inference-time",
+    "x-time-per-token",
+    "x-time-to-first-token",
+)
+
+
+@dataclass(frozen=True)
+class TokenWriter:
+    """Tokens as entries of an answer, with as many of the likeliest as were asked for."""
+
+    tokenizer: Tokenizer
+    num_top: int = 0
+    num_alternatives: int = 0
+
+    def entries(self, output: RequestOutput) -> list[tuple[Json, list[Json]]]:
+        """Each token of an output, and the likeliest tokens in its place.
+
+        Raises:
+            ApiError: the output has no probability for one.
+        """
+        if len(output.logprobs) != len(output.token_ids):
+            raise _no_probability()
+        pieces = [""] * (len(output.token_ids) - 1) + [text_of(output)]
+        return [self._entry(*found) for found in zip(output.token_ids, output.logprobs, pieces, strict=True)]
+
+    def prefill(self, token_ids: Sequence[int], found: Sequence[TokenLogprobs | None] | None) -> list[Json]:
+        """The prompt's tokens; special ones have their names for text. Raises: ApiError: as `entries`."""
+        if found is None or [None, *token_ids[1:]] != [None, *(f and f.token_id for f in found[1:])]:
+            raise _no_probability()
+        pieces = Detokenizer(self.tokenizer, skip_special_tokens=False)
+        logprobs = [None, *(f and finite(f.logprob) for f in found[1:])]
+        entries: list[Json] = [
+            {"id": token_id, "text": pieces.push([token_id]), "logprob": logprob}
+            for token_id, logprob in zip(token_ids, logprobs, strict=True)
+        ]
+        entries[-1]["text"] += pieces.flush()
+        return entries
+
+    def _entry(self, token_id: int, found: TokenLogprobs, piece: str) -> tuple[Json, list[Json]]:
+        if found.token_id != token_id or len(found.top) < max(self.num_top, self.num_alternatives):
+            raise _no_probability()
+        # Clients leave out what is special when they put texts together, so text that came with one is not.
+        special = token_id in self.tokenizer.special_ids and not piece
+        entry: Json = {"id": token_id, "text": piece, "logprob": finite(found.logprob), "special": special}
+        if self.num_alternatives:
+            entry["alternative_tokens"] = [self._likely(*other) for other in found.top[: self.num_alternatives]]
+        special_ids = self.tokenizer.special_ids
+        top = [{**self._likely(*other), "special": other[0] in special_ids} for other in found.top[: self.num_top]]
+        return entry, top
+
+    def _likely(self, token_id: int, logprob: float) -> Json:
+        return {"id": token_id, "text": token_text(self.tokenizer, token_id), "logprob": finite(logprob)}
+
+
+@dataclass(frozen=True)
+class TgiResponseBuilder:
+    """Writes one request's answer. `seed` is that of the first choice, None if nothing is drawn."""
+
+    figures: ResponseBuilder
+    parameters: Parameters
+    inputs: str
+    prompt_ids: Sequence[int]
+    seed: int | None
+    tokens: TokenWriter
+
+    async def collect(self, choices: ChoiceStream) -> tuple[Json, dict[str, str]]:
+        """The whole answer and its headers. Closes the choices.
+
+        Raises:
+            LorasrvError, AdapterError, ApiError: it failed, or ended before its end.
+        """
+        outputs: defaultdict[int, list[RequestOutput]] = defaultdict(list)
+        try:
+            async for index, output in choices:
+                outputs[index].append(output)
+        finally:
+            await choices.aclose()
+        # In a thread: to spell a long answer's likeliest tokens takes seconds, in which nobody's stream would go on.
+        body = await run_in_threadpool(self._whole, outputs)
+        return {**body, "usage": self.figures.usage(choices)}, self.headers(choices, ended=True)
+
+    def _whole(self, outputs: Mapping[int, Sequence[RequestOutput]]) -> Json:
+        best = 0 if len(outputs) == 1 else max(outputs, key=lambda index: (_mean_logprob(outputs[index]), -index))
+        body: Json = {"generated_text": self._text(outputs[best])}
+        finish_reason(outputs[best][-1])
+        if self.parameters.details or self.parameters.decoder_input_details:
+            prefill = self._prefill(outputs[0])
+            body["details"] = self._details(best, outputs[best], prefill)
+            if len(outputs) > 1:
+                others = [index for index in sorted(outputs) if index != best]
+                body["details"]["best_of_sequences"] = [
+                    {"generated_text": self._text(outputs[index]), **self._details(index, outputs[index], prefill)}
+                    for index in others
+                ]
+        return body
+
+    async def events(self, choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
+        """One event a token. The last has the whole text, and the details if they are wanted; there is no [DONE]."""
+        text, count = [], 0
+        try:
+            async for _, output in choices:
+                text.append(text_of(output))
+                entries = self.tokens.entries(output)
+                if output.finished and not entries:
+                    raise _broken_off()
+                for number, (token, top) in enumerate(entries, 1):
+                    count += 1
+                    body: Json = {"index": count, "token": token, **({"top_tokens": top} if top else {})}
+                    if output.finished and number == len(entries):
+                        yield event({**body, **self._end("".join(text), output), "usage": self.figures.usage(choices)})
+                    else:
+                        yield event({**body, "generated_text": None, "details": None})
+        except (LorasrvError, AdapterError, ApiError) as error:
+            yield event(describe_tgi(error).body)
+
+    def headers(self, choices: ChoiceStream, *, ended: bool) -> dict[str, str]:
+        """Ours, and LoRAX's: tokens, and times in whole milliseconds; of a stream what is known as it begins."""
+        usage = self.figures.usage(choices)
+        queue_ms = usage["lorasrv"]["queue_ms"]
+        known = {"x-prompt-tokens": usage["prompt_tokens"], "x-queue-time": int(queue_ms)}
+        if ended:
+            total_ms = 1000 * (time.monotonic() - self.figures.started_s)
+            inference_ms = max(0.0, total_ms - queue_ms - usage["lorasrv"]["load_ms"])
+            known |= {
+                "x-generated-tokens": usage["completion_tokens"],
+                "x-total-tokens": usage["total_tokens"],
+                "x-total-time": int(total_ms),
+                "x-inference-time": int(inference_ms),
+                "x-time-per-token": int(inference_ms / max(1, usage["completion_tokens"])),
+                "x-time-to-first-token": int(usage["lorasrv"]["first_token_ms"] or total_ms),
+            }
+        return {**self.figures.headers(choices), **{name: str(value) for name, value in known.items()}}
+
+    def _details(self, index: int, outputs: Sequence[RequestOutput], prefill: list[Json]) -> Json:
+        entries = [entry for output in outputs for entry in self.tokens.entries(output)]
+        details = {
+            "finish_reason": finish_reason(outputs[-1]),
+            "prompt_tokens": outputs[-1].num_prompt_tokens,
+            "generated_tokens": outputs[-1].num_generated_tokens,
+            "seed": None if self.seed is None else (self.seed + index) % 2**64,
+            "prefill": prefill,
+            "tokens": [token for token, _ in entries],
+        }
+        return {**details, "top_tokens": [top for _, top in entries]} if self.tokens.num_top else details
+
+    def _end(self, text: str, output: RequestOutput) -> Json:
+        """Of the last event."""
+        details: Json = {
+            "finish_reason": finish_reason(output),
+            "prompt_tokens": output.num_prompt_tokens,
+            "input_length": output.num_prompt_tokens,
+            "generated_tokens": output.num_generated_tokens,
+            "seed": self.seed,
+        }
+        return {"generated_text": self._full(text), "details": details if self.parameters.details else None}
+
+    def _prefill(self, outputs: Sequence[RequestOutput]) -> list[Json]:
+        """From the first choice: it computes the prompt that the others share."""
+        if not self.parameters.decoder_input_details:
+            return []
+        found = (output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None)
+        return self.tokens.prefill(self.prompt_ids, next(found, None))
+
+    def _text(self, outputs: Sequence[RequestOutput]) -> str:
+        return self._full("".join(text_of(output) for output in outputs))
+
+    def _full(self, text: str) -> str:
+        return self.inputs + text if self.parameters.return_full_text else text
+
+
+def text_of(output: RequestOutput) -> str:
+    """The text of an output, and the stop sequence that ended it."""
+    return output.text + (output.stop_reason if isinstance(output.stop_reason, str) else "")
+
+
+def finish_reason(output: RequestOutput) -> str:
+    """Why it ended, in TGI's words. Raises: ApiError: it did not come to an end."""
+    if output.finish_reason is FinishReason.LENGTH:
+        return "length"
+    if output.finish_reason is FinishReason.STOP:
+        return "stop_sequence" if isinstance(output.stop_reason, str) else "eos_token"
+    raise _broken_off()
+
+
+def token_text(tokenizer: Tokenizer, token_id: int) -> str:
+    """The text of one token alone, in the midst of a text: half a character is U+FFFD, a special token its name."""
+    alone = Detokenizer(tokenizer, skip_special_tokens=False)
+    # Some decoders strip a space from the beginning of a text; the second time it is none.
+    alone.push([token_id])
+    alone.flush()
+    return alone.push([token_id]) + alone.flush()
+
+
+def _mean_logprob(outputs: Sequence[RequestOutput]) -> float:
+    """What TGI chooses the best sequence by. Raises: ApiError: a probability is missing."""
+    if any(len(output.logprobs) != len(output.token_ids) for output in outputs):
+        raise _no_probability()
+    return mean_logprob(outputs)
+
+
+def _no_probability() -> ApiError:
+    return ApiError(500, "a token came without its probability, which this answer needs", code="logprobs_missing")
+
+
+def _broken_off() -> ApiError:
+    return ApiError(500, "the generation ended before its end", code=BROKEN_OFF)

@@ -1,0 +1,376 @@
+"""The synchronous heart: add, abort, ask, step. No asyncio, no threads, no text.
+
+Everything in here belongs to the one thread that calls `step`; loads run wherever the `Loader` runs them.
+"""
+
+import logging
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, replace
+
+from adapter_store.errors import AdapterError
+from adapter_store.spec import AdapterKey
+from lorasrv.engine.input_processor import Admission
+from lorasrv.engine.messages import (
+    AdapterStatus,
+    DescribePool,
+    GetAdapterTier,
+    ListResidents,
+    PinAdapter,
+    SetLimits,
+    UnpinAdapter,
+    UtilityRequest,
+    UtilityResult,
+    WarmAdapter,
+)
+from lorasrv.engine.poison_requests import PoisonGuard
+from lorasrv.engine.pool_snapshot import describe_pool
+from lorasrv.engine.step_failures import StepFailureHandler
+from lorasrv.engine.step_retry import StepResult, StepRetrier
+from lorasrv.engine.watchdog import Heartbeat
+from lorasrv.errors import LorasrvError
+from lorasrv.memory.cost_model import StepShape
+from lorasrv.memory.memory_manager import PoolBooks
+from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
+from lorasrv.metrics.step_stats import StepProfile, StepStats
+from lorasrv.outputs import AdapterTier, EngineOutput, RequestId, not_loaded
+from lorasrv.request import EngineCoreRequest, RequestStatus
+from lorasrv.sampling_params import Watermark
+from lorasrv.scheduler.scheduler import WARM_GRACE_S, Scheduler
+from lorasrv.scheduler_output import AdapterOrders, DropSwap, PageOp, SchedulerOutput, SwapIn, SwapOut
+from lorasrv.worker.adapter_loader import Done, Loader, LoaderReport
+from lorasrv.worker.adapter_source import HostAdapterStore
+from lorasrv.worker.model_runner import ModelRunner
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine is put together from; `lorasrv.engine.factory` makes them."""
+
+    books: PoolBooks
+    scheduler: Scheduler
+    runner: ModelRunner
+    source: HostAdapterStore | None
+    max_model_len: int
+    vocab_size: int
+    weight_bytes: int
+    pool_bytes: int
+    eos_token_ids: frozenset[int] = frozenset()
+    watermark: Watermark | None = None
+
+
+@dataclass(slots=True)
+class _LoadCounters:
+    from_disk: int = 0
+    from_host: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+
+
+class EngineCore:
+    """One model, one pool, one batch after another."""
+
+    def __init__(self, parts: EngineParts, loader: Loader | None) -> None:
+        self._parts = parts
+        self._scheduler = parts.scheduler
+        self._books = parts.books
+        self._loader = loader
+        self.admission = Admission(
+            parts.books,
+            parts.source,
+            parts.max_model_len,
+            parts.vocab_size,
+            eos_token_ids=parts.eos_token_ids,
+            watermark=parts.watermark,
+        )
+        self.heartbeat = Heartbeat()
+        self.poison = PoisonGuard()
+        runner = parts.runner
+        self.attempts = StepRetrier(lambda step: runner.run(step), runner.recover, self.heartbeat.beat)
+        self._faults = StepFailureHandler(parts.scheduler, self.poison)
+        self._due_ops: deque[PageOp] = deque()
+        self._asked_to_warm: dict[int, tuple[AdapterKey, float]] = {}
+        self._answers: list[UtilityResult] = []
+        self._loads = _LoadCounters()
+        self._num_arrived = 0
+        self.book = StepStats()
+        self._steps = 0
+        self._last_step_s = 0.0
+        self._made_progress = False
+        self._wake_s: float | None = None
+        self.metrics = EngineMetrics(self._snapshot())
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether somebody still waits for an answer."""
+        return self._scheduler.has_requests
+
+    @property
+    def made_progress(self) -> bool:
+        """Whether the last step changed anything; if not, only a message, a load or the time can."""
+        return self._made_progress
+
+    @property
+    def idle_s(self) -> float:
+        """How long nothing is to be done if nothing happens; infinite: until something does."""
+        return math.inf if self._wake_s is None else max(0.0, self._wake_s - self._books.clock())
+
+    @property
+    def profile(self) -> StepProfile:
+        """Where the time of steps has gone."""
+        return self._parts.runner.profile
+
+    def settle(self) -> None:
+        """The calling thread is the one that will call `step`."""
+        self._parts.runner.settle()
+
+    def add_request(self, message: EngineCoreRequest) -> None:
+        """Queue a request that `Admission` has passed."""
+        self._num_arrived += 1
+        self._scheduler.add(message)
+
+    def abort(self, request_id: RequestId) -> None:
+        """End a request before the next step; nothing happens if it has ended."""
+        self._scheduler.end(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def stop(self, request_id: RequestId) -> None:
+        """As `abort`, of a request whose text has met a stop string."""
+        self._scheduler.end(request_id, RequestStatus.FINISHED_STOPPED)
+
+    def ask(self, number: int, question: UtilityRequest) -> None:
+        """Have a question answered, by `take_answers`, under this number: at once, or when the adapter has come."""
+        match question:
+            case DescribePool():
+                self._answer(number, describe_pool(self._books, self._scheduler))
+            case ListResidents():
+                block = self._books.geometry.block_bytes
+                residents = self._books.adapters.residents()
+                self._answer(number, [(key, placed.num_pages * block) for key, placed, ready, _ in residents if ready])
+            case GetAdapterTier():
+                self._answer(number, AdapterStatus(self._scheduler.tier(question.key)))
+            case WarmAdapter():
+                self._warm(number, question)
+            case PinAdapter():
+                self._pin(number, question)
+            case UnpinAdapter():
+                self._unpin(number, question)
+            case SetLimits():
+                self._scheduler.quotas.set_limits(question.adapter_id, question.limits)
+                self._answer(number, None)
+
+    def take_answers(self) -> list[UtilityResult]:
+        """Answers since the last call."""
+        answers, self._answers = self._answers, []
+        return answers
+
+    def step(self) -> list[EngineOutput]:
+        """Compute one batch, and say what it brought for each request; if it fails, some end with an error.
+
+        Raises: DeviceLost, AssertionError: nothing can be computed any more.
+        """
+        begun = time.perf_counter()
+        self.heartbeat.beat()
+        with self.profile.span("scheduling"):
+            self._take_reports()
+            try:
+                step = self._scheduler.schedule()
+            except Exception as error:
+                self._made_progress = True
+                return self._faults.on_schedule_error(error)
+            self._faults.planned()
+        with self.profile.span("pages"):
+            step = self._arrange(step)
+            self._give_orders(step.orders)
+        attempted = self.attempts.run(step)
+        with self.profile.span("scheduling"):
+            outputs = self._enter(step, attempted)
+            self._finish_step(step, time.perf_counter() - begun, is_usual=attempted.num_runs == 1)
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Every page and pin has its holder. Raises AssertionError if not."""
+        self._scheduler.check_integrity()
+
+    def close(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+
+    def _enter(self, step: SchedulerOutput, attempted: StepResult) -> list[EngineOutput]:
+        if attempted.failed:
+            self._faults.on_compute_error(attempted.failed)
+        output = attempted.output
+        try:
+            outputs = self._scheduler.update_from_output(step, output.sampled, output.logprobs, output.prompt_logprobs)
+        except Exception as error:
+            return self._faults.on_update_error(step, error)
+        if attempted.failed:
+            self._scheduler.check_integrity()
+        return outputs
+
+    # Adapters on their way.
+
+    def _take_reports(self) -> None:
+        for report in self._loader.poll() if self._loader is not None else ():
+            match report.done:
+                case Done.LOADED:
+                    self._count_load(report)
+                    self._books.tiers.loaded(report.key)
+                case Done.COPIED:
+                    self._books.costs.copy.observe(report.seconds, report.nbytes)
+                    self.book.copied(report.key, report.seconds, report.nbytes)
+                    self._scheduler.adapter_copied(report.key)
+                    self._reached(report.key)
+                case Done.FAILED:
+                    self._loads.failures += 1
+                    self.book.failed(report.reason)
+                    self._scheduler.adapter_failed(report.key, report.error, report.refusal)
+                    self._reached(report.key, not_loaded(report.error, report.refusal))
+
+    def _count_load(self, report: LoaderReport) -> None:
+        self._loads.seconds += report.seconds
+        if report.from_disk:
+            self._loads.from_disk += 1
+            self._books.costs.load.observe(report.seconds, report.nbytes)
+            self.book.loaded(report.key, report.seconds, report.nbytes)
+        else:
+            self._loads.from_host += 1
+
+    def _arrange(self, step: SchedulerOutput) -> SchedulerOutput:
+        """Do what is due to pages, in its order, what an exception kept from being done first. A request whose pages
+        did not come back is left out of the step."""
+        begun, swapped = time.perf_counter(), 0
+        self._due_ops += step.page_ops
+        while self._due_ops:
+            op = self._due_ops[0]
+            try:
+                swapped += self._parts.runner.apply_page_ops((op,))
+            except Exception as error:
+                if not isinstance(op, SwapOut | SwapIn):
+                    raise
+                _LOG.warning("request %s is computed again: %s", op.request_id, error)
+                self._due_ops.insert(1, DropSwap(op.request_id))
+                self._scheduler.swap_failed(op.request_id)
+                step = replace(step, scheduled=tuple(s for s in step.scheduled if s.request_id != op.request_id))
+            self._due_ops.popleft()
+        self._parts.runner.apply_page_ops(())
+        self._books.costs.page_copy.observe(time.perf_counter() - begun, swapped)
+        return step
+
+    def _give_orders(self, orders: AdapterOrders) -> None:
+        if self._loader is None:
+            return
+        for key in orders.cancels:
+            self._loader.cancel(key)
+        for key in orders.loads:
+            self._loader.load(key)
+        for key, placed in orders.copies:
+            self._loader.copy(key, placed)
+
+    # Questions.
+
+    def _answer(self, number: int, content: object) -> None:
+        self._answers.append(UtilityResult(number, content))
+
+    def _warm(self, number: int, question: WarmAdapter) -> None:
+        until_s = self._books.clock() + question.deadline_s + WARM_GRACE_S
+        self._books.tiers.warm(question.key, question.layout, until_s)
+        self._answer_when_there(number, question.key)
+
+    def _pin(self, number: int, question: PinAdapter) -> None:
+        tiers = self._books.tiers
+        error = None if tiers.is_held(question.key) else self.admission.check_pin(question.layout)
+        if error is not None:
+            self._answer(number, error)
+            return
+        tiers.pin(question.key, question.layout)
+        self._answer_when_there(number, question.key)
+
+    def _unpin(self, number: int, question: UnpinAdapter) -> None:
+        self._books.tiers.unpin(question.key)
+        self._answer(number, AdapterStatus(self._scheduler.tier(question.key)))
+
+    def _answer_when_there(self, number: int, key: AdapterKey) -> None:
+        if self._scheduler.tier(key) is AdapterTier.RESIDENT:
+            self._answer(number, AdapterStatus(AdapterTier.RESIDENT))
+        else:
+            self._asked_to_warm[number] = (key, time.monotonic())
+
+    def _reached(self, key: AdapterKey, error: LorasrvError | AdapterError | None = None) -> None:
+        for number, (wanted, begun) in list(self._asked_to_warm.items()):
+            if wanted == key:
+                del self._asked_to_warm[number]
+                took = time.monotonic() - begun
+                self._answer(number, error or AdapterStatus(AdapterTier.RESIDENT, took * 1e3))
+
+    def forget_question(self, number: int) -> None:
+        """Nobody waits for this answer any more."""
+        self._asked_to_warm.pop(number, None)
+
+    # Figures.
+
+    def _finish_step(self, step: SchedulerOutput, seconds: float, *, is_usual: bool) -> None:
+        if is_usual:
+            self._books.costs.observe_step(StepShape.of(step), seconds)
+        if step.scheduled:
+            self.heartbeat.computed()
+        self.book.step(step, seconds)
+        self._wake_s = step.wake_s
+        self._made_progress = bool(step.scheduled) or step.num_preempted > 0
+        self._steps += bool(step.scheduled)
+        self._last_step_s = time.monotonic()
+        self.metrics.publish(self._snapshot())
+
+    def _snapshot(self) -> EngineStats:
+        books, counters, predictor = self._books, self._scheduler.counters, self._scheduler.predictor
+        fragmentation = books.adapter_pool.fragmentation
+        for_adapter = self._scheduler.num_waiting_for_adapter
+        host = self._parts.source.host_stats() if self._parts.source is not None else None
+        return EngineStats(
+            requests_running=self._scheduler.num_running,
+            requests_waiting=self._scheduler.num_waiting - for_adapter,
+            requests_waiting_for_adapter=for_adapter,
+            requests_arrived_total=self._num_arrived,
+            pages_total=books.geometry.num_pages,
+            pages_free=books.num_free,
+            pages_kv=books.num_kv_pages,
+            pages_prefix=books.num_resting_prefix_pages,
+            pages_adapters=books.adapters.num_pages,
+            pages_adapters_idle=books.adapters.num_idle_pages,
+            free_runs=fragmentation.free_runs,
+            longest_free_run=fragmentation.longest_free_run,
+            adapters_resident=books.adapters.num_ready,
+            adapters_arriving=books.tiers.num_arriving,
+            steps_total=self._steps,
+            prompt_tokens_total=counters.prompt_tokens,
+            cached_tokens_total=counters.cached_tokens,
+            generated_tokens_total=counters.generated_tokens,
+            requests_finished_total=dict(counters.finished),
+            requests_due_total=self._scheduler.num_due,
+            answers_predicted_total=predictor.num_predicted,
+            answers_within_prediction_total=predictor.num_covered,
+            predicted_tokens_total=predictor.predicted_tokens,
+            tokens_of_predicted_total=predictor.actual_tokens,
+            step_costs=books.costs.step.known_as(),
+            load_costs={"load_byte": books.costs.load.seconds, "copy_byte": books.costs.copy.seconds},
+            preemptions_total=counters.preemptions,
+            swaps_total=counters.swaps,
+            moved_pages_total=books.reclaimer.num_moved_pages,
+            copied_pages_total=books.kv.num_copies,
+            adapter_loads_disk_total=self._loads.from_disk,
+            adapter_loads_host_total=self._loads.from_host,
+            adapter_load_seconds_total=self._loads.seconds,
+            adapter_load_failures_total=self._loads.failures,
+            adapter_evictions_total=books.adapters.num_evictions,
+            prefix_evictions_total=books.prefixes.num_evictions if books.prefixes is not None else 0,
+            requests_failed_total=self._faults.total,
+            last_step_s=self._last_step_s,
+            weight_bytes=self._parts.weight_bytes,
+            pool_bytes=self._parts.pool_bytes,
+            host_cache_bytes=host.bytes_used if host else 0,
+            host_cache_adapters=host.entries if host else 0,
+            host_cache_evictions_total=host.evictions if host else 0,
+            swap_bytes=books.swap.nbytes,
+        )

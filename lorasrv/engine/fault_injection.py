@@ -1,0 +1,220 @@
+"""Faults on purpose, so that operators and tests can rehearse them: a slow or failing disk, steps that raise or hang.
+
+    slow-disk:200ms            reading an adapter and writing an upload take so much longer
+    failing-reads:0.5          this share of the reads of adapters fails
+    no-space  io-error  read-only  no-files
+                               of uploads, writing fails with ENOSPC, fsync with EIO, opening a file with EROFS, EMFILE
+    step-raises@50             the 50th step that computes something raises, whichever part of it is tried
+    step-raises:7              so does every part in which token 7 is computed
+    step-oom:8@50x10           of ten steps from the 50th on, parts of more than 8 tokens run out of memory
+    step-hangs:5s@100          the 100th hangs for five seconds; without a time, for ever
+    interpreter-hangs@100      and lets no other thread run meanwhile
+
+`@N`: from the N-th on, counted from the start; `xN`: so many times (of the disk without end, of steps once, if it is
+not said). Several are separated by commas. Nothing of this module is used unless the server was started with
+`--inject-faults`.
+"""
+
+import errno
+import itertools
+import os
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from adapter_store.spec import AdapterKey, AdapterSpec
+from adapter_store.storage import blobs
+from adapter_store.store import AdapterStore
+from lorasrv.errors import ConfigError
+from lorasrv.scheduler_output import SchedulerOutput
+
+if TYPE_CHECKING:
+    from lorasrv.engine.async_engine import AsyncEngine
+
+_SPELLING = re.compile(r"(?P<name>[a-z-]+)(:(?P<value>[0-9.]+)(?P<unit>ms|s)?)?(@(?P<first>\d+))?(x(?P<count>\d+))?")
+_DURATIONS = ("slow-disk", "step-hangs")
+STEPS = ("step-raises", "step-oom", "step-hangs", "interpreter-hangs")
+UPLOADS = {
+    "no-space": ("write", errno.ENOSPC),
+    "io-error": ("fsync", errno.EIO),
+    "read-only": ("open", errno.EROFS),
+    "no-files": ("open", errno.EMFILE),
+}
+NAMES = ("slow-disk", "failing-reads", *UPLOADS, *STEPS)
+
+
+class InjectedFault(RuntimeError):
+    """What a step raises that shall."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One of `NAMES`. `value`: seconds, a share, tokens or a token's id. It happens the `first` time and those after
+    it, `count` times; None: without end."""
+
+    name: str
+    value: float | None = None
+    first: int = 1
+    count: int | None = None
+
+    def happens(self, number: int) -> bool:
+        """Whether it does the `number`-th time, counted from 1."""
+        return number >= self.first and (self.count is None or number < self.first + self.count)
+
+
+def parse_faults(text: str) -> tuple[Fault, ...]:
+    """Raises: ConfigError: one is unknown or misspelled; names it."""
+    return tuple(_parse(part.strip()) for part in text.split(",") if part.strip())
+
+
+def _parse(text: str) -> Fault:
+    found = _SPELLING.fullmatch(text)
+    if found is None or found["name"] not in NAMES:
+        raise ConfigError(
+            f"--inject-faults {text!r} is no fault; write NAME[:VALUE][@FIRST][xCOUNT] with one of {', '.join(NAMES)}"
+        )
+    name, unit = found["name"], found["unit"]
+    try:
+        value = None if found["value"] is None else float(found["value"])
+    except ValueError:
+        raise ConfigError(f"--inject-faults {text!r}: {found['value']} is no number") from None
+    if (unit is not None) != (value is not None and name in _DURATIONS):
+        raise ConfigError(f"--inject-faults {text!r}: only slow-disk and step-hangs have a time, such as 200ms or 5s")
+    if value is not None and (name in UPLOADS or name == "interpreter-hangs"):
+        raise ConfigError(f"--inject-faults {text!r}: {name} has no value")
+    if name == "failing-reads" and value is not None and not 0 < value <= 1:
+        raise ConfigError(f"--inject-faults {text!r}: a share must be above 0 and at most 1")
+    poisons = name == "step-raises" and value is not None
+    count = None if name not in STEPS or poisons else 1
+    seconds = value / 1e3 if unit == "ms" and value is not None else value
+    return Fault(name, seconds, int(found["first"] or 1), int(found["count"]) if found["count"] else count)
+
+
+class FaultInjector:
+    """Makes them happen in one server."""
+
+    def __init__(self, faults: Sequence[Fault]) -> None:
+        self._faults = {name: [f for f in faults if f.name == name] for name in {f.name for f in faults}}
+        self._poison = {int(f.value) for f in faults if f.name == "step-raises" and f.value is not None}
+        self._steps = [f for f in faults if f.name in STEPS and not (f.name == "step-raises" and f.value is not None)]
+        self._step = self._reads = self._uploads = 0
+
+    def arm_store(self, store: AdapterStore) -> None:
+        """Reads of this store's adapters, and uploads of any store of this process."""
+        if {"slow-disk", "failing-reads"} & self._faults.keys():
+            load = store.load
+
+            def slow(*args: Any, **kwargs: Any) -> Any:
+                self._read()
+                return load(*args, **kwargs)
+
+            setattr(store, "load", slow)  # noqa: B010 - a method of one object
+        if "slow-disk" in self._faults:
+            spec = store.spec
+
+            def slow_spec(key: AdapterKey) -> AdapterSpec:
+                self._slow_down(self._reads + 1)
+                return spec(key)
+
+            setattr(store, "spec", slow_spec)  # noqa: B010
+        if {"slow-disk", *UPLOADS} & self._faults.keys():
+            setattr(blobs, "os", _FaultyOs(self._call))  # noqa: B010 - a module of a module
+
+    def arm_engine(self, engine: "AsyncEngine") -> None:
+        """Its steps."""
+        if self._steps or self._poison:
+            engine.rehearse(self)
+
+    # Of the disk.
+
+    def _read(self) -> None:
+        self._reads += 1
+        self._slow_down(self._reads)
+        for fault in self._faults.get("failing-reads", ()):
+            share, number = fault.value or 1.0, self._reads - fault.first
+            if fault.happens(self._reads) and int((number + 1) * share) > int(number * share):
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def _call(self, kind: str) -> None:
+        """A call of the system for an upload."""
+        if kind == "open":
+            self._uploads += 1
+        if kind == "write":
+            self._slow_down(self._uploads)
+        for name, (failing, number) in UPLOADS.items():
+            faults = self._faults.get(name, ())
+            if kind == failing and any(fault.happens(self._uploads) for fault in faults):
+                raise OSError(number, os.strerror(number))
+
+    def _slow_down(self, number: int) -> None:
+        for fault in self._faults.get("slow-disk", ()):
+            if fault.happens(number):
+                time.sleep(0.2 if fault.value is None else fault.value)
+
+    # Of steps: `step_attempts.Rehearsal`.
+
+    def begins(self) -> None:
+        self._step += 1
+
+    def runs(self, part: SchedulerOutput) -> None:
+        """Raises: InjectedFault, OutOfMemoryError."""
+        if self._poison and any(not self._poison.isdisjoint(share.token_ids) for share in part.scheduled):
+            raise InjectedFault("injected: a token that shall not be computed")
+        for fault in self._steps:
+            if fault.happens(self._step):
+                _HAPPENINGS[fault.name](fault, part)
+
+
+def _raises(fault: Fault, part: SchedulerOutput) -> None:
+    raise InjectedFault("injected: this step shall fail")
+
+
+def _runs_out_of_memory(fault: Fault, part: SchedulerOutput) -> None:
+    import torch  # not above: options are read without it
+
+    if part.num_tokens > (fault.value or 1):
+        raise torch.OutOfMemoryError("injected: out of memory")
+
+
+def _hangs(fault: Fault, part: SchedulerOutput) -> None:
+    end_s = None if fault.value is None else time.monotonic() + fault.value
+    while end_s is None or time.monotonic() < end_s:
+        time.sleep(0.05)
+
+
+def _hangs_with_the_lock(fault: Fault, part: SchedulerOutput) -> None:
+    deque(itertools.repeat(None), maxlen=0)
+
+
+_HAPPENINGS: dict[str, Callable[[Fault, SchedulerOutput], None]] = {
+    "step-raises": _raises,
+    "step-oom": _runs_out_of_memory,
+    "step-hangs": _hangs,
+    "interpreter-hangs": _hangs_with_the_lock,
+}
+
+
+class _FaultyOs:
+    """The module `os`, but for calls that shall fail; for files that are written."""
+
+    def __init__(self, before: Callable[[str], None]) -> None:
+        self._before = before
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(os, name)
+
+    def open(self, path: Any, flags: int, *args: Any) -> int:
+        if flags & os.O_CREAT:
+            self._before("open")
+        return os.open(path, flags, *args)
+
+    def write(self, fd: int, data: Any) -> int:
+        self._before("write")
+        return os.write(fd, data)
+
+    def fsync(self, fd: int) -> None:
+        self._before("fsync")
+        os.fsync(fd)

@@ -1,0 +1,286 @@
+"""The outputs of one request as its caller sees them: an asynchronous iterator that may be closed at any time.
+
+Token ids -> the text that a caller sees. One of these for each request, in the server and offline alike.
+
+Text comes out in whole characters, and never a part of a stop string: a tail that may still become one is held back.
+
+Which requests have an adapter, from before they are admitted until their last choice has ended.
+
+For whoever deletes it. Everything belongs to the event loop's thread. The engine knows contents only; here it is also
+known by which id a request came, as another id may stand for the same content.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Collection
+from typing import Protocol
+
+from adapter_store.spec import AdapterKey
+from lorasrv.errors import AdapterDeleted, AdapterLoadFailed, name_of
+from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestOutput, refused
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.text.detokenizer import Detokenizer
+
+
+class Breakable(Protocol):
+    """One choice of a request; `RequestStream` is."""
+
+    def break_off(self, error: Exception) -> None:
+        """It is to end now, and its reader to get this."""
+
+
+class InFlightUse:
+    """One request on an adapter (`key` None: on the base), and its choices that have not ended."""
+
+    def __init__(self, adapter_id: str, key: AdapterKey | None) -> None:
+        self.adapter_id = adapter_id
+        self.key = key
+        self.choices: set[Breakable] = set()
+        self.ended_by: Exception | None = None
+
+    def check(self) -> None:
+        """Raises: AdapterDeleted: it was ended before it was admitted."""
+        if self.ended_by is not None:
+            raise self.ended_by
+
+
+class InFlightRequests:
+    """Every request that has not ended."""
+
+    def __init__(self) -> None:
+        self._uses: set[InFlightUse] = set()
+        self._has_ended = asyncio.Event()
+
+    def begin(self, adapter_id: str, key: AdapterKey | None) -> InFlightUse:
+        """A request has come."""
+        use = InFlightUse(adapter_id, key)
+        self._uses.add(use)
+        return use
+
+    def leave(self, use: InFlightUse, choice: Breakable) -> None:
+        """A choice has ended."""
+        use.choices.discard(choice)
+        if not use.choices:
+            self.end(use)
+
+    def end(self, use: InFlightUse) -> None:
+        """All of it has ended, or it was never admitted."""
+        self._uses.discard(use)
+        has_ended, self._has_ended = self._has_ended, asyncio.Event()
+        has_ended.set()
+
+    async def until_unused(self, adapter_id: str, keys: Collection[AdapterKey], timeout_s: float) -> int:
+        """Wait until no request by this id is on one of these contents, at most so long; returns how many are still."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._of(adapter_id, keys):
+                    await self._has_ended.wait()
+        except TimeoutError:
+            pass
+        return len(self._of(adapter_id, keys))
+
+    def break_off(self, adapter_id: str, keys: Collection[AdapterKey]) -> int:
+        """End those requests before the next step; returns how many. Their readers get AdapterDeleted."""
+        doomed = self._of(adapter_id, keys)
+        for use in doomed:
+            use.ended_by = AdapterDeleted(f"adapter {adapter_id!r} was deleted, and this request ended with it")
+            for choice in list(use.choices):
+                choice.break_off(use.ended_by)
+        return len(doomed)
+
+    def _of(self, adapter_id: str, keys: Collection[AdapterKey]) -> list[InFlightUse]:
+        return [use for use in self._uses if use.adapter_id == adapter_id and use.key in keys]
+
+
+class OutputProcessor:
+    """Text and ends of one request."""
+
+    def __init__(self, num_prompt_tokens: int, sampling: SamplingParams, detokenizer: Detokenizer) -> None:
+        self._num_prompt_tokens = num_prompt_tokens
+        self._stop = sampling.stop
+        self._min_tokens = sampling.min_tokens
+        longest = max((len(stop) for stop in sampling.stop), default=0)
+        self._beginnings = [tuple(s[:n] for s in sampling.stop if len(s) > n) for n in range(1, longest)]
+        self._detokenizer = detokenizer
+        self._num_generated = 0
+        self._num_chars = 0
+        self._offsets: list[int] = []
+        self._held = ""
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """So far."""
+        return self._num_generated
+
+    def process(self, output: EngineOutput) -> RequestOutput:
+        """Add one step's tokens.
+
+        The result may be finished although `output` is not: a stop string was met, and the engine must be told to
+        abort. Nothing may be processed after a finished result.
+        """
+        self._num_generated += len(output.new_token_ids)
+        is_early = self._num_generated <= self._min_tokens
+        text = self._held + self._push(output)
+        if output.finish_reason is not None:
+            text += self._detokenizer.flush()
+        at, stop = (-1, None) if is_early else self._find_stop(text)
+        if stop is not None:
+            return self._result(output, text[:at], FinishReason.STOP, stop)
+        if output.finish_reason is not None:
+            return self._result(output, text, output.finish_reason, output.stop_token_id)
+        held = self._possible_stop_length(text)
+        self._held = text[len(text) - held :]
+        return self._result(output, text[: len(text) - held], None, None)
+
+    def _push(self, output: EngineOutput) -> str:
+        """The text that these tokens make certain; notes where in the whole text each of them begins."""
+        pieces: list[str] = []
+        self._offsets = []
+        for number, token in enumerate(output.new_token_ids, 1):
+            self._offsets.append(self._num_chars)
+            if output.stop_token_id is None or number < len(output.new_token_ids):
+                pieces.append(self._detokenizer.push((token,)))
+                self._num_chars += len(pieces[-1])
+        return "".join(pieces)
+
+    def _find_stop(self, text: str) -> tuple[int, str | None]:
+        """The first stop string that ends in the new part of the text, and where it begins. What was held back has
+        none that counts: the first `min_tokens` tokens may have one.
+        """
+        old = len(self._held)
+        found = [(at, stop) for stop in self._stop if (at := text.find(stop, max(0, old - len(stop) + 1))) >= 0]
+        return min(found, key=lambda f: f[0], default=(-1, None))
+
+    def _possible_stop_length(self, text: str) -> int:
+        """Length of the longest tail of the text that a stop string begins with."""
+        return max((n for n, beginnings in enumerate(self._beginnings, 1) if text.endswith(beginnings)), default=0)
+
+    def _result(
+        self, output: EngineOutput, text: str, reason: FinishReason | None, stop_reason: str | int | None
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=output.request_id,
+            text=text,
+            token_ids=output.new_token_ids,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generated_tokens=self._num_generated,
+            timing=output.timing,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            error=output.error,
+            refusal=output.refusal,
+            retry_after_s=output.retry_after_s,
+            logprobs=output.logprobs,
+            prompt_logprobs=output.prompt_logprobs,
+            text_offsets=tuple(self._offsets) if output.logprobs else (),
+        )
+
+
+MAX_SINGLE = 64
+"""So many outputs wait one by one for a reader who is late; further ones are joined, up to `JOINED_TOKENS` in one."""
+JOINED_TOKENS = 64
+
+
+class StreamOwner(Protocol):
+    """Who feeds a stream; `AsyncEngine` does."""
+
+    def forget(self, request_id: RequestId) -> None:
+        """The stream takes no more outputs."""
+
+    def end(self, request_id: RequestId, *, stopped: bool, why: str = "client") -> None:
+        """The request is to end before the next step; `why`, if its answer is not whole."""
+
+
+class RequestStream(AsyncIterator[RequestOutput]):
+    """The outputs of one accepted request, a choice of what `use` stands for. Closing it early aborts the request
+    within one step. For one reader; what waits for it is as long as the answer at most.
+
+    Raises (from iteration):
+        AdapterLoadFailed: the adapter could not be brought in; nothing was generated.
+        AdapterCorrupt: its weights are damaged on the disk.
+        AdapterCold: it is not in the pool and the request would not wait.
+        LimitExceeded: its adapter or key has as many requests waiting as it may.
+        RequestTimeout: it was not done in time. DeadlineUnreachable: it would not be.
+        AdapterDeleted: somebody has deleted it, and would not wait.
+        EngineDead: the engine thread ended before the request did.
+    """
+
+    def __init__(
+        self, engine: StreamOwner, request_id: RequestId, processor: OutputProcessor, prompt: int, use: InFlightUse
+    ) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = prompt
+        self.use = use
+        use.choices.add(self)
+        self._engine = engine
+        self._processor = processor
+        self._unread: deque[RequestOutput | Exception] = deque()
+        self._arrived = asyncio.Event()
+        self._finished = False
+
+    @property
+    def num_generated_tokens(self) -> int:
+        """How many there are so far, read or not."""
+        return self._processor.num_generated_tokens
+
+    def __aiter__(self) -> "RequestStream":
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        while not self._unread:
+            if self._finished:
+                raise StopAsyncIteration
+            self._arrived.clear()
+            await self._arrived.wait()
+        output = self._unread.popleft()
+        if isinstance(output, Exception):
+            raise output
+        return output
+
+    async def aclose(self) -> None:
+        """End the request if it has not ended."""
+        if not self._finished:
+            self._finished = True
+            self._engine.forget(self.request_id)
+            self._engine.end(self.request_id, stopped=False)
+            self._arrived.set()
+
+    def break_off(self, error: Exception) -> None:
+        """End the request, and tell its reader why."""
+        self._engine.forget(self.request_id)
+        self._engine.end(self.request_id, stopped=False, why=name_of(type(error)))
+        self.fail(error)
+
+    def deliver(self, output: EngineOutput) -> RequestOutput:
+        """Take one step's output, in the event loop; returns what the caller will see."""
+        result = self._processor.process(output)
+        if result.finished:
+            self._finished = True
+            self._engine.forget(self.request_id)
+            if output.finish_reason is None:
+                self._engine.end(self.request_id, stopped=True)
+        if (refusal := refused(result)) is not None:
+            self._put(refusal)
+        elif result.error is not None and not result.num_generated_tokens:
+            self._put(AdapterLoadFailed(result.error))
+        else:
+            self._put(result)
+        return result
+
+    def fail(self, error: Exception) -> None:
+        """No more outputs will come."""
+        self._finished = True
+        self._put(error)
+
+    def _put(self, output: RequestOutput | Exception) -> None:
+        last = self._unread[-1] if len(self._unread) >= MAX_SINGLE else None
+        if (
+            isinstance(output, RequestOutput)
+            and isinstance(last, RequestOutput)
+            and not output.finished
+            and len(last.token_ids) < JOINED_TOKENS
+        ):
+            self._unread[-1] = last.followed_by(output)
+        else:
+            self._unread.append(output)
+        self._arrived.set()

@@ -1,0 +1,74 @@
+"""Requests that make steps fail are not tried for ever: what was in two faults is refused for a while.
+
+A request is known by what would be computed for it: whose it is, its adapter's content, its tokens and how tokens are
+chosen, but for the seed, of which clients that repeat a request get another. Kept in memory, bounded; a restart forgets
+it all. (The guard against poison messages of message queues.)
+"""
+
+import hashlib
+import threading
+import time
+from array import array
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from lorasrv.errors import PoisonRequest
+from lorasrv.request import EngineCoreRequest
+
+MAX_FAULTS = 2
+MAX_REMEMBERED = 1024
+FORGET_AFTER_S = 3600.0
+
+
+@dataclass(slots=True)
+class _Record:
+    faults: int
+    last_s: float
+
+
+class PoisonGuard:
+    """What was in how many faults. Called from any thread."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._records: OrderedDict[bytes, _Record] = OrderedDict()
+
+    def check(self, message: EngineCoreRequest) -> None:
+        """Raises: PoisonRequest: requests like it were in two faults."""
+        if not self._records:
+            return
+        digest = fingerprint(message)
+        with self._lock:
+            record = self._records.get(digest)
+            if record is not None and self._clock() - record.last_s > FORGET_AFTER_S:
+                del self._records[digest]
+                record = None
+        if record is not None and record.faults >= MAX_FAULTS:
+            raise PoisonRequest(
+                f"this request has made the engine fail {record.faults} times, and is refused for an hour after the "
+                "last time; the server's log says how it failed"
+            )
+
+    def note(self, messages: Iterable[EngineCoreRequest]) -> None:
+        """These were in one fault; the choices of a request, which are alike, count once."""
+        now = self._clock()
+        for digest in {fingerprint(message) for message in messages}:
+            with self._lock:
+                record = self._records.pop(digest, None)
+                if record is None or now - record.last_s > FORGET_AFTER_S:
+                    record = _Record(0, now)
+                record.faults += 1
+                record.last_s = now
+                self._records[digest] = record
+                if len(self._records) > MAX_REMEMBERED:
+                    self._records.popitem(last=False)
+
+
+def fingerprint(message: EngineCoreRequest) -> bytes:
+    """What would be computed, and for whom: 16 bytes."""
+    facts = message.principal, message.adapter_key, message.max_tokens, replace(message.sampling, seed=None)
+    state = hashlib.blake2b(repr(facts).encode("utf-8", "surrogatepass"), digest_size=16)
+    state.update(array("q", message.prompt_token_ids).tobytes())
+    return state.digest()

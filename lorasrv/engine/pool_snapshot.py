@@ -1,0 +1,138 @@
+"""The pool as an operator sees it: which pages are free, whose the others are."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from adapter_store.spec import AdapterKey
+from lorasrv.memory.memory_manager import PoolBooks
+from lorasrv.outputs import RequestId
+from lorasrv.scheduler.scheduler import Scheduler
+from sgmv_kernels.formats.adapter_panels import Run
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPages:
+    """A running request's keys and values. `shared` of the pages are also in other tables or in the prefix cache.
+    `principal`: whose request it is. `page_ids`: which they are."""
+
+    request_id: RequestId
+    adapter: AdapterKey | None
+    pages: int
+    shared: int
+    page_ids: tuple[int, ...] = ()
+    principal: str = "anonymous"
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPages:
+    """An adapter with pages: ready or still copying; `requests` run on it; it uses `bytes_used` of `bytes_held`."""
+
+    key: AdapterKey
+    state: str
+    pages: int
+    runs: tuple[Run, ...]
+    bytes_used: int
+    bytes_held: int
+    requests: int
+    pinned: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PromisedAdapter:
+    """An adapter that is pinned or warmed: `state` ready, copying, on host, loading or waiting (for room)."""
+
+    key: AdapterKey
+    pinned: bool
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class PoolMap:
+    """One moment between two steps. free + kv + prefix + adapters = total pages. `prefix_page_ids`: those of prefix."""
+
+    pages_total: int
+    pages_free: int
+    pages_kv: int
+    pages_prefix: int
+    pages_adapters: int
+    page_tokens: int
+    block_bytes: int
+    free_runs: int
+    longest_free_run: int
+    moved_pages: int
+    requests: tuple[RequestPages, ...]
+    adapters: tuple[AdapterPages, ...]
+    swap_bytes: int
+    promised: tuple[PromisedAdapter, ...] = ()
+    prefix_page_ids: tuple[int, ...] = ()
+
+
+def runs_of(page_ids: Iterable[int]) -> list[Run]:
+    """The pages in order, neighbours together."""
+    runs: list[Run] = []
+    for page in sorted(page_ids):
+        if runs and sum(runs[-1]) == page:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((page, 1))
+    return runs
+
+
+def describe_pool(books: PoolBooks, scheduler: Scheduler) -> PoolMap:
+    """The map of this moment."""
+    fragmentation = books.adapter_pool.fragmentation
+    return PoolMap(
+        pages_total=books.geometry.num_pages,
+        pages_free=books.num_free,
+        pages_kv=books.num_kv_pages,
+        pages_prefix=books.num_resting_prefix_pages,
+        pages_adapters=books.adapters.num_pages,
+        page_tokens=books.geometry.page_size,
+        block_bytes=books.geometry.block_bytes,
+        free_runs=fragmentation.free_runs,
+        longest_free_run=fragmentation.longest_free_run,
+        moved_pages=books.reclaimer.num_moved_pages,
+        requests=_requests(books, scheduler),
+        adapters=_adapters(books),
+        promised=tuple(PromisedAdapter(key, pinned, _state(books, key)) for key, pinned in books.tiers.promises()),
+        swap_bytes=books.swap.nbytes,
+        prefix_page_ids=tuple(books.prefixes.unused()) if books.prefixes is not None else (),
+    )
+
+
+def _state(books: PoolBooks, key: AdapterKey) -> str:
+    arriving = books.tiers.state(key)
+    if arriving is not None:
+        return arriving.value
+    return "ready" if books.adapters.is_ready(key) else "waiting"
+
+
+def _requests(books: PoolBooks, scheduler: Scheduler) -> tuple[RequestPages, ...]:
+    requests = {request.request_id: request for request in scheduler.requests()}
+    return tuple(
+        RequestPages(
+            request_id=rid,
+            adapter=requests[rid].adapter_key,
+            pages=len(pages),
+            shared=sum(books.kv_pool.refcount(page) > 1 for page in pages),
+            principal=requests[rid].message.principal,
+            page_ids=pages,
+        )
+        for rid, pages in books.kv.holders().items()
+    )
+
+
+def _adapters(books: PoolBooks) -> tuple[AdapterPages, ...]:
+    return tuple(
+        AdapterPages(
+            key=key,
+            state="ready" if is_ready else "copying",
+            pages=placed.num_pages,
+            runs=placed.runs,
+            bytes_used=placed.layout.nbytes,
+            bytes_held=placed.num_pages * books.geometry.block_bytes,
+            requests=pins,
+            pinned=books.tiers.is_held(key),
+        )
+        for key, placed, is_ready, pins in books.adapters.residents()
+    )

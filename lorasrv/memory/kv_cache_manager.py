@@ -1,0 +1,199 @@
+"""Request -> page table. The one owner of which pages hold whose keys and values.
+
+A page may stand in several tables: of requests that begin alike (`PrefixCache`), or of the choices of one request
+(`fork`). Whoever is about to write into a page that others hold gets a copy first.
+
+Keys and values of preempted requests in host memory: who has how much there, and when that is worth it.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from adapter_store.spec import AdapterKey
+from lorasrv.memory.cost_model import CostModel
+from lorasrv.memory.page_pool import PagePool
+from lorasrv.memory.prefix_cache import PrefixCache, page_hash, root_hash
+from lorasrv.outputs import RequestId
+from lorasrv.scheduler_output import PageCopy
+
+
+@dataclass(slots=True)
+class _Table:
+    """`hashes` are those of the first whole pages, as far as anybody has asked; `num_kept` of them were offered to the
+    prefix cache.
+    """
+
+    pages: list[int] = field(default_factory=list)
+    adapter: AdapterKey | None = None
+    hashes: list[bytes] = field(default_factory=list)
+    root: bytes = b""
+    num_kept: int = 0
+
+
+class KVCacheManager:
+    """Page tables over a `PagePool`; a page holds `page_size` tokens, in every layer."""
+
+    def __init__(self, pool: PagePool, page_size: int, prefixes: PrefixCache | None = None) -> None:
+        self._pool = pool
+        self._prefixes = prefixes
+        self.page_size = page_size
+        self._tables: dict[RequestId, _Table] = {}
+        self.num_copies = 0
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in any table, those that several share once."""
+        return len({page for table in self._tables.values() for page in table.pages})
+
+    def pages_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.page_size)
+
+    def open(self, request_id: RequestId, adapter: AdapterKey | None, salt: str) -> None:
+        """Give a request an empty table."""
+        assert request_id not in self._tables, f"request {request_id} has a table"
+        self._tables[request_id] = _Table(adapter=adapter, root=root_hash(adapter, salt))
+
+    def attach_prefix(self, request_id: RequestId, token_ids: Sequence[int], most: int | None = None) -> int:
+        """Put the cached pages that hold the beginning of `token_ids`, of at most `most` of them, into the request's
+        empty table.
+
+        Returns the number of tokens that they cover; at least one token is left to compute, as its logits are wanted.
+        """
+        table = self._tables[request_id]
+        assert not table.pages, f"request {request_id} has pages"
+        if self._prefixes is None:
+            return 0
+        most = len(token_ids) - 1 if most is None else min(most, len(token_ids) - 1)
+        for number in range(most // self.page_size):
+            page = self._prefixes.find(self._hash(table, token_ids, number))
+            if page is None:
+                break
+            table.pages.append(page)
+        table.num_kept = len(table.pages)
+        return len(table.pages) * self.page_size
+
+    def fork(self, parent: RequestId, child: RequestId, num_tokens: int) -> None:
+        """Put the parent's pages of its first `num_tokens` tokens into the child's empty table."""
+        source, table = self._tables[parent], self._tables[child]
+        assert not table.pages, f"request {child} has pages"
+        table.pages = source.pages[: self.pages_for(num_tokens)]
+        self._pool.share(table.pages)
+
+    def missing_pages(self, request_id: RequestId, num_computed: int, num_tokens: int) -> int:
+        """Pages to be taken before tokens `num_computed .. num_tokens - 1` of the request can be written."""
+        table = self._tables[request_id]
+        new = max(0, self.pages_for(num_tokens) - len(table.pages))
+        return new + len(self._shared(table, num_computed))
+
+    def allocate(self, request_id: RequestId, num_computed: int, num_tokens: int) -> tuple[PageCopy, ...] | None:
+        """Make tokens `num_computed .. num_tokens - 1` of the request writable.
+
+        Returns the copies to be made before the step writes; None (and nothing changed) if the pool has too few pages.
+        """
+        table = self._tables[request_id]
+        shared = self._shared(table, num_computed)
+        taken = self._pool.allocate_singles(self.missing_pages(request_id, num_computed, num_tokens))
+        if taken is None:
+            return None
+        copies = []
+        for place in shared:
+            copies.append(PageCopy(table.pages[place], taken.pop()))
+            self._let_go(table.pages[place])
+            table.pages[place] = copies[-1].target
+        table.pages += taken
+        self.num_copies += len(copies)
+        return tuple(copies)
+
+    def keep_computed(self, request_id: RequestId, token_ids: Sequence[int], num_computed: int) -> None:
+        """Offer the request's pages that are full by now to the prefix cache."""
+        table = self._tables[request_id]
+        if self._prefixes is None or num_computed // self.page_size <= table.num_kept:
+            return
+        for number in range(table.num_kept, num_computed // self.page_size):
+            page = table.pages[number]
+            if page not in self._prefixes:
+                self._prefixes.keep(self._hash(table, token_ids, number), page, table.adapter)
+        table.num_kept = num_computed // self.page_size
+
+    def page_table(self, request_id: RequestId) -> tuple[int, ...]:
+        return tuple(self._tables[request_id].pages)
+
+    def free(self, request_id: RequestId) -> None:
+        """Take back the request's table; nothing happens if it has none. Of its cached pages the last may go first."""
+        table = self._tables.pop(request_id, None)
+        for page in reversed(table.pages if table else ()):
+            self._let_go(page)
+
+    def holders(self) -> Mapping[RequestId, tuple[int, ...]]:
+        """Every request's pages."""
+        return {request_id: tuple(table.pages) for request_id, table in self._tables.items()}
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Pages lie elsewhere now: old id -> new id."""
+        for table in self._tables.values():
+            if not moves.keys().isdisjoint(table.pages):
+                table.pages = [moves.get(page, page) for page in table.pages]
+
+    def references(self) -> Iterator[int]:
+        """Every page id that a table holds, for `PagePool.check_integrity`."""
+        for table in self._tables.values():
+            yield from table.pages
+
+    def _shared(self, table: _Table, num_computed: int) -> range:
+        """Places of the pages that the request is to write into and others hold: at most the one it is in."""
+        place = num_computed // self.page_size
+        is_shared = place < len(table.pages) and self._pool.refcount(table.pages[place]) > 1
+        return range(place, place + is_shared)
+
+    def _let_go(self, page: int) -> None:
+        self._pool.release((page,))
+        if self._prefixes is not None:
+            self._prefixes.let_rest(page)
+
+    def _hash(self, table: _Table, token_ids: Sequence[int], number: int) -> bytes:
+        while len(table.hashes) <= number:
+            first = len(table.hashes) * self.page_size
+            parent = table.hashes[-1] if table.hashes else table.root
+            table.hashes.append(page_hash(parent, token_ids[first : first + self.page_size]))
+        return table.hashes[number]
+
+
+class SwapSpace:
+    """Pages of host memory, bounded. Mutated by the engine thread only.
+
+    Args:
+        mode: `swap` whenever there is room, `recompute` never, `auto` whichever costs less.
+        capacity_bytes: most host memory.
+        block_bytes: of one page in all layers.
+    """
+
+    def __init__(self, mode: str, capacity_bytes: int, block_bytes: int, costs: CostModel) -> None:
+        self._mode = mode
+        self._num_free = capacity_bytes // block_bytes
+        self._block_bytes = block_bytes
+        self._costs = costs
+        self._pages: dict[RequestId, int] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in use."""
+        return sum(self._pages.values()) * self._block_bytes
+
+    def is_worth_it(self, num_pages: int, num_tokens: int) -> bool:
+        """Whether to keep this many pages, which hold so many computed tokens, instead of computing them again."""
+        if not 0 < num_pages <= self._num_free or self._mode == "recompute":
+            return False
+        cost = self._costs.swap_s(num_pages * self._block_bytes)
+        return self._mode == "swap" or cost < self._costs.recompute_s(num_tokens)
+
+    def take(self, request_id: RequestId, num_pages: int) -> None:
+        assert request_id not in self._pages, f"request {request_id} is swapped out already"
+        self._pages[request_id] = num_pages
+        self._num_free -= num_pages
+
+    def give_back(self, request_id: RequestId) -> None:
+        self._num_free += self._pages.pop(request_id)
+
+    def holders(self) -> Iterator[tuple[RequestId, int]]:
+        """Who has how many pages."""
+        yield from self._pages.items()

@@ -1,0 +1,265 @@
+"""Which page is free and who shares it: ids and counts, no memory. The one owner of page ids.
+
+KV takes single pages from the low end, adapters take runs from the high end; nothing is reserved for either. Two views
+of the same free pages make both cheap, whatever the pool's size (the slab policy and boundary tags of memory
+allocators, TLSF's classes of sizes):
+
+- *superblocks* of 8 pages. A single page comes from the lowest superblock that is partly used, and only then from the
+  lowest whole one, so that short-lived KV pages crowd together and whole superblocks stay free for adapters.
+- maximal *runs* of free pages, known by both ends and filed by length. A run that is wanted comes from the shortest
+  that holds it, cut off at its upper end.
+
+No operation walks the pages: a page's neighbours say how its run grows or shrinks. The bitmap of superblocks is one
+integer (750 bytes for 48,000 pages).
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from sgmv_kernels.formats.adapter_panels import Run
+
+SUPERBLOCK_PAGES = 8
+_EXACT_LENGTHS = 64
+_STEPS_PER_DOUBLING = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fragmentation:
+    """How the free pages lie: in how many runs, and how long the longest is."""
+
+    free_runs: int
+    longest_free_run: int
+
+
+class PagePool:
+    """Pages `first .. first + num_pages - 1` with reference counts. Mutated by the engine thread only."""
+
+    def __init__(self, num_pages: int, first: int = 0) -> None:
+        assert num_pages > 0
+        self.num_pages = num_pages
+        self._num_free = num_pages
+        self.first, self._end = first, first + num_pages
+        self._refcounts = [0] * self._end
+        self._runs = _FreeRuns()
+        self._runs.add(first, self._end)
+        self._free_bits = [0] * -(-self._end // SUPERBLOCK_PAGES)
+        for page in range(first, self._end):
+            self._free_bits[page // SUPERBLOCK_PAGES] |= 1 << page % SUPERBLOCK_PAGES
+        # The first and the last superblock may have fewer pages than the others; those before the first have none.
+        self._all_bits = tuple(self._free_bits)
+        self._partial = 0
+        self._whole = sum(1 << block for block, bits in enumerate(self._all_bits) if bits)
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    @property
+    def fragmentation(self) -> Fragmentation:
+        return Fragmentation(len(self._runs.ends), self._runs.longest())
+
+    def allocate_singles(self, count: int) -> list[int] | None:
+        """`count` pages with a count of one each, low and close together; None if there are fewer."""
+        if count > self._num_free:
+            return None
+        return [self._take_single() for _ in range(count)]
+
+    def allocate_run(self, count: int) -> Run | None:
+        """`count` consecutive pages out of the shortest free run that has them; None if none has."""
+        found = self._runs.find(count)
+        if found is None:
+            return None
+        start, end = found
+        self._cut(start, end, end - count, end)
+        return (end - count, count)
+
+    def free_runs(self) -> list[Run]:
+        """Every maximal run of free pages, in no order. Nothing is taken."""
+        return [(start, end - start) for start, end in self._runs.ends.items()]
+
+    def take_run(self, run: Run) -> None:
+        """Take the lower part, or all, of a run that `free_runs` gave."""
+        first, count = run
+        end = self._runs.ends.get(first)
+        assert end is not None, f"no free run begins at {first}"
+        assert first + count <= end, f"run {run} is not free"
+        self._cut(first, end, first, first + count)
+
+    def take_page(self, page: int) -> None:
+        """Take one free page, wherever it lies. Looks through the free runs: for rare use."""
+        start, end = next((start, end) for start, end in self._runs.ends.items() if start <= page < end)
+        self._cut(start, end, page, page + 1)
+
+    def refcount(self, page: int) -> int:
+        """How many hold the page; 0 if it is free."""
+        return self._refcounts[page]
+
+    def share(self, pages: Iterable[int]) -> None:
+        """One more reference to each page."""
+        for page in pages:
+            assert self._refcounts[page] > 0, f"page {page} is free"
+            self._refcounts[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """One reference less to each page; at none it is free."""
+        for page in pages:
+            assert self._refcounts[page] > 0, f"page {page} is free already"
+            self._refcounts[page] -= 1
+            if not self._refcounts[page]:
+                self._give_back(page)
+
+    def move(self, moves: Mapping[int, int]) -> None:
+        """Hand the references of each page to another, which was taken for it. The old ones are free afterwards."""
+        for old, new in moves.items():
+            assert self._refcounts[new] == 1, f"page {new} is not fresh"
+            self._refcounts[new], self._refcounts[old] = self._refcounts[old], 0
+            self._give_back(old)
+
+    def check_integrity(self, references: Iterable[int]) -> None:
+        """Compare the counts with every reference that owners hold (a page once a holder).
+
+        Raises:
+            AssertionError: a count differs, or the two views of the free pages do.
+        """
+        held = [0] * self._end
+        for page in references:
+            held[page] += 1
+        wrong = [page for page, count in enumerate(self._refcounts) if count != held[page]]
+        assert not wrong, f"pages with a wrong reference count: {wrong[:8]}"
+        unused = [page for page in range(self.first, self._end) if not self._refcounts[page]]
+        assert len(unused) == self._num_free, "free pages do not add up"
+        bits = [
+            block * SUPERBLOCK_PAGES + bit
+            for block, mask in enumerate(self._free_bits)
+            for bit in range(SUPERBLOCK_PAGES)
+            if mask >> bit & 1
+        ]
+        assert bits == unused, "superblocks differ from the counts"
+        masks = list(enumerate(zip(self._free_bits, self._all_bits, strict=True)))
+        assert self._whole == sum(1 << block for block, (free, full) in masks if free == full != 0), "misfiled"
+        assert self._partial == sum(1 << block for block, (free, full) in masks if 0 < free != full), "misfiled"
+        assert sorted(self._runs.ends.items()) == _maximal_runs(unused), "free runs differ from the counts"
+        self._runs.check_integrity()
+
+    def _take_single(self) -> int:
+        """The lowest free page beside a used one in a partly used superblock, else the first of a whole superblock:
+        either ends its run, so the run only grows shorter.
+        """
+        blocks = self._partial or self._whole
+        block = (blocks & -blocks).bit_length() - 1
+        free = self._free_bits[block]
+        used = self._all_bits[block] & ~free
+        beside = free & (used << 1 | used >> 1) or free
+        page = block * SUPERBLOCK_PAGES + (beside & -beside).bit_length() - 1
+        end = self._runs.ends.get(page)
+        if end is not None:
+            self._cut(page, end, page, page + 1)
+        else:
+            self._cut(self._runs.starts[page + 1], page + 1, page, page + 1)
+        return page
+
+    def _cut(self, start: int, end: int, first: int, stop: int) -> None:
+        """Take pages `first .. stop - 1` out of the free run `start .. end - 1`."""
+        self._runs.remove(start, end)
+        if start < first:
+            self._runs.add(start, first)
+        if stop < end:
+            self._runs.add(stop, end)
+        self._refcounts[first:stop] = [1] * (stop - first)
+        self._num_free -= stop - first
+        for block in range(first // SUPERBLOCK_PAGES, (stop - 1) // SUPERBLOCK_PAGES + 1):
+            low = max(first - block * SUPERBLOCK_PAGES, 0)
+            high = min(stop - block * SUPERBLOCK_PAGES, SUPERBLOCK_PAGES)
+            self._set_bits(block, self._free_bits[block] & ~((1 << high) - (1 << low)))
+
+    def _give_back(self, page: int) -> None:
+        start, end = page, page + 1
+        if (left := self._runs.starts.get(page)) is not None:
+            self._runs.remove(left, page)
+            start = left
+        if (right := self._runs.ends.get(end)) is not None:
+            self._runs.remove(end, right)
+            end = right
+        self._runs.add(start, end)
+        self._num_free += 1
+        block = page // SUPERBLOCK_PAGES
+        self._set_bits(block, self._free_bits[block] | 1 << page % SUPERBLOCK_PAGES)
+
+    def _set_bits(self, block: int, free: int) -> None:
+        """Note a superblock's free pages. The bitmaps, as long as the pool, change only where it changes its kind."""
+        was, self._free_bits[block], full = self._free_bits[block], free, self._all_bits[block]
+        if (was == full) != (free == full):
+            self._whole ^= 1 << block
+        if (0 < was < full) != (0 < free < full):
+            self._partial ^= 1 << block
+
+
+class _FreeRuns:
+    """Maximal free runs, found from either end and by length."""
+
+    def __init__(self) -> None:
+        self.ends: dict[int, int] = {}
+        """start -> end (exclusive) of every run."""
+        self.starts: dict[int, int] = {}
+        """end -> start of every run."""
+        self._classes: list[dict[int, None]] = []
+        self._used_classes = 0
+
+    def add(self, start: int, end: int) -> None:
+        self.ends[start] = end
+        self.starts[end] = start
+        length_class = _class_of(end - start)
+        while len(self._classes) <= length_class:
+            self._classes.append({})
+        self._classes[length_class][start] = None
+        self._used_classes |= 1 << length_class
+
+    def remove(self, start: int, end: int) -> None:
+        del self.ends[start], self.starts[end]
+        length_class = _class_of(end - start)
+        del self._classes[length_class][start]
+        if not self._classes[length_class]:
+            self._used_classes &= ~(1 << length_class)
+
+    def find(self, length: int) -> tuple[int, int] | None:
+        """(start, end) of a run of at least `length`, of the shortest class that has one."""
+        own = _class_of(length)
+        longer = self._used_classes >> own
+        while longer:
+            offset = (longer & -longer).bit_length() - 1
+            # Only the first class, if it is one of several lengths, may hold runs that are too short.
+            for start in reversed(self._classes[own + offset]):
+                if self.ends[start] - start >= length:
+                    return start, self.ends[start]
+            longer &= longer - 1
+        return None
+
+    def longest(self) -> int:
+        top = self._classes[self._used_classes.bit_length() - 1] if self._used_classes else {}
+        return max((self.ends[start] - start for start in top), default=0)
+
+    def check_integrity(self) -> None:
+        assert self.starts == {end: start for start, end in self.ends.items()}, "run ends differ"
+        filed = {start: number for number, starts in enumerate(self._classes) for start in starts}
+        assert filed == {start: _class_of(end - start) for start, end in self.ends.items()}, "a run is misfiled"
+        used = sum(1 << number for number, starts in enumerate(self._classes) if starts)
+        assert used == self._used_classes, "classes of lengths are misfiled"
+
+
+def _class_of(length: int) -> int:
+    """Lengths up to 63 have a class each, longer ones share eight between two powers of two."""
+    if length < _EXACT_LENGTHS:
+        return length
+    doublings = length.bit_length() - _EXACT_LENGTHS.bit_length()
+    step = (length >> (length.bit_length() - 4)) & (_STEPS_PER_DOUBLING - 1)
+    return _EXACT_LENGTHS + doublings * _STEPS_PER_DOUBLING + step
+
+
+def _maximal_runs(free: list[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for page in free:
+        if runs and runs[-1][1] == page:
+            runs[-1] = (runs[-1][0], page + 1)
+        else:
+            runs.append((page, page + 1))
+    return runs

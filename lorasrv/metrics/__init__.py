@@ -1,0 +1,1 @@
+"""Counters, histograms, per-request and per-adapter statistics, traffic traces. Torch-free."""

@@ -1,0 +1,85 @@
+"""What the engine did, as plain numbers. The engine thread publishes, anyone reads; the edge gives them names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """What happened since the start."""
+
+    preemptions: int = 0
+    swaps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """The state after one step. Totals count from the start; `last_step_s` is on the monotonic clock."""
+
+    requests_running: int = 0
+    requests_waiting: int = 0
+    requests_waiting_for_adapter: int = 0
+    requests_arrived_total: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_kv: int = 0
+    pages_prefix: int = 0
+    pages_adapters: int = 0
+    pages_adapters_idle: int = 0
+    free_runs: int = 0
+    longest_free_run: int = 0
+    adapters_resident: int = 0
+    adapters_arriving: int = 0
+    steps_total: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generated_tokens_total: int = 0
+    requests_finished_total: Mapping[str, int] = field(default_factory=dict)
+    requests_due_total: int = 0
+    answers_predicted_total: int = 0
+    answers_within_prediction_total: int = 0
+    predicted_tokens_total: int = 0
+    tokens_of_predicted_total: int = 0
+    step_costs: Mapping[str, float] = field(default_factory=dict)
+    load_costs: Mapping[str, float] = field(default_factory=dict)
+    preemptions_total: int = 0
+    swaps_total: int = 0
+    moved_pages_total: int = 0
+    copied_pages_total: int = 0
+    adapter_loads_disk_total: int = 0
+    adapter_loads_host_total: int = 0
+    adapter_load_seconds_total: float = 0.0
+    adapter_load_failures_total: int = 0
+    adapter_evictions_total: int = 0
+    prefix_evictions_total: int = 0
+    requests_failed_total: int = 0
+    last_step_s: float = 0.0
+    weight_bytes: int = 0
+    pool_bytes: int = 0
+    host_cache_bytes: int = 0
+    host_cache_adapters: int = 0
+    host_cache_evictions_total: int = 0
+    swap_bytes: int = 0
+
+    @property
+    def kv_cache_usage_ratio(self) -> float:
+        """Keys and values' share of the pages that they could have: all but those of adapters in use."""
+        reachable = self.pages_total - self.pages_adapters + self.pages_adapters_idle
+        return self.pages_kv / reachable if reachable else 0.0
+
+
+class EngineMetrics:
+    """The newest snapshot; replacing it is one assignment, so readers need no lock."""
+
+    def __init__(self, first: EngineStats) -> None:
+        self._snapshot = first
+
+    def publish(self, snapshot: EngineStats) -> None:
+        self._snapshot = snapshot
+
+    def snapshot(self) -> EngineStats:
+        return self._snapshot

@@ -1,0 +1,267 @@
+"""Who is asked how much, and how long answers take: for operators, as answers come by. No torch.
+
+Belongs to the event loop's thread. An output costs a microsecond. Rates are sums that fade: a token counts for less the
+longer ago it was, by 1/e in `FADE_S`, so that nothing has to be kept of each.
+
+What is known of a request when it is over, and who wants to hear of it. No torch, no text of it.
+"""
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+from adapter_store.spec import AdapterKey
+from lorasrv.errors import name_of
+from lorasrv.metrics.histogram import Histogram
+from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming, refused
+from lorasrv.request import EngineCoreRequest
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRequestStats:
+    """One choice of one prompt, from its arrival (`arrived_s`, monotonic) to its end `total_s` later.
+
+    `why` names what went wrong, `adapter_cold` for instance; for `abort` who ended it, `client` or the error's name; ""
+    if nothing did. `first_token_s` after arrival; None: there was none. `queue_s` and `load_s` are parts of that.
+    `is_further` choices share the pages of the first one's prompt. `fell_back`: the base answered.
+    """
+
+    request_id: str
+    adapter_id: str
+    adapter_key: AdapterKey | None
+    principal: str
+    reason: FinishReason
+    why: str
+    arrived_s: float
+    total_s: float
+    prompt_tokens: int
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    queue_s: float = 0.0
+    load_s: float = 0.0
+    first_token_s: float | None = None
+    tier: AdapterTier | None = None
+    fell_back: bool = False
+    is_further: bool = False
+
+    @property
+    def prefill_s(self) -> float:
+        """From its first step to its first token; 0 if there was none."""
+        return max(0.0, self.first_token_s - self.queue_s - self.load_s) if self.first_token_s is not None else 0.0
+
+    @property
+    def decode_s(self) -> float:
+        """From its first token to its end; 0 if there was none."""
+        return self.total_s - self.first_token_s if self.first_token_s is not None else 0.0
+
+
+Listener = Callable[[FinishedRequestStats], None]
+REQUEST_LISTENER: ContextVar[Listener | None] = ContextVar("request_listener", default=None)
+"""Whoever sets it hears of the end of each request that is added in its context."""
+_LOG = logging.getLogger(__name__)
+FADE_S = 10.0
+MAX_ACCOUNTS = 8192
+
+
+@dataclass(slots=True)
+class RequestTotals:
+    """Of one adapter id; "" is the base. `key` is the content that was asked for last."""
+
+    key: AdapterKey | None = None
+    requests: int = 0
+    tokens: int = 0
+    _faded: float = 0.0
+    _at_s: float = 0.0
+
+    def add(self, tokens: int, now_s: float) -> None:
+        """So many tokens have been generated."""
+        self.tokens += tokens
+        self._faded = self._faded * math.exp((self._at_s - now_s) / FADE_S) + tokens
+        self._at_s = now_s
+
+    def tokens_per_s(self, now_s: float) -> float:
+        """About now."""
+        return self._faded * math.exp((self._at_s - now_s) / FADE_S) / FADE_S
+
+
+@dataclass(slots=True)
+class _LiveRequest:
+    account: RequestTotals
+    adapter_id: str
+    key: AdapterKey | None
+    principal: str
+    prompt_tokens: int
+    is_further: bool
+    listener: Listener | None
+    arrived_s: float
+    first_s: float | None = None
+    last_s: float = 0.0
+    tokens: int = 0
+    timing: RequestTiming = field(default_factory=RequestTiming)
+
+
+class RequestStats:
+    """Hears of every request. Ids that were not asked for longest are forgotten when there are too many.
+
+    `rejected` and `aborted` count by reason: `name_of` the error that a client was told; `aborted` has `client` for
+    those who left. `askers`: the id by which a content was asked for last. Each of `listeners` is told of every request
+    that is over.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._open: dict[RequestId, _LiveRequest] = {}
+        self._accounts: dict[str, RequestTotals] = {}
+        self.askers: dict[AdapterKey, str] = {}
+        self.listeners: list[Listener] = []
+        self.rejected: Counter[str] = Counter()
+        self.aborted: Counter[str] = Counter()
+        self.total = RequestTotals()
+        self.queue = Histogram()
+        self.first_token = Histogram()
+        self.inter_token = Histogram()
+        self.request = Histogram()
+
+    def accepted(self, messages: Sequence[EngineCoreRequest], arrived_s: float) -> None:
+        """These came in at that time, on this object's clock. Whoever listens to the caller's context will be told of
+        their ends."""
+        listener = REQUEST_LISTENER.get()
+        for message in messages:
+            # The account goes to the end: those at the front have not been asked for longest.
+            account = self._accounts.pop(message.adapter_id, None) or RequestTotals()
+            self._accounts[message.adapter_id] = account
+            account.key = message.adapter_key
+            account.requests += 1
+            self.total.requests += 1
+            prompt = len(message.prompt_token_ids)
+            self._open[message.request_id] = _LiveRequest(
+                account,
+                message.adapter_id,
+                message.adapter_key,
+                message.principal,
+                prompt,
+                message.fork_of is not None,
+                listener,
+                arrived_s,
+            )
+            if message.adapter_key is not None:
+                self.askers.pop(message.adapter_key, None)
+                self.askers[message.adapter_key] = message.adapter_id
+        for table in (self._accounts, self.askers):
+            while len(table) > MAX_ACCOUNTS:
+                del table[next(iter(table))]  # type: ignore[arg-type]
+
+    def refused(self, error: BaseException) -> None:
+        """A request was not accepted."""
+        if isinstance(error, Exception):
+            self.rejected[name_of(type(error))] += 1
+        else:
+            self.aborted["client"] += 1
+
+    def heard(self, request_id: RequestId, output: RequestOutput) -> None:
+        """An output of a request."""
+        request = self._open.get(request_id)
+        if request is None:
+            return
+        now_s = self._clock()
+        request.timing = output.timing
+        if (new := output.num_generated_tokens - request.tokens) > 0:
+            request.tokens += new
+            request.account.add(new, now_s)
+            self.total.add(new, now_s)
+            if request.first_s is None:
+                self._begun(request, now_s)
+            else:
+                self.inter_token.add((now_s - request.last_s) / new, new)
+            request.last_s = now_s
+        if output.finish_reason is not None:
+            del self._open[request_id]
+            if request.first_s is not None:
+                self.request.add(now_s - request.arrived_s)
+            self._over(request_id, request, output.finish_reason, _why(output), now_s)
+
+    def left(self, request_id: RequestId, why: str = "client") -> None:
+        """It was ended before its answer was: its client has gone, or `why` names the error."""
+        request = self._open.pop(request_id, None)
+        if request is not None:
+            self.aborted[why] += 1
+            self._over(request_id, request, FinishReason.ABORT, why, self._clock())
+
+    def of(self, adapter_id: str) -> RequestTotals:
+        """One id's account; an empty one if it was never asked."""
+        return self._accounts.get(adapter_id) or RequestTotals()
+
+    def forget(self, adapter_id: str) -> None:
+        """It was deleted: the next of its name begins anew."""
+        self._accounts.pop(adapter_id, None)
+
+    def hottest(self, most: int) -> list[tuple[str, RequestTotals]]:
+        """Ids by their tokens a second, the base ("") among them; those that were never asked are not there."""
+        now_s = self._clock()
+        ranked = sorted(self._accounts.items(), key=lambda item: -item[1].tokens_per_s(now_s))
+        return ranked[:most]
+
+    def rate(self, account: RequestTotals) -> float:
+        """Its tokens a second now."""
+        return account.tokens_per_s(self._clock())
+
+    def open(self) -> Iterator[tuple[str, bool]]:
+        """(adapter id, has a token) of each request that is not over."""
+        for request in self._open.values():
+            yield request.adapter_id, request.first_s is not None
+
+    def _begun(self, request: _LiveRequest, now_s: float) -> None:
+        request.first_s = now_s
+        self.queue.add(request.timing.queue_ms / 1e3)
+        self.first_token.add(now_s - request.arrived_s)
+
+    def _over(self, request_id: RequestId, request: _LiveRequest, reason: FinishReason, why: str, now_s: float) -> None:
+        if reason in (FinishReason.REFUSED, FinishReason.TIMEOUT):
+            self.rejected[why] += 1
+        timing, arrived_s = request.timing, request.arrived_s
+        ended = FinishedRequestStats(
+            request_id=request_id,
+            adapter_id=request.adapter_id,
+            adapter_key=request.key,
+            principal=request.principal,
+            reason=reason,
+            why=why,
+            arrived_s=arrived_s,
+            total_s=now_s - arrived_s,
+            prompt_tokens=request.prompt_tokens,
+            cached_tokens=timing.num_cached_tokens,
+            generated_tokens=request.tokens,
+            queue_s=timing.queue_ms / 1e3,
+            load_s=timing.load_ms / 1e3,
+            first_token_s=None if request.first_s is None else request.first_s - arrived_s,
+            tier=timing.tier,
+            fell_back=timing.fell_back,
+            is_further=request.is_further,
+        )
+        for listener in (*self.listeners, request.listener):
+            if listener is not None:
+                _tell(listener, ended)
+
+
+def _tell(listener: Listener, ended: FinishedRequestStats) -> None:
+    try:
+        listener(ended)
+    except Exception:
+        # Who only looks on must not cost a client its answer.
+        _LOG.exception("counting request %s failed", ended.request_id)
+
+
+def _why(output: RequestOutput) -> str:
+    """What went wrong, as a label; "" if nothing did."""
+    if (error := refused(output)) is not None:
+        return name_of(type(error))
+    if output.error is not None:
+        return "generation_failed" if output.num_generated_tokens else "adapter_load_failed"
+    return ""

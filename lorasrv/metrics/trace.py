@@ -1,0 +1,309 @@
+"""Recorded traffic: one line of JSON for each request that has ended. No torch.
+
+A request needs `arrival_s`, `prompt_tokens` and `output_tokens`; `adapter` names one, or is null for the base. The
+other fields make a replay closer to what happened; those that end in `_ms`, and `tier`, are what a server measured.
+Unknown fields are somebody else's.
+
+Writes a server's traffic to a file while it serves: a line for each answer that ends, each choice for itself.
+
+Belongs to the event loop's thread, no torch. A line is some 300 bytes, written when an answer is over:
+microseconds. If the disk fails, recording ends with a word in the log, and serving goes on.
+"""
+
+import errno
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields
+from io import FileIO
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from lorasrv.errors import InvalidTrace
+from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput
+from lorasrv.request import EngineCoreRequest
+
+MAX_COUNT = 1 << 40
+MAX_TOKENS = 1 << 24
+MAX_ARRIVAL_S = 1e9
+MAX_SHOWN_CHARS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class TraceRequest:
+    """One request. `arrival_s` counts from the start of the trace; `max_tokens` is what it might have had, None: what
+    it got. `cached_tokens` of its prompt were known from an earlier one. `key` is who asked. `finish`: how it ended.
+    """
+
+    arrival_s: float
+    prompt_tokens: int
+    output_tokens: int
+    adapter: str | None = None
+    max_tokens: int | None = None
+    cached_tokens: int = 0
+    priority: int = 0
+    timeout_s: float | None = None
+    key: str | None = None
+    adapter_bytes: int | None = None
+    ttft_ms: float | None = None
+    total_ms: float | None = None
+    queue_ms: float | None = None
+    load_ms: float | None = None
+    tier: AdapterTier | None = None
+    finish: str | None = None
+
+    def line(self) -> str:
+        """As it stands in a file, without what is not known."""
+        known = {name: getattr(self, name) for name in _DEFAULTS}
+        return json.dumps({name: value for name, value in known.items() if value != _DEFAULTS[name]})
+
+
+_DEFAULTS = {f.name: f.default for f in fields(TraceRequest)}
+
+
+def read_trace(path: Path) -> tuple[TraceRequest, ...]:
+    """All requests of a file, in order of arrival.
+
+    Raises:
+        InvalidTrace: a line is malformed, with its number and the field; or there is none.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        requests = sorted(_requests(file, path.name), key=lambda request: request.arrival_s)
+    if not requests:
+        raise InvalidTrace(f"{path.name}: the trace is empty; `lorasrv serve --record-trace FILE` writes one")
+    return tuple(requests)
+
+
+def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
+    """Write a whole trace; an existing file is replaced."""
+    path.write_text("".join(request.line() + "\n" for request in requests), "utf-8")
+
+
+def parse_line(line: str | bytes, where: str) -> TraceRequest:
+    """One request. Raises: InvalidTrace: it is malformed; the message begins with `where`."""
+    try:
+        facts = json.loads(line, parse_constant=_no_number)
+    except (ValueError, RecursionError):
+        raise InvalidTrace(f"{where}: not a line of JSON") from None
+    if not isinstance(facts, dict):
+        raise InvalidTrace(f"{where}: must be a JSON object, not {_shown(facts)}")
+    given = {}
+    for name, default in _DEFAULTS.items():
+        if facts.get(name) is not None:
+            given[name] = _checked(name, facts[name], where)
+        elif default is MISSING:
+            raise InvalidTrace(f"{where}: {name} is missing")
+    request = TraceRequest(**given)
+    _check_together(request, where)
+    return request
+
+
+def _requests(lines: Iterable[bytes], name: str) -> Iterator[TraceRequest]:
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            yield parse_line(line, f"{name}:{number}")
+
+
+def _check_together(request: TraceRequest, where: str) -> None:
+    if request.max_tokens is not None and request.max_tokens < request.output_tokens:
+        raise InvalidTrace(
+            f"{where}: max_tokens is {request.max_tokens}, less than output_tokens, {request.output_tokens}"
+        )
+    if request.cached_tokens > request.prompt_tokens:
+        raise InvalidTrace(
+            f"{where}: cached_tokens is {request.cached_tokens}, more than prompt_tokens, {request.prompt_tokens}"
+        )
+
+
+def _checked(name: str, value: Any, where: str) -> Any:
+    holds, rule = _RULES[name]
+    if not holds(value):
+        raise InvalidTrace(f"{where}: {name} must be {rule}, not {_shown(value)}")
+    return AdapterTier(value) if name == "tier" else value
+
+
+def _no_number(text: str) -> object:
+    """NaN and infinities are not JSON, and no rule below accepts them; a string of theirs shows which it was."""
+    return _NotANumber(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _NotANumber:
+    text: str
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, _NotANumber):
+        return value.text
+    text = json.dumps(value, default=lambda v: v.text)
+    return text if len(text) <= MAX_SHOWN_CHARS else text[: MAX_SHOWN_CHARS - 1] + "…"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _integer(low: int, high: int) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _number(low: float, high: float, *, above: bool = False) -> Callable[[Any], bool]:
+    return lambda value: _is_number(value) and low <= value <= high and (value > low or not above)
+
+
+def _one_of(names: Sequence[str]) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, str) and value in names
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+_POSITIVE = (_integer(1, MAX_TOKENS), "a positive integer")
+_MEASURED = (_number(0.0, 1e12), "a number of milliseconds, 0 or more")
+_TIERS = tuple(tier.value for tier in AdapterTier)
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "arrival_s": (_number(0.0, MAX_ARRIVAL_S), f"a number of seconds between 0 and {MAX_ARRIVAL_S:g}"),
+    "prompt_tokens": _POSITIVE,
+    "output_tokens": _POSITIVE,
+    "adapter": (_is_text, "a name, or null for the base"),
+    "max_tokens": _POSITIVE,
+    "cached_tokens": (_integer(0, MAX_TOKENS), "an integer, 0 or more"),
+    "priority": (_integer(-1000, 1000), "an integer between -1000 and 1000"),
+    "timeout_s": (_number(0.0, 86400.0, above=True), "above 0 and at most 86400"),
+    "key": (_is_text, "a string that is not empty"),
+    "adapter_bytes": (_integer(1, MAX_COUNT), "a positive integer"),
+    "ttft_ms": _MEASURED,
+    "total_ms": _MEASURED,
+    "queue_ms": _MEASURED,
+    "load_ms": _MEASURED,
+    "tier": (_one_of(_TIERS), f"one of {', '.join(_TIERS)}"),
+    "finish": (_is_text, "a string that is not empty"),
+}
+_LOG = logging.getLogger(__name__)
+MAX_LINE_BYTES = 1 << 16
+
+
+@dataclass(slots=True)
+class _TracedRequest:
+    """A request that has not ended."""
+
+    message: EngineCoreRequest
+    arrived_s: float
+    first_token_s: float | None = None
+    latest: RequestOutput | None = None
+
+
+class TraceRecorder:
+    """Appends to a file. One that has lines already is gone on with: its clock runs on from its last line.
+
+    Args:
+        clock: monotonic seconds.
+    Raises:
+        OSError: the file cannot be written.
+        InvalidTrace: it is something else than a trace.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # Without a buffer of Python's: every line is the kernel's at once, and nothing is left for `close` to fail on.
+        self._file: FileIO | None = path.open("a+b", buffering=0)
+        try:
+            self._start_s = clock() - _seconds_recorded(self._file, path.name)
+        except BaseException:
+            self._file.close()
+            raise
+        self._open: dict[RequestId, _TracedRequest] = {}
+
+    def __enter__(self) -> "TraceRecorder":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Requests that have not ended are left out."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def accepted(self, messages: Sequence[EngineCoreRequest], arrived_s: float) -> None:
+        """These are on their way to the engine; they came in at that time, on this recorder's clock."""
+        for message in messages:
+            self._open[message.request_id] = _TracedRequest(message, arrived_s)
+
+    def heard(self, request_id: RequestId, output: RequestOutput) -> None:
+        """An output of a request."""
+        request = self._open.get(request_id)
+        if request is None:
+            return
+        request.latest = output
+        if request.first_token_s is None and output.num_generated_tokens:
+            request.first_token_s = self._clock()
+        if output.finish_reason is not None:
+            self._end(request_id, output.finish_reason)
+
+    def left(self, request_id: RequestId) -> None:
+        """Its client has gone, or it failed. What it had computed was load all the same."""
+        if request_id in self._open:
+            self._end(request_id, FinishReason.ABORT)
+
+    def _end(self, request_id: RequestId, reason: FinishReason) -> None:
+        request = self._open.pop(request_id)
+        if request.latest is None or request.first_token_s is None:
+            return  # nothing was generated: no answer, and next to no load
+        self._write(_line(request, request.latest, reason, self._start_s, self._clock()))
+
+    def _write(self, line: TraceRequest) -> None:
+        if self._file is None:
+            return
+        try:
+            data = line.line().encode() + b"\n"
+            if self._file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            _LOG.exception("the trace cannot be written any more; recording ends here")
+            self.close()
+
+
+def _line(
+    request: _TracedRequest, output: RequestOutput, reason: FinishReason, start_s: float, now_s: float
+) -> TraceRequest:
+    message, timing = request.message, output.timing
+    assert request.first_token_s is not None
+    return TraceRequest(
+        arrival_s=round(max(0.0, request.arrived_s - start_s), 6),
+        prompt_tokens=output.num_prompt_tokens,
+        output_tokens=output.num_generated_tokens,
+        adapter=None if timing.fell_back else message.adapter_id or None,
+        max_tokens=message.max_tokens,
+        cached_tokens=timing.num_cached_tokens,
+        priority=message.priority,
+        timeout_s=message.timeout_s,
+        key=message.principal,
+        adapter_bytes=None if timing.fell_back or message.layout is None else message.layout.nbytes,
+        ttft_ms=round(1e3 * (request.first_token_s - request.arrived_s), 3),
+        total_ms=round(1e3 * (now_s - request.arrived_s), 3),
+        queue_ms=round(timing.queue_ms, 3),
+        load_ms=round(timing.load_ms, 3),
+        tier=timing.tier,
+        finish=reason.value,
+    )
+
+
+def _seconds_recorded(file: FileIO, name: str) -> float:
+    """How long ago, by the last line, the trace began: the file was written last when that request ended."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - MAX_LINE_BYTES))
+    lines = (file.read(MAX_LINE_BYTES) or b"").splitlines() if size else []
+    if not lines:
+        return 0.0
+    last = parse_line(lines[-1], f"{name}, last line")
+    ended_s = last.arrival_s + (last.total_ms or 0.0) / 1e3
+    return ended_s + max(0.0, time.time() - os.fstat(file.fileno()).st_mtime)

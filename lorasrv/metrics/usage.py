@@ -1,0 +1,128 @@
+"""What an adapter was asked and what it cost: figures that add up. No torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from lorasrv.metrics.histogram import SECONDS, Histogram
+from lorasrv.metrics.request_stats import FinishedRequestStats
+from lorasrv.outputs import AdapterTier, FinishReason
+
+SHARES = (0.5, 0.95)
+
+
+@dataclass(slots=True)
+class Usage:
+    """Of one content under one id, or of the base.
+
+    A request (a choice of one) counts where it was asked for; what computing it cost counts where that was done: what
+    fell back to the base is one of `fallbacks` here, and its tokens and time are the base's. `errors` failed, `refused`
+    were not served or not in time, `aborted` were left by their clients or ended with the server. `hits_*`: in which
+    tier requests found the adapter. `resident_byte_s`: bytes of the pool's pages x seconds. `hot`, `cold`: seconds to
+    the first token, of requests that found the adapter in the pool (the base is always there) and of the others.
+    `first_used_s`, `last_used_s`: Unix time of the ends of requests; 0: never.
+    """
+
+    requests: int = 0
+    errors: int = 0
+    refused: int = 0
+    aborted: int = 0
+    fallbacks: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    compute_s: float = 0.0
+    loads: int = 0
+    load_bytes: int = 0
+    copies: int = 0
+    copy_bytes: int = 0
+    resident_byte_s: float = 0.0
+    hits_resident: int = 0
+    hits_host: int = 0
+    hits_disk: int = 0
+    first_used_s: float = 0.0
+    last_used_s: float = 0.0
+    hot: Histogram = field(default_factory=Histogram)
+    cold: Histogram = field(default_factory=Histogram)
+
+    def asked(self, request: FinishedRequestStats, now_s: float) -> None:
+        """A request for it is over."""
+        self.requests += 1
+        self.fallbacks += request.fell_back
+        self.errors += request.reason is FinishReason.ERROR
+        self.refused += request.reason in (FinishReason.REFUSED, FinishReason.TIMEOUT)
+        self.aborted += request.reason is FinishReason.ABORT
+        self.hits_resident += request.tier is AdapterTier.RESIDENT
+        self.hits_host += request.tier is AdapterTier.HOST
+        self.hits_disk += request.tier is AdapterTier.DISK
+        self.first_used_s = self.first_used_s or now_s
+        self.last_used_s = now_s
+
+    def answered(self, request: FinishedRequestStats) -> None:
+        """It has computed one, or a part of it."""
+        if request.first_token_s is None:
+            return
+        self.prompt_tokens += request.prompt_tokens
+        self.cached_tokens += request.cached_tokens
+        self.generated_tokens += request.generated_tokens
+        is_cold = request.tier in (AdapterTier.HOST, AdapterTier.DISK) and not request.fell_back
+        (self.cold if is_cold else self.hot).add(request.first_token_s)
+
+    def merge(self, other: "Usage") -> None:
+        """Add another's figures, which are of the same time or later."""
+        first = [at for at in (self.first_used_s, other.first_used_s) if at]
+        last = max(self.last_used_s, other.last_used_s)
+        for name in SUMS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.first_used_s, self.last_used_s = min(first, default=0.0), last
+        self.hot.merge(other.hot)
+        self.cold.merge(other.cold)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As `GET /v1/adapters/{id}/stats` shows it. Ratios, means and times of nothing are null."""
+        found = {"resident": self.hits_resident, "host": self.hits_host, "disk": self.hits_disk}
+        tried = sum(found.values())
+        return {
+            "requests": self.requests,
+            "errors": self.errors,
+            "refused": self.refused,
+            "aborted": self.aborted,
+            "fallbacks": self.fallbacks,
+            "prompt_tokens": self.prompt_tokens,
+            "cached_tokens": self.cached_tokens,
+            "generated_tokens": self.generated_tokens,
+            "compute_seconds": round(self.compute_s, 6),
+            "disk_loads": self.loads,
+            "disk_bytes": self.load_bytes,
+            "pool_copies": self.copies,
+            "pool_bytes": self.copy_bytes,
+            "resident_byte_hours": round(self.resident_byte_s / 3600, 3),
+            "found": found,
+            "hit_ratio": {tier: round(count / tried, 4) if tried else None for tier, count in found.items()},
+            "ttft": {"hot": _summary(self.hot), "cold": _summary(self.cold)},
+            "first_used": int(self.first_used_s) or None,
+            "last_used": int(self.last_used_s) or None,
+        }
+
+
+SUMS = tuple(f.name for f in fields(Usage) if f.name not in ("first_used_s", "last_used_s", "hot", "cold"))
+"""The fields that are sums."""
+
+
+def total(usages: Iterable[Usage]) -> Usage:
+    """All of them as one."""
+    whole = Usage()
+    for usage in usages:
+        whole.merge(usage)
+    return whole
+
+
+def _summary(seconds: Histogram) -> dict[str, float | int | None]:
+    """Quantiles are read off the histogram: off by up to the distance between two of its bounds."""
+    assert seconds.bounds is SECONDS
+    quantiles = {f"p{round(100 * share)}_ms": _ms(seconds.quantile(share)) for share in SHARES}
+    return {"count": seconds.count, "mean_ms": _ms(seconds.mean), **quantiles}
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1e3 * seconds, 1)

@@ -1,0 +1,143 @@
+"""The ledger on disk: one SQLite file, a row for each content under each id. Every call opens it and waits.
+
+Not as durable as the store's index, on purpose: what a crash of the machine takes is figures of some seconds.
+"""
+
+import contextlib
+import json
+import logging
+import sqlite3
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+
+from adapter_store.spec import AdapterKey
+from lorasrv.metrics.histogram import SECONDS, Histogram
+from lorasrv.metrics.step_stats import Account
+from lorasrv.metrics.usage import SUMS, Usage
+
+_LOG = logging.getLogger(__name__)
+LAYOUT = 1
+BUSY_TIMEOUT_S = 5.0
+_TIMES = ("first_used_s", "last_used_s")
+_COLUMNS = (*SUMS, *_TIMES, "hot", "cold")
+_TYPES = {name: "REAL" if isinstance(getattr(Usage(), name), float) else "INTEGER" for name in (*SUMS, *_TIMES)}
+_SCHEMA = f"""CREATE TABLE usage (
+    adapter_id TEXT NOT NULL, digest TEXT NOT NULL,
+    {", ".join(f"{name} {kind} NOT NULL" for name, kind in _TYPES.items())},
+    hot TEXT NOT NULL, cold TEXT NOT NULL,
+    PRIMARY KEY (adapter_id, digest)
+) STRICT, WITHOUT ROWID"""
+
+
+class LedgerFile:
+    """`ledger.db` of a store's folder. One thread at a time may call.
+
+    A file that cannot be read as one is put aside under another name, with a line in the log: figures are not worth a
+    server that does not start.
+    Raises (all methods): sqlite3.Error, OSError: the disk failed; nothing of the call was done.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def add(self, usages: Mapping[Account, Usage]) -> None:
+        """Add to what is there: all of it or nothing."""
+        if not usages:
+            return
+        marks = ", ".join("?" * (2 + len(_COLUMNS)))
+        with self._open() as db:
+            for (adapter_id, key), usage in usages.items():
+                whole = _find(db, adapter_id, key or "").get(key or "", Usage())
+                whole.merge(usage)
+                db.execute(f"REPLACE INTO usage VALUES ({marks})", (adapter_id, key or "", *_row(whole)))
+
+    def read(self, adapter_id: str) -> dict[AdapterKey, Usage]:
+        """By content, all that an id has had; the base's ("") key is ""."""
+        with self._open() as db:
+            return {AdapterKey(digest): usage for digest, usage in _find(db, adapter_id).items()}
+
+    def drop(self, adapter_id: str, keys: Collection[AdapterKey]) -> None:
+        """Forget these contents of an id."""
+        with self._open() as db:
+            db.executemany("DELETE FROM usage WHERE adapter_id = ? AND digest = ?", [(adapter_id, key) for key in keys])
+
+    def accounts(self) -> list[tuple[str, AdapterKey]]:
+        """Every id and content that has a row."""
+        with self._open() as db:
+            return [(name, AdapterKey(key)) for name, key in db.execute("SELECT adapter_id, digest FROM usage")]
+
+    @contextlib.contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        """A connection with a transaction around what is done with it."""
+        with contextlib.closing(self._connect()) as db:
+            db.execute("BEGIN IMMEDIATE")
+            try:
+                yield db
+                db.execute("COMMIT")
+            except BaseException:
+                # After some errors (disk full) SQLite has rolled back by itself.
+                if db.in_transaction:
+                    db.execute("ROLLBACK")
+                raise
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            return self._connect_to()
+        except (sqlite3.DatabaseError, _OtherLayout) as error:
+            if isinstance(error, sqlite3.OperationalError):
+                raise
+            aside = self.path.with_name(f"{self.path.name}.unreadable")
+            _LOG.error("the ledger %s cannot be read (%s); it is now %s, and a new one begins", self.path, error, aside)
+            self.path.replace(aside)
+            return self._connect_to()
+
+    def _connect_to(self) -> sqlite3.Connection:
+        db = sqlite3.connect(self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None)
+        try:
+            layout = db.execute("PRAGMA user_version").fetchone()[0]
+            db.execute("PRAGMA synchronous = NORMAL")
+            if layout == 0:
+                db.execute("BEGIN IMMEDIATE")
+                db.execute(_SCHEMA)
+                db.execute(f"PRAGMA user_version = {LAYOUT}")
+                db.execute("COMMIT")
+            elif layout != LAYOUT:
+                raise _OtherLayout(f"layout {layout}, this server writes {LAYOUT}")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+
+class _OtherLayout(Exception):
+    """Another lorasrv has written it."""
+
+
+def _find(db: sqlite3.Connection, adapter_id: str, digest: str | None = None) -> dict[str, Usage]:
+    text = f"SELECT digest, {', '.join(_COLUMNS)} FROM usage WHERE adapter_id = ?"
+    where, values = ("", [adapter_id]) if digest is None else (" AND digest = ?", [adapter_id, digest])
+    return {row[0]: _usage(row[1:]) for row in db.execute(text + where, values)}
+
+
+def _row(usage: Usage) -> list[object]:
+    histograms = [json.dumps([histogram.counts, histogram.sum]) for histogram in (usage.hot, usage.cold)]
+    return [*(getattr(usage, name) for name in (*SUMS, *_TIMES)), *histograms]
+
+
+def _usage(row: tuple[object, ...]) -> Usage:
+    values = dict(zip(_COLUMNS, row, strict=True))
+    histograms = {name: _histogram(str(values.pop(name))) for name in ("hot", "cold")}
+    return Usage(**values, **histograms)  # type: ignore[arg-type]
+
+
+def _histogram(text: str) -> Histogram:
+    """One that is damaged begins anew: it must not be in the way of all that is to be written with it."""
+    try:
+        counts, total = json.loads(text)
+        found = Histogram(SECONDS, [int(count) for count in counts], float(total))
+        if len(found.counts) == len(SECONDS) + 1:
+            return found
+    except (TypeError, ValueError):
+        pass
+    _LOG.error("times in the ledger are damaged, and counted anew: %.80r", text)
+    return Histogram()

@@ -1,0 +1,369 @@
+"""Model families as data: a TOML file says where a checkpoint keeps what a `ModelSpec` needs.
+
+How the rules are written: specs/llama.toml. Canonical tensor names, and row orders, are Hugging Face's.
+
+Which layers of a model have its sliding window, by the rules of its family.
+"""
+
+import tomllib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from lorasrv.errors import ConfigError, CorruptModel, UnsupportedModel
+from lorasrv.models.rope_config import Ropes, rope_from_config, rope_from_gguf
+from lorasrv.models.spec import ModelSpec
+
+_KINDS = {"sliding_attention": True, "full_attention": False}
+
+
+def windowed_layers(
+    values: Mapping[str, Any], rules: Mapping[str, Any], num_layers: int, label: str, prefix: str = ""
+) -> tuple[bool, ...]:
+    """Whether each layer has the window; empty where all have.
+
+    `values` are a checkpoint's, their keys begin with `prefix`; `rules` a family's section; see specs/llama.toml.
+    Raises:
+        CorruptModel: a list or a number that does not fit; `label` says where.
+        UnsupportedModel: a kind of layer that we do not know.
+    """
+    switch, kinds = rules.get("window_switch"), rules.get("window_layer_types")
+    if switch and not values.get(switch, False):
+        return (False,) * num_layers
+    if kinds and isinstance(values.get(kinds), list):
+        return _listed(values[kinds], kinds, num_layers, label)
+    first, pattern = rules.get("window_first_layer"), rules.get("window_pattern")
+    if first is not None:
+        start = _number(values, first, label)
+        return tuple(layer >= start for layer in range(num_layers))
+    if pattern is None:
+        return ()
+    key = prefix + pattern.get("key", "")
+    if isinstance(values.get(key), list):
+        flags = values[key]
+        if len(flags) != num_layers or not all(type(flag) is bool for flag in flags):
+            raise CorruptModel(f"{label}: {key} must be {num_layers} times true or false")
+        return tuple(flags)
+    every = _number(values, pattern | {"key": key}, label)
+    if every < 1:
+        raise CorruptModel(f"{label}: {key} must be positive, not {every}")
+    return tuple((layer + 1) % every != 0 for layer in range(num_layers))
+
+
+def _listed(kinds: list[Any], key: str, num_layers: int, label: str) -> tuple[bool, ...]:
+    if len(kinds) != num_layers:
+        raise CorruptModel(f"{label}: {key} has {len(kinds)} entries for {num_layers} layers")
+    unknown = [kind for kind in kinds if kind not in _KINDS]
+    if unknown:
+        raise UnsupportedModel(f"{label}: {key} {unknown[0]!r:.60} is not supported; known: {', '.join(_KINDS)}")
+    return tuple(_KINDS[kind] for kind in kinds)
+
+
+def _number(values: Mapping[str, Any], rule: Mapping[str, Any], label: str) -> int:
+    value = values.get(rule["key"], rule["default"])
+    if type(value) is not int:
+        raise CorruptModel(f"{label}: {rule['key']} must be a whole number, not {value!r:.60}")
+    return value
+
+
+SPEC_DIR = Path(__file__).parent / "specs"
+NORMS = ("rms",)
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+"""Spelling in a checkpoint -> the decoder's name."""
+_FIELD_TYPES: dict[str, type] = {
+    "num_layers": int,
+    "hidden_size": int,
+    "intermediate_size": int,
+    "num_heads": int,
+    "num_kv_heads": int,
+    "head_dim": int,
+    "vocab_size": int,
+    "max_position": int,
+    "norm_eps": float,
+    "activation": str,
+    "qkv_bias": bool,
+    "attn_out_bias": bool,
+    "mlp_bias": bool,
+    "tied_head": bool,
+    "sliding_window": int,
+    "qk_norm": bool,
+    "post_norms": bool,
+    "norms_less_one": bool,
+    "scaled_embedding": bool,
+    "fused": bool,
+    "query_scalar": float,
+    "attn_softcap": float,
+    "final_softcap": float,
+}
+_MAX_LAYERS = 4096
+"""A damaged count must not become a tuple of 2^31 entries."""
+_MAY_BE_NONE = ("sliding_window", "attn_softcap", "final_softcap")
+"""Fields whose null is a statement, not an absence."""
+_MAY_BE_ZERO = ("head_dim", "vocab_size", "query_scalar", *_MAY_BE_NONE)
+_TYPE_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
+Rule = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One TOML file, parsed. `config` and `gguf` are its two sections."""
+
+    name: str
+    norm: str
+    config: Mapping[str, Any]
+    gguf: Mapping[str, Any]
+
+    def spec_from_hf(self, config: Mapping[str, Any]) -> ModelSpec:
+        """Read the config.json of a Hugging Face directory.
+
+        Raises:
+            CorruptModel: a field is missing or of the wrong type.
+            UnsupportedModel: RoPE kind, activation, storage or setting that we do not know, by name.
+        """
+        if config.get("quantization_config"):
+            raise UnsupportedModel("this checkpoint is quantized (quantization_config); give the original weights")
+        for key, only in self.config.get("only", {}).items():
+            if config.get(key) not in (None, only):
+                raise UnsupportedModel(f"config.json: {key} {config[key]!r:.60} is not supported, only {only!r}")
+        fields = self._fields(_Source("config.json", config), self.config["spec"])
+        windowed: tuple[bool, ...] = ()
+        if fields.get("sliding_window"):
+            windowed = windowed_layers(config, self.config, fields["num_layers"], "config.json")
+        return self._build(
+            fields,
+            rope_from_config(config, fields["max_position"], fields["head_dim"], self.config.get("rope", {})),
+            windowed_layers=windowed,
+            eos_token_ids=token_ids(config.get("eos_token_id")),
+            bos_token_id=next(iter(token_ids(config.get("bos_token_id"))), None),
+        )
+
+    def spec_from_gguf(self, meta: Mapping[str, Any], tensors: Collection[str] = ()) -> ModelSpec:
+        """Read GGUF metadata; `tensors` are the file's own tensor names, as biases show nowhere else.
+
+        Raises:
+            CorruptModel: a key is missing or of the wrong type.
+            UnsupportedModel: RoPE kind, or sizes, that we do not know, by name.
+        """
+        prefix = f"{meta.get('general.architecture')}."
+        source = _Source("the GGUF metadata", meta, prefix, tensors)
+        fields = self._fields(source, self.gguf["spec"])
+        tokens = meta.get("tokenizer.ggml.tokens", [])
+        fields["vocab_size"] = fields.get("vocab_size") or (len(tokens) if isinstance(tokens, list) else 0)
+        head_dim = fields["head_dim"]
+        windowed: tuple[bool, ...] = ()
+        if meta.get(f"{prefix}attention.value_length", head_dim) != head_dim:
+            raise UnsupportedModel("values of another size than keys (attention.value_length) are not supported")
+        if fields.get("sliding_window"):
+            windowed = windowed_layers(meta, self.gguf, fields["num_layers"], source.label, prefix)
+        return self._build(
+            fields,
+            rope_from_gguf(meta, prefix, head_dim, self.gguf.get("rope", {})),
+            windowed_layers=windowed,
+            eos_token_ids=token_ids([meta.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]),
+            bos_token_id=next(iter(token_ids(meta.get("tokenizer.ggml.bos_token_id"))), None),
+        )
+
+    def gguf_name(self, name: str) -> str:
+        """A canonical tensor name in GGUF's words. Raises KeyError for a name that the family has not."""
+        module, _, kind = name.rpartition(".")
+        layer, inner = split_layer(module)
+        template = self.gguf["tensors"][module if layer is None else f"model.layers.{{i}}.{inner}"]
+        return f"{template.replace('{i}', str(layer))}.{kind}"
+
+    def permuted_heads(self, name: str, spec: ModelSpec) -> int | None:
+        """Number of heads whose rows a GGUF of this family stores as rotated pairs; None where the order is ours."""
+        _, inner = split_layer(name.rpartition(".")[0])
+        field = self.gguf["permuted"].get(inner)
+        return None if field is None else int(getattr(spec, field))
+
+    def _fields(self, source: "_Source", rules: Mapping[str, Rule]) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for field, rule in rules.items():
+            fields[field] = source.resolve(field, rule, fields)
+        fields["head_dim"] = fields["head_dim"] or fields["hidden_size"] // fields["num_heads"]
+        return fields
+
+    def _build(self, fields: dict[str, Any], ropes: Ropes, **rest: Any) -> ModelSpec:
+        activation = fields["activation"]
+        if activation not in ACTIVATIONS:
+            raise UnsupportedModel(f"activation {activation!r} is not supported; known: {', '.join(ACTIVATIONS)}")
+        windowed = rest.get("windowed_layers", ())
+        no_window = windowed and not any(windowed)
+        fields |= {
+            "activation": ACTIVATIONS[activation],
+            "max_position": min(fields["max_position"], ropes[0].max_position or fields["max_position"]),
+            "query_scalar": fields.get("query_scalar") or float(fields["head_dim"]),
+            "sliding_window": None if no_window else fields.get("sliding_window") or None,
+            "attn_softcap": fields.get("attn_softcap") or None,
+            "final_softcap": fields.get("final_softcap") or None,
+        }
+        if ropes[1] is not None and not fields["sliding_window"] and not no_window:
+            raise UnsupportedModel(f"family {self.name} without a sliding window is not supported")
+        rest |= {"rope": ropes[0], "rope_local": None if no_window else ropes[1]}
+        rest["windowed_layers"] = () if no_window else windowed
+        if fields["num_heads"] % fields["num_kv_heads"] or fields["head_dim"] % 2:
+            raise CorruptModel("the number of heads must be a multiple of key heads, and a head's size even")
+        if not fields["vocab_size"]:
+            raise CorruptModel("the checkpoint does not say how many tokens it knows")
+        return ModelSpec(family=self.name, **fields, **rest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """Where values come from: a mapping, how to call it in a message, and the tensor names beside it."""
+
+    label: str
+    values: Mapping[str, Any]
+    prefix: str = ""
+    tensors: Collection[str] = ()
+
+    def resolve(self, field: str, rule: Rule, known: Mapping[str, Any]) -> Any:
+        """Value of one field by its rule; see specs/llama.toml."""
+        table: Mapping[str, Any] = {"key": rule} if isinstance(rule, str) else rule
+        if "value" in table:
+            return table["value"]
+        if "tensor" in table:
+            return table["tensor"] in self.tensors
+        if "at_layers" in table:
+            return known["hidden_size"] / known["num_heads"] if known["num_layers"] in table["at_layers"] else 0.0
+        if "no_tensor" in table:
+            return table["no_tensor"] not in self.tensors
+        key = self.prefix + table["key"]
+        value = self.values.get(key)
+        if value is not None:
+            return self._checked(field, key, value)
+        if field in _MAY_BE_NONE and key in self.values:
+            return None
+        if "default_field" in table:
+            return known[table["default_field"]]
+        if "default" not in table:
+            raise CorruptModel(f"{self.label} lacks {key}")
+        return table["default"]
+
+    def _checked(self, field: str, key: str, value: Any) -> Any:
+        wanted = _FIELD_TYPES[field]
+        if wanted is float and type(value) is int:
+            value = float(value)
+        if type(value) is not wanted:
+            raise CorruptModel(f"{self.label}: {key} must be {_TYPE_WORDS[wanted]}, not {value!r:.60}")
+        if wanted in (int, float):
+            self._check_positive(field, key, value)
+        return value
+
+    def _check_positive(self, field: str, key: str, value: Any) -> None:
+        if not (value > 0 or (value == 0 and field in _MAY_BE_ZERO)):
+            raise CorruptModel(f"{self.label}: {key} must be positive, not {value}")
+        if field == "num_layers" and value > _MAX_LAYERS:
+            raise CorruptModel(f"{self.label}: {key} {value} is more than {_MAX_LAYERS}")
+
+
+class Families:
+    """The known families. `detect` takes an architecture as config.json or general.architecture spells it."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self.families = tuple(families)
+        self._hf = {a: family for family in families for a in family.config["architectures"]}
+        self._gguf = {a: family for family in families for a in family.gguf["architectures"]}
+
+    def detect(self, architecture: str) -> Family:
+        """Raises UnsupportedModel with the list of known architectures."""
+        family = self._hf.get(architecture) or self._gguf.get(architecture)
+        if family is None:
+            known = ", ".join(sorted(self._hf | self._gguf))
+            raise UnsupportedModel(f"architecture {architecture!r:.80} is not supported; known: {known}")
+        return family
+
+
+def load_families(extra_dirs: Sequence[Path] = ()) -> Families:
+    """Parse the built-in TOML files and those of `extra_dirs`; a later file of the same name wins.
+
+    Raises:
+        ConfigError: a file that is no family: names the file's stem and what is wrong.
+    """
+    tables: dict[str, dict[str, Any]] = {}
+    for directory in (SPEC_DIR, *extra_dirs):
+        for path in sorted(directory.glob("*.toml")):
+            try:
+                table = tomllib.loads(path.read_text("utf-8"))
+                tables[table["name"]] = table
+            except (tomllib.TOMLDecodeError, UnicodeDecodeError, KeyError) as e:
+                raise ConfigError(f"family file {path.name} is not valid: {e}") from None
+    return Families([_family(tables, name) for name in tables])
+
+
+@cache
+def builtin_families() -> Families:
+    """`load_families()`, once."""
+    return load_families()
+
+
+def detect(architecture: str) -> Family:
+    """The built-in family of an architecture. Raises UnsupportedModel, listing the known ones."""
+    return builtin_families().detect(architecture)
+
+
+def _family(tables: Mapping[str, dict[str, Any]], name: str) -> Family:
+    table = _inherit(tables, name, ())
+    if table.get("norm") not in NORMS:
+        raise ConfigError(f"family {name}: norm {table.get('norm')!r} is unknown; choose from {', '.join(NORMS)}")
+    for section in ("config", "gguf"):
+        unknown = table[section]["spec"].keys() - _FIELD_TYPES.keys()
+        if unknown:
+            raise ConfigError(f"family {name}: [{section}.spec] has unknown fields: {', '.join(sorted(unknown))}")
+    return Family(name, table["norm"], table["config"], table["gguf"])
+
+
+def _inherit(tables: Mapping[str, dict[str, Any]], name: str, heirs: tuple[str, ...]) -> dict[str, Any]:
+    """A family's table with its ancestors' filled in: sections, and their `spec` and `tensors`, key by key."""
+    if name not in tables or name in heirs:
+        raise ConfigError(f"family {heirs[-1] if heirs else name} extends {name}, which is unknown or its own heir")
+    table = tables[name]
+    if "extends" not in table:
+        return table
+    parent = _inherit(tables, table["extends"], (*heirs, name))
+    merged = {**parent, **table}
+    for section in ("config", "gguf"):
+        old, new = parent[section], table.get(section, {})
+        merged[section] = old | new
+        for inner in ("spec", "tensors", "rope"):
+            merged[section][inner] = old.get(inner, {}) | new.get(inner, {})
+    return merged
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """One id, a list of ids or nothing -> distinct ids in order."""
+    ids = value if isinstance(value, list) else [value]
+    return tuple(dict.fromkeys(i for i in ids if type(i) is int and i >= 0))
+
+
+def split_layer(module: str) -> tuple[int | None, str]:
+    """`model.layers.3.mlp.up_proj` -> (3, "mlp.up_proj"); (None, module) outside the layers."""
+    if not module.startswith("model.layers."):
+        return None, module
+    layer, _, inner = module.removeprefix("model.layers.").partition(".")
+    return int(layer), inner
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape of every tensor that a checkpoint of this spec must hold."""
+    h = spec.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, h)}
+    for layer in range(spec.num_layers):
+        shapes.update((f"model.layers.{layer}.{name}", shape) for name, shape in _layer_shapes(spec))
+    shapes["model.norm.weight"] = (h,)
+    if not spec.tied_head:
+        shapes["lm_head.weight"] = (spec.vocab_size, h)
+    return shapes
+
+
+def _layer_shapes(spec: ModelSpec) -> Iterator[tuple[str, tuple[int, ...]]]:
+    biased = {"qkv": spec.qkv_bias, "o": spec.attn_out_bias, "gate_up": spec.mlp_bias, "down": spec.mlp_bias}
+    for module, width in spec.norms().values():
+        yield f"{module}.weight", (width,)
+    for site in spec.sites():
+        for module, out in zip(site.modules, site.out_features, strict=True):
+            yield f"{module}.weight", (out, site.in_features)
+            if biased[site.name]:
+                yield f"{module}.bias", (out,)

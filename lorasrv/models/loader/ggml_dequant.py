@@ -1,0 +1,105 @@
+"""Values of GGML blocks in fp32, and codes as they are. The formulas are ggml's.
+
+A block of the types that are decoded here holds 32 neighbours of a row: an fp16 scale d, a minimum m or none, then the
+levels q. The K-quants and their kind are left to the gguf package, imported when the first such tensor is met.
+"""
+
+import importlib
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lorasrv.errors import UnsupportedModel
+from lorasrv.models.loader.gguf_file import BLOCK, GgmlType, ggml_type
+from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, GroupQuantizedWeight
+
+__all__ = ["decode", "decode_codes", "ggml_type"]
+
+
+def _nibbles(q: Tensor) -> Tensor:
+    """[N, 16] uint8 -> [N, 32] fp32: low halves are the first sixteen values, high halves the rest."""
+    values = torch.empty((q.shape[0], BLOCK), dtype=torch.float32)
+    values[:, :16] = q & 15
+    values[:, 16:] = q >> 4
+    return values
+
+
+def _halves(columns: Tensor) -> Tensor:
+    return columns.contiguous().view(torch.float16).float()
+
+
+def _q4_0(blocks: Tensor) -> Tensor:
+    """Semantics: d * (q - 8)."""
+    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_halves(blocks[:, :2]))
+
+
+def _q4_1(blocks: Tensor) -> Tensor:
+    """Semantics: d * q + m."""
+    d_m = _halves(blocks[:, :4])
+    return _nibbles(blocks[:, 4:]).mul_(d_m[:, :1]).add_(d_m[:, 1:])
+
+
+def _q8_0(blocks: Tensor) -> Tensor:
+    """Semantics: d * q."""
+    return blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks[:, :2]))
+
+
+def _stored_as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    return lambda blocks: blocks.view(dtype).clone()
+
+
+def _by_gguf(name: str) -> Callable[[Tensor], Tensor]:
+    """A decoder by the gguf package, which takes most of a second to import."""
+
+    def decode_blocks(blocks: Tensor) -> Tensor:
+        try:
+            gguf = importlib.import_module("gguf")
+            dequantize, number = importlib.import_module("gguf.quants").dequantize, gguf.GGMLQuantizationType[name]
+        except (ImportError, KeyError):
+            raise UnsupportedModel(f"GGUF type {name} needs a newer gguf package: pip install -U gguf") from None
+        # A damaged scale may be infinite, and NaN follows; those who look at logits will see it.
+        with np.errstate(all="ignore"):
+            return torch.from_numpy(np.ascontiguousarray(dequantize(blocks.numpy(), number), dtype=np.float32))
+
+    return decode_blocks
+
+
+_DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "F32": _stored_as(torch.float32),
+    "F16": _stored_as(torch.float16),
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q8_0": _q8_0,
+    "BF16": _stored_as(torch.bfloat16),
+}
+"""Blocks [N, block_bytes] uint8 -> their values [N, block_size], fp32 or as stored."""
+
+
+def decode(raw: npt.NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> Tensor:
+    """Stored bytes -> a new tensor of `shape`, fp32 or as stored."""
+    decoder = _DECODERS.get(kind.name) or _by_gguf(kind.name)
+    return decoder(torch.from_numpy(raw).view(-1, kind.block_bytes)).view(shape)
+
+
+def decode_codes(raw: npt.NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> GroupQuantizedWeight | None:
+    """Stored bytes as codes: levels, scales and minima are the file's. None for types that are no such codes.
+
+    Q4_0's d * (q - 8) is d * q + m with m = -8 d, which fp16 holds exactly unless it overflows.
+    """
+    if kind.name not in ("Q4_0", "Q4_1", "Q8_0") or len(shape) != 2:
+        return None
+    blocks = torch.from_numpy(raw).view(-1, kind.block_bytes)
+    scale_bytes = 4 if kind.name == "Q4_1" else 2
+    factors = blocks[:, :scale_bytes].contiguous().view(torch.float16).view(shape[0], -1, scale_bytes // 2)
+    scales, levels = factors[..., 0].contiguous(), blocks[:, scale_bytes:]
+    if kind.name == "Q8_0":
+        codes = levels.contiguous().view(torch.int8).view(shape)
+        return GroupQuantizedWeight(codes, scales, None, INT8_LEVELS)
+    codes = torch.cat((levels & 15, levels >> 4), dim=1).view(shape)
+    minima = factors[..., 1].contiguous() if kind.name == "Q4_1" else scales * -8
+    if not minima.isfinite().all():
+        return None
+    return GroupQuantizedWeight(codes, scales, minima, INT4_LEVELS)

@@ -1,0 +1,96 @@
+"""A GGUF file as a checkpoint: canonical names, Hugging Face's row order, dequantized to fp32 a tensor at a time."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lorasrv.errors import CorruptModel, UnsupportedModel
+from lorasrv.models.families import tensor_shapes
+from lorasrv.models.loader.checkpoint import check_shapes
+from lorasrv.models.loader.ggml_dequant import decode, decode_codes
+from lorasrv.models.loader.gguf_file import GgufFile, gguf_tokenizer_source
+from lorasrv.models.loader.locate import gguf_family
+from lorasrv.models.rope_config import longrope_from_gguf
+from lorasrv.models.spec import ModelSpec
+from lorasrv.text.tokenizer import TokenizerSource
+from sgmv_kernels.ops import GroupQuantizedWeight
+
+_ROPE_FACTORS, _SHORT_FACTORS = "rope_freqs.weight", "rope_factors_short.weight"
+
+
+class GgufCheckpoint:
+    """See `Checkpoint`.
+
+    Raises:
+        CorruptModel, UnsupportedModel: what `GgufFile` and `Family` raise, or tensors that do not fit the metadata.
+    """
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.name = name or path.stem
+        self._file = GgufFile(path)
+        self._family, spec = gguf_family(self._file)
+        self._prefix = f"{self._file.metadata.get('general.architecture')}."
+        self.spec = self._with_rope_factors(spec)
+        self._stored = {name: self._family.gguf_name(name) for name in tensor_shapes(self.spec)}
+        found = {n: self._file.tensors[s].shape for n, s in self._stored.items() if s in self._file.tensors}
+        check_shapes(self.spec, found)
+
+    def names(self) -> Iterable[str]:
+        return self._stored.keys()
+
+    def tensor(self, name: str) -> Tensor:
+        stored = self._stored[name]
+        info = self._file.tensors[stored]
+        weight = decode(self._file.raw(stored), info.type, info.shape)
+        heads = self._family.permuted_heads(name, self.spec)
+        return weight if heads is None else _split_halves(weight, heads)
+
+    def codes(self, name: str) -> GroupQuantizedWeight | None:
+        stored = self._stored[name]
+        info = self._file.tensors[stored]
+        codes = decode_codes(self._file.raw(stored), info.type, info.shape)
+        heads = self._family.permuted_heads(name, self.spec)
+        if codes is None or heads is None:
+            return codes
+        return codes[_split_halves(torch.arange(info.shape[0]), heads)]
+
+    def tokenizer_source(self) -> TokenizerSource:
+        return gguf_tokenizer_source(self._file.metadata, self.spec)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _with_rope_factors(self, spec: ModelSpec) -> ModelSpec:
+        """With what a file says about RoPE in tensors: llama3's scaling, or LongRoPE's within the original context."""
+        if _SHORT_FACTORS in self._file.tensors:
+            short = self._factors(_SHORT_FACTORS, spec)
+            rope = longrope_from_gguf(spec.rope, self._file.metadata, self._prefix, short)
+            return replace(spec, rope=rope, max_position=min(spec.max_position, rope.max_position or spec.max_position))
+        if _ROPE_FACTORS in self._file.tensors:
+            if spec.rope.kind != "default":
+                raise UnsupportedModel(
+                    f"tensor {_ROPE_FACTORS} beside RoPE scaling {spec.rope.kind!r} is not supported"
+                )
+            return replace(spec, rope=replace(spec.rope, kind="factors", factors=self._factors(_ROPE_FACTORS, spec)))
+        if spec.rope.kind == "factors":
+            raise CorruptModel(f"the GGUF file lacks the tensor {_SHORT_FACTORS} that its RoPE scaling needs")
+        return spec
+
+    def _factors(self, name: str, spec: ModelSpec) -> tuple[float, ...]:
+        info, count = self._file.tensors[name], (spec.rope.dims or spec.head_dim) // 2
+        if info.shape != (count,):
+            raise CorruptModel(f"tensor {name} is {list(info.shape)}, not [{count}]")
+        factors = decode(self._file.raw(name), info.type, info.shape).float().tolist()
+        if not all(0 < factor < math.inf for factor in factors):
+            raise CorruptModel(f"tensor {name} holds what is no positive number")
+        return tuple(factors)
+
+
+def _split_halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows of each head from rotated pairs (x0 y0 x1 y1...) to halves (x0 x1... y0 y1...), as Hugging Face rotates."""
+    pairs = weight.view(heads, -1, 2, *weight.shape[1:])
+    return pairs.transpose(1, 2).reshape(weight.shape)

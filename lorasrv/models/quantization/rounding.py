@@ -1,0 +1,103 @@
+"""Weights rounded to codes, group by group. Rows go in chunks, so that temporaries stay small beside a large tensor."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorasrv.errors import UnsupportedFormat
+from sgmv_kernels.ops import INT8_LEVELS, GroupQuantizedWeight
+
+_CHUNK_BYTES = 4 << 20
+_MAX_INT8 = 127
+_SMALLEST = 2.0**-24
+"""Of fp16's positive numbers: no scale may become 0."""
+_SYMMETRIC = tuple((part, part) for part in (1.0, 0.96, 0.92, 0.88, 0.84))
+"""Parts of a group's range that are tried: cutting off its ends may cost less than coarser steps for all."""
+
+
+def check_group(weight: Tensor, group: int, option: str) -> None:
+    """Raises: UnsupportedFormat: rows of `weight` [O, H] do not divide into groups."""
+    if weight.shape[1] % group:
+        raise UnsupportedFormat(
+            f"{option}: groups of {group} do not divide the {weight.shape[1]} inputs of a linear; "
+            "choose another --quantization-group, or --quantization none"
+        )
+
+
+def round_symmetric(weight: Tensor, group: int) -> GroupQuantizedWeight:
+    """weight [O, H] floats -> int8 codes; scale = max |group| / 127."""
+
+    def rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        scale = (groups.abs().amax(dim=-1) / _MAX_INT8).clamp_min_(_SMALLEST).half()
+        codes = (groups / scale.float()[..., None]).round_().clamp_(-_MAX_INT8, _MAX_INT8)
+        return codes, scale, None
+
+    return _by_chunks(weight, group, INT8_LEVELS, rounded)
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Of each group the step and the smallest weight, fp16."""
+
+    scale: Tensor
+    minimum: Tensor
+
+    def codes(self, groups: Tensor, levels: int) -> Tensor:
+        """groups [..., group] -> the nearest code of each weight, as floats."""
+        at, by = self.minimum.float()[..., None], self.scale.float()[..., None]
+        return ((groups - at) / by).round_().clamp_(0, levels - 1)
+
+
+def fit_range(
+    groups: Tensor, levels: int, parts: Sequence[tuple[float, float]] = _SYMMETRIC, importance: Tensor | None = None
+) -> Range:
+    """groups [..., group] floats -> of a few ranges, for each group that with the least sum of squares of errors.
+
+    Args:
+        parts: what is kept of the way from the middle down to the smallest and up to the largest.
+        importance: how much the square of each weight's error counts, like the last dimensions of `groups`.
+    """
+    low, high = groups.amin(dim=-1), groups.amax(dim=-1)
+    middle = (low + high) / 2
+    best = torch.full_like(low, torch.inf)
+    scale, minimum = low.half(), low.half()
+    for down, up in parts:
+        tried_minimum = (middle + (low - middle) * down).half()
+        top = middle + (high - middle) * up
+        tried_scale = ((top - tried_minimum.float()) / (levels - 1)).clamp_min_(_SMALLEST).half()
+        tried = Range(tried_scale, tried_minimum)
+        held = tried.codes(groups, levels) * tried_scale.float()[..., None] + tried_minimum.float()[..., None]
+        error = held.sub_(groups).square_()
+        total = (error if importance is None else error.mul_(importance)).sum(dim=-1)
+        better = total < best
+        best = torch.where(better, total, best)
+        scale, minimum = torch.where(better, tried_scale, scale), torch.where(better, tried_minimum, minimum)
+    return Range(scale, minimum)
+
+
+def round_asymmetric(weight: Tensor, group: int, levels: int) -> GroupQuantizedWeight:
+    """weight [O, H] floats -> codes below `levels` between a group's smallest and largest, or a little inside."""
+
+    def rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        fitted = fit_range(groups, levels)
+        return fitted.codes(groups, levels), fitted.scale, fitted.minimum
+
+    return _by_chunks(weight, group, levels, rounded)
+
+
+def _by_chunks(weight: Tensor, group: int, levels: int, rounded) -> GroupQuantizedWeight:  # type: ignore[no-untyped-def]
+    out, inputs = weight.shape
+    symmetric = levels == INT8_LEVELS
+    codes = torch.empty((out, inputs), dtype=torch.int8 if symmetric else torch.uint8, device=weight.device)
+    scales = torch.empty((out, inputs // group), dtype=torch.float16, device=weight.device)
+    minima = None if symmetric else torch.empty_like(scales)
+    rows = max(1, _CHUNK_BYTES // (4 * inputs))
+    for start in range(0, out, rows):
+        chunk = slice(start, start + rows)
+        some, scale, minimum = rounded(weight[chunk].float().view(-1, inputs // group, group))
+        codes[chunk], scales[chunk] = some.view(-1, inputs), scale
+        if minima is not None:
+            minima[chunk] = minimum
+    return GroupQuantizedWeight(codes, scales, minima, levels)

@@ -1,0 +1,68 @@
+"""No quantization: weights as fp32 or bf16."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from lorasrv.models.quantization.base import Embedding, Linear
+from sgmv_kernels.ops import GroupQuantizedWeight
+
+
+class FloatLinear:
+    """See `Linear`. Weights take the dtype of activations for each product. On a CPU that widens bf16: sums are fp32,
+    and CPUs without bf16 are faster so.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, shared: bool = False) -> None:
+        self._weight = weight
+        self._bias = bias
+        self.out_features, self.in_features = weight.shape
+        own = 0 if shared else weight.nbytes
+        self.nbytes = own + (0 if bias is None else bias.nbytes)
+        self.can_be_recorded = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x, self._weight.to(x.dtype), None if self._bias is None else self._bias.to(x.dtype))
+
+    def dequantize(self) -> Tensor:
+        return self._weight.float()
+
+
+class FloatEmbedding:
+    """See `Embedding`."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.weight = weight
+        self.nbytes = weight.nbytes
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.weight).float()
+
+    def dequantize(self) -> Tensor:
+        return self.weight.float()
+
+
+class NoneFormat:
+    """`--quantization none`."""
+
+    name = "none"
+
+    def keeps(self, codes: GroupQuantizedWeight) -> bool:
+        del codes
+        return False
+
+    def linear(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        assert isinstance(weight, Tensor)
+        return FloatLinear(weight.to(dtype), None if bias is None else bias.float())
+
+    def embedding(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Embedding:
+        assert isinstance(weight, Tensor)
+        return FloatEmbedding(weight.to(dtype))
+
+    def head(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Linear:
+        return self.linear(weight, None, dtype)
+
+    def tied_head(self, embedding: Embedding, dtype: torch.dtype) -> Linear:
+        del dtype
+        assert isinstance(embedding, FloatEmbedding)
+        return FloatLinear(embedding.weight, None, shared=True)

@@ -1,0 +1,1 @@
+"""Tools that never serve: capacity planner, verification against PEFT, quantization."""

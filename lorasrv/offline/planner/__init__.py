@@ -1,0 +1,1 @@
+"""Capacity planner: replays a trace through the real scheduler on a simulated clock."""

@@ -1,0 +1,83 @@
+"""How large the adapters of a trace are: by the store, by the trace, or by a rank that is assumed. No torch."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+from adapter_store.errors import AdapterError
+from adapter_store.spec import AdapterKey, AdapterSpec
+from adapter_store.store import AdapterStore
+from lorasrv.metrics.trace import TraceRequest
+from lorasrv.models.lora_sites import adapter_layout, site_dims
+from lorasrv.models.spec import ModelSpec
+from lorasrv.offline.planner.what_if import name_of_size
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
+
+PIECES = 4
+"""Sites of a layout of which only the bytes are known: about as many panels as an adapter's usual."""
+PIECE_RANK = 16
+
+
+@dataclass(frozen=True)
+class AdapterSizes:
+    """`layout` by name. `told` by the store, `recorded` bytes by the trace; for the others `rank` on every linear."""
+
+    spec: ModelSpec
+    itemsize: int
+    rank: int
+    told: Mapping[str, AdapterLayout]
+    recorded: Mapping[str, int]
+
+    @classmethod
+    def of(
+        cls, spec: ModelSpec, itemsize: int, rank: int, trace: Sequence[TraceRequest], store: AdapterStore | None = None
+    ) -> "AdapterSizes":
+        recorded = {r.adapter: r.adapter_bytes for r in trace if r.adapter is not None and r.adapter_bytes is not None}
+        told = {}
+        if store is not None:
+            names = {r.adapter for r in trace if r.adapter is not None}
+            found = {name: _spec_in(store, name) for name in names}
+            told = {name: adapter_layout(spec, known, itemsize) for name, known in found.items() if known is not None}
+        return cls(spec, itemsize, rank, told, recorded)
+
+    def maker(self) -> Callable[[str], AdapterLayout]:
+        """Layouts by name, each made once."""
+
+        @cache
+        def layout_of(name: str) -> AdapterLayout:
+            like = name_of_size(name)
+            if like in self.told:
+                return self.told[like]
+            nbytes = self.recorded.get(like)
+            return self._of_rank() if nbytes is None else layout_of_bytes(nbytes, self.spec.num_layers, self.itemsize)
+
+        return layout_of
+
+    def assumed(self, names: Sequence[str]) -> list[str]:
+        """Of which of these nobody has told the size."""
+        return [name for name in names if name not in self.told and name not in self.recorded]
+
+    def _of_rank(self) -> AdapterLayout:
+        sites = site_dims(self.spec)
+        layer = tuple(tuple(self.rank for _ in site.out_features) for site in sites)
+        return AdapterLayout(sites, (layer,) * self.spec.num_layers, self.itemsize)
+
+
+@cache
+def layout_of_bytes(nbytes: int, num_layers: int, itemsize: int) -> AdapterLayout:
+    """One that takes about so many bytes, in equal layers."""
+    width = max(1, round(nbytes / (num_layers * PIECES * 2 * PIECE_RANK * itemsize)))
+    sites = (SiteDims(width, (width,)),) * PIECES
+    return AdapterLayout(sites, (((PIECE_RANK,),) * PIECES,) * num_layers, itemsize)
+
+
+def _spec_in(store: AdapterStore, name: str) -> AdapterSpec | None:
+    """What the store has under a name, or under a digest, if it has it."""
+    try:
+        return store.spec(store.resolve(name).key)
+    except (AdapterError, OSError):
+        pass
+    try:
+        return store.spec(AdapterKey(name))
+    except (AdapterError, OSError):
+        return None

@@ -1,0 +1,131 @@
+"""What serving costs on a machine, as plain numbers: what `replay` predicts with, kept as JSON. No torch.
+
+What was measured on this machine, kept for the next time: one small file for each model and form of it. No torch.
+"""
+
+import hashlib
+import json
+import math
+import os
+import platform
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from lorasrv import __version__
+from lorasrv.config import ModelOptions
+from lorasrv.errors import ConfigError
+from lorasrv.memory.cost_model import PARTS, CostModel, Rate, StepCosts
+
+
+@dataclass(frozen=True, slots=True)
+class MachineProfile:
+    """Seconds.
+
+    Args:
+        step: for each of `step_costs.PARTS`, of the whole of `Engine.step`.
+        between_steps_s: from the end of a step to the begin of the next, while there is something to compute.
+        edge_s: from a request's arrival until the engine may see it.
+        load_s, load_byte_s: to bring an adapter from disk to host memory, whatever its size, and for each of its bytes.
+        copy_s, copy_byte_s: from there to the pool.
+        swap_byte_s: between the pool and host memory, for pages of preempted requests.
+        stall_s, stall_byte_s: what the step that runs meanwhile loses to a load from disk, and to each of its bytes.
+    Raises:
+        ConfigError: a value is missing, negative or no number.
+    """
+
+    step: Mapping[str, float]
+    between_steps_s: float = 0.0
+    edge_s: float = 0.0
+    load_s: float = 0.0
+    load_byte_s: float = 1 / 0.5e9
+    copy_s: float = 0.0
+    copy_byte_s: float = 1 / 4e9
+    swap_byte_s: float = 1 / 4e9
+    stall_s: float = 0.0
+    stall_byte_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if set(self.step) != set(PARTS):
+            raise ConfigError(f"costs: step must have {', '.join(PARTS)}, not {', '.join(map(str, self.step))}")
+        named = {**{f"step.{part}": s for part, s in self.step.items()}, **self._rates()}
+        for name, value in named.items():
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf:
+                raise ConfigError(f"costs: {name} must be 0 or more, not {value!r}")
+
+    @classmethod
+    def read(cls, path: Path) -> "MachineProfile":
+        """Raises: ConfigError: the file is no costs. OSError: it cannot be read."""
+        try:
+            facts = json.loads(path.read_text("utf-8"))
+        except ValueError:
+            raise ConfigError(f"costs: {path} is not JSON") from None
+        return cls.of(facts)
+
+    @classmethod
+    def of(cls, facts: Any) -> "MachineProfile":
+        """From JSON. Raises: ConfigError."""
+        known = {f.name for f in fields(cls)}
+        if not isinstance(facts, dict) or not isinstance(facts.get("step"), dict):
+            raise ConfigError('costs: must be a JSON object with "step", an object')
+        if unknown := facts.keys() - known:
+            raise ConfigError(f"costs: {', '.join(sorted(unknown))} is unknown; there are {', '.join(sorted(known))}")
+        return cls(**facts)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON."""
+        return {**asdict(self), "step": dict(self.step)}
+
+    def model(self, typical_bytes: int) -> CostModel:
+        """As a server would have learnt them, with adapters of about that size."""
+        step = StepCosts.known(self.step)
+        return CostModel(
+            load=Rate(self.load_byte_s + self.load_s / max(1, typical_bytes)),
+            copy=Rate(self.copy_byte_s + self.copy_s / max(1, typical_bytes)),
+            page_copy=Rate(self.swap_byte_s),
+            token=Rate(max(step.token_s, 1e-6)),
+            step=step,
+        )
+
+    def _rates(self) -> dict[str, float]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "step"}
+
+
+FORMAT = 1
+
+
+def cache_file(model_name: str, options: ModelOptions) -> Path:
+    """Where the costs of this model are kept: they are this CPU's and this version's."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    made = str(options.quantized_weights.absolute()) if options.quantized_weights is not None else None
+    weights = [options.quantization, options.quantization_group, made, options.load_format]
+    facts = [FORMAT, model_name, *weights, options.dtype, options.device, options.kernels, cpu_model(), os.cpu_count()]
+    digest = hashlib.sha256(json.dumps([*facts, __version__]).encode()).hexdigest()
+    return Path(base) / "lorasrv" / f"costs-{digest[:16]}.json"
+
+
+def read_cached(path: Path) -> MachineProfile | None:
+    """None if there is nothing, or nothing that can be read."""
+    try:
+        return MachineProfile.read(path)
+    except (OSError, ConfigError):
+        return None
+
+
+def write_cached(path: Path, costs: MachineProfile) -> None:
+    """Whole or not at all. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_text(json.dumps(costs.to_dict(), indent=1) + "\n", "utf-8")
+    part.replace(path)
+
+
+def cpu_model() -> str:
+    """What this machine computes with."""
+    try:
+        found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        found = None
+    return found.group(1).strip() if found else platform.processor() or platform.machine()

@@ -1,0 +1,372 @@
+"""Recorded traffic through the real scheduler, pool accounts and host cache, with a clock that jumps. No torch.
+
+What a server does between two steps is done here in the same order: reports of the loader, `Scheduler.schedule`,
+orders, the step, `update_from_output`. Only the work is not: a step takes what `StepCosts` says of its shape, a load
+what its bytes take, an answer has as many tokens as it had. Queues, chunks and evictions are the scheduler's own.
+
+Prompts of a replay: as long as the recorded ones, and alike where those were. No torch.
+
+A trace tells how many tokens of a prompt were known, not which. Here the requests of one adapter begin with the same
+tokens, as many as were known; the first of each adapter begins with as many as any other shares, for it is where they
+come from. All other tokens are a request's own. Whether a beginning is still there is then up to the real prefix cache.
+"""
+
+import hashlib
+import math
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from adapter_store.host_cache import HostCache
+from adapter_store.spec import AdapterKey
+from lorasrv.config import MemoryOptions, SchedulerOptions
+from lorasrv.engine.backpressure import num_queued
+from lorasrv.engine.input_processor import Admission
+from lorasrv.errors import InvalidRequest
+from lorasrv.memory.cost_model import StepShape
+from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
+from lorasrv.metrics.trace import TraceRequest
+from lorasrv.offline.planner.machine_profile import MachineProfile
+from lorasrv.offline.planner.sim_loader import LoadPart, SimLoader
+from lorasrv.outputs import AdapterTier, EngineOutput, RequestId, RequestTiming
+from lorasrv.request import EngineCoreRequest
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler.scheduler import Scheduler
+from lorasrv.scheduler_output import SchedulerOutput, SwapIn, SwapOut
+from sgmv_kernels.formats.adapter_panels import AdapterLayout
+
+EOS, OTHER_TOKEN, SHARED_TOKEN = 0, 1, 2
+FIRST_OWN_TOKEN = 3
+VOCABULARY = 1 << 62
+
+
+class SimulatedPrompts:
+    """Token ids by the number of a request in the trace."""
+
+    def __init__(self, trace: Sequence[TraceRequest]) -> None:
+        self._trace = trace
+        self._shared = [request.cached_tokens for request in trace]
+        most: dict[str | None, int] = {}
+        first: dict[str | None, int] = {}
+        for number, request in enumerate(trace):
+            most[request.adapter] = max(most.get(request.adapter, 0), request.cached_tokens)
+            first.setdefault(request.adapter, number)
+        for adapter, number in first.items():
+            self._shared[number] = most[adapter]
+
+    def of(self, number: int) -> tuple[int, ...]:
+        """The tokens of one. A page's hash tells its request from the first own token on, whatever follows."""
+        length = self._trace[number].prompt_tokens
+        shared = min(self._shared[number], length)
+        if shared == length:
+            return (SHARED_TOKEN,) * length
+        return (SHARED_TOKEN,) * shared + (FIRST_OWN_TOKEN + number,) + (OTHER_TOKEN,) * (length - shared - 1)
+
+
+Progress = Callable[[float], None]
+TELL_EVERY = 512
+SHORTEST_WAIT_S = 1e-3
+"""A clock that did not move on would wait for ever."""
+
+
+@dataclass(frozen=True)
+class SimServer:
+    """The server that a trace is replayed on. `layout_of` tells how an adapter of this name lies in the pool."""
+
+    geometry: PoolGeometry
+    memory: MemoryOptions
+    scheduler: SchedulerOptions
+    costs: MachineProfile
+    layout_of: Callable[[str], AdapterLayout]
+    max_model_len: int = 1 << 30
+
+
+@dataclass(slots=True)
+class SimulatedRequest:
+    """What became of a request; times are on the trace's clock. `refused` says why, if it was not served."""
+
+    request: TraceRequest
+    first_token_s: float | None = None
+    last_token_s: float = 0.0
+    end_s: float | None = None
+    tokens: int = 0
+    timing: RequestTiming = field(default_factory=RequestTiming)
+    refused: str | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_s is None else self.first_token_s - self.request.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time of a token after the first."""
+        if self.first_token_s is None or self.tokens < 2:
+            return None
+        return (self.last_token_s - self.first_token_s) / (self.tokens - 1)
+
+
+@dataclass(frozen=True)
+class SimulationResult:
+    """Everything that a replay has counted. `gaps_s`: between the tokens of each answer, all of them."""
+
+    outcomes: Sequence[SimulatedRequest]
+    gaps_s: Sequence[float]
+    end_s: float
+    busy_s: float
+    steps: int
+    preemptions: int
+    loads_from_disk: int
+    loads_from_host: int
+    evictions: int
+    pool_used: float
+    """Mean share of the pool that requests and adapters held while steps were computed."""
+
+
+class Simulator:
+    """One replay; `run` it once."""
+
+    def __init__(self, server: SimServer, trace: Sequence[TraceRequest]) -> None:
+        self._server = server
+        self._costs = server.costs
+        self.now = 0.0
+        self._trace = sorted(trace, key=lambda request: request.arrival_s)
+        self._names = {_key(r.adapter): r.adapter for r in self._trace if r.adapter is not None}
+        self._layouts = {key: server.layout_of(name) for key, name in self._names.items()}
+        self.cache: HostCache[int] = HostCache(server.memory.host_cache_bytes)
+        self.books = PoolBooks.make(
+            server.geometry,
+            server.memory,
+            server.scheduler.preemption,
+            self.is_on_host,
+            lambda: self.now,
+            self._costs.model(_typical_bytes(self._layouts)),
+        )
+        self._step_costs = self.books.costs.step
+        self.scheduler = Scheduler(server.scheduler, self.books, frozenset({EOS}), self.is_on_host)
+        self._loader = SimLoader(self._costs, self.cache, lambda key: self._layouts[key].nbytes)
+        self._admission = Admission(self.books, self, server.max_model_len, VOCABULARY)
+        self._prompts = SimulatedPrompts(self._trace)
+        self._outcomes = [SimulatedRequest(request) for request in self._trace]
+        self._live: dict[RequestId, SimulatedRequest] = {}
+        self._inbox: list[EngineCoreRequest] = []
+        self._next = 0
+        self._wake_s = math.inf
+        self._gaps = array("d")
+        self._steps = 0
+        self._busy_s = 0.0
+        self._used_page_s = 0.0
+
+    # What `Admission` is to know of adapters.
+
+    @property
+    def max_host_bytes(self) -> int:
+        return self.cache.max_bytes
+
+    def hold(self, key: AdapterKey, /) -> None:
+        """Nothing is deleted here."""
+
+    def layout(self, key: AdapterKey, /) -> AdapterLayout:
+        return self._layouts[key]
+
+    def knows_layout(self, _: AdapterKey) -> bool:
+        return True
+
+    def is_on_host(self, key: AdapterKey) -> bool:
+        return key in self.cache
+
+    def run(self, progress: Progress = lambda _: None) -> SimulationResult:
+        """Until the last request has ended."""
+        told = 0
+        while self._is_busy:
+            if not self._step() and self._is_busy:
+                self._wait()
+            if self._next - told >= TELL_EVERY:
+                told = self._next
+                progress(told / len(self._trace))
+        self.books.check_integrity()
+        self.scheduler.check_integrity()
+        return self._replayed()
+
+    @property
+    def _is_busy(self) -> bool:
+        return self._next < len(self._trace) or bool(self._inbox) or self.scheduler.has_requests
+
+    def _step(self) -> bool:
+        """One round of the engine; whether anything was computed or given up."""
+        for message in self._inbox:
+            self.scheduler.add(message)
+        self._inbox.clear()
+        self._take_reports()
+        step = self.scheduler.schedule()
+        self._wake_s = math.inf if step.wake_s is None else step.wake_s
+        self._give_orders(step)
+        if step.scheduled:
+            self._compute(step)
+        elif step.num_preempted:
+            self._pass(self._costs.between_steps_s + SHORTEST_WAIT_S)
+        self._hear(self.scheduler.update_from_output(step, self._sampled(step)))
+        return bool(step.scheduled) or step.num_preempted > 0
+
+    # Time.
+
+    def _wait(self) -> None:
+        """Nothing can be computed: until something comes."""
+        if not self._inbox and not self._loader.has_reports:
+            wake_s = max(self._wake_s, self.now + SHORTEST_WAIT_S)
+            self._move_to(min(self._arrival_s(), self._loader.next_event_s(), wake_s))
+
+    def _compute(self, step: SchedulerOutput) -> None:
+        begun = self.now
+        swapped = sum(len(op.pages) for op in step.page_ops if isinstance(op, SwapOut | SwapIn))
+        seconds = self._step_costs.seconds(StepShape.of(step)) + self._costs.between_steps_s
+        self._pass(seconds + swapped * self._server.geometry.block_bytes * self._costs.swap_byte_s)
+        self._steps += 1
+        self._busy_s += self.now - begun
+        held = self.books.geometry.num_pages - self.books.num_free - self.books.num_resting_prefix_pages
+        self._used_page_s += held * (self.now - begun)
+
+    def _pass(self, work_s: float) -> None:
+        """So much work is done, and what the loads cost it that end meanwhile."""
+        ends_s = self.now + work_s
+        self._loader.take_stall_s()
+        while self.now < ends_s:
+            self._move_to(min(ends_s, self._arrival_s(), self._loader.next_event_s()))
+            ends_s += self._loader.take_stall_s()
+
+    def _move_to(self, time_s: float) -> None:
+        assert time_s < math.inf, "requests wait for nothing"
+        self.now = max(self.now, time_s)
+        self._loader.advance(self.now)
+        while self._arrival_s() <= self.now:
+            self._arrives(self._outcomes[self._next], self._next)
+            self._next += 1
+
+    def _arrival_s(self) -> float:
+        if self._next == len(self._trace):
+            return math.inf
+        return self._trace[self._next].arrival_s + self._costs.edge_s
+
+    # Requests.
+
+    def _arrives(self, outcome: SimulatedRequest, number: int) -> None:
+        """At the edge, while the engine may be in a step: admitted, and its adapter's file begun to be read."""
+        request, rid = outcome.request, RequestId(f"r{number}")
+        outcome.refused = self._why_not(request)
+        message = None if outcome.refused else self._message(rid, request, number)
+        if message is None:
+            outcome.refused, outcome.end_s = outcome.refused or "does not fit", self.now
+            return
+        self._live[rid] = outcome
+        self._inbox.append(message)
+        if message.adapter_key is not None and message.found is AdapterTier.DISK:
+            self._loader.prefetch(message.adapter_key)
+
+    def _why_not(self, request: TraceRequest) -> str | None:
+        """Why a request is refused before anybody looks at its tokens, if it is."""
+        options, scheduler = self._server.scheduler, self.scheduler
+        sent = len(self._inbox) + 1
+        if num_queued(sent, scheduler.num_waiting, scheduler.num_running, options.max_num_seqs) > (
+            options.max_num_queued_seqs
+        ):
+            return "overloaded"
+        if request.prompt_tokens + request.output_tokens > self._server.max_model_len:
+            return "too long"
+        return None
+
+    def _message(self, rid: RequestId, request: TraceRequest, number: int) -> EngineCoreRequest | None:
+        """None if it can never fit."""
+        # Where the context is shorter than the recorded server's, an answer may only have what is left of it.
+        most = max(request.output_tokens, request.max_tokens or 0)
+        most = min(most, self._server.max_model_len - request.prompt_tokens)
+        try:
+            return self._admission.admit(
+                rid,
+                self._prompts.of(number),
+                SamplingParams(max_tokens=most, temperature=0.0),
+                None if request.adapter is None else _key(request.adapter),
+                principal=request.key or "anonymous",
+                adapter_id=request.adapter or "",
+                priority=request.priority,
+                timeout_s=request.timeout_s,
+            )
+        except InvalidRequest:
+            return None
+
+    def _sampled(self, step: SchedulerOutput) -> dict[RequestId, int]:
+        """The last token of an answer ends it, unless its length does."""
+        tokens = {}
+        for share in step.scheduled:
+            if share.samples:
+                is_last = share.num_generated + 1 >= self._live[share.request_id].request.output_tokens
+                tokens[share.request_id] = EOS if is_last else OTHER_TOKEN
+        return tokens
+
+    def _hear(self, outputs: Sequence[EngineOutput]) -> None:
+        for output in outputs:
+            outcome = self._live[output.request_id]
+            for _ in output.new_token_ids:
+                self._has_token(outcome)
+            if output.finish_reason is not None:
+                outcome.timing, outcome.end_s = output.timing, self.now
+                if not outcome.tokens or output.refusal is not None:
+                    outcome.refused = str(output.refusal or output.finish_reason)
+                del self._live[output.request_id]
+
+    def _has_token(self, outcome: SimulatedRequest) -> None:
+        if outcome.first_token_s is None:
+            outcome.first_token_s = self.now
+        else:
+            self._gaps.append(self.now - outcome.last_token_s)
+        outcome.last_token_s = self.now
+        outcome.tokens += 1
+
+    # Adapters.
+
+    def _take_reports(self) -> None:
+        for key, part in self._loader.poll():
+            if part is LoadPart.LOADED:
+                self.books.tiers.loaded(key)
+            else:
+                self.scheduler.adapter_copied(key)
+
+    def _give_orders(self, step: SchedulerOutput) -> None:
+        for key in step.orders.cancels:
+            self._loader.cancel(key)
+        for key in step.orders.loads:
+            self._loader.load(key)
+        for key, _ in step.orders.copies:
+            self._loader.copy(key)
+
+    def _replayed(self) -> SimulationResult:
+        return SimulationResult(
+            outcomes=self._outcomes,
+            gaps_s=self._gaps,
+            end_s=max((o.end_s or 0.0 for o in self._outcomes), default=0.0),
+            busy_s=self._busy_s,
+            steps=self._steps,
+            preemptions=self.scheduler.counters.preemptions,
+            loads_from_disk=self._loader.num_from_disk,
+            loads_from_host=self._loader.num_from_host,
+            evictions=self.books.adapters.num_evictions,
+            pool_used=self._used_page_s / max(1e-12, self._busy_s * self.books.geometry.num_pages),
+        )
+
+
+def replay(server: SimServer, trace: Sequence[TraceRequest], progress: Progress = lambda _: None) -> SimulationResult:
+    """What would happen if this traffic came to that server, which has nothing in memory yet."""
+    return Simulator(server, trace).run(progress)
+
+
+def resized(server: SimServer, pool_bytes: int) -> SimServer:
+    """The same with another pool."""
+    pages = max(1, pool_bytes // server.geometry.block_bytes)
+    return replace(server, geometry=replace(server.geometry, num_pages=pages))
+
+
+def _key(adapter: str) -> AdapterKey:
+    """A name's content: here a name means one only."""
+    return AdapterKey(hashlib.sha256(adapter.encode("utf-8", "surrogatepass")).hexdigest())
+
+
+def _typical_bytes(layouts: Mapping[AdapterKey, AdapterLayout]) -> int:
+    return sum(layout.nbytes for layout in layouts.values()) // max(1, len(layouts))

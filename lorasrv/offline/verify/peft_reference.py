@@ -1,0 +1,127 @@
+"""transformers and PEFT with the weights that are served, in float32: what a verification compares with.
+
+The only module of the packages that imports them, and only the process that verifies imports it.
+"""
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import peft
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import initialization
+
+from adapter_store.formats.adapter_config import FIELD_RULES, Decision
+from adapter_store.formats.peft_dir import CONFIG_NAME, WEIGHTS_NAME
+from adapter_store.formats.weights import AdapterWeights
+from lorasrv.models.loader import Checkpoint
+from lorasrv.models.spec import ModelSpec
+from lorasrv.offline.verify.hf_config import config_from_spec
+from lorasrv.offline.verify.job import CannotVerify, VerifyJob
+from lorasrv.worker.weights import ModelWeights, Progress
+
+NAME = "default"
+PREFIX = "base_model.model.model.layers."
+SELECTING = frozenset({"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"})
+READ_FIELDS = frozenset(name for name, rule in FIELD_RULES.items() if rule.decision is Decision.HONOURED) - SELECTING
+
+
+class PeftReference:
+    """A float32 model of transformers over dequantized weights, with PEFT's own reading of the adapter around it."""
+
+    def __init__(
+        self, job: VerifyJob, checkpoint: Checkpoint, weights: ModelWeights, adapter: AdapterWeights, progress: Progress
+    ) -> None:
+        base = _base(job, checkpoint.spec)
+        _fill(base, checkpoint, weights, progress)
+        with tempfile.TemporaryDirectory(prefix="lorasrv-verify-") as folder:
+            _write_adapter(Path(folder), job, adapter)
+            self._model: Any = peft.PeftModel.from_pretrained(base, folder, adapter_name=NAME)
+        self._model.eval()
+
+    @torch.inference_mode()
+    def logits(self, tokens: Sequence[int], positions: int) -> tuple[Tensor, Tensor]:
+        """Logits [positions, V] fp32 of the last tokens, with the adapter and without."""
+        ids = torch.tensor([list(tokens)])
+        adapted = self._model(ids, use_cache=False).logits[0, -positions:].clone()
+        with self._model.disable_adapter():
+            plain = self._model(ids, use_cache=False).logits[0, -positions:].clone()
+        return adapted, plain
+
+    @torch.inference_mode()
+    def delta(self, layer: int, module: str, x: Tensor, width: int) -> Tensor:
+        """What PEFT adds to one linear: x [T, in] -> [T, width]; zeros where it adapts nothing."""
+        lora = self._model.get_base_model().get_submodule(f"model.layers.{layer}.{module}")
+        if NAME not in getattr(lora, "lora_A", {}):
+            return torch.zeros(len(x), width)
+        added: Tensor = lora.lora_B[NAME](lora.lora_A[NAME](x)) * lora.scaling[NAME]
+        return added
+
+
+def _base(job: VerifyJob, spec: ModelSpec) -> Any:
+    """An empty model: from config.json where there is one, which leaves our reading of it out of the comparison."""
+    folder = Path(job.model.model).expanduser()
+    if job.model.load_format != "dummy" and folder.is_dir():
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    else:
+        config = config_from_spec(spec)
+    # Drawing random numbers for weights that are replaced takes longer than all the rest.
+    with initialization.no_init_weights():
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
+        )
+    if config.tie_word_embeddings:
+        model.tie_weights()
+    return model.eval()
+
+
+@torch.no_grad()
+def _fill(model: Any, checkpoint: Checkpoint, weights: ModelWeights, progress: Progress) -> None:
+    """Put what is served into the model, a tensor at a time.
+
+    Raises:
+        CannotVerify: the model has other tensors than the checkpoint.
+    """
+    spec = weights.spec
+    gemma = spec.family.startswith("gemma")
+    parameters = dict(model.named_parameters())
+    for i, (name, parameter) in enumerate(parameters.items()):
+        progress("filling the oracle's base", i / len(parameters))
+        try:
+            value = checkpoint.tensor(name).float() if name.endswith(".bias") else weights.dequantized(name)
+        except KeyError:
+            raise CannotVerify(f"the {spec.family} model of transformers has {name}, which this base has not") from None
+        if gemma and "norm" in name:
+            # Served norms are what is multiplied by; gemma's modules add 1 to theirs.
+            value = value - 1
+        parameter.copy_(value)
+    progress("filling the oracle's base", 1.0)
+    tied = {"lm_head.weight"} if spec.tied_head else set()
+    if missing := sorted(set(checkpoint.names()) - parameters.keys() - tied):
+        raise CannotVerify(f"the {spec.family} model of transformers has no {missing[0]}, which this base has")
+
+
+def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights) -> None:
+    """The adapter as PEFT loads it: the stored file itself, unless its tensors have names that PEFT would pass over.
+
+    Of the config what PEFT is to honour, and nothing else. Which modules it adapts PEFT would find with expressions
+    that were uploaded, and one may take for ever to match; here they are the modules that have weights.
+    """
+    config = {name: value for name, value in job.config.items() if name in READ_FIELDS}
+    config["target_modules"] = sorted({f"{m.layer}.{m.module}" for m in adapter.spec.modules})
+    (folder / CONFIG_NAME).write_text(json.dumps(config, default=dict))
+    names: dict[str, str] = {}
+    for m in adapter.spec.modules:
+        stem = f"{PREFIX}{m.layer}.{m.module}"
+        names |= {m.a_name: f"{stem}.lora_A.weight", m.b_name: f"{stem}.lora_B.weight"}
+    if all(own == wanted for own, wanted in names.items()):
+        os.symlink(job.weights.absolute(), folder / WEIGHTS_NAME)
+        return
+    tensors = load_file(job.weights)
+    save_file({wanted: tensors[own] for own, wanted in names.items()}, folder / WEIGHTS_NAME)

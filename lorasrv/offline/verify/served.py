@@ -1,0 +1,135 @@
+"""What a server computes: its decoder, its kernels and its panels of a stored adapter, over a small pool of its own.
+
+As in serving, rows with the adapter and rows without share every step; prompts come in two chunks, then token by token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from adapter_store.errors import AdapterCorrupt
+from adapter_store.formats.safetensors_file import header_cap_bytes, parse_header
+from adapter_store.formats.weights import AdapterWeights, read_verified, weights_from_bytes
+from adapter_store.spec import AdapterKey, BaseShapes
+from adapter_store.validation.validate import validate_adapter
+from lorasrv.engine.factory import choose_format, make_ops
+from lorasrv.models.loader import Checkpoint, WeightMeter
+from lorasrv.models.lora_sites import adapter_layout, base_shapes
+from lorasrv.offline.verify.job import VerifyJob
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
+from lorasrv.worker.adapter_packing import pack_adapter
+from lorasrv.worker.decoder import Decoder, DecoderLimits
+from lorasrv.worker.device_pool import DevicePool, page_bytes
+from lorasrv.worker.forward_batch import ForwardBatch, build_batch
+from lorasrv.worker.weights import CPU, Progress, load_weights
+from sgmv_kernels.formats.adapter_panels import PlacedAdapter
+
+PAGE_TOKENS = 16
+WITH, WITHOUT = RequestId("with"), RequestId("without")
+
+
+@dataclass(frozen=True)
+class PromptLogits:
+    """A prompt and the tokens that follow it, greedily with the adapter; logits [positions, V] fp32 of the last
+    `positions` tokens, with the adapter and without, over the same tokens.
+    """
+
+    tokens: tuple[int, ...]
+    adapted: Tensor
+    plain: Tensor
+
+
+def read_adapter(job: VerifyJob, base: BaseShapes) -> AdapterWeights:
+    """The stored weights, as the store gives them to a server.
+
+    Raises:
+        AdapterError: they are damaged, or do not fit the base.
+    """
+    with job.weights.open("rb") as file:
+        data = read_verified(file, job.weights_digest)
+    header = parse_header(data, header_cap_bytes(base))
+    spec = validate_adapter(job.config, header, base, job.max_lora_rank, weights_digest=job.weights_digest)
+    if spec.key != job.key:
+        raise AdapterCorrupt("the stored adapter is not what its name says; upload it again")
+    return weights_from_bytes(data, header, spec)
+
+
+class ServedModel:
+    """A model as served, with one adapter in its pool. Weights stay readable as `weights`."""
+
+    def __init__(self, job: VerifyJob, checkpoint: Checkpoint, progress: Progress) -> None:
+        dtype: torch.dtype = getattr(torch, job.model.dtype)
+        kv_dtype = dtype if job.kv_dtype == "auto" else getattr(torch, job.kv_dtype)
+        self.ops = make_ops(job.model, checkpoint.spec, CPU)
+        self.ops.warm_up([dtype, kv_dtype])
+        self._format = choose_format(job.model, checkpoint, self.ops)
+        self.weights = load_weights(checkpoint, self._format, dtype, WeightMeter(), progress)
+        self.adapter = read_adapter(job, base_shapes(checkpoint.spec))
+        self._key: AdapterKey = job.key
+        self._dtype = dtype
+        longest = max(len(prompt) for prompt in job.prompts) + job.new_tokens
+        self._pages = -(-longest // PAGE_TOKENS)
+        self._memory, self._placed = self._pool(kv_dtype)
+        limits = DecoderLimits(longest, 2 * longest, 2, dtype)
+        self._decoder = Decoder(self.weights, self._memory, limits, self.ops)
+
+    @property
+    def quantization(self) -> str:
+        return self._format.name
+
+    def logits(self, prompt: Sequence[int], new_tokens: int) -> PromptLogits:
+        """The prompt in two chunks and `new_tokens` tokens after it, with the adapter and without side by side."""
+        tokens = list(prompt)
+        cut = len(tokens) // 2
+        if cut:
+            self._step(tokens[:cut], 0, samples=False)
+        adapted, plain = self._step(tokens[cut:], cut)
+        rows = [(adapted, plain)]
+        for _ in range(new_tokens):
+            tokens.append(int(rows[-1][0].argmax()))
+            rows.append(self._step(tokens[-1:], len(tokens) - 1))
+        return PromptLogits(tuple(tokens), torch.stack([a for a, _ in rows]), torch.stack([p for _, p in rows]))
+
+    @torch.inference_mode()
+    def delta(self, layer: int, site: int, x: Tensor) -> Tensor:
+        """What the adapter adds to one site. x [T, in] fp32 -> [T, sum of the slices' widths]."""
+        y = torch.zeros(len(x), sum(self.weights.spec.sites()[site].out_features))
+        plan = self._batch([0] * len(x), 0, samples=True, plain=False).tables.lora
+        self.ops.sgmv_(y, x, self._memory.slab(layer), plan, layer, site)
+        return y
+
+    def _step(self, tokens: Sequence[int], start: int, samples: bool = True) -> tuple[Tensor, Tensor]:
+        """Logits [V] of the last token, with the adapter and without."""
+        batch = self._batch(tokens, start, samples)
+        logits = self._decoder.forward(batch)
+        if not samples:
+            return logits, logits
+        by_id = {share.request_id: row.clone() for share, row in zip(batch.sampled, logits, strict=True)}
+        return by_id[WITH], by_id[WITHOUT]
+
+    def _batch(self, tokens: Sequence[int], start: int, samples: bool, plain: bool = True) -> ForwardBatch:
+        def share(request_id: RequestId, first_page: int, key: AdapterKey | None) -> ScheduledRequest:
+            pages = tuple(range(first_page, first_page + self._pages))
+            return ScheduledRequest(request_id, tuple(tokens), start, pages, key, samples, SamplingParams(), 0)
+
+        shares = [share(WITH, 0, self._key)]
+        if plain:
+            shares.append(share(WITHOUT, self._pages, None))
+        step = SchedulerOutput(tuple(shares), {self._key: self._placed}, (), AdapterOrders(), 0)
+        return build_batch(step, self._memory, self._dtype, self.ops)
+
+    def _pool(self, kv_dtype: torch.dtype) -> tuple[DevicePool, PlacedAdapter]:
+        """Pages for two sequences, and behind them the adapter's."""
+        spec = self.weights.spec
+        layout = adapter_layout(spec, self.adapter.spec, self._dtype.itemsize)
+        block = page_bytes(spec, PAGE_TOKENS, kv_dtype)
+        needed = layout.num_pages(block)
+        memory = DevicePool(spec, 2 * self._pages + needed, PAGE_TOKENS, kv_dtype, CPU)
+        placed = layout.place([(2 * self._pages, needed)], block)
+        assert placed is not None, "one run holds what needs so many pages"
+        memory.write_adapter(pack_adapter(spec, layout, self.adapter, self._dtype), placed)
+        return memory, placed

@@ -1,0 +1,104 @@
+"""The process that verifies: `python -m lorasrv.offline.verify.worker`. A job on stdin, events on stdout, a line each.
+
+It gives way to everything else on the machine, computes with one thread, and ends when its stdin does: so it does not
+outlive a server that was killed.
+"""
+
+import json
+import os
+import resource
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from lorasrv.offline.verify.job import VerifyJob
+from lorasrv.worker.host_memory import peak_bytes
+
+NICENESS = 19
+CHUNK_BYTES = 1 << 12
+
+
+def main() -> None:
+    """Answer one job with `progress` events and one `result` or `error`."""
+    os.nice(NICENESS)
+    # Libraries print: what they say goes to stderr, and only events to whoever started this.
+    events = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    job = VerifyJob.from_line(sys.stdin.buffer.readline())
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
+    _Events(events).tell_all(job)
+
+
+class _Events:
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._last = ("", -1)
+
+    def tell_all(self, job: VerifyJob) -> None:
+        started = time.monotonic()
+        self.progress("importing transformers and PEFT", 0.0)
+        try:
+            facts = self._verified(job)
+        except Exception as error:
+            self._tell({"error": _shown(error)})
+            raise
+        self._tell({"result": {**facts, "seconds": round(time.monotonic() - started, 2), **_used()}})
+
+    def progress(self, what: str, done: float) -> None:
+        """Hundredths are enough."""
+        step = (what, int(100 * done))
+        if step != self._last:
+            self._last = step
+            self._tell({"progress": [what, round(done, 2)]})
+
+    def _verified(self, job: VerifyJob) -> dict[str, Any]:
+        import torch
+
+        torch.set_num_threads(1)
+        # Seconds of imports, which who only asks for the job's fields does without.
+        from lorasrv.offline.verify.compare import verify
+
+        self.progress("importing transformers and PEFT", 1.0)
+        done = verify(job, self.progress)
+        base = {
+            "model": Path(job.model.model).name,
+            "quantization": done.quantization,
+            "dtype": job.model.dtype,
+            "kernels": done.kernels,
+        }
+        prompts = {"prompts": len(job.prompts), "new_tokens": job.new_tokens}
+        return {**done.verdict.to_dict(), "computed_with": base, **prompts}
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        self._file.write(json.dumps(event, allow_nan=False) + "\n")
+        self._file.flush()
+
+
+def _used() -> dict[str, float]:
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return {"cpu_seconds": round(used.ru_utime + used.ru_stime, 2), "peak_bytes": peak_bytes()}
+
+
+def _shown(error: Exception) -> str:
+    """What the client may read; everything else is in the server's log."""
+    from adapter_store.errors import AdapterError
+    from lorasrv.offline.verify.job import CannotVerify
+
+    if isinstance(error, CannotVerify | AdapterError):
+        return str(error)
+    if isinstance(error, MemoryError):
+        return "memory ran out"
+    return f"it failed unexpectedly ({type(error).__name__}); the server's log says where"
+
+
+def _end_with_stdin() -> None:
+    # Not through sys.stdin, whose lock a thread that waits would hold at the end.
+    while os.read(0, CHUNK_BYTES):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Logits to next tokens: sampler, logits processors, log-probabilities, watermark."""

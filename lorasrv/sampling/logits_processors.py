@@ -1,0 +1,230 @@
+"""What changes a row's logits before a token is chosen from them: docs/sampling.md has each formula and its source.
+
+All of it follows from what has come so far (`SamplingMetadata.history`); nothing is kept between steps, and no row looks at
+another. Which tokens are concerned is found on the host, from ids that it has anyway; the logits stay where they are,
+and nothing waits for a device.
+
+Frustratingly simple decoding: of the likeliest tokens, the one that repeats the text so far least. No torch.
+
+Yang et al. 2023, "A Frustratingly Simple Decoding Method for Neural Text Generation" (arXiv:2305.12675), the discrete
+form, as Inferflow has it: an n-gram model of the text so far, which likes what has been said, votes against the model.
+
+What choosing a token of one row depends on.
+
+Locally typical sampling: tokens about as surprising as the distribution is on average, likelier ones left out too.
+
+Meister et al. 2022, "Locally Typical Sampling" (arXiv:2202.00666); transformers' `TypicalLogitsWarper` is the oracle.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from lorasrv.request import ConstraintState
+from lorasrv.sampling.watermark import green
+from lorasrv.sampling_params import SamplingParams, Watermark
+from lorasrv.scheduler_output import ScheduledRequest
+from sgmv_kernels.metadata.h2d import upload
+
+DEFAULT_CANDIDATES = 6
+SMOOTHING = 0.9
+
+
+def repetition(history: npt.NDArray[np.int64], ngram: int, vocab_size: int) -> npt.NDArray[np.float32]:
+    """[V]: how much each token would repeat the text so far, from 0 to 1.
+
+    The longest context that the token has followed before, of n - 1 tokens, weighs most (0.9 of the whole); what is
+    left over goes to the next shorter one, where it has followed that. A context's vote is count / (total + 1), that of
+    no context count / total. A text of fewer than n - 1 tokens repeats nothing.
+
+    Args:
+        history: [T] prompt and answer so far.
+        ngram: n, at least 1.
+    """
+    score = np.zeros(vocab_size)
+    left = np.ones(vocab_size)
+    if len(history) < max(1, ngram - 1):
+        return score.astype(np.float32)
+    for length in range(ngram - 1, -1, -1):
+        followed = _followers(history, length)
+        counts = np.bincount(followed, minlength=vocab_size)
+        tokens = np.flatnonzero(counts > 0)
+        vote = counts[tokens] / (len(followed) + 1) * SMOOTHING if length else counts[tokens] / len(followed)
+        score[tokens] += left[tokens] * vote
+        left[tokens] *= 1 - SMOOTHING
+    return score.astype(np.float32)
+
+
+def _followers(history: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
+    """The tokens that came after the last `length` tokens wherever they stood before."""
+    if length == 0:
+        return history
+    found = np.ones(len(history) - length, dtype=np.bool_)
+    for back in range(1, length + 1):
+        found &= history[length - back : len(history) - back] == history[-back]
+    return history[length:][found]
+
+
+class SamplingMetadata(NamedTuple):
+    """One row of logits: how to choose, and what has come so far.
+
+    `num_generated` tokens of the answer exist: the row's position in the seed's random stream; they are the last of
+    `history`, which begins with the prompt.
+    """
+
+    params: SamplingParams
+    num_generated: int = 0
+    history: Sequence[int] = ()
+    constraint: ConstraintState | None = None
+
+    @classmethod
+    def of(cls, share: ScheduledRequest) -> "SamplingMetadata":
+        """The row of a request's last token."""
+        return cls(share.sampling, share.num_generated, share.history, share.constraint)
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the answer may not end yet."""
+        return self.num_generated < self.params.min_tokens
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether the row asks for anything that `logit_adjustments` does."""
+        return self.params.changes_logits or self.constraint is not None or self.is_early
+
+    @property
+    def generated(self) -> Sequence[int]:
+        """The answer so far."""
+        return self.history[len(self.history) - self.num_generated :]
+
+
+MAX_LOGIT = 1e30
+"""Penalties may make no infinity of a huge logit: two of them have no difference. Divided by the lowest temperature it
+is still a number in fp32.
+"""
+BANNED = float("-inf")
+Mask = npt.NDArray[np.bool_]
+
+
+def adjusted(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
+    """[B, V] fp32: the logits that tokens are chosen from; the given ones stay as they are. -inf: never this token."""
+    asking = [number for number, row in enumerate(rows) if row.changes_logits]
+    if not asking:
+        return logits
+    (numbers,) = upload([np.array(asking)], logits.device)
+    changed = logits.clone()
+    changed[numbers] = adjusted_rows(logits.index_select(0, numbers), [rows[number] for number in asking])
+    return changed
+
+
+def adjusted_rows(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
+    """As `adjusted`, in place, of rows that all ask for something."""
+    _add_bias(logits, rows)
+    _penalise(logits, rows)
+    for row_logits, row in zip(logits, rows, strict=True):
+        if row.params.watermark and row.history:
+            _mark(row_logits, row)
+    logits.clamp_(-MAX_LOGIT, MAX_LOGIT)
+    for row_logits, row in zip(logits, rows, strict=True):
+        if (allowed := _allowed(row, logits.shape[1])) is not None:
+            row_logits.masked_fill_(_on(row_logits, ~allowed), BANNED)
+        if row.params.fsd_alpha > 0.0:
+            row_logits.copy_(_least_repetitive(row_logits, row))
+    return logits
+
+
+def _add_bias(logits: Tensor, rows: Sequence[SamplingMetadata]) -> None:
+    """`logit_bias` is added."""
+    biased = [(number, *entry) for number, row in enumerate(rows) for entry in row.params.logit_bias]
+    if biased:
+        numbers, tokens, bias = (np.array(column) for column in zip(*biased, strict=True))
+        at = upload([numbers, tokens], logits.device)
+        logits[at[0], at[1]] += _on(logits, bias.astype(np.float32))
+
+
+def _penalise(logits: Tensor, rows: Sequence[SamplingMetadata]) -> None:
+    """`repetition_penalty` for what prompt and answer have, then the other two for what the answer has."""
+    parts = [_penalties(n, row, logits.shape[1]) for n, row in enumerate(rows) if row.params.has_penalties]
+    if not parts:
+        return
+    numbers, tokens, factor, minus = (np.concatenate(column) for column in zip(*parts, strict=True))
+    at = upload([numbers, tokens], logits.device)
+    found = logits[at[0], at[1]]
+    divisor = _on(logits, factor.astype(np.float32))
+    found = torch.where(found < 0, found * divisor, found / divisor)
+    logits[at[0], at[1]] = found - _on(logits, minus.astype(np.float32))
+
+
+def _penalties(number: int, row: SamplingMetadata, vocab_size: int) -> tuple[npt.NDArray[np.generic], ...]:
+    """Of each token that has come: the row's number, the token, what divides its logit, what is then taken off it."""
+    p = row.params
+    history = np.array(row.history, dtype=np.int64)
+    counts = np.bincount(history[len(history) - row.num_generated :], minlength=vocab_size)
+    seen = counts if p.repetition_penalty == 1.0 else np.bincount(history, minlength=vocab_size)
+    tokens = np.flatnonzero(seen > 0)  # of booleans: five times as fast
+    counts = counts[tokens]
+    minus = p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
+    return np.full(len(tokens), number), tokens, np.full(len(tokens), p.repetition_penalty), minus
+
+
+def _mark(logits: Tensor, row: SamplingMetadata) -> None:
+    """Green tokens get `delta` more."""
+    watermark = row.params.watermark if isinstance(row.params.watermark, Watermark) else Watermark()
+    is_green = green(watermark, row.history[-1], np.arange(len(logits), dtype=np.uint32))
+    logits.add_(_on(logits, is_green).to(logits.dtype), alpha=watermark.delta)
+
+
+def _allowed(row: SamplingMetadata, vocab_size: int) -> Mask | None:
+    """[V]: which tokens may come; None: all. Where nothing but an end is left, that may come before `min_tokens`."""
+    may = _permitted(row.constraint.allowed(), vocab_size) if row.constraint is not None else None
+    if not row.is_early or not row.params.end_token_ids:
+        return may
+    goes_on = np.ones(vocab_size, dtype=np.bool_) if may is None else may.copy()
+    goes_on[list(row.params.end_token_ids)] = False
+    return goes_on if goes_on.any() else may
+
+
+def _permitted(words: npt.NDArray[np.int32], vocab_size: int) -> Mask:
+    """[V]: the bits of a constraint. What it does not know, such as rows that pad a vocabulary, may not come."""
+    bits = np.unpackbits(np.ascontiguousarray(words, dtype="<i4").view(np.uint8), bitorder="little")
+    may = np.zeros(vocab_size, dtype=np.bool_)
+    may[: len(bits)] = bits[:vocab_size]
+    return may
+
+
+def _least_repetitive(logits: Tensor, row: SamplingMetadata) -> Tensor:
+    """[V]: (1 - alpha) p - alpha r of the likeliest tokens, -inf of others. The highest of these is FSD's choice."""
+    p = row.params
+    probs = torch.softmax(logits, dim=-1)
+    repeats = _on(logits, repetition(np.array(row.history, dtype=np.int64), p.fsd_ngram, len(logits)))
+    candidates = probs.topk(min(p.top_k or DEFAULT_CANDIDATES, len(logits))).indices
+    score = torch.where(probs > 0, (1 - p.fsd_alpha) * probs - p.fsd_alpha * repeats, BANNED)
+    return torch.full_like(logits, BANNED).scatter(0, candidates, score[candidates])
+
+
+def _on(logits: Tensor, array: npt.NDArray[np.generic]) -> Tensor:
+    """An array where the logits are."""
+    host = torch.from_numpy(array)
+    return host.pin_memory().to(logits.device, non_blocking=True) if logits.device.type == "cuda" else host
+
+
+def typical(probs: Tensor, mass: float | Tensor) -> Tensor:
+    """Which tokens stay: those whose surprise -log p is nearest to the entropy, until they have this mass together.
+
+    Args:
+        probs: [..., V], not negative; need not add up to 1. What is 0 never stays, and at least one stays.
+        mass: above 0; a number, or [..., 1].
+    Returns: [..., V] bool.
+    """
+    probs = probs / probs.sum(dim=-1, keepdim=True)
+    entropy = torch.special.entr(probs).sum(dim=-1, keepdim=True)
+    distance = (-probs.log() - entropy).abs()
+    nearest, order = distance.sort(dim=-1)
+    before = probs.gather(-1, order).cumsum(dim=-1) < mass
+    last = before.sum(dim=-1, keepdim=True).clamp_max(probs.shape[-1] - 1)
+    stays: Tensor = (distance <= nearest.gather(-1, last)) & (probs > 0)
+    return stays

@@ -1,0 +1,134 @@
+"""Logits -> the next token of each row. Of a GPU's logits only token ids come back, all rows' in one copy.
+
+A random choice depends on the request's seed and on how many tokens it has, on nothing else: the same request gives the
+same text whatever shares its batch, and after a preemption. (On a CPU and on a GPU it may be another text: filters sort
+likely tokens in the one, all of them in the other.)
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorasrv.sampling.logits_processors import SamplingMetadata, adjusted_rows, typical
+from lorasrv.sampling_params import SamplingParams
+from sgmv_kernels.metadata.h2d import upload
+
+TOP_P_CANDIDATES = 256
+_NO_TOKEN = -1
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int]:
+    """Choose a token for each row.
+
+    Args:
+        logits: [B, V] fp32, finite.
+        rows: how to choose; `seed` must be set unless greedy.
+    """
+    chosen: list[int] = _tokens(logits, rows).tolist()
+    return chosen
+
+
+def sample_finite(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int | None]:
+    """As `sample`, for any logits; None for a row whose logits are no numbers."""
+    finite = torch.isfinite(logits.sum(dim=-1))
+    if logits.device.type != "cuda" and not bool(finite.all()):
+        tokens = iter(sample(logits[finite], [rows[i] for i in finite.nonzero()[:, 0].tolist()]))
+        return [next(tokens) if is_good else None for is_good in finite.tolist()]
+    # On a GPU a draw from a row that is no numbers gives some token, and nothing has been waited for.
+    marked = torch.where(finite, _tokens(logits, rows), _NO_TOKEN)
+    return [None if token == _NO_TOKEN else token for token in marked.tolist()]
+
+
+def _tokens(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
+    """[B] int64. Rows that ask for more than the model's logits are copied, the others are not."""
+    asking = [number for number, row in enumerate(rows) if row.changes_logits]
+    if not asking:
+        return _chosen(logits, rows, range(len(rows)))
+    if len(asking) == len(rows):
+        return _chosen(adjusted_rows(logits.clone(), rows), rows, range(len(rows)))
+    (numbers,) = upload([np.array(asking)], logits.device)
+    those = [rows[number] for number in asking]
+    tokens = _chosen(logits, rows, [number for number, row in enumerate(rows) if not row.changes_logits])
+    tokens[numbers] = _chosen(adjusted_rows(logits.index_select(0, numbers), those), those, range(len(those)))
+    return tokens
+
+
+def _chosen(logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int]) -> Tensor:
+    """[B] int64: the argmax; of those rows, if they are random, what is drawn."""
+    tokens = logits.argmax(dim=-1)
+    random = [number for number in of if not rows[number].params.is_greedy]
+    if random and logits.device.type == "cuda":
+        (numbers,) = upload([np.array(random)], logits.device)
+        tokens[numbers] = draw_together(logits[numbers], [rows[number] for number in random])
+        return tokens
+    for number in random:
+        tokens[number] = _draw(logits[number], rows[number].params, rows[number].num_generated)
+    return tokens
+
+
+def draw_together(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
+    """What `_draw` does, for all rows at once, over sorted logits: nothing on the way is known to the host.
+
+    Returns: [B] int64.
+    """
+    params = [row.params for row in rows]
+    facts = [[p.temperature, p.top_k or math.inf, p.top_p, p.min_p, p.typical_p] for p in params]
+    draws = [_uniform(row.params.seed, row.num_generated) for row in rows]
+    host = torch.tensor([[*row, draw] for row, draw in zip(facts, draws, strict=True)], dtype=torch.float64)
+    if logits.device.type == "cuda":
+        host = host.pin_memory()
+    temperature, top_k, top_p, min_p, typical_p, draw = host.to(logits.device, non_blocking=True).T[:, :, None]
+    probs, order = torch.softmax(logits / temperature.float(), dim=-1).sort(dim=-1, descending=True, stable=True)
+    probs = torch.where(torch.arange(probs.shape[1], device=probs.device) < top_k, probs, 0.0)
+    probs = probs / probs.sum(dim=-1, keepdim=True)
+    # The likeliest is always kept.
+    kept = (probs.cumsum(dim=-1) - probs < top_p) & (probs >= min_p * probs[:, :1])
+    probs = torch.where(kept, probs, 0.0)
+    if any(p.typical_p < 1.0 for p in params):
+        probs = torch.where(typical(probs, typical_p.float()) | (typical_p == 1.0), probs, 0.0)
+    cumulative = probs.double().cumsum(dim=-1)
+    at = torch.searchsorted(cumulative, draw * cumulative[:, -1:], right=True)
+    last = torch.where(probs > 0, torch.arange(probs.shape[1], device=probs.device), 0).amax(dim=-1, keepdim=True)
+    return order.gather(1, torch.minimum(at, last))[:, 0]
+
+
+def _draw(logits: Tensor, p: SamplingParams, count: int) -> Tensor:
+    """One token from a row: temperature, then top-k, top-p over what is left, min-p against the likeliest, typical."""
+    probs = torch.softmax(logits / p.temperature, dim=-1)
+    candidates: Tensor | None = None
+    if 0 < p.top_k < probs.numel():
+        probs, candidates = probs.topk(p.top_k)
+        probs = probs / probs.sum()
+    if p.top_p < 1.0:
+        probs, candidates = _nucleus(probs, candidates, p.top_p)
+    if p.min_p > 0.0:
+        probs = torch.where(probs >= p.min_p * probs.max(), probs, 0.0)
+    if p.typical_p < 1.0:
+        probs = torch.where(typical(probs, p.typical_p), probs, 0.0)
+    cumulative = probs.double().cumsum(0)
+    at = torch.searchsorted(cumulative, _uniform(p.seed, count) * cumulative[-1], right=True)
+    if int(at) == probs.numel():  # the draw was rounded up to the whole
+        at = probs.nonzero()[-1, 0]
+    return at if candidates is None else candidates[at]
+
+
+def _nucleus(probs: Tensor, candidates: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
+    """The fewest likeliest tokens whose probabilities reach `top_p`, likeliest first.
+
+    A few hundred nearly always do, and finding them is far cheaper than sorting the vocabulary.
+    """
+    top, order = probs.topk(min(TOP_P_CANDIDATES, probs.numel()))
+    if float(top.sum()) < top_p:
+        top, order = probs.sort(descending=True, stable=True)
+    kept = int((top.cumsum(0) - top < top_p).sum())
+    order = order[:kept]
+    return top[:kept], order if candidates is None else candidates[order]
+
+
+def _uniform(seed: int | None, count: int) -> float:
+    assert seed is not None, "a random request is given a seed when it is admitted"
+    key = np.array([seed % 2**64, count], dtype=np.uint64)
+    return float(np.random.Generator(np.random.Philox(key=key)).random())

@@ -1,0 +1,187 @@
+"""How a request's tokens are chosen, and the ranges of its fields. What they do: docs/sampling.md. No torch.
+
+NaN is in no range: every comparison with it is false.
+
+What a client says about beam search.
+
+A watermark as an option: how strong it is, and whose. `green_list` puts it into logits and finds it in text.
+"""
+
+from dataclasses import dataclass, field
+
+from lorasrv.errors import ConfigError, InvalidRequest
+
+DEFAULT_KEY = 15485863
+
+
+@dataclass(frozen=True, slots=True)
+class Watermark:
+    """`gamma` of all tokens are green, each gets `delta` added to its logit; only who has the `key` can look for it.
+
+    Raises:
+        ConfigError: a value is out of range; names the option.
+    """
+
+    gamma: float = 0.5
+    delta: float = 2.0
+    key: int = field(default=DEFAULT_KEY, repr=False)
+
+    def __post_init__(self) -> None:
+        if not 0.01 <= self.gamma <= 0.99:
+            raise ConfigError(f"--watermark-gamma must be between 0.01 and 0.99, not {self.gamma}")
+        if not 0.0 < self.delta <= 100.0:
+            raise ConfigError(f"--watermark-delta must be above 0 and at most 100, not {self.delta}")
+        if not 0 <= self.key < 2**64:
+            raise ConfigError("--watermark-key must be an integer from 0 to 2^64 - 1")
+
+
+MAX_COUNT = 2**31 - 1
+MAX_STOP_STRINGS = 16
+MAX_STOP_BYTES = 256
+MAX_LOGPROBS = 20
+"""Most of the likeliest tokens that a request may ask for at each position."""
+MAX_PENALTY = 2.0
+MIN_REPETITION_PENALTY = 0.01
+MAX_REPETITION_PENALTY = 100.0
+MAX_BIAS = 100.0
+MAX_BIASED_TOKENS = 1024
+MAX_FSD_NGRAM = 8
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 are off. Each field's formula,
+    and the order in which they act, are in docs/sampling.md.
+
+    `watermark` True is with the server's own. `end_token_ids`, which `min_tokens` keeps away, are filled in when the
+    request is admitted. `changes_logits`: a field that acts on logits in every step is set.
+
+    Raises:
+        InvalidRequest: a value is out of range; `param` names the field.
+    """
+
+    max_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    typical_p: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    watermark: bool | Watermark = False
+    fsd_alpha: float = 0.0
+    fsd_ngram: int = 3
+    end_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    changes_logits: bool = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        _check(
+            self.max_tokens is None or 1 <= self.max_tokens <= MAX_COUNT,
+            "max_tokens",
+            f"must be between 1 and {MAX_COUNT}",
+        )
+        _check(0.0 <= self.temperature <= 100.0, "temperature", "must be between 0 and 100")
+        _check(0.0 < self.top_p <= 1.0, "top_p", "must be above 0 and at most 1")
+        _check(0 <= self.top_k <= MAX_COUNT, "top_k", f"must be between 0 (off) and {MAX_COUNT}")
+        _check(0.0 <= self.min_p <= 1.0, "min_p", "must be between 0 and 1")
+        _check(self.seed is None or -(2**63) <= self.seed < 2**64, "seed", "must fit in 64 bits")
+        _check(len(self.stop) <= MAX_STOP_STRINGS, "stop", f"must have at most {MAX_STOP_STRINGS} strings")
+        for stop in self.stop:
+            _check(stop != "", "stop", "must not contain an empty string")
+            _check(len(stop.encode("utf-8", "replace")) <= MAX_STOP_BYTES, "stop", f"strings: {MAX_STOP_BYTES} bytes")
+        _check_logit_fields(self)
+        changes = self.has_penalties or bool(self.logit_bias) or self.watermark is not False or self.fsd_alpha > 0.0
+        object.__setattr__(self, "changes_logits", changes)
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            _check(count is None or 0 <= count <= MAX_LOGPROBS, name, f"must be between 0 and {MAX_LOGPROBS}")
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the choice is the argmax: a temperature below 1e-5 is the same as none."""
+        return self.temperature < 1e-5
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether tokens that were there before weigh less, or more."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
+
+
+def _check_logit_fields(p: SamplingParams) -> None:
+    """Raises: InvalidRequest: a value is out of range, or fields contradict each other; `param` names the field."""
+    for name in ("presence_penalty", "frequency_penalty"):
+        _check(abs(getattr(p, name)) <= MAX_PENALTY, name, f"must be between -{MAX_PENALTY:g} and {MAX_PENALTY:g}")
+    least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+    _check(least <= p.repetition_penalty <= most, "repetition_penalty", f"must be between {least:g} and {most:g}")
+    _check(0.0 < p.typical_p <= 1.0, "typical_p", "must be above 0 and at most 1")
+    _check(0 <= p.min_tokens <= MAX_COUNT, "min_tokens", f"must be between 0 and {MAX_COUNT}")
+    if p.max_tokens is not None:
+        _check(p.min_tokens <= p.max_tokens, "min_tokens", f"must be at most max_tokens, which is {p.max_tokens}")
+    _check(0.0 <= p.fsd_alpha <= 1.0, "fsd_alpha", "must be between 0 (off) and 1")
+    _check(1 <= p.fsd_ngram <= MAX_FSD_NGRAM, "fsd_ngram", f"must be between 1 and {MAX_FSD_NGRAM}")
+    _check(
+        p.fsd_alpha == 0.0 or p.is_greedy, "fsd_alpha", "needs temperature 0: it chooses the next token without chance"
+    )
+    _check_bias(p)
+
+
+def _check_bias(p: SamplingParams) -> None:
+    _check(len(p.logit_bias) <= MAX_BIASED_TOKENS, "logit_bias", f"must have at most {MAX_BIASED_TOKENS} tokens")
+    ids = {token for token, _ in p.logit_bias}
+    _check(len(ids) == len(p.logit_bias), "logit_bias", "must name each token once")
+    _check(all(0 <= token < 2**31 for token in ids), "logit_bias", "must be of token ids, which are not negative")
+    _check(all(abs(bias) <= MAX_BIAS for _, bias in p.logit_bias), "logit_bias", "must be between -100 and 100")
+
+
+def check_token_ids(p: SamplingParams, vocab_size: int) -> None:
+    """What can only be said once the vocabulary is known.
+
+    Raises: InvalidRequest: a token does not exist, or no token is left; `param` names the field.
+    """
+    in_range = f"must be of token ids in [0, {vocab_size})"
+    _check(all(0 <= token < vocab_size for token in p.stop_token_ids), "stop_token_ids", in_range)
+    _check(all(token < vocab_size for token, _ in p.logit_bias), "logit_bias", in_range)
+    banned = sum(bias == -MAX_BIAS for _, bias in p.logit_bias)
+    _check(banned < vocab_size, "logit_bias", "bans every token; leave at least one above -100")
+
+
+def _check(holds: bool, param: str, rule: str) -> None:
+    if not holds:
+        raise InvalidRequest(f"{param} {rule}", param=param)
+
+
+MAX_BEAMS = 8
+MAX_LENGTH_PENALTY = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOptions:
+    """`width` beams. Scores are divided by length to the power of `length_penalty`. `early_stopping` True ends with
+    `width` whole answers, False when no beam is likely to beat them, "never" when none can.
+
+    Raises:
+        InvalidRequest: a value is out of range; `param` names the field.
+    """
+
+    width: int
+    length_penalty: float = 1.0
+    early_stopping: bool | str = False
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.width <= MAX_BEAMS:
+            raise InvalidRequest(f"best_of must be between 1 and {MAX_BEAMS} beams", param="best_of")
+        if not abs(self.length_penalty) <= MAX_LENGTH_PENALTY:
+            raise InvalidRequest(
+                f"length_penalty must be between -{MAX_LENGTH_PENALTY:g} and {MAX_LENGTH_PENALTY:g}",
+                param="length_penalty",
+            )
+        if self.early_stopping not in (True, False, "never"):
+            raise InvalidRequest('early_stopping must be true, false or "never"', param="early_stopping")

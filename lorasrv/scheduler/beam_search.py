@@ -1,0 +1,203 @@
+"""Beam search: the likeliest whole answers instead of the likeliest next token.
+
+The beams of a group are requests like any other, forked and copied on write, in the same batch as everything else. Each
+step a beam offers its likeliest next tokens; when all beams of the group have, the best of all become the new beams.
+A beam that has offered waits for the others, holding its pages, which it gives up if nobody would get on otherwise. Two
+groups that wait so could wait for each other, so the one that begins first runs, and others begin when it is done.
+
+Source: the search of transformers' `generate(num_beams=...)`, its scores, its three ways of ending included.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from lorasrv.memory.request_allocator import RequestMemory
+from lorasrv.outputs import RequestId
+from lorasrv.request import Request
+from lorasrv.sampling_params import BeamOptions
+
+Offer = Sequence[tuple[int, float]]
+"""Next tokens of a beam and the logarithms of their probabilities, likeliest first: so many that some go on, as many as
+there are beams, whatever else ends an answer (`Admission`)."""
+
+
+class Hypothesis(NamedTuple):
+    """A whole answer. `score`: its log-probability over its length to the power of the length penalty."""
+
+    score: float
+    token_ids: tuple[int, ...]
+
+
+class Child(NamedTuple):
+    """The beam `parent` goes on with a token."""
+
+    parent: int
+    token_id: int
+    score: float
+
+
+@dataclass(slots=True)
+class BeamState:
+    """The search itself, on numbers. `scores` are sums of log-probabilities, one a beam; `finished` the best whole
+    answers, best first; `ends` the tokens that end one."""
+
+    options: BeamOptions
+    max_tokens: int
+    ends: frozenset[int]
+    num_generated: int = 0
+    scores: list[float] = field(default_factory=lambda: [0.0])
+    finished: list[Hypothesis] = field(default_factory=list)
+
+    def advance(self, offers: Sequence[Offer], answers: Sequence[Sequence[int]]) -> list[Child]:
+        """Take one token more; returns the new beams, best first, or nothing when the search is over.
+
+        Args:
+            offers: of each beam that `scores` knows: at its start only the first one.
+            answers: what each of them has generated.
+        """
+        width = self.options.width
+        scored = zip(self.scores, offers, strict=True)
+        children = [Child(beam, t, score + p) for beam, (score, offer) in enumerate(scored) for t, p in offer]
+        children.sort(key=lambda child: (-child.score, child.parent, child.token_id))
+        self.num_generated += 1
+        going_on = [child for child in children if not self._ends(child)][:width]
+        self._finish([(child, answers[child.parent]) for child in children[:width] if self._ends(child)])
+        self.scores = [child.score for child in going_on]
+        return [] if self._is_over() else going_on
+
+    def _ends(self, child: Child) -> bool:
+        return child.token_id in self.ends or self.num_generated == self.max_tokens
+
+    def _finish(self, ended: Sequence[tuple[Child, Sequence[int]]]) -> None:
+        if self._is_full and self.options.early_stopping is True:
+            return
+        whole = [Hypothesis(self._penalized(c.score, self.num_generated), (*a, c.token_id)) for c, a in ended]
+        self.finished = sorted([*self.finished, *whole], key=lambda one: -one.score)[: self.options.width]
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self.finished) == self.options.width
+
+    def _is_over(self) -> bool:
+        if self.num_generated == self.max_tokens or not self.scores:
+            return True
+        if not self._is_full:
+            return False
+        hopes = self.options.early_stopping == "never" and self.options.length_penalty > 0
+        length = self.max_tokens if hopes else self.num_generated
+        better = self._penalized(self.scores[0], length) > self.finished[-1].score
+        return self.options.early_stopping is True or not better
+
+    def _penalized(self, score: float, length: int) -> float:
+        return score / math.pow(length, self.options.length_penalty)
+
+
+@dataclass(slots=True)
+class _Group:
+    """`requests` as they came, `beams` in the order of the search."""
+
+    state: BeamState
+    requests: list[Request] = field(default_factory=list)
+    beams: list[Request] = field(default_factory=list)
+    offers: dict[RequestId, Offer] = field(default_factory=dict)
+
+    @property
+    def is_ready(self) -> bool:
+        return len(self.offers) == self.state.options.width
+
+
+class BeamGroups:
+    """The groups that live, oldest first. Mutated by the engine thread only. `eos`: tokens that end any answer."""
+
+    def __init__(self, memory: RequestMemory, eos: frozenset[int]) -> None:
+        self._memory = memory
+        self._eos = eos
+        self._groups: dict[RequestId, _Group] = {}
+        self._begun: RequestId | None = None
+
+    def add(self, request: Request) -> bool:
+        """A beam arrives, the first of its group before the others. False: its group is over already."""
+        message = request.message
+        assert message.beams is not None
+        if message.fork_of is None:
+            eos = frozenset[int]() if request.sampling.ignore_eos else self._eos
+            ends = eos.union(request.sampling.stop_token_ids)
+            state = BeamState(message.beams, message.max_tokens, ends)
+            self._groups[request.request_id] = _Group(state)
+        group = self._groups.get(_name(request))
+        if group is None:
+            return False
+        group.requests.append(request)
+        group.beams.append(request)
+        return True
+
+    def is_held(self, request: Request) -> bool:
+        """Whether a beam must not start now: another group has begun and is not done, or it waits for its own."""
+        if request.message.beams is None or self._begun not in self._groups:
+            return False
+        return self._begun != _name(request) or request.request_id in self._groups[self._begun].offers
+
+    def starts(self, request: Request) -> None:
+        """A request joins the batch."""
+        if request.message.beams is not None:
+            assert not self.is_held(request), "two groups of beams run"
+            self._begun = _name(request)
+
+    def offer(self, request: Request, offer: Offer) -> None:
+        """A beam has computed all its tokens."""
+        self._groups[_name(request)].offers[request.request_id] = offer
+
+    def advance(self, finish: Callable[[Request, Hypothesis], None]) -> int:
+        """Move the groups all of whose beams have offered; returns how many tokens that makes. `finish` is called for
+        every request of a group that is done, with its answer, the best for the first."""
+        tokens = 0
+        for name, group in list(self._groups.items()):
+            if not group.is_ready:
+                continue
+            state, beams = group.state, group.beams
+            first = beams[:1] if not state.num_generated else beams
+            answers = [beam.token_ids[beam.num_prompt_tokens :] for beam in first]
+            children = state.advance([group.offers[beam.request_id] for beam in first], answers)
+            group.offers.clear()
+            tokens += state.options.width
+            if children:
+                group.beams = self._moved(beams, children)
+                continue
+            del self._groups[name]
+            for request, answer in zip(group.requests, state.finished, strict=True):
+                finish(request, answer)
+        return tokens
+
+    def ended(self, request: Request) -> list[Request]:
+        """A beam has ended otherwise; returns the others of its group, which must end too."""
+        group = self._groups.pop(_name(request), None)
+        return [] if group is None else [other for other in group.requests if other is not request]
+
+    def check_integrity(self, requests: Mapping[RequestId, Request]) -> None:
+        """Raises: AssertionError: a group has beams that are gone, or a beam that lives has no group."""
+        beams = {r.request_id: r for group in self._groups.values() for r in group.requests}
+        assert beams == {rid: r for rid, r in requests.items() if r.message.beams is not None}, "beams differ"
+
+    def _moved(self, beams: Sequence[Request], children: Sequence[Child]) -> list[Request]:
+        """Requests for the new beams, in their order. The first child of a beam goes on in its place; others take the
+        places of beams without children."""
+        with_children = {child.parent for child in children}
+        spare = [beam for place, beam in enumerate(beams) if place not in with_children]
+        tokens = [[*beams[child.parent].token_ids, child.token_id] for child in children]
+        taken: set[int] = set()
+        moved = []
+        for child in children:
+            parent = beams[child.parent]
+            moved.append(parent if child.parent not in taken else spare.pop())
+            taken.add(child.parent)
+            if moved[-1] is not parent:
+                self._memory.fork_again(moved[-1], parent)
+        for beam, known in zip(moved, tokens, strict=True):
+            beam.token_ids[:] = known
+        return moved
+
+
+def _name(request: Request) -> RequestId:
+    return request.message.fork_of or request.request_id

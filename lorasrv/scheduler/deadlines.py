@@ -1,0 +1,123 @@
+"""Requests that must be done, or begun, by a time; and those that will not be, by the learnt cost of steps.
+
+`timeout_s` is from arrival to the last token, the server's queue timeout from arrival to the first step. With early
+abort, a request that is predicted to miss one of them is refused before anything is spent on it (after S-LoRA's abort
+strategy): on arrival with those ahead of it, later by its own work alone, which no luck makes shorter.
+"""
+
+import heapq
+from collections.abc import Callable, Iterator, Sequence
+
+from lorasrv.memory.cost_model import CostModel, StepShape
+from lorasrv.request import Request
+from lorasrv.scheduler.length_predictor import MEDIAN, LengthPredictor
+
+MIN_SWEEP = 256
+
+
+class Deadlines:
+    """Mutated by the engine thread only.
+
+    Args:
+        queue_timeout_s: longest wait for the first step; None waits for ever.
+    """
+
+    def __init__(
+        self, queue_timeout_s: float | None, costs: CostModel, predictor: LengthPredictor, clock: Callable[[], float]
+    ) -> None:
+        self._queue_timeout_s = queue_timeout_s
+        self._costs = costs
+        self._predictor = predictor
+        self._clock = clock
+        self._heap: list[tuple[float, int, int, Request]] = []
+        self._next_sweep = MIN_SWEEP
+
+    def watch(self, request: Request) -> None:
+        """A request has arrived."""
+        for kind, deadline in enumerate((self._begin_by(request), self._end_by(request))):
+            if deadline is not None:
+                heapq.heappush(self._heap, (deadline, request.number, kind, request))
+        if len(self._heap) > self._next_sweep:
+            # Else whoever ends long before its time would be remembered until then.
+            self._heap = [entry for entry in self._heap if not self._is_past(entry[-1])]
+            heapq.heapify(self._heap)
+            self._next_sweep = max(MIN_SWEEP, 2 * len(self._heap))
+
+    def next_s(self) -> float | None:
+        """When the next of them is due."""
+        self._drop_ended()
+        return self._heap[0][0] if self._heap else None
+
+    def take_missed(self) -> Iterator[tuple[Request, str]]:
+        """Those whose time is over, and why that is so."""
+        now = self._clock()
+        while self._heap and self._heap[0][0] <= now:
+            *_, request = heapq.heappop(self._heap)
+            why = self._why_missed(request, now)
+            if why is not None and not request.status.is_finished:
+                yield request, why
+
+    def why_hopeless(self, request: Request, ahead_s: float = 0.0) -> tuple[str, float] | None:
+        """Why a waiting request will miss a deadline, with `ahead_s` of others' work before its own, and about how late
+        it would be in seconds; None if it may meet them."""
+        begin_by, end_by = self._begin_by(request), self._end_by(request)
+        if (begin_by is None and end_by is None) or not self._costs.step.is_learnt or not self._predictor.is_learnt:
+            return None  # a guess refuses nobody: else a server that nobody was let into would never learn better
+        begin_s = self._clock() + ahead_s + self._first_token_s(request)
+        if end_by is not None:
+            end_s = begin_s + self._predictor.remaining(request, MEDIAN) * self._each_token_s(request)
+            if end_s > end_by:
+                return f"predicted to take {end_s - request.arrival_s:.1f} s, its timeout_s is " + (
+                    f"{request.message.timeout_s:g}"
+                ), end_s - end_by
+        if begin_by is not None and begin_s > begin_by and request.scheduled_s is None:
+            return f"predicted to wait {begin_s - request.arrival_s:.1f} s, the server's queue timeout is " + (
+                f"{self._queue_timeout_s:g} s"
+            ), begin_s - begin_by
+        return None
+
+    def ahead_s(self, running: Sequence[Request], num_waiting: int, seats: int) -> float:
+        """About how long until a seat is free for one behind so many."""
+        if len(running) + num_waiting < seats or not running:
+            return 0.0
+        return (1 + num_waiting) / seats * self.answer_s(running)
+
+    def answer_s(self, running: Sequence[Request]) -> float:
+        """How long those that run will run on average."""
+        if not running:
+            return 0.0
+        left = sum(self._predictor.remaining(request, MEDIAN) for request in running) / len(running)
+        return left * self._each_token_s(*running)
+
+    def _first_token_s(self, request: Request) -> float:
+        """Of its own work: its prompt."""
+        return (request.num_tokens - request.num_computed_tokens) * self._costs.step.token_s
+
+    def _each_token_s(self, *requests: Request) -> float:
+        """A step in which these run."""
+        layouts = {r.adapter_key: r.message.layout for r in requests if r.adapter_key is not None}
+        adapter_bytes = sum(layout.nbytes for layout in layouts.values() if layout is not None)
+        pairs = sum(r.num_tokens for r in requests)
+        return self._costs.step.seconds(StepShape(len(requests), len(requests), adapter_bytes, pairs))
+
+    def _begin_by(self, request: Request) -> float | None:
+        return None if self._queue_timeout_s is None else request.arrival_s + self._queue_timeout_s
+
+    def _end_by(self, request: Request) -> float | None:
+        timeout_s = request.message.timeout_s
+        return None if timeout_s is None else request.arrival_s + timeout_s
+
+    def _why_missed(self, request: Request, now: float) -> str | None:
+        end_by, begin_by = self._end_by(request), self._begin_by(request)
+        if end_by is not None and end_by <= now:
+            return f"not done within its timeout_s of {request.message.timeout_s:g}"
+        if begin_by is not None and begin_by <= now and request.scheduled_s is None:
+            return f"waited longer than the server's queue timeout of {self._queue_timeout_s:g} s"
+        return None
+
+    def _drop_ended(self) -> None:
+        while self._heap and self._is_past(self._heap[0][-1]):
+            heapq.heappop(self._heap)
+
+    def _is_past(self, request: Request) -> bool:
+        return request.status.is_finished or (request.scheduled_s is not None and self._end_by(request) is None)

@@ -1,0 +1,168 @@
+"""How long answers will be, learnt from those that were: histograms by adapter and by length of the prompt.
+
+After S³ (Jin et al. 2023), which predicts a length to pack batches; here online and without a model, as a persona's own
+past tells most. A quantile is asked of what is left once a request has outgrown shorter answers. An adapter that nobody
+knows yet is predicted from all adapters. Where nothing at all is known, `UNKNOWN_TOKENS` more are expected, or what
+`max_tokens` leaves: most clients name none, and a whole context kept free for each would let hardly anybody in.
+
+How many more pages the batch will want at its worst moment, if answers are as long as predicted.
+
+Requests that end give theirs back to those that go on, so the sum of all ends would be too much. The worst moment is
+just before one of them ends (the estimate of LightLLM's scheduler; S-LoRA counts adapters in the same budget).
+"""
+
+import bisect
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lorasrv.request import Request
+
+STEPS_PER_DOUBLING = 3
+NUM_BINS = 1 + STEPS_PER_DOUBLING * 20
+MIN_ANSWERS = 8
+"""Fewer than so many answers say nothing yet."""
+MAX_ANSWERS = 256
+"""Then all counts are halved: what was long ago counts less."""
+MAX_HISTOGRAMS = 8192
+UNKNOWN_TOKENS = 256
+MEDIAN = 0.5
+PLANNED_QUANTILE = 0.8
+"""What admission plans pages for. Most answers are shorter; one that is longer may cost a preemption."""
+_Key = tuple[str | None, int | None]
+"""Adapter and length class of the prompt; None: of all."""
+
+
+def _ends() -> Iterator[int]:
+    last = 0
+    for i in range(NUM_BINS):
+        last = max(last + 1, round(2 ** (i / STEPS_PER_DOUBLING)))
+        yield last
+
+
+ENDS = tuple(_ends())
+"""The longest answer of each bin."""
+
+
+@dataclass(slots=True)
+class _Histogram:
+    """Answers by length: those that ended by themselves, and those that were cut at `max_tokens`, which only say that
+    they were no shorter (Kaplan and Meier 1958). 750 bytes, as there are thousands of them."""
+
+    ended: "array[float]" = field(default_factory=lambda: array("f", bytes(4 * NUM_BINS)))
+    cut: "array[float]" = field(default_factory=lambda: array("f", bytes(4 * NUM_BINS)))
+    total: float = 0.0
+
+    def add(self, at: int, *, was_cut: bool) -> None:
+        (self.cut if was_cut else self.ended)[at] += 1
+        self.total += 1
+        if self.total > MAX_ANSWERS:
+            self.ended = array("f", (count / 2 for count in self.ended))
+            self.cut = array("f", (count / 2 for count in self.cut))
+            self.total /= 2
+
+    def quantile(self, q: float, longer_than: int) -> int | None:
+        """An answer that is longer than that already will have at most so many tokens, with probability `q`; None if
+        too few were. If too many of them were cut, it will be cut as well."""
+        begin = _bin(longer_than + 1)
+        at_risk = sum(self.ended[begin:]) + sum(self.cut[begin:])
+        if at_risk < MIN_ANSWERS:
+            return None
+        goes_on = 1.0
+        for i in range(begin, NUM_BINS):
+            if at_risk < 1.0:
+                break
+            goes_on *= 1.0 - self.ended[i] / at_risk
+            if goes_on <= 1.0 - q:
+                return ENDS[i]
+            at_risk -= self.ended[i] + self.cut[i]
+        return ENDS[-1]
+
+
+class LengthPredictor:
+    """Answers' lengths so far. Mutated by the engine thread only."""
+
+    def __init__(self) -> None:
+        self._histograms: OrderedDict[_Key, _Histogram] = OrderedDict()
+        self._num_answers = 0
+        self.num_predicted = 0
+        self.num_covered = 0
+        self.predicted_tokens = 0
+        self.actual_tokens = 0
+
+    @property
+    def is_learnt(self) -> bool:
+        """Whether it has seen more than a few answers."""
+        return self._num_answers >= MIN_ANSWERS
+
+    def length(self, request: Request, q: float) -> int:
+        """Tokens that the whole answer will have at most, with probability `q`."""
+        most, generated = request.message.max_tokens, request.num_generated_tokens
+        if request.sampling.ignore_eos and not request.sampling.stop and not request.sampling.stop_token_ids:
+            return most
+        for key in _keys(request):
+            histogram = self._histograms.get(key)
+            found = histogram.quantile(q, generated) if histogram is not None else None
+            if found is not None:
+                return max(min(found, most), min(generated + 1, most))
+        return min(most, generated + UNKNOWN_TOKENS)
+
+    def remaining(self, request: Request, q: float) -> int:
+        """Of those, the ones that are not generated yet."""
+        return self.length(request, q) - request.num_generated_tokens
+
+    def planned_remaining(self, request: Request) -> int:
+        """What admission counts on, predicted anew only when the answer has outgrown it."""
+        if request.planned_tokens <= request.num_generated_tokens:
+            request.planned_tokens = self.length(request, PLANNED_QUANTILE)
+        return request.planned_tokens - request.num_generated_tokens
+
+    def starts(self, request: Request) -> None:
+        """Remember what is predicted for it now, to be held against what comes."""
+        if request.predicted_tokens is None:
+            request.predicted_tokens = request.planned_tokens = self.length(request, PLANNED_QUANTILE)
+
+    def ended(self, request: Request, *, was_cut: bool) -> None:
+        """An answer has come to its own end, or was cut at `max_tokens`."""
+        self._num_answers += 1
+        at = _bin(max(1, request.num_generated_tokens))
+        for key in _keys(request):
+            if key not in self._histograms:
+                self._histograms[key] = _Histogram()
+            self._histograms.move_to_end(key)
+            self._histograms[key].add(at, was_cut=was_cut)
+        while len(self._histograms) > MAX_HISTOGRAMS:
+            self._histograms.popitem(last=False)
+        if request.predicted_tokens is not None:
+            self.num_predicted += 1
+            self.num_covered += request.num_generated_tokens <= request.predicted_tokens
+            self.predicted_tokens += request.predicted_tokens
+            self.actual_tokens += request.num_generated_tokens
+
+
+def _keys(request: Request) -> Sequence[_Key]:
+    """From the most telling to the most general."""
+    adapter, prompt = request.message.adapter_id, request.num_prompt_tokens.bit_length()
+    return (adapter, prompt), (adapter, None), (None, prompt), (None, None)
+
+
+def _bin(length: int) -> int:
+    """The first whose end is no shorter."""
+    return min(bisect.bisect_left(ENDS, length), NUM_BINS - 1)
+
+
+def peak_growth(requests: Iterable[tuple[int, int]], page_size: int) -> int:
+    """Pages beyond those held now.
+
+    Args:
+        requests: (tokens now, tokens to come) of each.
+    """
+    now, to_come = np.array(list(requests), dtype=np.int64).reshape(-1, 2).T
+    held = -(-now // page_size)
+    times = np.unique(to_come)
+    alive = to_come[:, None] >= times
+    pages = -(-(now[:, None] + times) // page_size)
+    return max(0, int((pages * alive).sum(axis=0).max(initial=0) - held.sum()))

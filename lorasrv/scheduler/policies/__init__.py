@@ -1,0 +1,26 @@
+"""Who goes first. One file a policy, one interface (`policy.Policy`), one registry."""
+
+from collections.abc import Callable
+
+from lorasrv.config import SchedulerOptions
+from lorasrv.memory.cost_model import CostModel
+from lorasrv.scheduler.length_predictor import LengthPredictor
+from lorasrv.scheduler.policies.base import Policy
+from lorasrv.scheduler.policies.fair import Fair
+from lorasrv.scheduler.policies.fcfs import Fcfs
+from lorasrv.scheduler.policies.mlfq import Mlfq
+from lorasrv.scheduler.policies.sjf import Sjf
+from lorasrv.scheduler.quotas import Quotas
+
+__all__ = ["Policy", "make_policy"]
+_MAKERS: dict[str, Callable[[CostModel, LengthPredictor, Quotas], Policy]] = {
+    "fair": lambda costs, predictor, quotas: Fair(quotas, costs.step, predictor),
+    "fcfs": lambda costs, predictor, quotas: Fcfs(),
+    "mlfq": lambda costs, predictor, quotas: Mlfq(),
+    "sjf": lambda costs, predictor, quotas: Sjf(costs.step, predictor),
+}
+
+
+def make_policy(options: SchedulerOptions, costs: CostModel, predictor: LengthPredictor, quotas: Quotas) -> Policy:
+    """The policy of that name, which `SchedulerOptions` has checked."""
+    return _MAKERS[options.policy](costs, predictor, quotas)

@@ -1,0 +1,22 @@
+"""First come, first served, by priority: the least surprise, and the least protection from a flood of one adapter."""
+
+from collections.abc import Iterator
+
+from lorasrv.request import Request
+from lorasrv.scheduler.policies.base import Policy, SortedQueue, set_back_first
+
+
+class Fcfs(Policy):
+    """Order of arrival."""
+
+    def __init__(self) -> None:
+        self._queue = SortedQueue()
+
+    def waiting(self) -> Iterator[Request]:
+        return iter(self._queue)
+
+    def arrives(self, request: Request) -> None:
+        self._queue.add(request, (request.message.priority, set_back_first(request), request.number))
+
+    def leaves(self, request: Request) -> None:
+        self._queue.remove(request)

@@ -1,0 +1,66 @@
+"""Multi-level feedback queue: whoever has had little goes first, without knowing how long answers will be.
+
+After FastServe (Wu et al. 2023): a request joins the level that its prompt alone would use up (skip-join), falls a
+level when it has used up its level's quantum, and each step goes to the best levels, token by token: a newcomer takes
+the seat of one that has run long. Who loses its seat keeps its pages while there are enough. Service is counted in
+generated tokens; a prompt token, computed beside many others, counts a sixteenth.
+"""
+
+import heapq
+from collections.abc import Iterable, Iterator, Sequence
+
+from lorasrv.request import Request
+from lorasrv.scheduler.policies.base import Policy, Rank, SortedQueue
+
+FIRST_QUANTUM = 32.0
+NUM_LEVELS = 6
+"""Each level's quantum is twice that of the one above; the last has no end."""
+PROMPT_TOKEN = 1 / 16
+
+
+class Mlfq(Policy):
+    """Least attained service."""
+
+    may_displace = True
+
+    def __init__(self) -> None:
+        self._queue = SortedQueue()
+
+    def waiting(self) -> Iterator[Request]:
+        return iter(self._queue)
+
+    def running(self, running: Sequence[Request]) -> Sequence[Request]:
+        return sorted(running, key=self.rank)
+
+    def in_order(self, running: Sequence[Request]) -> Iterator[Request]:
+        return heapq.merge(self.running(running), self.waiting(), key=self.rank)
+
+    def arrives(self, request: Request) -> None:
+        if not request.num_preemptions:
+            request.service = PROMPT_TOKEN * request.num_prompt_tokens
+        self._queue.add(request, self.rank(request))
+
+    def leaves(self, request: Request) -> None:
+        self._queue.remove(request)
+
+    def rank(self, request: Request) -> Rank:
+        return (request.message.priority, _level(request.service), request.number)
+
+    def select_victim(self, running: Iterable[Request]) -> Request | None:
+        return max(running, key=self.rank, default=None)
+
+    def on_starved(self, request: Request) -> None:
+        """It begins again at the best level (FastServe's starvation prevention): one token would be no help."""
+        request.service = 0.0
+
+    def served(self, request: Request, num_prompt: int, num_generated: int) -> None:
+        request.service += num_generated
+
+
+def _level(service: float) -> int:
+    """The first whose quantum, counted from the beginning, such a request has not used up."""
+    level, quantum, end = 0, FIRST_QUANTUM, FIRST_QUANTUM
+    while service >= end and level < NUM_LEVELS - 1:
+        level, quantum = level + 1, 2 * quantum
+        end += quantum
+    return level

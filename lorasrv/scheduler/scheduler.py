@@ -1,0 +1,391 @@
+"""Every request's life: arrival, steps, end. Ints, tuples and strings in and out; no torch.
+
+Who gets what in the next step is the planner's business (`step_planner`), in which order the lineup's and its policy's
+(`lineup`, `policies`), how much at most the quotas' (`quotas`), until when the deadlines' (`deadlines`). What a request
+holds in the pool is in `request_memory`. Here they are told what happens, and what becomes of each request is said.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+
+from adapter_store.spec import AdapterKey
+from lorasrv.config import SchedulerOptions
+from lorasrv.memory.memory_manager import PoolBooks
+from lorasrv.memory.request_allocator import RequestMemory
+from lorasrv.metrics.engine_stats import SchedulerCounters
+from lorasrv.outputs import AdapterTier, EngineOutput, Refusal, RequestId, TokenLogprobs
+from lorasrv.request import EngineCoreRequest, OnCold, Request, RequestStatus
+from lorasrv.scheduler.beam_search import BeamGroups, Hypothesis
+from lorasrv.scheduler.deadlines import Deadlines
+from lorasrv.scheduler.length_predictor import LengthPredictor
+from lorasrv.scheduler.policies import make_policy
+from lorasrv.scheduler.quotas import Quotas
+from lorasrv.scheduler.request_queue import RequestQueue
+from lorasrv.scheduler.step_planner import StepPlan, StepPlanner
+from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
+from sgmv_kernels.formats.adapter_panels import AdapterLayout
+
+WARM_GRACE_S = 30.0
+"""An adapter that was warmed, or that a request was refused for, is spared this long for the request to come."""
+RETRY_S = 1.0
+"""The least that a refused client is told to wait."""
+
+
+class Scheduler:
+    """Owns every request's state. Mutated by the engine thread only.
+
+    Args:
+        books: the pool's accounts.
+        is_on_host: whether an adapter is in host memory, which tells in what tier it was found.
+    """
+
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        books: PoolBooks,
+        eos_token_ids: frozenset[int],
+        is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
+    ) -> None:
+        self._options = options
+        self._books = books
+        self._kv, self._adapters, self._tiers = books.kv, books.adapters, books.tiers
+        self._eos = eos_token_ids
+        self._is_on_host = is_on_host
+        self._clock = books.clock
+        self.counters = SchedulerCounters()
+        self.predictor = LengthPredictor()
+        self.quotas = Quotas(options.adapter_limits, options.key_limits, books, options.max_num_seqs)
+        self.policy = make_policy(options, books.costs, self.predictor, self.quotas)
+        self._queue = RequestQueue(self.policy, options.max_wait_steps, self._may_run)
+        self._deadlines = Deadlines(options.queue_timeout_s, books.costs, self.predictor, books.clock)
+        self._memory = RequestMemory(books)
+        self._beams = BeamGroups(self._memory, eos_token_ids)
+        self._planner = StepPlanner(
+            options, books, self._queue, self._memory, self.quotas, self.predictor, self.counters, self._beams
+        )
+        self._wanted: Counter[AdapterKey] = Counter()
+        self._outbox: list[EngineOutput] = []
+        books.reclaimer.is_wanted = self._is_wanted
+
+    @property
+    def num_running(self) -> int:
+        return len(self._queue.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that do not run, for whatever reason."""
+        return len(self._queue.waiting)
+
+    @property
+    def num_waiting_for_adapter(self) -> int:
+        """Of those. Goes through all of them."""
+        return sum(r.status is RequestStatus.WAITING_FOR_ADAPTER for r in self._queue.waiting.values())
+
+    @property
+    def num_due(self) -> int:
+        """Times that a request had waited so long that it went before all others."""
+        return self._queue.num_due_total
+
+    @property
+    def has_requests(self) -> bool:
+        return bool(self._queue.requests)
+
+    def requests(self) -> list[Request]:
+        """Those that live, the running ones first. For reading."""
+        return [*self._queue.running, *self._queue.waiting.values()]
+
+    def tier(self, key: AdapterKey) -> AdapterTier:
+        """Where an adapter is now."""
+        if self._adapters.is_ready(key):
+            return AdapterTier.RESIDENT
+        return AdapterTier.HOST if self._is_on_host(key) else AdapterTier.DISK
+
+    # What happens to requests.
+
+    def add(self, message: EngineCoreRequest) -> None:
+        """Queue a request that can fit, or refuse it: by a limit, by its deadline, or because its adapter is cold and
+        it would not wait."""
+        assert message.request_id not in self._queue.requests, f"request {message.request_id} exists already"
+        request = Request(message, arrival_s=self._clock())
+        if self._is_refused(request):
+            return
+        if message.beams is not None and not self._beams.add(request):
+            self._finish(request, RequestStatus.FINISHED_ABORTED)
+            return
+        self._queue.arrives(request)
+        self.quotas.arrives(request)
+        self._deadlines.watch(request)
+        if message.adapter_key is not None:
+            assert message.layout is not None, "an adapter's layout is known when its request is admitted"
+            self._find_adapter(request, message.adapter_key, message.layout)
+
+    def end(self, request_id: RequestId, status: RequestStatus) -> None:
+        """End a request now, aborted or stopped by its text; nothing happens if it has ended already."""
+        if (request := self._queue.requests.get(request_id)) is not None:
+            self._finish(request, status)
+
+    def fail(self, request_id: RequestId, error: str, refusal: Refusal | None = None) -> None:
+        """End a request with an error; nothing happens if it has ended already."""
+        if (request := self._queue.requests.get(request_id)) is not None:
+            request.error, request.refusal = error, refusal
+            self._finish(request, RequestStatus.FINISHED_ERROR)
+
+    def swap_failed(self, request_id: RequestId) -> None:
+        """Its pages could not be kept in host memory, or not be brought back: they are computed again."""
+        if (request := self._queue.requests.get(request_id)) is not None:
+            self._memory.lose(request)
+
+    def adapter_copied(self, key: AdapterKey) -> None:
+        """A copy that the step's orders asked for has filled its pages."""
+        self._tiers.copied(key)
+        for request in self._queue.waiting.values():
+            if request.adapter_key == key:
+                request.load_ends(self._clock())
+
+    def adapter_failed(self, key: AdapterKey, error: str, refusal: Refusal | None = None) -> None:
+        """A load failed: the requests that wait for it end with the reason, nobody else notices."""
+        self._tiers.failed(key)
+        for request in [r for r in self._queue.waiting.values() if r.adapter_key == key]:
+            self.fail(request.request_id, error, refusal)
+
+    # Steps.
+
+    def schedule(self) -> SchedulerOutput:
+        """Choose the next step's tokens and take the pages they need."""
+        preemptions = self.counters.preemptions
+        self._memory.note_moves()  # of a step that could not be planned to its end
+        self._queue.begin_step()
+        self.quotas.begin_step()
+        self._tiers.begin_step()
+        self._end_missed()
+        self._tiers.forget_unwanted(self._is_wanted)
+        planned = self._planner.plan()
+        for request, why in planned.never:
+            self._refuse(request, Refusal.UNFIT, why)
+        if not planned.has_preempted:
+            self._tiers.keep_promises(planned.keep_free + self.num_running, self._wanted.__contains__)
+        self._memory.note_moves()
+        counts = planned.budget.counts
+        chosen = [r for r in self._queue.running if r.request_id in counts]
+        keys = {r.adapter_key for r in chosen if r.adapter_key is not None}
+        return SchedulerOutput(
+            scheduled=tuple(
+                ScheduledRequest.of(r, counts[r.request_id], self._kv.page_table(r.request_id)) for r in chosen
+            ),
+            placements={key: self._adapters.placed(key) for key in keys},
+            num_preempted=self.counters.preemptions - preemptions,
+            wake_s=self._wake_s(planned),
+            page_ops=self._memory.take_ops(),  # last: what is taken and not done would be lost
+            orders=self._tiers.take_orders(),
+        )
+
+    def update_from_output(
+        self,
+        step: SchedulerOutput,
+        sampled: Mapping[RequestId, int],
+        logprobs: Mapping[RequestId, TokenLogprobs] = MappingProxyType({}),
+        prompt_logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
+    ) -> list[EngineOutput]:
+        """Append the sampled tokens and end what has ended; a request without its token, or without its prompt's
+        probabilities if it asks for them, has failed."""
+        for share in step.scheduled:
+            request = self._queue.requests.get(share.request_id)
+            if request is None:
+                continue
+            self._account(request, share)
+            request.num_computed_tokens += len(share.token_ids)
+            no_token = share.samples and share.request_id not in sampled
+            if no_token or (share.prompt_rows and share.request_id not in prompt_logprobs):
+                self.fail(request.request_id, "the model's values are no numbers; the adapter's weights are too large")
+                continue
+            self._kv.keep_computed(request.request_id, request.token_ids, request.num_computed_tokens)
+            if share.prompt_rows:
+                request.prompt_logprobs += prompt_logprobs[share.request_id]
+            if share.samples and request.message.beams is not None:
+                self._beams.offer(request, logprobs[share.request_id].top)
+            elif share.samples:
+                self._append(request, sampled[share.request_id], logprobs.get(share.request_id))
+        self.counters.generated_tokens += self._beams.advance(self._take_answer)
+        return self.take_outputs()
+
+    def take_outputs(self) -> list[EngineOutput]:
+        """Everything that happened since the last call, in order."""
+        outputs, self._outbox = self._outbox, []
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Pages, pins and accounts add up with the requests that hold them. Raises: AssertionError: they do not."""
+        self._books.check_integrity()
+        self._queue.check_integrity()
+        running, waiting = self._queue.running, list(self._queue.waiting.values())
+        self.quotas.check_integrity(running, waiting)
+        pins = Counter(r.adapter_key for r in running if r.adapter_key is not None)
+        assert self._adapters.pins() == pins, "adapter pins differ from the running requests"
+        wanted = Counter(r.adapter_key for r in self._queue.requests.values() if r.adapter_key is not None)
+        assert self._wanted == wanted, "wanted adapters differ from the requests"
+        swapped = {r.request_id: r.num_swapped_pages for r in waiting if r.num_swapped_pages}
+        assert dict(self._books.swap.holders()) == swapped, "swapped pages differ from the waiting requests"
+        self._beams.check_integrity(self._queue.requests)
+        assert self._kv.holders().keys() == {r.request_id for r in running}, "tables differ from those that run"
+
+    def _account(self, request: Request, share: ScheduledRequest) -> None:
+        """What is computed a second time, after a preemption, is nobody's service."""
+        end = share.start + len(share.token_ids)
+        fresh = end - max(share.start, request.num_charged_tokens)
+        if fresh > 0:
+            request.num_charged_tokens = end
+            self.quotas.charge(request, fresh)
+            self.policy.served(request, fresh - share.samples, int(share.samples))
+
+    def _wake_s(self, planned: StepPlan) -> float | None:
+        """When there is something to do though nothing happens."""
+        refused = self._clock() if planned.never else None  # what stood behind them may start
+        times = (self._deadlines.next_s(), planned.wake_s, refused)
+        return min((t for t in times if t is not None), default=None)
+
+    # Refusals.
+
+    def _is_refused(self, request: Request) -> bool:
+        """Whether a new request is refused before it waits at all."""
+        if (why := self.quotas.why_never(request)) is not None:
+            self._refuse(request, Refusal.UNFIT, why)
+        elif (why := self.quotas.why_not_queue(request)) is not None:
+            answer_s = self._deadlines.answer_s(self._queue.running)
+            retry_s = self.quotas.retry_after_s(request, answer_s, self._options.max_num_seqs)
+            self._refuse(request, Refusal.LIMIT, why, retry_s)
+        elif self._options.early_abort and (
+            late := self._deadlines.why_hopeless(request, self._seconds_ahead(request))
+        ):
+            self._refuse(request, Refusal.LATE, *late)
+        return request.status.is_finished
+
+    def _seconds_ahead(self, request: Request) -> float:
+        num_ahead = self.policy.num_ahead(request)
+        return self._deadlines.ahead_s(self._queue.running, num_ahead, self._options.max_num_seqs)
+
+    def _end_missed(self) -> None:
+        for request, why in self._deadlines.take_missed():
+            request.error, request.refusal = why, Refusal.TIMEOUT
+            self._finish(request, RequestStatus.FINISHED_TIMEOUT)
+        if self._options.early_abort and self._queue.checks_starvation_now:
+            for request in [r for r in self._queue.waiting.values() if not r.num_generated_tokens]:
+                if late := self._deadlines.why_hopeless(request):
+                    self._refuse(request, Refusal.LATE, *late)
+
+    def _refuse(self, request: Request, refusal: Refusal, why: str, retry_after_s: float = 0.0) -> None:
+        request.error, request.refusal = why, refusal
+        request.retry_after_s = max(RETRY_S, retry_after_s)
+        self._finish(request, RequestStatus.FINISHED_REFUSED)
+
+    # Adapters.
+
+    def _find_adapter(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
+        message = request.message
+        request.tier = self.tier(key)
+        if message.found is AdapterTier.DISK and request.tier is AdapterTier.HOST:
+            request.tier = AdapterTier.DISK  # this request's own prefetch has brought it to the host
+        self._wanted[key] += 1
+        if request.tier is AdapterTier.RESIDENT:
+            return
+        if message.on_cold is OnCold.WAIT:
+            request.load_begins(self._clock())
+        else:
+            self._answer_cold(request, key, layout)
+
+    def _answer_cold(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
+        """The adapter is brought in all the same, if there is room, so that the next request finds it."""
+        self._tiers.warm(key, layout, self._clock() + WARM_GRACE_S)
+        if request.message.on_cold is OnCold.FALLBACK_BASE:
+            self._lose_interest(key)
+            request.adapter_key, request.fell_back = None, True
+            return
+        on_host = request.tier is AdapterTier.HOST
+        seconds, why = self._tiers.outlook(key, layout, on_host=on_host, keep_free=self.num_running)
+        request.error, request.refusal = f"the adapter is not in the pool ({request.tier}); {why}", Refusal.COLD
+        request.retry_after_s = seconds
+        self._finish(request, RequestStatus.FINISHED_REFUSED)
+
+    def _may_run(self, request: Request) -> bool:
+        return not self._beams.is_held(request) and self.quotas.may_run(request)
+
+    def _is_wanted(self, key: AdapterKey) -> bool:
+        return key in self._wanted or self._tiers.is_promised(key)
+
+    def _lose_interest(self, key: AdapterKey) -> None:
+        self._wanted[key] -= 1
+        if not self._wanted[key]:
+            del self._wanted[key]
+
+    # Ends.
+
+    def _append(self, request: Request, token: int, logprob: TokenLogprobs | None) -> None:
+        request.token_ids.append(token)
+        logprobs = () if logprob is None else (logprob,)
+        self.counters.generated_tokens += 1
+        if request.constraint_state is not None:
+            request.constraint_state.advance(token)
+        status = self._status_after(request, token)
+        if status is None:
+            self._emit(request, (token,), logprobs)
+        else:
+            self._finish(request, status, (token,), logprobs)
+
+    def _take_answer(self, request: Request, answer: Hypothesis) -> None:
+        """Of a beam search that is over."""
+        request.token_ids[request.num_prompt_tokens :] = answer.token_ids
+        status = self._status_after(request, answer.token_ids[-1])
+        self._finish(request, status or RequestStatus.FINISHED_LENGTH, answer.token_ids)
+
+    def _status_after(self, request: Request, token: int) -> RequestStatus | None:
+        sampling, state = request.sampling, request.constraint_state
+        if state is not None and state.error is not None:
+            request.error = state.error
+            return RequestStatus.FINISHED_ERROR
+        if token in sampling.stop_token_ids:
+            request.stop_token_id = token
+            return RequestStatus.FINISHED_STOPPED
+        if not sampling.ignore_eos and token in self._eos:
+            return RequestStatus.FINISHED_STOPPED
+        if state is not None and state.is_over:
+            return RequestStatus.FINISHED_STOPPED
+        if request.num_generated_tokens >= request.message.max_tokens:
+            return RequestStatus.FINISHED_LENGTH
+        return None
+
+    def _finish(
+        self,
+        request: Request,
+        status: RequestStatus,
+        new_tokens: Sequence[int] = (),
+        logprobs: Sequence[TokenLogprobs] = (),
+    ) -> None:
+        if request.status.is_finished:
+            return  # with another beam of its group
+        if request.request_id in self._queue.requests:
+            self._let_go(request)
+        request.status = status
+        if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):
+            self.predictor.ended(request, was_cut=status is RequestStatus.FINISHED_LENGTH)
+        reason = request.finish_reason
+        assert reason is not None
+        self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
+        self._emit(request, tuple(new_tokens), tuple(logprobs))
+        for other in self._beams.ended(request) if request.message.beams is not None else ():
+            other.error, other.refusal, other.retry_after_s = request.error, request.refusal, request.retry_after_s
+            self._finish(other, status)
+        request.constraint_state = None  # may be large, and a deadline remembers the request
+
+    def _let_go(self, request: Request) -> None:
+        """Of all that a live request has."""
+        if request.status is RequestStatus.RUNNING:
+            self._memory.release(request)
+            self.quotas.stops(request)
+        self.quotas.leaves(request)
+        self._queue.ends(request)
+        self._memory.drop_swap(request)
+        if request.adapter_key is not None:
+            self._lose_interest(request.adapter_key)
+
+    def _emit(self, request: Request, new_tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> None:
+        self._outbox.append(request.output(new_tokens, self._clock(), logprobs))

@@ -1,0 +1,132 @@
+"""A step in the making: how many tokens it may still have, and of whom.
+
+Running answers take a token each, whatever else there is; prompts share what is left, at most one chunk a step. A
+chunk is as long as the target for the time between tokens allows, by the learnt cost of a step (SplitFuse, Holmes et
+al. 2024, with the size learnt instead of set). With no answer running there is nobody to delay, and a chunk is the
+whole budget.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from adapter_store.spec import AdapterKey
+from lorasrv.memory.cost_model import StepCosts, StepShape
+from lorasrv.outputs import RequestId
+from lorasrv.request import Request
+
+MIN_CHUNK = 16
+"""Tokens of prompts that every step may have: else a target that is never met would stop them for ever."""
+MAX_PROMPT_ROWS = 128
+"""Rows of prompts whose logits a step computes at most, for those who ask how likely their prompt is: a row takes 4
+bytes for each token of the vocabulary."""
+
+
+@dataclass(slots=True)
+class TokenBudget:
+    """`tokens` left for all, `seats` left, `chunk` left for prompts, `reserved`: answers that are to have a token,
+    `prompt_rows` that may still have logits."""
+
+    tokens: int
+    seats: int
+    chunk: int
+    reserved: set[RequestId]
+    counts: dict[RequestId, int] = field(default_factory=dict)
+    prompt_rows: int = MAX_PROMPT_ROWS
+
+    @classmethod
+    def of(
+        cls,
+        max_tokens: int,
+        max_seqs: int,
+        running: Sequence[Request],
+        target_s: float | None,
+        costs: StepCosts,
+        seats_ahead: int = 0,
+    ) -> "TokenBudget":
+        """Of a step in which these run, behind so many others."""
+        answering = [request for request in running if is_decoding(request)][: max(0, max_seqs - seats_ahead)]
+        chunk = max_tokens - len(answering)
+        if target_s is not None and answering:
+            left_s = target_s - costs.seconds(_shape(answering, running))
+            chunk = min(chunk, max(MIN_CHUNK, int(left_s / max(costs.token_s, 1e-9))))
+        return cls(max_tokens, max_seqs, chunk, {request.request_id for request in answering})
+
+    def may_take(self, request: Request) -> bool:
+        """Whether there is a seat, and a token."""
+        return self.seats > 0 and self._most(request) > 0
+
+    def lacks_rows(self, request: Request) -> bool:
+        """Whether all that it lacks are logits for its prompt: nobody behind it waits for these."""
+        return not self.prompt_rows and request.num_reusable_tokens < request.num_tokens
+
+    def take(self, request: Request, share: int = 1) -> None:
+        """Give a request its tokens, of a prompt at most one `share`th of what is left of the chunk."""
+        count = self._most(request)
+        self.reserved.discard(request.request_id)
+        if not is_decoding(request):
+            count = min(count, max(MIN_CHUNK, self.chunk // share))
+            self.chunk -= count
+            self.prompt_rows -= len(_prompt_rows(request, count))
+        self.tokens -= count
+        self.seats -= 1
+        self.counts[request.request_id] = count
+
+    def take_more(self, request: Request) -> None:
+        """Give a request that has its seat what is left of the chunk."""
+        had = self.counts[request.request_id]
+        more = min(num_uncomputed_tokens(request) - had, self.chunk, self.tokens - len(self.reserved))
+        if more <= 0:
+            return
+        more = self._with_rows(request, had + more, self.prompt_rows + len(_prompt_rows(request, had))) - had
+        if more > 0:
+            self.prompt_rows -= len(_prompt_rows(request, had + more)) - len(_prompt_rows(request, had))
+            self.chunk -= more
+            self.tokens -= more
+            self.counts[request.request_id] = had + more
+
+    def give_back(self, request: Request) -> None:
+        """A request that had its share has lost its pages."""
+        count = self.counts.pop(request.request_id, 0)
+        if count:
+            self.tokens += count
+            self.seats += 1
+            # Its prompt rows are gone for this step: which they were cannot be told any more.
+
+    def _most(self, request: Request) -> int:
+        if is_decoding(request):
+            return min(1, self.tokens)
+        count = min(num_uncomputed_tokens(request), self.chunk, self.tokens - len(self.reserved))
+        return self._with_rows(request, count, self.prompt_rows)
+
+    def _with_rows(self, request: Request, count: int, left: int) -> int:
+        """So many tokens, or fewer: those whose prompt rows are not more than are left."""
+        rows = _prompt_rows(request, count)
+        return count if len(rows) <= left else rows.start + left - request.num_computed_tokens
+
+
+def _prompt_rows(request: Request, count: int) -> range:
+    """Those of its next tokens whose logits are asked for."""
+    return request.prompt_rows(request.num_computed_tokens, request.num_computed_tokens + count)
+
+
+def num_uncomputed_tokens(request: Request) -> int:
+    """Known tokens that are not computed."""
+    return request.num_tokens - request.num_computed_tokens
+
+
+def is_decoding(request: Request) -> bool:
+    """Whether it computes its newest token only: its prompt is done."""
+    return num_uncomputed_tokens(request) == 1 and request.num_generated_tokens > 0
+
+
+def _shape(answering: list[Request], running: Iterable[Request]) -> StepShape:
+    adapters: dict[AdapterKey, int] = {}
+    for request in running:
+        if request.adapter_key is not None and request.message.layout is not None:
+            adapters[request.adapter_key] = request.message.layout.nbytes
+    return StepShape(
+        tokens=len(answering),
+        requests=len(answering),
+        adapter_bytes=sum(adapters.values()),
+        pairs=sum(request.num_tokens for request in answering),
+    )

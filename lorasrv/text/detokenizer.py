@@ -1,0 +1,138 @@
+"""Token ids to text as they come: only whole characters leave, and all of it equals decoding the ids at once."""
+
+import codecs
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache
+from typing import Protocol
+
+from lorasrv.text.tokenizer import Decoding, Tokenizer
+
+
+class Detokenizer:
+    """Text of one growing sequence. Constant work a token: nothing is decoded twice.
+
+    `push(ids)` gives the text that has become certain, `flush()` the rest (an unfinished character as U+FFFD). Of the
+    special tokens those of `shown` are written. `strip_start` False keeps a blank that the tokenizer would strip.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        skip_special_tokens: bool = True,
+        shown: frozenset[int] = frozenset(),
+        strip_start: bool = True,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skipped = tokenizer.special_ids - shown if skip_special_tokens else frozenset()
+        decoding = tokenizer.decoding
+        self._stream = _stream(decoding if strip_start else replace(decoding, strip_start=False))
+
+    def push(self, ids: Iterable[int]) -> str:
+        tokens = (self._tokenizer.token(i) for i in ids if i not in self._skipped)
+        return "".join(self._stream.push(token) for token in tokens if token is not None)
+
+    def flush(self) -> str:
+        return self._stream.flush()
+
+
+def token_id_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """What a token stands for, which may be a part of a character; nothing outside the vocabulary. The blank that some
+    tokenizers strip from the beginning of a text is in it."""
+    token = tokenizer.token(token_id)
+    return b"" if token is None else token_bytes(token, tokenizer.decoding)
+
+
+def token_bytes(token: str, decoding: Decoding) -> bytes:
+    """What a token, as the vocabulary spells it, adds to a text."""
+    if decoding.kind == "byte_level":
+        return _token_bytes(token)
+    text = token.replace(decoding.space, " ")
+    byte = _fallback_byte(text)
+    return text.encode() if byte is None else bytes([byte])
+
+
+class _Stream(Protocol):
+    def push(self, token: str) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+def _stream(decoding: Decoding) -> _Stream:
+    if decoding.kind == "byte_level":
+        return _ByteLevelStream()
+    return _ByteFallbackStream(decoding)
+
+
+class _ByteLevelStream:
+    """Each character of a token stands for a byte (GPT-2); UTF-8 may be cut anywhere between tokens."""
+
+    def __init__(self) -> None:
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: str) -> str:
+        return self._utf8.decode(_token_bytes(token))
+
+    def flush(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+def _token_bytes(token: str) -> bytes:
+    """Bytes of a byte-level token. One that has a character outside the alphabet, an added token, is its own text."""
+    alphabet = _byte_alphabet()
+    try:
+        return bytes([alphabet[char] for char in token])
+    except KeyError:
+        return token.encode()
+
+
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's characters for the 256 bytes: printable ones stand for themselves, the rest for U+0100 and up."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+class _ByteFallbackStream:
+    """SentencePiece: tokens are text, but `<0xE2>` is a byte. A run of bytes leaves when it ends, as text if all of it
+    is UTF-8, else as one U+FFFD a byte: that is how the library decodes, so a run cannot leave earlier.
+    """
+
+    def __init__(self, decoding: Decoding) -> None:
+        self._space = decoding.space
+        self._strip_next = decoding.strip_start
+        self._run = bytearray()
+
+    def push(self, token: str) -> str:
+        text = token.replace(self._space, " ")
+        byte = _fallback_byte(text)
+        if byte is not None:
+            self._run.append(byte)
+            return ""
+        return self.flush() + self._stripped(text)
+
+    def flush(self) -> str:
+        run = bytes(self._run)
+        self._run.clear()
+        try:
+            text = run.decode()
+        except UnicodeDecodeError:
+            text = "\ufffd" * len(run)
+        return self._stripped(text)
+
+    def _stripped(self, text: str) -> str:
+        if not self._strip_next or not text:
+            return text
+        self._strip_next = False
+        return text.removeprefix(" ")
+
+
+def _fallback_byte(token: str) -> int | None:
+    if len(token) != 6 or not token.startswith("<0x") or token[5] != ">":
+        return None
+    try:
+        return int(token[3:5], 16)
+    except ValueError:
+        return None

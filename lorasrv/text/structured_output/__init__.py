@@ -1,0 +1,1 @@
+"""Grammars and JSON schemas -> token masks (llguidance), compiled in a sandbox process."""

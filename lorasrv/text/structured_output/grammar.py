@@ -1,0 +1,197 @@
+"""What a client asks an answer to look like -> one grammar text for llguidance. Nothing is compiled here.
+
+What is refused here is what can be told from the text alone: size, depth, counted repetitions, schemas that no finite
+value satisfies. What remains is tried out in a process that may be killed (`lorasrv.text.structured_output.sandbox`).
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from lorasrv.errors import InvalidRequest
+from lorasrv.text.structured_output.satisfiability import MAX_REPETITIONS, can_end, lark_can_end, repetitions
+
+MAX_TEXT_BYTES = 256 << 10
+MAX_DEPTH = 64
+MAX_TEXTS = 10_000
+WHITESPACE = r"( |\n[ \t]{0,20})"
+"""Between JSON's tokens, if anything: a blank, or a new line and its indentation. JSON itself would let a model write
+blank lines for ever (llama.cpp's grammars are bounded in the same way)."""
+_JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
+FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
+"""Those of JSON schema's `format` that are enforced. Others say something to readers, and forbid nothing."""
+_NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
+_DATA = frozenset({"const", "enum", "default", "examples", "example"})
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """`text` is Lark with llguidance's extensions, or its JSON form; `param` is the field that it came from."""
+
+    text: str
+    param: str
+
+
+def any_json_object(param: str) -> Grammar:
+    """Any JSON object."""
+    return json_of({"type": "object"}, param)
+
+
+def json_of(schema: Mapping[str, Any] | str | bool, param: str) -> Grammar:
+    """JSON that satisfies a schema, which may come as text.
+
+    Raises:
+        InvalidRequest: it is no schema, too large or deep, or no finite value satisfies it.
+    """
+    if isinstance(schema, str):
+        schema = _parsed(schema, param)
+    if not isinstance(schema, Mapping | bool):
+        raise InvalidRequest(f"{param} must be a JSON schema: an object, true or false", param=param)
+    return _checked(json.dumps({"grammars": [{"json_schema": checked_schema(schema, param)}]}), param)
+
+
+def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, Any]:
+    """A schema as llguidance is given it: every keyword is enforced or refused, whatever the schema itself asks for.
+
+    Raises:
+        InvalidRequest: see `json_of`.
+    """
+    whole = {"not": {}} if schema is False else {} if schema is True else dict(schema)
+    _check_depth(whole, param)
+    _check_patterns(whole, param)
+    if not can_end(whole):
+        raise InvalidRequest(f"{param}: no finite value satisfies the schema: it requires itself", param=param)
+    return {**_without_annotations(whole), "x-guidance": _JSON_OPTIONS}
+
+
+def _without_annotations(schema: Any) -> Any:
+    """A schema of known depth without the formats that are not enforced. What it holds as data stays as it is."""
+    if isinstance(schema, list):
+        return [_without_annotations(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept: dict[str, Any] = {}
+    for keyword, value in schema.items():
+        if keyword in _NAMED_SCHEMAS and isinstance(value, dict):
+            kept[keyword] = {name: _without_annotations(inner) for name, inner in value.items()}
+        elif keyword in _DATA:
+            kept[keyword] = value
+        elif keyword != "format" or not isinstance(value, str) or value in FORMATS:
+            kept[keyword] = _without_annotations(value)
+    return kept
+
+
+def regex_of(pattern: str, param: str) -> Grammar:
+    """Text that a regular expression (Rust's syntax, no look-around) matches from its beginning to its end.
+
+    Raises:
+        InvalidRequest: empty, too large, or its counted repetitions multiply to too many.
+    """
+    if not pattern:
+        raise InvalidRequest(f"{param} is empty: only an empty answer would match", param=param)
+    _check_repetitions(pattern, param)
+    return _checked(json.dumps({"grammars": [{"lark_grammar": f"start: /{_slashed(pattern)}/"}]}), param)
+
+
+def choice_of(choices: Sequence[str], param: str) -> Grammar:
+    """One of several texts.
+
+    Raises:
+        InvalidRequest: none, too many, or an empty one.
+    """
+    if not 0 < len(choices) <= MAX_TEXTS or "" in choices:
+        raise InvalidRequest(f"{param} must hold 1 to {MAX_TEXTS} texts, none of them empty", param=param)
+    return _checked("start: CHOICE\nCHOICE: " + "\n  | ".join(map(json.dumps, choices)), param)
+
+
+def grammar_of(text: str, param: str) -> Grammar:
+    """A grammar in Lark's syntax with llguidance's extensions, or in llguidance's JSON form.
+
+    Raises:
+        InvalidRequest: empty, too large, or in another syntax.
+    """
+    if text.lstrip().startswith("{"):
+        parsed = _parsed(text, param)
+        if not isinstance(parsed, dict) or "grammars" not in parsed:
+            raise InvalidRequest(f"{param} is JSON, but no llguidance grammar: `grammars` is missing", param=param)
+        _check_depth(parsed, param)
+        return _checked(json.dumps(parsed), param)
+    if "::=" in text:
+        raise InvalidRequest(f"{param} is GBNF or EBNF (::=); send a Lark grammar (start: ...)", param=param)
+    _checked(text, param)
+    if not lark_can_end(text):
+        raise InvalidRequest(f"{param} never ends: every sentence of `start` needs another one", param=param)
+    return lark_of(text, param)
+
+
+def lark_of(text: str, param: str) -> Grammar:
+    """A Lark grammar. Raises: InvalidRequest: too large."""
+    return _checked(text, param)
+
+
+def _checked(text: str, param: str) -> Grammar:
+    size = len(text.encode("utf-8", "replace"))
+    if size > MAX_TEXT_BYTES:
+        raise InvalidRequest(f"{param} has {size} bytes as a grammar, more than {MAX_TEXT_BYTES}", param=param)
+    return Grammar(text, param)
+
+
+def _parsed(text: str, param: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise _too_deep(param) from None
+    except ValueError as error:
+        raise InvalidRequest(f"{param} is not JSON: {error}", param=param) from None
+
+
+def _check_depth(value: Any, param: str) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [child for item in level for child in _children(item) if isinstance(child, dict | list)]
+        if not level:
+            return
+    raise _too_deep(param)
+
+
+def _too_deep(param: str) -> InvalidRequest:
+    return InvalidRequest(f"{param} is nested more than {MAX_DEPTH} levels deep", param=param)
+
+
+def _check_patterns(value: Any, param: str) -> None:
+    todo = [value]
+    while todo:
+        item = todo.pop()
+        todo += _children(item)
+        if isinstance(item, dict):
+            named = item.get("patternProperties")
+            for pattern in (item.get("pattern"), *(named if isinstance(named, dict) else ())):
+                if isinstance(pattern, str):
+                    _check_repetitions(pattern, param)
+
+
+def _check_repetitions(pattern: str, param: str) -> None:
+    if (count := repetitions(pattern)) > MAX_REPETITIONS:
+        raise InvalidRequest(
+            f"{param}: the repetitions of {pattern[:60]!r} multiply to {count}, more than {MAX_REPETITIONS}",
+            param=param,
+        )
+
+
+def _children(value: Any) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+
+
+def _slashed(pattern: str) -> str:
+    """A pattern between Lark's slashes: its own slashes and line breaks escaped."""
+    out, escaped = [], False
+    for char in pattern:
+        if char == "/" and not escaped:
+            out.append("\\/")
+        elif char == "\n":
+            out.append("n" if escaped else "\\n")
+        else:
+            out.append(char)
+        escaped = char == "\\" and not escaped
+    return "".join(out)

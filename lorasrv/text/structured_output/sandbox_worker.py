@@ -1,0 +1,118 @@
+"""Worker process in which `sandbox` compiles grammars: `python -m lorasrv.text.structured_output.sandbox_worker`.
+
+Reads frames (4 bytes of length, little-endian, then the content) from stdin: the vocabulary, then grammars. Writes a
+line of JSON for each: `{"error": null or text, "nbytes": ...}`. A grammar that costs too much ends the process: by
+SIGPROF when its computing time is used up, by an abort when memory is, by SIGSEGV when it nests too deeply.
+"""
+
+import json
+import os
+import random
+import resource
+import signal
+import struct
+import sys
+import threading
+import time
+
+import llguidance
+
+from lorasrv.text.structured_output.matcher import Vocabulary, compile_matcher, one_line
+
+CPU_SECONDS = 0.6
+MEMORY_BYTES = 320 << 20
+# A quarter of what the server's threads have: what fits in here does not overflow there.
+STACK_BYTES = 2 << 20
+WALKS = 2
+WALK_TOKENS = 64
+WALK_SECONDS = 0.2
+
+
+def main() -> None:
+    vocabulary = Vocabulary.unpacked(_frame() or b"")
+    tokenizer = vocabulary.build()
+    threading.stack_size(STACK_BYTES)
+    _limit_memory(MEMORY_BYTES)
+    _say({"error": None, "nbytes": 0})
+    while (text := _frame()) is not None:
+        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+        verdict: dict[str, object] = {}
+        thread = threading.Thread(target=_examine, args=(tokenizer, set(vocabulary.ends), text.decode(), verdict))
+        thread.start()
+        thread.join()
+        signal.setitimer(signal.ITIMER_PROF, 0.0)
+        _say(verdict)
+
+
+def _examine(tokenizer: llguidance.LLTokenizer, ends: set[int], text: str, verdict: dict[str, object]) -> None:
+    before = _resident_bytes()
+    matcher = compile_matcher(tokenizer, text)
+    matcher.compute_bitmask()  # a grammar without any sentence shows here
+    error = matcher.get_error() or _walked(matcher, ends)
+    verdict["error"] = one_line(error) if error else None
+    verdict["nbytes"] = max(0, _resident_bytes() - before)
+
+
+def _walked(matcher: llguidance.LLMatcher, ends: set[int]) -> str:
+    """What goes wrong on the way, where answers go by chance: a grammar may be small, and explode in use."""
+    until = time.process_time() + WALK_SECONDS
+    for number in range(WALKS):
+        chance, walker = random.Random(number), matcher.deep_copy()
+        for _ in range(WALK_TOKENS):
+            token = _some_token(walker.compute_bitmask(), ends, chance)
+            if walker.is_error():
+                return walker.get_error()
+            if token is None or time.process_time() > until:
+                break
+            if not walker.consume_token(token):
+                return walker.get_error()
+            if walker.is_stopped():
+                break
+    return ""
+
+
+def _some_token(mask: bytes, ends: set[int], chance: random.Random) -> int | None:
+    """An allowed token that does not end the answer; None: there is none."""
+    begin = chance.randrange(len(mask))
+    for at in (*range(begin, len(mask)), *range(begin)):
+        if mask[at]:
+            tokens: list[int] = [8 * at + bit for bit in range(8) if mask[at] >> bit & 1 and 8 * at + bit not in ends]
+            if tokens:
+                return tokens[chance.randrange(len(tokens))]
+    return None
+
+
+def _limit_memory(more: int) -> None:
+    """So much address space more than now, where the system tells how much that is; and no core files."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            now = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (now + more, now + more))
+    except (OSError, ValueError):
+        pass
+
+
+def _resident_bytes() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0
+
+
+def _frame() -> bytes | None:
+    head = sys.stdin.buffer.read(4)
+    if len(head) < 4:
+        return None
+    (size,) = struct.unpack("<I", head)
+    return sys.stdin.buffer.read(size)
+
+
+def _say(what: dict[str, object]) -> None:
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,260 @@
+"""Whether a Lark grammar has a finite sentence: `start: word start` has none. llguidance would follow it for ever.
+
+Whether a finite value can satisfy a JSON schema: `{"required": ["next"], "properties": {"next": {"$ref": "#"}}}` has
+only endless ones, and a model that is held to it would write until its tokens are used up.
+
+How large a regular expression becomes when its counted repetitions are written out: `(a{0,500}){0,500}` is 250,000.
+
+llguidance does not write them out, it takes derivatives; but nested counts give it as many different ones.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+_TOKEN = re.compile(
+    r"""(?P<blank>[ \t]+|//[^\n]*) | (?P<line>\n) | (?P<text>"(?:\\.|[^"\\\n])*"i? | /(?![/*])(?:\\.|[^/\\\n])+/[a-z]*)
+    | (?P<name>[!?]?[A-Za-z_][A-Za-z0-9_]*) | (?P<often>\{\s*\d*\s*(?:,\s*\d*\s*)?\} | ~\s*\d+(?:\s*\.\.\s*\d+)?)
+    | (?P<sign>[()|?*+:])""",
+    re.VERBOSE,
+)
+MAX_WORK = 500_000
+"""Tokens of rules that are looked at, again each time that one of the rules they name is known to end."""
+MAX_GROUPS = 100
+"""Parentheses inside one another: Python's own stack is not much deeper."""
+Tokens = list[tuple[str, str]]
+
+
+class _UnknownError(Exception):
+    """Something of the language that is not looked through here."""
+
+
+def lark_can_end(text: str) -> bool:
+    """False only if it is certain. Grammars with more than rules, groups and repetitions may end, for all we know."""
+    try:
+        rules = _rules(_tokens(text))
+    except _UnknownError:
+        return True
+    if "start" not in rules:
+        return True
+    mentioned_by: dict[str, set[str]] = {}
+    for name, body in rules.items():
+        for _, mentioned in body:
+            mentioned_by.setdefault(mentioned, set()).add(name)
+    ending: set[str] = set()
+    todo, work = list(rules), 0
+    while todo:
+        name = todo.pop()
+        work += len(rules[name])
+        if work > MAX_WORK:
+            return True
+        if name not in ending and _Body(rules[name], rules, ending).ends():
+            ending.add(name)
+            todo += mentioned_by.get(name, ())
+    return "start" in ending
+
+
+def _tokens(text: str) -> Tokens:
+    found, at, depth = [], 0, 0
+    while at < len(text):
+        match = _TOKEN.match(text, at)
+        if match is None:
+            raise _UnknownError
+        at = match.end()
+        depth += (match[0] == "(") - (match[0] == ")")
+        if depth > MAX_GROUPS:
+            raise _UnknownError
+        if match.lastgroup != "blank":
+            found.append((str(match.lastgroup), match[0]))
+    return found
+
+
+def _rules(tokens: Tokens) -> dict[str, Tokens]:
+    """Name -> its alternatives. A rule begins at the beginning of a line, with its name and a colon."""
+    rules: dict[str, Tokens] = {}
+    body: Tokens = []
+    at_line = True
+    for number, (kind, text) in enumerate(tokens):
+        begins = at_line and kind == "name" and tokens[number + 1 : number + 2] == [("sign", ":")]
+        if begins:
+            body = rules[text.lstrip("!?")] = []
+        elif kind != "line" and (kind, text) != ("sign", ":"):
+            body.append((kind, text))
+        at_line = kind == "line"
+    return rules
+
+
+@dataclass
+class _Body:
+    """One rule's alternatives, read from left to right."""
+
+    tokens: Tokens
+    rules: Mapping[str, Tokens]
+    ending: set[str]
+    at: int = 0
+
+    def ends(self) -> bool:
+        ends = self._alternatives()
+        return ends or self.at < len(self.tokens)  # what is left over was not understood
+
+    def _alternatives(self) -> bool:
+        any_ends, this_ends = False, True
+        while self.at < len(self.tokens):
+            kind, text = self.tokens[self.at]
+            if text == ")" and kind == "sign":
+                break
+            self.at += 1
+            if kind == "sign" and text == "|":
+                any_ends, this_ends = any_ends or this_ends, True
+            else:
+                item_ends = self._item(kind, text)
+                this_ends = this_ends and item_ends
+        return any_ends or this_ends
+
+    def _item(self, kind: str, text: str) -> bool:
+        ends = True
+        if kind == "name" and text in self.rules and text == text.lower():
+            ends = text in self.ending
+        elif (kind, text) == ("sign", "("):
+            ends = self._alternatives()
+            self.at += 1
+        while self.at < len(self.tokens) and self._is_repeated(*self.tokens[self.at]):
+            ends = ends or self._may_be_none(self.tokens[self.at][1])
+            self.at += 1
+        return ends
+
+    @staticmethod
+    def _is_repeated(kind: str, text: str) -> bool:
+        return kind == "often" or (kind == "sign" and text in "?*+")
+
+    @staticmethod
+    def _may_be_none(text: str) -> bool:
+        return text in "?*" or re.match(r"[{~]\s*0*\s*([,}.]|$)", text) is not None
+
+
+MAX_VISITS = 10_000
+MAX_LEVELS = 150
+"""Schemas inside one another, references followed: Python's own stack is not much deeper."""
+
+
+def can_end(root: Mapping[str, Any]) -> bool:
+    """False only if it is certain: whatever is unclear, or too large to look through, may end."""
+    return _Walk(root).ends(root, frozenset())
+
+
+class _Walk:
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._visits = 0
+        self._level = 0
+
+    def ends(self, schema: Any, inside: frozenset[str]) -> bool:
+        """`inside`: references that are being followed; one that leads back to itself does not end that way."""
+        self._visits += 1
+        if self._visits > MAX_VISITS or self._level >= MAX_LEVELS:
+            return True
+        if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
+            return True
+        self._level += 1
+        ends = self._every_part_ends(schema, inside)
+        self._level -= 1
+        return ends
+
+    def _every_part_ends(self, schema: Mapping[str, Any], inside: frozenset[str]) -> bool:
+        ref = schema.get("$ref")
+        if isinstance(ref, str):
+            if ref in inside:
+                return False
+            if not self.ends(self._target(ref), inside | {ref}):
+                return False
+        for name, needed in (("allOf", all), ("anyOf", any), ("oneOf", any)):
+            parts = schema.get(name)
+            if isinstance(parts, list) and parts and not needed(self.ends(part, inside) for part in parts):
+                return False
+        return all(self.ends(part, inside) for part in _needed(schema))
+
+    def _target(self, ref: str) -> Any:
+        if not ref.startswith("#"):
+            return True
+        found: Any = self._root
+        for name in ref[1:].split("/")[1:]:
+            name = name.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, Mapping) or name not in found:
+                return True
+            found = found[name]
+        return found
+
+
+def _needed(schema: Mapping[str, Any]) -> list[Any]:
+    """Schemas of what every value must contain."""
+    if schema.get("type") == "object":
+        properties, required = schema.get("properties"), schema.get("required")
+        if isinstance(properties, Mapping) and isinstance(required, list):
+            return [properties[name] for name in required if isinstance(name, str) and name in properties]
+    if schema.get("type") == "array":
+        least, prefix = schema.get("minItems"), schema.get("prefixItems")
+        items = list(prefix) if isinstance(prefix, list) else []
+        if isinstance(least, int):
+            return items[:least] + ([schema.get("items", True)] if least > len(items) else [])
+    return []
+
+
+MAX_REPETITIONS = 100_000
+_MANY = 10**15
+"""More are not told apart: the product of thousands of counts is no number to work with, or to print."""
+
+
+def repetitions(pattern: str) -> int:
+    """Characters and classes of the pattern, each as often as it is repeated. An upper bound, in one pass."""
+    sizes, last, at = [0], 0, 0
+    while at < len(pattern):
+        char = pattern[at]
+        if char == "(":
+            sizes[-1] += last
+            sizes.append(0)
+            last = 0
+        elif char == ")" and len(sizes) > 1:
+            last += sizes.pop()
+        elif char == "{" and (counted := _counted(pattern, at)) is not None:
+            most, at = counted
+            last = min(last * most, _MANY)
+            continue
+        elif char not in "*+?|":
+            sizes[-1] += last
+            last = 1
+            at = _end_of_atom(pattern, at)
+            continue
+        at += 1
+    return sum(sizes) + last
+
+
+def _counted(pattern: str, at: int) -> tuple[int, int] | None:
+    """The most repetitions that `{m}`, `{m,}` or `{m,n}` stands for, and where it ends; None: it is none of these."""
+    end = pattern.find("}", at, at + 32)
+    if end < 0:
+        return None
+    least, _, most = pattern[at + 1 : end].partition(",")
+    numbers = [int(part) for part in (least, most) if part.strip().isascii() and part.strip().isdigit()]
+    return (max(numbers), end + 1) if numbers else None
+
+
+def _end_of_atom(pattern: str, at: int) -> int:
+    if pattern[at] == "\\":
+        if pattern[at + 1 : at + 3] in ("p{", "P{", "x{", "u{"):
+            return max(pattern.find("}", at), at + 1) + 1
+        return at + 2
+    if pattern[at] != "[":
+        return at + 1
+    depth = 0
+    while at < len(pattern):
+        if pattern[at] == "\\":
+            at += 1
+        elif pattern[at] == "[":
+            depth += 1
+        elif pattern[at] == "]":
+            depth -= 1
+        at += 1
+        if depth == 0:
+            break
+    return at

@@ -1,0 +1,253 @@
+"""Text to token ids and back, over the `tokenizers` library: from a tokenizer.json, or built from GGUF metadata.
+
+A text is encoded as a batch of one: of the library's functions that take texts, only those for batches let Python's
+other threads run, and a long text takes a second.
+
+How a checkpoint describes its tokenizer: plain data, read by the loaders, built by `lorasrv.text.tokenizer`. No torch.
+"""
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
+
+from lorasrv.errors import CorruptModel, InvalidRequest, UnsupportedModel
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerJson:
+    """The text of a tokenizer.json."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class BpeVocabulary:
+    """A byte-level BPE as GGUF metadata holds it. `merges` are pairs joined by a space, in order of rank.
+
+    `pre` names the pre-tokenizer (tokenizer.ggml.pre); `control` and `user_defined` are ids of added tokens.
+    """
+
+    tokens: tuple[str, ...]
+    merges: tuple[str, ...]
+    pre: str
+    control: tuple[int, ...] = ()
+    user_defined: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizerSource:
+    """A vocabulary and what goes around it. `special` maps bos_token, eos_token... to their text, for templates."""
+
+    vocabulary: TokenizerJson | BpeVocabulary
+    chat_template: str | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    add_bos: bool = False
+    add_eos: bool = False
+    special: dict[str, str] = field(default_factory=dict)
+
+
+# For a batch of one the library would start a thread on each core, and warn on stderr when the process forks.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+class Tokenizer:
+    """A tokenizer and the ids that end or begin a text. Thread-safe: nothing changes after construction."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, source: TokenizerSource) -> None:
+        self._backend = backend
+        self.eos_token_ids = frozenset(source.eos_token_ids)
+        self.bos_token_id = source.bos_token_id
+        self.named_tokens: Mapping[str, str] = dict(source.special)
+        self.added_tokens: Mapping[str, bool] = {
+            token.content: token.special for token in backend.get_added_tokens_decoder().values()
+        }
+        self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.decoding = _decoding(backend)
+
+    @classmethod
+    def from_source(cls, source: TokenizerSource) -> "Tokenizer":
+        """Raises UnsupportedModel (pre-tokenizer or decoder by name) or CorruptModel."""
+        vocabulary = source.vocabulary
+        if isinstance(vocabulary, TokenizerJson):
+            return cls(_parse(vocabulary.text), source)
+        return cls(_build(vocabulary, source), source)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a text; special tokens written in it are recognised.
+
+        Raises:
+            InvalidRequest: lone surrogates, which are no text.
+        """
+        return self._encode(self._backend.encode_batch_fast, text, add_special_tokens).ids
+
+    def least_tokens(self, text: str) -> int:
+        """As many tokens a text has at least, by its length alone; 0 where a tokenizer may leave some of it out."""
+        return -(-len(text) // longest) if (longest := self._longest_token) else 0
+
+    @cached_property
+    def _longest_token(self) -> int | None:
+        """Most characters of a text that become one token (of which each is a byte or more); None: any number."""
+        normalizer = self._backend.normalizer
+        # NFC joins up to four characters, and nothing is left out.
+        kind = None if normalizer is None else json.loads(normalizer.__getstate__()).get("type")
+        strips = any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
+        if strips or kind not in (None, "NFC"):
+            return None
+        return (4 if kind else 1) * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+
+    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
+        """Ids of a text, and the character at which each of them begins; one that was added begins with the next.
+
+        Raises: as `encode`.
+        """
+        encoding = self._encode(self._backend.encode_batch, text, add_special_tokens)
+        offsets: list[int] = []
+        begin = len(text)
+        for (first, last), special in zip(encoding.offsets[::-1], encoding.special_tokens_mask[::-1], strict=True):
+            begin = begin if special and first == last else first
+            offsets.append(begin)
+        return encoding.ids, offsets[::-1]
+
+    @staticmethod
+    def _encode(
+        encode: Callable[..., list[tokenizers.Encoding]], text: str, add_special_tokens: bool
+    ) -> tokenizers.Encoding:
+        try:
+            return encode([text], add_special_tokens=add_special_tokens)[0]
+        except (TypeError, UnicodeEncodeError):  # which of them is up to the version of the library
+            raise InvalidRequest("prompt has a lone surrogate (U+D800 to U+DFFF): not text", param="prompt") from None
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token(self, token_id: int) -> str | None:
+        """A token as the vocabulary spells it, None outside the vocabulary."""
+        return self._backend.id_to_token(token_id)
+
+    def token_id(self, token: str) -> int | None:
+        return self._backend.token_to_id(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """How tokens become text. `kind` is byte_level or byte_fallback; `space` stands for a blank in the latter, and
+    `strip_start` removes one from the beginning of the text.
+    """
+
+    kind: str
+    space: str = ""
+    strip_start: bool = False
+
+
+def _decoding(backend: tokenizers.Tokenizer) -> Decoding:
+    """Recognise the library's decoder, so that `Detokenizer` can do the same a token at a time."""
+    state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
+    steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return Decoding("byte_level")
+    if kinds[:3] == ["Replace", "ByteFallback", "Fuse"] and kinds[3:] in ([], ["Strip"]):
+        replace, strip = steps[0], steps[3:]
+        plain_strip = all((s["content"], s["start"], s["stop"]) == (" ", 1, 0) for s in strip)
+        if replace["content"] == " " and "String" in replace["pattern"] and plain_strip:
+            return Decoding("byte_fallback", replace["pattern"]["String"], bool(strip))
+    raise UnsupportedModel(
+        f"tokenizer decoder {'+'.join(kinds)} is not supported; known: ByteLevel, Replace+ByteFallback+Fuse(+Strip)"
+    )
+
+
+def _parse(text: str) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as e:  # the library raises bare Exception for whatever is wrong with the file
+        raise CorruptModel(f"tokenizer.json is not valid: {e}") from None
+
+
+# GGUF ---------------------------------------------------------------------------------------------------------------
+_LETTERS_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_LETTERS_QWEN2 = _LETTERS_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def _byte_level(use_regex: bool) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=use_regex)
+
+
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(tokenizers.Regex(pattern), behavior="isolated"), _byte_level(use_regex=False)]
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _PreKind:
+    """One value of tokenizer.ggml.pre, as the published tokenizer.json of its model defines it."""
+
+    pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
+    normalizer: Callable[[], normalizers.Normalizer] | None = None
+    ignore_merges: bool = False
+
+
+_PRE_KINDS = {
+    "gpt-2": _PreKind(lambda: _byte_level(use_regex=True)),
+    "llama-bpe": _PreKind(lambda: _split(_LETTERS_LLAMA3), ignore_merges=True),
+    "qwen2": _PreKind(lambda: _split(_LETTERS_QWEN2), normalizers.NFC),
+    "smollm": _PreKind(
+        lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _byte_level(use_regex=True)])
+    ),
+}
+
+
+def _build(vocabulary: BpeVocabulary, source: TokenizerSource) -> tokenizers.Tokenizer:
+    if vocabulary.pre not in _PRE_KINDS:
+        known = ", ".join(_PRE_KINDS)
+        raise UnsupportedModel(f"GGUF pre-tokenizer {vocabulary.pre!r:.60} is not supported; known: {known}")
+    kind = _PRE_KINDS[vocabulary.pre]
+    backend = tokenizers.Tokenizer(_bpe(vocabulary, kind.ignore_merges))
+    backend.pre_tokenizer = kind.pre_tokenizer()
+    if kind.normalizer is not None:
+        backend.normalizer = kind.normalizer()
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(_added(vocabulary, vocabulary.control, special=True))
+    backend.add_tokens(_added(vocabulary, vocabulary.user_defined, special=False))
+    backend.post_processor = _around(vocabulary, source)
+    return backend
+
+
+def _bpe(vocabulary: BpeVocabulary, ignore_merges: bool) -> models.BPE:
+    ids = {token: i for i, token in enumerate(vocabulary.tokens)}
+    merges: list[Any] = [tuple(merge.split(" ")) for merge in vocabulary.merges]
+    try:
+        return models.BPE(vocab=ids, merges=merges, ignore_merges=ignore_merges)
+    except Exception as e:  # the library raises bare Exception: a merge of tokens that do not exist
+        raise CorruptModel(f"the GGUF vocabulary and merges do not fit together: {e}") from None
+
+
+def _added(vocabulary: BpeVocabulary, ids: Sequence[int], *, special: bool) -> list[tokenizers.AddedToken]:
+    return [tokenizers.AddedToken(vocabulary.tokens[i], special=special, normalized=False) for i in ids]
+
+
+def _around(vocabulary: BpeVocabulary, source: TokenizerSource) -> processors.PostProcessor:
+    """Adds the begin and end tokens that the metadata asks for."""
+    begin = source.bos_token_id if source.add_bos else None
+    end = source.eos_token_ids[0] if source.add_eos and source.eos_token_ids else None
+    if any(i is not None and i >= len(vocabulary.tokens) for i in (begin, end)):
+        raise CorruptModel("the GGUF metadata names a begin or end token outside the vocabulary")
+    used = [(vocabulary.tokens[i], i) for i in dict.fromkeys((begin, end)) if i is not None]
+    parts = [
+        *([vocabulary.tokens[begin]] if begin is not None else []),
+        "$A",
+        *([vocabulary.tokens[end]] if end is not None else []),
+    ]
+    return processors.TemplateProcessing(single=parts, special_tokens=used)

@@ -1,0 +1,149 @@
+"""Calls that are the rest of an answer: Mistral's `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and Llama's, whose
+answers are nothing but `{"name": ..., "parameters": {...}}`, with `<|python_tag|>` in front or not.
+
+Calls between tags, as Hermes and Qwen write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+"""
+
+import json
+
+from lorasrv.text.tool_parsers.base import Part, ToolCall, parse_json, possible_beginning, read_call, refuse_constant
+
+MISTRAL_MARKER = "[TOOL_CALLS]"
+LLAMA_MARKER = "<|python_tag|>"
+
+
+class MistralReader:
+    """Text comes at once until the marker; what follows it when the answer has ended."""
+
+    def __init__(self, names: frozenset[str], parallel: bool) -> None:
+        self._names = names
+        self._most = None if parallel else 1
+        self._text = ""
+        self._is_calling = False
+
+    def push(self, text: str) -> list[Part]:
+        self._text += text
+        if self._is_calling:
+            return []
+        at = self._text.find(MISTRAL_MARKER)
+        self._is_calling = at >= 0
+        if not self._is_calling:
+            at = len(self._text) - possible_beginning(self._text, MISTRAL_MARKER)
+        certain = self._text[:at].rstrip()
+        self._text = self._text[len(certain) :]
+        return [certain] if certain else []
+
+    def flush(self) -> list[Part]:
+        text, self._text = self._text, ""
+        values = parse_json(text.strip().removeprefix(MISTRAL_MARKER)) if self._is_calling else None
+        calls = [read_call(value, self._names, ("arguments",)) for value in values] if isinstance(values, list) else []
+        found: list[Part] = [call for call in calls if call is not None]
+        if found and len(found) == len(calls):
+            return found[: self._most]
+        return [text] if text else []
+
+
+class LlamaReader:
+    """An answer that begins like a call comes when it has ended, any other at once."""
+
+    def __init__(self, names: frozenset[str], parallel: bool) -> None:
+        self._names = names
+        self._most = None if parallel else 1
+        self._text = ""
+        self._is_text = False
+
+    def push(self, text: str) -> list[Part]:
+        self._text += text
+        begun = self._text.lstrip()
+        self._is_text |= bool(begun) and not (begun.startswith(("{", LLAMA_MARKER)) or LLAMA_MARKER.startswith(begun))
+        if not self._is_text:
+            return []
+        text, self._text = self._text, ""
+        return [text]
+
+    def flush(self) -> list[Part]:
+        text, self._text = self._text, ""
+        found: list[Part] = [] if self._is_text else [*self._calls(text.strip().removeprefix(LLAMA_MARKER))]
+        if found:
+            return found[: self._most]
+        return [text] if text else []
+
+    def _calls(self, text: str) -> list[ToolCall]:
+        """One or more, separated by semicolons; [] if anything else stands there."""
+        calls, decoder, at = [], json.JSONDecoder(parse_constant=refuse_constant), 0
+        text = text.strip()
+        while at < len(text):
+            try:
+                value, at = decoder.raw_decode(text, at)
+            except (ValueError, RecursionError):
+                return []
+            call = read_call(value, self._names, ("parameters", "arguments"))
+            if call is None:
+                return []
+            calls.append(call)
+            while at < len(text) and text[at] in "; \n\t":
+                at += 1
+        return calls
+
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+
+class TaggedReader:
+    """Text outside of tags comes at once, but for white space, which goes if a call follows it; a call when its tag is
+    closed, or the answer ends. With `parallel` False nothing comes after the first."""
+
+    def __init__(self, names: frozenset[str], parallel: bool) -> None:
+        self._names = names
+        self._parallel = parallel
+        self._outside = ""
+        self._inside: str | None = None
+        self._has_called = False
+
+    def push(self, text: str) -> list[Part]:
+        if self._inside is not None:
+            self._inside += text
+        else:
+            self._outside += text
+        parts: list[Part] = []
+        while self._inside is not None or OPEN in self._outside:
+            if self._inside is None:
+                self._outside, _, self._inside = self._outside.partition(OPEN)
+            if CLOSE not in self._inside:
+                break
+            inside, _, rest = self._inside.partition(CLOSE)
+            parts += self._ended(inside, CLOSE)
+            self._outside, self._inside = rest, None
+        if self._inside is None:
+            held = possible_beginning(self._outside, OPEN)
+            certain = self._outside[: len(self._outside) - held].rstrip()
+            parts += self._text(certain)
+            self._outside = self._outside[len(certain) :]
+        return parts
+
+    def flush(self) -> list[Part]:
+        if self._inside is not None:
+            parts = self._ended(self._inside, "")
+            self._inside, self._outside = None, ""
+            return parts
+        text, self._outside = self._outside, ""
+        return [] if self._has_called and not text.strip() else self._text(text)
+
+    def _ended(self, inside: str, close: str) -> list[Part]:
+        """A tag's content, after what stood before it."""
+        before, self._outside = self._outside, ""
+        call = read_call(parse_json(inside.strip()), self._names, ("arguments", "parameters"))
+        if call is None:
+            return self._text(before + OPEN + inside + close)
+        return [*self._text(before.rstrip()), *self._called(call)]
+
+    def _called(self, call: ToolCall) -> list[Part]:
+        if self._has_called and not self._parallel:
+            return []
+        self._has_called = True
+        return [call]
+
+    def _text(self, text: str) -> list[Part]:
+        if not text or (self._has_called and (not self._parallel or not text.strip())):
+            return []
+        return [text]

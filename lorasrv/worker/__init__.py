@@ -1,0 +1,1 @@
+"""The device side: weights, decoder, batch tensors, the pool's bytes, CUDA graphs, adapter loading."""

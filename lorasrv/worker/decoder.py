@@ -1,0 +1,200 @@
+"""One decoder for every family: it reads a `ModelSpec` and does the sums. Rows of all requests go through together.
+
+Base linear first, then SGMV adds each row's own adapter. Activations are fp32 on a CPU; T rows, H hidden, V vocabulary.
+
+Rotary tables: cosine and sine of every position, fp32, computed as Hugging Face does.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorasrv.models.lora_sites import site_dims
+from lorasrv.models.quantization import Linear
+from lorasrv.models.spec import RopeSpec
+from lorasrv.worker.cuda_streams import SideStream
+from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.forward_batch import ForwardBatch
+from lorasrv.worker.weights import ModelWeights
+from sgmv_kernels.ops import Angles, Ops, ProgramShape, StepTables
+
+
+def rope_tables(rope: RopeSpec, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(cos, sin), each [length, N / 2] fp32; N the numbers of a head that turn, head_dim unless `rope.dims` says."""
+    dims = rope.dims or head_dim
+    exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
+    frequencies = _SCALINGS[rope.kind](torch.reciprocal(rope.theta**exponents), rope)
+    angles = torch.outer(torch.arange(length, dtype=torch.float32), frequencies)
+    cos, sin = (table.mul_(rope.attention_factor).to(device) for table in (angles.cos(), angles.sin()))
+    return cos, sin
+
+
+def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
+    """Long wavelengths are divided by the factor, short ones kept, those between blended (Llama 3.1)."""
+    wavelengths = 2 * math.pi / frequencies
+    long, short = (rope.original_max_position / f for f in (rope.low_freq_factor, rope.high_freq_factor))
+    blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    blended = (1 - blend) * frequencies / rope.factor + blend * frequencies
+    scaled = torch.where(wavelengths > long, frequencies / rope.factor, frequencies)
+    return torch.where((wavelengths <= long) & (wavelengths >= short), blended, scaled)
+
+
+def _yarn(frequencies: Tensor, rope: RopeSpec) -> Tensor:
+    """Frequencies that turn often over the original context are kept, those that turn seldom are divided by the factor,
+    with a ramp between (YaRN, Peng et al. 2023).
+    """
+    dims = 2 * len(frequencies)
+
+    def dim_of(turns: float) -> float:
+        return dims * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = dim_of(rope.beta_fast), dim_of(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    ramp = (torch.arange(len(frequencies), dtype=torch.float32) - low) / (high - low or 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    return frequencies / rope.factor * (1 - kept) + frequencies * kept
+
+
+_SCALINGS: dict[str, Callable[[Tensor, RopeSpec], Tensor]] = {
+    "default": lambda frequencies, rope: frequencies,
+    "linear": lambda frequencies, rope: frequencies / rope.factor,
+    "llama3": _llama3,
+    "yarn": _yarn,
+    "factors": lambda frequencies, rope: frequencies / torch.tensor(rope.factors),
+}
+QKV, OUT, GATE_UP, DOWN = range(4)
+"""Indices of `ModelSpec.sites()`."""
+SIDE_ROWS = 256
+"""Rows up to which the shrink runs beside the base linear, where there is a second stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderLimits:
+    """Most tokens of a request, rows of a step, and rows of it that want logits; dtypes of adapters and activations."""
+
+    max_model_len: int
+    max_rows: int
+    max_samples: int
+    adapter_dtype: torch.dtype
+    activation: torch.dtype = torch.float32
+
+
+class Decoder:
+    """Forward passes over paged keys and values; writes this step's own."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        memory: DevicePool,
+        limits: DecoderLimits,
+        ops: Ops,
+        side: SideStream | None = None,
+    ) -> None:
+        self._dtype, self._side = limits.activation, side
+        self._weights = weights
+        self._spec = weights.spec
+        self._memory = memory
+        self._ops = ops
+        self._activation = {"silu": ops.silu_mul, "gelu_tanh": ops.gelu_mul}[weights.spec.activation]
+        spec = weights.spec
+        ropes = [spec.rope] if spec.rope_local is None else [spec.rope, spec.rope_local]
+        self._angles = [rope_tables(rope, spec.head_dim, limits.max_model_len, memory.device) for rope in ropes]
+        self._program = ops.program(self._layers, self._shape(limits)) if self._can_be_recorded() else None
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Logits [rows that sample, V] fp32, good until the next pass."""
+        x, angles = self._inputs(batch)
+        run = self._layers if self._program is None else self._program.run
+        return run(x, angles, batch.tables)
+
+    def kernel_seconds(self) -> Mapping[str, float]:
+        """Of the last pass, by kind of kernel; empty where it was not recorded."""
+        return {} if self._program is None else self._program.seconds()
+
+    def _can_be_recorded(self) -> bool:
+        linears = [linear for layer in self._weights.layers for linear in layer.linears()]
+        return self._ops.can_record and all(linear.can_be_recorded for linear in (*linears, self._weights.head))
+
+    def _shape(self, limits: DecoderLimits) -> ProgramShape:
+        spec = self._spec
+        return ProgramShape(
+            max_rows=limits.max_rows,
+            max_samples=limits.max_samples,
+            hidden_size=spec.hidden_size,
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            angles=tuple(cos.shape[1] for cos, _ in self._angles),
+            page_size=self._memory.page_size,
+            num_pages=self._memory.num_pages,
+            num_layers=spec.num_layers,
+            sites=site_dims(spec),
+            adapter_dtype=limits.adapter_dtype,
+        )
+
+    def _inputs(self, batch: ForwardBatch) -> tuple[Tensor, Angles]:
+        """Embedded tokens [T, H], and cosines and sines of their positions."""
+        x = self._weights.embed(batch.token_ids).to(self._dtype)
+        if self._spec.scaled_embedding:
+            x = x * self._spec.hidden_size**0.5
+        return x, tuple((cos[batch.positions], sin[batch.positions]) for cos, sin in self._angles)
+
+    def _layers(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
+        """From embedded tokens to logits: calls of `ops` and of linears, and no other arithmetic."""
+        delta = None
+        for layer, weights in enumerate(self._weights.layers):
+            normed = self._ops.add_rms_norm_(x, delta, weights.input_norm, self._spec.norm_eps)
+            turned = angles[-1] if self._spec.window(layer) else angles[0]
+            delta = self._normed(self._attention(normed, layer, tables, turned), weights.attn_out_norm)
+            normed = self._ops.add_rms_norm_(x, delta, weights.post_attn_norm, self._spec.norm_eps)
+            delta = self._normed(self._mlp(normed, layer, tables), weights.mlp_out_norm)
+        if not len(tables.sample_rows):
+            return x.new_empty((0, self._spec.vocab_size), dtype=torch.float32)
+        normed = self._ops.add_rms_norm_(x, delta, self._weights.final_norm, self._spec.norm_eps)
+        logits = self._weights.head(self._ops.take_rows(normed, tables.sample_rows)).float()
+        if self._spec.final_softcap is not None:
+            self._ops.softcap_(logits, self._spec.final_softcap)
+        return logits
+
+    def _normed(self, delta: Tensor, weight: Tensor | None) -> Tensor:
+        """What attention or MLP adds, through the norm that some families have after it."""
+        return delta if weight is None else self._ops.add_rms_norm_(delta, None, weight, self._spec.norm_eps)
+
+    def _attention(self, x: Tensor, layer: int, tables: StepTables, rotation: tuple[Tensor, Tensor]) -> Tensor:
+        spec, weights = self._spec, self._weights.layers[layer]
+        pages = self._memory.kv_pages(layer)
+        qkv = self._linear(weights.qkv, x, layer, QKV, tables)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            self._ops.norm_heads_(qkv, weights.q_norm, weights.k_norm, spec.num_kv_heads, spec.norm_eps)
+        q = self._ops.rope_write_kv(qkv, *rotation, pages, tables.attention)
+        attended = self._ops.paged_attention(
+            q, pages, tables.attention, spec.attention_scale, spec.window(layer), softcap=spec.attn_softcap
+        )
+        return self._linear(weights.o, attended.flatten(1), layer, OUT, tables)
+
+    def _mlp(self, x: Tensor, layer: int, tables: StepTables) -> Tensor:
+        weights = self._weights.layers[layer]
+        gated = self._activation(self._linear(weights.gate_up, x, layer, GATE_UP, tables))
+        return self._linear(weights.down, gated, layer, DOWN, tables)
+
+    def _linear(self, linear: Linear, x: Tensor, layer: int, site: int, tables: StepTables) -> Tensor:
+        slab = self._memory.slab(layer)
+        if self._side is not None and len(x) <= SIDE_ROWS and tables.lora.tables.num_segments:
+            # Few rows leave most of a GPU idle: the shrink needs nothing of the base linear.
+            with self._side.beside():
+                v = self._ops.shrink(x, slab, tables.lora, layer, site)
+            y = linear(x)
+            self._side.join()
+            self._ops.expand_(y, v, slab, tables.lora, layer, site)
+            return y
+        y = linear(x)
+        self._ops.sgmv_(y, x, slab, tables.lora, layer, site)
+        return y

@@ -1,0 +1,119 @@
+"""The bytes behind the page ids: one preallocated buffer, `[layers, num_pages * page_bytes]`.
+
+The same page id names a block in every layer's slab, so neighbouring ids are neighbours in memory and a panel may span
+pages. No raw pointer leaves this module; views are good for one step.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lorasrv.models.spec import ModelSpec
+from lorasrv.outputs import RequestId
+from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, SwapIn, SwapOut
+from lorasrv.worker.adapter_packing import PackedAdapter
+from lorasrv.worker.cuda_streams import StagingRing
+from sgmv_kernels.formats.adapter_panels import PlacedAdapter
+from sgmv_kernels.formats.kv_pages import KV, KvPages, kv_pages
+
+
+def page_bytes(spec: ModelSpec, page_size: int, kv_dtype: torch.dtype) -> int:
+    """Bytes of one page of one layer: `page_size` tokens of keys and values."""
+    return KV * spec.kv_width * page_size * kv_dtype.itemsize
+
+
+class DevicePool:
+    """The pool's tensor on a device, seen as KV pages or as raw slabs.
+
+    With `scratch`, one more page follows those of the pool: nobody owns it, and rows that only fill a graph up write
+    there. None: where there are graphs, on CUDA.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        num_pages: int,
+        page_size: int,
+        kv_dtype: torch.dtype,
+        device: torch.device,
+        scratch: bool | None = None,
+    ) -> None:
+        has_scratch = device.type == "cuda" if scratch is None else scratch
+        self.num_pages = num_pages
+        self.scratch_page = num_pages if has_scratch else None
+        self.page_size = page_size
+        self.page_bytes = page_bytes(spec, page_size, kv_dtype)
+        pages = num_pages + has_scratch
+        self._slabs = _zeros((spec.num_layers, pages * self.page_bytes), device)
+        self._pages = self._slabs.view(spec.num_layers, pages, self.page_bytes)
+        self._ring = StagingRing(device) if device.type == "cuda" else None
+        self._swapped: dict[RequestId, Tensor] = {}
+        self._kv = [kv_pages(slab, kv_dtype, spec.num_kv_heads, page_size, spec.head_dim) for slab in self._slabs]
+
+    @property
+    def nbytes(self) -> int:
+        return self._slabs.nbytes
+
+    @property
+    def device(self) -> torch.device:
+        return self._slabs.device
+
+    def slab(self, layer: int) -> Tensor:
+        """[bytes] uint8: one layer of the pool."""
+        return self._slabs[layer, : self.num_pages * self.page_bytes]
+
+    def kv_pages(self, layer: int) -> KvPages:
+        """One layer of the pool as keys and values."""
+        return self._kv[layer]
+
+    def apply(self, ops: Sequence[PageOp]) -> int:
+        """Do page operations in their order; returns how many bytes went to or came from host memory."""
+        swapped = 0
+        for op in ops:
+            match op:
+                case CopyPages():
+                    for source, target in op.copies:
+                        self._pages[:, target].copy_(self._pages[:, source])
+                case SwapOut():
+                    kept = torch.empty((len(op.pages), len(self._slabs), self.page_bytes), dtype=torch.uint8)
+                    for place, page in zip(kept, op.pages, strict=True):
+                        place.copy_(self._pages[:, page])
+                    self._swapped[op.request_id] = kept
+                    swapped += kept.nbytes
+                case SwapIn():
+                    kept = self._swapped[op.request_id]
+                    for place, page in zip(kept, op.pages, strict=True):
+                        self._pages[:, page].copy_(place)
+                    del self._swapped[op.request_id]
+                    swapped += kept.nbytes
+                case DropSwap():
+                    # Nothing is there if it could not be kept.
+                    self._swapped.pop(op.request_id, None)
+        if self._ring is not None:
+            self._ring.mark_arranged()
+        return swapped
+
+    def write_adapter(self, packed: PackedAdapter, placed: PlacedAdapter) -> None:
+        """Copy an adapter's panels from host memory to their pages, the pieces that lie end to end as one.
+
+        May run in another thread than the steps: nothing else touches these pages before it is done.
+        """
+        pieces = [
+            (packed.data[layer, source : source + size], self._slabs[layer, target : target + size])
+            for layer in range(placed.layout.num_layers)
+            for source, target, size in placed.copies(layer)
+        ]
+        if self._ring is not None:
+            self._ring.copy(pieces)
+            return
+        for source, target in pieces:
+            target.copy_(source)
+
+
+def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
+    """On the CPU through numpy's calloc: pages of memory are committed when first written, so a large pool is free."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(shape, dtype=np.uint8))
+    return torch.zeros(shape, dtype=torch.uint8, device=device)

@@ -1,0 +1,120 @@
+"""A planned step -> sampled tokens. Owns the model and the pool's memory."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lorasrv.metrics.step_stats import StepProfile
+from lorasrv.outputs import RequestId, TokenLogprobs
+from lorasrv.sampling.logits_processors import SamplingMetadata
+from lorasrv.sampling.logprobs import chosen_logprobs, prompt_logprobs
+from lorasrv.sampling.sampler import sample_finite
+from lorasrv.scheduler_output import PageOp, ScheduledRequest, SchedulerOutput
+from lorasrv.worker.adapter_loader import WriteAdapter
+from lorasrv.worker.cuda_streams import SideStream
+from lorasrv.worker.decoder import Decoder, DecoderLimits
+from lorasrv.worker.device import find_best_team
+from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.forward_batch import build_batch
+from lorasrv.worker.weights import ModelWeights
+from sgmv_kernels.ops import Ops
+
+if TYPE_CHECKING:
+    from lorasrv.worker.cuda_graphs import GraphedSteps
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRunnerOutput:
+    """The token of every request whose tokens are all computed; a request whose logits are no numbers has none.
+
+    `logprobs` of these tokens for those that ask, `prompt_logprobs` of the prompts' tokens that were asked for.
+    """
+
+    sampled: Mapping[RequestId, int]
+    logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+
+
+class ModelRunner:
+    """Runs steps on one device."""
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        memory: DevicePool,
+        limits: DecoderLimits,
+        ops: Ops,
+    ) -> None:
+        self.profile = StepProfile()
+        self._memory = memory
+        self._adapter_dtype = limits.adapter_dtype
+        self._ops = ops
+        on_gpu = memory.device.type == "cuda" and ops.name == "triton"
+        side = SideStream(memory.device) if on_gpu else None
+        self._decoder = Decoder(weights, memory, limits, ops, side)
+        self._graphs: GraphedSteps | None = None
+        if on_gpu:
+            # Imported only here: it needs Triton.
+            from lorasrv.worker import cuda_graphs
+
+            record = cuda_graphs.cuda_recorder()
+            self._graphs = cuda_graphs.GraphedSteps(self._decoder.forward, weights.spec, memory, limits, record)
+
+    @property
+    def write_adapter(self) -> WriteAdapter:
+        """How loaders fill an adapter's pages, in a thread of theirs."""
+        return self._memory.write_adapter
+
+    def settle(self) -> None:
+        """Make the calling thread, which will run steps, as many threads' leader as is fastest here."""
+        find_best_team(self._ops)
+
+    def recover(self) -> bool:
+        """After an exception: gives back memory that the device holds for nobody; whether it still does anything. A
+        CUDA context is lost after some errors (an illegal address, a failed assertion), whatever is asked of it.
+        """
+        if self._memory.device.type != "cuda":
+            return True
+        try:
+            torch.cuda.synchronize(self._memory.device)
+            torch.cuda.empty_cache()
+        except RuntimeError:
+            return False
+        return True
+
+    def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
+        """Move, copy and swap pages as the step wants them; returns how many bytes went to or came from host memory."""
+        return self._memory.apply(ops)
+
+    def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        """Compute a step whose pages are arranged."""
+        if not step.scheduled:
+            return ModelRunnerOutput({})
+        self.profile.steps += 1
+        self.profile.rows += step.num_tokens
+        logits, sampled, asked = self._logits(step)
+        with self.profile.span("sampling"):
+            # The weights of one adapter may overflow; its requests fail, the step's others do not.
+            tokens = sample_finite(logits[: len(sampled)], [SamplingMetadata.of(share) for share in sampled])
+            chosen = {s.request_id: token for s, token in zip(sampled, tokens, strict=True) if token is not None}
+            return ModelRunnerOutput(
+                chosen, chosen_logprobs(logits, sampled, chosen), prompt_logprobs(logits[len(sampled) :], asked)
+            )
+
+    def _logits(
+        self, step: SchedulerOutput
+    ) -> tuple[Tensor, tuple[ScheduledRequest, ...], tuple[ScheduledRequest, ...]]:
+        """Logits [B, V] fp32, the request of each of the first rows, and those whose `prompt_rows` the others are."""
+        graphed = self._graphs.compute(step) if self._graphs is not None else None
+        if graphed is not None:
+            return *graphed, ()
+        with self.profile.span("batch"):
+            batch = build_batch(step, self._memory, self._adapter_dtype, self._ops)
+        begun = time.perf_counter()
+        logits = self._decoder.forward(batch)
+        self.profile.add_kernels(time.perf_counter() - begun, self._decoder.kernel_seconds())
+        return logits, batch.sampled, batch.asked

@@ -1,0 +1,236 @@
+"""The model build: tensors leave the checkpoint one at a time, are packed into the runtime format, and are let go."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lorasrv.models.families import split_layer
+from lorasrv.models.loader.checkpoint import Checkpoint, WeightMeter
+from lorasrv.models.quantization.base import Embedding, Linear, QuantFormat
+from lorasrv.models.quantization.grouped import INT8_GROUP
+from lorasrv.models.quantization.rounding import round_symmetric
+from lorasrv.models.spec import ModelSpec, SiteShape
+from sgmv_kernels.ops import GroupQuantizedWeight, stack_codes
+
+Progress = Callable[[str, float], None]
+"""Called with what is being done and how far the whole is, 0 to 1."""
+_SAMPLE = 64
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """One layer. q/k/v and gate/up are stacked along their outputs, biases too.
+
+    Norms are fp32, [H] before attention and before the MLP; after each [H], and of heads of q and k [D], or None where
+    the family has none. 1 has been added to those that a checkpoint holds less 1.
+    """
+
+    input_norm: Tensor
+    post_attn_norm: Tensor
+    qkv: Linear
+    o: Linear
+    gate_up: Linear
+    down: Linear
+    attn_out_norm: Tensor | None = None
+    mlp_out_norm: Tensor | None = None
+    q_norm: Tensor | None = None
+    k_norm: Tensor | None = None
+
+    def norms(self) -> tuple[Tensor, ...]:
+        """Those that the family has."""
+        norms = self.input_norm, self.post_attn_norm, self.attn_out_norm, self.mlp_out_norm, self.q_norm, self.k_norm
+        return tuple(norm for norm in norms if norm is not None)
+
+    def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
+        """In the order of `ModelSpec.sites()`."""
+        return self.qkv, self.o, self.gate_up, self.down
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWeights:
+    """A model in its runtime format. `fingerprint` is a sha256 over names, shapes and a sample of every tensor."""
+
+    spec: ModelSpec
+    embed: Embedding
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: Linear
+    fingerprint: str
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes of all weights, shared ones counted once."""
+        linears = [linear for layer in self.layers for linear in layer.linears()]
+        norms = [self.final_norm] + [norm for layer in self.layers for norm in layer.norms()]
+        return self.embed.nbytes + self.head.nbytes + sum(x.nbytes for x in linears) + sum(n.nbytes for n in norms)
+
+    def dequantized(self, name: str) -> Tensor:
+        """One weight (no bias) by its canonical name, fp32: exactly what the arithmetic uses. Raises KeyError."""
+        outside = {"model.embed_tokens.weight": self.embed.dequantize, "lm_head.weight": self.head.dequantize}
+        if name in outside:
+            return outside[name]()
+        if name == "model.norm.weight":
+            return self.final_norm
+        layer, inner = split_layer(name.removesuffix(".weight"))
+        if layer is None:
+            raise KeyError(name)
+        return _slice(self.spec, self.layers[layer], inner)
+
+
+def _slice(spec: ModelSpec, layer: LayerWeights, module: str) -> Tensor:
+    for name, (path, _) in spec.norms().items():
+        if module == path:
+            norm: Tensor = getattr(layer, name)
+            return norm
+    for site, linear in zip(spec.sites(), layer.linears(), strict=True):
+        if module in site.modules:
+            i = site.modules.index(module)
+            start = sum(site.out_features[:i])
+            return linear.dequantize()[start : start + site.out_features[i]]
+    raise KeyError(module)
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    fmt: QuantFormat,
+    dtype: torch.dtype,
+    meter: WeightMeter | None = None,
+    progress: Progress | None = None,
+    device: torch.device = CPU,
+) -> ModelWeights:
+    """Build a model in `fmt`; `dtype` is how unquantized weights are kept.
+
+    Live weight bytes, as `meter` counts them, stay below twice the result's plus one stacked tensor.
+    Raises:
+        CorruptModel: a tensor cannot be read.
+    """
+    return _Builder(checkpoint, fmt, dtype, meter or WeightMeter(), progress or _silent, device).build()
+
+
+class _Builder:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        fmt: QuantFormat,
+        dtype: torch.dtype,
+        meter: WeightMeter,
+        progress: Progress,
+        device: torch.device,
+    ) -> None:
+        self._checkpoint, self._spec = checkpoint, checkpoint.spec
+        self._names = frozenset(checkpoint.names())
+        self._format, self._dtype, self._device = fmt, dtype, device
+        self._meter, self._progress = meter, progress
+        self._hash = hashlib.sha256()
+
+    @torch.inference_mode()
+    def build(self) -> ModelWeights:
+        # The embedding is the largest tensor: first, while little else is alive.
+        self._progress("loading embeddings", 0.0)
+        embed, head = self._ends()
+        layers = tuple(self._layer(i) for i in range(self._spec.num_layers))
+        final_norm = self._norm("model.norm")
+        self._progress("loaded weights", 1.0)
+        return ModelWeights(self._spec, embed, layers, final_norm, head, self._hash.hexdigest())
+
+    def _layer(self, i: int) -> LayerWeights:
+        self._progress(f"loading layer {i + 1} of {self._spec.num_layers}", (i + 1) / (self._spec.num_layers + 1))
+        prefix = f"model.layers.{i}."
+        qkv, o, gate_up, down = (self._site(prefix, site) for site in self._spec.sites())
+        norms = {name: self._norm(prefix + module) for name, (module, _) in self._spec.norms().items()}
+        return LayerWeights(qkv=qkv, o=o, gate_up=gate_up, down=down, **norms)
+
+    def _site(self, prefix: str, site: SiteShape) -> Linear:
+        return self._linear([prefix + module for module in site.modules])
+
+    def _linear(self, modules: Sequence[str]) -> Linear:
+        biases = [f"{module}.bias" for module in modules]
+        bias = self._stacked(biases) if biases[0] in self._names else None
+        weight = self._weight([f"{module}.weight" for module in modules])
+        linear = self._format.linear(weight, bias, self._dtype)
+        self._exchange(weight, bias, linear.nbytes)
+        return linear
+
+    def _ends(self) -> tuple[Embedding, Linear]:
+        """The embedding, and the head that may be tied to it."""
+        weight = self._weight(["model.embed_tokens.weight"])
+        embedding = self._format.embedding(weight, self._dtype)
+        self._exchange(weight, None, embedding.nbytes)
+        del weight
+        if self._spec.tied_head:
+            return embedding, self._format.tied_head(embedding, self._dtype)
+        weight = self._weight(["lm_head.weight"])
+        head = self._format.head(weight, self._dtype)
+        self._exchange(weight, None, head.nbytes)
+        return embedding, head
+
+    def _weight(self, names: Sequence[str]) -> Tensor | GroupQuantizedWeight:
+        """Stacked weights: as the codes that the file holds, if the format keeps them, else as floats."""
+        parts = [self._checkpoint.codes(name) for name in names]
+        kept = [part for part in parts if part is not None and self._format.keeps(part)]
+        if len(kept) < len(names):
+            return self._stacked(names)
+        stacked = stack_codes(kept)
+        if stacked is None:
+            # A file that keeps v finer than q and k: 8 bits for all of them lose next to nothing.
+            floats = self._stacked(names)
+            rounded = round_symmetric(floats, INT8_GROUP)
+            self._meter.add(_nbytes(rounded))
+            self._meter.release(floats.nbytes)
+            return rounded
+        for name, part in zip(names, kept, strict=True):
+            self._meter.add(_nbytes(part))
+            for tensor in (part.codes, part.scales, part.minima):
+                if tensor is not None:
+                    self._sample(f"{name} {part.levels}", tensor)
+        return _moved(stacked, self._device)
+
+    def _norm(self, module: str) -> Tensor:
+        weight = self._read(f"{module}.weight").float()
+        return weight + 1 if self._spec.norms_less_one else weight
+
+    def _stacked(self, names: Sequence[str]) -> Tensor:
+        """Tensors along their first dimension, as one."""
+        parts = [self._read(name) for name in names]
+        if len(parts) == 1:
+            return parts[0]
+        stacked = torch.cat([part.float() for part in parts] if len({p.dtype for p in parts}) > 1 else parts)
+        self._meter.add(stacked.nbytes)
+        self._meter.release(sum(part.nbytes for part in parts))
+        return stacked
+
+    def _read(self, name: str) -> Tensor:
+        tensor = self._checkpoint.tensor(name)
+        self._meter.add(tensor.nbytes)
+        self._sample(name, tensor)
+        return tensor.to(self._device)
+
+    def _sample(self, name: str, tensor: Tensor) -> None:
+        """Let the fingerprint know a tensor."""
+        flat = tensor.view(-1)
+        sample = flat[:: max(1, flat.numel() // _SAMPLE)].float()
+        self._hash.update(f"{name}{list(tensor.shape)}".encode() + sample.numpy().tobytes())
+
+    def _exchange(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, packed_bytes: int) -> None:
+        """The packed form has come to life beside its sources, which go now."""
+        self._meter.add(packed_bytes)
+        self._meter.release(_nbytes(weight) + (0 if bias is None else bias.nbytes))
+
+
+def _nbytes(weight: Tensor | GroupQuantizedWeight) -> int:
+    if isinstance(weight, Tensor):
+        return weight.nbytes
+    return sum(part.nbytes for part in (weight.codes, weight.scales, weight.minima) if part is not None)
+
+
+def _moved(codes: GroupQuantizedWeight, device: torch.device) -> GroupQuantizedWeight:
+    minima = None if codes.minima is None else codes.minima.to(device)
+    return GroupQuantizedWeight(codes.codes.to(device), codes.scales.to(device), minima, codes.levels)
+
+
+def _silent(what: str, done: float) -> None:
+    """No progress shown."""

@@ -1,0 +1,1 @@
+"""Numba kernel bodies; imported only to compile."""

@@ -1,0 +1,27 @@
+"""The read-bandwidth probe, for Numba: what the share in `make bench-kernels` is a share of."""
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from sgmv_kernels.cpu_simd.elementwise import read_all, take_next
+
+NUM_CHUNKS, BUFFER, CHUNK_BYTES, SINK = range(2, 6)
+"""Places in the kernel's arguments, after the counters."""
+
+
+def read(raw: Any) -> None:
+    _chunks(carray(raw, (SINK + 1,), np.int64))
+
+
+@njit
+def _chunks(args):  # type: ignore[no-untyped-def]
+    while True:
+        chunk = take_next(args.ctypes.data)
+        if chunk >= args[NUM_CHUNKS]:
+            return
+        total = read_all(args[BUFFER] + chunk * args[CHUNK_BYTES], args[CHUNK_BYTES])
+        # So that no compiler finds the sum to be useless.
+        if total == 1:
+            args[SINK] = total

@@ -1,0 +1,203 @@
+"""The SGMV kernel, for Numba: what one thread does with the tasks of `sgmv_cpu`.
+
+Weights of single rows are read in one stream, front to back, A as dot products and B as scaled rows that are added up,
+each fetched a little ahead: 25 GB/s where tiles over sixteen rows at a time reach 19 (docs/benchmarks.md).
+"""
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from sgmv_kernels.cpu_ops.sgmv import (
+    EXPAND,
+    NUM_ARGS,
+    NUM_TASKS,
+    PANELS,
+    PARTED,
+    PERMUTATION,
+    PHASES,
+    PLACE,
+    PLACE_BYTES,
+    RECORDS,
+    SCRATCH,
+    SCRATCH_BYTES,
+    SHRINK,
+    SLAB,
+    TASK_INTS,
+    TASKS,
+    V_WIDTH,
+    WIDTHS,
+    X_WIDTH,
+    Y_WIDTH,
+    V,
+    X,
+    Y,
+)
+from sgmv_kernels.cpu_simd.elementwise import BF16, FP16, FP32, f32, i32, itemsize, put_f32, take_next
+from sgmv_kernels.cpu_simd.matmul import axpy, make_dot, make_mul, part, unpart
+from sgmv_kernels.formats.adapter_panels import ALIGNMENT_BYTES, MAX_SLICES, PANEL_RANKS, RECORD_INTS
+
+FETCH_BYTES = 1024
+"""How far ahead of itself a matrix is fetched."""
+_PANEL = ALIGNMENT_BYTES
+_dot_1, _dot_3 = make_dot(1, fetch=True), make_dot(3)
+_mul_3 = make_mul(3, 2, add=True)
+
+
+def bf16(raw: Any) -> None:
+    _work(carray(raw, (NUM_ARGS,), np.int64), BF16)
+
+
+def fp16(raw: Any) -> None:
+    _work(carray(raw, (NUM_ARGS,), np.int64), FP16)
+
+
+def fp32(raw: Any) -> None:
+    _work(carray(raw, (NUM_ARGS,), np.int64), FP32)
+
+
+@njit
+def _work(args, kind):  # type: ignore[no-untyped-def]
+    """Take tasks until none is left."""
+    phases, num_tasks = args[PHASES], args[NUM_TASKS]
+    scratch = args[SCRATCH] + take_next(args.ctypes.data + 8) * args[SCRATCH_BYTES]
+    while True:
+        task = take_next(args.ctypes.data)
+        if task >= num_tasks:
+            return
+        at = args[TASKS] + task * (4 * TASK_INTS)
+        record = args[RECORDS] + args[PLACE] * args[PLACE_BYTES] + i32(at, 0) * (4 * RECORD_INTS)
+        begin, end, first_slice, last_slice = i32(at, 1), i32(at, 2), i32(at, 3), i32(at, 4)
+        first, last = _rank_before(record, first_slice), _rank_before(record, last_slice)
+        if first == last:
+            continue
+        if phases & SHRINK:
+            _shrink(args, kind, record, begin, end, first, last)
+        if phases & EXPAND:
+            _scale(args, record, begin, end, first, last)
+            for s in range(first_slice, last_slice):
+                _expand_tiles(args, kind, record, begin, end, s)
+                _expand_rows(args, kind, record, begin, end, s, scratch)
+
+
+@njit
+def _rank_before(record, slice_):  # type: ignore[no-untyped-def]
+    """Rank rows of the slices before one."""
+    total = np.int64(0)
+    for s in range(slice_):
+        total += i32(record, 1 + s)
+    return total
+
+
+@njit
+def _panels_of(rank):  # type: ignore[no-untyped-def]
+    return (rank + PANEL_RANKS - 1) // PANEL_RANKS
+
+
+@njit
+def _first_b(record, slice_):  # type: ignore[no-untyped-def]
+    """Place of a slice's first B panel in the panel offsets."""
+    panel = i32(record, 0) + 1 + _panels_of(_rank_before(record, MAX_SLICES))
+    for s in range(slice_):
+        panel += _panels_of(i32(record, 1 + s))
+    return panel
+
+
+@njit
+def _column_of(args, slice_):  # type: ignore[no-untyped-def]
+    """A slice's first column in y."""
+    column = np.int64(0)
+    for s in range(slice_):
+        column += args[WIDTHS + s]
+    return column
+
+
+@njit
+def _run_of(permutation, place, end):  # type: ignore[no-untyped-def]
+    """How many rows from a place on are neighbours, so that they make a tile: 3, or 1."""
+    row = i32(permutation, place)
+    if place + 2 < end and i32(permutation, place + 1) == row + 1 and i32(permutation, place + 2) == row + 2:
+        return 3
+    return 1
+
+
+@njit
+def _shrink(args, kind, record, begin, end, first, last):  # type: ignore[no-untyped-def]
+    """v = x A^T for rank rows `first` to `last`, unscaled."""
+    permutation, panels, slab = args[PERMUTATION], args[PANELS], args[SLAB]
+    x, features, parted = args[X], args[X_WIDTH], args[PARTED]
+    v, v_bytes = args[V], 4 * args[V_WIDTH]
+    row_bytes, x_bytes = features * itemsize(kind), features * 4
+    for place in range(begin, end):
+        part(x + i32(permutation, place) * x_bytes, features, parted + place * x_bytes, kind)
+    rank = first
+    while rank < last:
+        inside = rank % PANEL_RANKS
+        count = min(PANEL_RANKS - inside, last - rank)
+        a = slab + i32(panels, i32(record, 0) + 1 + rank // PANEL_RANKS) * _PANEL + inside * row_bytes
+        place = begin
+        while place < end:
+            rows = 3 if place + 3 <= end else 1
+            xa, out = parted + place * x_bytes, v + place * v_bytes + rank * 4
+            for j in range(count):
+                row = a + j * row_bytes
+                if rows == 3:
+                    _dot_3(xa, x_bytes, row, features, out + 4 * j, v_bytes, row, kind)
+                else:
+                    _dot_1(xa, x_bytes, row, features, out + 4 * j, v_bytes, row + FETCH_BYTES, kind)
+            place += rows
+        rank += count
+
+
+@njit
+def _scale(args, record, begin, end, first, last):  # type: ignore[no-untyped-def]
+    """Rank rows `first` to `last` of v, times the scale vector."""
+    scale = args[SLAB] + i32(args[PANELS], i32(record, 0)) * _PANEL
+    for place in range(begin, end):
+        at = args[V] + place * 4 * args[V_WIDTH]
+        for r in range(first, last):
+            put_f32(at, r, f32(at, r) * f32(scale, r))
+
+
+@njit
+def _expand_tiles(args, kind, record, begin, end, slice_):  # type: ignore[no-untyped-def]
+    """y += v B of one slice, for rows that lie side by side, three at a time: a loaded weight serves all three."""
+    permutation, y_bytes, v_bytes = args[PERMUTATION], 4 * args[Y_WIDTH], 4 * args[V_WIDTH]
+    width, rank = args[WIDTHS + slice_], _rank_before(record, slice_)
+    row_bytes, panel, last = width * itemsize(kind), _first_b(record, slice_), rank + i32(record, 1 + slice_)
+    y = args[Y] + 4 * _column_of(args, slice_)
+    while rank < last and end - begin >= 3:
+        count = min(PANEL_RANKS, last - rank)
+        b = args[SLAB] + i32(args[PANELS], panel) * _PANEL
+        place = begin
+        while place < end:
+            rows = _run_of(permutation, place, end)
+            if rows == 3:
+                va, ya = args[V] + place * v_bytes + rank * 4, y + i32(permutation, place) * y_bytes
+                _mul_3(va, v_bytes, count, b, row_bytes, width, ya, y_bytes, b, kind)
+            place += rows
+        panel += 1
+        rank += count
+
+
+@njit
+def _expand_rows(args, kind, record, begin, end, slice_, scratch):  # type: ignore[no-untyped-def]
+    """y += v B of one slice, for the other rows, one by one: B is read front to back, in one stream."""
+    permutation, width, first = args[PERMUTATION], args[WIDTHS + slice_], _rank_before(record, slice_)
+    rank, row_bytes = i32(record, 1 + slice_), width * itemsize(kind)
+    if rank == 0:
+        return
+    place = begin
+    while place < end:
+        rows = _run_of(permutation, place, end)
+        if rows == 1:
+            y = args[Y] + 4 * (i32(permutation, place) * args[Y_WIDTH] + _column_of(args, slice_))
+            v = args[V] + 4 * (place * args[V_WIDTH] + first)
+            part(y, width, scratch, kind)
+            for r in range(rank):
+                panel = i32(args[PANELS], _first_b(record, slice_) + r // PANEL_RANKS)
+                b = args[SLAB] + panel * _PANEL + r % PANEL_RANKS * row_bytes
+                axpy(f32(v, r), b, width, scratch, b + FETCH_BYTES, kind)
+            unpart(scratch, width, np.float32(1), y, kind)
+        place += rows

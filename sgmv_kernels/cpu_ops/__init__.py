@@ -1,0 +1,1 @@
+"""CPU backend as seen from Python: launchers, weight packing, the recorded step."""

@@ -1,0 +1,125 @@
+"""Paged attention on the CPU: pages are read in place, bf16, fp16 or fp32, with an online softmax; no gather.
+
+A task is a block of query rows of one sequence, and some of its key heads. The rows of all query heads that share a key
+head go through together, so that a loaded key or value serves every one of them. Keys come in blocks that begin at
+multiples of `BLOCK_TOKENS`, so that a row's sums do not depend on which rows share its task.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgmv_kernels.backend import AttentionPlan
+from sgmv_kernels.cpu_runtime.launch import Part, empty, launch
+from sgmv_kernels.cpu_runtime.openmp import team_size
+from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.segments import Int32
+
+MODULE, PART = "attention", "attention"
+BLOCK_TOKENS = 128
+"""Keys of one round of the online softmax: what rescales sums is paid once a block."""
+TASK_ROWS = 24
+"""Rows of a task, query rows times query heads of a key head: their sums stay in the first-level cache."""
+TASK_INTS = 5
+NUM_TASKS, TASKS, TABLES, TABLE_WIDTH, STARTS, LENS, PAGE, Q, HEADS, KV_HEADS = range(2, 12)
+DIM, KEYS, VALUES, PAGE_BYTES, OUT, SCALE, WINDOW, SLOPES, SCRATCH, SCRATCH_BYTES, ROWS, BLOCK = range(12, 24)
+SOFTCAP = BLOCK + 1
+"""Places in the kernel's arguments, after the counters. SCALE and SOFTCAP hold a float64."""
+NUM_ARGS = SOFTCAP + 1
+ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class CpuSequences:
+    """A step's sequences; what depends on the heads of a model is added at the first layer."""
+
+    query_lens: Int32
+    parts: dict[tuple[int, int, int], Part]
+    kept: list[object]
+
+
+def prepare(plan: AttentionPlan, device: torch.device) -> CpuSequences:
+    """Nothing but the lengths: tasks depend on the heads."""
+    del device
+    return CpuSequences(np.diff(plan.query_starts), {}, [])
+
+
+def attention_cpu(
+    q: Tensor,
+    kv: KvPages,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+    alibi_slopes: Tensor | None,
+    softcap: float | None = None,
+) -> Tensor:
+    """See `ops.Ops.paged_attention`."""
+    out = empty("attended", q.shape)
+    own = {
+        Q: q.data_ptr(),
+        OUT: out.data_ptr(),
+        KEYS: kv.keys.data_ptr(),
+        VALUES: kv.values.data_ptr(),
+        PAGE_BYTES: kv.keys.stride(0) * kv.keys.itemsize,
+        SCALE: np.float64(scale).view(np.int64).item(),
+        SOFTCAP: np.float64(softcap or 0.0).view(np.int64).item(),
+        WINDOW: window or 0,
+        SLOPES: 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
+    }
+    launch(MODULE, ENTRIES[kv.dtype], sequences_part(plan, q.shape[1], kv.num_heads, kv.head_dim), own)
+    return out
+
+
+def sequences_part(plan: AttentionPlan, heads: int, kv_heads: int, dim: int) -> Part:
+    """What a step tells the attention of a model with these heads."""
+    sequences: CpuSequences = plan.prepared
+    shape = heads, kv_heads, dim
+    if shape not in sequences.parts:
+        sequences.parts[shape] = _part(plan, sequences, *shape)
+    return sequences.parts[shape]
+
+
+def _part(plan: AttentionPlan, sequences: CpuSequences, heads: int, kv_heads: int, dim: int) -> Part:
+    group, threads = heads // kv_heads, team_size()
+    rows = max(1, TASK_ROWS // group)
+    tasks = _tasks(sequences.query_lens, plan.kv_lens, rows, kv_heads, threads)
+    block = -(-BLOCK_TOKENS // plan.page_size) * plan.page_size
+    # Queries, sums, scores, then the maximum and the sum of every row.
+    scratch_bytes = 4 * rows * group * (2 * dim + block + 2)
+    scratch_bytes = -(-scratch_bytes // 128) * 128
+    scratch = torch.empty(threads * scratch_bytes, dtype=torch.uint8)
+    sequences.kept.extend((tasks, scratch))
+    words = {
+        NUM_TASKS: len(tasks),
+        TASKS: tasks.ctypes.data,
+        TABLES: plan.page_tables.ctypes.data,
+        TABLE_WIDTH: plan.page_tables.shape[1],
+        STARTS: plan.query_starts.ctypes.data,
+        LENS: plan.kv_lens.ctypes.data,
+        PAGE: plan.page_size,
+        HEADS: heads,
+        KV_HEADS: kv_heads,
+        DIM: dim,
+        SCRATCH: scratch.data_ptr(),
+        SCRATCH_BYTES: scratch_bytes,
+        ROWS: rows * group,
+        BLOCK: block,
+    }
+    return Part(PART, words, len(tasks), threads)
+
+
+def _tasks(query_lens: Int32, kv_lens: Int32, rows: int, kv_heads: int, threads: int) -> Int32:
+    """[N, 5]: sequence, first and last key head, first and last query row; those with most work first."""
+    blocks = -(-query_lens // rows)
+    apart = int(blocks.sum()) < 4 * threads
+    spans = [(h, h + 1) for h in range(kv_heads)] if apart else [(0, kv_heads)]
+    work = np.minimum(query_lens, rows) * kv_lens
+    tasks = [
+        (s, first_head, last_head, begin, min(n, begin + rows))
+        for s, n in ((s, int(query_lens[s])) for s in np.argsort(-work, kind="stable").tolist())
+        for begin in range(0, n, rows)
+        for first_head, last_head in spans
+    ]
+    return np.array(tasks, dtype=np.int32).reshape(-1, TASK_INTS)

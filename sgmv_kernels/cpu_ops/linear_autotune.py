@@ -1,0 +1,89 @@
+"""From how many rows on a dequantized bf16 copy of a weight is faster than its codes: measured once on a machine, kept.
+
+Only processors that multiply bf16 (AVX-512 BF16, AMX) are asked. For others, and for few rows, our kernels over codes
+are the fastest that we know (docs/benchmarks.md compares torch's). The copy is the one extra that a weight may have;
+and rows of such steps are rounded otherwise than in smaller steps, so the gain must be worth it (`--bf16-linears off`).
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+import llvmlite.binding as llvm
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory, keep
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
+
+logger = logging.getLogger(__name__)
+CANDIDATES = (64, 128, 256)
+GAIN = 1.3
+"""So much faster bf16 must be."""
+WIDTH, GROUP, ROUNDS = 2048, 64, 3
+FILE = "wide_rows.json"
+Product = Callable[[Tensor], Tensor]
+
+
+@cache
+def wide_rows() -> int | None:
+    """Rows from which on bf16 is worth its copy; None: never."""
+    features = llvm.get_host_cpu_features()
+    if not (features.get("avx512bf16") or features.get("amx-bf16")):
+        return None
+    directory = cache_directory()
+    path = None if directory is None else directory / FILE
+    try:
+        if path is not None:
+            kept = json.loads(path.read_text())["rows"]
+            return kept if isinstance(kept, int) else None
+    except (OSError, ValueError, KeyError, TypeError):
+        logger.debug("nothing is known of bf16 linears")
+    with ThreadPoolExecutor(1) as apart:
+        # A thread of its own, whose team goes with it: the one that loads models computes alone.
+        found = apart.submit(_measured_by_all).result()
+    logger.info("base linears of %s rows and more are computed in bf16", found)
+    keep(path, {"rows": found})
+    return found
+
+
+def _measured_by_all() -> int | None:
+    torch.get_num_threads()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", len(os.sched_getaffinity(0)))))
+    return measured(*_products())
+
+
+def measured(codes: Product, wide: Product, width: int = WIDTH) -> int | None:
+    """The fewest candidate rows from which on `wide` is so much faster than `codes`."""
+    found = None
+    for rows in reversed(CANDIDATES):
+        x = torch.randn(rows, width)
+        if _seconds(codes, x) < GAIN * _seconds(wide, x):
+            break
+        found = rows
+    return found
+
+
+def _products() -> tuple[Product, Product]:
+    from sgmv_kernels.cpu_ops.linear import linear_cpu, pack_linear_cpu
+
+    scales = torch.full((WIDTH, WIDTH // GROUP), 0.01, dtype=torch.float16)
+    codes = GroupQuantizedWeight(torch.ones((WIDTH, WIDTH), dtype=torch.uint8), scales, scales, INT4_LEVELS)
+    packed, wide = pack_linear_cpu(codes, None, wide_from=None), codes.dequantize().bfloat16()
+    return lambda x: linear_cpu(x, packed), lambda x: F.linear(x.bfloat16(), wide).float()
+
+
+def _seconds(product: Product, x: Tensor) -> float:
+    """Of the fastest of a few rounds."""
+    product(x)
+    spent = []
+    for _ in range(ROUNDS):
+        begun = time.perf_counter()
+        product(x)
+        spent.append(time.perf_counter() - begun)
+    return min(spent)

@@ -1,0 +1,124 @@
+"""What lies between the linears, on the CPU: one pass over memory for each, row by row."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Part, Words, empty, launch, rows_are_now, rows_part
+from sgmv_kernels.formats.kv_pages import KvPages
+
+MODULE = "pointwise"
+ROWS = 4
+"""Rows of a task. Fewer rows than two tasks have are not worth waking a second thread."""
+TAKEN, SAMPLED = "taken", "sampled"
+"""Parts of a step that these kernels are told."""
+A, B, C, OUT, WIDTH, FLOAT = range(NUM_ROWS + 1, 9)
+PAGES, SLOTS, HEADS, KV_HEADS, PAGE, KEYS, VALUES, PAGE_BYTES = range(9, 17)
+"""Places in the kernels' arguments, after the counters. FLOAT holds a float64."""
+HALF = PAGE_BYTES + 1
+NUM_ARGS = HALF + 1
+ROPE = {torch.bfloat16: "rope_bf16", torch.float16: "rope_fp16", torch.float32: "rope_fp32"}
+
+
+def add_rms_norm_cpu_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.Ops.add_rms_norm_`."""
+    out = empty("normed", x.shape)
+    own = {
+        A: x.data_ptr(),
+        B: 0 if delta is None else delta.data_ptr(),
+        C: weight.data_ptr(),
+        OUT: out.data_ptr(),
+        WIDTH: x.shape[1],
+        FLOAT: _bits(eps),
+    }
+    _launch("norm", len(x), own)
+    return out
+
+
+def silu_mul_cpu(gate_up: Tensor) -> Tensor:
+    """See `ops.Ops.silu_mul`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = empty("gated", (rows, width))
+    _launch("silu", rows, {A: gate_up.data_ptr(), OUT: out.data_ptr(), WIDTH: width})
+    return out
+
+
+def take_rows_cpu(x: Tensor, rows: Tensor) -> Tensor:
+    """See `ops.Ops.take_rows`."""
+    out = empty("taken", (len(rows), x.shape[1]))
+    launch(MODULE, "take", taken_part(rows), {A: x.data_ptr(), OUT: out.data_ptr(), WIDTH: x.shape[1]})
+    rows_are_now(SAMPLED)
+    return out
+
+
+def taken_part(rows: Tensor) -> Part:
+    """What a step tells `take_rows`."""
+    return Part(TAKEN, {NUM_ROWS: len(rows), B: rows.data_ptr()}, len(rows) // ROWS)
+
+
+def rope_name(cos: Tensor) -> str:
+    """The part of a step that tells where these angles are; a model may have two kinds."""
+    return f"rope {cos.data_ptr()}"
+
+
+def rope_part(rows: int, cos: Tensor, sin: Tensor, pages: Tensor, slots: Tensor) -> Part:
+    """What a step tells `rope_write_kv`."""
+    addresses = {B: cos.data_ptr(), C: sin.data_ptr(), PAGES: pages.data_ptr(), SLOTS: slots.data_ptr()}
+    return Part(rope_name(cos), {NUM_ROWS: rows, **addresses}, rows // ROWS)
+
+
+def rope_write_kv_cpu(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor) -> Tensor:
+    """See `ops.Ops.rope_write_kv`."""
+    rows, dim = qkv.shape[0], kv.head_dim
+    heads = qkv.shape[1] // dim - 2 * kv.num_heads
+    q = empty("queries", (rows, heads, dim))
+    own = {
+        A: qkv.data_ptr(),
+        OUT: q.data_ptr(),
+        WIDTH: dim,
+        HEADS: heads,
+        KV_HEADS: kv.num_heads,
+        PAGE: kv.page_size,
+        KEYS: kv.keys.data_ptr(),
+        VALUES: kv.values.data_ptr(),
+        PAGE_BYTES: kv.keys.stride(0) * kv.keys.itemsize,
+        HALF: cos.shape[1],
+    }
+    launch(MODULE, ROPE[kv.dtype], rope_part(rows, cos, sin, pages, slots), own)
+    return q
+
+
+def gelu_mul_cpu(gate_up: Tensor) -> Tensor:
+    """See `ops.Ops.gelu_mul`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = empty("gated", (rows, width))
+    _launch("gelu", rows, {A: gate_up.data_ptr(), OUT: out.data_ptr(), WIDTH: width})
+    return out
+
+
+def norm_heads_cpu_(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:
+    """See `ops.Ops.norm_heads_`."""
+    dim = len(q_weight)
+    own = {
+        A: qkv.data_ptr(),
+        B: q_weight.data_ptr(),
+        C: k_weight.data_ptr(),
+        WIDTH: dim,
+        FLOAT: _bits(eps),
+        HEADS: qkv.shape[1] // dim - 2 * kv_heads,
+        KV_HEADS: kv_heads,
+    }
+    _launch("heads", len(qkv), own)
+
+
+def softcap_cpu_(x: Tensor, cap: float) -> None:
+    """See `ops.Ops.softcap_`."""
+    _launch("cap", len(x), {A: x.data_ptr(), WIDTH: x.shape[1], FLOAT: _bits(cap)})
+
+
+def _bits(number: float) -> int:
+    return np.float64(number).view(np.int64).item()
+
+
+def _launch(entry: str, rows: int, own: Words) -> None:
+    launch(MODULE, entry, rows_part(rows, rows // ROWS), own)

@@ -1,0 +1,94 @@
+"""A model's forward pass on the CPU, recorded once and run for every step.
+
+What a pass does is the same for every step but for its rows and tables; so it is recorded for the most rows there may
+be, with adapters and without, and each run is told the step's own numbers (`launches`).
+"""
+
+import time
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgmv_kernels.backend import Angles, Layers, ProgramShape, StepTables
+from sgmv_kernels.cpu_ops.attention import PART as ATTENTION
+from sgmv_kernels.cpu_ops.attention import sequences_part
+from sgmv_kernels.cpu_ops.pointwise import SAMPLED, TAKEN, rope_name, rope_part, taken_part
+from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, Words, recording
+from sgmv_kernels.cpu_runtime.openmp import team_size
+from sgmv_kernels.metadata.sgmv_tables import rankless_tables
+
+if TYPE_CHECKING:
+    from sgmv_kernels.ops import Ops
+
+
+class RecordedStep:
+    """Runs `layers` from recordings; results are those of calling it."""
+
+    def __init__(self, layers: Layers, shape: ProgramShape, ops: "Ops") -> None:
+        self._layers, self._shape, self._ops = layers, shape, ops
+        self._x = torch.empty((shape.max_rows, shape.hidden_size))
+        widths = [(shape.max_rows, width) for width in shape.angles]
+        self._angles = tuple((torch.empty(size), torch.empty(size)) for size in widths)
+        self._recorded: dict[bool, tuple[Program, Tensor]] = {}
+        self._last: tuple[Program, float] | None = None
+
+    def run(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
+        """Logits [S, V], in a buffer that the next run overwrites."""
+        rows, samples = len(x), len(tables.sample_rows)
+        if rows > self._shape.max_rows or samples > self._shape.max_samples:
+            self._last = None
+            return self._layers(x, angles, tables)
+        with_adapters = tables.lora.tables.num_segments > 0
+        held = self._recorded.get(with_adapters)
+        if held is None or held[0].threads != team_size():
+            held = self._recorded[with_adapters] = self._record(with_adapters)
+        program, logits = held
+        self._x[:rows] = x
+        parts = self._parts(rows, angles, tables)
+        begun = time.perf_counter()
+        program.run(parts)
+        self._last = program, time.perf_counter() - begun
+        return logits[:samples]
+
+    def seconds(self) -> Mapping[str, float]:
+        """Of the last run, by kind of kernel; waiting for the slowest thread included."""
+        if self._last is None:
+            return {}
+        program, whole = self._last
+        ticks = program.ticks()
+        spent: dict[str, float] = {}
+        for kind, share in zip(program.kinds, (ticks * (whole / max(1, ticks.sum()))).tolist(), strict=True):
+            spent[kind] = spent.get(kind, 0.0) + share
+        return spent
+
+    def _record(self, with_adapters: bool) -> tuple[Program, Tensor]:
+        shape = self._shape
+        pages = -(-shape.max_rows // shape.page_size)
+        attention = self._ops.plan_attention(
+            np.zeros((1, pages), dtype=np.int32), [shape.max_rows], [shape.max_rows], shape.page_size, shape.num_pages
+        )
+        tables = rankless_tables(shape.sites if with_adapters else (), shape.num_layers, shape.max_rows)
+        lora = self._ops.plan_tables(tables, shape.adapter_dtype)
+        sampled = torch.zeros(shape.max_samples, dtype=torch.int64)
+        with recording() as recorded:
+            logits = self._layers(self._x, self._angles, StepTables(attention, lora, sampled))
+        return Program(recorded), logits
+
+    def _parts(self, rows: int, angles: Angles, tables: StepTables) -> dict[str, Words]:
+        shape, attention = self._shape, tables.attention
+        sequences = sequences_part(attention, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+        parts: dict[str, Words] = {
+            ROWS: {NUM_ROWS: rows},
+            SAMPLED: {NUM_ROWS: len(tables.sample_rows)},
+            TAKEN: taken_part(tables.sample_rows).words,
+            ATTENTION: sequences.words,
+        }
+        for (recorded, _), (cos, sin) in zip(self._angles, angles, strict=True):
+            told = rope_part(rows, cos, sin, attention.write_pages, attention.write_slots)
+            parts[rope_name(recorded)] = told.words
+        for part in tables.lora.prepared.parts:
+            parts[part.name] = part.words
+        return parts

@@ -1,0 +1,140 @@
+"""SGMV on the CPU: panels are read in place from the pool, bf16, fp16 or fp32, summed in fp32; no gather, no copy.
+
+A task is a block of rows of one segment, and all its slices or one; it shrinks and expands in one go, so that a site
+costs one parallel region and no barrier. Largest tasks first; threads take them as they come free.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sgmv_kernels.backend import SgmvPlan
+from sgmv_kernels.cpu_runtime.launch import Part, Words, launch, recording_now
+from sgmv_kernels.cpu_runtime.openmp import team_size
+from sgmv_kernels.formats.adapter_panels import MAX_SLICES
+from sgmv_kernels.metadata.segments import Int32
+from sgmv_kernels.metadata.sgmv_tables import SgmvTables
+
+MODULE = "sgmv"
+Int64 = npt.NDArray[np.int64]
+BLOCK_ROWS = 32
+"""Most rows of a task: its outputs stay in the second-level cache while its panels pass through."""
+SHRINK, EXPAND = 1, 2
+TASK_INTS = 5
+PHASES, NUM_TASKS, TASKS, PERMUTATION, RECORDS, PANELS, SLAB = range(2, 9)
+X, X_WIDTH, PARTED, Y, Y_WIDTH, V, V_WIDTH, SCRATCH, SCRATCH_BYTES, PLACE, PLACE_BYTES, WIDTHS = range(9, 21)
+"""Places in the kernel's arguments, after the counters. PLACE counts the (layer, site)s before this one."""
+NUM_ARGS = WIDTHS + MAX_SLICES
+ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+@dataclass(frozen=True, slots=True)
+class CpuTables:
+    """A step for the kernel: `parts[site]`, and what their addresses point to.
+
+    `ranks[layer][site]` is the most rank rows of a segment; `v` [T, most ranks] fp32 scratch.
+    """
+
+    parts: list[Part]
+    ranks: list[list[int]]
+    v: Tensor
+    kept: tuple[object, ...]
+
+
+def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> CpuTables:
+    """Cut segments into tasks, and lay out the kernel's arguments."""
+    del dtype, device
+    threads, num_sites = team_size(), len(tables.sites)
+    ranks_of = tables.records[..., 1:].sum(axis=-1)
+    blocks = _blocks(tables.bounds, ranks_of.sum(axis=(0, 1)), threads)
+    tasks = {n: _tasks(blocks, n, threads) for n in {len(site.out_features) for site in tables.sites}}
+    ranks = ranks_of.max(axis=-1, initial=0)
+    permutation, records, panels = map(np.ascontiguousarray, (tables.permutation, tables.records, tables.panels))
+    v = torch.empty((len(permutation), int(ranks.max(initial=0))), dtype=torch.float32)
+    parted = torch.empty((len(permutation), max((site.in_features for site in tables.sites), default=0)))
+    widest = max((width for site in tables.sites for width in site.out_features), default=0)
+    scratch = torch.empty(threads * widest)
+    same = {
+        PHASES: SHRINK | EXPAND,
+        PERMUTATION: permutation.ctypes.data,
+        RECORDS: records.ctypes.data,
+        PLACE_BYTES: records.nbytes // max(1, len(records) * num_sites),
+        PANELS: panels.ctypes.data,
+        PARTED: parted.data_ptr(),
+        V: v.data_ptr(),
+        V_WIDTH: v.shape[1],
+        SCRATCH: scratch.data_ptr(),
+        SCRATCH_BYTES: 4 * widest,
+    }
+    parts = []
+    for i, site in enumerate(tables.sites):
+        own = tasks[len(site.out_features)]
+        shape = {X_WIDTH: site.in_features, Y_WIDTH: site.total_out}
+        widths = {WIDTHS + s: width for s, width in enumerate(site.out_features)}
+        words = same | shape | widths | {NUM_TASKS: len(own), TASKS: own.ctypes.data}
+        parts.append(Part(part_name(i), words, len(own), threads))
+    return CpuTables(parts, ranks.tolist(), v, (parted, scratch, tasks, permutation, records, panels))
+
+
+def part_name(site: int) -> str:
+    """The part of a step that says which rows of a site belong to which adapter."""
+    return f"sgmv {site}"
+
+
+def _blocks(bounds: Int32, ranks: Int64, threads: int) -> Int32:
+    """[N, 3]: segment, first and last place of blocks of rows; those with most work first."""
+    lengths = np.diff(bounds).ravel()
+    rows = min(BLOCK_ROWS, max(1, -(-int(lengths.sum()) // threads)))
+    pieces = -(-lengths // rows)
+    size = -(-lengths // np.maximum(1, pieces))
+    order = np.argsort(-ranks * size, kind="stable")
+    segment = np.repeat(order, pieces[order])
+    ends = np.cumsum(pieces[order])
+    within = np.arange(len(segment)) - np.repeat(ends - pieces[order], pieces[order])
+    begin = bounds[segment, 0] + within * size[segment]
+    end = np.minimum(begin + size[segment], bounds[segment, 1])
+    return np.stack((segment, begin, end), axis=-1).astype(np.int32)
+
+
+def _tasks(blocks: Int32, slices: int, threads: int) -> Int32:
+    """[N', 5]: blocks with a first and last slice: all slices, or each apart if there are few blocks."""
+    apart = slices if len(blocks) < 2 * threads else 1
+    tasks = np.empty((len(blocks), apart, TASK_INTS), dtype=np.int32)
+    tasks[:, :, :3] = blocks[:, None]
+    tasks[:, :, 3] = np.arange(apart)
+    tasks[:, :, 4] = tasks[:, :, 3] + 1 if apart > 1 else slices
+    return tasks.reshape(-1, TASK_INTS)
+
+
+def shrink_cpu(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
+    """See `ops.Ops.shrink`: one plane."""
+    v = torch.empty((1, len(x), plan.tables.max_rank(layer, site) if plan.tables.num_segments else 0))
+    _launch({PHASES: SHRINK, V: v.data_ptr(), V_WIDTH: v.shape[-1]}, x, x, slab, plan, layer, site)
+    return v
+
+
+def expand_cpu_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
+    """See `ops.Ops.expand_`."""
+    whole = v.sum(0)
+    _launch({PHASES: EXPAND, V: whole.data_ptr(), V_WIDTH: whole.shape[-1]}, y, y, slab, plan, layer, site)
+
+
+def sgmv_cpu_(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
+    """See `ops.Ops.sgmv_`."""
+    _launch({}, y, x, slab, plan, layer, site)
+
+
+def _launch(instead: Words, y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
+    """Launch with some of the step's words replaced; what has no rank is left out, unless the launch is recorded."""
+    tables: CpuTables = plan.prepared
+    if not recording_now() and not (tables.parts and tables.ranks[layer][site]):
+        return
+    part = tables.parts[site]
+    if instead:
+        part = Part(part.name, {**part.words, **instead}, part.tasks, part.threads)
+    place = layer * len(tables.parts) + site
+    own = {SLAB: slab.data_ptr(), X: x.data_ptr(), Y: y.data_ptr(), PLACE: place}
+    launch(MODULE, ENTRIES[plan.dtype], part, own)

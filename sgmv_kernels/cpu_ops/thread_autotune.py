@@ -1,0 +1,90 @@
+"""How many threads run base linears fastest: measured once on a machine, in the thread that has the team, and kept.
+
+Few rows are bound by memory, which fewer threads than there are may saturate; and every further one must be waited for
+after each launch.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable
+
+import torch
+
+from sgmv_kernels.cpu_ops.linear import CpuLinear, linear_cpu, pack_linear_cpu
+from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory, keep
+from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
+
+logger = logging.getLogger(__name__)
+FILE = "threads.json"
+GAIN = 1.2
+"""So much faster fewer threads must be, twice: there are kernels that gain more from many."""
+FEW_THREADS = 4
+"""Not worth asking: so few do not saturate memory, and one busy neighbour at the first start would cost half of all."""
+WIDTH, GROUP, LAYERS, ROUNDS = 1024, 64, 48, 5
+MANY_ROWS = 16
+
+
+def best_threads(most: int) -> int:
+    """Of `most`, its half, its quarter...: the fastest. The calling thread's team is resized for it."""
+    if most <= FEW_THREADS or "OMP_NUM_THREADS" in os.environ:
+        return most
+    directory = cache_directory()
+    path = None if directory is None else directory / FILE
+    try:
+        if path is not None:
+            kept = json.loads(path.read_text())[str(most)]
+            if isinstance(kept, int) and 1 <= kept <= most:
+                return kept
+    except (OSError, ValueError, KeyError, TypeError):
+        logger.debug("nothing is known of %d threads", most)
+    seconds = _probe()
+    found, again = choose(most, seconds), choose(most, seconds)
+    if found != again:
+        # Somebody else computes: ask again at the next start.
+        return most
+    logger.info("base linears are fastest with %d of %d threads", found, most)
+    keep(path, {str(most): found})
+    return found
+
+
+def choose(most: int, seconds: Callable[[int], float]) -> int:
+    """The fastest count; fewer threads only for a gain."""
+    best, least = most, seconds(most)
+    count = most // 2
+    while count:
+        taken = seconds(count)
+        if taken * GAIN < least:
+            best, least = count, taken
+        count //= 2
+    return best
+
+
+def _probe() -> Callable[[int], float]:
+    """Seconds of a step of one row and one of many, with so many threads."""
+    packed = [_layer() for _ in range(LAYERS)]
+    x = torch.randn(MANY_ROWS, WIDTH)
+
+    def seconds(threads: int) -> float:
+        torch.set_num_threads(threads)
+        with recording() as recorded:
+            for layer in packed:
+                linear_cpu(x, layer)
+        program = Program(recorded)
+        return sum(min(_timed(program, rows) for _ in range(ROUNDS)) for rows in (1, MANY_ROWS))
+
+    return seconds
+
+
+def _timed(program: Program, rows: int) -> float:
+    begun = time.perf_counter()
+    program.run({ROWS: {NUM_ROWS: rows}})
+    return time.perf_counter() - begun
+
+
+def _layer() -> CpuLinear:
+    scales = torch.full((WIDTH, WIDTH // GROUP), 0.01, dtype=torch.float16)
+    codes = GroupQuantizedWeight(torch.ones((WIDTH, WIDTH), dtype=torch.uint8), scales, scales, INT4_LEVELS)
+    return pack_linear_cpu(codes, None, wide_from=None)

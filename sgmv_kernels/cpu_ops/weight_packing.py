@@ -1,0 +1,121 @@
+"""Weight codes as the CPU's kernels read them: tiles of 16 outputs, each front to back in one stream.
+
+A tile holds its groups along H one after another: the codes, then 16 scales, then 16 minima if there are any. Codes lie
+in lines of 64 bytes, four neighbours along H for each of 16 outputs. int8 codes lie as they are. Of codes of 16 levels,
+the lines of a group's second half share the bytes of its first. Of codes of 11 levels, 64 neighbours are 16 lines; the
+first eight times 11 plus the last eight are eight lines of 7 bits, and the eighth is spread over the others' top bits.
+Shapes: O out, H in, G groups of a row.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sgmv_kernels.errors import KernelArgumentError
+from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, TILE
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+
+_BYTES_OF_64 = {INT8_LEVELS: 64, INT4_LEVELS: 32, Q3H_LEVELS: 28}
+"""Bytes of 64 codes."""
+_QUAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CodeTiles:
+    """`data [tiles, G, group bytes]` uint8: [out_features, in_features] weights, padded to whole tiles."""
+
+    data: Tensor
+    out_features: int
+    in_features: int
+    levels: int
+
+    @property
+    def group(self) -> int:
+        return self.in_features // self.data.shape[1]
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a tile's codes of one group."""
+        return TILE * self.group * _BYTES_OF_64[self.levels] // 64
+
+    @property
+    def has_minima(self) -> bool:
+        return self.levels != INT8_LEVELS
+
+    def unpack(self) -> GroupQuantizedWeight:
+        """What was packed."""
+        lines, factors = self._parts(self.data)
+        stored = lines.permute(0, 3, 1, 2, 4).flatten(0, 1)[: self.out_features]
+        return self._codes(stored, factors.permute(0, 3, 1, 2).flatten(0, 1)[: self.out_features])
+
+    def rows(self, ids: Tensor) -> GroupQuantizedWeight:
+        """Some outputs, ids [N] int64, N at least 1."""
+        lines, factors = self._parts(self.data[ids // TILE])
+        at, lanes = torch.arange(len(ids)), ids % TILE
+        return self._codes(lines[at, :, :, lanes], factors[at, :, :, lanes])
+
+    def _parts(self, data: Tensor) -> tuple[Tensor, Tensor]:
+        """Of [N, G, group bytes]: stored lines [N, G, lines, TILE, 4]; scales and minima [N, G, 1 or 2, TILE]."""
+        lines = _split(data[..., : self.code_bytes], 2, TILE, _QUAD)
+        return lines, _split(data[..., self.code_bytes :].view(torch.float16), 2, TILE)
+
+    def _codes(self, stored: Tensor, factors: Tensor) -> GroupQuantizedWeight:
+        """Of stored lines [N, G, lines, 4] and factors [N, G, 1 or 2]."""
+        codes = _unpack_lines(stored, self.levels).reshape(len(stored), self.in_features)
+        minima = factors[..., 1].contiguous() if self.has_minima else None
+        return GroupQuantizedWeight(codes, factors[..., 0].contiguous(), minima, self.levels)
+
+
+def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
+    """Raises: KernelArgumentError: groups that the kernels cannot read."""
+    least = 64 if weight.levels == Q3H_LEVELS else CODE_BLOCK
+    if weight.group % least or weight.group > CHUNK:
+        raise KernelArgumentError(
+            f"groups must be multiples of {least}, at most {CHUNK}, for these kernels, not {weight.group}"
+        )
+    tiles, groups = -(-weight.out_features // TILE), weight.scales.shape[1]
+    codes = _tiled(weight.codes, tiles).view(tiles, TILE, groups, -1, _QUAD).permute(0, 2, 3, 1, 4)
+    factors = [weight.scales] if weight.minima is None else [weight.scales, weight.minima]
+    stacked = [
+        _tiled(f, tiles).view(tiles, TILE, groups).transpose(1, 2).contiguous().view(torch.uint8) for f in factors
+    ]
+    data = torch.cat([_pack_lines(codes, weight.levels).flatten(2), *stacked], dim=-1)
+    return CodeTiles(data, weight.out_features, weight.in_features, weight.levels)
+
+
+def _split(values: Tensor, dim: int, *last: int) -> Tensor:
+    """One dimension as several, the sizes of all but the first given."""
+    return values.view(*values.shape[:dim], values.shape[dim] // math.prod(last), *last, *values.shape[dim + 1 :])
+
+
+def _tiled(values: Tensor, tiles: int) -> Tensor:
+    """[O, ...] with rows of zeros up to whole tiles."""
+    missing = tiles * TILE - len(values)
+    return values.contiguous() if not missing else torch.cat((values, values.new_zeros(missing, *values.shape[1:])))
+
+
+def _pack_lines(lines: Tensor, levels: int) -> Tensor:
+    """[tiles, G, lines, TILE, 4] codes -> the same with fewer lines, uint8."""
+    if levels == INT8_LEVELS:
+        return lines.contiguous().view(torch.uint8)
+    if levels == INT4_LEVELS:
+        first, second = lines.chunk(2, dim=2)
+        return first | second << 4
+    first, second = _split(lines, 2, 2, 8).unbind(3)
+    pairs = first * Q3H_LEVELS + second
+    spread = torch.stack([(pairs[:, :, :, 7] >> i & 1) << 7 for i in range(7)], dim=3)
+    return (pairs[:, :, :, :7] | spread).flatten(2, 3)
+
+
+def _unpack_lines(lines: Tensor, levels: int) -> Tensor:
+    """[N, G, stored lines, 4] -> [N, G, lines, 4] codes."""
+    if levels == INT8_LEVELS:
+        return lines.contiguous().view(torch.int8)
+    if levels == INT4_LEVELS:
+        return torch.cat((lines & 15, lines >> 4), dim=2)
+    stored = _split(lines, 2, 7)
+    last = torch.stack([(stored[:, :, :, i] >> 7) << i for i in range(7)]).sum(0, dtype=torch.uint8)
+    pairs = torch.cat((stored & 0x7F, last[:, :, :, None]), dim=3)
+    return torch.stack((pairs // Q3H_LEVELS, pairs % Q3H_LEVELS), dim=3).flatten(2, 4)

@@ -1,0 +1,1 @@
+"""Compile cache, OpenMP team, launch/record."""

@@ -1,0 +1,180 @@
+"""Machine code of the CPU's kernels: compiled by Numba once a machine, kept on disk, loaded without Numba afterwards.
+
+A kernel is a C function of one address, written as a Python function in a module of `cpu_kernels`. Importing Numba
+and reading its own cache took 2.2 s of every start, half of what a start may take; loading object code takes a tenth.
+Kernels raise nothing, so what Numba's error paths would call need not be there.
+"""
+
+import ctypes
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import logging
+import os
+import stat
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite
+import llvmlite.binding as llvm
+
+logger = logging.getLogger(__name__)
+_SOURCES = "cpu_kernels/*.py", "cpu_simd/*.py", "cpu_ops/*.py", "cpu_runtime/*.py", "formats/adapter_panels.py"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectCode:
+    """A kernel as relocatable code: the function's symbol, and the symbols that it needs from outside."""
+
+    symbol: str
+    needed: tuple[str, ...]
+    code: bytes
+
+
+def numba_version() -> str:
+    """Raises: ImportError: Numba is not installed."""
+    return importlib.metadata.version("numba")
+
+
+@cache
+def address_of(module: str, function: str) -> int:
+    """The address of a kernel: from the disk, or compiled now, which takes seconds."""
+    directory = cache_directory()
+    path = None if directory is None else directory / f"{module}.{function}"
+    stored = None if path is None else _read(path)
+    if stored is None:
+        stored = _compile(module, function)
+        if path is not None:
+            _write(path, stored)
+    engine = _new_engine()
+    for name in stored.needed:
+        _provide(name)
+    engine.add_object_file(llvm.ObjectFileRef.from_data(stored.code))
+    engine.finalize_object()
+    address: int = engine.get_function_address(stored.symbol)
+    return address
+
+
+def _compile(module: str, function: str) -> ObjectCode:
+    """Raises: ImportError: Numba is not installed."""
+    import numba
+
+    logger.info("compiling %s.%s, once on this machine", module, function)
+    source = getattr(importlib.import_module(f"sgmv_kernels.cpu_kernels.{module}"), function)
+    kernel = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(source)
+    library = kernel._library
+    outside = (*library._final_module.functions, *library._final_module.global_variables)
+    needed = tuple(v.name for v in outside if v.is_declaration and not v.name.startswith("llvm."))
+    _, _, (code, _) = library.serialize_using_object_code()
+    return ObjectCode(kernel.native_name, needed, code)
+
+
+_engines: list[Any] = []
+"""Never let go: with one goes its code."""
+
+
+def _new_engine() -> Any:
+    """What links one kernel into this process. Each has its own: Numba numbers a kernel's inner functions by process,
+    so that two which were compiled by different processes may call different functions by one name.
+    """
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    _engines.append(llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine))
+    return _engines[-1]
+
+
+def _provide(name: str) -> None:
+    """Give a symbol to LLVM: the process's own, or the end of the process for Numba's helpers for exceptions.
+
+    Raises: ImportError: nothing has this symbol.
+    """
+    if llvm.address_of_symbol(name) is not None:
+        return
+    process = ctypes.CDLL(None)
+    function = getattr(process, name, None)
+    if function is None:
+        if not name.startswith(("numba_", "NRT_")):
+            raise ImportError(f"a compiled kernel needs {name!r}, which this process does not have")
+        function = process.abort
+    llvm.add_symbol(name, ctypes.cast(function, ctypes.c_void_p).value)
+
+
+def _read(path: Path) -> ObjectCode | None:
+    """A stored kernel; None if there is none, or not a whole one."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            digest, rest = file.read().split(b"\n", 1)
+        symbol, needed, code = rest.split(b"\n", 2)
+    except (OSError, ValueError):
+        return None
+    whole = hashlib.sha256(rest).hexdigest().encode() == digest
+    return ObjectCode(symbol.decode(), tuple(needed.decode().split()), code) if whole else None
+
+
+def _write(path: Path, stored: ObjectCode) -> None:
+    """Whole or not at all: another process may read or write the same file."""
+    rest = b"\n".join((stored.symbol.encode(), " ".join(stored.needed).encode(), stored.code))
+    try:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            whole = Path(folder) / path.name
+            whole.write_bytes(hashlib.sha256(rest).hexdigest().encode() + b"\n" + rest)
+            os.replace(whole, path)
+    except OSError as error:
+        logger.warning("a compiled kernel cannot be kept: %s; the next start compiles it anew", error)
+
+
+def keep(path: Path | None, facts: dict[str, Any]) -> None:
+    """Add to what was measured on this machine; whole or not at all, and not at all if it cannot be."""
+    if path is None:
+        return
+    try:
+        known = _facts(path)
+        part = path.with_suffix(f".{os.getpid()}.part")
+        part.write_text(json.dumps({**known, **facts}))
+        part.replace(path)
+    except OSError as error:
+        logger.warning("%s cannot be kept: %s", path.name, error)
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    try:
+        known = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+@cache
+def cache_directory() -> Path | None:
+    """One folder a processor and version of these sources, for its owner only; None if it cannot be."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        base.mkdir(parents=True, exist_ok=True)
+        for part, forbidden in (("lorasrv", 0o022), ("kernels", 0o022), (_version(), 0o077)):
+            base = base / part
+            base.mkdir(mode=0o700, exist_ok=True)
+            status = base.lstat()
+            others = stat.S_IMODE(status.st_mode) & forbidden
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or others:
+                logger.warning("%s is open to other users: every start compiles kernels anew", base)
+                return None
+    except (OSError, RuntimeError) as error:
+        logger.warning("compiled kernels cannot be kept: %s; every start compiles them anew", error)
+        return None
+    return base
+
+
+def _version() -> str:
+    """Changes with whatever the code depends on."""
+    known = hashlib.sha256()
+    for path in sorted(path for pattern in _SOURCES for path in Path(__file__).parents[1].glob(pattern)):
+        known.update(path.read_bytes())
+    known.update(repr(sorted(item for item in os.environ.items() if item[0].startswith("NUMBA_"))).encode())
+    features = llvm.get_host_cpu_features().flatten()
+    known.update(f"{numba_version()} {llvmlite.__version__} {llvm.get_host_cpu_name()} {features}".encode())
+    return known.hexdigest()[:16]

@@ -1,0 +1,161 @@
+"""Kernel launches on the CPU: run at once, or recorded and run many at a time.
+
+A launch is a kernel and a block of int64 words: what the launch itself says (addresses of weights and buffers, widths)
+plus what the step says (numbers of rows, addresses of its tables), each 0 where the other is not. So a forward pass is
+recorded once and run for every step as `blocks = step words + own words`, one line of numpy, and one parallel region
+with a barrier between launches: without it, a step of SmolLM2 spends half its time in 500 calls from Python.
+Source: CUDA graphs, of which this is the counterpart.
+"""
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from sgmv_kernels.cpu_runtime.kernel_cache import address_of
+from sgmv_kernels.cpu_runtime.openmp import arguments, granted, run, team_size
+
+WORDS = 32
+"""Of a block, the two counters included."""
+COUNTERS = 2
+NUM_ITEMS, ITEMS, BARRIER, GRANTED, CLOCK = range(2, 7)
+"""Places in the arguments of the kernel that runs a program."""
+ITEM_WORDS = 2
+NUM_ROWS = COUNTERS
+"""Place of the number of rows, in all kernels that go by rows."""
+ROWS = "rows"
+"""The part that says how many rows a step has."""
+Words = Mapping[int, int]
+"""Place in a block -> value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a step tells launches; those of one name are told the same. `tasks`: below two, one thread does it alone.
+
+    `threads`: those that its scratch memory is for; 0: any.
+    """
+
+    name: str
+    words: Words
+    tasks: int
+    threads: int = 0
+
+
+@dataclass
+class Recorder:
+    """Launches in the making of a program for a team of `threads`, and the buffers that they share."""
+
+    threads: int
+    part_of_rows: str = ROWS
+    launches: list[tuple[str, int, str, Words]] = field(default_factory=list)
+    buffers: dict[tuple[str, tuple[int, ...], torch.dtype], Tensor] = field(default_factory=dict)
+
+
+class _Local(threading.local):
+    recorder: Recorder | None = None
+
+
+_local = _Local()
+
+
+@contextmanager
+def recording() -> Iterator[Recorder]:
+    """Launches of this thread are recorded instead of run; buffers of one name and shape are one."""
+    _local.recorder = made = Recorder(team_size())
+    try:
+        yield made
+    finally:
+        _local.recorder = None
+
+
+def recording_now() -> bool:
+    """Whether launches are recorded."""
+    return _local.recorder is not None
+
+
+def empty(name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """Memory for a result: new, or of a recorded program the one buffer of this name, which its next use overwrites."""
+    if _local.recorder is None:
+        return torch.empty(tuple(shape), dtype=dtype)
+    key = name, tuple(shape), dtype
+    if key not in _local.recorder.buffers:
+        _local.recorder.buffers[key] = torch.empty(tuple(shape), dtype=dtype)
+    return _local.recorder.buffers[key]
+
+
+def rows_part(rows: int, tasks: int) -> Part:
+    """The part of a launch that needs nothing of the step but its number of rows."""
+    return Part(ROWS if _local.recorder is None else _local.recorder.part_of_rows, {NUM_ROWS: rows}, tasks)
+
+
+def rows_are_now(part: str) -> None:
+    """From here on, a recorded pass goes by the rows that this part tells."""
+    if _local.recorder is not None:
+        _local.recorder.part_of_rows = part
+
+
+def launch(module: str, entry: str, part: Part, own: Words) -> None:
+    """Run a kernel by its module and name, or record it."""
+    kernel = address_of(module, entry)
+    if _local.recorder is not None:
+        _local.recorder.launches.append((module, kernel, part.name, own))
+        return
+    block = arguments(*(0,) * (WORDS - COUNTERS))
+    for words in (part.words, own):
+        for place, value in words.items():
+            block[place] += value
+    run(kernel, block, part.threads or team_size(), part.tasks)
+
+
+class Program:
+    """Recorded launches, run together as often as wanted.
+
+    For a team as large as the recording's, as scratch memory is a thread's own. It keeps the recording's buffers; the
+    weights and inputs that launches point to are for the caller to keep.
+    """
+
+    def __init__(self, recorded: Recorder) -> None:
+        names = list(dict.fromkeys(name for _, _, name, _ in recorded.launches))
+        count = len(recorded.launches)
+        self._part_of = np.array([names.index(name) for _, _, name, _ in recorded.launches])
+        self._names = {name: i for i, name in enumerate(names)}
+        self._own = np.zeros((count, WORDS), dtype=np.int64)
+        for row, (_, _, _, own) in zip(self._own, recorded.launches, strict=True):
+            for place, value in own.items():
+                row[place] = value
+        self._parts = np.zeros((len(names), WORDS), dtype=np.int64)
+        self._blocks = np.zeros((count, WORDS), dtype=np.int64)
+        self._items = np.zeros((count, ITEM_WORDS), dtype=np.int64)
+        self._items[:, 0] = [kernel for _, kernel, _, _ in recorded.launches]
+        self._items[:, 1] = self._blocks.ctypes.data + 8 * WORDS * np.arange(count)
+        self._barrier = np.zeros(16, dtype=np.int64)
+        self._clock = np.zeros(count + 1, dtype=np.int64)
+        self._kept = recorded.buffers
+        self.threads = recorded.threads
+        self._kernel = address_of("program", "run_items")
+        self.kinds = tuple(kind for kind, _, _, _ in recorded.launches)
+
+    def run(self, parts: Mapping[str, Words]) -> None:
+        """Run all launches; every part that they name is given."""
+        self._parts[:] = 0
+        for name, i in self._names.items():
+            row = self._parts[i]
+            for place, value in parts[name].items():
+                row[place] = value
+        np.take(self._parts, self._part_of, axis=0, out=self._blocks)
+        self._blocks += self._own
+        self._barrier[:] = 0
+        block = arguments(
+            len(self._items), self._items.ctypes.data, self._barrier.ctypes.data, granted(), self._clock.ctypes.data
+        )
+        run(self._kernel, block, self.threads, len(self._items) + 1)
+
+    def ticks(self) -> npt.NDArray[np.int64]:
+        """What each launch of the last run took, in ticks of the processor's clock; the waiting at its end included."""
+        return np.diff(self._clock)

@@ -1,0 +1,1 @@
+"""LLVM vector intrinsics used by the kernels."""

@@ -1,0 +1,305 @@
+"""Vector functions for Numba kernels: softmax pieces, norms, SiLU, rotation, single loads and stores.
+
+Like `simd_products_numba`: addresses as int64, vectors fp32, sums in an order that depends on their length only.
+"""
+
+import math
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+from sgmv_kernels.cpu_simd.vector_ir import F32, I32, I64, LANES, Emitter, Value, c64, each, itemsize_of, loop_of
+
+BF16, FP16, FP32 = np.uint16(0), np.int16(0), np.float32(0)
+"""Numbers that tell a kernel how a matrix is stored, by their types."""
+
+_I16 = ir.IntType(16)
+_A, _F = types.int64, types.float32
+
+
+@intrinsic
+def scaled(typingctx, x, n, factor, out):  # type: ignore[no-untyped-def]
+    """out[h] = x[h] * factor for h < n; out may be x."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, factor, out = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            emit.store(b.fmul(emit.load(x, at), emit.splat(factor)), out, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _F, _A), codegen
+
+
+@intrinsic
+def row_max(typingctx, x, n):  # type: ignore[no-untyped-def]
+    """The largest of n numbers, -inf of none."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            return [emit.call("maxnum", emit.load(args[0], at), state[0])]
+
+        (wide, first), (one, rest) = each(b, args[1], body, (-math.inf,))
+        return one.call("maxnum", wide.max(first[0]), rest[0])
+
+    return _F(_A, _A), codegen
+
+
+@intrinsic
+def exp_sum(typingctx, x, n, maximum):  # type: ignore[no-untyped-def]
+    """x[h] = exp(x[h] - maximum) in place; returns the sum."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            power = emit.exp(b.fsub(emit.load(args[0], at), emit.splat(args[2])))
+            emit.store(power, args[0], at)
+            return [b.fadd(state[0], power)]
+
+        (wide, first), (_, rest) = each(b, args[1], body, (0.0,))
+        return b.fadd(wide.sum(first[0]), rest[0])
+
+    return _F(_A, _A, _F), codegen
+
+
+@intrinsic
+def exp_of(typingctx, x):  # type: ignore[no-untyped-def]
+    """exp of one number, as `exp_sum` computes it."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        return Emitter(b, 1).exp(args[0])
+
+    return _F(_F), codegen
+
+
+@intrinsic
+def add_square_sum(typingctx, x, delta, n):  # type: ignore[no-untyped-def]
+    """x[h] += delta[h] for h < n, if delta is an address and not 0; returns the sum of squares of x."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, delta, n = args
+        result = cgutils.alloca_once(b, F32)
+
+        def square(added: bool) -> None:
+            def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+                value = emit.load(x, at)
+                if added:
+                    value = b.fadd(value, emit.load(delta, at))
+                    emit.store(value, x, at)
+                return [emit.fma(value, value, state[0])]
+
+            (wide, first), (_, rest) = each(b, n, body, (0.0,))
+            b.store(b.fadd(wide.sum(first[0]), rest[0]), result)
+
+        with b.if_else(b.icmp_signed("!=", delta, c64(0))) as (then, otherwise):
+            with then:
+                square(True)
+            with otherwise:
+                square(False)
+        return b.load(result)
+
+    return _F(_A, _A, _A), codegen
+
+
+@intrinsic
+def weighted(typingctx, x, weight, n, factor, out):  # type: ignore[no-untyped-def]
+    """out[h] = x[h] * factor * weight[h] for h < n."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, weight, n, factor, out = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            value = b.fmul(emit.load(x, at), emit.splat(factor))
+            emit.store(b.fmul(value, emit.load(weight, at)), out, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A, _F, _A), codegen
+
+
+@intrinsic
+def silu_times(typingctx, gate, up, n, out):  # type: ignore[no-untyped-def]
+    """out[h] = gate[h] / (1 + exp(-gate[h])) * up[h] for h < n."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        gate, up, n, out = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            g = emit.load(gate, at)
+            total = b.fadd(emit.const(1.0), emit.exp(b.fneg(g)))
+            emit.store(b.fmul(b.fdiv(g, total), emit.load(up, at)), out, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A, _A), codegen
+
+
+@intrinsic
+def gelu_times(typingctx, gate, up, n, out):  # type: ignore[no-untyped-def]
+    """out[h] = gelu(gate[h]) * up[h] for h < n; 0.5 (1 + tanh z) is 1 / (1 + exp(-2 z))."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        gate, up, n, out = args
+        twice = 2 * math.sqrt(2 / math.pi)
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            g = emit.load(gate, at)
+            cubic = emit.fma(b.fmul(g, g), emit.const(-0.044715 * twice), emit.const(-twice))
+            total = b.fadd(emit.const(1.0), emit.exp(b.fmul(g, cubic)))
+            emit.store(b.fmul(b.fdiv(g, total), emit.load(up, at)), out, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A, _A), codegen
+
+
+@intrinsic
+def capped(typingctx, x, n, cap):  # type: ignore[no-untyped-def]
+    """x[h] = cap * tanh(x[h] / cap) in place for h < n."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, cap = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            wide = emit.splat(cap)
+            emit.store(b.fmul(emit.tanh(b.fdiv(emit.load(x, at), wide)), wide), x, at)
+            return state
+
+        each(b, n, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _F), codegen
+
+
+@intrinsic
+def rotated(typingctx, x, cos, sin, half, out):  # type: ignore[no-untyped-def]
+    """out = (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 the first `half` numbers of x and the next; out may be x."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, cos, sin, half, out = args
+
+        def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
+            second = b.add(at, half)
+            x1, x2, c, s = emit.load(x, at), emit.load(x, second), emit.load(cos, at), emit.load(sin, at)
+            emit.store(b.fsub(b.fmul(x1, c), b.fmul(x2, s)), out, at)
+            emit.store(b.fadd(b.fmul(x2, c), b.fmul(x1, s)), out, second)
+            return state
+
+        each(b, half, body)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A, _A, _A), codegen
+
+
+@intrinsic
+def put_kind(typingctx, address, index, value, kind):  # type: ignore[no-untyped-def]
+    """Store one number as `kind`, rounded to nearest even."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        address, index, value = args[:3]
+        kind, one = sig.args[3], Emitter(b, 1)
+        if kind == types.float32:
+            one.store(value, address, index)
+        elif kind == types.int16:
+            half = ir.HalfType()
+            b.store(b.fptrunc(value, half), one.at(address, index, 2, half), align=2)
+        else:
+            b.store(b.trunc(one.bf16_bits(value), _I16), one.at(address, index, 2, _I16), align=2)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _F, kind), codegen
+
+
+@intrinsic
+def read_all(typingctx, address, n):  # type: ignore[no-untyped-def]
+    """Read n bytes, a multiple of 256, front to back; returns some function of them."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        emit = Emitter(b, LANES)
+        count = 256 // (4 * LANES)
+
+        def body(at: Value, state: list[Value]) -> list[Value]:
+            starts = [b.add(args[0], b.add(at, c64(4 * LANES * i))) for i in range(count)]
+            values = [b.load(b.inttoptr(start, emit.int.as_pointer()), align=4) for start in starts]
+            return [b.xor(one, other) for one, other in zip(state, values, strict=True)]
+
+        states = loop_of(b, c64(0), args[1], 256, [emit.const_int(0)] * count, body)
+        mixed = states[0]
+        for state in states[1:]:
+            mixed = b.xor(mixed, state)
+        return b.sext(b.extract_element(mixed, ir.Constant(I32, 0)), I64)
+
+    return types.int64(_A, _A), codegen
+
+
+@intrinsic
+def i32(typingctx, address, index):  # type: ignore[no-untyped-def]
+    """The int32 at `index` of a table, as int64."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        return b.sext(b.load(Emitter(b, 1).at(args[0], args[1], 4, I32), align=4), I64)
+
+    return types.int64(_A, _A), codegen
+
+
+@intrinsic
+def i64(typingctx, address, index):  # type: ignore[no-untyped-def]
+    """The int64 at `index` of a table."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        return b.load(Emitter(b, 1).at(args[0], args[1], 8, I64), align=8)
+
+    return types.int64(_A, _A), codegen
+
+
+@intrinsic
+def f32(typingctx, address, index):  # type: ignore[no-untyped-def]
+    """The fp32 number at `index`."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        return Emitter(b, 1).load(*args)
+
+    return _F(_A, _A), codegen
+
+
+@intrinsic
+def put_f32(typingctx, address, index, value):  # type: ignore[no-untyped-def]
+    """Store an fp32 number at `index`."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        Emitter(b, 1).store(args[2], args[0], args[1])
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _F), codegen
+
+
+@intrinsic
+def itemsize(typingctx, kind):  # type: ignore[no-untyped-def]
+    """Bytes of one number of a kind."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        return c64(itemsize_of(sig.args[0]))
+
+    return types.int64(kind), codegen
+
+
+@intrinsic
+def take_next(typingctx, counter):  # type: ignore[no-untyped-def]
+    """Take the next number from a counter that all threads share."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), c64(1), "monotonic")
+
+    return types.int64(_A), codegen

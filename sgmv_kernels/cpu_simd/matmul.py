@@ -1,0 +1,228 @@
+"""Products for Numba kernels: vectors with the rows of a bf16, fp16 or fp32 matrix, or with its columns.
+
+Numba's own loops over bf16 reach a quarter of the memory's speed, as LLVM finds no vectors in them; so they are spelled
+out (`simd_ir`). All functions take addresses and byte strides as int64; vectors and results are fp32. Every result is
+summed in an order that depends on its own length only, so that it is the same whatever is computed beside it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from numba import types
+from numba.extending import intrinsic
+
+from sgmv_kernels.cpu_simd.vector_ir import LANES, Emitter, Value, c64, itemsize_of, loop_of
+
+PAIRS = 2
+"""Pairs of vectors that a dot product takes at a time: enough sums to hide the latency of one."""
+CACHE_LINE = 64
+_A, _F = types.int64, types.float32
+Intrinsic = Callable[..., Any]
+
+
+@intrinsic
+def part(typingctx, x, n, out, kind):  # type: ignore[no-untyped-def]
+    """out[h] = x[h] for h < n, in the order in which `make_dot` wants a vector beside a matrix of `kind`."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, out = args[:3]
+        step = 2 * LANES
+        whole = b.mul(b.sdiv(n, c64(step)), c64(step))
+        emit, one = Emitter(b, LANES), Emitter(b, 1)
+
+        def pairs(at: Value, _: list[Value]) -> list[Value]:
+            second = b.add(at, c64(LANES))
+            values = emit.parted(emit.load(x, at), emit.load(x, second), sig.args[3])
+            emit.store(values[0], out, at)
+            emit.store(values[1], out, second)
+            return []
+
+        def rest(at: Value, _: list[Value]) -> list[Value]:
+            one.store(one.load(x, at), out, at)
+            return []
+
+        loop_of(b, c64(0), whole, step, [], pairs)
+        loop_of(b, whole, n, 1, [], rest)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _A, kind), codegen
+
+
+def make_dot(rows: int, fetch: bool = False) -> Intrinsic:
+    """dot(x, xs, a, n, out, os, ahead, kind): out[i] = sum over h < n of x[i, h] * a[h], for `rows` rows of x, fp32.
+
+    `xs` and `os` are the bytes from row to row; x in the order of `part`. `a`, of `kind`, is read front to back: one
+    stream reaches the memory's speed, eight rows of a matrix side by side half of it. With `fetch`, as many bytes as a
+    has are fetched into the cache from `ahead` on meanwhile.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, xs, a, n, out, os, ahead = args[:7]
+        kind = sig.args[7]
+        size = itemsize_of(kind)
+        x_rows = [b.add(x, b.mul(xs, c64(i))) for i in range(rows)]
+        begin: Value = c64(0)
+        totals: list[Value] = []
+        for lanes, unroll in ((LANES, 2 * PAIRS), (LANES, 2), (1, 1)):
+            emit, step = Emitter(b, lanes), lanes * unroll
+            end = b.add(begin, b.mul(b.sdiv(b.sub(n, begin), c64(step)), c64(step)))
+
+            def body(at: Value, sums: list[Value], emit: Emitter = emit, unroll: int = unroll) -> list[Value]:
+                for line in range(0, unroll * emit.lanes * size if fetch and unroll > 2 else 0, CACHE_LINE):
+                    emit.fetch(b.add(b.add(ahead, b.mul(at, c64(size))), c64(line)))
+                places = [b.add(at, c64(u * emit.lanes)) for u in range(unroll)]
+                if unroll == 1:
+                    av = [emit.load_kind(a, at, kind)]
+                else:
+                    av = [v for place in places[::2] for v in emit.load_pair(a, place, kind)]
+                return [
+                    emit.fma(av[u], emit.load(row, place), sums[i * unroll + u])
+                    for i, row in enumerate(x_rows)
+                    for u, place in enumerate(places)
+                ]
+
+            sums = loop_of(b, begin, end, step, [emit.const(0.0)] * (rows * unroll), body)
+            parts = [emit.sum(emit.total(sums[i * unroll : (i + 1) * unroll])) for i in range(rows)]
+            totals = [b.fadd(t, p) for t, p in zip(totals, parts, strict=True)] if totals else parts
+            begin = end
+        for i, total in enumerate(totals):
+            Emitter(b, 1).store(total, b.add(out, b.mul(os, c64(i))), c64(0))
+        return ctx.get_dummy_value()
+
+    @intrinsic
+    def dot(typingctx, x, xs, a, n, out, os, ahead, kind):  # type: ignore[no-untyped-def]
+        return types.void(_A, _A, _A, _A, _A, _A, _A, kind), codegen
+
+    made: Intrinsic = dot
+    return made
+
+
+@intrinsic
+def axpy(typingctx, factor, m, n, y, ahead, kind):  # type: ignore[no-untyped-def]
+    """y[o] += factor * m[o] for o < n, y in the order of `part`; as many bytes as m has are fetched from `ahead` on."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        factor, m, n, y, ahead = args[:5]
+        kind = sig.args[5]
+        size = itemsize_of(kind)
+        begin: Value = c64(0)
+        for lanes, unroll in ((LANES, 2 * PAIRS), (LANES, 2), (1, 1)):
+            emit, step = Emitter(b, lanes), lanes * unroll
+            end = b.add(begin, b.mul(b.sdiv(b.sub(n, begin), c64(step)), c64(step)))
+            factors = emit.splat(factor)
+
+            def body(
+                at: Value, _: list[Value], emit: Emitter = emit, unroll: int = unroll, factors: Value = factors
+            ) -> list[Value]:
+                for line in range(0, unroll * emit.lanes * size if unroll > 2 else 0, CACHE_LINE):
+                    emit.fetch(b.add(b.add(ahead, b.mul(at, c64(size))), c64(line)))
+                places = [b.add(at, c64(u * emit.lanes)) for u in range(unroll)]
+                if unroll == 1:
+                    values = [emit.load_kind(m, at, kind)]
+                else:
+                    values = [v for place in places[::2] for v in emit.load_pair(m, place, kind)]
+                for value, place in zip(values, places, strict=True):
+                    emit.store(emit.fma(value, factors, emit.load(y, place)), y, place)
+                return []
+
+            loop_of(b, begin, end, step, [], body)
+            begin = end
+        return ctx.get_dummy_value()
+
+    return types.void(_F, _A, _A, _A, _A, kind), codegen
+
+
+def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, parted: bool = False) -> Intrinsic:
+    """mul(a, as_, n, m, ms, columns, c, cs, ahead, kind): c[i, o] (+)= sum over k < n of a[i, k] * m[k, o].
+
+    i < `rows` rows of a and c (fp32, `as_` and `cs` bytes apart), k < n rows of m (of `kind`, `ms` bytes apart), o <
+    columns, taken `pairs` pairs of vectors at a time, then one, then number by number. `add` tells whether c counts, or
+    is replaced; `parted`, that c is in the order of `part` and stays so. With `fetch`, as many bytes as m has are
+    fetched into the cache from `ahead` on meanwhile.
+    """
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        a, as_, n, m, ms, columns, c, cs, ahead = args[:9]
+        kind = sig.args[9]
+        size = itemsize_of(kind)
+        a_rows = [b.add(a, b.mul(as_, c64(i))) for i in range(rows)]
+        c_rows = [b.add(c, b.mul(cs, c64(i))) for i in range(rows)]
+        done: Value = c64(0)
+        for lanes, width in dict.fromkeys(((LANES, 2 * pairs), (LANES, 2), (1, 1))):
+            emit, step = Emitter(b, lanes), lanes * width
+            end = b.add(done, b.mul(b.sdiv(b.sub(columns, done), c64(step)), c64(step)))
+
+            def tile(
+                at: Value, _: list[Value], emit: Emitter = emit, width: int = width, step: int = step
+            ) -> list[Value]:
+                places = [b.add(at, c64(v * emit.lanes)) for v in range(width)]
+                coming = b.add(ahead, b.mul(b.mul(at, n), c64(size)))
+
+                def body(k: Value, sums: list[Value]) -> list[Value]:
+                    if fetch and emit.lanes > 1:
+                        for line in range(0, step * size, CACHE_LINE):
+                            emit.fetch(b.add(coming, b.add(b.mul(k, c64(step * size)), c64(line))))
+                    row = b.add(m, b.mul(k, ms))
+                    if width == 1:
+                        mv = [emit.load_kind(row, at, kind)]
+                    else:
+                        mv = [v for place in places[::2] for v in emit.load_pair(row, place, kind)]
+                    factors = [emit.splat(Emitter(b, 1).load(a_row, k)) for a_row in a_rows]
+                    return [emit.fma(mv[v], factors[i], sums[i * width + v]) for i in range(rows) for v in range(width)]
+
+                begin: list[Value] = [emit.const(0.0)] * (rows * width)
+                if add:
+                    begin = [emit.load(row, place) for row in c_rows for place in places]
+                    if width > 1 and not parted:
+                        begin = _by_pairs(begin, lambda x, y: emit.parted(x, y, kind))
+                sums = loop_of(b, c64(0), n, 1, begin, body)
+                if width > 1 and not parted:
+                    sums = _by_pairs(sums, lambda x, y: emit.joined(x, y, kind))
+                for i, row in enumerate(c_rows):
+                    for v, place in enumerate(places):
+                        emit.store(sums[i * width + v], row, place)
+                return []
+
+            loop_of(b, done, end, step, [], tile)
+            done = end
+        return ctx.get_dummy_value()
+
+    @intrinsic
+    def mul(typingctx, a, as_, n, m, ms, columns, c, cs, ahead, kind):  # type: ignore[no-untyped-def]
+        return types.void(_A, _A, _A, _A, _A, _A, _A, _A, _A, kind), codegen
+
+    made: Intrinsic = mul
+    return made
+
+
+def _by_pairs(values: list[Value], change: Callable[[Value, Value], tuple[Value, Value]]) -> list[Value]:
+    return [v for first, second in zip(values[::2], values[1::2], strict=True) for v in change(first, second)]
+
+
+@intrinsic
+def unpart(typingctx, x, n, factor, out, kind):  # type: ignore[no-untyped-def]
+    """out[h] = x[h] * factor for h < n, x in the order of `part`."""
+
+    def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
+        x, n, factor, out = args[:4]
+        step = 2 * LANES
+        whole = b.mul(b.sdiv(n, c64(step)), c64(step))
+        emit, one = Emitter(b, LANES), Emitter(b, 1)
+        factors = emit.splat(factor)
+
+        def pairs(at: Value, _: list[Value]) -> list[Value]:
+            second = b.add(at, c64(LANES))
+            values = emit.joined(emit.load(x, at), emit.load(x, second), sig.args[4])
+            emit.store(b.fmul(values[0], factors), out, at)
+            emit.store(b.fmul(values[1], factors), out, second)
+            return []
+
+        def rest(at: Value, _: list[Value]) -> list[Value]:
+            one.store(b.fmul(one.load(x, at), factor), out, at)
+            return []
+
+        loop_of(b, c64(0), whole, step, [], pairs)
+        loop_of(b, whole, n, 1, [], rest)
+        return ctx.get_dummy_value()
+
+    return types.void(_A, _A, _F, _A, kind), codegen

@@ -1,0 +1,129 @@
+"""Products of weight codes with rounded activations, in the instructions that the processor has.
+
+A vector holds LANES outputs, four neighbours along H of each: the order in which x86 multiplies bytes. Weights lie in
+tiles of TILE outputs, so that four neighbours are a line of 64 bytes, one vector or two. Sums of a block of 32 are
+whole numbers, hence the same in every way of computing them.
+"""
+
+from typing import Any, Protocol
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba.core import cgutils
+
+from sgmv_kernels.cpu_simd.vector_ir import I32, LANES, Value
+from sgmv_kernels.formats.adapter_panels import TILE
+
+VECTORS = TILE // LANES
+"""Vectors of a tile's line."""
+LINES = 8
+"""Lines of a block."""
+_WIDE = LANES == 16
+_I8, _I16 = ir.IntType(8), ir.IntType(16)
+BYTES, WORDS, INTS = (ir.VectorType(kind, n * LANES) for kind, n in ((_I8, 4), (_I16, 2), (I32, 1)))
+_FEATURES = llvm.get_host_cpu_features()
+HAS_BYTE_DOT = bool(_FEATURES.get("avx512vnni") if _WIDE else _FEATURES.get("avxvnni"))
+HAS_PAIR_DOT = bool(_FEATURES.get("avx512bw") if _WIDE else _FEATURES.get("avx2"))
+
+
+def filled(kind: Any, value: int) -> Value:
+    return ir.Constant(kind, [value] * kind.count)
+
+
+def load_vector(b: Any, address: Value, kind: Any) -> Value:
+    """A vector at any address."""
+    return b.load(b.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def store_vector(b: Any, value: Value, address: Value) -> None:
+    b.store(value, b.inttoptr(address, value.type.as_pointer()), align=1)
+
+
+def splat_int(b: Any, address: Value) -> Value:
+    """The int32 at an address, in every lane."""
+    undefined = ir.Constant(INTS, ir.Undefined)
+    value = b.load(b.inttoptr(address, I32.as_pointer()), align=4)
+    first = b.insert_element(undefined, value, ir.Constant(I32, 0))
+    return b.shuffle_vector(first, undefined, filled(INTS, 0))
+
+
+class Dot(Protocol):
+    """Sums of products, four neighbours to a lane, vector after vector."""
+
+    def begin(self) -> Value: ...
+
+    def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value: ...
+
+    def end(self, b: Any, total: Value) -> Value:
+        """[LANES] int32."""
+        ...
+
+
+class SmallDot:
+    """Sums of unsigned codes below 16 times signed bytes, `LINES` vectors at most.
+
+    Two products are added in int16, and eight such pairs: 8 * 2 * 15 * 127 stays below 2^15.
+    """
+
+    in_pairs = HAS_PAIR_DOT and not HAS_BYTE_DOT
+
+    def begin(self) -> Value:
+        return filled(WORDS if self.in_pairs else INTS, 0)
+
+    def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value:
+        if not self.in_pairs:
+            return _dot_bytes(b, total, code, quad)
+        return b.add(total, _x86(b, WORDS, "avx512.pmaddubs.w.512" if _WIDE else "avx2.pmadd.ub.sw", BYTES, code, quad))
+
+    def end(self, b: Any, total: Value) -> Value:
+        """[LANES] int32."""
+        return _dot_words(b, filled(INTS, 0), total, filled(WORDS, 1)) if self.in_pairs else total
+
+
+class ByteDot:
+    """Sums of unsigned codes of a byte times signed bytes."""
+
+    def begin(self) -> Value:
+        return filled(INTS, 0)
+
+    def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value:
+        return _dot_bytes(b, total, code, quad)
+
+    def end(self, b: Any, total: Value) -> Value:
+        """[LANES] int32."""
+        return total
+
+
+class WordDot(ByteDot):
+    """Sums of int16 times int16."""
+
+    def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value:
+        return _dot_words(b, total, code, quad)
+
+
+def _dot_bytes(b: Any, total: Value, code: Value, quad: Value) -> Value:
+    code, quad = b.bitcast(code, INTS), b.bitcast(quad, INTS)
+    if HAS_BYTE_DOT:
+        name = f"llvm.x86.avx512.vpdpbusd.{512 if _WIDE else 256}"
+        function = cgutils.get_or_insert_function(b.module, ir.FunctionType(INTS, [INTS] * 3), name)
+        return b.call(function, [total, code, quad])
+    for byte in range(4):
+        unsigned = b.and_(b.lshr(code, filled(INTS, 8 * byte)), filled(INTS, 0xFF))
+        signed = b.ashr(b.shl(quad, filled(INTS, 24 - 8 * byte)), filled(INTS, 24))
+        total = b.add(total, b.mul(unsigned, signed))
+    return total
+
+
+def _dot_words(b: Any, total: Value, code: Value, pair: Value) -> Value:
+    if HAS_PAIR_DOT:
+        return b.add(total, _x86(b, INTS, "avx512.pmaddw.d.512" if _WIDE else "avx2.pmadd.wd", WORDS, code, pair))
+    code, pair = b.bitcast(code, INTS), b.bitcast(pair, INTS)
+    for up in (16, 0):
+        factors = (b.ashr(b.shl(v, filled(INTS, up)), filled(INTS, 16)) for v in (code, pair))
+        total = b.add(total, b.mul(*factors))
+    return total
+
+
+def _x86(b: Any, result: Any, name: str, kind: Any, left: Value, right: Value) -> Value:
+    function = cgutils.get_or_insert_function(b.module, ir.FunctionType(result, [kind, kind]), f"llvm.x86.{name}")
+    return b.call(function, [b.bitcast(left, kind), b.bitcast(right, kind)])

@@ -1,0 +1,286 @@
+"""Where each panel of an adapter lies: the packed host form, and its place inside the pool's pages. No torch.
+
+At one (layer, site) an adapter is a list of *panels*, each contiguous and 128-byte aligned, in this order:
+
+    scale   fp32 [R]            alpha / r of every rank row, R the sum of the slices' ranks (0 panels if R is 0)
+    A       [<=16, in] each     the slices' lora_a stacked: R rank rows, 16 a panel
+    B       [<=16, out_s] each  each slice's lora_b transposed: r_s rank rows, 16 a panel
+
+True ranks, no padding: the last panel of a matrix is as short as its rank. The *packed* form lays a layer's panels end
+to end. In the pool they lie in the same order inside runs of consecutive pages; the same page ids serve every layer, so
+a run is as long as the widest layer needs. One run holds them all if the pool has one, else panels go to several runs
+and only a panel itself stays whole. (Pages shared by KV and adapters: S-LoRA; 16-rank panels: so that a program reads
+one table entry and then affine addresses.)
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+LAYOUT_VERSION = 1
+PANEL_RANKS = 16
+ALIGNMENT_BYTES = 128
+SCALE_BYTES = 4
+MAX_RANK = 256
+"""Most rank rows of one slice that kernels are made and tested for."""
+MAX_SLICES = 3
+RECORD_INTS = 1 + MAX_SLICES
+TILE, CODE_BLOCK, CHUNK = 16, 32, 1024
+"""Of a quantized base weight, what the CPU's kernels take at a time: outputs, and neighbours along the inputs, which
+groups are multiples of; most inputs that are unpacked together."""
+Run = tuple[int, int]
+"""(first page, number of pages), consecutive page ids."""
+
+LayerRanks = tuple[tuple[int, ...], ...]
+"""`[site][slice]`: ranks of one layer, 0 where the adapter has no weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class SiteDims:
+    """Shape of one linear site: inputs, and the outputs of each slice that shares them."""
+
+    in_features: int
+    out_features: tuple[int, ...]
+
+    @property
+    def total_out(self) -> int:
+        return sum(self.out_features)
+
+
+@dataclass(frozen=True, slots=True)
+class SitePanels:
+    """Which panels of a layer belong to one site: indices into the layer's panel list, and the rank rows of each."""
+
+    ranks: tuple[int, ...]
+    scale: int
+    a: tuple[tuple[int, int], ...]
+    b: tuple[tuple[tuple[int, int], ...], ...]
+
+    @property
+    def total_rank(self) -> int:
+        return sum(self.ranks)
+
+
+@dataclass(frozen=True)
+class AdapterLayout:
+    """Panels of one adapter: which there are, and how many bytes each takes.
+
+    Args:
+        sites: the base's linear sites, the same in every layer.
+        ranks: `ranks[layer][site][slice]`, 0 where the adapter has no weights.
+        itemsize: bytes of one stored weight (2 for bf16, 4 for float32).
+    """
+
+    sites: tuple[SiteDims, ...]
+    ranks: tuple[LayerRanks, ...]
+    itemsize: int
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.ranks)
+
+    @cached_property
+    def panels(self) -> tuple[tuple[SitePanels, ...], ...]:
+        """`panels[layer][site]`. Layers of equal ranks share one tuple."""
+        return tuple(_index_panels(layer) for layer in self.ranks)
+
+    @cached_property
+    def panel_bytes(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """Aligned size of every panel, one array a layer."""
+        return tuple(_layer_panel_bytes(self.sites, layer, self.itemsize) for layer in self.ranks)
+
+    @cached_property
+    def layer_bytes(self) -> int:
+        """Bytes of the widest layer: the row length of the packed form."""
+        return max((int(sizes.sum()) for sizes in self.panel_bytes), default=0)
+
+    @cached_property
+    def packed_offsets(self) -> tuple[npt.NDArray[np.int64], ...]:
+        """Byte offset of every panel inside its layer's packed row."""
+        return tuple(np.cumsum(sizes) - sizes for sizes in self.panel_bytes)
+
+    @cached_property
+    def records(self) -> npt.NDArray[np.int32]:
+        """[L, sites, 4]: index of the first panel of a site in its layer, then the rank of each slice. See `tables`."""
+        return np.stack([_layer_records(layer) for layer in self.ranks])
+
+    @cached_property
+    def max_slices(self) -> int:
+        """The most slices of any site."""
+        return max((len(site.out_features) for site in self.sites), default=0)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the packed form."""
+        return self.num_layers * self.layer_bytes
+
+    @property
+    def max_rank(self) -> int:
+        """The highest rank of any slice."""
+        return int(self.records[..., 1:].max(initial=0))
+
+    def num_pages(self, page_bytes: int) -> int:
+        """Pages of one run that holds the whole adapter."""
+        return -(-self.layer_bytes // page_bytes)
+
+    def place(self, runs: Sequence[Run], page_bytes: int) -> "PlacedAdapter | None":
+        """Put every layer's panels, in order, into `runs`; None if some layer does not fit."""
+        known: dict[int, npt.NDArray[np.int64] | None] = {}
+        offsets = []
+        for sizes in self.panel_bytes:
+            if id(sizes) not in known:
+                known[id(sizes)] = _fill_runs(sizes, runs, page_bytes)
+            placed = known[id(sizes)]
+            if placed is None:
+                return None
+            offsets.append(placed)
+        return PlacedAdapter(self, tuple(runs), page_bytes, tuple(offsets))
+
+
+@dataclass(frozen=True)
+class PlacedAdapter:
+    """An adapter inside the pool: `offsets[layer][panel]`, bytes from the start of that layer's slab."""
+
+    layout: AdapterLayout
+    runs: tuple[Run, ...]
+    page_bytes: int
+    offsets: tuple[npt.NDArray[np.int64], ...]
+
+    @property
+    def pages(self) -> list[int]:
+        return [page for first, count in self.runs for page in range(first, first + count)]
+
+    @property
+    def num_pages(self) -> int:
+        return sum(count for _, count in self.runs)
+
+    @cached_property
+    def panels(self) -> npt.NDArray[np.int32]:
+        """Panel offsets in units of `ALIGNMENT_BYTES`, end to end, those of layers that lie alike once."""
+        if any((offsets % ALIGNMENT_BYTES).any() for offsets in self._distinct.values()):
+            raise ValueError("a panel is misaligned")
+        if self.layout.max_rank > MAX_RANK:
+            raise ValueError(f"rank {self.layout.max_rank} is over the limit of {MAX_RANK}")
+        return (np.concatenate(list(self._distinct.values())) // ALIGNMENT_BYTES).astype(np.int32)
+
+    @cached_property
+    def layer_starts(self) -> npt.NDArray[np.int32]:
+        """[L]: where each layer's offsets begin in `panels`."""
+        sizes = np.array([len(offsets) for offsets in self._distinct.values()])
+        starts = dict(zip(self._distinct, (np.cumsum(sizes) - sizes).tolist(), strict=True))
+        return np.array([starts[id(offsets)] for offsets in self.offsets], dtype=np.int32)
+
+    @cached_property
+    def extent(self) -> tuple[int, int]:
+        """(first byte, end) of all panels in a slab."""
+        layers = {id(o): (o, s) for o, s in zip(self.offsets, self.layout.panel_bytes, strict=True)}.values()
+        first = min((int(offsets.min()) for offsets, _ in layers if len(offsets)), default=0)
+        return first, max((int((offsets + sizes).max()) for offsets, sizes in layers if len(offsets)), default=0)
+
+    @cached_property
+    def _distinct(self) -> dict[int, npt.NDArray[np.int64]]:
+        return {id(offsets): offsets for offsets in self.offsets}
+
+    def trimmed(self) -> "PlacedAdapter":
+        """The same places, without the pages at the end of each run that no layer reaches."""
+        distinct = {id(o): (o, s) for o, s in zip(self.offsets, self.layout.panel_bytes, strict=True)}.values()
+        ends = [max(self._end_inside(run, *layer) for layer in distinct) for run in self.runs]
+        pages = [-(-end // self.page_bytes) for end in ends]
+        runs = tuple((run[0], end - run[0]) for run, end in zip(self.runs, pages, strict=True) if end)
+        return PlacedAdapter(self.layout, runs, self.page_bytes, self.offsets)
+
+    def moved(self, runs: Mapping[Run, Run]) -> "PlacedAdapter":
+        """The same panels after some of its runs were moved, whole, to other pages: old run -> new run."""
+        known = {id(offsets): offsets.copy() for offsets in self.offsets}
+        for old, new in runs.items():
+            for offsets, target in zip(self._distinct.values(), known.values(), strict=True):
+                inside = (offsets >= old[0] * self.page_bytes) & (offsets < sum(old) * self.page_bytes)
+                target[inside] += (new[0] - old[0]) * self.page_bytes
+        places = tuple(runs.get(run, run) for run in self.runs)
+        return PlacedAdapter(self.layout, places, self.page_bytes, tuple(known[id(o)] for o in self.offsets))
+
+    def copies(self, layer: int) -> list[tuple[int, int, int]]:
+        """(packed offset, slab offset, bytes) of each contiguous piece of a layer, as few as there are."""
+        pieces: list[tuple[int, int, int]] = []
+        packed, sizes = self.layout.packed_offsets[layer], self.layout.panel_bytes[layer]
+        for source, target, size in zip(packed.tolist(), self.offsets[layer].tolist(), sizes.tolist(), strict=True):
+            if pieces and pieces[-1][1] + pieces[-1][2] == target:
+                pieces[-1] = (pieces[-1][0], pieces[-1][1], pieces[-1][2] + size)
+            else:
+                pieces.append((source, target, size))
+        return pieces
+
+    def _end_inside(self, run: Run, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> int:
+        """Where the last panel of a layer inside a run ends, in bytes; 0 if the layer has none there."""
+        inside = (offsets >= run[0] * self.page_bytes) & (offsets < sum(run) * self.page_bytes)
+        return int((offsets + sizes)[inside].max(initial=0))
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _panel_rows(rank: int) -> list[int]:
+    return [min(PANEL_RANKS, rank - start) for start in range(0, rank, PANEL_RANKS)]
+
+
+@lru_cache(maxsize=1024)
+def _layer_panel_bytes(sites: tuple[SiteDims, ...], layer_ranks: LayerRanks, itemsize: int) -> npt.NDArray[np.int64]:
+    sizes: list[int] = []
+    for site, ranks in zip(sites, layer_ranks, strict=True):
+        total = sum(ranks)
+        if not total:
+            continue
+        sizes.append(_aligned(total * SCALE_BYTES))
+        sizes += [_aligned(n * site.in_features * itemsize) for n in _panel_rows(total)]
+        for rank, out in zip(ranks, site.out_features, strict=True):
+            sizes += [_aligned(n * out * itemsize) for n in _panel_rows(rank)]
+    return np.array(sizes, dtype=np.int64)
+
+
+@lru_cache(maxsize=1024)
+def _index_panels(layer_ranks: LayerRanks) -> tuple[SitePanels, ...]:
+    sites, first = [], 0
+    for ranks in layer_ranks:
+        total = sum(ranks)
+        if not total:
+            sites.append(SitePanels(ranks, -1, (), tuple(() for _ in ranks)))
+            continue
+        scale, index = first, first + 1
+        a = tuple((index + i, n) for i, n in enumerate(_panel_rows(total)))
+        index += len(a)
+        b = []
+        for rank in ranks:
+            b.append(tuple((index + i, n) for i, n in enumerate(_panel_rows(rank))))
+            index += len(b[-1])
+        sites.append(SitePanels(ranks, scale, a, tuple(b)))
+        first = index
+    return tuple(sites)
+
+
+@lru_cache(maxsize=1024)
+def _layer_records(layer_ranks: LayerRanks) -> npt.NDArray[np.int32]:
+    records = np.zeros((len(layer_ranks), RECORD_INTS), dtype=np.int32)
+    for record, panels in zip(records, _index_panels(layer_ranks), strict=True):
+        record[0] = max(0, panels.scale)
+        record[1 : 1 + len(panels.ranks)] = panels.ranks
+    return records
+
+
+def _fill_runs(sizes: npt.NDArray[np.int64], runs: Sequence[Run], page_bytes: int) -> npt.NDArray[np.int64] | None:
+    """Next fit: panels in order, each whole inside one run."""
+    offsets = np.empty(len(sizes), dtype=np.int64)
+    remaining = iter(runs)
+    position = end = 0
+    for i, size in enumerate(sizes.tolist()):
+        while position + size > end:
+            run = next(remaining, None)
+            if run is None:
+                return None
+            position, end = run[0] * page_bytes, (run[0] + run[1]) * page_bytes
+        offsets[i] = position
+        position += size
+    return offsets

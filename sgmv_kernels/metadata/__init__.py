@@ -1,0 +1,1 @@
+"""Per-step metadata for kernels (segments, tables, one upload)."""

@@ -1,0 +1,52 @@
+"""Token rows grouped by adapter. Built on the host, afresh for every step; no torch.
+
+A *segment* is the rows of one adapter (SGMV: Punica). Rows without an adapter form the segment of adapter `BASE`, which
+has rank 0. Batch order is free: a permutation brings the rows of a segment together.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+BASE = -1
+Int32 = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """S segments over T rows.
+
+    `permutation [T]` lists the rows segment by segment, `indptr [S + 1]` where each segment begins in it,
+    `adapters [S]` which adapter each has: an index into the caller's list of placed adapters, or `BASE`.
+    """
+
+    permutation: Int32
+    indptr: Int32
+    adapters: Int32
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.permutation)
+
+    def __len__(self) -> int:
+        return len(self.adapters)
+
+    def rows(self, segment: int) -> Int32:
+        """The rows of one segment."""
+        return self.permutation[self.indptr[segment] : self.indptr[segment + 1]]
+
+
+def build_segments(row_adapters: Sequence[int] | Int32) -> Segments:
+    """Group rows by adapter, rows of one adapter in their given order.
+
+    Args:
+        row_adapters: [T] the adapter of each row, `BASE` for none.
+    """
+    adapters = np.asarray(row_adapters, dtype=np.int32)
+    permutation = np.argsort(adapters, kind="stable").astype(np.int32)
+    ordered = adapters[permutation]
+    starts = np.flatnonzero(np.diff(ordered, prepend=BASE - 1))
+    indptr = np.append(starts, len(adapters)).astype(np.int32)
+    return Segments(permutation, indptr, ordered[starts])

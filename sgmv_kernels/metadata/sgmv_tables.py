@@ -1,0 +1,76 @@
+"""What kernels read about a step's adapters: small int32 tables, built on the host for all layers and sites at once.
+
+Panel offsets count units of `ALIGNMENT_BYTES` from the start of a layer's slab, so that int32 reaches 256 GiB. A
+(layer, site) of an adapter is one record `[first, rank of slice 0, 1, 2]`: `first` is the place in `panels` of its
+scale vector's offset; those of its A panels follow, then those of each slice's B panels, 16 rank rows to a panel. So a
+kernel derives everything from one 16-byte record. (One packed record a segment: SGLang's triton_v2 metadata.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from sgmv_kernels.formats.adapter_panels import RECORD_INTS, PlacedAdapter, SiteDims
+from sgmv_kernels.metadata.segments import BASE, Int32, Segments
+
+
+@dataclass(frozen=True)
+class SgmvTables:
+    """S segments, those of the base left out, over the T rows of a step.
+
+    `permutation [T]`: rows, those of a segment together; `bounds [S, 2]`: where a segment begins and ends in it;
+    `records [L, sites, S, 4]`: see above, ranks 0 where the adapter has no weights; `panels [N]`: panel offsets;
+    `slab_bytes`: how far into a slab the panels reach.
+    """
+
+    sites: tuple[SiteDims, ...]
+    permutation: Int32
+    bounds: Int32
+    records: Int32
+    panels: Int32
+    slab_bytes: int
+
+    @property
+    def num_segments(self) -> int:
+        return len(self.bounds)
+
+    def max_rank(self, layer: int, site: int) -> int:
+        """Most rank rows that any segment has at a site, its slices together."""
+        return int(self.records[layer, site, :, 1:].sum(axis=-1).max(initial=0))
+
+
+def build_tables(segments: Segments, adapters: Sequence[PlacedAdapter]) -> SgmvTables:
+    """Put the tables of a step's adapters together; `segments.adapters` index into `adapters`."""
+    own = np.flatnonzero(segments.adapters != BASE)
+    placed = [adapters[i] for i in segments.adapters[own].tolist()]
+    bounds = np.stack((segments.indptr[:-1][own], segments.indptr[1:][own]), axis=-1)
+    if not placed:
+        nothing = np.zeros((0, 0, 0, RECORD_INTS), dtype=np.int32)
+        return SgmvTables((), segments.permutation.copy(), bounds, nothing, np.zeros(0, dtype=np.int32), 0)
+    records = np.stack([adapter.layout.records for adapter in placed], axis=2)
+    start = 0
+    for s, adapter in enumerate(placed):
+        records[:, :, s, 0] += start + adapter.layer_starts[:, None]
+        start += len(adapter.panels)
+    return SgmvTables(
+        sites=placed[0].layout.sites,
+        permutation=segments.permutation.copy(),
+        bounds=bounds,
+        records=records,
+        panels=np.concatenate([adapter.panels for adapter in placed]),
+        slab_bytes=max(adapter.extent[1] for adapter in placed),
+    )
+
+
+def rankless_tables(sites: Sequence[SiteDims], num_layers: int, rows: int) -> SgmvTables:
+    """Tables that a recording is made with: all rows in one segment whose adapter has no rank; none if no sites."""
+    segments = 1 if sites else 0
+    return SgmvTables(
+        sites=tuple(sites),
+        permutation=np.arange(rows, dtype=np.int32),
+        bounds=np.full((segments, 2), (0, rows), dtype=np.int32),
+        records=np.zeros((num_layers if sites else 0, len(sites), segments, RECORD_INTS), dtype=np.int32),
+        panels=np.zeros(segments, dtype=np.int32),
+        slab_bytes=0,
+    )

@@ -1,0 +1,27 @@
+"""The plain torch kernels: any device, and what the faster ones are measured against."""
+
+import torch
+
+from sgmv_kernels.backend import Backend
+from sgmv_kernels.torch_ops import attention, linear, pointwise, sgmv
+
+BACKEND = Backend(
+    name="torch",
+    activations=(torch.float32, torch.bfloat16, torch.float16),
+    prepare_sgmv=sgmv.prepare,
+    shrink=sgmv.shrink_torch,
+    expand_=sgmv.expand_torch_,
+    sgmv_=sgmv.sgmv_torch_,
+    prepare_attention=attention.prepare,
+    attention=attention.attention_torch,
+    rope_write_kv=pointwise.rope_write_kv_torch,
+    add_rms_norm_=pointwise.add_rms_norm_torch_,
+    silu_mul=pointwise.silu_mul_torch,
+    gelu_mul=pointwise.gelu_mul_torch,
+    norm_heads_=pointwise.norm_heads_torch_,
+    softcap_=pointwise.softcap_torch_,
+    take_rows=linear.take_rows_torch,
+    pack_linear=lambda codes, bias, few_rows: linear.PlainLinear(codes, bias),
+    linear=linear.linear_torch,
+    warm_up=lambda dtypes: None,
+)

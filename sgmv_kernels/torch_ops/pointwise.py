@@ -1,0 +1,57 @@
+"""What lies between the linears, in plain torch."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sgmv_kernels.formats.kv_pages import KvPages
+
+
+def rope_write_kv_torch(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor) -> Tensor:
+    """See `ops.Ops.rope_write_kv`."""
+    heads = qkv.view(len(qkv), -1, kv.head_dim)
+    q, k, v = torch.split(heads, [heads.shape[1] - 2 * kv.num_heads, kv.num_heads, kv.num_heads], dim=1)
+    q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+    kv.keys[pages, :, :, slots] = k.to(kv.dtype)
+    kv.values[pages, :, slots] = v.to(kv.dtype)
+    return q
+
+
+def add_rms_norm_torch_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.Ops.add_rms_norm_`."""
+    if delta is not None:
+        x.add_(delta)
+    return F.rms_norm(x.float(), (x.shape[-1],), weight, eps).to(x.dtype)
+
+
+def silu_mul_torch(gate_up: Tensor) -> Tensor:
+    """See `ops.Ops.silu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)
+
+
+def gelu_mul_torch(gate_up: Tensor) -> Tensor:
+    """See `ops.Ops.gelu_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
+
+
+def norm_heads_torch_(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:
+    """See `ops.Ops.norm_heads_`."""
+    dim = len(q_weight)
+    heads = qkv.view(len(qkv), -1, dim)
+    q, k, _ = torch.split(heads, [heads.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+    for part, weight in ((q, q_weight), (k, k_weight)):
+        part.copy_(F.rms_norm(part.float(), (dim,), weight, eps))
+
+
+def softcap_torch_(x: Tensor, cap: float) -> None:
+    """See `ops.Ops.softcap_`."""
+    x.div_(cap).tanh_().mul_(cap)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.shape[-1]
+    x1, x2, rest = torch.split(x.float(), [half, half, x.shape[-1] - 2 * half], dim=-1)
+    c, s = cos[:, None], sin[:, None]
+    return torch.cat((x1 * c - x2 * s, x2 * c + x1 * s, rest), dim=-1).to(x.dtype)

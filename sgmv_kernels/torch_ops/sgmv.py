@@ -1,0 +1,93 @@
+"""SGMV in plain torch: matrix products over views of the pool, one segment after another. Any device, any rank.
+
+Panels that lie end to end are read as one matrix, so that an adapter in one run costs one product a matrix.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from sgmv_kernels.backend import SgmvPlan
+from sgmv_kernels.formats.adapter_panels import ALIGNMENT_BYTES, PANEL_RANKS
+from sgmv_kernels.metadata.sgmv_tables import SgmvTables
+
+
+def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The permutation, on the device."""
+    del dtype
+    return torch.from_numpy(tables.permutation).to(device, torch.int64)
+
+
+def shrink_torch(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
+    """See `ops.Ops.shrink`: one plane."""
+    v = x.new_zeros(
+        (1, len(x), plan.tables.max_rank(layer, site) if plan.tables.num_segments else 0), dtype=torch.float32
+    )
+    for begin, end, record in _segments(plan.tables, layer, site):
+        rows = x[plan.prepared[begin:end]].float()
+        rank = 0
+        for a in _matrices(slab, plan, record[0] + 1, sum(record[1:]), x.shape[1]):
+            v[0, begin:end, rank : rank + len(a)] = rows @ a.float().T
+            rank += len(a)
+    return v
+
+
+def expand_torch_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
+    """See `ops.Ops.expand_`."""
+    dims = plan.tables.sites[site]
+    for begin, end, record in _segments(plan.tables, layer, site):
+        total = sum(record[1:])
+        scale = _view(slab, torch.float32, _offset(plan, record[0]), 1, total)
+        scaled = v[:, begin:end, :total].sum(0) * scale
+        delta = y.new_zeros((end - begin, dims.total_out), dtype=torch.float32)
+        rank = column = 0
+        panel = record[0] + 1 + _num_panels(total)
+        for width, slice_rank in zip(dims.out_features, record[1:], strict=False):
+            for b in _matrices(slab, plan, panel, slice_rank, width):
+                delta[:, column : column + width].addmm_(scaled[:, rank : rank + len(b)], b.float())
+                rank += len(b)
+            panel += _num_panels(slice_rank)
+            column += width
+        y.index_add_(0, plan.prepared[begin:end], delta.to(y.dtype))
+
+
+def sgmv_torch_(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
+    """See `ops.Ops.sgmv_`."""
+    expand_torch_(y, shrink_torch(x, slab, plan, layer, site), slab, plan, layer, site)
+
+
+def _segments(tables: SgmvTables, layer: int, site: int) -> Iterator[tuple[int, int, list[int]]]:
+    """(first place, end, record) of the segments that have weights at this site."""
+    if not tables.num_segments:
+        return
+    for (begin, end), record in zip(tables.bounds.tolist(), tables.records[layer, site].tolist(), strict=True):
+        if end > begin and any(record[1:]):
+            yield begin, end, record
+
+
+def _num_panels(rank: int) -> int:
+    return -(-rank // PANEL_RANKS)
+
+
+def _offset(plan: SgmvPlan, panel: int) -> int:
+    return int(plan.tables.panels[panel]) * ALIGNMENT_BYTES
+
+
+def _matrices(slab: Tensor, plan: SgmvPlan, panel: int, rank: int, width: int) -> Iterator[Tensor]:
+    """Views [rows, width] of `rank` rows in consecutive panels, those that lie end to end as one."""
+    start = rows = 0
+    for i in range(_num_panels(rank)):
+        offset, count = _offset(plan, panel + i), min(PANEL_RANKS, rank - i * PANEL_RANKS)
+        if rows and offset == start + rows * width * plan.dtype.itemsize:
+            rows += count
+            continue
+        if rows:
+            yield _view(slab, plan.dtype, start, rows, width)
+        start, rows = offset, count
+    if rows:
+        yield _view(slab, plan.dtype, start, rows, width)
+
+
+def _view(slab: Tensor, dtype: torch.dtype, offset_bytes: int, rows: int, width: int) -> Tensor:
+    return slab[offset_bytes : offset_bytes + rows * width * dtype.itemsize].view(dtype).view(rows, width)

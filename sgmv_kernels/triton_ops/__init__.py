@@ -1,0 +1,1 @@
+"""Triton backend: kernels, launch metadata, CUDA-graph plans and block sizes."""

@@ -1,0 +1,307 @@
+"""Paged attention on a GPU: prefill chunks and decodes in one call, over keys that are transposed in their pages.
+
+A program owns a tile of one sequence's query rows for one key head; the query heads that share the key head stand side
+by side in the tile, so that a decode row fills the tensor core with its group. Keys and values of a tile of tokens are
+read page by page through the page table, with int64 addresses. Slots that no row may see may hold NaN: their values are
+not read, their scores are put aside. Long contexts of few rows are cut into parts that a second kernel adds up
+(`attention_triton_tables`).
+
+What holds bit for bit: a row's result depends on its own sequence only, not on the batch, the order of sequences, or
+where pages lie. How many rows of a sequence a step computes may change the last bits.
+
+Speed on a GPU is NOT MEASURED yet.
+
+Source: tiles and online softmax, FlashAttention-2 (Dao 2023); pages, vLLM (Kwon et al. 2023), whose unified Triton
+kernel also lets the group fill the rows; parts and reduce, Flash-Decoding (Dao et al. 2023).
+"""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from sgmv_kernels.backend import AttentionPlan
+from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.triton_ops.attention_metadata import FEW_ROWS, AttentionBuffer, AttentionTables, Shape
+from sgmv_kernels.triton_ops.block_sizes import AttentionConfig, attention_config, device_name
+from sgmv_kernels.triton_ops.common import as_bound, cast, dot, kernel, power_of_two, product_dtype, softened
+
+_ITEM = tl.constexpr(5)
+_REDUCE = tl.constexpr(4)
+_SUMS = tl.constexpr(2)
+SUMS = 2
+DECODE_M = 16
+new_partials = torch.empty
+"""Makes the partial results; a test may put a function here that poisons them."""
+
+
+def prepare(plan: AttentionPlan, device: torch.device) -> AttentionTables:
+    """The step's sequences; work is cut at the first layer, when the heads are known."""
+    return AttentionTables(plan, device)
+
+
+def shape_for(config: AttentionConfig, group: int) -> Shape:
+    """How work is cut for groups of `group` query heads."""
+    decode_m, prefill_m = _rows(config, group)
+    return Shape(decode_m // group, prefill_m // group, config.split_tokens, FEW_ROWS)
+
+
+def attention(
+    q: Tensor,
+    kv: KvPages,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
+    alibi_slopes: Tensor | None,
+    softcap: float | None = None,
+) -> Tensor:
+    """See `ops.Ops.paged_attention`."""
+    tables: AttentionTables = plan.prepared
+    heads, dim, group = q.shape[1], q.shape[2], q.shape[1] // kv.num_heads
+    config = attention_config(device_name(q.device), dim, max(q.dtype.itemsize, kv.dtype.itemsize))
+    work = tables.buffer(shape_for(config, group), group)
+    out = torch.empty_like(q)
+    decode_m, prefill_m = _rows(config, group)
+    most = work.capacity
+    padded = power_of_two(dim)
+    slots = (max(1, most.max_slots), kv.num_heads, decode_m)
+    partial = new_partials((*slots, padded), dtype=torch.float32, device=q.device)
+    sums = new_partials((*slots, SUMS), dtype=torch.float32, device=q.device)
+    compute, precision = product_dtype(q.dtype, kv.dtype)
+    slopes = sums if alibi_slopes is None else alibi_slopes
+    for items, items_at, block_m, block_n, warps, stages in (
+        (most.max_decode, work.decode_at, decode_m, config.decode_n, config.decode_warps, config.decode_stages),
+        (most.max_prefill, work.prefill_at, prefill_m, config.prefill_n, config.prefill_warps, config.prefill_stages),
+    ):
+        if items:
+            _attention_kernel[(items, kv.num_heads)](
+                q,
+                kv.keys,
+                kv.values,
+                out,
+                partial,
+                sums,
+                slopes,
+                work.ints,
+                items_at,
+                work.starts_at,
+                work.lens_at,
+                work.pages_at,
+                most.max_pages,
+                scale,
+                0.0 if softcap is None else softcap,
+                0 if window is None else window,
+                *kv.keys.stride(),
+                *kv.values.stride(),
+                HEADS=heads,
+                GROUP=group,
+                D=dim,
+                D_PAD=padded,
+                PAGE=kv.page_size,
+                WINDOW=window is not None,
+                ALIBI=alibi_slopes is not None,
+                SOFTCAP=softcap is not None,
+                BLOCK_M=block_m,
+                BLOCK_N=block_n,
+                COMPUTE=compute,
+                PRECISION=precision,
+                num_warps=warps,
+                num_stages=stages,
+            )
+    if most.max_reduce:
+        _reduce(out, partial, sums, work, heads, group, decode_m)
+    return out
+
+
+def _rows(config: AttentionConfig, group: int) -> tuple[int, int]:
+    """Rows of a small and of a long tile: at least one query row with its group."""
+    return power_of_two(group, DECODE_M), power_of_two(group, config.prefill_m)
+
+
+def _reduce(
+    out: Tensor, partial: Tensor, sums: Tensor, work: AttentionBuffer, heads: int, group: int, block_m: int
+) -> None:
+    _reduce_kernel[(work.capacity.max_reduce, heads // group)](
+        out,
+        partial,
+        sums,
+        work.ints,
+        work.reduce_at,
+        work.starts_at,
+        HEADS=heads,
+        GROUP=group,
+        D=out.shape[2],
+        D_PAD=partial.shape[3],
+        BLOCK_M=block_m,
+        num_warps=4,
+    )
+
+
+@kernel("items_at", "starts_at", "lens_at", "pages_at", "max_pages", "window")
+def _attention_kernel(  # type: ignore[no-untyped-def]
+    q,
+    keys,
+    values,
+    out,
+    partial,
+    sums,
+    slopes,
+    ints,
+    items_at,
+    starts_at,
+    lens_at,
+    pages_at,
+    max_pages,
+    scale,
+    softcap,
+    window,
+    key_page,
+    key_head,
+    key_dim,
+    key_slot,
+    value_page,
+    value_head,
+    value_slot,
+    value_dim,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    ALIBI: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """One tile of query rows (row m: query m // GROUP, head m % GROUP of the group) against one part of the keys."""
+    item = ints + items_at + tl.program_id(0) * _ITEM
+    part_begin, part_end = tl.load(item + 2), tl.load(item + 3)
+    if part_begin >= part_end:
+        return
+    sequence, first_query, slot = tl.load(item), tl.load(item + 1), tl.load(item + 4)
+    kv_head = tl.program_id(1)
+    start = tl.load(ints + starts_at + sequence)
+    query_len = tl.load(ints + starts_at + sequence + 1) - start
+    kv_len = tl.load(ints + lens_at + sequence)
+    block_q: tl.constexpr = BLOCK_M // GROUP
+
+    m, d, n = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD), tl.arange(0, BLOCK_N)
+    query = first_query + m // GROUP
+    head = kv_head * GROUP + m % GROUP
+    row_ok = (m < block_q * GROUP) & (query < query_len)
+    dim_ok = d < D
+    position = kv_len - query_len + query
+    row = (start + query).to(tl.int64) * HEADS + head
+    q_tile = tl.load(q + row[:, None] * D + d[None, :], mask=row_ok[:, None] & dim_ok[None, :], other=0.0).to(COMPUTE)
+    slope = tl.load(slopes + head, mask=row_ok & ALIBI, other=0.0)
+
+    # The keys that some row of the tile sees, inside this part.
+    first_position = kv_len - query_len + first_query
+    end = tl.minimum(part_end, tl.minimum(kv_len, first_position + block_q))
+    begin = part_begin
+    if WINDOW:
+        begin = tl.maximum(begin, first_position - window + 1)
+    last_page = (end + PAGE - 1) // PAGE
+    highest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    total = tl.full((BLOCK_M,), 0.0, dtype=tl.float32)
+    acc = tl.full((BLOCK_M, D_PAD), 0.0, dtype=tl.float32)
+    nothing = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
+    table = ints + pages_at + sequence.to(tl.int64) * max_pages
+    k_base = keys + kv_head.to(tl.int64) * key_head + d.to(tl.int64)[:, None] * key_dim
+    v_base = values + kv_head.to(tl.int64) * value_head + d.to(tl.int64)[None, :] * value_dim
+    # Tiles begin at multiples of BLOCK_N, so that where the window begins does not move them.
+    for tile in range(as_bound(begin // BLOCK_N), as_bound((end + BLOCK_N - 1) // BLOCK_N)):
+        at = n + tile * BLOCK_N
+        key_ok = (at >= begin) & (at < end)
+        # Without a mask, so that the compiler knows a page's slots to be neighbours; past the table lies padding.
+        page = tl.load(table + at // PAGE).to(tl.int64)
+        # A key that no row sees may be NaN: it spoils its own column of scores, which `visible` puts aside below.
+        page_ok = (at // PAGE >= begin // PAGE) & (at // PAGE < last_page)
+        k_tile = tl.load(
+            k_base + (page * key_page + (at % PAGE) * key_slot)[None, :],
+            mask=dim_ok[:, None] & page_ok[None, :],
+            other=0.0,
+        )
+        scores = dot(q_tile, k_tile.to(COMPUTE), nothing, PRECISION) * scale
+        if SOFTCAP:
+            scores = softened(scores, softcap)
+        if ALIBI:
+            scores += slope[:, None] * (at[None, :] - position[:, None]).to(tl.float32)
+        visible = key_ok[None, :] & (at[None, :] <= position[:, None])
+        if WINDOW:
+            visible = visible & (at[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        # A row that has seen no key yet: -inf - -inf would be NaN.
+        known = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        weights = tl.exp(scores - known[:, None])
+        fade = tl.exp(highest - known)
+        highest = new_highest
+        total = total * fade + tl.sum(weights, 1)
+        v_tile = tl.load(
+            v_base + (page * value_page + (at % PAGE) * value_slot)[:, None],
+            mask=key_ok[:, None] & dim_ok[None, :],
+            other=0.0,
+        )
+        acc = dot(weights.to(COMPUTE), v_tile.to(COMPUTE), acc * fade[:, None], PRECISION)
+
+    if slot < 0:
+        result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+        target = out + row[:, None] * D + d[None, :]
+        tl.store(target, cast(result, out.dtype.element_ty), mask=row_ok[:, None] & dim_ok[None, :])
+    else:
+        kv_heads: tl.constexpr = HEADS // GROUP
+        place = (slot.to(tl.int64) * kv_heads + kv_head) * BLOCK_M + m
+        tl.store(partial + place[:, None] * D_PAD + d[None, :], acc, mask=row_ok[:, None])
+        tl.store(sums + place * _SUMS, highest, mask=row_ok)
+        tl.store(sums + place * _SUMS + 1, total, mask=row_ok)
+
+
+@kernel("reduce_at", "starts_at")
+def _reduce_kernel(  # type: ignore[no-untyped-def]
+    out,
+    partial,
+    sums,
+    ints,
+    reduce_at,
+    starts_at,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Add the parts of one tile, in order."""
+    item = ints + reduce_at + tl.program_id(0) * _REDUCE
+    parts = tl.load(item + 3)
+    if parts == 0:
+        return
+    sequence, first_query, first_slot = tl.load(item), tl.load(item + 1), tl.load(item + 2)
+    kv_head = tl.program_id(1)
+    start = tl.load(ints + starts_at + sequence)
+    query_len = tl.load(ints + starts_at + sequence + 1) - start
+    m, d = tl.arange(0, BLOCK_M), tl.arange(0, D_PAD)
+    query = first_query + m // GROUP
+    row_ok = (m < (BLOCK_M // GROUP) * GROUP) & (query < query_len)
+    highest = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    total = tl.full((BLOCK_M,), 0.0, dtype=tl.float32)
+    acc = tl.full((BLOCK_M, D_PAD), 0.0, dtype=tl.float32)
+    kv_heads: tl.constexpr = HEADS // GROUP
+    place = (first_slot.to(tl.int64) * kv_heads + kv_head) * BLOCK_M + m
+    for _part in range(as_bound(parts)):
+        part_highest = tl.load(sums + place * _SUMS, mask=row_ok, other=float("-inf"))
+        part_total = tl.load(sums + place * _SUMS + 1, mask=row_ok, other=0.0)
+        part_acc = tl.load(partial + place[:, None] * D_PAD + d[None, :], mask=row_ok[:, None], other=0.0)
+        new_highest = tl.maximum(highest, part_highest)
+        known = tl.where(new_highest == float("-inf"), 0.0, new_highest)
+        fade, part_fade = tl.exp(highest - known), tl.exp(part_highest - known)
+        total = total * fade + part_total * part_fade
+        acc = acc * fade[:, None] + part_acc * part_fade[:, None]
+        highest = new_highest
+        place += kv_heads * BLOCK_M
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    row = (start + query).to(tl.int64) * HEADS + kv_head * GROUP + m % GROUP
+    target = out + row[:, None] * D + d[None, :]
+    tl.store(target, cast(result, out.dtype.element_ty), mask=row_ok[:, None] & (d < D)[None, :])

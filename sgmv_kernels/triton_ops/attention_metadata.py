@@ -1,0 +1,211 @@
+"""A step's attention work on a GPU: which program computes what, cut on the host; one packed int32 buffer.
+
+    decode    [I, 5]  sequence, first query row in it, first key, end of keys, slot of the partial result or -1
+    prefill   [J, 5]  the same, longer tiles, never split
+    reduce    [G, 4]  sequence, first query row, first slot, number of slots
+    starts    [B + 1] query rows,  lens [B] keys,  pages [B, max pages]
+
+A sequence with few query rows is cut into small tiles, and its keys into parts of `split_tokens`, so that a long
+context keeps many programs busy; a reduce adds the parts. How a sequence is cut depends on its own lengths only, never
+on the batch: a row has the same bits whatever runs beside it. (A partial result is 1 to 2 % of the bytes of the keys
+that it stands for, by arithmetic, so cutting costs little where a batch would not need it.)
+
+Two forms, as in `sgmv_triton_tables`: exact, and a fixed capacity that graphs replay with. Work that a step does not
+use has no keys (`first key = end`), or no slots, and its programs end after one load.
+
+Source: keys split with a reduce, Flash-Decoding (Dao et al. 2023); a plan of work items made on the host, FlashInfer.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgmv_kernels.backend import AttentionPlan
+from sgmv_kernels.metadata.segments import Int32
+from sgmv_kernels.triton_ops.common import host_ints, put, sections
+
+ITEM_INTS = 5
+REDUCE_INTS = 4
+MAX_SPLITS = 64
+"""Most parts of a sequence: longer contexts have longer parts."""
+FEW_ROWS = 64
+"""Query rows, times the heads that share a key head, up to which a sequence goes to the small tiles."""
+NO_SLOT = -1
+PADDING_INTS = 256
+"""After the page tables: a tile of keys reads the table without a mask, at most one tile past its end."""
+
+
+class CapacityExceeded(ValueError):
+    """A step does not fit the capacity that a buffer was made for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How work is cut: query rows of a small and of a long tile, keys of a part, rows of a sequence for small tiles."""
+
+    decode_rows: int
+    prefill_rows: int
+    split_tokens: int
+    few_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The work of a step, see above; `slots`: partial results."""
+
+    decode: Int32
+    prefill: Int32
+    reduce: Int32
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCapacity:
+    """The most that steps of one graph have: sequences, their pages, items of each kind."""
+
+    max_sequences: int
+    max_pages: int
+    max_decode: int
+    max_prefill: int
+    max_reduce: int
+    max_slots: int
+
+
+class AttentionBuffer:
+    """Work of a step for one `Shape` on the device. Grids and offsets depend on the capacity only."""
+
+    def __init__(self, capacity: AttentionCapacity, device: torch.device) -> None:
+        self.capacity, self.device = capacity, device
+        sizes = (
+            capacity.max_decode * ITEM_INTS,
+            capacity.max_prefill * ITEM_INTS,
+            capacity.max_reduce * REDUCE_INTS,
+            capacity.max_sequences + 1,
+            capacity.max_sequences,
+            capacity.max_sequences * capacity.max_pages + PADDING_INTS,
+        )
+        starts, self.length = sections(sizes)
+        self.decode_at, self.prefill_at, self.reduce_at, self.starts_at, self.lens_at, self.pages_at = starts
+        self.ints: Tensor | None = None
+
+    def update(self, plan: AttentionPlan, work: Work) -> None:
+        """Put a step's work on the device: one copy, which the host does not wait for.
+
+        Raises:
+            CapacityExceeded: it does not fit; nothing has been changed.
+        """
+        most = self.capacity
+        for name, has, limit in (
+            ("sequences", len(plan.kv_lens), most.max_sequences),
+            ("pages a sequence", plan.page_tables.shape[1], most.max_pages),
+            ("decode items", len(work.decode), most.max_decode),
+            ("prefill items", len(work.prefill), most.max_prefill),
+            ("reduce items", len(work.reduce), most.max_reduce),
+            ("slots", work.slots, most.max_slots),
+        ):
+            if has > limit:
+                raise CapacityExceeded(f"a step has {has} {name}, the capacity is {limit}")
+        pages = np.zeros((len(plan.kv_lens), most.max_pages), dtype=np.int32)
+        pages[:, : plan.page_tables.shape[1]] = plan.page_tables
+        ints = host_ints(self.length, self.device)
+        put(ints, self.decode_at, work.decode)
+        put(ints, self.prefill_at, work.prefill)
+        put(ints, self.reduce_at, work.reduce)
+        put(ints, self.starts_at, plan.query_starts)
+        put(ints, self.lens_at, plan.kv_lens)
+        put(ints, self.pages_at, pages)
+        if self.ints is None:
+            self.ints = ints.to(self.device, non_blocking=True)
+        else:
+            self.ints.copy_(ints, non_blocking=True)
+
+
+class AttentionTables:
+    """A step's sequences; work is cut once for each shape that a model's layers ask for (usually one).
+
+    With a `capacity` the buffers stay where they are, and `update` refills those that have been made: for a graph, call
+    attention once before the capture, so that they are.
+    """
+
+    def __init__(self, plan: AttentionPlan, device: torch.device, capacity: AttentionCapacity | None = None) -> None:
+        self._plan, self._device, self._capacity = plan, device, capacity
+        self._buffers: dict[tuple[Shape, int], AttentionBuffer] = {}
+
+    def buffer(self, shape: Shape, group: int) -> AttentionBuffer:
+        """The work on the device, for query heads that share a key head in groups of `group`."""
+        made = self._buffers.get((shape, group))
+        if made is None:
+            work = cut(self._plan, shape, group)
+            made = AttentionBuffer(self._capacity or _exact(self._plan, work), self._device)
+            made.update(self._plan, work)
+            self._buffers[shape, group] = made
+        return made
+
+    def update(self, plan: AttentionPlan) -> None:
+        """Take another step's sequences; only with a capacity."""
+        assert self._capacity is not None
+        self._plan = plan
+        for (shape, group), buffer in self._buffers.items():
+            buffer.update(plan, cut(plan, shape, group))
+
+
+def cut(plan: AttentionPlan, shape: Shape, group: int) -> Work:
+    """Tiles and parts of every sequence, each by its own lengths; all sequences in one pass, no loop over them."""
+    query_lens = np.diff(plan.query_starts)
+    few = (query_lens == 1) | (query_lens * group <= shape.few_rows)
+    small, long = np.flatnonzero(few).astype(np.int32), np.flatnonzero(~few).astype(np.int32)
+    lens = plan.kv_lens[small]
+    part = split_of(lens, shape.split_tokens)
+    decode = _items(small, query_lens[small], lens, shape.decode_rows, part)
+    parts = np.repeat(-(-lens // part), -(-query_lens[small] // shape.decode_rows))
+    slots = _number_slots(decode, parts)
+    whole = plan.kv_lens[long]
+    return Work(
+        decode,
+        _items(long, query_lens[long], whole, shape.prefill_rows, whole),
+        _reduces(decode, parts),
+        slots,
+    )
+
+
+def split_of(lens: Int32, split_tokens: int) -> Int32:
+    """Keys of a part: `split_tokens` times a power of two, so that the parts of a sequence stay few."""
+    parts = -(-lens // split_tokens)
+    doublings = np.frexp(-(-parts // MAX_SPLITS) - 1)[1]
+    return (split_tokens << doublings.astype(np.int32)).astype(np.int32)
+
+
+def _items(sequences: Int32, rows: Int32, lens: Int32, tile_rows: int, part: Int32) -> Int32:
+    """[I, 5] without slots: the parts of a tile beside each other, in order."""
+    parts = -(-lens // part)
+    counts = -(-rows // tile_rows) * parts
+    of = np.repeat(np.arange(len(sequences)), counts)
+    within = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+    items = np.empty((len(of), ITEM_INTS), dtype=np.int32)
+    items[:, 0] = sequences[of]
+    items[:, 1] = within // parts[of] * tile_rows
+    items[:, 2] = within % parts[of] * part[of]
+    items[:, 3] = np.minimum(items[:, 2] + part[of], lens[of])
+    items[:, 4] = NO_SLOT
+    return items
+
+
+def _number_slots(items: Int32, parts: Int32) -> int:
+    """Give a slot to every part of tiles that have several; `parts` of each tile. Returns how many."""
+    split = np.repeat(parts > 1, parts)
+    count = int(split.sum())
+    items[split, 4] = np.arange(count)
+    return count
+
+
+def _reduces(items: Int32, parts: Int32) -> Int32:
+    """[G, 4]: the tiles that have several parts."""
+    first = items[np.cumsum(parts) - parts]
+    return np.stack((first[:, 0], first[:, 1], first[:, 4], parts), axis=-1)[parts > 1].astype(np.int32)
+
+
+def _exact(plan: AttentionPlan, work: Work) -> AttentionCapacity:
+    sizes = (len(work.decode), len(work.prefill), len(work.reduce), work.slots)
+    return AttentionCapacity(len(plan.kv_lens), plan.page_tables.shape[1], *sizes)

@@ -1,0 +1,36 @@
+"""The Triton kernels: CUDA devices, and CPU tensors under Triton's interpreter (tests)."""
+
+import torch
+
+from sgmv_kernels.backend import Backend
+from sgmv_kernels.torch_ops import linear as linear_torch
+from sgmv_kernels.triton_ops import attention, linear, pointwise, sgmv
+
+try:
+    import triton
+except ImportError as error:
+    raise ImportError("triton is not installed") from error
+if not triton.knobs.runtime.interpret and not torch.cuda.is_available():
+    raise ImportError("torch sees no CUDA device, and TRITON_INTERPRET=1 is not set")
+if triton.knobs.runtime.interpret and isinstance(triton.language.sum, triton.JITFunction):
+    raise ImportError("TRITON_INTERPRET=1 was set after triton had been imported; set it before")
+BACKEND = Backend(
+    name="triton",
+    activations=(torch.float32, torch.bfloat16, torch.float16),
+    prepare_sgmv=sgmv.prepare,
+    shrink=sgmv.shrink,
+    expand_=sgmv.expand_,
+    sgmv_=sgmv.sgmv_,
+    prepare_attention=attention.prepare,
+    attention=attention.attention,
+    rope_write_kv=pointwise.rope_write_kv,
+    add_rms_norm_=pointwise.add_rms_norm_,
+    silu_mul=pointwise.silu_mul,
+    gelu_mul=pointwise.gelu_mul,
+    norm_heads_=pointwise.norm_heads_,
+    softcap_=pointwise.softcap_,
+    take_rows=linear_torch.take_rows_torch,
+    pack_linear=lambda codes, bias, few_rows: linear.pack_linear(codes, bias),
+    linear=linear.linear,
+    warm_up=lambda dtypes: None,
+)

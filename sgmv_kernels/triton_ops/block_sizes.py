@@ -1,0 +1,149 @@
+"""Block sizes of the Triton kernels, from one JSON table a device. No autotuning while serving.
+
+`configs/<device name, other characters as _>.json`; `configs/default.json`, which is NOT MEASURED, where a device has
+none. A table holds lists of rows; the first row whose bounds hold is taken (null is no bound):
+
+    rows       by token rows: block_m, and whether the sum over K is split over programs (`planes`)
+    sums       by in_features: split_k, block_k. They fix the order of fp32 additions, so only the site chooses them
+    tiles      by token rows, total rank, in_features and total_out: tiles and launch options of shrink and expand
+    attention  by head dim, and bytes of the wider of activations and pages
+    linear     by bits of a code, token rows and out_features: tiles, programs that share the sum over K, launch options
+
+`dequantize_above` says, by bits of a code, above how many token rows a base linear is dequantized and left to cuBLAS.
+
+Source: tables by shape rather than autotuning, SGLang's sm90 plans and vLLM's tuned LoRA configs.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import torch
+
+from sgmv_kernels.formats.adapter_panels import SiteDims
+
+DEFAULT = "default"
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RowsConfig:
+    """What a number of token rows decides, for all sites of a step."""
+
+    block_m: int
+    planes: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SgmvConfig:
+    """One site. `planes`: how many programs share the sum over K, `split_k` or 1."""
+
+    split_k: int
+    planes: int
+    block_k: int
+    shrink_n: int
+    shrink_warps: int
+    shrink_stages: int
+    expand_n: int
+    expand_warps: int
+    expand_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionConfig:
+    """One head dim. `split_tokens`: keys of one program at decode."""
+
+    split_tokens: int
+    decode_n: int
+    decode_warps: int
+    decode_stages: int
+    prefill_m: int
+    prefill_n: int
+    prefill_warps: int
+    prefill_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """A base linear. `split_k`: programs that share the sum over K, each with a plane of its own."""
+
+    block_m: int
+    block_n: int
+    split_k: int
+    warps: int
+    stages: int
+
+
+@cache
+def device_name(device: torch.device) -> str:
+    """The name that tables are kept under."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else DEFAULT
+
+
+def file_name(name: str) -> str:
+    """The file of a device's table."""
+    return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") + ".json"
+
+
+@cache
+def table_of(name: str) -> Table:
+    """The table of a device, or the default one."""
+    folder = resources.files("sgmv_kernels.triton_ops") / "configs"
+    own = folder / file_name(name)
+    source = own if own.is_file() else folder / file_name(DEFAULT)
+    table: Table = json.loads(source.read_text("utf-8"))
+    return table
+
+
+@cache
+def rows_config(name: str, rows: int) -> RowsConfig:
+    """See `RowsConfig`."""
+    row = _first(table_of(name)["rows"], max_rows=rows)
+    return RowsConfig(row["block_m"], row["planes"])
+
+
+@cache
+def sgmv_config(name: str, rows: int, rank: int, dims: SiteDims) -> SgmvConfig:
+    """The blocks for T `rows` at a site where adapters have at most `rank` rank rows, slices together."""
+    table = table_of(name)
+    sums = _first(table["sums"], max_in=dims.in_features)
+    tiles = _first(table["tiles"], max_rows=rows, max_rank=rank, max_in=dims.in_features, max_out=dims.total_out)
+    split = sums["split_k"]
+    planes = split if rows_config(name, rows).planes else 1
+    return SgmvConfig(split, planes, sums["block_k"], **_without_bounds(tiles))
+
+
+@cache
+def attention_config(name: str, head_dim: int, itemsize: int) -> AttentionConfig:
+    """See `AttentionConfig`; `itemsize` of the wider of activations and pages."""
+    row = _first(table_of(name)["attention"], max_dim=head_dim, max_bytes=itemsize)
+    return AttentionConfig(**_without_bounds(row))
+
+
+@cache
+def linear_config(name: str, bits: int, rows: int, out: int) -> LinearConfig:
+    """See `LinearConfig`; codes of 8, 4 or 3 (q3h) `bits`."""
+    fitting = [row for row in table_of(name)["linear"] if row["bits"] in (None, bits)]
+    row = _without_bounds(_first(fitting, max_rows=rows, max_out=out))
+    return LinearConfig(**{field: value for field, value in row.items() if field != "bits"})
+
+
+@cache
+def dequantize_above(name: str, bits: int) -> int:
+    """Token rows above which weights are dequantized for cuBLAS; an unmeasured guess in the default table."""
+    rows: int = table_of(name)["dequantize_above"][str(bits)]
+    return rows
+
+
+def _first(rows: list[Table], **values: int) -> Table:
+    for row in rows:
+        if all(row.get(bound) is None or value <= row[bound] for bound, value in values.items()):
+            return row
+    raise ValueError(f"a table of kernel configurations has no row for {values}")
+
+
+def _without_bounds(row: Table) -> Table:
+    return {name: value for name, value in row.items() if not name.startswith("max_")}

@@ -1,0 +1,122 @@
+"""What the Triton kernels share: the interpreter's differences, the dtype of products, one upload a step.
+
+Under `TRITON_INTERPRET=1` (read when a kernel module is imported) kernels run on CPU tensors, program after program.
+It is slow, and stands in for a GPU in tests. Two of its traps are dealt with here, both seen with triton 3.6:
+bf16 arithmetic is silently wrong there, so operands are fp32; and `range` over a loaded number fails with numpy 2.4.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sgmv_kernels.metadata.segments import Int32
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+ALIGNMENT_INTS = 16
+"""Sections of a packed buffer begin at multiples of this, so that they are 64-byte aligned."""
+
+
+def kernel(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
+    """`triton.jit`, typed; numbers in `unspecialized` differ from step to step and must not make new kernels."""
+    made: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=list(unspecialized))
+    return made
+
+
+def _bound_interpreted(n: Any) -> int:
+    return int(n.handle.data.item())
+
+
+@kernel()
+def _bound_compiled(n):  # type: ignore[no-untyped-def]
+    return n
+
+
+as_bound: Callable[[Any], Any] = _bound_interpreted if INTERPRETED else _bound_compiled
+"""A loaded number as the bound of a `range`, which the compiler can pipeline (it does not pipeline `while`)."""
+
+
+def _cast_interpreted(x: Any, dtype: Any) -> Any:
+    if dtype != tl.bfloat16:
+        return x.to(dtype)
+    bits = x.to(tl.uint32, bitcast=True)
+    nearest = (bits + ((bits >> 16) & 1) + 0x7FFF) >> 16
+    nearest = tl.where(x != x, 0x7FC0, nearest)
+    return nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+
+
+@kernel()
+def _cast_compiled(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    return x.to(dtype)
+
+
+cast: Callable[[Any, Any], Any] = _cast_interpreted if INTERPRETED else _cast_compiled
+"""fp32 numbers in the dtype they are stored as, rounded to nearest even; the interpreter's own cast cuts bf16 off."""
+
+
+def _dot_interpreted(a: Any, b: Any, total: Any, precision: str) -> Any:
+    return total + tl.dot(a.to(tl.float64), b.to(tl.float64)).to(tl.float32)
+
+
+@kernel()
+def _dot_compiled(a, b, total, precision: tl.constexpr):  # type: ignore[no-untyped-def]
+    return tl.dot(a, b, total, input_precision=precision)
+
+
+dot: Callable[[Any, Any, Any, str], Any] = _dot_interpreted if INTERPRETED else _dot_compiled
+"""total + a b. The interpreter's product is BLAS's, whose last bit depends on where in a tile a row stands, which a
+tensor core's does not; in fp64, rounded to fp32, it does not show."""
+
+
+@kernel()
+def softened(x, cap):  # type: ignore[no-untyped-def]
+    """cap * tanh(x / cap), fp32: a series near 0, else by an exponential, whose argument is never positive."""
+    z = x / cap
+    square = z * z
+    near = z * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
+    small = tl.exp(-2.0 * tl.abs(z))
+    size = (1.0 - small) / (1.0 + small)
+    far = tl.where(z < 0.0, -size, size)
+    return cap * tl.where(tl.abs(z) < 0.1, near, far)
+
+
+def product_dtype(*dtypes: torch.dtype) -> tuple[Any, str]:
+    """(operand dtype, input precision) of a `tl.dot`, by what its operands are stored as.
+
+    Equal halves are multiplied as they are. Unequal ones go through fp32 operands in tf32, which holds bf16 and fp16
+    exactly. Any fp32 operand asks for whole fp32 products.
+    """
+    if INTERPRETED or torch.float32 in dtypes:
+        return tl.float32, "ieee"
+    if len(set(dtypes)) > 1:
+        return tl.float32, "tf32"
+    return (tl.bfloat16 if dtypes[0] == torch.bfloat16 else tl.float16), "ieee"
+
+
+def sections(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where each of several int32 arrays begins in one buffer, and the length of the buffer."""
+    aligned = [-(-size // ALIGNMENT_INTS) * ALIGNMENT_INTS for size in sizes]
+    ends = np.cumsum(aligned).tolist()
+    return [end - size for end, size in zip(ends, aligned, strict=True)], max(ALIGNMENT_INTS, ends[-1])
+
+
+def host_ints(length: int, device: torch.device) -> Tensor:
+    """Zeros [length] int32 in memory that a GPU can copy from while the host goes on.
+
+    Fresh each step: torch's pinned allocator gives memory out again only after the copies from it are done.
+    """
+    return torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def put(target: Tensor, start: int, values: Int32) -> None:
+    """Write an array into a section of `host_ints`."""
+    target[start : start + values.size] = torch.from_numpy(np.ascontiguousarray(values)).view(-1)
+
+
+def power_of_two(n: int, least: int = 16) -> int:
+    """The next power of two, at least what `tl.dot` needs."""
+    return max(least, 1 << (n - 1).bit_length())

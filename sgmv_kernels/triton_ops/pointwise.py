@@ -1,0 +1,270 @@
+"""What lies between the linears, on a GPU: one kernel an op, sums in fp32, one rounding at the end.
+
+A row's result does not depend on the rows beside it. Speed on a GPU is NOT MEASURED yet.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.triton_ops.common import cast, kernel, power_of_two, softened
+
+SILU_BLOCK = 1024
+ROPE_ROWS = 16
+"""Token rows of a program at prefill: neighbouring tokens share the 32-byte sectors of a transposed page."""
+
+
+def rope_write_kv(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages: Tensor, slots: Tensor) -> Tensor:
+    """See `ops.Ops.rope_write_kv`."""
+    rows, dim = len(qkv), kv.head_dim
+    heads = qkv.shape[1] // dim - 2 * kv.num_heads
+    q = torch.empty((rows, heads, dim), dtype=qkv.dtype, device=qkv.device)
+    if rows:
+        block_t = min(ROPE_ROWS, power_of_two(rows, 1))
+        _rope_write_kernel[(triton.cdiv(rows, block_t), heads + 2 * kv.num_heads)](
+            qkv,
+            cos,
+            sin,
+            kv.keys,
+            kv.values,
+            pages,
+            slots,
+            q,
+            rows,
+            *kv.keys.stride(),
+            *kv.values.stride(),
+            HEADS=heads,
+            KV_HEADS=kv.num_heads,
+            HALF=cos.shape[1],
+            HALF_PAD=power_of_two(cos.shape[1], 1),
+            DIM=dim,
+            REST_PAD=power_of_two(max(1, dim - 2 * cos.shape[1]), 1),
+            BLOCK_T=block_t,
+            num_warps=1 if block_t == 1 else 4,
+        )
+    return q
+
+
+def add_rms_norm_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """See `ops.Ops.add_rms_norm_`."""
+    out = torch.empty_like(x)
+    rows, width = x.shape
+    if rows:
+        block = power_of_two(width)
+        _add_rms_norm_kernel[(rows,)](
+            x,
+            x if delta is None else delta,
+            weight,
+            out,
+            eps,
+            WIDTH=width,
+            ADD=delta is not None,
+            BLOCK=block,
+            num_warps=min(16, max(1, block // 512)),
+        )
+    return out
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """See `ops.Ops.silu_mul`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if rows and width:
+        block = min(SILU_BLOCK, power_of_two(width))
+        _silu_mul_kernel[(rows, triton.cdiv(width, block))](gate_up, out, WIDTH=width, BLOCK=block, num_warps=4)
+    return out
+
+
+def gelu_mul(gate_up: Tensor) -> Tensor:
+    """See `ops.Ops.gelu_mul`."""
+    rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = torch.empty((rows, width), dtype=gate_up.dtype, device=gate_up.device)
+    if rows and width:
+        block = min(SILU_BLOCK, power_of_two(width))
+        _gelu_mul_kernel[(rows, triton.cdiv(width, block))](gate_up, out, WIDTH=width, BLOCK=block, num_warps=4)
+    return out
+
+
+def norm_heads_(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:
+    """See `ops.Ops.norm_heads_`."""
+    rows, dim = len(qkv), len(q_weight)
+    heads = qkv.shape[1] // dim - 2 * kv_heads
+    if rows:
+        _norm_heads_kernel[(rows, heads + kv_heads)](
+            qkv,
+            q_weight,
+            k_weight,
+            eps,
+            HEADS=heads,
+            KV_HEADS=kv_heads,
+            DIM=dim,
+            BLOCK=power_of_two(dim, 1),
+            num_warps=1,
+        )
+
+
+def softcap_(x: Tensor, cap: float) -> None:
+    """See `ops.Ops.softcap_`."""
+    rows, width = x.shape
+    if rows and width:
+        block = min(SILU_BLOCK, power_of_two(width))
+        _softcap_kernel[(rows, triton.cdiv(width, block))](x, cap, WIDTH=width, BLOCK=block, num_warps=4)
+
+
+@kernel("rows")
+def _rope_write_kernel(  # type: ignore[no-untyped-def]
+    qkv,
+    cos,
+    sin,
+    keys,
+    values,
+    pages,
+    slots,
+    q,
+    rows,
+    key_page,
+    key_head,
+    key_dim,
+    key_slot,
+    value_page,
+    value_head,
+    value_slot,
+    value_dim,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    REST_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """One head, of q, k or v, of BLOCK_T token rows."""
+    t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
+    d = tl.arange(0, HALF_PAD)
+    head = tl.program_id(1)
+    ok = (t < rows)[:, None] & (d < HALF)[None, :]
+    row = qkv + (t * (HEADS + 2 * KV_HEADS) + head)[:, None] * DIM
+    source = row + d[None, :]
+    x1 = tl.load(source, mask=ok, other=0.0).to(tl.float32)
+    x2 = tl.load(source + HALF, mask=ok, other=0.0).to(tl.float32)
+    page = tl.load(pages + t, mask=t < rows, other=0)
+    slot = tl.load(slots + t, mask=t < rows, other=0)
+    if head >= HEADS + KV_HEADS:
+        target = values + (page * value_page + (head - HEADS - KV_HEADS) * value_head + slot * value_slot)[:, None]
+        tl.store(target + d[None, :] * value_dim, cast(x1, values.dtype.element_ty), mask=ok)
+        tl.store(target + (d + HALF)[None, :] * value_dim, cast(x2, values.dtype.element_ty), mask=ok)
+    else:
+        angle = t[:, None] * HALF + d[None, :]
+        c, s = tl.load(cos + angle, mask=ok, other=0.0), tl.load(sin + angle, mask=ok, other=0.0)
+        y1, y2 = x1 * c - x2 * s, x2 * c + x1 * s
+        if head < HEADS:
+            target = q + (t * HEADS + head)[:, None] * DIM + d[None, :]
+            tl.store(target, cast(y1, q.dtype.element_ty), mask=ok)
+            tl.store(target + HALF, cast(y2, q.dtype.element_ty), mask=ok)
+        else:
+            # Turned, so that neighbouring threads write neighbouring slots of a transposed page.
+            turned = tl.trans(ok)
+            place = keys + (page * key_page + (head - HEADS) * key_head + slot * key_slot)[None, :]
+            tl.store(place + d[:, None] * key_dim, cast(tl.trans(y1), keys.dtype.element_ty), mask=turned)
+            tl.store(place + (d + HALF)[:, None] * key_dim, cast(tl.trans(y2), keys.dtype.element_ty), mask=turned)
+    if DIM > 2 * HALF:
+        # What no angle turns (a partial rotary embedding) goes where its head goes.
+        e = 2 * HALF + tl.arange(0, REST_PAD)
+        ok = (t < rows)[:, None] & (e < DIM)[None, :]
+        rest = tl.load(row + e[None, :], mask=ok, other=0.0).to(tl.float32)
+        if head >= HEADS + KV_HEADS:
+            target = values + (page * value_page + (head - HEADS - KV_HEADS) * value_head + slot * value_slot)[:, None]
+            tl.store(target + e[None, :] * value_dim, cast(rest, values.dtype.element_ty), mask=ok)
+        elif head < HEADS:
+            target = q + (t * HEADS + head)[:, None] * DIM
+            tl.store(target + e[None, :], cast(rest, q.dtype.element_ty), mask=ok)
+        else:
+            target = keys + (page * key_page + (head - HEADS) * key_head + slot * key_slot)[:, None]
+            tl.store(target + e[None, :] * key_dim, cast(rest, keys.dtype.element_ty), mask=ok)
+
+
+@kernel()
+def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x,
+    delta,
+    weight,
+    out,
+    eps,
+    WIDTH: tl.constexpr,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row: x += delta, rounded to x's dtype, then the norm of what was stored."""
+    column = tl.arange(0, BLOCK)
+    ok = column < WIDTH
+    at = tl.program_id(0).to(tl.int64) * WIDTH + column
+    total = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+    if ADD:
+        stored = cast(total + tl.load(delta + at, mask=ok, other=0.0).to(tl.float32), x.dtype.element_ty)
+        tl.store(x + at, stored, mask=ok)
+        total = stored.to(tl.float32)
+    mean = tl.sum(total * total, 0) / WIDTH
+    normed = total * tl.rsqrt(mean + eps) * tl.load(weight + column, mask=ok, other=0.0)
+    tl.store(out + at, cast(normed, out.dtype.element_ty), mask=ok)
+
+
+@kernel()
+def _silu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of one row. The exponential never overflows: its argument is never positive."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < WIDTH
+    gate = tl.load(gate_up + row * (2 * WIDTH) + column, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + column, mask=ok, other=0.0).to(tl.float32)
+    small = tl.exp(-tl.abs(gate))
+    sigmoid = tl.where(gate >= 0.0, 1.0, small) / (1.0 + small)
+    tl.store(out + row * WIDTH + column, cast(gate * sigmoid * up, out.dtype.element_ty), mask=ok)
+
+
+@kernel()
+def _gelu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of one row; 0.5 (1 + tanh z) is the sigmoid of 2 z, as in `_silu_mul_kernel`."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < WIDTH
+    gate = tl.load(gate_up + row * (2 * WIDTH) + column, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + column, mask=ok, other=0.0).to(tl.float32)
+    z = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
+    small = tl.exp(-tl.abs(z))
+    sigmoid = tl.where(z >= 0.0, 1.0, small) / (1.0 + small)
+    tl.store(out + row * WIDTH + column, cast(gate * sigmoid * up, out.dtype.element_ty), mask=ok)
+
+
+@kernel()
+def _norm_heads_kernel(  # type: ignore[no-untyped-def]
+    qkv,
+    q_weight,
+    k_weight,
+    eps,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One head of q or k of one row."""
+    head, column = tl.program_id(1), tl.arange(0, BLOCK)
+    ok = column < DIM
+    at = (tl.program_id(0).to(tl.int64) * (HEADS + 2 * KV_HEADS) + head) * DIM + column
+    x = tl.load(qkv + at, mask=ok, other=0.0).to(tl.float32)
+    if head < HEADS:
+        weight = tl.load(q_weight + column, mask=ok, other=0.0)
+    else:
+        weight = tl.load(k_weight + column, mask=ok, other=0.0)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / DIM + eps) * weight
+    tl.store(qkv + at, cast(normed, qkv.dtype.element_ty), mask=ok)
+
+
+@kernel()
+def _softcap_kernel(x, cap, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Columns of one row."""
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * WIDTH + column
+    value = tl.load(x + at, mask=column < WIDTH, other=0.0).to(tl.float32)
+    tl.store(x + at, cast(softened(value, cap), x.dtype.element_ty), mask=column < WIDTH)

@@ -1,0 +1,253 @@
+"""SGMV on a GPU in two launches a site, without memset or atomics.
+
+Shrink: a program owns (chunk of rows, panels, part of K) and writes fp32 partial sums, a *plane* a part. Expand: a
+program owns (chunk, tile of columns), adds the planes up, scales, multiplies with B, adds to y in place.
+
+What holds bit for bit, for one device table and one site: a row's result does not depend on the order of rows, on the
+other rows or adapters of the batch, on where panels lie, nor on exact or capacity tables of the same block sizes. The
+order of fp32 additions over K belongs to the site: `split_k` sums of consecutive parts, added in order, whether as many
+programs or one compute them (`planes`). Between numbers of rows with another `block_m` a GPU may use other tensor-core
+instructions, and only closeness is claimed.
+
+Half-precision weights are multiplied as they are in shrink; in expand the fp32 sums keep 11 bits of mantissa (tf32).
+Speed on a GPU is NOT MEASURED yet.
+
+Source: SGMV, Punica (Chen et al. 2023); split sums as planes that expand adds up, and slices flattened into one list of
+tiles, SGLang's triton_v2; true ranks, S-LoRA (Sheng et al. 2023).
+"""
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from sgmv_kernels.backend import SgmvPlan
+from sgmv_kernels.formats.adapter_panels import ALIGNMENT_BYTES, MAX_SLICES, PANEL_RANKS, SCALE_BYTES
+from sgmv_kernels.metadata.sgmv_tables import SgmvTables
+from sgmv_kernels.triton_ops.common import as_bound, cast, dot, kernel, product_dtype
+from sgmv_kernels.triton_ops.sgmv_metadata import TritonTables
+
+_CHUNK = tl.constexpr(4)
+_RECORD = tl.constexpr(4)
+_PANEL = tl.constexpr(PANEL_RANKS)
+_SCALE_UNIT = tl.constexpr(ALIGNMENT_BYTES // SCALE_BYTES)
+new_planes = torch.empty
+"""Makes the planes; a test may put a function here that poisons them."""
+
+
+def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> TritonTables:
+    """The exact tables of a step, on the device."""
+    del dtype
+    return TritonTables.exact(tables, device)
+
+
+def shrink(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
+    """See `ops.Ops.shrink`: one plane, or one for each part of K."""
+    tables: TritonTables = plan.prepared
+    if not tables.chunk_grid or not tables.rank(layer, site):
+        return new_planes((1, len(x), 0), dtype=torch.float32, device=x.device)
+    config, rank = tables.config(layer, site), tables.rank(layer, site)
+    v = new_planes((config.planes, len(x), rank), dtype=torch.float32, device=x.device)
+    width = tables.sites[site].in_features
+    steps = -(-width // (config.block_k * config.split_k))
+    compute, precision = product_dtype(x.dtype, plan.dtype)
+    _shrink_kernel[(tables.chunk_grid, -(-rank // config.shrink_n), config.planes)](
+        x,
+        slab.view(plan.dtype),
+        tables.ints,
+        v,
+        tables.permutation_at,
+        tables.record_at(layer, site),
+        tables.panels_at,
+        len(x),
+        rank,
+        K=width,
+        UNIT=ALIGNMENT_BYTES // plan.dtype.itemsize,
+        STEPS=steps,
+        PARTS=config.split_k // config.planes,
+        EVEN_K=steps * config.split_k * config.block_k == width,
+        BLOCK_M=tables.block_m,
+        BLOCK_N=config.shrink_n,
+        BLOCK_K=config.block_k,
+        COMPUTE=compute,
+        PRECISION=precision,
+        num_warps=config.shrink_warps,
+        num_stages=config.shrink_stages,
+    )
+    return v
+
+
+def expand_(y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
+    """See `ops.Ops.expand_`."""
+    tables: TritonTables = plan.prepared
+    if not tables.chunk_grid or not tables.rank(layer, site):
+        return
+    config = tables.config(layer, site)
+    widths = tables.sites[site].out_features
+    tiles = [-(-width // config.expand_n) for width in widths]
+    n0, n1, n2 = (*widths, 0, 0)[:MAX_SLICES]
+    precision = "ieee" if plan.dtype == torch.float32 else "tf32"
+    _expand_kernel[(tables.chunk_grid, sum(tiles))](
+        y,
+        v,
+        slab.view(plan.dtype),
+        slab.view(torch.float32),
+        tables.ints,
+        tables.permutation_at,
+        tables.record_at(layer, site),
+        tables.panels_at,
+        v.shape[1],
+        v.shape[2],
+        N0=n0,
+        N1=n1,
+        N2=n2,
+        UNIT=ALIGNMENT_BYTES // plan.dtype.itemsize,
+        PLANES=v.shape[0],
+        BLOCK_M=tables.block_m,
+        BLOCK_N=config.expand_n,
+        PRECISION=precision,
+        num_warps=config.expand_warps,
+        num_stages=config.expand_stages,
+    )
+
+
+def sgmv_(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
+    """See `ops.Ops.sgmv_`."""
+    expand_(y, shrink(x, slab, plan, layer, site), slab, plan, layer, site)
+
+
+@kernel("permutation_at", "record_at", "panels_at", "num_rows")
+def _shrink_kernel(  # type: ignore[no-untyped-def]
+    x,
+    panels,
+    ints,
+    v,
+    permutation_at,
+    record_at,
+    panels_at,
+    num_rows,
+    rank_stride,
+    K: tl.constexpr,
+    UNIT: tl.constexpr,
+    STEPS: tl.constexpr,
+    PARTS: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """v[plane, place, n] = sum over the plane's parts of K of x[row, k] A[n, k]; a part is STEPS blocks."""
+    chunk = ints + tl.program_id(0) * _CHUNK
+    count = tl.load(chunk + 1)
+    if count == 0:
+        return
+    begin = tl.load(chunk)
+    record = ints + record_at + tl.load(chunk + 2) * _RECORD
+    total = tl.load(record + 1) + tl.load(record + 2) + tl.load(record + 3)
+    first_rank = tl.program_id(1) * BLOCK_N
+    if first_rank >= total:
+        return
+    m, n, k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
+    row_ok, rank_ok = m < count, first_rank + n < total
+    rows = tl.load(ints + permutation_at + begin + m, mask=row_ok, other=0).to(tl.int64)
+    panel = ints + panels_at + tl.load(record) + 1 + first_rank // _PANEL
+    if BLOCK_N == _PANEL:
+        a = panels + tl.load(panel).to(tl.int64) * UNIT + n * K
+    else:
+        a = panels + tl.load(panel + n // _PANEL, mask=rank_ok, other=0).to(tl.int64) * UNIT + (n % _PANEL) * K
+    plane = tl.program_id(2)
+    start = plane * (PARTS * STEPS * BLOCK_K)
+    x_tile = x + rows[:, None] * K + k[None, :]
+    a_tile = a[None, :] + k[:, None]
+    total_sum = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
+    part_sum = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
+    for step in range(PARTS * STEPS):
+        at = start + step * BLOCK_K
+        if EVEN_K:
+            x_block = tl.load(x_tile + at, mask=row_ok[:, None], other=0.0)
+            a_block = tl.load(a_tile + at, mask=rank_ok[None, :], other=0.0)
+        else:
+            x_block = tl.load(x_tile + at, mask=row_ok[:, None] & (at + k < K)[None, :], other=0.0)
+            a_block = tl.load(a_tile + at, mask=rank_ok[None, :] & (at + k < K)[:, None], other=0.0)
+        part_sum = dot(x_block.to(COMPUTE), a_block.to(COMPUTE), part_sum, PRECISION)
+        if PARTS > 1:  # noqa: SIM102 - one is known when compiling, the other is not
+            # The end of a part: what another program would have written as a plane of its own.
+            if (step + 1) % STEPS == 0:
+                total_sum += part_sum
+                part_sum = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
+    if PARTS == 1:
+        total_sum = part_sum
+    place = (plane * num_rows + begin + m).to(tl.int64)
+    target = v + place[:, None] * rank_stride + (first_rank + n)[None, :]
+    tl.store(target, total_sum, mask=row_ok[:, None] & rank_ok[None, :])
+
+
+@kernel("permutation_at", "record_at", "panels_at", "num_rows")
+def _expand_kernel(  # type: ignore[no-untyped-def]
+    y,
+    v,
+    panels,
+    scales,
+    ints,
+    permutation_at,
+    record_at,
+    panels_at,
+    num_rows,
+    rank_stride,
+    N0: tl.constexpr,
+    N1: tl.constexpr,
+    N2: tl.constexpr,
+    UNIT: tl.constexpr,
+    PLANES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """y[row, columns] += (scale * sum of planes of v[place]) B, for one tile of one slice's columns."""
+    chunk = ints + tl.program_id(0) * _CHUNK
+    count = tl.load(chunk + 1)
+    if count == 0:
+        return
+    begin = tl.load(chunk)
+    record = ints + record_at + tl.load(chunk + 2) * _RECORD
+    r0, r1, r2 = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
+    # Tiles of all slices in one list: no program is launched for columns that a narrow slice has not.
+    tile = tl.program_id(1)
+    tiles0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
+    tiles1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N
+    in1, in2 = tile >= tiles0, tile >= tiles0 + tiles1
+    rank = tl.where(in2, r2, tl.where(in1, r1, r0))
+    if rank == 0:
+        return
+    width = tl.where(in2, N2, tl.where(in1, N1, N0))
+    column_at = tl.where(in2, N0 + N1, tl.where(in1, N0, 0))
+    rank_at = tl.where(in2, r0 + r1, tl.where(in1, r0, 0))
+    column = (tile - tl.where(in2, tiles0 + tiles1, tl.where(in1, tiles0, 0))) * BLOCK_N + tl.arange(0, BLOCK_N)
+    before = tl.where(in1, (r0 + _PANEL - 1) // _PANEL, 0) + tl.where(in2, (r1 + _PANEL - 1) // _PANEL, 0)
+    scale_panel = ints + panels_at + tl.load(record)
+    b_panel = scale_panel + 1 + (r0 + r1 + r2 + _PANEL - 1) // _PANEL + before
+
+    m, r = tl.arange(0, BLOCK_M), tl.arange(0, _PANEL)
+    row_ok, column_ok = m < count, column < width
+    rows = tl.load(ints + permutation_at + begin + m, mask=row_ok, other=0).to(tl.int64)
+    scale = scales + tl.load(scale_panel).to(tl.int64) * _SCALE_UNIT + rank_at
+    v_rows = v + (begin + m).to(tl.int64)[:, None] * rank_stride + rank_at
+    delta = tl.full((BLOCK_M, BLOCK_N), 0.0, dtype=tl.float32)
+    for i in range(as_bound((rank + _PANEL - 1) // _PANEL)):
+        rank_ok = r + i * _PANEL < rank
+        v_tile = v_rows + (r + i * _PANEL)[None, :]
+        low = tl.full((BLOCK_M, _PANEL), 0.0, dtype=tl.float32)
+        for plane in tl.static_range(PLANES):
+            at = num_rows.to(tl.int64) * rank_stride * plane
+            low += tl.load(v_tile + at, mask=row_ok[:, None] & rank_ok[None, :], other=0.0)
+        low *= tl.load(scale + r + i * _PANEL, mask=rank_ok, other=0.0)[None, :]
+        b = panels + tl.load(b_panel + i).to(tl.int64) * UNIT
+        b_block = tl.load(
+            b + r[:, None] * width + column[None, :], mask=rank_ok[:, None] & column_ok[None, :], other=0.0
+        )
+        delta = dot(low, b_block.to(tl.float32), delta, PRECISION)
+    target = y + rows[:, None] * (N0 + N1 + N2) + (column_at + column)[None, :]
+    ok = row_ok[:, None] & column_ok[None, :]
+    total = tl.load(target, mask=ok, other=0.0).to(tl.float32) + delta
+    tl.store(target, cast(total, y.dtype.element_ty), mask=ok)

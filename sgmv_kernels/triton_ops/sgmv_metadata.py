@@ -1,0 +1,167 @@
+"""A step's SGMV tables on a GPU: one packed int32 buffer, one copy a step.
+
+    chunks       [C, 4]  where in the permutation, rows, segment, 0; a segment is cut into chunks of `block_m` rows
+    permutation  [T]
+    records      [L, sites, S, 4]   see `tables`
+    panels       [N]                see `tables`
+
+Chunks are cut on the host, so that a skewed batch launches no programs for rows that a segment has not. Two forms:
+
+- exact: sized for one step, made afresh each step.
+- capacity: sized once; `update` rewrites the same device memory. Sections, grid, planes and their width depend on the
+  capacity alone, so a CUDA graph captured with one mix of adapters replays with another, with more, fewer or none:
+  chunks that a step does not use have no rows, and their programs end at the first load.
+
+Source: chunked segments, SGLang's csgmv; the tail reset every step, its bug 28371; one packed buffer, its triton_v2.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sgmv_kernels.formats.adapter_panels import RECORD_INTS, SiteDims
+from sgmv_kernels.metadata.segments import Int32
+from sgmv_kernels.metadata.sgmv_tables import SgmvTables
+from sgmv_kernels.triton_ops.block_sizes import SgmvConfig, device_name, rows_config, sgmv_config
+from sgmv_kernels.triton_ops.common import host_ints, put, sections
+
+CHUNK_INTS = 4
+RANK_STEP = 16
+"""Planes are as wide as the highest rank rounded up to this: fewer shapes to compile for, aligned rows."""
+
+
+class CapacityExceeded(ValueError):
+    """A step does not fit the capacity that a buffer was made for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The most that steps of one graph have: token rows, segments with an adapter, panel offsets.
+
+    `max_ranks[site]`: the highest rank of an adapter at a site, its slices together.
+    """
+
+    max_rows: int
+    max_segments: int
+    max_panels: int
+    max_ranks: tuple[int, ...]
+
+
+class TritonTables:
+    """What the kernels read of one step. Use `exact` or `for_capacity`.
+
+    For a graph: `held = for_capacity(...)`; capture `sgmv_triton.sgmv_` with `replace(plan, prepared=held)`; each step
+    `held.update(tables)`, then replay, on one stream. Rows that pad a batch are rows of the base.
+
+    `chunk_grid`: chunks that are launched. Offsets count ints from the start of `ints`.
+    """
+
+    def __init__(
+        self, sites: tuple[SiteDims, ...], layers: int, capacity: Capacity, chunks: int, device: torch.device
+    ) -> None:
+        self.sites, self.device, self.capacity = sites, device, capacity
+        self.name = device_name(device)
+        self.block_m = rows_config(self.name, capacity.max_rows).block_m
+        self.chunk_grid = chunks
+        records = layers * len(sites) * capacity.max_segments * RECORD_INTS
+        sizes = (chunks * CHUNK_INTS, capacity.max_rows, records, capacity.max_panels)
+        starts, self.length = sections(sizes)
+        self.chunks_at, self.permutation_at, self.records_at, self.panels_at = starts
+        self.layers = layers
+        self.ints: Tensor | None = None
+        self._ranks: list[list[int]] | None = None
+
+    @classmethod
+    def exact(cls, tables: SgmvTables, device: torch.device) -> "TritonTables":
+        """Tables of one step, no larger than it."""
+        rows, segments = len(tables.permutation), tables.num_segments
+        layers = len(tables.records) if segments else 0
+        capacity = Capacity(rows, segments, len(tables.panels), ())
+        block_m = rows_config(device_name(device), rows).block_m
+        counts = tables.bounds[:, 1] - tables.bounds[:, 0]
+        chunks = int((-(-counts // block_m)).sum()) if segments else 0
+        made = cls(tables.sites, layers, capacity, chunks, device)
+        made._ranks = tables.records[..., 1:].sum(-1).max(-1, initial=0).tolist()
+        made.update(tables)
+        return made
+
+    @classmethod
+    def for_capacity(
+        cls, sites: tuple[SiteDims, ...], layers: int, capacity: Capacity, device: torch.device
+    ) -> "TritonTables":
+        """Tables that `update` fills anew every step, in the same device memory; empty at first."""
+        block_m = rows_config(device_name(device), capacity.max_rows).block_m
+        chunks = min(capacity.max_rows, capacity.max_segments + capacity.max_rows // block_m)
+        made = cls(sites, layers, capacity, chunks, device)
+        made.ints = torch.zeros(made.length, dtype=torch.int32, device=device)
+        return made
+
+    def update(self, tables: SgmvTables) -> None:
+        """Put a step's tables on the device: one copy, which the host does not wait for.
+
+        Raises:
+            CapacityExceeded: they do not fit; nothing has been changed.
+        """
+        chunks = chunks_of(tables.bounds, self.block_m)
+        self._check(tables, chunks)
+        ints = host_ints(self.length, self.device)
+        put(ints, self.chunks_at, chunks)
+        put(ints, self.permutation_at, tables.permutation)
+        if tables.num_segments:
+            records = np.zeros((self.layers, len(self.sites), self.capacity.max_segments, RECORD_INTS), dtype=np.int32)
+            records[:, :, : tables.num_segments] = tables.records
+            put(ints, self.records_at, records)
+            put(ints, self.panels_at, tables.panels)
+        if self.ints is None:
+            self.ints = ints.to(self.device, non_blocking=True)
+        else:
+            self.ints.copy_(ints, non_blocking=True)
+
+    def record_at(self, layer: int, site: int) -> int:
+        """Where the records of a site's segments begin."""
+        return self.records_at + (layer * len(self.sites) + site) * self.capacity.max_segments * RECORD_INTS
+
+    def rank(self, layer: int, site: int) -> int:
+        """Columns of the planes at a site: the highest rank there, rounded up."""
+        highest = self._ranks[layer][site] if self._ranks is not None else self.capacity.max_ranks[site]
+        return -(-highest // RANK_STEP) * RANK_STEP
+
+    def config(self, layer: int, site: int) -> SgmvConfig:
+        """The blocks at a site."""
+        return sgmv_config(self.name, self.capacity.max_rows, self.rank(layer, site), self.sites[site])
+
+    def _check(self, tables: SgmvTables, chunks: Int32) -> None:
+        held = {
+            "rows": (len(tables.permutation), self.capacity.max_rows),
+            "segments": (tables.num_segments, self.capacity.max_segments),
+            "panels": (len(tables.panels), self.capacity.max_panels),
+            "chunks": (len(chunks), self.chunk_grid),
+        }
+        if self._ranks is None and tables.num_segments:
+            if tables.sites != self.sites or len(tables.records) != self.layers:
+                raise CapacityExceeded("adapters are made for other sites or layers than the capacity")
+            ranks = tables.records[..., 1:].sum(-1).max(axis=(0, 2)).tolist()
+            both = zip(ranks, self.capacity.max_ranks, strict=True)
+            held |= {f"rank rows at site {i}": pair for i, pair in enumerate(both)}
+        for name, (has, most) in held.items():
+            if has > most:
+                raise CapacityExceeded(f"a step has {has} {name}, the capacity is {most}")
+
+
+def chunks_of(bounds: Int32, block_m: int) -> Int32:
+    """[C, 4]: the rows of each segment in pieces of at most `block_m`."""
+    counts = bounds[:, 1] - bounds[:, 0]
+    pieces = -(-counts // block_m)
+    segment = np.repeat(np.arange(len(bounds)), pieces)
+    ends = np.cumsum(pieces)
+    offset = (np.arange(len(segment)) - np.repeat(ends - pieces, pieces)) * block_m
+    rows = np.minimum(counts[segment] - offset, block_m)
+    return np.stack((bounds[segment, 0] + offset, rows, segment, np.zeros_like(rows)), axis=-1).astype(np.int32)
+
+
+def capacity_ranks(sites: Sequence[SiteDims], max_rank: int) -> tuple[int, ...]:
+    """`Capacity.max_ranks` where every slice may have `max_rank`."""
+    return tuple(max_rank * len(site.out_features) for site in sites)

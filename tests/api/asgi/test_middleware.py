@@ -1,0 +1,131 @@
+"""Who may speak to a server without keys, request ids, and the answer for what nobody caught."""
+
+import socket
+from typing import Any
+
+import pytest
+
+from api.asgi.middleware import host_name
+
+
+def get(server: Any, path: str = "/v1/models", **headers: str) -> Any:
+    return server.http.get(path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+
+
+class TestHost:
+    @pytest.mark.parametrize(
+        "host", ["127.0.0.1", "127.0.0.1:8000", "localhost", "LOCALHOST:1", "[::1]:80", "127.9.9.9"]
+    )
+    def test_loopback_names_are_served(self, server, host: str) -> None:
+        assert get(server, host=host).status_code == 200
+
+    @pytest.mark.parametrize(
+        "host",
+        [
+            *("evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example"),
+            *("127.0.0.1@evil", "x/health?", "10.0.0.1", "0.0.0.0", "", "localhost:x", "[::2]"),
+        ],
+    )
+    def test_others_are_refused_on_every_route(self, server, engine, host: str) -> None:
+        for path in ("/v1/models", "/health", "/metrics", "/nowhere"):
+            response = get(server, path, host=host)
+            assert (response.status_code, response.json()["error"]["code"]) == (403, "host_not_allowed")
+        response = server.http.post(
+            "/v1/completions", json={"model": "tiny-base", "prompt": "x"}, headers={"host": host}
+        )
+        assert response.status_code == 403
+        assert engine.added == []
+
+    def test_two_hosts_are_refused(self, server) -> None:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nHost: evil.example\r\n\r\n")
+            assert connection.recv(10_000).split()[1] in (b"400", b"403")
+
+    def test_insecure_serves_any_name(self, make_server) -> None:
+        server = make_server(host="0.0.0.0", insecure=True)
+        assert get(server, host="models.example").status_code == 200
+
+    def test_host_name(self) -> None:
+        assert host_name("[::1]:8000") == "::1"
+        assert host_name("a b") == host_name("a:b:c") == host_name("localhost:123456") == ""
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/generate", "/nowhere"])
+def test_a_length_that_is_said_twice_ends_the_connection(server, engine, path: str) -> None:
+    """Who stands before us may take what follows the chunks for the rest of the body."""
+    hidden = b"GET /v1/models HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {5 + len(hidden)}\r\n"
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+        connection.sendall(f"{head}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n".encode() + hidden)
+        answer = b""
+        while piece := connection.recv(1 << 16):
+            answer += piece
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.split()[1] in (b"400", b"422")
+    assert b"said twice" in answer
+
+
+class TestOrigin:
+    def test_programs_send_none(self, server) -> None:
+        assert get(server).status_code == 200
+
+    @pytest.mark.parametrize(
+        "origin", ["https://evil.example", "null", "http://127.0.0.1:1", "http://localhost", "http://["]
+    )
+    def test_pages_are_refused(self, server, engine, origin: str) -> None:
+        response = server.http.post(
+            "/v1/completions", json={"model": "tiny-base", "prompt": "x"}, headers={"origin": origin}
+        )
+        assert (response.status_code, response.json()["error"]["code"]) == (403, "origin_not_allowed")
+        assert engine.added == []
+
+    def test_the_servers_own_pages_are_not(self, server) -> None:
+        assert get(server, origin=server.url).status_code == 200
+
+    def test_allowed_origins(self, make_server) -> None:
+        server = make_server(allowed_origins="https://app.example/, http://localhost:3000")
+        response = get(server, origin="https://app.example")
+        assert response.status_code == 200
+        assert response.headers["access-control-allow-origin"] == "https://app.example"
+        assert "x-adapter-id" in response.headers["access-control-expose-headers"]
+        preflight = {"origin": "http://localhost:3000", "access-control-request-method": "PUT"}
+        assert server.http.options("/v1/blobs/sha256:0", headers=preflight).status_code == 200
+        assert get(server, origin="https://other.example").status_code == 403
+
+    def test_no_preflight_passes_by_default(self, server) -> None:
+        preflight = {"origin": "https://evil.example", "access-control-request-method": "POST"}
+        response = server.http.options("/v1/completions", headers=preflight)
+        assert response.status_code == 403
+        assert "access-control-allow-origin" not in response.headers
+
+
+class TestEnvelope:
+    def test_a_sane_request_id_comes_back(self, server) -> None:
+        assert get(server, x_request_id="trace-1.2:A_b").headers["x-request-id"] == "trace-1.2:A_b"
+
+    @pytest.mark.parametrize("request_id", ["", "a b", "x" * 129, "é", "<script>"])
+    def test_an_insane_one_is_replaced(self, server, request_id: str) -> None:
+        given = server.http.get("/health", headers={"x-request-id": request_id.encode()}).headers["x-request-id"]
+        assert given.startswith("req-")
+        assert given != get(server).headers["x-request-id"]
+
+    def test_refusals_have_one_too(self, server) -> None:
+        assert get(server, host="evil.example", x_request_id="r1").headers["x-request-id"] == "r1"
+        assert get(server, "/nowhere", x_request_id="r2").headers["x-request-id"] == "r2"
+
+    def test_a_bug_is_a_bare_500(self, server, engine, caplog) -> None:
+        engine.add_error = ZeroDivisionError("secret of /srv")
+        response = server.chat()
+        assert response.status_code == 500
+        assert response.json()["error"]["code"] == "internal_error"
+        assert "secret" not in response.text
+        assert "Traceback" not in response.text
+        assert response.headers["x-request-id"] in caplog.text
+        engine.add_error = None
+        assert server.chat().status_code == 200
+
+    def test_a_bug_after_the_headers_closes_the_connection(self, server, engine, eventually) -> None:
+        engine.bug_after = 2
+        with pytest.raises(Exception, match=r"incomplete|closed|disconnected"):
+            server.chat(stream=True)
+        eventually(lambda: engine.aborted)

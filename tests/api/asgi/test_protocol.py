@@ -1,0 +1,471 @@
+"""The protocol and the bounds of bodies around a small application: time, bytes, and how connections end."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+import uvicorn
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.types import Message, Receive, Scope, Send
+
+from api.app import _ROUTES
+from api.asgi.body_limits import MAX_BARE_BYTES, MAX_JSON_BYTES, BodyLimitMiddleware
+from api.asgi.json_body import MAX_VALUES, JsonRoute, parse_json
+from api.asgi.limits import ConnectionLimits, no_cuts
+from api.asgi.protocol import MAX_HEAD_BYTES, WRITE_BUFFER_BYTES, bounded
+from api.asgi.response_limits import LARGE_BYTES, ResponseLimitMiddleware
+from api.auth.principal import ANYBODY, Caller
+from api.errors import describe
+from api.server import bind
+from lorasrv.errors import EngineOverloaded
+from tests.helpers.raw_client import RawClient, head_of, json_request, pieces
+
+BOUNDS = ConnectionLimits(
+    max_connections=8, header_timeout_s=0.3, body_timeout_s=0.3, write_timeout_s=0.3, keep_alive_s=0.3
+)
+MAX_HELD = 9 << 20
+LARGE = b"0123456789" * 400_000
+
+
+class App:
+    """Says how long a body was; never reads it; or speaks until nobody listens. `gone`: what became of requests."""
+
+    def __init__(self) -> None:
+        self.gone: list[str] = []
+        self.hold = asyncio.Event()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            for phase in ("startup", "shutdown"):
+                await receive()
+                await send({"type": f"lifespan.{phase}.complete"})
+            return
+        await getattr(self, scope["path"].rpartition("/")[2], self.unread)(scope, receive, send)
+
+    async def length(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            body = await Request(scope, receive).body()
+        except HTTPException as error:
+            await describe(error).response()(scope, receive, send)
+        except ClientDisconnect:
+            self.gone.append("reading")
+        else:
+            await PlainTextResponse(str(len(body)))(scope, receive, send)
+
+    async def held(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await Request(scope, receive).body()
+        self.gone.append("waiting")
+        await self.hold.wait()
+        await PlainTextResponse("done")(scope, receive, send)
+
+    async def large(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await PlainTextResponse(LARGE)(scope, receive, send)
+
+    async def unread(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await JSONResponse({"unread": True}, 404)(scope, receive, send)
+
+    async def endless(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        sending = asyncio.create_task(self._speak(send))
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        sending.cancel()
+        self.gone.append("speaking")
+
+    async def _speak(self, send: Send) -> None:
+        while True:
+            await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
+            await asyncio.sleep(0)
+
+
+@pytest.fixture(scope="module")
+def edge() -> Iterator[SimpleNamespace]:
+    listener = bind("127.0.0.1", 0)
+    app = App()
+    cuts = no_cuts()
+    layers = ResponseLimitMiddleware(BodyLimitMiddleware(app, MAX_HELD))
+    config = uvicorn.Config(layers, http=bounded(BOUNDS, cuts), ws="none", log_config=None)
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+    port = listener.getsockname()[1]
+    with httpx2.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20) as http:
+        yield SimpleNamespace(app=app, port=port, http=http, state=server.server_state, cuts=cuts)
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(autouse=True)
+def _all_gone(edge: SimpleNamespace, eventually: Callable[..., None]) -> Iterator[None]:
+    """Whatever a test does, no connection and no task stays behind."""
+    edge.app.gone.clear()
+    edge.cuts.clear()
+    yield
+    edge.http._transport._pool.close()
+    eventually(lambda: not edge.state.connections and not edge.state.tasks, 20)
+
+
+class TestTime:
+    def test_who_says_nothing_is_let_go(self, edge) -> None:
+        with RawClient(edge.port) as client:
+            assert client.read() == b""
+
+    @pytest.mark.parametrize("begin", [b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
+    def test_half_a_head(self, edge, begin: bytes) -> None:
+        with RawClient(edge.port) as client:
+            status, headers, body = client.send(begin).answer()
+        assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "header_timeout")
+        assert edge.cuts == {"header_timeout": 1}
+
+    def test_a_head_in_drops(self, edge) -> None:
+        """No drop puts off the end."""
+        with RawClient(edge.port) as client:
+            client.send(b"GET / HTTP/1.1\r\n").drip(pause_s=0.05, drop=b"A: b\r\n")
+            assert client.answer()[0] == 408
+
+    def test_a_body_that_stops_and_one_in_drops(self, edge, eventually) -> None:
+        for drips in (False, True):
+            with RawClient(edge.port) as client:
+                client.send(head_of("/length", "Content-Length: 100000"))
+                if drips:
+                    client.drip(pause_s=0.05)
+                status, _, body = client.answer()
+            assert (status, body["error"]["code"]) == (408, "body_timeout")
+            assert "1024 bytes a second" in body["error"]["message"]
+        eventually(lambda: edge.app.gone == ["reading"] * 2)
+        assert edge.cuts == {"body_timeout": 2}
+
+    def test_a_slow_body_that_gets_on_is_heard_out(self, edge) -> None:
+        parts = [b"x" * 400] * 8
+        with RawClient(edge.port) as client:
+            client.send(head_of("/length", "Content-Length: 3200", "Connection: close"))
+            client.send(*parts, pause_s=0.1)
+            assert client.read().endswith(b"\r\n\r\n3200")
+
+    def test_an_idle_connection_is_let_go_and_may_be_used_until_then(self, edge) -> None:
+        with RawClient(edge.port) as client:
+            for _ in range(2):
+                client.send(head_of("/length", method="GET")).read_until(b"\r\n\r\n0")
+            assert client.read() == b""
+        with RawClient(edge.port) as client:
+            client.send(head_of("/length", method="GET")).read_until(b"\r\n\r\n0")
+            status, _, body = client.send(b"GET / HT").answer()
+            assert (status, body["error"]["code"]) == (408, "header_timeout")
+
+
+class TestReaders:
+    def test_who_never_reads_is_cut_off(self, edge, eventually) -> None:
+        with RawClient(edge.port, buffer=4096) as client:
+            client.send(head_of("/endless", method="GET"))
+            eventually(lambda: edge.app.gone == ["speaking"])
+            assert edge.cuts == {"slow_reader": 1}
+            with pytest.raises(ConnectionResetError):
+                client.read()
+
+    def test_who_reads_slowly_is_not(self, edge) -> None:
+        with RawClient(edge.port, buffer=4096) as client:
+            client.send(head_of("/endless", method="GET"))
+            for _ in range(8):
+                assert len(client.read(30_000)) == 30_000
+                client.send(pause_s=0)
+                threading.Event().wait(0.1)
+            assert edge.app.gone == []
+            assert not edge.cuts
+
+    def test_an_answer_in_one_piece_waits_as_a_stream_does(self, edge, eventually) -> None:
+        clients = [RawClient(edge.port, buffer=4096).send(head_of("/large", method="GET")) for _ in range(4)]
+        eventually(
+            lambda: len(edge.state.connections) == 4 and all(c.flow.write_paused for c in edge.state.connections)
+        )
+        unsent = [c._real.get_write_buffer_size() for c in edge.state.connections]
+        assert max(unsent) <= WRITE_BUFFER_BYTES
+        eventually(lambda: not edge.state.connections)
+        assert edge.cuts == {"slow_reader": 4}
+        for client in clients:
+            client.socket.close()
+        answer = edge.http.get("/large")
+        assert (answer.content == LARGE, answer.headers["content-length"]) == (True, str(len(LARGE)))
+        assert edge.http.head("/large").headers["content-length"] == str(len(LARGE))
+
+
+class TestLargeAnswers:
+    """Where what is sent stays with whoever does not read."""
+
+    def test_all_together_are_bounded_and_one_key_has_half(self) -> None:
+        most = 10 * LARGE_BYTES
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await PlainTextResponse(b"x" * scope["size"])(scope, receive, send)
+
+        async def scenario() -> None:
+            bounds, read = ResponseLimitMiddleware(app, most), asyncio.Event()
+
+            async def ask(name: str | None, size: int, *, reads: bool = True) -> tuple[int, int]:
+                async def send(message: dict[str, Any]) -> None:
+                    if not reads:
+                        await read.wait()
+                    sent.append(message)
+
+                sent: list[dict[str, Any]] = []
+                caller = ANYBODY if name is None else Caller(name, frozenset())
+                scope = {"type": "http", "method": "GET", "path": "/x", "headers": [], "state": {"caller": caller}}
+                await bounds(scope | {"size": size}, None, send)
+                assert [m.get("more_body", False) for m in sent[1:]] == [True] * (len(sent) - 2) + [False]
+                return sent[0]["status"], sum(len(m["body"]) for m in sent[1:])
+
+            half = most // 2
+            slow = [asyncio.create_task(ask("ann", half, reads=False))]
+            await asyncio.sleep(0)
+            assert (await ask("ann", LARGE_BYTES + 1))[0] == 503
+            assert await ask("ann", LARGE_BYTES) == (200, LARGE_BYTES), "small ones are not counted"
+            assert await ask("bob", half) == (200, half)
+            assert (await ask("bob", half + 1))[0] == 503
+            read.set()
+            assert await asyncio.gather(*slow) == [(200, half)]
+            assert await ask(None, 2 * most) == (200, 2 * most), "alone, an answer may be larger than all may be"
+            assert not bounds._unsent_by
+
+        asyncio.run(asyncio.wait_for(scenario(), 10))
+
+    def test_what_is_read_as_it_is_sent_is_not_counted(self) -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            size = 3 * LARGE_BYTES
+            headers = [(b"content-length", str(size).encode())]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            for left in (2, 1, 0):
+                assert not bounds._unsent_by
+                await send({"type": "http.response.body", "body": b"x" * LARGE_BYTES, "more_body": bool(left)})
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        bounds, sent = ResponseLimitMiddleware(app, 1), []
+        asyncio.run(bounds({"type": "http", "method": "GET", "path": "/x", "headers": []}, None, send))
+        assert sent[0]["status"] == 200
+        assert sum(len(message.get("body", b"")) for message in sent) == 3 * LARGE_BYTES
+
+
+class TestNumbers:
+    def test_connections_above_the_bound_are_told_so(self, edge, eventually) -> None:
+        clients = [RawClient(edge.port).send(b"GET ") for _ in range(BOUNDS.max_connections)]
+        eventually(lambda: len(edge.state.connections) == BOUNDS.max_connections)
+        with RawClient(edge.port) as client:
+            status, headers, body = client.send(head_of("/length", method="GET")).answer()
+        assert (status, headers["retry-after"]) == (503, "1")
+        assert (body["error"]["code"], body["error"]["type"]) == ("too_many_connections", "server_error")
+        assert edge.cuts == {"too_many_connections": 1}
+        for client in clients:
+            client.socket.close()
+        eventually(lambda: not edge.state.connections)
+        assert edge.http.get("/length").text == "0"
+
+    @pytest.mark.parametrize("pause_s", [0.0, 0.01])
+    def test_a_long_head(self, edge, pause_s: float) -> None:
+        line = b"A: " + b"b" * 4000 + b"\r\n"
+        fits = [line] * 4
+        with RawClient(edge.port) as client:
+            client.send(b"GET /length HTTP/1.1\r\nHost: x\r\nConnection: close\r\n", *fits, b"\r\n", pause_s=pause_s)
+            assert client.read().endswith(b"\r\n\r\n0")
+        with RawClient(edge.port) as client:
+            client.send(b"GET /length HTTP/1.1\r\nHost: x\r\n", *fits, line, pause_s=pause_s)
+            status, _, body = client.answer()
+        assert (status, body["error"]["code"]) == (431, "headers_too_large")
+        assert edge.cuts == {"headers_too_large": 1}
+        assert str(MAX_HEAD_BYTES) in body["error"]["message"]
+
+    @pytest.mark.parametrize(
+        "sent", [b"\x16\x03\x01\x02\r\n\r\n", head_of("/length", "Transfer-Encoding: chunked") + b"zz\r\n"]
+    )
+    def test_what_is_no_http(self, edge, sent: bytes) -> None:
+        with RawClient(edge.port) as client:
+            status, _, body = client.send(sent).answer()
+        assert (status, body["error"]["code"]) == (400, "invalid_http")
+        assert edge.cuts == {"invalid_http": 1}
+
+
+class TestBodies:
+    def test_an_ordinary_client_reads_why_its_body_is_refused(self, edge) -> None:
+        """Also while it is still sending what nobody will read."""
+        for body in (b" " * (3 * MAX_JSON_BYTES), pieces(3 * MAX_JSON_BYTES)):
+            answer = edge.http.post("/length", content=body)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+            assert str(MAX_JSON_BYTES) in answer.json()["error"]["message"]
+
+    def test_a_body_that_nobody_wants_is_dropped_and_the_connection_goes_on(self, edge) -> None:
+        answer = edge.http.post("/unread", content=b" " * MAX_JSON_BYTES)
+        assert answer.status_code == 404
+        with RawClient(edge.port) as client:
+            client.send(head_of("/unread", "Content-Length: 200000")).read_until(b"}")
+            client.send(b" " * 200_000, head_of("/length", method="GET")).read_until(b"\r\n\r\n0")
+
+    def test_the_rest_of_a_body_in_drops_ends(self, edge, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("api.asgi.protocol.LINGER_S", 0.3)
+        with RawClient(edge.port) as client:
+            client.send(head_of("/unread", "Content-Length: 200000")).read_until(b"}")
+            client.drip(pause_s=0.05)
+
+    def test_an_endless_rest_ends(self, edge, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("api.asgi.protocol.LINGER_BYTES", 1 << 20)
+        for path in ("/unread", "/length"):
+            with RawClient(edge.port) as client:
+                client.send(head_of(path, "Content-Length: 1000000000"))
+                with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                    client.send(*[b" " * (1 << 16)] * 200)
+
+    @pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "OPTIONS"])
+    def test_bodies_that_have_no_use(self, edge, method: str) -> None:
+        assert edge.http.request(method, "/length", content=b" " * MAX_BARE_BYTES).status_code == 200
+        assert edge.http.request(method, "/length", content=b" " * (MAX_BARE_BYTES + 1)).status_code == 413
+
+    @pytest.mark.parametrize(("method", "path"), [("PUT", "/v1/blobs/length"), ("POST", "/length")])
+    def test_only_files_are_as_long_as_they_say(self, edge, method: str, path: str) -> None:
+        answer = edge.http.request(method, path, content=b" " * (MAX_JSON_BYTES + 1))
+        assert (answer.status_code, answer.text) == (200, str(MAX_JSON_BYTES + 1)) or method == "POST"
+        assert answer.status_code == (413 if method == "POST" else 200)
+        unsaid = edge.http.request(method, path, content=pieces(1 << 16))
+        assert unsaid.status_code == (413 if method == "PUT" else 200)
+
+    @pytest.mark.parametrize("method", ["GET", "POST", "PUT"])
+    def test_compressed_bodies(self, edge, method: str) -> None:
+        answer = edge.http.request(method, "/length", content=b"x", headers={"content-encoding": "gzip"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+    def test_all_bodies_together_are_bounded(self, edge, eventually) -> None:
+        first = threading.Thread(target=lambda: edge.http.post("/held", content=b" " * MAX_JSON_BYTES))
+        first.start()
+        eventually(lambda: edge.app.gone == ["waiting"])
+        answer = edge.http.post("/length", content=b" " * (2 << 20))
+        assert (answer.json()["error"]["code"], answer.headers["retry-after"]) == ("server_busy", "1")
+        assert edge.http.post("/length", content=b" " * (1 << 19)).status_code == 200
+        edge.app.hold._loop.call_soon_threadsafe(edge.app.hold.set)
+        first.join(20)
+        assert edge.http.post("/length", content=b" " * MAX_JSON_BYTES).status_code == 200
+
+    def test_one_key_leaves_room_for_others(self) -> None:
+        """Who sends slowly holds what it has sent for long."""
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            while (await receive())["more_body"]:
+                pass
+            await PlainTextResponse("whole")(scope, receive, send)
+
+        async def scenario() -> None:
+            edge, end = BodyLimitMiddleware(app, 1000), asyncio.Event()
+
+            async def ask(name: str | None, *sizes: int) -> int | str:
+                async def receive() -> dict[str, object]:
+                    if not left:
+                        await end.wait()
+                    size = left.pop(0) if left else 0
+                    return {"type": "http.request", "body": b"x" * size, "more_body": bool(size)}
+
+                async def send(message: dict[str, object]) -> None:
+                    sent.append(message.get("status"))
+
+                left, sent = list(sizes), []
+                caller = ANYBODY if name is None else Caller(name, frozenset())
+                scope = {"type": "http", "method": "POST", "path": "/x", "headers": [], "state": {"caller": caller}}
+                try:
+                    await edge(scope, receive, send)
+                except HTTPException as error:
+                    return error.status_code
+                return sent[0]
+
+            slow = [asyncio.create_task(ask("ann", 200)) for _ in range(2)]
+            await asyncio.sleep(0)
+            assert await ask("ann", 200) == 503
+            assert await ask("bob", 500, 0) == 200
+            assert await ask("bob", 501, 0) == 503
+            assert await ask(None, 600, 0) == 200, "there is nobody to share with where there are no keys"
+            assert await ask(None, 601, 0) == 503
+            end.set()
+            assert await asyncio.gather(*slow) == [200, 200]
+            assert not edge._held_by
+
+        asyncio.run(asyncio.wait_for(scenario(), 5))
+
+    def test_a_million_values(self) -> None:
+        most = b"[" + b",".join([b"0"] * (MAX_VALUES - 1)) + b"]"
+        assert len(parse_json(most)) == MAX_VALUES - 1
+        with pytest.raises(HTTPException, match="more than 1048576 values"):
+            parse_json(b"[" + most[:-1] + b"]]")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream"])
+def test_nothing_is_compiled_for_who_has_left(server, engine, eventually, monkeypatch, path: str) -> None:
+    seen: list[str] = []
+
+    async def compile_for_ever(*_: object) -> None:
+        seen.append("begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            seen.append("ended")
+
+    monkeypatch.setattr(engine.grammars, "compile", compile_for_ever)
+    monkeypatch.setattr(engine, "tokenizer", SimpleNamespace(encode=lambda text: list(text.encode())))
+    grammar = {"type": "regex", "value": "a+"}
+    body = {"inputs": "hi", "parameters": {"grammar": grammar}}
+    if path.startswith("/v1"):
+        asked = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
+        body = {"model": "tiny-base", "guided_regex": "a+", **asked}
+    with RawClient(server.port) as client:
+        client.send(json_request(path, **body))
+        eventually(lambda: seen)
+        assert seen == ["begun"]
+    eventually(lambda: seen == ["begun", "ended"])
+    assert engine.added == []
+
+
+def test_every_route_reads_its_body_strictly() -> None:
+    routes = [route for module in _ROUTES for route in module.router.routes if isinstance(route, APIRoute)]
+    assert [route.path for route in routes if route.body_field and not isinstance(route, JsonRoute)] == []
+    assert len([route for route in routes if route.body_field]) > 10
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_a_full_queue_is_told_before_anything_is_looked_at(server, engine, monkeypatch, path: str) -> None:
+    def full(*, principal: str) -> None:
+        assert principal == ANYBODY.principal
+        raise EngineOverloaded("4 requests are queued already, and 4 may be", retry_after_s=7.2)
+
+    monkeypatch.setattr(engine.waiting_room, "check", full)
+    monkeypatch.setattr(engine, "chat_template", None)
+    body = {"model": "tiny-base", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "inputs": "x"}
+    answer = server.http.post(path, json=body)
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "8")
+    assert "4 may be" in answer.text
+    assert engine.traffic.rejected == {"engine_overloaded": 1}, "refused early, and counted all the same"
+    engine.is_alive = False
+    assert server.http.post(path, json=body).status_code != 429
+
+
+def test_the_applications_own_answers_go_in_pieces(server, dispatcher) -> None:
+    """The layer is in its place: a large page of the server's own is in no one message."""
+    whole = server.http.get("/openapi.json").content
+    assert len(whole) > LARGE_BYTES
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    headers = [(b"host", f"127.0.0.1:{server.port}".encode())]
+    scope = {"type": "http", "method": "GET", "path": "/openapi.json", "raw_path": b"/openapi.json", "headers": headers}
+    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": "", "client": ("127.0.0.1", 1)}
+    asyncio.run(dispatcher[0].app(scope | {"server": ("127.0.0.1", server.port)}, receive, send))
+    pieces_sent = [message["body"] for message in sent[1:]]
+    assert b"".join(pieces_sent) == whole
+    assert max(map(len, pieces_sent)) < LARGE_BYTES

@@ -1,0 +1,83 @@
+"""`lorasrv demo` against a server of the test's own; and that it fails when it would show nothing."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from api.cli.commands import demo
+
+
+@pytest.fixture
+def personas(make_adapter, server, monkeypatch: pytest.MonkeyPatch) -> Path:
+    @contextmanager
+    def running_server(model: str, store: Path) -> Iterator[str]:
+        assert store.is_dir()
+        yield server.url
+
+    monkeypatch.setattr(demo, "_running_server", running_server)
+    make_adapter("pirate", seed=1)
+    return make_adapter("poet", seed=2).parent
+
+
+def test_everyone_is_asked_everything(cli, personas: Path, engine) -> None:
+    done = cli("demo", "--personas", personas)
+    assert done.code == 0, done.err
+    assert len(engine.added) == 3 * len(demo.QUESTIONS)
+    assert {added.sampling.temperature for added in engine.added} == {0}
+    for question in demo.QUESTIONS:
+        assert f"Q: {question}" in done.out
+    assert done.out.count("Hello wörld") == len(demo.QUESTIONS)
+    assert done.out.count("[pirate ") == done.out.count("[poet ") == len(demo.QUESTIONS)
+    assert done.out.splitlines()[-1].endswith("tokens/s over 6 answers at once")
+    assert "uploaded pirate@1: 4 modules, rank 2" in done.err
+
+
+def test_json(cli, personas: Path) -> None:
+    done = json.loads(cli("demo", "--personas", personas, "--json").out)
+    assert {reply["asked"]: reply["adapter"] for reply in done["replies"]} == {
+        "base": None,
+        "pirate": "pirate",
+        "poet": "poet",
+    }
+    assert done["tokens"] == sum(reply["tokens"] for reply in done["replies"])
+
+
+def test_table_on_a_terminal(personas: Path, capsys, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    replies = [
+        demo.PersonaReply(name, question, f"{name} says", None, None, 3, 1.0)
+        for question in demo.QUESTIONS
+        for name in ("base", "poet")
+    ]
+    demo._print_table(replies)
+    assert capsys.readouterr().out.count("poet says") == len(demo.QUESTIONS)
+
+
+def test_an_adapter_that_changes_nothing_fails(cli, personas: Path, engine) -> None:
+    engine.ignores_adapters = True
+    done = cli("demo", "--personas", personas)
+    assert done.code == 1
+    assert "answered as the base does" in done.err
+
+
+def test_an_answer_that_fails_fails(cli, personas: Path, engine) -> None:
+    engine.die_after = 3
+    assert cli("demo", "--personas", personas).code == 1
+    engine.die_after, engine.text = None, " "
+    assert "answered nothing" in cli("demo", "--personas", personas).err
+
+
+def test_no_personas(cli, tmp_path: Path) -> None:
+    done = cli("demo", "--personas", tmp_path)
+    assert (done.code, done.err.count("\n")) == (1, 1)
+
+
+def test_a_server_that_does_not_start(cli, make_adapter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LORASRV_DTYPE", "float8")
+    done = cli("demo", "--personas", make_adapter().parent)
+    assert done.code == 1
+    assert "server: lorasrv: LORASRV_DTYPE 'float8' is unknown" in done.err
+    assert "the server did not start" in done.err

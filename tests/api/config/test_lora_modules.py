@@ -1,0 +1,180 @@
+"""--lora-modules: its spellings, and what a start registers, refuses and repeats."""
+
+from pathlib import Path
+
+import pytest
+
+from adapter_store.registry.records import Change
+from adapter_store.store import AdapterStore
+from api.cli.common.options import spread
+from api.config.lora_modules import LoraModulePath, ModulesRefused, add_folder, parse_modules, register_modules
+from api.config.settings import ServerSettings
+
+MIA, TOM = LoraModulePath("mia", Path("/a/mia")), LoraModulePath("tom", Path("b=c/tom"))
+
+
+class TestSpelling:
+    @pytest.mark.parametrize(
+        "value",
+        [
+            ["mia=/a/mia", "tom=b=c/tom"],
+            ['{"name": "mia", "path": "/a/mia"}', ' {"name": "tom", "path": "b=c/tom", "base_model_name": null}'],
+            "mia=/a/mia  'tom=b=c/tom'",
+            '["mia=/a/mia", {"name": "tom", "path": "b=c/tom"}]',
+            [MIA, TOM],
+        ],
+    )
+    def test_known(self, value: object) -> None:
+        assert parse_modules(value) == (MIA, TOM)
+
+    def test_of_nothing(self) -> None:
+        assert parse_modules("") == parse_modules([]) == parse_modules([""]) == ()
+
+    @pytest.mark.parametrize(
+        ("value", "says"),
+        [
+            (["mia"], "'mia' is neither name=path nor"),
+            (["=x"], "neither name=path"),
+            (["mia="], "neither name=path"),
+            ([3], "neither name=path"),
+            (["mia=a", "mia=b"], "'mia' is given twice"),
+            (['{"name": "mia"'], "is no JSON"),
+            (['{"name": "mia"}'], "path must be a text, not None"),
+            (['{"name": "mia", "path": ""}'], "path must be a text"),
+            (['{"name": "mia", "path": "x", "base_model_name": 3}'], "base_model_name must be a text"),
+            (['{"name": "mia", "path": "x", "rank": 3}'], "'rank' is unknown; known: name, path, base_model_name"),
+            ("[" * 100_000, "is no JSON"),
+            (3, "expected name=path"),
+        ],
+    )
+    def test_wrong(self, value: object, says: str) -> None:
+        with pytest.raises(ValueError, match=says):
+            parse_modules(value)
+
+    def test_settings_and_environment(self, monkeypatch) -> None:
+        assert ServerSettings(lora_modules=["mia=/a/mia"]).lora_modules == (MIA,)
+        monkeypatch.setenv("LORASRV_LORA_MODULES", "mia=/a/mia tom=b=c/tom")
+        assert ServerSettings().lora_modules == (MIA, TOM)
+
+    @pytest.mark.parametrize(
+        ("given", "meant"),
+        [
+            ("serve --lora-modules a=1 b=2 --port 0", "serve --lora-modules a=1 --lora-modules b=2 --port 0"),
+            ("serve --lora-modules a=1 --lora-modules b=2", "serve --lora-modules a=1 --lora-modules b=2"),
+            ("serve --port 0 --lora-modules a=1", "serve --port 0 --lora-modules a=1"),
+            ("serve --lora-modules --port 0", "serve --lora-modules --port 0"),
+            ("list --server x", "list --server x"),
+            ("generate -", "generate -"),
+        ],
+    )
+    def test_a_list_behind_one_flag(self, given: str, meant: str) -> None:
+        assert spread(given.split()) == meant.split()
+
+    def test_through_the_command(self, cli, monkeypatch, tmp_path) -> None:
+        seen = []
+        monkeypatch.setattr("api.server.run", lambda settings, *_: seen.append(settings))
+        assert cli("serve", "--lora-modules", "mia=/a/mia", "tom=b=c/tom", "--lora-import-root", tmp_path).code == 0
+        assert (seen[0].lora_modules, seen[0].lora_import_root) == ((MIA, TOM), tmp_path.resolve())
+        assert not seen[0].accept_base_change
+        assert cli("serve", "--accept-base-change").code == 0
+        assert seen[1].accept_base_change
+        wrong = cli("serve", "--lora-modules", "mia")
+        assert (wrong.code, wrong.err.count("\n")) == (2, 1)
+        assert wrong.err.startswith("lorasrv: --lora-modules: 'mia' is neither name=path")
+
+    @pytest.mark.parametrize(("root", "says"), [("nowhere", "is no folder"), ("/", "is the whole machine")])
+    def test_a_wrong_import_root(self, cli, tmp_path, root: str, says: str) -> None:
+        done = cli("serve", "--lora-import-root", tmp_path / root)
+        assert (done.code, done.err.count("\n")) == (2, 1)
+        assert done.err.startswith("lorasrv: --lora-import-root: ")
+        assert says in done.err
+
+
+class TestRegistering:
+    @staticmethod
+    def register(store: AdapterStore, *modules: tuple[str, Path]) -> list[float]:
+        told: list[float] = []
+        register_modules(store, [LoraModulePath(*module) for module in modules], lambda _, share: told.append(share))
+        return told
+
+    def test_the_same_again_is_the_same_version(self, store: AdapterStore, make_adapter, tmp_path: Path) -> None:
+        mia, tom = make_adapter("mia"), make_adapter("tom", seed=1)
+        for _ in range(2):
+            assert self.register(store, ("mia", mia), ("tom", tom)) == [0.0, 0.5, 1.0]
+            assert [store.resolve(name).version for name in ("mia", "tom")] == [1, 1]
+        make_adapter("mia", seed=2)
+        self.register(store, ("mia", mia))
+        assert store.resolve("mia").version == 2
+        assert self.register(store) == []
+
+    def test_a_restart_undoes_nothing(self, store: AdapterStore, make_adapter, caplog) -> None:
+        """What was uploaded since, or rolled back to, is what answers; a folder that changed is new all the same."""
+        mia = make_adapter("mia")
+        self.register(store, ("mia", mia))
+        other = make_adapter("other", seed=2)
+        add_folder(store, other, "mia")
+        self.register(store, ("mia", mia))
+        assert store.resolve("mia").version == 2
+        assert "the folder is mia@1, and mia@2 stays the current one" in caplog.text
+        store.change("mia", Change(version=1))
+        self.register(store, ("mia", other))
+        assert store.resolve("mia").version == 1
+        assert "the folder is mia@2, and mia@1 stays" in caplog.text
+        caplog.clear()
+        self.register(store, ("mia", mia))
+        assert caplog.text == ""
+        make_adapter("mia", lora_alpha=9)
+        self.register(store, ("mia", mia))
+        assert store.resolve("mia").version == 3
+        # Asked for at run time it is what is wanted now.
+        assert add_folder(store, other, "mia").ref.version == store.resolve("mia").version == 2
+
+    def test_whoever_saved_it(self, store: AdapterStore, make_adapter, as_mlx) -> None:
+        mia, nested = make_adapter("mia"), make_adapter("outer/poet", seed=1).parent
+        mlx = as_mlx(mia)
+        for _ in range(2):
+            self.register(store, ("mia", mia), ("mlx", mlx), ("nested", nested))
+            assert [store.resolve(name).version for name in ("mia", "mlx", "nested")] == [1, 1, 1]
+        ours, theirs = (store.load(store.resolve(name).key) for name in ("mia", "mlx"))
+        assert all((ours[site].a == theirs[site].a).all() for site in ours)
+        assert {ours[site].scaling for site in ours} == {theirs[site].scaling for site in theirs}
+
+    def test_what_is_there_is_not_copied_but_repaired(
+        self, store: AdapterStore, make_adapter, tmp_path: Path, monkeypatch
+    ) -> None:
+        mia = make_adapter()
+        self.register(store, ("mia", mia))
+        opened = []
+        open_blob = store.open_blob
+        monkeypatch.setattr(store, "open_blob", lambda *a: opened.append(a) or open_blob(*a))
+        self.register(store, ("mia", mia), ("other", mia))
+        assert opened == []
+        [blob] = (tmp_path / "store" / "blobs" / "sha256").iterdir()
+        for place in (-1, 0, 20):
+            data = bytearray(blob.read_bytes())
+            data[place] ^= 1
+            blob.write_bytes(data)
+            opened.clear()
+            self.register(store, ("mia", mia))
+            assert len(opened) == 1
+            assert blob.read_bytes() == (mia / "adapter_model.safetensors").read_bytes()
+
+    def test_every_refused_one_is_named_with_its_reason(self, store: AdapterStore, make_adapter, tmp_path) -> None:
+        good, dora = make_adapter("good"), make_adapter("dora", use_dora=True, seed=1)
+        with pytest.raises(ModulesRefused, match="--lora-modules: refused: dora, Big, gone, tiny-base") as caught:
+            self.register(
+                store, ("dora", dora), ("good", good), ("Big", good), ("gone", tmp_path / "gone"), ("tiny-base", good)
+            )
+        first, *others = caught.value.reasons
+        assert first.startswith("dora: use_dora: ")
+        assert [line.split(": ")[0] for line in others] == ["Big", "gone", "tiny-base"]
+        assert "try 'big'" in others[0]
+        assert [record.adapter_id for record in store.list_adapters()] == ["good"]
+
+    def test_warnings_of_the_base(self, store: AdapterStore, make_adapter, caplog) -> None:
+        mia = make_adapter()
+        register_modules(store, [LoraModulePath("mia", mia, "someone/else")], lambda *_: None)
+        assert "base_model_name 'someone/else' is not what is served here, 'tiny-base'" in caplog.text
+        caplog.clear()
+        register_modules(store, [LoraModulePath("mia", mia, "tiny-base")], lambda *_: None)
+        assert caplog.text == ""

@@ -1,0 +1,251 @@
+"""/metrics: every name documented, what is by adapter bounded and never going down, vLLM's names, the dashboard."""
+
+import json
+import math
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from adapter_store.spec import AdapterKey
+from api.observability.metrics.registry import collected
+from api.observability.metrics.requests import HttpFigures, TopAdapters
+from lorasrv.metrics.engine_stats import EngineStats
+from lorasrv.metrics.request_stats import FinishedRequestStats
+from lorasrv.outputs import FinishReason, RequestId
+from lorasrv.request import EngineCoreRequest
+from lorasrv.sampling_params import SamplingParams
+from tests.helpers.metrics_page import PAGE, fresh, metrics_of_a_new_server, shown_name
+
+DASHBOARD = PAGE.parent / "grafana" / "lorasrv.json"
+NAME = re.compile(r"\b(?:lorasrv_|vllm:)\w+")
+
+
+def samples(server: Any) -> dict[str, float]:
+    """Of /metrics, by name and labels as they are written there."""
+    lines = server.http.get("/metrics").text.splitlines()
+    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+
+
+class TestNames:
+    def test_the_page_has_every_one(self, make_server, dispatcher) -> None:
+        page = PAGE.read_text("utf-8")
+        assert page == fresh(page), "stale: python -m tests.helpers.metrics_page"
+        make_server(metrics_compat="vllm")
+        shown = {shown_name(metric) for metric in collected(dispatcher[0].app.state.registry)}
+        assert shown == {shown_name(metric) for metric in metrics_of_a_new_server()}
+
+    def test_they_are_spelled_as_prometheus_wants_them(self) -> None:
+        found = [metric for metric in metrics_of_a_new_server() if not metric.name.startswith("vllm:")]
+        names = [shown_name(metric) for metric in found]
+        assert len(set(names)) == len(names)
+        for metric in found:
+            assert metric.name.startswith("lorasrv")
+            assert metric.documentation
+            if metric.type in ("histogram", "summary"):
+                assert metric.name.endswith(("_seconds", "_adapters")), metric.name
+            assert not metric.name.endswith(("_ms", "_total")) or metric.name == "lorasrv_pages_total", metric.name
+
+
+class TestRequests:
+    def test_routes_are_templates_and_keys_are_ids(self, server, make_adapter) -> None:
+        server.upload(make_adapter(), "mia")
+        assert server.http.get("/v1/adapters/mia").status_code == 200
+        assert server.http.get("/v1/adapters/secret-name").status_code == 404
+        assert server.http.get("/no/such/route?x=1").status_code == 404
+        assert server.chat().status_code == 200
+        assert server.http.post("/v1/chat/completions", json={}).status_code == 400
+        shown = samples(server)
+        count = 'lorasrv_http_requests_total{{method="{}",route="{}",status="{}"}}'.format
+        assert shown[count("GET", "/v1/adapters/{adapter_id}", 200)] == 1
+        assert shown[count("GET", "/v1/adapters/{adapter_id}", 404)] == 1
+        assert shown[count("POST", "/v1/chat/completions", 200)] == 1
+        assert shown[count("POST", "/v1/chat/completions", 400)] == 1
+        assert shown[count("GET", "none", 404)] == 1
+        assert shown['lorasrv_http_request_seconds_count{route="/v1/chat/completions"}'] == 2
+        assert shown['lorasrv_key_requests_total{key="anonymous"}'] == sum(
+            value for name, value in shown.items() if name.startswith("lorasrv_http_requests_total")
+        )
+        assert not [name for name in shown if "secret-name" in name or "no/such" in name]
+
+    def test_keys_are_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("api.observability.metrics.requests.MAX_KEYS", 2)
+        figures = HttpFigures()
+        for key in ("a", "b", "c", "d", "a"):
+            figures.saw(SimpleNamespace(method="GET", route="/", status=200, seconds=0.1, principal=key))  # type: ignore[arg-type]
+        assert dict(figures._keys) == {"a": 2, "b": 1, "other": 2}
+
+    def test_what_clients_wait_for(self, server, engine) -> None:
+        engine.traffic.refused(ValueError())
+        server.chat()
+        shown = samples(server)
+        for name in ("queue", "time_to_first_token", "e2e"):
+            assert shown[f"lorasrv_{name}_seconds_count"] == 1, name
+        assert shown["lorasrv_inter_token_seconds_count"] == len(engine.text) - 1
+        assert shown['lorasrv_rejected_total{reason="value_error"}'] == 1
+        assert shown["lorasrv_tokens_waiting"] == 0
+        engine.waiting_room.num_tokens = 7
+        assert samples(server)["lorasrv_tokens_waiting"] == 7, "what --max-queued-tokens bounds"
+
+    def test_the_store_and_the_engine(self, server, engine, make_adapter) -> None:
+        server.upload(make_adapter(), "mia")
+        engine.book.failed("disk")
+        engine.book.loaded(AdapterKey("k"), 0.25, 100)
+        snapshot = EngineStats(
+            pages_total=100, pages_kv=30, pages_adapters=50, pages_adapters_idle=10, adapters_resident=5
+        )
+        engine.metrics.publish(snapshot)
+        shown = samples(server)
+        assert shown["lorasrv_adapters_registered"] == 1
+        assert shown['lorasrv_adapters_resident{tier="pool"}'] == 5
+        assert shown['lorasrv_adapter_load_failures_total{reason="disk"}'] == 1
+        assert shown['lorasrv_adapter_load_seconds_sum{tier="disk"}'] == 0.25
+        assert shown["lorasrv_kv_cache_usage_ratio"] == 0.5
+        assert shown["lorasrv_last_step_timestamp_seconds"] == 0
+
+
+def ended(name: str, tokens: int = 1) -> FinishedRequestStats:
+    return FinishedRequestStats(
+        "r",
+        name,
+        AdapterKey(name),
+        "p",
+        FinishReason.STOP,
+        "",
+        0.0,
+        1.0,
+        10,
+        generated_tokens=tokens,
+        first_token_s=0.5,
+    )
+
+
+class TestTopAdapters:
+    @pytest.fixture
+    def now(self) -> SimpleNamespace:
+        return SimpleNamespace(s=0.0)
+
+    @pytest.fixture
+    def top(self, now: SimpleNamespace) -> TopAdapters:
+        return TopAdapters(2, lambda: now.s)
+
+    @staticmethod
+    def shown(top: TopAdapters) -> dict[str, dict[str, float]]:
+        rows = {metric.name: metric for metric in top.collect()}
+        tokens = rows["lorasrv_adapter_generated_tokens"].samples
+        return {sample.labels["adapter"]: sample.value for sample in tokens}  # type: ignore[misc]
+
+    def test_the_first_have_names_and_the_rest_is_one(self, top: TopAdapters) -> None:
+        for name in ("a", "b", "c", "d", "a", ""):
+            top.ended(ended(name, 10))
+        assert self.shown(top) == {"a": 20, "b": 10, "other": 20}
+        [first] = [metric for metric in top.collect() if metric.type == "summary"]
+        assert {s.labels["adapter"]: s.value for s in first.samples if s.name.endswith("_sum")}["other"] == 1.0
+
+    def test_one_that_becomes_busy_takes_a_name_and_nothing_goes_down(self, top: TopAdapters) -> None:
+        names = ["a"] * 5 + ["b"] * 2 + ["c"] * 30 + ["b"] * 3 + ["a"] * 2
+        before = self.shown(top)
+        for name in names:
+            top.ended(ended(name, 1))
+            after = self.shown(top)
+            went = {key: value for key, value in before.items() if after.get(key, value) < value}
+            assert went == {}
+            before = after
+        assert set(before) == {"a", "c", "other"}
+        assert (before["a"], before["c"]) == (7, 27)
+        assert before["other"] == 3 + 3, "of c before it had a name, of b after it had lost it"
+
+    def test_what_was_long_ago_weighs_little(self, top: TopAdapters, now: SimpleNamespace) -> None:
+        for name in ("a", "b"):
+            top.ended(ended(name, 1000))
+        now.s += 6 * 600
+        for _ in range(4):
+            top.ended(ended("c", 2))
+        assert "c" in self.shown(top)
+
+    def test_time_does_not_overflow(self, top: TopAdapters, now: SimpleNamespace) -> None:
+        for _ in range(5):
+            now.s += 400 * 600
+            top.ended(ended("a"))
+        assert math.isfinite(top._scores["a"])
+        assert self.shown(top)["a"] == 5
+
+    def test_an_adapter_that_is_called_other_is_one_of_them(self, top: TopAdapters) -> None:
+        """It would take the place of all others, whose figures would be lost."""
+        for name in ("other", "a", "b", "c", "other"):
+            top.ended(ended(name, 10))
+        assert self.shown(top) == {"a": 10, "b": 10, "other": 30}
+
+    def test_it_does_not_grow_for_ever(self, top: TopAdapters, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("api.observability.metrics.requests.MAX_RANKED", 10)
+        for number in range(100):
+            top.ended(ended(f"a{number}"))
+        assert len(top._scores) <= 10
+        assert len(self.shown(top)) == 3
+
+    def test_none(self) -> None:
+        top = TopAdapters(0)
+        top.ended(ended("a", 3))
+        assert self.shown(top) == {"other": 3}
+
+
+class TestVllmNames:
+    def test_not_unless_asked(self, server) -> None:
+        assert "vllm:" not in server.http.get("/metrics").text
+
+    def test_what_dashboards_and_gateways_read(self, make_server, engine) -> None:
+        server = make_server(metrics_compat="vllm", max_num_seqs=8)
+        server.chat()
+        engine.metrics.publish(
+            EngineStats(
+                requests_running=2,
+                requests_waiting=1,
+                requests_waiting_for_adapter=3,
+                pages_total=10,
+                pages_kv=5,
+                prompt_tokens_total=7,
+                generated_tokens_total=9,
+                requests_finished_total={"stop": 4},
+            )
+        )
+        for number, name in enumerate(("tom", "mia", "", "eva")):
+            message = EngineCoreRequest(RequestId(f"r{number}"), (1,), 9, SamplingParams(), adapter_id=name)
+            engine.traffic.accepted([message], 0.0)
+        engine.traffic._open[RequestId("r0")].first_s = engine.traffic._open[RequestId("r1")].first_s = 0.0
+        shown = samples(server)
+        model = 'model_name="tiny-base"'
+        assert shown[f"vllm:num_requests_running{{{model}}}"] == 2
+        assert shown[f"vllm:num_requests_waiting{{{model}}}"] == 4
+        assert shown[f"vllm:kv_cache_usage_perc{{{model}}}"] == 0.5
+        assert shown[f"vllm:prompt_tokens_total{{{model}}}"] == 7
+        assert shown[f"vllm:generation_tokens_total{{{model}}}"] == 9
+        assert shown[f"vllm:time_to_first_token_seconds_count{{{model}}}"] == 1
+        assert shown[f"vllm:e2e_request_latency_seconds_count{{{model}}}"] == 1
+        assert shown[f'vllm:request_success_total{{finished_reason="stop",{model}}}'] == 4
+        lists = 'max_lora="8",running_lora_adapters="mia,tom",waiting_lora_adapters="eva"'
+        assert shown[f"vllm:lora_requests_info{{{lists}}}"] > 1.7e9
+
+
+class TestDashboard:
+    def test_every_panel_asks_for_what_is_there(self, make_server, engine, make_adapter) -> None:
+        server = make_server()
+        server.upload(make_adapter(), "mia")
+        server.chat(model="mia")
+        engine.book.failed("disk")
+        engine.traffic.refused(ValueError())
+        engine.traffic.aborted["client"] += 1
+        found = {
+            sample.name
+            for metric in text_string_to_metric_families(server.http.get("/metrics").text)
+            for sample in metric.samples
+        }
+        asked = {
+            (panel["title"], name)
+            for panel in json.loads(DASHBOARD.read_text("utf-8"))["panels"]
+            for target in panel.get("targets", ())
+            for name in NAME.findall(target["expr"])
+        }
+        assert len({title for title, _ in asked}) >= 12
+        assert sorted((title, name) for title, name in asked if name not in found) == []

@@ -1,0 +1,211 @@
+"""Log lines: JSON or text, one a request, with its id, and never a prompt, an answer or a secret."""
+
+import asyncio
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from api.observability import logs
+from api.observability.access_middleware import AccessMiddleware, RequestInfo
+from lorasrv.metrics.request_stats import REQUEST_LISTENER, RequestStats
+from lorasrv.outputs import RequestId
+from lorasrv.request import EngineCoreRequest
+from lorasrv.sampling_params import SamplingParams
+
+SECRET = "sk-never-in-a-log"
+PROMPT = "never a prompt"
+STREAM = {"model": "tiny-base", "prompt": "x", "stream": True}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def lines() -> Iterator[io.StringIO]:
+    """What is written, as JSON from info on; logging is as it was afterwards."""
+    out = io.StringIO()
+    with logs.written("json", "info", out):
+        yield out
+
+
+def parsed(out: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.getvalue().splitlines()]
+
+
+def requests(out: io.StringIO, eventually: Any, count: int = 1) -> list[dict[str, Any]]:
+    """Lines of requests; the last is written after its client has its answer."""
+    eventually(lambda: out.getvalue().count('"event": "request"') >= count)
+    return [line for line in parsed(out) if line["event"] == "request"]
+
+
+class TestRequestLines:
+    def test_everything_about_an_answer(self, server, make_adapter, lines, eventually) -> None:
+        digest = server.upload(make_adapter(), "mia").json()["digest"]
+        headers = {"x-request-id": "my-id", "authorization": f"Bearer {SECRET}"}
+        body = {"model": "mia", "messages": [{"role": "user", "content": PROMPT}], "n": 2}
+        answer = server.http.post("/v1/chat/completions", json=body, headers=headers)
+        said = answer.json()["choices"][0]["message"]["content"]
+        line = requests(lines, eventually, 3)[-1]
+        assert (line["request_id"], line["level"], line["logger"]) == ("my-id", "info", "api.observability.logs")
+        assert (line["method"], line["route"], line["status"]) == ("POST", "/v1/chat/completions", 200)
+        assert (line["adapter_id"], line["adapter_version"], line["adapter_digest"]) == ("mia", "1", digest)
+        assert (line["principal"], line["adapter_tier"], line["finish_reason"]) == ("anonymous", "disk", "stop")
+        usage = answer.json()["usage"]
+        assert {name: line[name] for name in ("prompt_tokens", "completion_tokens")}.items() <= usage.items()
+        assert (line["queue_ms"], line["load_ms"]) == (1.5, 2.5)
+        assert line["ms"] >= 0
+        assert line["timestamp"].endswith("Z")
+        assert PROMPT not in lines.getvalue()
+        assert said not in lines.getvalue()
+        assert SECRET not in lines.getvalue()
+
+    def test_a_stream_is_told_when_it_is_over(self, server, lines, eventually) -> None:
+        with server.http.stream("POST", "/v1/completions", json=STREAM) as answer:
+            answer.read()
+        [line] = requests(lines, eventually)
+        assert (line["status"], line["finish_reason"], line["completion_tokens"]) == (200, "stop", 11)
+
+    def test_failures_and_probes(self, server, engine, lines, eventually) -> None:
+        for path in ("/health", "/metrics", "/ready"):
+            server.http.get(path)
+        server.http.get("/v1/adapters/nobody")
+        engine.load_error = "reading the adapter failed"
+        server.chat()
+        told = requests(lines, eventually, 2)
+        assert [(line["route"], line["status"], line["level"]) for line in told] == [
+            ("/v1/adapters/{adapter_id}", 404, "info"),
+            ("/v1/chat/completions", 503, "warning"),
+        ]
+
+    def test_a_surprise_has_the_request_id_and_no_variables(self, server, engine, lines, eventually) -> None:
+        engine.bug_after = 0
+        answer = server.http.post(
+            "/v1/completions", json={"model": "tiny-base", "prompt": PROMPT}, headers={"x-request-id": "broken-1"}
+        )
+        assert answer.status_code == 500
+        requests(lines, eventually)
+        [surprise] = [line for line in parsed(lines) if line["level"] == "error"]
+        assert surprise["request_id"] == "broken-1"
+        assert "ZeroDivisionError" in surprise["exception"]
+        assert PROMPT not in lines.getvalue()
+
+    def test_prompts_if_they_are_asked_for(self, make_server, lines, eventually) -> None:
+        server = make_server(log_prompts=True)
+        server.chat(PROMPT, user="x" * 5000)
+        server.http.get("/v1/adapters")
+        told = requests(lines, eventually, 2)
+        assert PROMPT in told[0]["request_text"]
+        assert "Hello w" in told[0]["answer_text"]
+        assert all(len(told[0][name]) == logs.MAX_SHOWN for name in ("request_text",))
+        assert "request_text" not in told[1]
+
+    def test_a_client_that_left(self, server, engine, lines, eventually) -> None:
+        engine.hang_after = 1
+        with server.http.stream("POST", "/v1/completions", json=STREAM):
+            pass
+        [line] = requests(lines, eventually)
+        assert (line["finish_reason"], line["why"]) == ("abort", "client")
+
+
+class TestForm:
+    def test_text_in_a_terminal(self) -> None:
+        out, plain = Terminal(), io.StringIO()
+        with logs.written("auto", "info", out):
+            logging.getLogger("lorasrv.x").warning("disk %s", "slow", extra={"n": 1})
+        assert "disk slow" in out.getvalue()
+        assert not out.getvalue().startswith("{")
+        with logs.written("text", "info", plain):
+            logging.getLogger("lorasrv.x").warning("disk slow")
+        assert "disk slow" in plain.getvalue()
+        assert "\x1b" not in plain.getvalue()
+
+    @pytest.mark.parametrize("form", ["text", "json"])
+    def test_tracebacks_show_no_variables(self, form: str) -> None:
+        out = Terminal()
+        with logs.written(form, "info", out):
+            try:
+                secret = SECRET
+                raise KeyError(len(secret))
+            except KeyError:
+                logging.getLogger("lorasrv.x").exception("failed")
+        assert "KeyError" in out.getvalue()
+        assert SECRET not in out.getvalue()
+
+    @pytest.mark.parametrize("form", ["text", "json"])
+    def test_nobody_forges_a_line(self, form: str) -> None:
+        out = io.StringIO()
+        evil = "x\n2026-11-22T09:00:00 [info     ] forged\r\x1b[2J\u2028\x85"
+        with logs.written(form, "info", out):
+            logging.getLogger("lorasrv.x").warning("adapter %s is bad", evil, extra={"who": evil})
+            try:
+                raise ValueError(evil)
+            except ValueError:
+                logging.getLogger("lorasrv.x").exception("failed")
+        assert not [line for line in out.getvalue().splitlines() if line.startswith(("2026-11-22T09:00:00", "\x1b"))]
+        assert not {"\r", "\x1b"} & set(out.getvalue())
+        assert "ValueError: x" in out.getvalue()
+        assert form == "text" or len(out.getvalue().splitlines()) == 2
+
+    def test_levels(self) -> None:
+        out = io.StringIO()
+        with logs.written("json", "warning", out):
+            logging.getLogger("api.x").info("no")
+        with logs.written("json", "debug", out):
+            logging.getLogger("api.x").debug("ours")
+            logging.getLogger("uvicorn.error").info("theirs")
+            logging.getLogger("uvicorn.error").warning("theirs, loud")
+        assert [line["event"] for line in parsed(out)] == ["ours", "theirs, loud"]
+
+    def test_warnings_are_lines_too(self) -> None:
+        out = io.StringIO()
+        with warnings.catch_warnings(), logs.written("json", "info", out):
+            warnings.simplefilter("always")
+            warnings.warn("old", UserWarning, stacklevel=1)
+        [line] = parsed(out)
+        assert (line["logger"], line["level"]) == ("py.warnings", "warning")
+        assert line["event"].startswith("UserWarning: old (")
+
+    def test_afterwards_all_is_as_it_was(self) -> None:
+        root = logging.getLogger()
+        before = list(root.handlers), root.level, logging.getLogger("api").level, warnings.showwarning
+        with logs.written("json", "debug", io.StringIO()):
+            assert root.handlers != before[0]
+        assert (root.handlers, root.level, logging.getLogger("api").level, warnings.showwarning) == before
+
+
+def test_whoever_looks_on_cannot_hurt(caplog: pytest.LogCaptureFixture) -> None:
+    seen: list[RequestInfo] = []
+
+    def broken(_: RequestInfo) -> None:
+        raise ZeroDivisionError
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+
+    async def send(_: Any) -> None: ...
+
+    scope = {"type": "http", "method": "BREW", "headers": []}
+    asyncio.run(AccessMiddleware(app, [broken, seen.append])(scope, send, send))  # type: ignore[arg-type]
+    assert (seen[0].status, seen[0].method, seen[0].route) == (204, "other", "none")
+    assert "seeing request" in caplog.text
+
+
+def test_what_runs_on_in_its_context_is_no_part_of_a_request() -> None:
+    """A batch does, for hours."""
+    seen = RequestInfo({"method": "POST", "headers": []})
+    token = REQUEST_LISTENER.set(seen.ended)
+    traffic = RequestStats()
+    for number in range(2):
+        traffic.accepted([EngineCoreRequest(RequestId(f"r{number}"), (1,), 1, SamplingParams())], 0.0)
+    REQUEST_LISTENER.reset(token)
+    traffic.left(RequestId("r0"))
+    seen.over()
+    traffic.left(RequestId("r1"))
+    assert [answer.request_id for answer in seen.answers] == ["r0"]

@@ -1,0 +1,200 @@
+"""Models, health, figures; and that every route answers what it does not do in the OpenAI shape."""
+
+import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from api.observability.metrics.engine import ELSEWHERE, TIERS
+from lorasrv.engine.watchdog import Heartbeat
+from lorasrv.metrics.engine_stats import EngineStats
+
+
+class TestModels:
+    def test_base_first_then_adapters(self, server, make_adapter) -> None:
+        for name in ("zoe", "amy"):
+            server.upload(make_adapter(), name)
+        body = server.http.get("/v1/models").json()
+        base, amy, zoe = body["data"]
+        assert (base["id"], base["parent"], base["max_model_len"]) == ("tiny-base", None, 512)
+        assert (amy["id"], zoe["id"]) == ("amy", "zoe")
+        assert amy["parent"] == "tiny-base"
+        assert amy["root"].startswith("sha256:")
+        assert {model["object"] for model in body["data"]} == {"model"}
+
+    def test_pages_and_search(self, server, make_adapter) -> None:
+        for name in ("a1", "a2", "b1"):
+            server.upload(make_adapter(), name)
+        ids = lambda query: [m["id"] for m in server.http.get(f"/v1/models?{query}").json()["data"]]  # noqa: E731
+        assert ids("search=A") == ["tiny-base", "a1", "a2"]
+        assert ids("limit=2") == ["tiny-base", "a1"]
+        assert ids("limit=2&after=a1") == ["a2", "b1"]
+        assert server.http.get("/v1/models?limit=3").json()["has_more"]
+        assert server.http.get("/v1/models?limit=0").json()["error"]["param"] == "limit"
+
+    def test_one(self, server, make_adapter) -> None:
+        server.upload(make_adapter(), "mia")
+        assert server.http.get("/v1/models/tiny-base").json()["parent"] is None
+        by_version = server.http.get("/v1/models/mia@1").json()
+        assert (by_version["id"], by_version["root"]) == ("mia@1", server.http.get("/v1/models/mia").json()["root"])
+        response = server.http.get("/v1/models/mio")
+        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+        assert "mia" in response.json()["error"]["message"]
+
+    def test_served_name(self, make_server) -> None:
+        server = make_server(served_model_name="house-model")
+        assert server.http.get("/v1/models").json()["data"][0]["id"] == "house-model"
+        assert server.chat(model="house-model").status_code == 200
+        assert server.chat(model="tiny-base").status_code == 404
+
+
+class TestHealth:
+    def test_alive(self, server) -> None:
+        assert server.http.get("/health").status_code == 200
+        assert server.http.get("/ready").json() == {"status": "ready", "model": "tiny-base"}
+
+    def test_asked_by_head(self, server) -> None:
+        """What GET says, without the body; on a connection that goes on being used."""
+        for path in ("/health", "/ready", "/ping", "/v1/models", "/openapi.json", "/nowhere"):
+            asked, told = server.http.head(path), server.http.get(path)
+            assert (asked.status_code, asked.content) == (told.status_code, b"")
+            assert asked.headers["content-length"] == told.headers["content-length"]
+        assert server.http.head("/v1/completions").status_code == 405
+        shown = server.http.get("/metrics").text
+        assert 'lorasrv_http_requests_total{method="HEAD",route="/health",status="200"} 1.0' in shown
+
+    def test_dead(self, server, engine) -> None:
+        engine.is_alive = False
+        assert server.http.get("/health").status_code == 503
+        assert server.http.get("/ready").headers["retry-after"] == "10"
+
+    def test_a_store_that_takes_no_uploads_is_alive_but_not_ready(self, server, tmp_path: Path) -> None:
+        root = tmp_path / "store"
+        (root / "tmp").rename(root / "gone")
+        assert server.http.get("/health").status_code == 200
+        assert server.http.get("/ready").json() == {"status": "store not writable"}
+        (root / "gone").rename(root / "tmp")
+        assert server.http.get("/ready").status_code == 200
+
+    def test_a_disk_that_does_not_answer_holds_up_nobody(self, server, dispatcher, monkeypatch) -> None:
+        services = dispatcher[0].app.state.services
+        asked, go_on = threading.Event(), threading.Event()
+
+        class Hanging:
+            @property
+            def is_writable(self) -> bool:
+                asked.set()
+                return go_on.wait(30)
+
+        monkeypatch.setattr(services.store_probe, "_store", Hanging())
+        monkeypatch.setattr(services.store_probe, "_patience_s", 0.2)
+        with ThreadPoolExecutor(1) as other:
+            ready = other.submit(server.http.get, "/ready")
+            assert asked.wait(10)
+            assert server.http.get("/health").status_code == 200
+            assert ready.result().json() == {"status": "store not writable"}
+            assert server.http.get("/ready").status_code == 503
+        go_on.set()
+
+    def test_stalled_is_not_idle(self, server, engine) -> None:
+        engine.heartbeat = Heartbeat(lambda: now)
+        engine.heartbeat.computed()
+        now = 0.0
+        engine.heartbeat.rest()
+        now = 1000.0
+        assert server.http.get("/health").status_code == 200
+        engine.heartbeat.beat()
+        assert server.http.get("/health").status_code == 200
+        now = 2000.0
+        for path in ("/health", "/ready"):
+            answer = server.http.get(path)
+            assert (answer.status_code, answer.json()["status"]) == (503, "engine stalled")
+        engine.heartbeat.beat()
+        assert server.http.get("/health").status_code == 200
+
+
+class TestFigures:
+    def test_every_figure_of_the_engine(self, server, engine) -> None:
+        response = server.http.get("/metrics")
+        assert response.headers["content-type"].startswith("text/plain")
+        families = {family.name: family for family in text_string_to_metric_families(response.text)}
+        values = {name: [sample.value for sample in family.samples] for name, family in families.items()}
+        assert values["lorasrv_pages_total"] == [10]
+        assert values["lorasrv_pages_free"] == [7]
+        assert values["lorasrv_up"] == [1]
+        assert families["lorasrv_requests_finished"].samples[0].labels == {"reason": "stop"}
+        assert all(name.startswith("lorasrv") for name in families)
+
+    def test_no_field_of_the_snapshot_is_forgotten(self, server, engine) -> None:
+        by_label = {"requests_finished_total", "step_costs", "load_costs"}
+        by_tier = {field: (name, tier) for name, (_, tiers) in TIERS.items() for tier, field in tiers.items()}
+        names = set(EngineStats.__dataclass_fields__) - by_label - {"last_step_s"} - ELSEWHERE
+        published = {name: 1000.0 + number for number, name in enumerate(sorted(names))}
+        engine.metrics.publish(EngineStats(**published))
+        families = list(text_string_to_metric_families(server.http.get("/metrics").text))
+        samples = [sample for family in families for sample in family.samples]
+        shown = {sample.name.removeprefix("lorasrv_"): sample.value for sample in samples if not sample.labels}
+        labelled = {(sample.name, sample.labels.get("tier")): sample.value for sample in samples}
+        for field, (name, tier) in by_tier.items():
+            name = (
+                f"lorasrv_{name}" if field in ("adapters_resident", "host_cache_adapters") else f"lorasrv_{name}_total"
+            )
+            shown[field] = labelled[name, tier]
+        assert {name: shown.get(name) for name in names} == published
+        assert all(family.documentation for family in families)
+
+    def test_what_things_cost(self, server, engine) -> None:
+        costs = {"step": 0.25, "token": 1.5e-05}
+        engine.metrics.publish(EngineStats(step_costs=costs, load_costs={"load_byte": 2e-9}))
+        text = server.http.get("/metrics").text
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        shown = {s.labels["part"]: s.value for s in families["lorasrv_step_cost_seconds"].samples}
+        assert shown == costs
+        assert 'lorasrv_load_cost_seconds{part="load_byte"} 2e-09' in text
+
+    def test_loads_are_one_counter(self, server, engine) -> None:
+        engine.metrics.publish(EngineStats(adapter_loads_disk_total=2, adapter_loads_host_total=5))
+        text = server.http.get("/metrics").text
+        assert text.count("# TYPE lorasrv_adapter_loads_total counter") == 1
+        assert 'lorasrv_adapter_loads_total{tier="disk"} 2.0' in text
+        assert 'lorasrv_adapter_loads_total{tier="host"} 5.0' in text
+
+    def test_version_and_info(self, server) -> None:
+        assert re.fullmatch(r"\d+\.\d+\.\d+", server.http.get("/version").json()["version"])
+        info = server.http.get("/info").json()
+        assert (info["model_id"], info["max_total_tokens"]) == ("tiny-base", 512)
+        assert info["operations"]["sampled_token"] == 2 * 8 * 256
+        assert {"weight_bytes", "kv_token_bytes"} <= info.keys()
+
+
+class TestWhatIsNotThere:
+    ROUTES = (
+        "/v1/models",
+        "/v1/adapters",
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/pool",
+        "/health",
+        "/metrics",
+    )
+
+    @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "BREW"])
+    def test_every_method_has_an_answer_in_shape(self, server, method: str) -> None:
+        for path in self.ROUTES:
+            response = server.http.request(method, path)
+            assert response.status_code in (200, 400, 405, 415), (method, path)
+            if response.status_code != 200:
+                assert response.json()["error"]["type"] == "invalid_request_error"
+            if response.status_code == 405:
+                assert response.headers["allow"]
+
+    @pytest.mark.parametrize(
+        "path", ["/v1/embeddings", "//v1/models", "/v1/models/", "/v1/../metrics2", "/docs", "/v1/models/a/b"]
+    )
+    def test_unknown_paths(self, server, path: str) -> None:
+        response = server.http.get(path)
+        assert response.status_code == 404
+        assert set(response.json()["error"]) == {"message", "type", "param", "code"}

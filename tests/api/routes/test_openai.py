@@ -1,0 +1,431 @@
+"""Both completion routes: what goes to the engine, and what comes back, whole and streamed."""
+
+import json
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from api.schemas.openai import ChatBody
+from api.schemas.unsupported import INERT_VALUES
+from lorasrv.errors import EngineDead, EngineOverloaded
+from lorasrv.outputs import FinishReason
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    """Parsed `data:` events; the stream must end with [DONE] and hold nothing else."""
+    parts = text.split("\n\n")
+    assert parts[-2:] == ["data: [DONE]", ""]
+    assert all(part.startswith("data: ") for part in parts[:-2])
+    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
+
+
+def error_of(response: Any) -> dict[str, Any]:
+    error = response.json()["error"]
+    assert set(error) >= {"message", "type", "param", "code"}
+    return error
+
+
+class TestWholeAnswers:
+    def test_chat(self, server, engine) -> None:
+        response = server.chat("hi")
+        body = response.json()
+        assert response.status_code == 200
+        assert body["object"] == "chat.completion"
+        assert body["model"] == "tiny-base"
+        [choice] = body["choices"]
+        assert choice["message"] == {"role": "assistant", "content": "Hello wörld", "refusal": None}
+        assert choice["finish_reason"] == "stop"
+        assert body["usage"]["prompt_tokens"] == len("user:hi")
+        assert body["usage"]["completion_tokens"] == 11
+        assert body["usage"]["total_tokens"] == 18
+        assert body["id"] == engine.added[0].id
+        assert bytes(engine.added[0].prompt) == b"user:hi"
+
+    def test_completion(self, server, engine) -> None:
+        body = server.complete("hey").json()
+        assert body["object"] == "text_completion"
+        assert body["choices"][0]["text"] == "Hello wörld"
+        assert body["choices"][0]["logprobs"] is None
+        assert bytes(engine.added[0].prompt) == b"hey"
+
+    def test_prompt_as_token_ids(self, server, engine) -> None:
+        assert server.complete([7, 8, 9]).status_code == 200
+        assert engine.added[0].prompt == [7, 8, 9]
+
+    def test_finish_reason_is_the_true_one(self, server, engine) -> None:
+        assert server.chat(max_tokens=3).json()["choices"][0]["finish_reason"] == "length"
+        engine.reason = FinishReason.ABORT
+        assert server.chat().json()["choices"][0]["finish_reason"] == "abort"
+
+    def test_an_answer_that_broke_off_is_an_error(self, server, engine) -> None:
+        engine.error_at_end = "reloading the adapter failed"
+        response = server.chat()
+        assert response.status_code == 500
+        assert error_of(response)["message"] == "reloading the adapter failed"
+
+    def test_content_parts_and_developer_role(self, server, engine) -> None:
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+        messages = [{"role": "developer", "content": "be kind"}, {"role": "user", "content": parts}]
+        body = {"model": "tiny-base", "messages": messages}
+        assert server.http.post("/v1/chat/completions", json=body).status_code == 200
+        assert bytes(engine.added[0].prompt) == b"system:be kind\nuser:a\nb"
+
+    def test_a_base_without_chat_template(self, server, engine) -> None:
+        engine.chat_template = None
+        response = server.chat()
+        assert (response.status_code, error_of(response)["param"]) == (400, "messages")
+        assert server.complete().status_code == 200
+
+    def test_default_maximum(self, server, engine) -> None:
+        server.complete()
+        server.chat()
+        assert [added.sampling.max_tokens for added in engine.added] == [16, None]
+
+    def test_sampling_reaches_the_engine(self, server, engine) -> None:
+        fields = {"temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1, "seed": 3, "stop": ["a", "b"]}
+        server.chat(**fields, stop_token_ids=[1, 2], ignore_eos=True, max_completion_tokens=9)
+        sampling = engine.added[0].sampling
+        assert {name: getattr(sampling, name) for name in fields} == {**fields, "stop": ("a", "b")}
+        assert (sampling.stop_token_ids, sampling.ignore_eos, sampling.max_tokens) == ((1, 2), True, 9)
+
+    def test_nulls_are_defaults(self, server, engine) -> None:
+        names = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "ignore_eos", "stream")
+        assert server.chat(**{**dict.fromkeys(names), "top_k": -1, "stop": "x"}).status_code == 200
+        sampling = engine.added[0].sampling
+        assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.stop) == (1.0, 1.0, 0, ("x",))
+
+
+class TestStreams:
+    def test_chat(self, server) -> None:
+        response = server.chat(stream=True)
+        chunks = events(response.text)
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert response.headers["cache-control"] == "no-cache"
+        assert response.headers["x-accel-buffering"] == "no"
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "Hello wörld"
+        assert [c["choices"][0]["finish_reason"] for c in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+        assert all("usage" not in chunk for chunk in chunks)
+
+    def test_completion_bytes(self, server, engine) -> None:
+        engine.text = "ö!"
+        response = server.complete(stream=True)
+        head = json.dumps(events(response.text)[0]["id"])
+        created = events(response.text)[0]["created"]
+        start = f'data: {{"id":{head},"object":"text_completion","created":{created},"model":"tiny-base","choices":'
+        assert response.content.decode() == (
+            f'{start}[{{"index":0,"text":"ö","logprobs":null,"finish_reason":null}}]}}\n\n'
+            f'{start}[{{"index":0,"text":"!","logprobs":null,"finish_reason":"stop","stop_reason":null}}]}}\n\n'
+            "data: [DONE]\n\n"
+        )
+
+    def test_usage_comes_last_without_choices(self, server) -> None:
+        chunks = events(server.chat(stream=True, stream_options={"include_usage": True}).text)
+        assert all(chunk["usage"] is None for chunk in chunks[:-1])
+        assert chunks[-1]["choices"] == []
+        assert chunks[-1]["usage"]["completion_tokens"] == 11
+        assert chunks[-1]["usage"]["lorasrv"]["queue_ms"] == 1.5
+
+    def test_continuous_usage(self, server) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        chunks = events(server.complete(stream=True, stream_options=options).text)
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == [*range(1, 12), 11]
+
+    def test_tokens_without_text_make_no_chunk_but_count(self, server, engine) -> None:
+        engine.text = "a__b"
+        options = {"include_usage": True}
+        *chunks, last = events(server.complete(stream=True, stream_options=options).text)
+        assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b"]
+        assert last["usage"]["completion_tokens"] == 4
+        whole = server.complete().json()
+        assert (whole["choices"][0]["text"], whole["usage"]["completion_tokens"]) == ("ab", 4)
+
+    def test_continuous_usage_counts_tokens_without_text(self, server, engine) -> None:
+        engine.text = "a_b"
+        options = {"continuous_usage_stats": True}
+        chunks = events(server.complete(stream=True, stream_options=options).text)
+        assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
+
+    def test_a_failed_load_has_its_true_status(self, server, engine) -> None:
+        engine.load_error = "the weights are damaged"
+        for stream in (True, False):
+            response = server.chat(stream=stream)
+            assert response.status_code == 503
+            assert response.headers["content-type"] == "application/json"
+            assert response.headers["x-should-retry"] == "false"
+            assert error_of(response)["code"] == "adapter_load_failed"
+
+    def test_an_error_after_headers_is_an_event(self, server, engine) -> None:
+        engine.die_after = 2
+        response = server.chat(stream=True)
+        assert response.status_code == 200
+        *before, last = events(response.text)
+        assert last == {
+            "error": {
+                "message": "the engine died: Test",
+                "type": "server_error",
+                "param": None,
+                "code": "engine_dead",
+            }
+        }
+        assert all("choices" in chunk for chunk in before)
+
+    def test_an_answer_that_broke_off_is_an_event(self, server, engine) -> None:
+        engine.error_at_end = "gone"
+        assert events(server.complete(stream=True).text)[-1]["error"]["message"] == "gone"
+
+    def test_one_token_is_one_chunk_with_its_end(self, server, engine) -> None:
+        [chunk] = events(server.complete(stream=True, max_tokens=1).text)
+        assert chunk["choices"][0] | {"text": "H", "finish_reason": "length"} == chunk["choices"][0]
+
+
+class TestDisconnects:
+    def ask(self, server, path: str = "completions", **fields: Any) -> socket.socket:
+        body = json.dumps({"model": "tiny-base", "prompt": "x", **fields}).encode()
+        connection = socket.create_connection(("127.0.0.1", server.port))
+        head = f"POST /v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}"
+        connection.sendall(head.encode() + b"\r\n\r\n" + body)
+        return connection
+
+    @pytest.mark.parametrize("hang_after", [0, 3])
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_the_request_is_aborted(self, server, engine, eventually, stream: bool, hang_after: int) -> None:
+        engine.hang_after = hang_after
+        with self.ask(server, stream=stream) as connection:
+            eventually(lambda: engine.added)
+            if stream and hang_after:
+                assert b"200 OK" in connection.recv(10_000)
+            assert engine.aborted == []
+        eventually(lambda: engine.aborted == [f"{engine.added[0].id}#0"])
+
+    def test_a_finished_answer_is_not_aborted(self, server, engine) -> None:
+        server.complete(stream=True)
+        server.complete()
+        assert engine.aborted == []
+
+    def test_a_client_that_never_reads_holds_up_nobody(self, server, engine, eventually) -> None:
+        # More than both sockets' buffers hold.
+        engine.text, engine.piece_chars = "x" * 40_000_000, 100_000
+        with self.ask(server, stream=True, path="chat/completions", messages=[{"role": "user", "content": "x"}]):
+            eventually(lambda: engine.added)
+            engine.text = "short"
+            assert server.complete().json()["choices"][0]["text"] == "short"
+        eventually(lambda: engine.aborted == [f"{engine.added[0].id}#0"])
+
+
+class TestNaming:
+    @pytest.fixture(autouse=True)
+    def mia(self, server, make_adapter: Callable[..., Path]) -> str:
+        assert server.upload(make_adapter(), "mia").status_code == 201
+        assert server.upload(make_adapter("mia2", seed=1), "mia").status_code == 201
+        self.keys = [v["digest"] for v in server.http.get("/v1/adapters/mia").json()["versions"]]
+        return "mia"
+
+    def answered_by(self, response: Any) -> str | None:
+        assert response.status_code == 200, response.text
+        return response.headers.get("x-adapter-digest")
+
+    def test_model_takes_id_version_and_digest(self, server) -> None:
+        first, second = self.keys
+        assert first != second
+        assert self.answered_by(server.chat(model="mia")) == second
+        assert self.answered_by(server.chat(model="mia@1")) == first
+        assert self.answered_by(server.chat(model=f"mia@{first[:19]}")) == first
+        assert self.answered_by(server.chat(model="tiny-base")) is None
+
+    def test_adapter_id_wins_over_base_empty_and_absent(self, server) -> None:
+        for model in ({"model": "tiny-base"}, {"model": ""}, {"model": None}):
+            assert self.answered_by(server.chat(**model, adapter_id="mia")) == self.keys[1]
+        body = {"prompt": "x", "adapter_id": "mia@1"}
+        assert self.answered_by(server.http.post("/v1/completions", json=body)) == self.keys[0]
+        assert self.answered_by(server.chat(model="mia", adapter_id="mia")) == self.keys[1]
+        assert self.answered_by(server.chat(adapter_id="tiny-base")) is None
+
+    @pytest.mark.parametrize(("model", "adapter_id"), [("mia", "mia@1"), ("mia", "tiny-base"), ("x", "mia")])
+    def test_conflict(self, server, engine, model: str, adapter_id: str) -> None:
+        response = server.chat(model=model, adapter_id=adapter_id)
+        assert (response.status_code, error_of(response)["param"]) == (400, "adapter_id")
+        assert engine.added == []
+
+    @pytest.mark.parametrize("fields", [{"model": ""}, {"model": None}, {"adapter_id": ""}])
+    def test_the_base_never_answers_by_default(self, server, engine, fields: dict[str, Any]) -> None:
+        assert server.chat(**fields).status_code == 400
+        assert engine.added == []
+
+    def test_unknown_names_the_near_ones(self, server, engine) -> None:
+        for fields, param in (({"model": "mio"}, "model"), ({"adapter_id": "mio"}, "adapter_id")):
+            for stream in (True, False):
+                response = server.chat(**fields, stream=stream)
+                error = error_of(response)
+                assert (response.status_code, error["code"], error["param"]) == (404, "model_not_found", param)
+                assert error["message"] == "the model 'mio' does not exist; did you mean mia?"
+        assert engine.added == []
+
+    @pytest.mark.parametrize(
+        "name", ["mia@9", "mia@", "mia@sha256:00", "../mia", "MIA", "x" * 5000, "a\x00b", "mia:prod"]
+    )
+    def test_no_name_falls_back(self, server, engine, name: str) -> None:
+        response = server.chat(model=name)
+        assert (response.status_code, error_of(response)["code"]) == (404, "model_not_found")
+        assert engine.added == []
+
+    def test_headers_and_usage_say_who_answered(self, server, engine) -> None:
+        for stream in (True, False):
+            response = server.chat(
+                model="mia@1", stream=stream, **({"stream_options": {"include_usage": True}} if stream else {})
+            )
+            assert response.headers["x-adapter-id"] == "mia"
+            assert response.headers["x-adapter-version"] == "1"
+            assert response.headers["x-adapter-digest"] == self.keys[0]
+            assert response.headers["x-adapter-tier"] == "disk"
+            assert float(response.headers["x-queue-ms"]) == 1.5
+            assert float(response.headers["x-load-ms"]) == 2.5
+            body = events(response.text)[-1] if stream else response.json()
+            figures = body["usage"]["lorasrv"]
+            assert body["model"] == "mia@1"
+            assert (figures["adapter_id"], figures["adapter_version"]) == ("mia", 1)
+            assert (figures["adapter_digest"], figures["adapter_tier"]) == (self.keys[0], "disk")
+            assert figures["load_ms"] == 2.5
+            assert 0 <= figures["first_token_ms"] <= figures["total_ms"]
+        assert {f"sha256:{added.adapter}" for added in engine.added} == {self.keys[0]}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("field", "value"),
+        [
+            ("temperature", -1),
+            ("temperature", 1e9),
+            ("temperature", "1"),
+            ("temperature", True),
+            ("top_p", 0),
+            ("top_p", 1.1),
+            ("top_k", -2),
+            ("top_k", 2**40),
+            ("top_k", 1.5),
+            ("min_p", 2),
+            ("seed", 2**70),
+            ("max_tokens", 0),
+            ("max_tokens", -1),
+            ("max_tokens", 2**31),
+            ("max_tokens", "8"),
+            ("stop", ""),
+            ("stop", ["x"] * 17),
+            ("stop", ["x" * 257]),
+            ("stop", [1]),
+            ("stop_token_ids", [-1]),
+            ("stop_token_ids", [256]),
+            ("stop_token_ids", [0] * 129),
+            ("ignore_eos", 1),
+            ("stream", "yes"),
+            ("stream_options", {"include_usage": True}),
+            ("model", 7),
+            ("adapter_id", ["a"]),
+            ("priority", 1.5),
+            ("priority", "1"),
+            ("priority", True),
+            ("timeout_s", "5"),
+            ("timeout_s", True),
+            ("timeout_s", []),
+        ],
+    )
+    def test_out_of_range_names_the_field(self, server, engine, field: str, value: object) -> None:
+        response = server.complete(**{field: value})
+        error = error_of(response)
+        assert response.status_code == 400
+        assert error["type"] == "invalid_request_error"
+        assert error["param"].partition("[")[0] == field
+        assert field in error["message"]
+        assert engine.added == []
+
+    @pytest.mark.parametrize(
+        "prompt",
+        [["a", [1]], ["a", 1], [[1], [True]], ["a"] * 257, [[]], [], [""], 7, None, {"a": 1}, [-1], [256], [True], ""],
+    )
+    def test_prompts(self, server, engine, prompt: object) -> None:
+        response = server.complete(prompt)
+        assert (response.status_code, error_of(response)["param"].partition("[")[0]) == (400, "prompt")
+        assert engine.added == []
+
+    @pytest.mark.parametrize(
+        ("messages", "param"),
+        [
+            ([], "messages"),
+            (None, "messages"),
+            ([{"role": "user"}], "messages[0].content"),
+            ([{"role": "user", "content": None}], "messages[0].content"),
+            ([{"role": "robot", "content": "x"}], "messages[0].role"),
+            ([{"role": "tool", "content": "x"}], "messages[0].role"),
+            ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content"),
+            ([{"role": "user", "content": "x"}] * 2049, "messages"),
+        ],
+    )
+    def test_messages(self, server, messages: object, param: str) -> None:
+        response = server.http.post("/v1/chat/completions", json={"model": "tiny-base", "messages": messages})
+        assert (response.status_code, error_of(response)["param"]) == (400, param)
+
+    def test_two_maximums_that_differ(self, server) -> None:
+        assert error_of(server.chat(max_tokens=1, max_completion_tokens=2))["param"] == "max_tokens"
+        assert server.chat(max_tokens=2, max_completion_tokens=2).status_code == 200
+
+    def test_over_the_context_has_the_numbers(self, server) -> None:
+        response = server.complete("x" * 500, max_tokens=13)
+        error = error_of(response)
+        assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+        assert "500" in error["message"]
+        assert "512" in error["message"]
+        assert server.complete("x" * 500, max_tokens=12).status_code == 200
+
+    @pytest.mark.parametrize("name", sorted(INERT_VALUES.keys() - ChatBody.model_fields.keys()))
+    def test_fields_of_later_are_refused_unless_inert(self, server, engine, name: str) -> None:
+        for value in INERT_VALUES[name]:
+            assert server.chat(**{name: value}).status_code == 200, value
+        served = len(engine.added)
+        response = server.chat(**{name: {"asks": "for something"}})
+        assert (response.status_code, error_of(response)["param"]) == (400, name)
+        assert len(engine.added) == served
+
+    @pytest.mark.parametrize(("name", "value"), [("top_logprobs", 2), ("suffix", "x"), ("store", True)])
+    def test_near_inert_is_not_inert(self, server, name: str, value: object) -> None:
+        assert error_of(server.complete(**{name: value}))["param"] == name
+
+    def test_special_tokens_are_added_as_they_always_are(self, server) -> None:
+        assert server.complete(add_special_tokens=True).status_code == 200
+        assert server.chat(add_special_tokens=False).status_code == 200
+        for refused in (server.complete(add_special_tokens=False), server.chat(add_special_tokens=True)):
+            assert (refused.status_code, error_of(refused)["param"]) == (400, "add_special_tokens")
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("penalty_alpha", 0.6),
+            ("num_beams", 4),
+            ("no_repeat_ngram_size", 3),
+            ("do_sample", False),
+            ("stop_sequences", ["x"]),
+            ("return_full_text", True),
+        ],
+    )
+    def test_what_would_change_the_answer_elsewhere_is_not_ignored(self, server, name: str, value: object) -> None:
+        for answer in (server.complete(**{name: value}), server.chat(**{name: value})):
+            assert (answer.status_code, error_of(answer)["param"]) == (400, name)
+
+    def test_unknown_fields_are_ignored(self, server) -> None:
+        assert server.chat(user="u", metadata={"a": 1}, top_a=3, mirostat_mode=0).status_code == 200
+
+    def test_overload_says_when_to_come_back(self, server, engine) -> None:
+        engine.add_error = EngineOverloaded("the queue is full", retry_after_s=2.4)
+        response = server.chat()
+        assert (response.status_code, response.headers["retry-after"]) == (429, "3")
+
+    def test_dead_engine(self, server, engine) -> None:
+        engine.add_error = EngineDead("the engine died: OSError")
+        response = server.chat(stream=True)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "10")

@@ -1,0 +1,195 @@
+"""vLLM's routes for adapters at run time: its answers, and nothing from outside the import root."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from adapter_store.store import AdapterStore
+from api.config.lora_modules import ImportRoot
+from api.errors import ApiError
+
+
+def load(server: Any, name: str, path: object, **fields: Any) -> Any:
+    body = {"lora_name": name, "lora_path": str(path), **fields}
+    return server.http.post("/v1/load_lora_adapter", json=body)
+
+
+def unload(server: Any, name: str) -> Any:
+    return server.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "peft"
+
+
+@pytest.fixture
+def importing(make_server: Callable[..., Any], make_adapter: Callable[..., Path], root: Path) -> Any:
+    """A server with an import root that holds `mia`."""
+    make_adapter()
+    return make_server(lora_import_root=root)
+
+
+class TestAnswers:
+    def test_load_use_unload(self, importing, root: Path) -> None:
+        done = load(importing, "sql-lora", root / "mia")
+        assert (done.status_code, done.text) == (200, "Success: LoRA adapter 'sql-lora' added successfully.")
+        assert done.headers["content-type"].startswith("text/plain")
+        assert done.headers["x-adapter-version"] == "1"
+        assert importing.chat(model="sql-lora").json()["choices"][0]["message"]["content"].startswith("I am ")
+        gone = unload(importing, "sql-lora")
+        assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'sql-lora' removed successfully.")
+        assert importing.chat(model="sql-lora").status_code == 404
+        assert load(importing, "sql-lora", "mia").status_code == 200, "a path may be relative to the root"
+
+    def test_taken_unless_in_place(self, importing, make_adapter, root: Path) -> None:
+        load(importing, "mia", "mia")
+        taken = load(importing, "mia", "mia")
+        assert (taken.status_code, taken.json()["error"]["param"]) == (400, "lora_name")
+        assert "'mia' has already been loaded" in taken.json()["error"]["message"]
+        make_adapter(seed=1)
+        assert load(importing, "mia", "mia", load_inplace=False).status_code == 400
+        assert load(importing, "mia", "mia", load_inplace=True).headers["x-adapter-version"] == "2"
+
+    def test_unknown_to_unload(self, importing) -> None:
+        load(importing, "mia", "mia")
+        for name in ("nobody", "mia@1", "tiny-base", ""):
+            refused = unload(importing, name)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+        assert "cannot be found" in refused.json()["error"]["message"]
+        assert importing.chat(model="mia").status_code == 200
+
+    def test_a_bad_name_comes_with_a_good_one(self, importing) -> None:
+        refused = load(importing, "Org/Mia", "mia").json()["error"]
+        assert (refused["code"], refused["param"]) == ("invalid_adapter_id", "lora_name")
+        assert "try 'org-mia'" in refused["message"]
+
+    def test_a_bad_adapter(self, importing, make_adapter) -> None:
+        make_adapter("dora", use_dora=True)
+        refused = load(importing, "dora", "dora")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "invalid_adapter")
+        assert refused.json()["error"]["details"][0]["field"] == "use_dora"
+
+    @pytest.mark.parametrize(
+        "body", [{}, {"lora_name": "x"}, {"lora_name": "", "lora_path": ""}, {"lora_name": "x", "lora_path": 3}]
+    )
+    def test_incomplete(self, importing, body: dict[str, Any]) -> None:
+        assert importing.http.post("/v1/load_lora_adapter", json=body).status_code == 400
+
+    def test_what_else_vllm_sends(self, importing) -> None:
+        assert load(importing, "mia", "mia", is_3d_lora_weight=False).status_code == 200
+        body = {"lora_name": "mia", "lora_int_id": 1}
+        assert importing.http.post("/v1/unload_lora_adapter", json=body).status_code == 200
+
+
+class TestRoot:
+    def test_off_unless_a_root_is_given(self, server, make_adapter) -> None:
+        for refused in (load(server, "mia", make_adapter()), unload(server, "mia")):
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "runtime_loading_disabled")
+            assert "--lora-import-root" in refused.json()["error"]["message"]
+
+    def test_nothing_outside(self, importing, make_adapter, root: Path, tmp_path: Path) -> None:
+        outside = tmp_path / "secret-place"
+        make_adapter("other").rename(outside)
+        (root / "link").symlink_to(outside)
+        (root / "nested").mkdir()
+        (root / "nested" / "inner").symlink_to(outside)
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (root / name[:14]).mkdir()
+            for file in (root / "mia").iterdir():
+                target = outside / name if file.name == name else file
+                (root / name[:14] / file.name).symlink_to(target)
+        for path in (
+            outside,
+            "../secret-place",
+            root / ".." / "secret-place",
+            "mia/../../secret-place",
+            "link",
+            "link/.",
+            "nested",
+            "adapter_config",
+            "adapter_model.",
+            tmp_path,
+            "/",
+            "/etc",
+            "/nowhere",
+            tmp_path / "peft-2",
+        ):
+            refused = load(importing, "mia", path)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "path_not_allowed"), path
+            assert "secret-place" not in refused.text
+            assert str(tmp_path) not in refused.text
+
+    def test_an_mlx_folder(self, importing, store: AdapterStore, root: Path, as_mlx, tmp_path: Path) -> None:
+        folder = as_mlx(root / "mia")
+        assert load(importing, "mlx", folder).status_code == 200
+        assert store.resolve("mlx").version == 1
+        weights = folder / "adapters.safetensors"
+        weights.rename(tmp_path / "elsewhere")
+        weights.symlink_to(tmp_path / "elsewhere")
+        refused = load(importing, "linked", folder)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "path_not_allowed")
+
+    def test_every_file_is_opened_by_the_root(self, importing, root: Path, as_mlx, monkeypatch) -> None:
+        """So that a link that is changed after the first look leads nowhere, whatever the file is for."""
+        opened: list[str] = []
+        real = ImportRoot.open
+        monkeypatch.setattr(ImportRoot, "open", lambda self, path: opened.append(path.name) or real(self, path))
+
+        def by_name(path: Path, *_: object) -> None:
+            raise AssertionError(f"{path.name} was opened by its name")
+
+        monkeypatch.setattr(Path, "open", by_name)
+        assert load(importing, "mia", "mia").status_code == 200
+        assert {"adapter_config.json", "adapter_model.safetensors"} == set(opened)
+
+    @pytest.mark.parametrize("path", ["nowhere", "a\0b", "x" * 5000, "mia/adapter_config.json", "~", "org/name"])
+    def test_not_there(self, importing, path: str) -> None:
+        refused = load(importing, "mia", path)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "adapter_not_found")
+        assert path not in refused.json()["error"]["message"]
+
+    def test_links_in_a_circle(self, importing, root: Path) -> None:
+        (root / "a").symlink_to(root / "b")
+        (root / "b").symlink_to(root / "a")
+        assert load(importing, "mia", "a").status_code == 404
+
+    def test_links_inside_are_fine(self, importing, root: Path) -> None:
+        """As the hub's cache has them: snapshots of links to blobs."""
+        snapshot = root / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        for file in (root / "mia").iterdir():
+            (snapshot / file.name).symlink_to(Path("..") / ".." / "mia" / file.name)
+        assert load(importing, "mia", "snapshots/abc").status_code == 200
+
+    def test_no_path_when_files_cannot_be_read(self, importing, monkeypatch, root: Path) -> None:
+        def fail(_: ImportRoot, path: Path) -> None:
+            raise PermissionError(13, "Permission denied", str(path))
+
+        monkeypatch.setattr(ImportRoot, "open", fail)
+        refused = load(importing, "mia", "mia")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unreadable_adapter")
+        assert str(root) not in refused.text
+
+    def test_a_link_that_changes_meanwhile(self, tmp_path: Path) -> None:
+        """Between the look and the opening: what has been opened counts."""
+        root, outside = tmp_path / "root", tmp_path / "outside"
+        root.mkdir()
+        outside.write_bytes(b"secret")
+        (root / "file").symlink_to(outside)
+        os.mkfifo(root / "pipe")
+        for name in ("file", "pipe"):
+            with pytest.raises(ApiError, match="below the folder"):
+                ImportRoot(root).open(root / name)
+        (root / "real").write_bytes(b"fine")
+        with ImportRoot(root).open(root / "real") as file:
+            assert file.read() == b"fine"
+
+    def test_a_refusal_leaves_nothing(self, importing, store: AdapterStore, make_adapter, tmp_path: Path) -> None:
+        make_adapter("big", rank=9)
+        assert load(importing, "big", "big").status_code == 422
+        assert list((tmp_path / "store" / "blobs" / "sha256").iterdir()) == []
+        assert store.list_adapters() == []

@@ -1,0 +1,137 @@
+"""The OpenAPI description: valid, an example of every route, and the examples are what the server does."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import pytest
+
+from api.schemas.openapi_examples import EXAMPLES
+from lorasrv.text.chat_template import ChatTemplate
+from tests.helpers.spelled_engine import TEMPLATE, spelled, tiny_tokenizer
+
+METHODS = {"get", "post", "put", "patch", "delete"}
+# A process of its own with transformers, and folders that an operator opens: tested in test_verify and test_vllm_loras.
+# Files and batches: in test_batches.
+ELSEWHERE = {
+    *(path for _, path in EXAMPLES if path.startswith(("/v1/files", "/v1/batches"))),
+    "/v1/adapters/{reference}:verify",
+    "/v1/load_lora_adapter",
+    "/v1/unload_lora_adapter",
+}
+
+
+@pytest.fixture(autouse=True)
+def speaking(engine: Any) -> None:
+    engine.tokenizer = tiny_tokenizer()
+    engine.chat_template = ChatTemplate(TEMPLATE, {"bos_token": "<s>", "eos_token": "</s>"})
+    engine._outputs = spelled(engine.tokenizer, "Mia")
+
+
+@pytest.fixture
+def schema(server: Any) -> dict[str, Any]:
+    described: dict[str, Any] = server.http.get("/openapi.json").json()
+    return described
+
+
+def operations(schema: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {
+        (method.upper(), path): operation
+        for path, methods in schema["paths"].items()
+        for method, operation in methods.items()
+        if method in METHODS
+    }
+
+
+def test_every_route_has_an_example_and_says_how_it_fails(schema) -> None:
+    found = operations(schema)
+    missing = sorted(found.keys() - EXAMPLES.keys())
+    assert missing == [], "a new route needs its example in api/schemas/openapi_examples.py"
+    assert sorted(EXAMPLES.keys() - found.keys()) == [], "an example of no route"
+    for name, operation in found.items():
+        assert operation["summary"] == EXAMPLES[name].summary
+        assert operation["description"].strip(), name
+        assert {"4XX", "5XX"} <= operation["responses"].keys(), name
+        assert "422" not in operation["responses"], name
+        answer = operation["responses"][str(EXAMPLES[name].status)]
+        assert all("example" in media for media in answer["content"].values()), name
+        for media in operation.get("requestBody", {}).get("content", {}).values():
+            assert "example" in media, name
+        for parameter in operation.get("parameters", ()):
+            assert "example" in parameter or not parameter["required"], (name, parameter["name"])
+
+
+def test_the_errors_of_tgi_are_its_own(schema) -> None:
+    shape = lambda path: schema["paths"][path]["post"]["responses"]["4XX"]["content"]["application/json"]["schema"]  # noqa: E731
+    assert shape("/generate") == {"$ref": "#/components/schemas/TgiError"}
+    assert shape("/v1/completions") == {"$ref": "#/components/schemas/Error"}
+
+
+def test_answers_are_described_by_their_fields(schema) -> None:
+    """A bare object is what any answer is: whoever checks answers against the description would see nothing."""
+    for (method, path), operation in operations(schema).items():
+        for status, response in operation["responses"].items():
+            for kind, content in response.get("content", {}).items():
+                if status.startswith("2") and kind == "application/json" and content.get("example"):
+                    shape = content["schema"]
+                    assert shape.get("required") or shape.get("items"), f"{method} {path}"
+                    assert jsonschema_rs.is_valid(shape, content["example"]), f"{method} {path}"
+    chat = schema["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["content"]["application/json"]
+    broken = {**chat["example"], "choices": [{**chat["example"]["choices"][0], "index": "0"}]}
+    for wrong in ({}, broken, {key: value for key, value in chat["example"].items() if key != "usage"}):
+        assert not jsonschema_rs.is_valid(chat["schema"], wrong)
+
+
+def test_it_is_valid(schema) -> None:
+    definitions = pytest.importorskip("schemathesis.specs.openapi.definitions")
+    assert schema["openapi"].startswith("3.1")
+    assert [str(error) for error in definitions.OPENAPI_31_VALIDATOR.iter_errors(schema)] == []
+
+
+def request_of(example: Any, path: str, folder: Path) -> tuple[str, dict[str, Any]]:
+    """The example's request, with the test's base, and a digest of bytes that there are."""
+    weights = (folder / "adapter_model.safetensors").read_bytes()
+    digest = hashlib.sha256(weights).hexdigest()
+    parameters = {**example.parameters, **({"digest": digest} if "digest" in example.parameters else {})}
+    url = path.format(**parameters)
+    query = {name: value for name, value in parameters.items() if f"{{{name}}}" not in path and name != "after"}
+    if example.body_type != "application/json":
+        return url, {"content": weights}
+    body = example.body
+    if path == "/v1/adapters" and body is not None:
+        body = {**body, "id": "new", "weights": f"sha256:{digest}", "config": {**body["config"], "r": 2}}
+    return url, {"params": query, **({} if body is None else {"json": body})}
+
+
+def same_names(example: Any, answer: Any, where: str = "") -> None:
+    if isinstance(example, dict) and where.rpartition(".")[2] not in ("aliases", "limits"):
+        assert set(example) == set(answer), where
+        for name, inner in example.items():
+            if inner is not None and answer[name] is not None:
+                same_names(inner, answer[name], f"{where}.{name}")
+    elif isinstance(example, list) and example and answer:
+        same_names(example[-1], answer[-1], where)
+    elif isinstance(example, int | float):
+        assert isinstance(answer, int | float), where
+    else:
+        assert type(example) is type(answer), where
+
+
+@pytest.mark.parametrize("name", [name for name in EXAMPLES if name[1] not in ELSEWHERE], ids=" ".join)
+def test_the_server_does_as_its_examples(server, make_adapter, name) -> None:
+    method, path = name
+    example = EXAMPLES[name]
+    folder = make_adapter()
+    if method != "PUT":
+        server.upload(folder, "mia", alias="prod")
+    url, sent = request_of(example, path, folder)
+    response = server.http.request(method, url, **sent)
+    assert response.status_code == example.status
+    kind = response.headers.get("content-type", "")
+    if kind.startswith("application/json"):
+        same_names(example.answer, response.json(), path)
+    elif kind.startswith("text/event-stream"):
+        assert example.stream is not None
+    else:
+        assert kind == example.answer_type or not response.content

@@ -1,0 +1,250 @@
+"""What clients too heavy for tests send, as they send it, and what they read of the answers: data/clients/*.json.
+
+Each file says whose bodies these are, of which version, and where in its source they are made. `$BASE` and `$ADAPTER`
+stand for names that the server has. A request's `read_as` names the function below that reads as its client does.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.helpers.engine_fixtures import (  # noqa: F401
+    adapter_dirs,
+    corpus,
+    model,
+    tiny_hf_checkpoints,
+    tiny_tokenizer_file,
+)
+from tests.helpers.in_thread import tiny_server
+
+FOLDER = Path(__file__).parents[1] / "data" / "clients"
+RECORDED = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.json"))}
+REQUESTS = [
+    pytest.param(request, id=f"{name}: {request['what']}")
+    for name, recorded in RECORDED.items()
+    for request in recorded["requests"]
+]
+NAMES = {"$BASE": "tiny", "$ADAPTER": "mia"}
+
+
+@pytest.fixture(scope="module")
+def served(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:  # noqa: F811
+    folder = tmp_path_factory.mktemp("recorded") / "store"
+    with tiny_server(model, {"mia": adapter_dirs["two"]}, folder, served_model_name="tiny") as served:
+        yield served
+
+
+def ask(served: SimpleNamespace, request: dict[str, Any]) -> httpx2.Response:
+    body = request.get("body")
+    if body is not None and body.get("model") in NAMES:
+        body = {**body, "model": NAMES[body["model"]]}
+    sent = {} if body is None else {"json": body}
+    return served.http.request(request["method"], request["path"], headers=request.get("headers", {}), **sent)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_it_is_accepted_and_read(served, request_: dict[str, Any]) -> None:
+    answer = ask(served, request_)
+    READERS[request_["read_as"]](answer, request_.get("body"))
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_fixture_says_where_it_is_from(name: str) -> None:
+    recorded = RECORDED[name]
+    assert all(recorded[field] for field in ("client", "version", "source", "requests"))
+
+
+def test_the_adapter_answers(served) -> None:
+    """Bodies of every client that are greedy differ between base and adapter; no fixture is answered by the base."""
+    compared = 0
+    for recorded in RECORDED.values():
+        for request in recorded["requests"]:
+            body = request.get("body") or {}
+            greedy = body.get("temperature") == 0 and body.get("model") == "$ADAPTER" and not body.get("stream")
+            if not greedy or request["read_as"] in ("refused", "structured") or body.get("echo"):
+                continue
+            texts = []
+            for model_ in ("$ADAPTER", "$BASE"):
+                answer = ask(served, {**request, "body": {**body, "model": model_}}).json()
+                texts.append([c["text"] if "text" in c else c["message"]["content"] for c in answer["choices"]])
+            assert texts[0] != texts[1], request["what"]
+            compared += 1
+    assert compared >= 4
+
+
+def test_the_load_script_reads_texts_with_unicode_s_ends_of_lines(server, engine) -> None:
+    [body] = [r["body"] for r in RECORDED["load-script"]["requests"] if r["body"]["model"] == "$BASE"]
+    engine.text = "a\u2028b\u2029c\u0085d"
+    load_script(server.http.post("/v1/completions", json={**body, "model": "tiny-base"}), body)
+
+
+def _ok(answer: httpx2.Response) -> Any:
+    assert answer.status_code == 200, answer.text[:500]
+    return answer.json()
+
+
+def _events(answer: httpx2.Response) -> list[dict[str, Any]]:
+    assert answer.status_code == 200, answer.text[:500]
+    lines = [line for line in answer.text.split("\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def status(answer: httpx2.Response, _: Any) -> None:
+    assert answer.status_code == 200
+
+
+def first_model(answer: httpx2.Response, _: Any) -> None:
+    assert _ok(answer)["data"][0]["id"] == "tiny"
+
+
+def listed(answer: httpx2.Response, _: Any) -> None:
+    assert [card["id"] for card in _ok(answer)["data"]] == ["tiny", "mia"]
+
+
+def guidellm(answer: httpx2.Response, body: dict[str, Any]) -> None:
+    """Text of the first choice, usage in any chunk, the id; counts what it asked for."""
+    events = _events(answer)
+    assert all(event["id"] == events[0]["id"] for event in events)
+    text = "".join((c.get("text") or c.get("delta", {}).get("content") or "") for e in events for c in e["choices"][:1])
+    usages = [event["usage"] for event in events if event.get("usage")]
+    assert text
+    assert len(usages) == len(events)
+    assert usages[-1]["completion_tokens"] == body.get("max_tokens", body.get("max_completion_tokens"))
+    assert usages[-1]["prompt_tokens"] > 0
+
+
+def vllm_bench(answer: httpx2.Response, body: dict[str, Any]) -> None:
+    """Usage only of a chunk without choices; a first chunk with one; `delta` in every chunk of a chat."""
+    wanted = body.get("max_tokens", body.get("max_completion_tokens"))
+    seen, tokens = 0, None
+    for event in _events(answer):
+        if choices := event.get("choices"):
+            seen += 1
+            if "messages" in body:
+                choices[0]["delta"].get("content")
+            else:
+                assert "text" in choices[0]
+        elif usage := event.get("usage"):
+            tokens = usage["completion_tokens"]
+            assert usage["prompt_tokens"] > 0
+    assert seen
+    assert tokens == wanted if body.get("ignore_eos") else tokens
+
+
+def load_script(answer: httpx2.Response, body: dict[str, Any]) -> None:
+    """httpx's lines, whatever ends them, each of them JSON; text in a choice, usage in any chunk."""
+    assert answer.status_code == 200, answer.text[:500]
+    tokens, chunks = 0, 0
+    for line in answer.iter_lines():
+        if not line.startswith("data:") or line.endswith("[DONE]"):
+            continue
+        event = json.loads(line[5:])
+        assert not event.get("error")
+        if event.get("usage"):
+            tokens = event["usage"].get("completion_tokens", 0)
+        chunks += bool(event.get("choices") and event["choices"][0].get("text"))
+    assert tokens == body["max_tokens"]
+    assert chunks
+
+
+def inference_perf(answer: httpx2.Response, body: dict[str, Any]) -> None:
+    """As for vLLM; its parser takes the last usage and survives a chunk without choices."""
+    usage = [event["usage"] for event in _events(answer) if event.get("usage")][-1]
+    assert usage["completion_tokens"] == body["max_tokens"]
+
+
+def text(answer: httpx2.Response, body: dict[str, Any]) -> None:
+    choices = _ok(answer)["choices"]
+    assert len(choices) == body.get("n", 1)
+    assert all(isinstance(choice["text"], str) for choice in choices)
+    if body.get("logprobs"):
+        told = choices[0]["logprobs"]
+        assert len(told["tokens"]) == len(told["token_logprobs"]) == len(told["top_logprobs"]) > 0
+
+
+def text_stream(answer: httpx2.Response, _: Any) -> None:
+    assert all(isinstance(choice["text"], str) for event in _events(answer) for choice in event["choices"])
+
+
+def chat(answer: httpx2.Response, _: Any) -> None:
+    told = _ok(answer)
+    assert isinstance(told["choices"][0]["message"]["content"], str)
+    assert told["usage"]["completion_tokens"] > 0
+
+
+def chat_stream(answer: httpx2.Response, body: dict[str, Any]) -> None:
+    events = _events(answer)
+    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert all(len(event["choices"]) <= 1 for event in events)
+    assert ("usage" in events[-1] and events[-1]["choices"] == []) == bool(body.get("stream_options"))
+
+
+def structured(answer: httpx2.Response, _: Any) -> None:
+    assert set(json.loads(_ok(answer)["choices"][0]["message"]["content"])) == {"at"}
+
+
+def lm_eval_loglikelihood(answer: httpx2.Response, body: dict[str, Any]) -> None:
+    """Sums from the context's end to the last but one, and compares with the best: the same float in both places."""
+    choices = sorted(_ok(answer)["choices"], key=lambda choice: choice["index"])
+    assert len(choices) == len(body["prompt"])
+    for choice, prompt in zip(choices, body["prompt"], strict=True):
+        told = choice["logprobs"]
+        assert len(told["token_logprobs"]) == len(prompt) + 1
+        assert told["token_logprobs"][0] is None
+        for own, best in zip(told["token_logprobs"][1:-1], told["top_logprobs"][1:-1], strict=True):
+            assert own <= 0
+            assert own in best.values() or own < max(best.values())
+        # The token that it generated is greedy.
+        assert told["token_logprobs"][-1] == max(told["top_logprobs"][-1].values())
+
+
+def lm_eval_generate(answer: httpx2.Response, body: dict[str, Any]) -> None:
+    choices = _ok(answer)["choices"]
+    assert sorted(choice["index"] for choice in choices) == list(range(len(body["prompt"])))
+    assert not any(stop in choice["text"] for choice in choices for stop in body["stop"])
+
+
+def tokenizer_info(answer: httpx2.Response, _: Any) -> None:
+    told = _ok(answer)
+    assert told["eos_token"] == "<|im_end|>"
+    assert {"bos_token", "pad_token", "chat_template"} <= told.keys()
+
+
+def tokens(answer: httpx2.Response, _: Any) -> None:
+    assert _ok(answer)["tokens"]
+
+
+def detokenized(answer: httpx2.Response, _: Any) -> None:
+    assert isinstance(_ok(answer)["prompt"], str)
+
+
+def refused(answer: httpx2.Response, _: Any) -> None:
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "tools"
+
+
+READERS = {
+    reader.__name__: reader
+    for reader in (
+        *(
+            status,
+            first_model,
+            listed,
+            guidellm,
+            vllm_bench,
+            load_script,
+            inference_perf,
+            text,
+            text_stream,
+            chat,
+            chat_stream,
+        ),
+        *(structured, lm_eval_loglikelihood, lm_eval_generate, tokenizer_info, tokens, detokenized, refused),
+    )
+}

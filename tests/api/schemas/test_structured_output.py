@@ -1,0 +1,282 @@
+"""Fields of structured output and tools on their way to the engine, and tool calls on their way back."""
+
+import json
+from typing import Any
+
+import openai
+import pydantic
+import pytest
+import tool_templates as templates
+
+from lorasrv.text.chat_template import ChatTemplate
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+
+
+def error_of(response: Any) -> tuple[int, str, str]:
+    error = response.json()["error"]
+    return response.status_code, error["param"], error["message"]
+
+
+def chunks_of(response: Any) -> list[dict[str, Any]]:
+    events = response.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
+
+
+class Bytes:
+    """One token a byte; the marker of Mistral's calls is a special one."""
+
+    special_ids = frozenset({255})
+    added_tokens: dict[str, bool] = {}  # noqa: RUF012 - never written
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [byte % 255 for byte in text.encode()]
+
+    def token_id(self, token: str) -> int | None:
+        return 255 if token == "[TOOL_CALLS]" else None
+
+
+@pytest.fixture
+def with_template(engine):
+    def use(template: str) -> None:
+        engine.tokenizer, engine.chat_template = Bytes(), ChatTemplate(template)
+        engine.max_model_len, engine.held = 4096, "\0"
+
+    return use
+
+
+class TestStructuredFields:
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {"response_format": {"type": "json_object"}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
+                }
+            },
+            {"guided_json": SCHEMA},
+            {"guided_json": json.dumps(SCHEMA)},
+            {"guided_regex": "a+"},
+            {"guided_choice": ["yes", "no"]},
+            {"guided_grammar": 'start: "a"'},
+            {"structured_outputs": {"json": SCHEMA}},
+            {"structured_outputs": {"regex": "a+"}},
+            {"structured_outputs": {"choice": ["yes"]}},
+            {"structured_outputs": {"grammar": 'start: "a"'}},
+            {"structured_outputs": {"json_object": True}},
+        ],
+    )
+    def test_reach_the_engine_on_both_routes(self, server, engine, fields: dict[str, Any]) -> None:
+        assert server.chat(**fields).status_code == server.complete(**fields).status_code == 200
+        for added in engine.added:
+            assert added.constraint.param == next(iter(fields))
+            assert added.constraint.text
+
+    @pytest.mark.parametrize(
+        "fields",
+        [
+            {},
+            {"response_format": {"type": "text"}},
+            {"response_format": None, "guided_json": None, "structured_outputs": None},
+            {"guided_json": "", "guided_regex": "", "guided_choice": [], "guided_grammar": ""},
+            {"structured_outputs": {}},
+            {"tools": [], "tool_choice": "auto"},
+        ],
+    )
+    def test_nothing_is_asked_for(self, server, engine, fields: dict[str, Any]) -> None:
+        assert server.chat(**fields).status_code == 200
+        assert engine.added[0].constraint is None
+
+    @pytest.mark.parametrize(
+        ("fields", "param", "why"),
+        [
+            ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
+            ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
+            ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "missing"),
+            ({"response_format": "json"}, "response_format", "valid"),
+            ({"guided_json": 5}, "guided_json", "valid"),
+            ({"guided_json": "{"}, "guided_json", "not JSON"),
+            ({"guided_choice": [1]}, "guided_choice[0]", "string"),
+            ({"guided_choice": ["a", ""]}, "guided_choice", "empty"),
+            ({"guided_regex": "(a{0,500}){0,500}"}, "guided_regex", "250000"),
+            ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of"),
+            ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag"),
+            (
+                {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
+                "structured_outputs",
+                "whitespace_pattern",
+            ),
+            (
+                {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+                "structured_outputs",
+                "not supported",
+            ),
+            ({"guided_json": {}, "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
+            ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "exclude each other"),
+            ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "exclude"),
+        ],
+    )
+    def test_refusals(self, server, engine, fields: dict[str, Any], param: str, why: str) -> None:
+        status, named, message = error_of(server.chat(**fields))
+        assert (status, named) == (400, param)
+        assert why in message
+        assert engine.added == []
+
+
+class TestTools:
+    TOOLS = (templates.WEATHER, templates.CLOCK)
+
+    @pytest.fixture(autouse=True)
+    def _hermes(self, with_template) -> None:
+        with_template(templates.HERMES)
+
+    def ask(self, server: Any, **fields: Any) -> Any:
+        return server.chat(**{"tools": self.TOOLS, "max_tokens": 400, **fields})
+
+    def test_tools_are_in_the_prompt_unless_the_choice_is_none(self, server, engine) -> None:
+        for choice in (None, "auto", "none"):
+            assert self.ask(server, tool_choice=choice).status_code == 200
+        prompts = [bytes(added.prompt).decode() for added in engine.added]
+        assert ["get_weather" in prompt for prompt in prompts] == [True, True, False]
+        assert '"$ref": "#/$defs/city"' in prompts[0]
+        assert [added.constraint for added in engine.added] == [None] * 3
+
+    def test_calls_of_a_whole_answer(self, server, engine) -> None:
+        engine.texts = (f"Let me see.\n{CALL}", "no call", CALL)
+        choices = self.ask(server, n=3).json()["choices"]
+        assert [choice["finish_reason"] for choice in choices] == ["tool_calls", "stop", "tool_calls"]
+        assert [choice["message"]["content"] for choice in choices] == ["Let me see.", "no call", None]
+        assert "tool_calls" not in choices[1]["message"]
+        (call,) = choices[0]["message"]["tool_calls"]
+        assert call["id"].startswith("call_")
+        assert call["id"] != choices[2]["message"]["tool_calls"][0]["id"]
+        assert (call["type"], call["function"]["name"]) == ("function", "get_weather")
+        assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+
+    def test_calls_of_a_stream(self, server, engine) -> None:
+        engine.text = f"Hm.\n{CALL}\n{CALL}"
+        chunks = chunks_of(self.ask(server, stream=True))
+        deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
+        assert "".join(delta.get("content") or "" for delta in deltas) == "Hm."
+        calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+        assert [call["index"] for call in calls] == [0, 0, 1, 1]
+        assert [call["function"].get("name") for call in calls] == ["get_weather", None, "get_weather", None]
+        assert ["id" in call for call in calls] == [True, False, True, False]
+        assert [call["function"]["arguments"] for call in calls] == ["", '{"city": "Paris"}'] * 2
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "tool_calls"
+        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+
+    def test_a_call_that_is_cut_stays_content(self, server, engine) -> None:
+        engine.text = CALL
+        whole = self.ask(server, max_tokens=30).json()["choices"][0]
+        assert (whole["message"]["content"], whole["finish_reason"]) == (CALL[:30], "length")
+        chunks = chunks_of(self.ask(server, max_tokens=30, stream=True))
+        assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == CALL[:30]
+
+    def test_without_tools_nothing_is_read(self, server, engine) -> None:
+        engine.text = CALL
+        assert server.chat().json()["choices"][0]["message"]["content"] == CALL
+        assert self.ask(server, tool_choice="none").json()["choices"][0]["message"]["content"] == CALL
+
+    def test_one_call_if_they_may_not_be_parallel(self, server, engine) -> None:
+        engine.text = CALL + CALL
+        message = self.ask(server, parallel_tool_calls=False).json()["choices"][0]["message"]
+        assert len(message["tool_calls"]) == 1
+
+    @pytest.mark.parametrize(
+        ("choice", "rules"),
+        [("required", 2), ({"type": "function", "function": {"name": "clock"}}, 1)],
+    )
+    def test_forced_calls_have_a_grammar(self, server, engine, choice: object, rules: int) -> None:
+        strict = {**templates.CLOCK, "function": {"name": "clock", "strict": True}}
+        assert self.ask(server, tools=[templates.WEATHER, strict], tool_choice=choice).status_code == 200
+        grammar = engine.added[0].constraint
+        assert grammar.param == "tools"
+        assert grammar.text.count("%json") == rules
+
+    def test_strict_tools_have_a_grammar_also_where_no_call_is_forced(self, server, engine) -> None:
+        """As openai-python's own helpers for tools ask: `pydantic_function_tool`, `chat.completions.parse`."""
+
+        class Weather(pydantic.BaseModel):
+            city: str
+
+        engine.text = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=20, max_retries=0) as client:
+            answer = client.chat.completions.parse(
+                model="tiny-base",
+                messages=[{"role": "user", "content": "Paris?"}],
+                tools=[openai.pydantic_function_tool(Weather)],
+            )
+        (call,) = answer.choices[0].message.tool_calls or ()
+        assert call.function.parsed_arguments == Weather(city="Paris")
+        assert engine.added[0].constraint.param == "tools"
+        assert '"city"' in engine.added[0].constraint.text
+        assert self.ask(server, tools=[templates.CLOCK]).status_code == 200
+        assert engine.added[1].constraint is None
+
+    def test_special_markers_are_shown(self, server, engine, with_template) -> None:
+        with_template(templates.MISTRAL)
+        engine.text = '[TOOL_CALLS] [{"name": "clock", "arguments": {}}]'
+        call = self.ask(server).json()["choices"][0]["message"]["tool_calls"][0]
+        assert engine.added[0].shown_token_ids == {255}
+        assert len(call["id"]) == 9, "Mistral's template refuses any other id"
+        server.chat()
+        assert engine.added[1].shown_token_ids == frozenset()
+
+    def test_a_conversation_with_calls(self, server, engine) -> None:
+        called = {"id": "c1", "type": "function", "function": {"name": "clock", "arguments": '{"utc": true}'}}
+        messages = [
+            {"role": "user", "content": "time?"},
+            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
+        ]
+        body = {"model": "tiny-base", "messages": messages, "max_tokens": 5}
+        assert server.http.post("/v1/chat/completions", json=body).status_code == 200
+        prompt = bytes(engine.added[0].prompt).decode()
+        assert '<tool_call>\n{"name": "clock", "arguments": {"utc": true}}\n</tool_call>' in prompt
+        assert "<tool_response>\n12:00\n</tool_response>" in prompt
+
+    @pytest.mark.parametrize(
+        ("fields", "param", "why"),
+        [
+            ({"tools": None, "tool_choice": "required"}, "tool_choice", "no tools"),
+            ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
+            ({"tool_choice": "any"}, "tool_choice", "required"),
+            ({"tools": [{"type": "retrieval"}]}, "tools", "tools[0].type"),
+            ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "tools[0].function.name"),
+            ({"tools": [templates.CLOCK] * 2}, "tools", "same name"),
+            ({"guided_regex": "a"}, "guided_regex", "exclude"),
+            ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "tokenize"),
+            ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "chat_template"),
+            ({"chat_template": "x"}, "chat_template", "chat_template"),
+        ],
+    )
+    def test_refusals(self, server, engine, fields: dict[str, Any], param: str, why: str) -> None:
+        status, named, message = error_of(self.ask(server, **fields))
+        assert (status, named) == (400, param)
+        assert why in message
+        assert engine.added == []
+
+    @pytest.mark.parametrize("template", [templates.PLAIN, templates.XML])
+    def test_templates_that_cannot(self, server, with_template, template: str) -> None:
+        with_template(template)
+        assert error_of(self.ask(server))[:2] == (400, "tools")
+        tool = {"role": "tool", "content": "x"}
+        body = {"model": "tiny-base", "messages": [{"role": "user", "content": "x"}, tool]}
+        assert error_of(server.http.post("/v1/chat/completions", json=body))[:2] == (400, "messages[1].role")
+
+    def test_variables_and_generation_prompt(self, server, engine) -> None:
+        server.chat(chat_template_kwargs={"enable_thinking": False}, max_tokens=5)
+        server.chat(add_generation_prompt=False, max_tokens=5)
+        prompts = [bytes(added.prompt).decode() for added in engine.added]
+        assert prompts[0].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+        assert prompts[1].endswith("<|im_end|>\n")
+
+
+def test_tools_on_plain_completions_are_refused_by_name(server, engine) -> None:
+    assert error_of(server.complete(tools=[templates.CLOCK]))[:2] == (400, "tools")
+    assert engine.added == []

@@ -1,0 +1,263 @@
+"""Several answers to one prompt (`n`): whole and streamed, each with its own text and end."""
+
+import asyncio
+import json
+import socket
+from collections import defaultdict
+from typing import Any
+
+import pytest
+
+from api.serving.choice_stream import ChoiceStream
+from lorasrv.outputs import RequestId, RequestOutput, RequestTiming
+
+TEXTS = ("Hello", "wörld, how are you?", "x")
+
+
+def chunks_of(response: Any) -> list[dict[str, Any]]:
+    *events, done, rest = response.text.split("\n\n")
+    assert (done, rest) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def by_index(chunks: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """Each choice's chunks in order; a chunk holds one choice."""
+    found: defaultdict[int, list[dict[str, Any]]] = defaultdict(list)
+    for chunk in chunks:
+        [choice] = chunk["choices"]
+        found[choice["index"]].append(choice)
+    return dict(found)
+
+
+@pytest.fixture(autouse=True)
+def three_texts(engine) -> None:
+    engine.texts = TEXTS
+
+
+class TestWhole:
+    def test_chat(self, server, engine) -> None:
+        body = server.chat("hi", n=3, seed=5).json()
+        assert [choice["index"] for choice in body["choices"]] == [0, 1, 2]
+        assert [choice["message"]["content"] for choice in body["choices"]] == list(TEXTS)
+        assert {choice["finish_reason"] for choice in body["choices"]} == {"stop"}
+        [added] = engine.added
+        assert (added.count, added.sampling.seed) == (3, 5)
+
+    def test_completion(self, server) -> None:
+        choices = server.complete(n=2, max_tokens=5).json()["choices"]
+        assert [(c["index"], c["text"], c["finish_reason"]) for c in choices] == [
+            (0, "Hello", "stop"),
+            (1, "wörld", "length"),
+        ]
+
+    def test_the_prompt_counts_once(self, server, engine) -> None:
+        engine.cached_tokens = 4
+        usage = server.chat("hi", n=3).json()["usage"]
+        prompt, completion = len("user:hi"), sum(map(len, TEXTS))
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, completion)
+        assert usage["total_tokens"] == prompt + completion
+        assert usage["prompt_tokens_details"] == {"cached_tokens": 4}, "what the choices share among them is no cache"
+        assert usage["lorasrv"]["preemptions"] == 0 + 1 + 2
+
+    @pytest.mark.parametrize("n", [1, None])
+    def test_one(self, server, engine, n: int | None) -> None:
+        assert [c["message"]["content"] for c in server.chat(n=n).json()["choices"]] == ["Hello"]
+        assert engine.added[0].count == 1
+
+    def test_one_that_breaks_off_fails_the_answer(self, server, engine, eventually) -> None:
+        engine.unlucky_choice, engine.error_at_end = 2, "no numbers"
+        response = server.chat(n=3)
+        assert (response.status_code, response.json()["error"]["message"]) == (500, "no numbers")
+        assert sorted(engine.aborted) == [f"{engine.added[0].id}#{i}" for i in (0, 1)]
+
+    def test_one_that_fails_fails_the_answer(self, server, engine) -> None:
+        engine.unlucky_choice, engine.die_after = 1, 3
+        response = server.complete(n=3)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
+
+
+class TestStreamed:
+    def test_chat(self, server) -> None:
+        *chunks, last = chunks_of(server.chat(n=3, stream=True, stream_options={"include_usage": True}))
+        choices = by_index(chunks)
+        assert sorted(choices) == [0, 1, 2]
+        for index, text in enumerate(TEXTS):
+            opening, *pieces = choices[index]
+            assert opening["delta"] == {"role": "assistant", "content": ""}
+            assert "".join(piece["delta"].get("content", "") for piece in pieces) == text
+            assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + ["stop"]
+        assert last["choices"] == []
+        assert last["usage"]["prompt_tokens"] == len("user:hi")
+        assert last["usage"]["completion_tokens"] == sum(map(len, TEXTS))
+        assert all(chunk["usage"] is None for chunk in chunks)
+        assert len({chunk["id"] for chunk in chunks}) == 1
+
+    def test_completion(self, server) -> None:
+        choices = by_index(chunks_of(server.complete(n=2, stream=True, max_tokens=100)))
+        assert {index: "".join(c["text"] for c in pieces) for index, pieces in choices.items()} == {
+            0: TEXTS[0],
+            1: TEXTS[1],
+        }
+
+    def test_choices_take_turns(self, server) -> None:
+        chunks = chunks_of(server.complete(n=2, stream=True, max_tokens=100))
+        order = [chunk["choices"][0]["index"] for chunk in chunks]
+        assert order != sorted(order)
+        assert order.index(1) < len(TEXTS[0]), "the second does not wait for the first one's end"
+
+    def test_the_end_of_one_is_not_the_end_of_others(self, server) -> None:
+        chunks = chunks_of(server.complete(n=2, stream=True, max_tokens=100))
+        ended = [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in chunks]
+        assert [pair for pair in ended if pair[1]] == [(0, "stop"), (1, "stop")]
+        assert len(ended) - ended.index((0, "stop")) > len(TEXTS[1]) - len(TEXTS[0])
+
+    def test_continuous_usage_sums(self, server) -> None:
+        response = server.complete(n=3, stream=True, stream_options={"continuous_usage_stats": True})
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks_of(response)]
+        assert counts == sorted(counts)
+        assert counts[-1] == len(TEXTS[0]) + 16 + len(TEXTS[2])
+
+    def test_an_error_is_the_last_event(self, server, engine, eventually) -> None:
+        engine.unlucky_choice, engine.die_after = 0, 2
+        *before, last = chunks_of(server.chat(n=2, stream=True))
+        assert last["error"]["code"] == "engine_dead"
+        assert all("choices" in chunk for chunk in before)
+        eventually(lambda: engine.aborted == [f"{engine.added[0].id}#1"])
+
+    def test_a_choice_that_breaks_off_is_an_event(self, server, engine) -> None:
+        engine.unlucky_choice, engine.error_at_end = 0, "no numbers"
+        *before, last = chunks_of(server.chat(n=2, stream=True))
+        assert last["error"]["message"] == "no numbers"
+        assert all(chunk["choices"][0]["finish_reason"] is None for chunk in before)
+
+    def test_a_failed_load_has_its_true_status(self, server, engine) -> None:
+        engine.load_error = "damaged"
+        response = server.chat(n=2, stream=True)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "adapter_load_failed")
+
+    def test_one_that_hangs_holds_up_nobody(self, server, engine, eventually) -> None:
+        engine.unlucky_choice, engine.hang_after = 0, 2
+        with ask(server, n=2, stream=True) as connection:
+            received = b""
+            while b'"finish_reason":"length"' not in received:
+                received += connection.recv(10_000)
+            assert received.count(b'"index":0') == 2
+        eventually(lambda: engine.aborted == [f"{engine.added[0].id}#0"])
+
+
+class TestDisconnects:
+    @pytest.mark.parametrize("hang_after", [0, 3])
+    @pytest.mark.parametrize("stream", [True, False])
+    def test_every_choice_is_aborted(self, server, engine, eventually, stream: bool, hang_after: int) -> None:
+        engine.texts, engine.hang_after = ("a long text",) * 4, hang_after
+        with ask(server, n=4, stream=stream) as connection:
+            eventually(lambda: engine.added)
+            if stream and hang_after:
+                assert b"200 OK" in connection.recv(10_000)
+            assert engine.aborted == []
+        eventually(lambda: len(engine.aborted) == 4)
+        assert sorted(engine.aborted) == [f"{engine.added[0].id}#{i}" for i in range(4)]
+
+    def test_a_client_that_never_reads_is_not_read_ahead_for(self, server, engine, eventually) -> None:
+        engine.texts, engine.piece_chars = ("x" * 40_000_000,) * 2, 100_000
+        with ask(server, n=2, stream=True, max_tokens=None, path="chat/completions"):
+            eventually(lambda: engine.added)
+            engine.texts = ("short",)
+            assert server.complete().json()["choices"][0]["text"] == "short"
+        eventually(lambda: len(engine.aborted) == 2)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("n", [0, -1, 9, 10**9, True, 1.5, "2", [1]])
+    def test_out_of_range(self, server, engine, n: object) -> None:
+        for ask_for in (server.chat, server.complete):
+            response = ask_for(n=n)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
+            assert response.json()["error"]["message"].startswith("n: ")
+        assert engine.added == []
+
+    def test_as_many_as_allowed(self, server, engine) -> None:
+        engine.texts = ("a",) * 8
+        assert len(server.chat(n=8).json()["choices"]) == 8
+
+    @pytest.mark.parametrize(("n", "best_of"), [(None, 1), (1, 1), (2, 2), (2, None)])
+    def test_best_of_as_many_is_no_choice(self, server, n: int | None, best_of: int | None) -> None:
+        assert server.complete(n=n, best_of=best_of).status_code == 200
+
+    @pytest.mark.parametrize(("n", "best_of"), [(2, 1), (1, 0), (1, 9), (1, 10**9), (1, True), (2, "2")])
+    def test_best_of_out_of_range(self, server, engine, n: int | None, best_of: object) -> None:
+        for ask_for in (server.chat, server.complete):
+            response = ask_for(n=n, best_of=best_of)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
+        assert engine.added == []
+
+    def test_the_best_of_more_are_not_streamed(self, server, engine) -> None:
+        response = server.complete(n=1, best_of=2, stream=True)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
+        assert server.complete(n=2, best_of=2, stream=True).status_code == 200
+        assert len(engine.added) == 1
+
+
+def ask(server: Any, path: str = "completions", **fields: Any) -> socket.socket:
+    """A connection whose request has been sent and whose answer nobody reads."""
+    given = {"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
+    body = json.dumps({"model": "tiny-base", **given, **fields}).encode()
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+class Endless:
+    """A stream that always has one more output, and counts how many were taken."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.closed = False
+
+    async def __anext__(self) -> RequestOutput:
+        await asyncio.sleep(0)
+        self.taken += 1
+        return RequestOutput(RequestId("r"), "x", (1,), 1, self.taken, RequestTiming())
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+
+class TestChoices:
+    def test_it_reads_little_ahead_and_leaves_nothing_running(self) -> None:
+        async def scenario() -> None:
+            streams = [Endless(), Endless()]
+            choices = ChoiceStream(streams)
+            await choices.wait_for_first()
+            assert (await anext(choices))[0] == 0
+            for _ in range(100):
+                await asyncio.sleep(0)
+            assert all(1 <= stream.taken <= 4 for stream in streams)
+            await choices.aclose()
+            assert all(stream.closed for stream in streams)
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+        asyncio.run(scenario())
+
+    def test_what_was_waited_for_stays(self) -> None:
+        async def scenario() -> None:
+            choices = ChoiceStream([Endless()])
+            await choices.wait_for_first()
+            assert [(await anext(choices))[1].num_generated_tokens for _ in range(3)] == [1, 2, 3]
+            await choices.aclose()
+
+        asyncio.run(scenario())
+
+    def test_cancelled_while_closing_every_stream_is_closed_all_the_same(self) -> None:
+        async def scenario() -> None:
+            streams = [Endless(), Endless()]
+            choices = ChoiceStream(streams)
+            await choices.wait_for_first()
+            closing = asyncio.create_task(choices.aclose())
+            await asyncio.sleep(0)
+            closing.cancel()
+            await asyncio.gather(closing, return_exceptions=True)
+            assert all(stream.closed for stream in streams)
+
+        asyncio.run(scenario())

@@ -1,0 +1,97 @@
+"""Waiting for, and ending, the requests of a deleted adapter, on the real engine."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from adapter_store.store import AdapterStore
+from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
+from lorasrv.engine.async_engine import AsyncEngine
+from lorasrv.engine.output_processor import RequestStream
+from lorasrv.errors import AdapterDeleted
+from lorasrv.outputs import RequestOutput
+from lorasrv.sampling_params import SamplingParams
+
+PROMPT = list(range(10, 30))
+SHORT = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def engine(model: Path, store: AdapterStore) -> AsyncEngine:
+    options = ModelOptions(model=str(model), quantization="none", dtype="float32")
+    return AsyncEngine.build(EngineConfig(model=options, memory=MemoryOptions(pool_bytes=4 << 20)), store)
+
+
+async def _read(stream: RequestStream) -> list[RequestOutput]:
+    return [output async for output in stream]
+
+
+def test_waiting_ends_with_the_last_choice(engine: AsyncEngine, store: AdapterStore) -> None:
+    key, other = store.resolve("one").key, store.resolve("two").key
+
+    async def scenario() -> None:
+        await engine.start()
+        streams = await engine.add_choices(PROMPT, SHORT, 3, adapter=key, adapter_id="one")
+        # The same content by another name, another content of the name, and the base.
+        for adapter, name in ((key, "uno"), (other, "one"), (None, "")):
+            await engine.add(PROMPT, LONG, adapter=adapter, adapter_id=name)
+        assert await engine.uses.until_unused("one", [key], 0.0) == 1
+        assert await engine.uses.until_unused("one", [key], PATIENCE_S) == 0
+        for stream in streams:
+            assert (await asyncio.wait_for(_read(stream), 0.1))[-1].finished
+        assert await engine.uses.until_unused("uno", [key], 0.0) == 1
+        await engine.shutdown()
+        assert await engine.uses.until_unused("uno", [key], 0.0) == 0
+
+    asyncio.run(scenario())
+
+
+def test_what_is_ended_says_why_and_gives_its_pages_back(engine: AsyncEngine, store: AdapterStore) -> None:
+    key = store.resolve("one").key
+
+    async def scenario() -> None:
+        await engine.start()
+        runs = await engine.add(PROMPT, LONG, adapter=key, adapter_id="one")
+        another = await engine.add(PROMPT, SHORT, adapter=key, adapter_id="uno")
+        await anext(runs)
+        waits = await engine.add(PROMPT, LONG, adapter=key, adapter_id="one")
+        assert engine.uses.break_off("one", [key]) == 2
+        for stream in (runs, waits):
+            with pytest.raises(AdapterDeleted, match="'one' was deleted"):
+                await _read(stream)
+        assert len(await _read(another)) > 0
+        assert await engine.uses.until_unused("uno", [key], PATIENCE_S) == 0
+        await engine.pool_map()
+        assert engine.metrics.snapshot().requests_running == 0
+        await engine.shutdown()
+        engine._engine.check_integrity()
+
+    asyncio.run(scenario())
+
+
+def test_one_that_is_still_being_admitted_is_ended_too(
+    engine: AsyncEngine, store: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = store.resolve("one").key
+
+    async def scenario() -> None:
+        await engine.start()
+        loop, admit = asyncio.get_running_loop(), engine._reception._understood
+
+        def slow(*args: object) -> object:
+            asyncio.run_coroutine_threadsafe(end(), loop).result()
+            return admit(*args)  # type: ignore[arg-type]
+
+        async def end() -> None:
+            assert engine.uses.break_off("one", [key]) == 1
+
+        monkeypatch.setattr(engine._reception, "_understood", slow)
+        with pytest.raises(AdapterDeleted):
+            await engine.add(PROMPT, SHORT, adapter=key, adapter_id="one")
+        assert await engine.uses.until_unused("one", [key], 0.0) == 0
+        await engine.shutdown()
+
+    asyncio.run(scenario())

@@ -1,0 +1,145 @@
+"""Residency: pins hold, idle ones make room, panels split when no run is left."""
+
+import pytest
+
+from adapter_store.spec import AdapterKey
+from lorasrv.memory.adapter_cache import AdapterCache
+from lorasrv.memory.page_pool import PagePool
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
+
+PAGE = 1024
+SITES = (SiteDims(64, (64,)),)
+
+
+def _layout(rank: int) -> AdapterLayout:
+    return AdapterLayout(SITES, (((rank,),), ((rank,),)), 2)
+
+
+A, B, C = (AdapterKey(x * 64) for x in "abc")
+
+
+def _bring(cache: AdapterCache, key: AdapterKey, rank: int = 16) -> bool:
+    if cache.place(key, _layout(rank)) is None:
+        return False
+    cache.filled(key)
+    return True
+
+
+def _use(cache: AdapterCache, key: AdapterKey, times: int = 1) -> None:
+    for _ in range(times):
+        cache.pin(key)
+        cache.unpin(key)
+
+
+def _cache(pages: int) -> AdapterCache:
+    return AdapterCache(PagePool(pages), PAGE)
+
+
+def _check(cache: AdapterCache) -> None:
+    cache.check_integrity()
+    cache.pool.check_integrity(cache.references())
+
+
+def test_what_is_used_least_goes_first() -> None:
+    cache = _cache(60)
+    for key in (A, B, C):
+        assert _bring(cache, key)
+    _use(cache, A, 3)
+    _use(cache, B, 2)
+    _use(cache, C, 3)
+    assert cache.evict_idle()
+    assert B not in cache
+    _check(cache)
+
+
+def test_old_fame_fades() -> None:
+    """Forty uses long ago do not outlive what is used now: the clock rises with every eviction."""
+    cache = _cache(200)
+    assert _bring(cache, A)
+    _use(cache, A, 40)
+    for number in range(60):
+        key = AdapterKey(f"{number:064x}")
+        assert _bring(cache, key)
+        _use(cache, key, 2)
+        if number:
+            assert cache.evict_idle()
+        _check(cache)
+        if A not in cache:
+            return
+    raise AssertionError("the adapter of old is still there")
+
+
+def test_what_is_costly_to_bring_back_stays() -> None:
+    cost = {A: 5.0, B: 1.0, C: 3.0}
+    cache = AdapterCache(PagePool(60), PAGE, lambda key, _: cost[key])
+    for key in (A, B, C):
+        assert _bring(cache, key)
+    left = []
+    for _ in range(3):
+        before = {key for key in cost if key in cache}
+        assert cache.evict_idle()
+        left += [key for key in before if key not in cache]
+    assert left == [B, C, A]
+
+
+def test_a_pinned_adapter_and_one_being_filled_are_never_evicted() -> None:
+    cache = _cache(60)
+    assert _bring(cache, A)
+    cache.pin(A)
+    assert cache.place(B, _layout(16))
+    assert not cache.is_ready(B)
+    assert not cache.evict_idle()
+    with pytest.raises(AssertionError, match="in use"):
+        cache.evict(A)
+    with pytest.raises(AssertionError, match="not there yet"):
+        cache.pin(B)
+    cache.filled(B)
+    assert not cache.evict_idle(lambda key: key == B), "spared"
+    assert cache.evict_idle()
+    assert A in cache
+    assert B not in cache
+    _check(cache)
+
+
+def test_an_abandoned_copy_gives_its_pages_back() -> None:
+    cache = _cache(60)
+    assert cache.place(A, _layout(16))
+    cache.abandon(A)
+    assert A not in cache
+    assert cache.pool.num_free == 60
+    _check(cache)
+
+
+def test_splits_at_panel_borders_when_no_run_is_long_enough() -> None:
+    pool = PagePool(60)
+    taken = pool.allocate_singles(60)
+    assert taken is not None
+    pool.release([p for p in taken if p % 6])
+    cache = AdapterCache(pool, PAGE)
+    placed = cache.place(A, _layout(48))
+    assert placed is not None
+    assert len(placed.runs) > 1
+    pool.check_integrity([*[p for p in taken if p % 6 == 0], *cache.references()])
+    assert cache.place(B, _layout(4), keep_free=pool.num_free) is None, "the pages to keep free are counted"
+
+
+def test_told_of_arrival_and_departure() -> None:
+    events: list[tuple[str, AdapterKey]] = []
+    cache = AdapterCache(
+        PagePool(60),
+        PAGE,
+        on_arrival=lambda k: events.append(("in", k)),
+        on_departure=lambda k: events.append(("out", k)),
+    )
+    assert _bring(cache, A)
+    assert cache.place(B, _layout(4))
+    cache.abandon(B)
+    assert cache.evict_idle()
+    assert events == [("in", A), ("out", A)]
+
+
+def test_pins_must_balance() -> None:
+    cache = _cache(20)
+    assert _bring(cache, A, 4)
+    with pytest.raises(AssertionError, match="not pinned"):
+        cache.unpin(A)

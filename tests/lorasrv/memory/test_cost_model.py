@@ -1,0 +1,60 @@
+"""Keep or compute again: by measured rates, within the bytes there are."""
+
+import pytest
+
+from lorasrv.memory.cost_model import CostModel, StepShape
+from lorasrv.memory.kv_cache_manager import SwapSpace
+from lorasrv.outputs import RequestId
+
+BLOCK = 1000
+
+
+def _shape(tokens: int) -> StepShape:
+    return StepShape(tokens, 1, 0, 0)
+
+
+def test_rates_begin_with_a_guess_and_follow_what_is_measured() -> None:
+    costs = CostModel()
+    guess = costs.recompute_s(100)
+    costs.observe_step(_shape(100), 2.0)
+    assert costs.recompute_s(100) == pytest.approx(2.0) != guess
+    for _ in range(20):
+        costs.observe_step(_shape(50), 0.5)
+    assert costs.recompute_s(100) == pytest.approx(1.0)
+    costs.observe_step(_shape(1), 9.0)
+    assert costs.recompute_s(100) == pytest.approx(1.0), "a step of single tokens tells little"
+    costs.observe_step(_shape(50), 500.0)
+    assert costs.recompute_s(100) == pytest.approx(1.0), "one that met a page fault does not count"
+    copy = costs.copy.seconds
+    costs.copy.observe(1.0, 0)
+    assert costs.copy.seconds == copy
+
+
+def test_an_adapter_on_host_is_cheaper_to_have_back() -> None:
+    costs = CostModel()
+    assert 0 < costs.seconds_to_return(1000, on_host=True) < costs.seconds_to_return(1000, on_host=False)
+
+
+def test_the_cheaper_way_is_taken() -> None:
+    costs = CostModel()
+    swap = SwapSpace("auto", 10 * BLOCK, BLOCK, costs)
+    costs.page_copy.observe(1.0, BLOCK)
+    costs.token.observe(1.0, 1)
+    assert swap.is_worth_it(1, 3), "2 seconds out and in against 3"
+    assert not swap.is_worth_it(2, 3), "4 seconds against 3"
+
+
+def test_modes_and_the_bound() -> None:
+    costs = CostModel()
+    assert not SwapSpace("recompute", 10 * BLOCK, BLOCK, costs).is_worth_it(1, 10**9)
+    swap = SwapSpace("swap", 10 * BLOCK + 1, BLOCK, costs)
+    assert swap.is_worth_it(10, 1)
+    assert not swap.is_worth_it(11, 10**9)
+    assert not swap.is_worth_it(0, 0)
+    swap.take(RequestId("a"), 7)
+    assert swap.nbytes == 7 * BLOCK
+    assert not swap.is_worth_it(4, 10**9)
+    assert swap.is_worth_it(3, 1)
+    swap.give_back(RequestId("a"))
+    assert swap.is_worth_it(10, 1)
+    assert list(swap.holders()) == []

@@ -1,0 +1,392 @@
+"""Pool, caches, tiers and scheduler together, in any order of events, against a memory that says whose each byte is.
+
+The model's memory is a dictionary's worth of tags: a token's place holds a hash of (adapter, salt, every token up to
+it), 128 bytes of an adapter hold (adapter, which 128 bytes). The machine does what the engine's other half would do:
+page operations in their order, adapter copies at any later time, keys and values when a step computes them. Whatever a
+step reads must carry the tag that it would have, had the request been alone. Every accepted request ends exactly once.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from mispredict import expect_short_answers
+
+from adapter_store.spec import AdapterKey
+from lorasrv.config import POLICIES, Limits, MemoryOptions, SchedulerOptions
+from lorasrv.memory.eviction import Moves
+from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
+from lorasrv.outputs import EngineOutput, RequestId
+from lorasrv.request import EngineCoreRequest, OnCold, RequestStatus
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler.scheduler import Scheduler
+from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, ScheduledRequest, SchedulerOutput, SwapIn, SwapOut
+from sgmv_kernels.formats.adapter_panels import ALIGNMENT_BYTES, AdapterLayout, PlacedAdapter, SiteDims
+
+PAGE_SIZE = 4
+PAGE_BYTES = 1024
+UNITS = PAGE_BYTES // ALIGNMENT_BYTES
+EOS = 2
+NAMES = "abcdef"
+LIMITS = [
+    Limits(),
+    Limits(),
+    Limits(weight=3.0),
+    Limits(max_running=1, max_queued=3),
+    Limits(tokens_per_s=6.0),
+    Limits(resident_bytes=14 * 1024),
+]
+MAX_TOKENS = 40
+
+
+def _key(name: str, version: int) -> AdapterKey:
+    return AdapterKey(f"{ord(name):x}{version:062x}")
+
+
+def _layout(key: AdapterKey) -> AdapterLayout:
+    """Ranks 4 to 24 by name: 2 to 8 pages of panels of up to 3 pages."""
+    rank = 4 * (int(key[:2], 16) - ord("a") + 1)
+    return AdapterLayout((SiteDims(64, (64,)),), (((rank,),),), 2)
+
+
+def _tag(*content: object) -> int:
+    return hash(content) & (2**62 - 1)
+
+
+@dataclass
+class World:
+    """The engine's books and the model of its memory."""
+
+    pages: int
+    options: SchedulerOptions
+    memory: MemoryOptions
+    outputs: list[EngineOutput] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        geometry = PoolGeometry(self.pages, PAGE_SIZE, PAGE_BYTES, num_layers=1)
+        self.on_host: set[AdapterKey] = set()
+        self.now = 0.0
+        on_host = self.on_host.__contains__
+        self.books = PoolBooks.make(geometry, self.memory, self.options.preemption, on_host, lambda: self.now)
+        self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), on_host)
+        self.units = np.zeros((self.pages, UNITS), dtype=np.int64)
+        self.swapped: dict[RequestId, np.ndarray] = {}
+        self.loading: set[AdapterKey] = set()
+        self.copying: dict[AdapterKey, PlacedAdapter] = {}
+        self.made_progress = False
+        self.salts: dict[RequestId, str] = {}
+        self.served_as: dict[RequestId, AdapterKey | None] = {}
+
+    def submit(self, message: EngineCoreRequest) -> None:
+        self.salts[message.request_id] = message.cache_salt
+        self.served_as[message.request_id] = message.adapter_key
+        self.scheduler.add(message)
+
+    def step(self, choose: int) -> SchedulerOutput:
+        self.now += 1.0
+        step = self.scheduler.schedule()
+        for op in step.page_ops:
+            self._apply(op)
+        self.loading = (self.loading | set(step.orders.loads)) - set(step.orders.cancels)
+        for key, placed in step.orders.copies:
+            assert key not in self.copying
+            self.copying[key] = placed
+        assert step.num_tokens <= self.options.max_num_batched_tokens
+        assert len(step.scheduled) <= self.options.max_num_seqs
+        self._write(step)
+        sampled = {s.request_id: 3 + (choose + len(s.token_ids) + s.start) % 5 for s in step.scheduled if s.samples}
+        self.outputs += self.scheduler.update_from_output(step, sampled)
+        self.made_progress = bool(step.scheduled) or step.num_preempted > 0 or step.wake_s is not None
+        return step
+
+    def load(self, key: AdapterKey) -> None:
+        self.loading.discard(key)
+        self.on_host.add(key)
+        self.books.tiers.loaded(key)
+
+    def copy(self, key: AdapterKey) -> None:
+        placed = self.copying.pop(key)
+        for source, target, size in placed.copies(0):
+            self._adapter_units(target, size)[:] = self._adapter_tags(key, source, size)
+        self.scheduler.adapter_copied(key)
+
+    def fail(self, key: AdapterKey) -> None:
+        self.loading.discard(key)
+        self.copying.pop(key, None)
+        self.scheduler.adapter_failed(key, "broken")
+
+    def _apply(self, op: PageOp) -> None:
+        match op:
+            case CopyPages():
+                sources, targets = ([c[i] for c in op.copies] for i in (0, 1))
+                assert len(set(targets)) == len(targets)
+                assert set(targets).isdisjoint(sources)
+                self.units[targets] = self.units[sources]
+            case SwapOut():
+                self.swapped[op.request_id] = self.units[list(op.pages)].copy()
+            case SwapIn():
+                self.units[list(op.pages)] = self.swapped.pop(op.request_id)
+            case DropSwap():
+                del self.swapped[op.request_id]
+
+    def _write(self, step: SchedulerOutput) -> None:
+        """All write before any reads, as rows of a layer do; a page that two write is caught by what they read."""
+        filling = {page for placed in self.copying.values() for page in placed.pages}
+        for share in step.scheduled:
+            assert filling.isdisjoint(share.page_table), "a request has a page that is being filled"
+            for position in range(share.start, share.start + len(share.token_ids)):
+                self.units[share.page_table[position // PAGE_SIZE], position % PAGE_SIZE] = self._token(share, position)
+        for share in step.scheduled:
+            self._check_reads(share)
+            if share.adapter_key is not None:
+                self._check_adapter(share.adapter_key, step.placements[share.adapter_key])
+
+    def _check_reads(self, share: ScheduledRequest) -> None:
+        assert share.adapter_key == self._adapter_of(share.request_id)
+        for position in range(share.start + len(share.token_ids)):
+            found = self.units[share.page_table[position // PAGE_SIZE], position % PAGE_SIZE]
+            assert found == self._token(share, position), f"{share.request_id} reads another's token at {position}"
+
+    def _check_adapter(self, key: AdapterKey, placed: PlacedAdapter) -> None:
+        for panel, offset in enumerate(placed.offsets[0].tolist()):
+            size = int(placed.layout.panel_bytes[0][panel])
+            expected = self._adapter_tags(key, int(placed.layout.packed_offsets[0][panel]), size)
+            assert (self._adapter_units(offset, size) == expected).all(), f"adapter {key} is not what its pages hold"
+
+    def _adapter_of(self, request_id: RequestId) -> AdapterKey | None:
+        request = self.scheduler._queue.requests[request_id]
+        return None if request.fell_back else self.served_as[request_id]
+
+    def _token(self, share: ScheduledRequest, position: int) -> int:
+        tokens = self.scheduler._queue.requests[share.request_id].token_ids[: position + 1]
+        return _tag(share.adapter_key, self.salts[share.request_id], tuple(tokens))
+
+    def _adapter_units(self, offset: int, size: int) -> np.ndarray:
+        return self.units.reshape(-1)[offset // ALIGNMENT_BYTES : (offset + size) // ALIGNMENT_BYTES]
+
+    def _adapter_tags(self, key: AdapterKey, source: int, size: int) -> np.ndarray:
+        first = source // ALIGNMENT_BYTES
+        return np.array([_tag(key, first + unit) for unit in range(size // ALIGNMENT_BYTES)])
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Any order of arrivals, steps, loads, copies, failures, aborts, evictions, replacements, preemptions and moves."""
+
+    @initialize(
+        pages=st.integers(22, 48),
+        seqs=st.integers(1, 6),
+        budget=st.integers(0, 20),
+        policy=st.sampled_from(POLICIES),
+        max_wait_steps=st.sampled_from([1, 20, 512]),
+        limits=st.sampled_from(LIMITS),
+        is_misled=st.booleans(),
+        early_abort=st.booleans(),
+        preemption=st.sampled_from(["auto", "recompute", "swap"]),
+        prefix_caching=st.sampled_from([True, True, False]),
+        split=st.sampled_from([None, None, None, 0.4]),
+        host_bytes=st.sampled_from([1 << 20, 9_000, 7_000]),
+    )
+    def begin(
+        self,
+        pages,
+        seqs,
+        budget,
+        policy,
+        max_wait_steps,
+        limits,
+        is_misled,
+        early_abort,
+        preemption,
+        prefix_caching,
+        split,
+        host_bytes,
+    ) -> None:
+        memory = MemoryOptions(
+            swap_bytes=20 * PAGE_BYTES,
+            prefix_caching=prefix_caching,
+            adapter_pool_fraction=split,
+            host_cache_bytes=host_bytes,
+        )
+        options = SchedulerOptions(
+            max_num_seqs=seqs,
+            max_num_batched_tokens=seqs + budget,
+            preemption=preemption,
+            policy=policy,
+            max_wait_steps=max_wait_steps,
+            adapter_limits=limits,
+            key_limits=LIMITS[2],
+            early_abort=early_abort,
+        )
+        self.world = World(pages, options, memory)
+        if is_misled:
+            expect_short_answers(self.world.scheduler.predictor)
+        self.names = dict.fromkeys(NAMES, 0)
+        self.deleted: set[AdapterKey] = set()
+        self.accepted: list[RequestId] = []
+
+    def _fits(self, key: AdapterKey | None, total: int) -> bool:
+        books = self.world.books
+        layout = None if key is None else _layout(key)
+        if layout is not None and books.adapters.pages_for(layout) > books.adapter_pool.num_pages:
+            return False
+        return books.kv.pages_for(total) <= books.most_kv_pages(layout)
+
+    @rule(
+        prefix=st.integers(0, 2),
+        shared=st.integers(0, 14),
+        own=st.integers(1, 40),
+        max_tokens=st.integers(1, 10),
+        name=st.sampled_from([None, *NAMES]),
+        salt=st.sampled_from(["", "", "tenant"]),
+        on_cold=st.sampled_from([OnCold.WAIT, OnCold.WAIT, OnCold.WAIT, OnCold.FALLBACK_BASE, OnCold.REJECT]),
+        choices=st.sampled_from([1, 1, 1, 2, 3]),
+        who=st.sampled_from([{}, {"principal": "other"}, {"priority": 1}, {"priority": -1}, {"timeout_s": 4.0}]),
+    )
+    def submit(self, prefix, shared, own, max_tokens, name, salt, on_cold, choices, who) -> None:
+        ids = tuple(10 + prefix for _ in range(shared)) + tuple(20 + (own + i) % 3 for i in range(own))
+        key = None if name is None else _key(name, self.names[name])
+        if not self._fits(key, len(ids) + max_tokens):
+            return
+        layout = None if key is None else _layout(key)
+        first: RequestId | None = None
+        for choice in range(choices):
+            rid = RequestId(f"r{len(self.accepted)}")
+            self.accepted.append(rid)
+            sampling = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=choice)
+            how = {"on_cold": on_cold, "cache_salt": salt, "fork_of": first, "adapter_id": name or "", **who}
+            self.world.submit(EngineCoreRequest(rid, ids, max_tokens, sampling, key, layout, **how))
+            first = first or rid
+
+    @rule(choose=st.integers(0, 4), count=st.integers(1, 4))
+    def step(self, choose: int, count: int) -> None:
+        for number in range(count):
+            self.world.step(choose + number)
+
+    @precondition(lambda self: self.world.loading)
+    @rule(data=st.data())
+    def load(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.world.loading)))
+        if key in self.deleted:
+            self.world.fail(key)
+        else:
+            self.world.load(key)
+
+    @precondition(lambda self: self.world.copying)
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        self.world.copy(data.draw(st.sampled_from(sorted(self.world.copying))))
+
+    @precondition(lambda self: self.world.loading or self.world.copying)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        self.world.fail(data.draw(st.sampled_from(sorted(self.world.loading | self.world.copying.keys()))))
+
+    @precondition(lambda self: self.world.scheduler.has_requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        rid = data.draw(st.sampled_from(sorted(self.world.scheduler._queue.requests)))
+        self.world.scheduler.end(rid, RequestStatus.FINISHED_ABORTED)
+
+    @rule(name=st.sampled_from(NAMES), limits=st.sampled_from([None, *LIMITS]))
+    def limit(self, name: str, limits: Limits | None) -> None:
+        self.world.scheduler.quotas.set_limits(name, limits)
+
+    @rule()
+    def evict(self) -> None:
+        self.world.books.adapters.evict_idle()
+
+    @rule(name=st.sampled_from(NAMES))
+    def replace(self, name: str) -> None:
+        self.names[name] += 1
+
+    @rule(name=st.sampled_from(NAMES))
+    def delete(self, name: str) -> None:
+        """The content is gone from the store and from host memory; who has it in the pool goes on with it."""
+        key = _key(name, self.names[name])
+        if self.world.books.tiers.state(key) is None:
+            self.deleted.add(key)
+            self.world.on_host.discard(key)
+
+    @rule(name=st.sampled_from(NAMES), seconds=st.sampled_from([0.0, 5.0, 1e9, None]))
+    def warm_or_pin(self, name: str, seconds: float | None) -> None:
+        key = _key(name, self.names[name])
+        tiers, layout = self.world.books.tiers, _layout(key)
+        pages = self.world.books.adapters.pages_for(layout)
+        most = self.world.books.adapter_pool.num_pages // 2
+        if pages <= most and (seconds is not None or tiers.held_pages() + pages <= most):
+            if seconds is None:
+                tiers.pin(key, layout)
+            else:
+                tiers.warm(key, layout, self.world.now + seconds)
+
+    @rule(name=st.sampled_from(NAMES))
+    def unpin(self, name: str) -> None:
+        self.world.books.tiers.unpin(_key(name, self.names[name]))
+
+    @precondition(lambda self: self.world.scheduler.num_running)
+    @rule()
+    def preempt(self) -> None:
+        self.world.scheduler._planner.preempt(self.world.scheduler._queue.running[-1])
+
+    @rule(data=st.data())
+    def scatter(self, data: st.DataObject) -> None:
+        """Move some pages of keys and values to wherever, so that free pages lie scattered."""
+        books = self.world.books
+        used = sorted({*books.kv.references(), *(books.prefixes.references() if books.prefixes is not None else ())})
+        free = sorted(page for first, n in books.kv_pool.free_runs() for page in range(first, first + n))
+        count = data.draw(st.integers(0, min(4, len(used), len(free))))
+        old = data.draw(st.permutations(used))[:count]
+        new = data.draw(st.permutations(free))[:count]
+        for page in new:
+            books.kv_pool.take_page(page)
+        moves = dict(zip(old, new, strict=True))
+        if moves:
+            books.kv_pool.move(moves)
+            books.reclaimer._follow(Moves(moves, {}))
+            self.world.scheduler._memory.note_moves()
+
+    @rule(more=st.integers(1, 4))
+    def move(self, more: int) -> None:
+        """Make a run that is longer than any there is."""
+        reclaimer = self.world.books.reclaimer
+        reclaimer._compact(self.world.books.adapter_pool.fragmentation.longest_free_run + more, keep_free=0)
+        self.world.scheduler._memory.note_moves()
+
+    @invariant()
+    def adds_up(self) -> None:
+        if hasattr(self, "world"):
+            self.world.scheduler.check_integrity()
+
+    def _something_arrives(self) -> bool:
+        world = self.world
+        loading, copying = sorted(world.loading), sorted(world.copying)
+        for key in loading:
+            world.fail(key) if key in self.deleted else world.load(key)
+        for key in copying:
+            world.copy(key)
+        return bool(loading or copying)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        world = self.world
+        for number in range(3000):
+            if not world.scheduler.has_requests:
+                break
+            # As the engine's thread does: without progress it sleeps until a load or a copy has ended.
+            if not self._something_arrives():
+                assert number < 2 or world.made_progress, "the engine sleeps, and requests wait for ever"
+            world.step(number)
+        world.step(0)
+        ended = [o.request_id for o in world.outputs if o.finish_reason is not None]
+        assert sorted(ended) == sorted(self.accepted), "every accepted request ends exactly once"
+        assert world.books.kv.num_pages == 0
+        assert not world.books.adapters.pins()
+        assert not world.swapped
+        world.scheduler.check_integrity()
+
+
+PoolMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+test_pool_machine = PoolMachine.TestCase

@@ -1,0 +1,51 @@
+"""Steps' time is shared by tokens, and taken once."""
+
+from typing import Any
+
+import pytest
+
+from adapter_store.spec import AdapterKey
+from lorasrv.metrics.step_stats import Moved, StepStats
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
+
+MIA, TOM = AdapterKey("m"), AdapterKey("t")
+
+
+def share(number: int, rows: int, key: AdapterKey | None = None, adapter_id: str = "") -> ScheduledRequest:
+    ids = tuple(range(rows))
+    return ScheduledRequest(RequestId(f"r{number}"), ids, 0, (), key, True, SamplingParams(), 0, adapter_id=adapter_id)
+
+
+def step(*shares: ScheduledRequest) -> SchedulerOutput:
+    placements: dict[AdapterKey, Any] = {s.adapter_key: None for s in shares if s.adapter_key is not None}
+    return SchedulerOutput(shares, placements, (), AdapterOrders(), 0)
+
+
+def test_by_tokens_and_by_who_asked() -> None:
+    book = StepStats()
+    book.step(step(share(0, 6, MIA, "mia"), share(1, 1, MIA, "also-mia"), share(2, 1, TOM, "tom"), share(3, 4)), 12.0)
+    book.step(step(share(3, 1)), 0.5)
+    book.step(step(), 99.0)
+    spent = book.take()
+    assert spent.seconds == {
+        ("mia", MIA): pytest.approx(6.0),
+        ("also-mia", MIA): pytest.approx(1.0),
+        ("tom", TOM): pytest.approx(1.0),
+        ("", None): pytest.approx(4.5),
+    }
+    assert (book.step_seconds.count, book.step_seconds.sum) == (2, 12.5)
+    assert (book.distinct_adapters.counts[:3], book.distinct_adapters.sum) == ([1, 0, 1], 2.0)
+    assert not book.take().seconds, "taken once"
+
+
+def test_ways_of_adapters() -> None:
+    book = StepStats()
+    book.loaded(MIA, 0.5, 100)
+    book.copied(MIA, 0.25, 100)
+    book.copied(MIA, 0.25, 100)
+    book.failed("disk")
+    assert book.take().moved == {MIA: Moved(loads=1, load_bytes=100, copies=2, copy_bytes=200)}
+    assert {tier: counted.sum for tier, counted in book.load_seconds.items()} == {"disk": 0.5, "host": 0.5}
+    assert book.failures == {"disk": 1}

@@ -1,0 +1,157 @@
+"""Weight formats: what they compute is what they say they hold."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lorasrv.errors import UnsupportedFormat
+from lorasrv.models.quantization import FORMATS, QuantFormat, get_format
+from lorasrv.models.quantization.rounding import round_asymmetric, round_symmetric
+from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, Ops
+
+ERROR = {"none": 4e-3, "int8": 0.012, "int4": 0.11, "q3h": 0.19}
+"""Relative to the true product of normal numbers."""
+DTYPES = (torch.float32, torch.bfloat16)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(params=["numba", "torch"])
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return Ops(CPU, request.param)
+
+
+ON_CPU = [name for name in FORMATS if name != "fp8"]
+
+
+def tensor(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def relative(y: Tensor, expected: Tensor) -> float:
+    return float((y - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear_is_near_the_float_product(ops: Ops, name: str, dtype: torch.dtype, biased: bool) -> None:
+    w, bias, x = tensor(96, 128), tensor(96, seed=2) if biased else None, tensor(9, 128, seed=1)
+    linear = get_format(name, ops).linear(w, bias, dtype)
+    y = linear(x)
+    assert (y.dtype, linear.in_features, linear.out_features) == (torch.float32, 128, 96)
+    assert relative(y, torch.nn.functional.linear(x, w, bias)) < ERROR[name]
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_dequantize_gives_what_the_arithmetic_uses(name: str) -> None:
+    linear = get_format(name, Ops(CPU, "torch")).linear(tensor(96, 128), None, torch.bfloat16)
+    torch.testing.assert_close(linear(torch.eye(128)), linear.dequantize().T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_ends_keep_eight_bits_and_share_them(ops: Ops, name: str, dtype: torch.dtype) -> None:
+    w, x, ids = tensor(50, 128), tensor(3, 128, seed=1), torch.tensor([0, 49, 7, 7])
+    fmt = get_format(name, ops)
+    embedding = fmt.embedding(w, dtype)
+    assert embedding(ids).dtype == torch.float32
+    assert torch.equal(embedding(ids), embedding.dequantize()[ids])
+    assert relative(embedding.dequantize(), w) < ERROR["int8"]
+    for head in (fmt.tied_head(embedding, dtype), fmt.head(w, dtype)):
+        assert relative(head(x), x @ w.T) < ERROR["int8"]
+    assert fmt.tied_head(embedding, dtype).nbytes == 0
+    assert torch.equal(fmt.tied_head(embedding, dtype).dequantize(), embedding.dequantize())
+
+
+def test_stored_sizes(codes_only: None) -> None:
+    w, bias, ops = tensor(96, 128), tensor(96), Ops(CPU, "numba")
+    weights = 96 * 128
+    assert get_format("none", ops).linear(w, bias, torch.float32).nbytes == weights * 4 + 96 * 4
+    assert get_format("none", ops).linear(w, None, torch.bfloat16).nbytes == weights * 2
+    sizes = {"int8": 8.5, "int4": 5, "q3h": 4}
+    for name, bits in sizes.items():
+        assert get_format(name, ops).linear(w, None, torch.float32).nbytes == weights * bits / 8
+    assert get_format("int4", ops, 128).linear(w, bias, torch.float32).nbytes == weights * 4.25 / 8 + 96 * 4
+
+
+def test_int8_survives_outlier_channels() -> None:
+    """One channel two hundred times the others costs its 32 neighbours their bits, and nobody else."""
+    w, x = tensor(96, 576), tensor(8, 576, seed=1)
+    x[:, 17] *= 200
+    w[:, 17] = 0
+    assert relative(get_format("int8", Ops(CPU, "numba")).linear(w, None, torch.float32)(x), x @ w.T) < 0.15
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_symmetric_codes_are_within_half_a_level(dtype: torch.dtype) -> None:
+    w = tensor(40, 64).to(dtype)
+    w[3] = 0
+    codes = round_symmetric(w, 32)
+    assert (codes.codes.dtype, codes.levels) == (torch.int8, INT8_LEVELS)
+    assert (codes.codes[3] == 0).all()
+    scales = codes.scales.float().repeat_interleave(32, dim=1)
+    # The scale itself is rounded to fp16, which may cut off a 2000th of the largest.
+    assert ((codes.dequantize() - w.float()).abs() <= scales * 0.5 + w.float().abs() * 6e-4 + 1e-7).all()
+
+
+@pytest.mark.parametrize(("levels", "group"), [(INT4_LEVELS, 32), (INT4_LEVELS, 64), (Q3H_LEVELS, 64)])
+def test_asymmetric_codes_are_no_worse_than_the_whole_range(levels: int, group: int) -> None:
+    w = tensor(40, 128)
+    w[3] = 0.25
+    codes = round_asymmetric(w, group, levels)
+    groups = w.view(40, -1, group)
+    low, step = (
+        groups.amin(-1, keepdim=True),
+        (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / (levels - 1),
+    )
+    plain = ((groups - low) / step.clamp_min(1e-9)).round() * step + low
+    error = (codes.dequantize() - w).view(groups.shape).square().sum(-1)
+    assert (error <= (plain - groups).square().sum(-1) * 1.02 + 1e-6).all()
+    assert int(codes.codes.max()) == levels - 1
+    assert torch.equal(codes.dequantize()[3], w[3])
+
+
+@pytest.mark.parametrize("levels", [INT8_LEVELS, INT4_LEVELS])
+def test_chunks_do_not_show(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = tensor(40, 64)
+
+    def rounded() -> Tensor:
+        return (round_symmetric(w, 32) if levels == INT8_LEVELS else round_asymmetric(w, 32, levels)).dequantize()
+
+    whole = rounded()
+    monkeypatch.setattr("lorasrv.models.quantization.rounding._CHUNK_BYTES", 1000)
+    assert torch.equal(rounded(), whole)
+
+
+def test_what_a_file_holds_is_not_rounded_again() -> None:
+    ops = Ops(CPU, "torch")
+    four, eight = round_asymmetric(tensor(16, 64), 32, INT4_LEVELS), round_symmetric(tensor(16, 64), 32)
+
+    def kept(fmt: QuantFormat) -> tuple[bool, bool]:
+        return fmt.keeps(four), fmt.keeps(eight)
+
+    assert kept(get_format("int4", ops)) == (True, True)
+    assert kept(get_format("int4", ops, 64)) == (False, True)
+    assert kept(get_format("int8", ops)) == (False, True)
+    assert kept(get_format("q3h", ops)) == (False, True)
+    assert kept(get_format("int4", ops, keeps_finer=False)) == (True, False)
+    assert kept(get_format("q3h", ops, keeps_finer=False)) == kept(get_format("none", ops)) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "words"),
+    [
+        ("int3", None, "--quantization 'int3' is unknown; choose from auto, none, int8, int4, q3h, fp8"),
+        ("int4", 48, "--quantization-group 48 does not go with int4; choose from 32, 64, 128"),
+        ("q3h", 32, "--quantization-group 32 does not go with q3h; choose from 64, 128"),
+        ("none", 64, "--quantization none has no groups"),
+    ],
+)
+def test_unknown_formats_and_groups_list_the_choices(name: str, group: int | None, words: str) -> None:
+    with pytest.raises(UnsupportedFormat, match=words):
+        get_format(name, Ops(CPU, "torch"), group)
+
+
+def test_groups_that_do_not_divide() -> None:
+    with pytest.raises(UnsupportedFormat, match="groups of 64 do not divide the 96 inputs of a linear"):
+        get_format("q3h", Ops(CPU, "torch")).linear(tensor(16, 96), None, torch.float32)

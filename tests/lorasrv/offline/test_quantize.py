@@ -1,0 +1,294 @@
+"""`lorasrv quantize` and its files, on tiny models; `tests/e2e/test_perplexity.py` says what it gains on a real one."""
+
+import json
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner
+
+from api.cli.main import app
+from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
+from lorasrv.engine.factory import choose_format
+from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedFormat
+from lorasrv.llm import LLM
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.loader.quantized import QuantizedCheckpoint, linear_names, write_codes
+from lorasrv.models.quantization import get_format
+from lorasrv.offline.quantize import Quantized, moments_of_layers, quantize
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.worker.weights import load_weights
+from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, Ops
+
+CPU = torch.device("cpu")
+TEXTS = [[(7 * i + 3 * j) % 380 for i in range(60)] for j in range(4)]
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", params=["int4", "q3h"])
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def made(model: Path, kind: str) -> Quantized:
+    with closing(open_checkpoint(str(model))) as checkpoint:
+        return quantize(checkpoint, kind, 64, TEXTS, lambda what, done: None)
+
+
+@pytest.fixture(scope="module")
+def file(model: Path, made: Quantized, kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("codes") / "tiny.safetensors"
+    with closing(open_checkpoint(str(model))) as checkpoint:
+        write_codes(path, checkpoint, kind, made.codes)
+    return path
+
+
+@pytest.fixture
+def damaged(file: Path, tmp_path: Path) -> Callable[..., Path]:
+    """damaged(change of tensors, **header facts) -> another file."""
+
+    def write(change: Callable[[dict[str, torch.Tensor]], object] = lambda tensors: None, **facts: str) -> Path:
+        tensors = load_file(file)
+        change(tensors)
+        with safe_open(file, framework="pt") as reader:
+            save_file(tensors, tmp_path / "bad.safetensors", {**reader.metadata(), **facts})
+        return tmp_path / "bad.safetensors"
+
+    return write
+
+
+def opened(model: Path, file: Path) -> QuantizedCheckpoint:
+    checkpoint = open_checkpoint(str(model), quantized_weights=file)
+    assert isinstance(checkpoint, QuantizedCheckpoint)
+    return checkpoint
+
+
+def test_moments_are_those_of_the_inputs(model: Path) -> None:
+    with closing(open_checkpoint(str(model))) as checkpoint:
+        weights = load_weights(checkpoint, get_format("none", Ops(CPU)), torch.float32)
+        found = dict(moments_of_layers(weights, TEXTS, Ops(CPU)))
+    from transformers import AutoModelForCausalLM
+
+    oracle = AutoModelForCausalLM.from_pretrained(model)
+    layer = oracle.model.layers[2]
+    watched = [layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.up_proj, layer.mlp.down_proj]
+    seen: list[list[torch.Tensor]] = [[] for _ in watched]
+    for module, inputs in zip(watched, seen, strict=True):
+        module.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0][0]))
+    with torch.no_grad():
+        for text in TEXTS:
+            oracle(torch.tensor([text]))
+    for moments, inputs in zip(found[2], seen, strict=True):
+        x = torch.cat(inputs)
+        torch.testing.assert_close(moments, x.T @ x, rtol=1e-4, atol=1e-3)
+
+
+def test_watching_few_layers_at_a_time_gives_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(open_checkpoint(str(model))) as checkpoint:
+        weights = load_weights(checkpoint, get_format("none", Ops(CPU)), torch.float32)
+    whole = dict(moments_of_layers(weights, TEXTS, Ops(CPU)))
+    monkeypatch.setattr("lorasrv.offline.quantize.MAX_MOMENT_BYTES", 1)
+    for layer, moments in moments_of_layers(weights, TEXTS, Ops(CPU)):
+        for one, other in zip(moments, whole[layer], strict=True):
+            assert torch.equal(one, other)
+
+
+def test_linears_change_less_than_by_rounding_alone(made: Quantized) -> None:
+    assert 0 < made.error < made.error_of_rounding / 1.5
+
+
+def test_what_is_served_is_what_was_rounded(model: Path, made: Quantized, file: Path, kind: str) -> None:
+    with closing(opened(model, file)) as checkpoint:
+        fmt = choose_format(ModelOptions(quantized_weights=file), checkpoint, Ops(CPU))
+        assert fmt.name == kind
+        weights = load_weights(checkpoint, fmt, torch.float32)
+    for name in linear_names(checkpoint.spec):
+        assert torch.equal(weights.dequantized(name), made.codes[name].dequantize())
+
+
+def test_it_answers_and_another_format_answers_otherwise(model: Path, file: Path, kind: str) -> None:
+    def answers(quantized: Path | None) -> list[tuple[int, ...]]:
+        options = ModelOptions(quantization="auto" if quantized else "int8", quantized_weights=quantized)
+        with LLM(str(model), EngineConfig(options, MemoryOptions(pool_bytes=8 << 20))) as llm:
+            return [tuple(done.token_ids) for done in llm.generate(TEXTS, GREEDY)]
+
+    assert answers(file) == answers(file)
+    assert answers(file) != answers(None)
+
+
+def test_another_format_than_the_files_is_refused(model: Path, file: Path, kind: str) -> None:
+    with closing(opened(model, file)) as checkpoint:
+        for options in (
+            ModelOptions(quantization="int8", quantized_weights=file),
+            ModelOptions(quantization="none", quantized_weights=file),
+            ModelOptions(quantization=kind, quantization_group=128, quantized_weights=file),
+        ):
+            with pytest.raises(UnsupportedFormat, match="--quantized-weights"):
+                choose_format(options, checkpoint, Ops(CPU))
+        named = ModelOptions(quantization=kind, quantization_group=64, quantized_weights=file)
+        assert choose_format(named, checkpoint, Ops(CPU)).name == kind
+
+
+class TestFiles:
+    def test_of_another_model(self, file: Path, tiny_hf_checkpoints: dict[str, Callable[..., Path]]) -> None:
+        with pytest.raises(CorruptModel, match="made from other weights"):
+            opened(tiny_hf_checkpoints["llama"](seed=1), file)
+        with pytest.raises(CorruptModel, match=r"lacks \d+ linears"):
+            opened(tiny_hf_checkpoints["llama"](num_hidden_layers=4), file)
+
+    def test_that_is_not_there(self, model: Path, tmp_path: Path) -> None:
+        with pytest.raises(ModelNotFound, match=r"no file x\.safetensors"):
+            opened(model, tmp_path / "x.safetensors")
+
+    def test_that_is_something_else(self, model: Path, tmp_path: Path) -> None:
+        with pytest.raises(CorruptModel, match="not written by lorasrv quantize"):
+            opened(model, model / "model.safetensors")
+        (tmp_path / "text.safetensors").write_bytes(b"hello, this is no safetensors file")
+        with pytest.raises(CorruptModel, match="cannot be read"):
+            opened(model, tmp_path / "text.safetensors")
+        with pytest.raises(CorruptModel, match="cannot be read"):
+            opened(model, tmp_path)
+
+    def test_of_a_later_version(self, model: Path, damaged: Callable[..., Path]) -> None:
+        with pytest.raises(CorruptModel, match="another version"):
+            opened(model, damaged(kind="lorasrv codes 2"))
+
+    def test_cut_short(self, model: Path, file: Path, tmp_path: Path) -> None:
+        whole = file.read_bytes()
+        for length in (0, 7, 100, len(whole) - 1):
+            (tmp_path / "cut.safetensors").write_bytes(whole[:length])
+            with pytest.raises(CorruptModel, match="cannot be read"):
+                opened(model, tmp_path / "cut.safetensors")
+
+    def test_with_wrong_shapes_or_codes(self, model: Path, damaged: Callable[..., Path], kind: str) -> None:
+        name = "model.layers.0.mlp.down_proj.weight"
+
+        def narrower(tensors: dict[str, torch.Tensor]) -> None:
+            tensors[f"{name}.scales"] = tensors[f"{name}.scales"][:, :0].contiguous()
+
+        with pytest.raises(CorruptModel, match="scales"):
+            opened(model, damaged(narrower))
+        for group in ("48", "0", "x", ""):
+            with pytest.raises(CorruptModel, match="groups of"):
+                opened(model, damaged(group=group))
+        with pytest.raises(CorruptModel, match="codes as"):
+            opened(model, damaged(lambda tensors: tensors.update({f"{name}.codes": torch.zeros(3, 3)})))
+        if kind == "q3h":
+            with (
+                closing(opened(model, damaged(lambda tensors: tensors[f"{name}.codes"].fill_(0xFF)))) as checkpoint,
+                pytest.raises(CorruptModel, match="codes above 10"),
+            ):
+                checkpoint.codes(name)
+
+    def test_of_another_shape_than_the_model(self, model: Path, damaged: Callable[..., Path]) -> None:
+        name = "model.layers.1.mlp.up_proj.weight"
+
+        def shorter(tensors: dict[str, torch.Tensor]) -> None:
+            for part in ("codes", "scales", "minima"):
+                tensors[f"{name}.{part}"] = tensors[f"{name}.{part}"][:-1].contiguous()
+
+        with pytest.raises(CorruptModel, match="up_proj"):
+            opened(model, damaged(shorter))
+
+    def test_a_disk_that_refuses_leaves_nothing(
+        self, model: Path, made: Quantized, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def full(tensors: object, path: Path, facts: object) -> None:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("lorasrv.models.loader.quantized.save_file", full)
+        with closing(open_checkpoint(str(model))) as checkpoint, pytest.raises(OSError, match="No space"):
+            write_codes(tmp_path / "out.safetensors", checkpoint, kind, made.codes)
+        assert not list(tmp_path.iterdir())
+
+
+def test_eight_bit_files_are_rounded_where_fewer_bits_are_asked_for(
+    llama_dir: Path, write_gguf: Callable[..., Path], tmp_path: Path
+) -> None:
+    file = write_gguf(llama_dir, tmp_path / "q8.gguf", "Q8_0")
+    with closing(open_checkpoint(str(file))) as checkpoint:
+        held = checkpoint.codes("model.layers.0.mlp.down_proj.weight")
+        assert held is not None
+        for quantization, keeps in (("auto", True), ("int8", True), ("int4", False)):
+            fmt = choose_format(ModelOptions(quantization=quantization), checkpoint, Ops(CPU))
+            assert fmt.keeps(held) == keeps
+    q4 = write_gguf(llama_dir, tmp_path / "q4.gguf", "Q4_1")
+    with closing(open_checkpoint(str(q4))) as checkpoint:
+        fmt = choose_format(ModelOptions(), checkpoint, Ops(CPU))
+        assert (fmt.name, fmt.keeps(held)) == ("int4", True)
+
+
+class TestCommand:
+    @pytest.fixture
+    def text(self, tmp_path: Path, corpus: list[str]) -> Path:
+        path = tmp_path / "some.txt"
+        path.write_text("\n".join(corpus) * 40, "utf-8")
+        return path
+
+    @pytest.fixture
+    def run(self) -> Callable[..., object]:
+        return lambda *arguments: CliRunner().invoke(app, ["quantize", *map(str, arguments)])
+
+    def test_writes_a_file_that_serves(self, run, model: Path, tmp_path: Path) -> None:
+        out = tmp_path / "tiny.safetensors"
+        done = run(out, "--model", model, "--json")
+        assert done.exit_code == 0, done.output
+        facts = json.loads(done.stdout)
+        assert facts["bytes"] == out.stat().st_size
+        assert facts["output_error"] < facts["output_error_of_rounding"]
+        with closing(opened(model, out)) as checkpoint:
+            codes = checkpoint.codes("model.layers.2.self_attn.q_proj.weight")
+        assert codes is not None
+        assert (codes.levels, codes.group) == (INT4_LEVELS, 64)
+
+    def test_reads_a_text_and_says_what_it_did(self, run, model: Path, text: Path, tmp_path: Path) -> None:
+        out = tmp_path / "tiny.safetensors"
+        arguments = (out, "--model", model, "--text", text, "--quantization", "q3h")
+        done = run(*arguments)
+        assert done.exit_code == 0, done.output
+        assert "plain rounding" in done.stdout
+        assert "100" not in done.stdout
+        with closing(opened(model, out)) as checkpoint:
+            assert checkpoint.quantization == "q3h"
+        assert isinstance(run(*arguments).exception, Exception), "it is there now"
+        assert run(*arguments, "--force").exit_code == 0
+
+    @pytest.mark.parametrize(
+        ("arguments", "said"),
+        [
+            (["--quantization", "int8"], "choose from int4, q3h"),
+            (["--quantization-group", "48"], "choose from 32, 64, 128"),
+            (["--quantization-group", "128"], "do not divide the 64 inputs"),
+            (["--model", "/nowhere"], "not found"),
+        ],
+    )
+    def test_wrong_arguments(self, run, model: Path, tmp_path: Path, arguments: list[str], said: str) -> None:
+        done = run(tmp_path / "x.safetensors", "--model", model, *arguments)
+        assert said in str(done.exception)
+        assert not list(tmp_path.iterdir())
+
+    def test_places_that_cannot_be_written(self, run, model: Path, tmp_path: Path) -> None:
+        assert "no folder" in str(run(tmp_path / "no" / "x.safetensors", "--model", model).exception)
+        assert "folder" in str(run(tmp_path, "--model", model, "--force").exception)
+
+    def test_texts_that_say_too_little(self, run, model: Path, tmp_path: Path) -> None:
+        (tmp_path / "short.txt").write_text("hello")
+        assert "tokens" in str(run(tmp_path / "x", "--model", model, "--text", tmp_path / "short.txt").exception)
+        (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
+        assert "UTF-8" in str(run(tmp_path / "x", "--model", model, "--text", tmp_path / "bad.txt").exception)
+        missing = run(tmp_path / "x", "--model", model, "--text", tmp_path / "none.txt").exception
+        assert isinstance(missing, FileNotFoundError)
+
+
+def test_levels_are_named_once() -> None:
+    from lorasrv.models.loader.quantized import FEW_LEVELS
+    from lorasrv.models.quantization import LEVELS
+
+    assert {**FEW_LEVELS, "int8": INT8_LEVELS} == LEVELS
+    assert set(FEW_LEVELS.values()) == {INT4_LEVELS, Q3H_LEVELS}

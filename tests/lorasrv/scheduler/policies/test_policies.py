@@ -1,0 +1,219 @@
+"""In which order each policy serves, and in what chunks, on the bare scheduler."""
+
+import pytest
+from bare_scheduler import KEYS, Bench, names
+
+from lorasrv.config import POLICIES, Limits
+from lorasrv.outputs import FinishReason
+
+
+def _bench(policy: str, seats: int = 1, budget: int = 64, **options: object) -> Bench:
+    return Bench(pages=2000, max_num_seqs=seats, max_num_batched_tokens=budget, options={"policy": policy, **options})
+
+
+def _order(bench: Bench) -> list[str]:
+    """Names by their first step."""
+    bench.run()
+    seen = dict.fromkeys(name for step in bench.steps for name in names(step))
+    return list(seen)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_lower_priority_number_goes_first(policy: str) -> None:
+    bench = _bench(policy)
+    for priority in (1, 0, -1):
+        bench.add(f"p{priority}", priority=priority, adapter_id=str(priority))
+    assert _order(bench) == ["p-1", "p0", "p1"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_least_urgent_gives_way_first(policy: str) -> None:
+    bench = Bench(pages=8, max_num_seqs=4, max_num_batched_tokens=64, options={"policy": policy})
+    bench.scheduler.predictor.planned_remaining = lambda request: 1
+    bench.add("idle talk", prompt=8, max_tokens=20, priority=3)
+    bench.add("urgent", prompt=8, max_tokens=20, priority=-3)
+    bench.run()
+    preempted = {o.request_id: o.timing.num_preemptions for o in bench.outputs if o.finish_reason}
+    assert preempted["urgent"] == 0
+    assert preempted["idle talk"] > 0
+    assert set(bench.ends().values()) == {FinishReason.LENGTH}
+
+
+def test_fcfs_is_the_order_of_arrival() -> None:
+    bench = _bench("fcfs")
+    for name in ("hot 1", "hot 2", "cool"):
+        bench.add(name, adapter_id=name.split()[0])
+    assert _order(bench) == ["hot 1", "hot 2", "cool"]
+
+
+def test_fair_takes_turns() -> None:
+    bench = _bench("fair")
+    for name in ("hot 1", "hot 2", "cool 1", "cool 2"):
+        bench.add(name, adapter_id=name.split()[0])
+    assert _order(bench) == ["hot 1", "cool 1", "hot 2", "cool 2"]
+
+
+def test_fair_weighs() -> None:
+    bench = _bench("fair", adapter_limits=Limits())
+    bench.scheduler.quotas.set_limits("gold", Limits(weight=3.0))
+    for i in range(12):
+        bench.add(f"gold {i}", adapter_id="gold")
+        bench.add(f"tin {i}", adapter_id="tin")
+    first = _order(bench)[:12]
+    assert sum(name.startswith("gold") for name in first) == 9
+
+
+def _who_is_next(adapter_s: float) -> list[str]:
+    """A seat becomes free beside a running request on the first adapter, whose account is a little ahead by now."""
+    bench = _bench("fair", seats=2)
+    bench.books.costs.step.seconds_each = [0.0, 1e-3, 0.0, adapter_s, 0.0]
+    for key in KEYS[:2]:
+        bench.add(f"bring {key[0]}", max_tokens=1, key=key)
+    bench.run()
+    bench.add("streams", max_tokens=60, key=KEYS[0])
+    bench.add("ends", max_tokens=10)
+    bench.step()
+    bench.add("same", prompt=4, key=KEYS[0])
+    bench.add("other", prompt=4, key=KEYS[1])
+    return [name for name in _order(bench) if name in ("same", "other")]
+
+
+def test_fair_shares_an_adapter_if_the_gap_is_worth_less() -> None:
+    assert _who_is_next(adapter_s=0.0) == ["other", "same"]
+    assert _who_is_next(adapter_s=1.0) == ["same", "other"]
+
+
+def test_sjf_learns_who_is_short() -> None:
+    bench = _bench("sjf")
+    for i in range(10):
+        bench.add(f"terse {i}", max_tokens=200, adapter_id="terse", ends_at=2)
+        bench.add(f"verbose {i}", max_tokens=200, adapter_id="verbose", ends_at=50)
+    bench.run()
+    bench.add("busy", adapter_id="x")
+    bench.step()
+    bench.add("verbose", max_tokens=200, adapter_id="verbose", ends_at=50)
+    bench.add("terse", max_tokens=200, adapter_id="terse", ends_at=2)
+    assert _order(bench)[-2:] == ["terse", "verbose"]
+
+
+def test_sjf_counts_prompts_and_ages() -> None:
+    bench = _bench("sjf")
+    bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0]
+    bench.add("busy", max_tokens=2)
+    bench.step()
+    bench.add("long prompt", prompt=9, max_tokens=2)
+    bench.add("short prompt", prompt=2, max_tokens=2)
+    bench.now += 1000.0
+    bench.add("later but shorter", prompt=1, max_tokens=2)
+    assert _order(bench)[1:] == ["short prompt", "long prompt", "later but shorter"]
+
+
+def test_mlfq_gives_a_newcomer_the_seat_of_one_that_has_run_long() -> None:
+    bench = _bench("mlfq")
+    bench.add("old", max_tokens=120)
+    for _ in range(40):
+        bench.step()
+    bench.add("new", max_tokens=10)
+    steps = [names(bench.step()) for _ in range(10)]
+    assert steps == [["new"]] * 10
+    assert names(bench.step()) == ["old"]
+    assert bench.scheduler.counters.preemptions == 0, "it has kept its pages"
+    bench.run()
+    assert bench.tokens("old") == 120
+
+
+def test_mlfq_falls_level_by_level_and_skips_those_a_prompt_uses_up() -> None:
+    bench = _bench("mlfq")
+    bench.add("long prompt", prompt=640, max_tokens=30)
+    bench.step()
+    bench.add("short prompt", prompt=4, max_tokens=30)
+    assert [names(bench.step()) for _ in range(30)] == [["short prompt"]] * 30
+
+
+# Chunks.
+
+
+def _streams(bench: Bench, count: int) -> None:
+    for i in range(count):
+        bench.add(f"stream {i}", prompt=2, max_tokens=400, adapter_id=f"s{i}")
+    bench.step()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("target_ms", "chunk"), [(None, 200 - 4), (100.0, 76), (1.0, 16)])
+def test_a_prompt_comes_in_chunks_and_every_answer_goes_on(policy: str, target_ms: float | None, chunk: int) -> None:
+    """A step costs 20 ms and a ms for each token: 4 answers leave 76 tokens to a target of 100 ms."""
+    bench = _bench(policy, seats=6, budget=200, target_itl_ms=target_ms)
+    _streams(bench, 4)
+    bench.books.costs.step.seconds_each = [20e-3, 1e-3, 0.0, 0.0, 0.0]
+    bench.add("prompt", prompt=500, max_tokens=2)
+    while bench.tokens("prompt") == 0:
+        shares = {s.request_id: len(s.token_ids) for s in bench.step().scheduled}
+        left = 500 - sum(n for step in bench.steps[:-1] for n in [_share(step, "prompt")])
+        assert shares.pop("prompt") == min(chunk, left)
+        assert shares == {f"stream {i}": 1 for i in range(4)}
+
+
+def _share(step: object, name: str) -> int:
+    return sum(len(s.token_ids) for s in step.scheduled if s.request_id == name)  # type: ignore[attr-defined]
+
+
+def test_without_answers_a_chunk_is_the_whole_budget() -> None:
+    bench = _bench("fair", seats=4, budget=200, target_itl_ms=1.0)
+    bench.add("prompt", prompt=500)
+    assert [bench.step().num_tokens for _ in range(3)] == [200, 200, 100]
+
+
+def test_adapters_in_the_step_make_chunks_shorter() -> None:
+    bench = _bench("fair", seats=4, budget=200, target_itl_ms=100.0)
+    bench.add("on an adapter", max_tokens=300, key=KEYS[0])
+    bench.step()
+    bench.bring(KEYS[0])
+    bench.step()
+    nbytes = bench.adapters.placed(KEYS[0]).layout.nbytes
+    bench.books.costs.step.seconds_each = [0.0, 1e-3, 0.0, 40e-3 / nbytes, 0.0]
+    bench.add("prompt", prompt=500)
+    assert _share(bench.step(), "prompt") == 100 - 40 - 1
+
+
+def test_a_long_prompt_leaves_half_of_the_chunk_to_a_short_one() -> None:
+    bench = _bench("fcfs", seats=4, budget=64)
+    bench.add("long", prompt=600)
+    assert _share(bench.step(), "long") == 64
+    bench.add("short", prompt=20)
+    step = bench.step()
+    assert {s.request_id: len(s.token_ids) for s in step.scheduled} == {"long": 64 - 20, "short": 20}
+    assert _share(bench.step(), "long") == 63, "nobody else is there"
+
+
+# What a review found.
+
+
+def test_a_newcomer_has_a_token_although_answers_take_them_all() -> None:
+    bench = _bench("mlfq", seats=4, budget=4)
+    for i in range(4):
+        bench.add(f"old {i}", prompt=1, max_tokens=200)
+    for _ in range(60):
+        bench.step()
+    bench.add("new", prompt=1, max_tokens=5)
+    assert "new" in names(bench.step())
+
+
+def test_an_old_version_does_not_wait_for_a_new_one_of_its_name() -> None:
+    bench = _bench("fair", seats=4)
+    bench.add("bring", max_tokens=1, key=KEYS[0], adapter_id="mia")
+    bench.run()
+    bench.add("of the cold version", key=KEYS[1], adapter_id="mia")
+    bench.add("of the warm version", key=KEYS[0], adapter_id="mia")
+    assert names(bench.step()) == ["of the warm version"]
+
+
+def test_who_runs_is_charged_however_many_accounts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorasrv.scheduler.policies.fair.MIN_SWEEP", 4)
+    bench = _bench("fair", seats=8)
+    bench.add("long", max_tokens=100, adapter_id="long")
+    for i in range(30):
+        bench.add(f"short {i}", prompt=20, max_tokens=2, adapter_id=f"a{i}")
+        bench.step()
+    bench.add("again", adapter_id="long")
+    assert bench.scheduler.policy.served_by_adapter("anonymous", "long") >= 3 + 2 * bench.tokens("long")

@@ -1,0 +1,309 @@
+"""Beam search: transformers' answers, whatever shares the batch, gives way or leaves; every page accounted for."""
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bare_scheduler import KEYS, Bench
+from mispredict import expect_short_answers
+
+from lorasrv.config import EngineConfig, Limits, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.engine.input_processor import further_choices
+from lorasrv.errors import ContextLengthExceeded, InvalidRequest, LimitExceeded
+from lorasrv.llm import LLM
+from lorasrv.outputs import FinishReason, RequestId
+from lorasrv.sampling_params import BeamOptions, SamplingParams
+from lorasrv.scheduler.beam_search import BeamState
+
+PAGE = 16
+BLOCK = 3 * 2 * 2 * 16 * PAGE * 4
+"""Bytes of a page in all layers: 3 layers, keys and values of 2 heads of 16 in float32."""
+VOCAB = 384
+PROMPTS = [[10 + (7 * i) % 300 for i in range(n)] for n in (16, 45)]
+TOKENS = 14
+Oracle = Callable[..., list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def oracle(model: Path, adapter_dirs: dict[str, Path]) -> Oracle:
+    """oracle(prompt, adapter, ends, max_tokens, beams) -> the answers of transformers and PEFT, best first."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    def model_of(name: str | None) -> Any:
+        base = AutoModelForCausalLM.from_pretrained(model).eval()
+        return base if name is None else PeftModel.from_pretrained(base, adapter_dirs[name]).eval()
+
+    models = {name: model_of(name) for name in (None, "two", "three")}
+
+    def generate(
+        prompt: list[int], name: str | None, ends: list[int] | None, max_tokens: int, beams: BeamOptions
+    ) -> list[list[int]]:
+        config = models[name].generation_config
+        config.eos_token_id = ends
+        with torch.inference_mode():
+            found = models[name].generate(
+                torch.tensor([prompt]),
+                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+                num_beams=beams.width,
+                num_return_sequences=beams.width,
+                length_penalty=beams.length_penalty,
+                early_stopping=beams.early_stopping,
+                max_new_tokens=max_tokens,
+                do_sample=False,
+                pad_token_id=VOCAB - 1,
+            )
+        return [_unpadded(row[len(prompt) :].tolist()) for row in found]
+
+    return generate
+
+
+def _unpadded(tokens: list[int]) -> list[int]:
+    while tokens and tokens[-1] == VOCAB - 1:
+        tokens.pop()
+    return tokens
+
+
+def _engine(model: Path, adapter_dirs: dict[str, Path], pages: int, preemption: str, **scheduler: Any) -> LLM:
+    config = EngineConfig(
+        model=ModelOptions(quantization="none", dtype="float32"),
+        memory=MemoryOptions(pool_bytes=pages * BLOCK),
+        scheduler=SchedulerOptions(preemption=preemption, target_itl_ms=None, **scheduler),
+    )
+    llm = LLM(str(model), config)
+    for name, folder in adapter_dirs.items():
+        llm.add_adapter(name, folder)
+    step = llm.engine.step
+
+    def checked() -> Any:
+        outputs = step()
+        llm.engine.check_integrity()
+        return outputs
+
+    llm.engine.step = checked  # type: ignore[method-assign]
+    return llm
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path, adapter_dirs: dict[str, Path]) -> Iterator[LLM]:
+    """A roomy engine that checks its books after every step."""
+    with _engine(model, adapter_dirs, 400, "auto") as llm:
+        yield llm
+
+
+def _answers(done: Any) -> list[list[int]]:
+    return [list(one.token_ids) for one in done]
+
+
+@pytest.mark.parametrize(
+    ("name", "beams"),
+    [
+        (None, BeamOptions(1)),
+        pytest.param("two", BeamOptions(2), marks=pytest.mark.long),
+        (None, BeamOptions(4, length_penalty=0.0, early_stopping="never")),
+        ("two", BeamOptions(4, length_penalty=2.0, early_stopping="never")),
+        (None, BeamOptions(3, length_penalty=-1.0)),
+        ("two", BeamOptions(5, early_stopping=True)),
+        pytest.param(None, BeamOptions(8), marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_answers_equal_transformers(llm: LLM, oracle: Oracle, beams: BeamOptions, name: str | None) -> None:
+    free = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    plain = [one for done in llm.beam_search(PROMPTS, free, beams, [name] * 2) for one in done]
+    # Tokens that do come up end answers: the tiny model's own end-of-sequence token hardly does.
+    common = [token for one in plain for token in one.token_ids[3:9]]
+    ends = sorted(set(common), key=lambda token: (common.count(token), token))[-3:]
+    ended = SamplingParams(max_tokens=TOKENS, ignore_eos=True, stop_token_ids=tuple(ends))
+    for sampling, tokens in ((free, None), (ended, ends)):
+        for prompt, done in zip(PROMPTS, llm.beam_search(PROMPTS, sampling, beams, [name] * 2), strict=True):
+            want = oracle(prompt, name, tokens, TOKENS, beams)
+            assert _answers(done) == want if beams.width > 1 else _answers(done)[0] == want[0]
+            for one in done:
+                stopped = tokens is not None and one.token_ids[-1] in tokens
+                assert one.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+
+def _group(llm: LLM, prompt: list[int], name: str | None, beams: BeamOptions, tokens: int = 40) -> list[Any]:
+    first = llm._message(prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), name, beams)
+    others = [RequestId(f"{first.request_id}.{i}") for i in range(1, beams.width)]
+    return [first, *further_choices(first, others)]
+
+
+@pytest.mark.parametrize("preemption", ["recompute", pytest.param("swap", marks=pytest.mark.long)])
+def test_beams_and_others_in_a_pool_that_is_too_small(model, adapter_dirs, llm: LLM, preemption: str) -> None:
+    """Groups on two adapters and the base beside plain requests; adapters come and go, everybody gives way at times."""
+    work = [(PROMPTS[1], "two", 4), (PROMPTS[0], None, 3), (PROMPTS[1][5:], "three", 2)]
+    plain = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    prompts = [PROMPTS[1][i:] for i in range(6)]
+    names = ["one", None, "three", "two", "one", None]
+    want = [_answers(llm._run(_group(llm, prompt, name, BeamOptions(width)))) for prompt, name, width in work]
+    want_plain = _answers(llm.generate(prompts, plain, names))
+    options = {"max_num_seqs": 12, "max_num_batched_tokens": 20}
+    with _engine(model, adapter_dirs, 30, preemption, **options) as small:
+        expect_short_answers(small.engine._parts.scheduler.predictor)
+        groups = [_group(small, prompt, name, BeamOptions(width)) for prompt, name, width in work]
+        others = [small._message(prompt, plain, name) for prompt, name in zip(prompts, names, strict=True)]
+        messages = [*others[:3], *groups[0], *groups[1], *others[3:], *groups[2]]
+        done = dict(zip([m.request_id for m in messages], _answers(small._run(messages)), strict=True))
+        shown = small.engine.metrics.snapshot()
+        assert shown.preemptions_total > 0, "the pool was meant to be too small"
+        assert shown.adapter_evictions_total > 0
+    assert [[done[m.request_id] for m in group] for group in groups] == want
+    assert [done[m.request_id] for m in others] == want_plain
+
+
+def test_pages_are_shared_and_copied_on_write(llm: LLM) -> None:
+    beams = BeamOptions(8)
+    copies = llm.engine.metrics.snapshot().copied_pages_total
+    held: list[int] = []
+    run = llm.engine._parts.runner.run
+
+    def noted(step: Any) -> Any:
+        held.append(len({page for share in step.scheduled for page in share.page_table}))
+        return run(step)
+
+    llm.engine._parts.runner.run = noted  # type: ignore[method-assign]
+    llm._run(_group(llm, PROMPTS[1] * 4, "two", beams, tokens=20))
+    llm.engine._parts.runner.run = run  # type: ignore[method-assign]
+    assert max(held) < 2 * 8 + 12, "not eight times the prompt's eleven pages"
+    assert llm.engine.metrics.snapshot().copied_pages_total > copies
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("after", [0, 1, 2, 9])
+def test_who_aborts_one_beam_aborts_them_all(llm: LLM, victim: int, after: int) -> None:
+    group = _group(llm, PROMPTS[1], "two", BeamOptions(4))
+    for message in group:
+        llm.engine.add_request(message)
+    for _ in range(after):
+        assert llm.engine.step() == []
+    llm.engine.abort(group[victim].request_id)
+    ended = llm.engine.step()
+    assert {(one.request_id, one.finish_reason) for one in ended} == {(m.request_id, FinishReason.ABORT) for m in group}
+    assert not llm.engine.has_requests
+    assert _answers(llm._run(_group(llm, PROMPTS[0], None, BeamOptions(2)))), "the next group runs"
+
+
+def test_a_group_that_its_limits_forbid_is_refused_whole(model, adapter_dirs) -> None:
+    with _engine(model, adapter_dirs, 60, "auto", adapter_limits=Limits(max_running=2)) as llm:
+        with pytest.raises(InvalidRequest, match="3 beams run together"):
+            llm._run(_group(llm, PROMPTS[0], "two", BeamOptions(3)))
+        assert not llm.engine.has_requests
+        assert len(llm._run(_group(llm, PROMPTS[0], "two", BeamOptions(2)))) == 2
+    with (
+        _engine(model, adapter_dirs, 60, "auto", adapter_limits=Limits(max_queued=1), max_num_seqs=2) as llm,
+        pytest.raises(LimitExceeded),
+    ):
+        llm._run(_group(llm, PROMPTS[0], "two", BeamOptions(4)))
+
+
+def test_a_group_that_never_fits_is_refused(model, adapter_dirs) -> None:
+    with _engine(model, adapter_dirs, 24, "auto") as llm:
+        assert len(llm._run(_group(llm, PROMPTS[1], None, BeamOptions(5), tokens=17))) == 5
+        with pytest.raises(ContextLengthExceeded, match="pages"):
+            _group(llm, PROMPTS[1], None, BeamOptions(7), tokens=17)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"temperature": 0.7}, "temperature"),
+        ({"stop": ("x",)}, "stop"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"repetition_penalty": 1.5}, "repetition_penalty"),
+        ({"logit_bias": ((3, 1.0),)}, "logit_bias"),
+        ({"min_tokens": 3}, "min_tokens"),
+        ({"stop_token_ids": tuple(range(9))}, "stop_token_ids"),
+    ],
+)
+def test_what_does_not_go_with_beams_is_refused_by_name(llm: LLM, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.beam_search([PROMPTS[0]], SamplingParams(max_tokens=20, **fields), BeamOptions(2))
+    assert caught.value.param == param
+
+
+def test_equals_are_taken_in_a_fixed_order() -> None:
+    state = BeamState(BeamOptions(2), 3, frozenset())
+    children = state.advance([[(7, -1.0), (9, -1.0), (8, -1.0)]], [[]])
+    assert [(child.parent, child.token_id) for child in children] == [(0, 7), (0, 8)]
+    children = state.advance([[(5, -1.0), (6, -2.0)], [(4, -1.0)]], [[7], [8]])
+    assert [(child.parent, child.token_id) for child in children] == [(0, 5), (1, 4)]
+
+
+def test_a_deadline_ends_each_beam_once(llm: LLM) -> None:
+    key = llm.store.resolve("two").key
+    sampling = SamplingParams(max_tokens=60, ignore_eos=True)
+    options = {"beams": BeamOptions(3), "timeout_s": 0.05, "adapter_id": "two"}
+    first = llm.engine.admission.admit(RequestId("late"), PROMPTS[0], sampling, key, **options)
+    group = [first, *further_choices(first, [RequestId("late.1"), RequestId("late.2")])]
+    for message in group:
+        llm.engine.add_request(message)
+    time.sleep(0.06)
+    ended = [output for _ in range(3) for output in llm.engine.step()]
+    assert sorted((one.request_id, one.finish_reason) for one in ended) == [
+        (message.request_id, FinishReason.TIMEOUT) for message in group
+    ]
+    assert not llm.engine.has_requests
+
+
+def test_a_second_group_waits_and_nobody_else_does(llm: LLM) -> None:
+    plain = llm._message(PROMPTS[0], SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True), None)
+    first, second = (_group(llm, PROMPTS[1], None, BeamOptions(2), tokens=6) for _ in range(2))
+    for message in (*first, *second, plain):
+        llm.engine.add_request(message)
+    ends: list[str] = []
+    begun: list[int] = []
+    while llm.engine.has_requests:
+        ends += [one.request_id for one in llm.engine.step() if one.finish_reason]
+        waiting = {r.request_id for r in llm.engine._parts.scheduler.requests() if not r.num_computed_tokens}
+        begun.append(sum(m.request_id not in waiting for m in second))
+    assert ends == [m.request_id for m in (plain, *first, *second)]
+    assert begun[:6] == [0] * 6, "not before the first group is done"
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+@pytest.mark.parametrize("width", [2, 3])
+def test_beams_that_fill_the_pool_get_on_after_another_request_has_taken_pages(width: int, preemption: str) -> None:
+    """Those that wait for a beam which had to give way need no page beside those that it needs."""
+    for before in range(0, 12, 3):
+        for tokens in (8, 11, 14, 17):
+            bench = Bench(pages=4 * width, preemption=preemption, options={"max_wait_steps": 10**6})
+            expect_short_answers(bench.scheduler.predictor)
+            bench.add("plain", 3, tokens)
+            for _ in range(before):
+                bench.step()
+            bench.add_beams("beams", 3, 13, width)
+            bench.run(200)
+            assert set(bench.ends().values()) == {FinishReason.LENGTH}
+            assert len(bench.ends()) == 1 + width
+
+
+def test_many_ends_leave_fewer_beams(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may name many tokens that end answers; a beam offers twenty, and not all may be ends."""
+    sampling = SamplingParams(max_tokens=3, stop_token_ids=tuple(range(8)))
+    monkeypatch.setattr(llm.engine.admission, "_eos", tuple(range(8, 16)))
+    with pytest.raises(InvalidRequest, match="there may be 4; lower it") as caught:
+        llm._message(PROMPTS[0], sampling, None, BeamOptions(5))
+    assert caught.value.param == "best_of"
+    llm._message(PROMPTS[0], sampling, None, BeamOptions(4))
+
+
+def test_a_group_that_can_begin_does_not_wait_for_an_older_one_that_cannot() -> None:
+    bench = Bench()
+    bench.add_beams("cold", 3, 4, 2, KEYS[0])
+    bench.add_beams("warm", 3, 4, 2)
+    bench.step()
+    assert bench.scheduler.num_running == 1, "the first beam of the group whose adapter need not come"
+    for _ in range(3):
+        bench.arrive()  # the adapter is there long before the search is over
+        bench.step()
+    assert bench.first_step("warm") == 0
+    assert "cold" not in bench.computed()
+    bench.run()
+    assert [name[:4] for name in bench.ends()] == ["warm", "warm", "cold", "cold"]

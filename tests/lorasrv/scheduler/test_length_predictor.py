@@ -1,0 +1,231 @@
+"""What is learnt while serving: lengths of answers, costs of steps; and what follows for admission."""
+
+import random
+
+import pytest
+from bare_scheduler import PAGE_SIZE, Bench, names
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lorasrv.memory.cost_model import GUESS, LEARNT_STEPS, PARTS, StepCosts, StepShape
+from lorasrv.outputs import RequestId
+from lorasrv.request import EngineCoreRequest, Request
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler.length_predictor import (
+    MIN_ANSWERS,
+    PLANNED_QUANTILE,
+    UNKNOWN_TOKENS,
+    LengthPredictor,
+    peak_growth,
+)
+
+
+def _request(adapter: str = "mia", prompt: int = 10, max_tokens: int = 500, generated: int = 0, **how: bool) -> Request:
+    sampling = SamplingParams(max_tokens=max_tokens, **how)
+    request = Request(EngineCoreRequest(RequestId("r"), (5,) * prompt, max_tokens, sampling, adapter_id=adapter))
+    request.token_ids += [7] * generated
+    return request
+
+
+def _taught(lengths: list[int], adapter: str = "mia", predictor: LengthPredictor | None = None) -> LengthPredictor:
+    predictor = predictor or LengthPredictor()
+    for length in lengths:
+        predictor.ended(_request(adapter, generated=length), was_cut=False)
+    return predictor
+
+
+def test_where_nothing_is_known_a_middling_answer_is_expected() -> None:
+    assert LengthPredictor().length(_request(max_tokens=123), 0.5) == 123
+    assert _taught([5] * (MIN_ANSWERS - 1)).length(_request(max_tokens=8000), 0.9) == UNKNOWN_TOKENS
+    assert LengthPredictor().length(_request(max_tokens=8000, generated=400), 0.9) == 400 + UNKNOWN_TOKENS
+
+
+def test_an_adapters_own_past_tells_most_and_others_a_newcomers() -> None:
+    predictor = _taught([20] * 30)
+    _taught([200] * 30, "leo", predictor)
+    assert predictor.length(_request("mia"), 0.9) in range(20, 26)
+    assert predictor.length(_request("leo"), 0.9) in range(200, 260)
+    assert predictor.length(_request("new"), 0.4) in range(20, 26)
+    assert predictor.length(_request("new"), 0.9) in range(200, 260)
+
+
+def test_the_prompts_length_tells_too() -> None:
+    predictor = LengthPredictor()
+    for _ in range(20):
+        predictor.ended(_request(prompt=4, generated=10), was_cut=False)
+        predictor.ended(_request(prompt=400, generated=100), was_cut=False)
+    assert predictor.length(_request(prompt=5), 0.9) < 20
+    assert predictor.length(_request(prompt=300), 0.1) >= 100
+
+
+def test_one_that_has_outgrown_the_short_ones_is_among_the_long() -> None:
+    predictor = _taught([10] * 50 + [100] * 50)
+    assert predictor.length(_request(), 0.4) < 20
+    assert predictor.length(_request(generated=30), 0.1) >= 100
+    assert predictor.length(_request(generated=300), 0.5) == 500, "nobody was ever so long"
+    request = _request()
+    assert predictor.planned_remaining(request) >= 90
+    predictor = _taught([10] * 50 + [100] * 12)
+    request = _request()
+    before = predictor.planned_remaining(request)
+    assert before < 20
+    request.token_ids += [7] * (before + 1)
+    assert predictor.planned_remaining(request) > 50
+
+
+def test_answers_that_were_cut_only_say_that_they_were_no_shorter() -> None:
+    predictor = LengthPredictor()
+    for _ in range(40):
+        predictor.ended(_request(max_tokens=16, generated=16), was_cut=True)
+        predictor.ended(_request(max_tokens=500, generated=100), was_cut=False)
+    assert predictor.length(_request(), 0.2) >= 100
+    assert predictor.length(_request(max_tokens=16), 0.9) == 16
+
+
+def test_who_ignores_the_end_goes_to_the_end() -> None:
+    assert _taught([10] * 50).length(_request(max_tokens=300, ignore_eos=True), 0.5) == 300
+
+
+@given(lengths=st.lists(st.integers(1, 5000), min_size=60, max_size=60), q=st.sampled_from([0.5, 0.8, 0.95]))
+def test_a_quantile_covers_its_share(lengths: list[int], q: float) -> None:
+    predictor = _taught(lengths)
+    length = predictor.length(_request(max_tokens=8000), q)
+    assert sum(n <= length for n in lengths) >= q * len(lengths) - 1e-9
+    assert 1 <= length <= 8000
+
+
+def test_calibration_is_counted() -> None:
+    bench = Bench(pages=2000, max_num_batched_tokens=64)
+    rng = random.Random(0)
+    for i in range(300):
+        bench.add(f"r{i}", max_tokens=200, adapter_id="mia", ends_at=rng.choice([5, 10, 20, 40]))
+    bench.run(20_000)
+    predictor = bench.scheduler.predictor
+    assert predictor.num_predicted == 300
+    assert 0.7 <= predictor.num_covered / 300 <= 1.0
+    assert predictor.predicted_tokens >= predictor.actual_tokens
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorasrv.scheduler.length_predictor.MAX_HISTOGRAMS", 20)
+    predictor = LengthPredictor()
+    for i in range(100):
+        _taught([10] * 10, f"a{i}", predictor)
+    assert len(predictor._histograms) == 20
+    assert predictor.length(_request("a99"), 0.5) < 20
+
+
+def test_what_was_long_ago_counts_less() -> None:
+    predictor = _taught([10] * 300 + [100] * 400)
+    assert predictor.length(_request(), 0.5) >= 100
+
+
+# Growth.
+
+
+def test_the_worst_moment_is_just_before_an_end() -> None:
+    assert peak_growth([], 4) == 0
+    assert peak_growth([(4, 4)], 4) == 1
+    assert peak_growth([(4, 4), (40, 4)], 4) == 2
+    assert peak_growth([(4, 40), (40, 1)], 4) == 2, "the one that ends gives back what the other needs"
+
+
+@given(st.lists(st.tuples(st.integers(1, 60), st.integers(1, 40)), max_size=8), st.sampled_from([1, 4, 16]))
+def test_it_is_the_worst_of_all_moments(requests: list[tuple[int, int]], page: int) -> None:
+    def pages(at: int) -> int:
+        return sum(-(-(now + at) // page) for now, to_come in requests if to_come >= at)
+
+    held = sum(-(-now // page) for now, _ in requests)
+    assert peak_growth(requests, page) == max(0, *(pages(at) - held for at in range(1, 41)), 0)
+
+
+def test_admission_counts_on_predicted_growth_and_nobody_is_preempted() -> None:
+    """Ten requests of 4 pages each, growing to 8, in a pool of 40."""
+    bench = Bench(pages=40, max_num_seqs=10, max_num_batched_tokens=400)
+    for i in range(10):
+        bench.add(f"r{i}", prompt=4 * PAGE_SIZE, max_tokens=4 * PAGE_SIZE)
+    assert len(names(bench.step())) == 5
+    bench.run()
+    assert bench.scheduler.counters.preemptions == 0
+
+
+def test_short_answers_let_more_in() -> None:
+    def admitted(ends_at: int) -> int:
+        bench = Bench(pages=40, max_num_seqs=10, max_num_batched_tokens=400)
+        for i in range(20):
+            bench.add(f"teach{i}", prompt=4 * PAGE_SIZE, max_tokens=100, ends_at=ends_at)
+        bench.run()
+        for i in range(10):
+            bench.add(f"r{i}", prompt=4 * PAGE_SIZE, max_tokens=100, ends_at=ends_at)
+        return len(names(bench.step()))
+
+    assert admitted(ends_at=2) == 8
+    assert admitted(ends_at=90) == 1
+
+
+# Costs of steps.
+
+TRUE = [25e-3, 0.8e-3, 0.1e-3, 0.3e-9, 15e-9]
+
+
+def _steps(rng: random.Random, count: int) -> list[StepShape]:
+    shapes = []
+    for _ in range(count):
+        answers, prompt = rng.randint(1, 32), rng.choice([0, 0, 0, 100, 300])
+        adapters = rng.randint(0, answers) * 10_000_000
+        shapes.append(StepShape(answers + prompt, answers, adapters, 200 * answers + prompt * prompt // 2))
+    return shapes
+
+
+def _true_s(shape: StepShape) -> float:
+    return sum(seconds * part for seconds, part in zip(TRUE, shape.parts, strict=True))
+
+
+def test_steps_are_predicted_by_what_is_in_them() -> None:
+    rng = random.Random(1)
+    costs = StepCosts()
+    for shape in _steps(rng, 600):
+        costs.observe(shape, _true_s(shape) * rng.gauss(1.0, 0.05))
+    for shape in _steps(rng, 100):
+        assert costs.seconds(shape) == pytest.approx(_true_s(shape), rel=0.05)
+    assert costs.adapter_s(10_000_000) == pytest.approx(3e-3, rel=0.1)
+
+
+def test_one_long_pause_does_not_rule() -> None:
+    rng = random.Random(2)
+    costs = StepCosts()
+    for i, shape in enumerate(_steps(rng, 600)):
+        costs.observe(shape, 30.0 if i % 97 == 96 else _true_s(shape))
+    for shape in _steps(rng, 100):
+        assert costs.seconds(shape) == pytest.approx(_true_s(shape), rel=0.25)
+
+
+def test_a_machine_that_gets_slower_is_followed() -> None:
+    rng = random.Random(3)
+    costs = StepCosts()
+    for i, shape in enumerate(_steps(rng, 3000)):
+        costs.observe(shape, (2.0 if i >= 1000 else 1.0) * _true_s(shape))
+    for shape in _steps(rng, 50):
+        assert costs.seconds(shape) == pytest.approx(2 * _true_s(shape), rel=0.1)
+
+
+def test_before_anything_is_measured_it_is_a_guess_or_what_is_known() -> None:
+    shape = StepShape(1, 1, 0, 0)
+    assert StepCosts().seconds(shape) == pytest.approx(GUESS[0] + GUESS[1] + GUESS[2])
+    known = StepCosts.known(dict(zip(PARTS, TRUE, strict=True)))
+    assert known.seconds(shape) == pytest.approx(sum(TRUE[:3]))
+    assert known.known_as() == dict(zip(PARTS, TRUE, strict=True))
+    known.observe(StepShape(0, 0, 0, 0), 5.0)
+    assert known.num_observed == LEARNT_STEPS, "a step without tokens says nothing"
+
+
+def test_no_coefficient_is_ever_negative() -> None:
+    rng = random.Random(4)
+    costs = StepCosts()
+    for shape in _steps(rng, 400):
+        costs.observe(shape, rng.uniform(0.001, 0.5))
+    assert min(costs.seconds_each) >= 0.0
+
+
+def test_the_quantile_that_admission_plans_with_is_between_even_and_certain() -> None:
+    assert 0.5 < PLANNED_QUANTILE < 1.0

@@ -1,0 +1,193 @@
+"""The bare scheduler with hand-made model outputs: order, budget, preemption, adapters, and exactly one end each."""
+
+from bare_scheduler import EOS, KEYS, PAGE_BYTES, PAGE_SIZE, Bench, layout_of, names
+from mispredict import expect_short_answers
+
+from lorasrv.outputs import FinishReason, RequestId
+from lorasrv.request import OnCold, RequestStatus
+
+
+def test_a_long_prompt_is_chunked_beside_running_requests() -> None:
+    bench = Bench()
+    bench.add("short", prompt=2, max_tokens=20)
+    bench.step()
+    bench.add("long", prompt=40)
+    chunks = [{s.request_id: len(s.token_ids) for s in bench.step().scheduled} for _ in range(3)]
+    assert chunks == [{"short": 1, "long": 15}, {"short": 1, "long": 15}, {"short": 1, "long": 10}]
+    assert bench.tokens("long") == 1, "only the last chunk samples"
+    assert bench.tokens("short") == 4
+
+
+def test_ends_by_length_eos_and_stop_id() -> None:
+    bench = Bench()
+    bench.add("length", max_tokens=2)
+    bench.add("eos", max_tokens=9)
+    bench.add("ignores", max_tokens=3, ignore_eos=True)
+    bench.add("stop", max_tokens=9, stop_token_ids=(EOS,), ignore_eos=True)
+    bench.step()
+    bench.step(token=EOS)
+    bench.step(token=EOS)
+    assert bench.ends() == {
+        "length": FinishReason.STOP,
+        "eos": FinishReason.STOP,
+        "ignores": FinishReason.LENGTH,
+        "stop": FinishReason.STOP,
+    }
+    assert {o.request_id: o.stop_token_id for o in bench.outputs if o.finish_reason} == {
+        "length": None,
+        "eos": None,
+        "ignores": None,
+        "stop": EOS,
+    }
+
+
+def test_max_num_seqs_and_order_of_arrival() -> None:
+    bench = Bench(max_num_seqs=2)
+    for name in ("a", "b", "c"):
+        bench.add(name, max_tokens=2)
+    assert names(bench.step()) == ["a", "b"]
+    bench.step()
+    assert names(bench.step()) == ["c"]
+
+
+def test_pool_exhaustion_preempts_the_newest_and_nobody_fails() -> None:
+    bench = Bench(pages=8, max_num_batched_tokens=64)
+    expect_short_answers(bench.scheduler.predictor)
+    bench.add("old", prompt=8, max_tokens=20)
+    bench.add("new", prompt=8, max_tokens=20)
+    for _ in range(80):
+        bench.step()
+    assert bench.ends() == {"old": FinishReason.LENGTH, "new": FinishReason.LENGTH}
+    assert bench.tokens("old") == bench.tokens("new") == 20
+    preempted = {o.request_id: o.timing.num_preemptions for o in bench.outputs if o.finish_reason}
+    assert preempted["old"] == 0
+    assert preempted["new"] >= 1
+    assert bench.pool.num_free == 8
+
+
+def test_a_request_waits_for_its_adapter_and_nobody_else_does() -> None:
+    bench = Bench()
+    bench.add("cold", key=KEYS[0])
+    bench.add("base", max_tokens=9)
+    step = bench.step()
+    assert names(step) == ["base"]
+    assert step.orders.loads == (KEYS[0],)
+    assert bench.scheduler.num_waiting_for_adapter == 1
+    bench.add("cold too", key=KEYS[0])
+    assert bench.step().orders.loads == (), "one load for two requests"
+    bench.load(KEYS[0])
+    step = bench.step()
+    assert [key for key, _ in step.orders.copies] == [KEYS[0]]
+    assert names(bench.step()) == ["base"], "nobody reads what is being copied"
+    bench.copy(KEYS[0])
+    step = bench.step()
+    assert sorted(names(step)) == ["base", "cold", "cold too"]
+    assert bench.adapters.pins() == {KEYS[0]: 2}
+
+
+def test_a_failed_load_fails_its_own_requests_only() -> None:
+    bench = Bench()
+    bench.add("bad", key=KEYS[0])
+    bench.add("good", key=KEYS[1], max_tokens=1)
+    bench.step()
+    bench.scheduler.adapter_failed(KEYS[0], "corrupt")
+    bench.bring(KEYS[1])
+    bench.step()
+    assert bench.ends() == {"bad": FinishReason.ERROR, "good": FinishReason.LENGTH}
+    assert next(o.error for o in bench.outputs if o.request_id == "bad") == "corrupt"
+    bench.add("again", key=KEYS[0])
+    assert bench.step().orders.loads == (KEYS[0],), "a later request tries again"
+
+
+def test_a_cancelled_request_takes_its_load_along_wherever_it_is() -> None:
+    bench = Bench()
+    for state in ("loading", "on host"):
+        bench.add(state, key=KEYS[0])
+        bench.step()
+        if state == "on host":
+            bench.load(KEYS[0])
+        bench.scheduler.end(RequestId(state), RequestStatus.FINISHED_ABORTED)
+        step = bench.step()
+        assert step.orders.cancels == (KEYS[0],)
+        assert step.orders.copies == ()
+        assert bench.books.tiers.num_arriving == 0
+    bench.add("copying", key=KEYS[0])
+    bench.step()
+    bench.load(KEYS[0])
+    bench.step()
+    bench.scheduler.end(RequestId("copying"), RequestStatus.FINISHED_ABORTED)
+    assert bench.step().orders.cancels == (), "its pages are being written"
+    bench.copy(KEYS[0])
+    assert bench.adapters.is_ready(KEYS[0])
+    assert set(bench.ends().values()) == {FinishReason.ABORT}
+
+
+def test_a_choice_on_another_adapter_than_the_first_one_shares_nothing_with_it() -> None:
+    """The adapter arrives between the two, which fall back where it is cold: the first has the base's pages."""
+    bench = Bench(max_num_batched_tokens=64)
+    bench.add("first", prompt=9, max_tokens=9, key=KEYS[0], on_cold=OnCold.FALLBACK_BASE)
+    bench.step()
+    bench.bring(KEYS[0])
+    bench.add("second", prompt=9, max_tokens=9, key=KEYS[0], on_cold=OnCold.FALLBACK_BASE, fork_of=RequestId("first"))
+    step = bench.step()
+    shares = {s.request_id: s for s in step.scheduled}
+    assert shares["first"].adapter_key is None
+    assert shares["second"].adapter_key == KEYS[0]
+    assert shares["second"].start == 0
+    assert not set(shares["first"].page_table) & set(shares["second"].page_table)
+
+
+def test_idle_adapters_make_room_for_growing_requests() -> None:
+    bench = Bench(pages=12)
+    bench.add("persona", max_tokens=1, key=KEYS[3])
+    bench.step()
+    bench.bring(KEYS[3])
+    bench.step()
+    assert KEYS[3] in bench.adapters
+    bench.add("greedy", prompt=4, max_tokens=44)
+    for _ in range(60):
+        bench.step()
+    assert bench.ends()["greedy"] is FinishReason.LENGTH
+    assert KEYS[3] not in bench.adapters
+    assert bench.scheduler.counters.preemptions == 0
+
+
+def test_an_adapter_without_room_holds_back_later_requests_until_it_fits() -> None:
+    layout = layout_of(KEYS[5])
+    bench = Bench(pages=layout.num_pages(PAGE_BYTES) + 3, max_num_batched_tokens=64)
+    bench.add("running", prompt=8, max_tokens=4)
+    bench.step()
+    bench.add("persona", prompt=2, max_tokens=2, key=KEYS[5])
+    bench.step()
+    bench.load(KEYS[5])
+    bench.add("later", prompt=2, max_tokens=2)
+    assert names(bench.step()) == ["running"]
+    bench.run()
+    assert set(bench.ends()) == {"running", "persona", "later"}
+
+
+def test_an_adapter_placed_in_pieces_gives_way_to_itself() -> None:
+    """In pieces it holds a page more than its size. Alone, its request grows to the very last page that admission
+    promised: the adapter must leave and come back in one run, or the request waits for itself for ever."""
+    bench = Bench(pages=24, max_num_seqs=32, max_num_batched_tokens=128)
+    expect_short_answers(bench.scheduler.predictor)
+    size = layout_of(KEYS[4]).num_pages(PAGE_BYTES)
+    for i in range(8):
+        bench.add(f"r{i}", prompt=5, max_tokens=40)
+    for _ in range(5):
+        bench.step()
+    for i in range(1, 8, 2):
+        bench.scheduler.end(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
+    most = (24 - size) * PAGE_SIZE - 3
+    bench.add("X", prompt=3, max_tokens=most, key=KEYS[4])
+    bench.step()
+    bench.bring(KEYS[4])
+    bench.step()
+    assert bench.adapters.num_pages > size, "the pool was meant to be too scattered for one run"
+    for i in range(0, 8, 2):
+        bench.scheduler.end(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
+    bench.add("base", prompt=3, max_tokens=2)
+    bench.run()
+    assert bench.tokens("X") == most
+    assert bench.ends()["X"] is FinishReason.LENGTH
+    assert bench.ends()["base"] is FinishReason.LENGTH

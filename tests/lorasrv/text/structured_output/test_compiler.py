@@ -1,0 +1,449 @@
+"""Grammars on their own: tokens' bytes, what is refused and why, and that no grammar costs more than it may."""
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import Tokenizer as Backend
+
+from lorasrv.errors import EngineOverloaded, InvalidRequest, LorasrvError
+from lorasrv.text.structured_output import grammar as source
+from lorasrv.text.structured_output.compiler import GrammarCompiler
+from lorasrv.text.structured_output.matcher import CompiledGrammar, Vocabulary
+from lorasrv.text.structured_output.sandbox import TOO_COSTLY, GrammarSandbox, GrammarVerdict
+from lorasrv.text.structured_output.satisfiability import lark_can_end, repetitions
+from lorasrv.text.tokenizer import Tokenizer, TokenizerJson, TokenizerSource
+
+PADDING = 70
+
+
+def sentencepiece() -> Tokenizer:
+    """Llama 2's kind: blanks as U+2581, a token for every byte, a blank in front of every text that is stripped."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *'abcdefghyes.한{}:"', "▁yes"]
+    backend = Backend(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(steps)
+    special = [AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")]
+    backend.add_special_tokens(special)
+    return Tokenizer.from_source(TokenizerSource(TokenizerJson(backend.to_str()), eos_token_ids=(2,)))
+
+
+@pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
+def tokenizer(request: pytest.FixtureRequest, builtin_tokenizer: Tokenizer) -> Tokenizer:
+    return builtin_tokenizer if request.param == "byte_level" else sentencepiece()
+
+
+@pytest.fixture(scope="module")
+def compiling(tokenizer: Tokenizer) -> Iterator[Callable[..., Any]]:
+    yield from _runner(tokenizer)
+
+
+def _runner(tokenizer: Tokenizer) -> Iterator[Callable[..., Any]]:
+    """compiling(scenario) runs `await scenario(compiler)`, all with one compiler; afterwards its process is gone."""
+    with asyncio.Runner() as runner:
+        compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size + PADDING, tokenizer.eos_token_ids)
+        yield lambda scenario: runner.run(scenario(compiler))
+        runner.run(compiler.aclose())
+        assert compiler.examiner._process is None
+
+
+def allowed(state: Any) -> set[int]:
+    bits = np.unpackbits(state.allowed().view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def accepts(compiled: CompiledGrammar, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the text can be written, in whatever tokens, and the answer may end there."""
+    vocabulary = compiled_vocabulary(tokenizer)
+    wanted, state = text.encode(), compiled.begin()
+    while wanted and state.error is None:
+        tokens = allowed(state)
+        # The longest token that fits; text that is forced may be spelled in one way only.
+        fitting = (wanted[:size] for size in range(min(len(wanted), 16), 0, -1))
+        token = next((vocabulary[part] for part in fitting if vocabulary.get(part) in tokens), None)
+        if token is None:
+            return False
+        state.advance(token)
+        wanted = wanted.removeprefix(next(part for part, i in vocabulary.items() if i == token))
+    return state.error is None and bool(allowed(state) & tokenizer.eos_token_ids)
+
+
+@cache
+def compiled_vocabulary(tokenizer: Tokenizer) -> dict[bytes, int]:
+    made = Vocabulary.of(tokenizer, tokenizer.vocab_size, sorted(tokenizer.eos_token_ids))
+    return {token: i for i, token in reversed(list(enumerate(made.tokens))) if i not in made.special}
+
+
+def test_tokens_are_bytes_of_the_text(tokenizer: Tokenizer, corpus: list[str]) -> None:
+    vocabulary = Vocabulary.of(tokenizer, tokenizer.vocab_size + PADDING, sorted(tokenizer.eos_token_ids))
+    for text in corpus:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if not set(ids) & set(vocabulary.special):
+            written = b"".join(vocabulary.tokens[i] for i in ids)
+            decoded = tokenizer.decode(ids).encode()
+            assert written.removeprefix(b" " if tokenizer.decoding.strip_start else b"") == decoded
+    assert Vocabulary.unpacked(vocabulary.packed()) == vocabulary
+
+
+def test_no_special_token_but_the_end_is_ever_allowed(tokenizer: Tokenizer, compiling) -> None:
+    async def scenario(compiler: GrammarCompiler) -> None:
+        anything = await compiler.compile(source.regex_of(r"(.|\n)*", "guided_regex"))
+        tokens = allowed(anything.begin())
+        assert len(tokens) > 100
+        assert tokens & tokenizer.special_ids == tokenizer.eos_token_ids
+        assert all(tokenizer.token(token) is not None for token in tokens)
+
+    compiling(scenario)
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "ü": {"type": "string"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (
+            source.json_of(SCHEMA, "p"),
+            ['{"a": 1}', '{"a":-20,\n  "ü": "한 \\" 😀"}', '{\n\t"a": 3\n}'],
+            ['{"a": 1.5}', "{}", '{"ü": "x"}', '{"a": 1, "b": 2}', '{"a":  1}', ' {"a": 1}', '{"a": 1} '],
+        ),
+        (source.json_of(json.dumps(SCHEMA), "p"), ['{"a": 1}'], ["[]"]),
+        (source.any_json_object("p"), ['{"x": [1, {"y": null}]}'], ["[1]", "1"]),
+        (source.json_of(True, "p"), ["1", '"x"', "[]"], ["x"]),
+        (source.regex_of("[a-c]+/\\d\n|^x$", "p"), ["abc/1\n", "x"], ["abc", "a/x", "xx"]),
+        (
+            source.choice_of(["yes", "yesterday", 'q"\n\\', "한국😀", " lead"], "p"),
+            ["yes", 'q"\n\\', "한국😀", " lead"],
+            ["ye"],
+        ),
+        (source.grammar_of('start: "a" rest?\nrest: "," start', "p"), ["a", "a,a,a"], ["a,", ",a"]),
+        (source.grammar_of('{"grammars": [{"lark_grammar": "start: /a+/"}]}', "p"), ["aa"], ["b"]),
+    ],
+)
+def test_what_grammars_accept(
+    tokenizer: Tokenizer, compiling, grammar: source.Grammar, good: list[str], bad: list[str]
+) -> None:
+    async def scenario(compiler: GrammarCompiler) -> None:
+        compiled = await compiler.compile(grammar)
+        assert [text for text in good if not accepts(compiled, tokenizer, text)] == []
+        assert [text for text in bad if accepts(compiled, tokenizer, text)] == []
+
+    compiling(scenario)
+
+
+def test_states_are_independent_and_end(tokenizer: Tokenizer, compiling) -> None:
+    async def scenario(compiler: GrammarCompiler) -> None:
+        compiled = await compiler.compile(source.regex_of("[ab]c", "guided_regex"))
+        ids = compiled_vocabulary(tokenizer)
+        first, second = compiled.begin(), compiled.begin()
+        first.advance(ids[b"a"])
+        first.advance(ids[b"c"])
+        assert first.is_over
+        assert allowed(first) == tokenizer.eos_token_ids
+        assert ids[b"b"] in allowed(second)
+        assert not second.is_over
+        second.advance(ids[b"d"])
+        assert "cannot be followed" in (second.error or "")
+        assert not second.is_over
+        assert allowed(second) == tokenizer.eos_token_ids, "a failed state leaves the sampler something to choose"
+
+    compiling(scenario)
+
+
+def deep(levels: int) -> str:
+    return '{"type":"array","items":' * levels + "{}" + "}" * levels
+
+
+LOOP = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+ENDLESS = {"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}
+REFUSED = {
+    "bad type": (lambda: source.json_of({"type": "strin"}, "guided_json"), "Invalid type"),
+    "depth": (lambda: source.json_of(deep(100_000), "guided_json"), "64 levels"),
+    "parsed depth": (lambda: source.json_of(deep(70), "guided_json"), "64 levels"),
+    "no JSON": (lambda: source.json_of("{", "guided_json"), "not JSON"),
+    "no schema": (lambda: source.json_of("[]", "guided_json"), "must be a JSON schema"),
+    "reference loop": (lambda: source.json_of(LOOP, "guided_json"), "requires itself"),
+    "reference to a URL": (lambda: source.json_of({"$ref": "https://example.org/s"}, "guided_json"), "example.org"),
+    "endless value": (lambda: source.json_of(ENDLESS, "guided_json"), "requires itself"),
+    "endless list": (
+        lambda: source.json_of({"type": "array", "minItems": 1, "items": {"$ref": "#"}}, "guided_json"),
+        "requires itself",
+    ),
+    "no value": (lambda: source.json_of(False, "guided_json"), "not"),
+    "keyword that is not enforced": (lambda: source.json_of({"uniqueItems": True}, "guided_json"), "uniqueItems"),
+    "leniency": (
+        lambda: source.json_of({"uniqueItems": True, "x-guidance": {"lenient": True}}, "guided_json"),
+        "uniqueItems",
+    ),
+    "overlapping alternatives": (
+        lambda: source.json_of({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "guided_json"),
+        "oneOf",
+    ),
+    "large enum": (lambda: source.json_of({"enum": list(range(100_000))}, "guided_json"), "bytes"),
+    "repetitions": (lambda: source.regex_of("(a{0,500}){0,500}", "guided_regex"), "250000"),
+    "repetitions of a schema": (
+        lambda: source.json_of({"type": "string", "pattern": "^(a{0,500}){0,500}$"}, "guided_json"),
+        "25000",
+    ),
+    "repetitions of a grammar": (lambda: source.grammar_of("start: /(a{0,500}){0,500}/", "guided_grammar"), "too many"),
+    "open group": (lambda: source.regex_of("(a", "guided_regex"), "unclosed group"),
+    "look-ahead": (lambda: source.regex_of("(?=a)b", "guided_regex"), "look-around"),
+    "no text": (lambda: source.regex_of(r"[^\x00-\U0010FFFF]", "guided_regex"), "no text satisfies"),
+    "no choice": (lambda: source.choice_of([], "guided_choice"), "1 to"),
+    "empty choice": (lambda: source.choice_of(["a", ""], "guided_choice"), "empty"),
+    "left recursion": (lambda: source.grammar_of('start: start "a"', "guided_grammar"), "never ends"),
+    "endless grammar": (lambda: source.grammar_of('start: /[a-z]+/ "," start', "guided_grammar"), "never ends"),
+    "GBNF": (lambda: source.grammar_of('root ::= "a"', "guided_grammar"), "Lark"),
+    "unknown rule": (lambda: source.grammar_of("start: nothing", "guided_grammar"), "nothing"),
+    "ambiguity": (
+        lambda: source.grammar_of("start: x{100000}\nx: y{0,1000}\ny: A?\nA: /a/", "guided_grammar"),
+        "guided",
+    ),
+}
+COSTLY = {
+    "memory": lambda: source.json_of({"type": "integer", "multipleOf": 99_999_989}, "guided_json"),
+    "stack": lambda: source.grammar_of(
+        "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1}' for i in range(5000)) + '\nr5000: "c"', "guided_grammar"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def builtin_compiling(builtin_tokenizer: Tokenizer) -> Iterator[Callable[..., Any]]:
+    yield from _runner(builtin_tokenizer)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_name_the_field_and_say_why(builtin_compiling, name: str) -> None:
+    make, why = REFUSED[name]
+
+    async def scenario(compiler: GrammarCompiler) -> None:
+        await compiler.compile(source.choice_of(["a"], "p"))
+        started = compiler.examiner.num_started
+        with pytest.raises(InvalidRequest) as caught:
+            await compiler.compile(make())
+        message = str(caught.value)
+        assert why in message
+        assert caught.value.param in ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
+        assert message.startswith(caught.value.param)
+        assert "\n" not in message
+        assert len(message) < 400
+        assert compiler.examiner.num_started == started, "it does not cost the process"
+
+    builtin_compiling(scenario)
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_a_costly_grammar_ends_its_process_only(builtin_compiling, name: str) -> None:
+    async def scenario(compiler: GrammarCompiler) -> None:
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.001)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        good = source.regex_of("[0-9]{3}", "guided_regex")
+        before = await compiler.compile(good)
+        started = compiler.examiner.num_started
+        costly = COSTLY[name]()
+        together = await asyncio.gather(
+            compiler.compile(costly), compiler.compile(source.choice_of(["a"], "p")), return_exceptions=True
+        )
+        assert isinstance(together[0], InvalidRequest)
+        assert TOO_COSTLY in str(together[0])
+        assert isinstance(together[1], CompiledGrammar), "who waits behind it is served by the next process"
+        assert compiler.examiner.num_started == started + 1
+        assert ticks > 20, "the event loop goes on meanwhile"
+        with pytest.raises(InvalidRequest, match=TOO_COSTLY):
+            await compiler.compile(costly)
+        assert compiler.examiner.num_started == started + 1, "what was refused is known"
+        assert await compiler.compile(good) is before
+        ticking.cancel()
+
+    builtin_compiling(scenario)
+
+
+def test_a_compiler_that_is_cancelled_serves_the_next(builtin_compiling) -> None:
+    async def scenario(compiler: GrammarCompiler) -> None:
+        await compiler.compile(source.choice_of(["a"], "p"))
+        task = asyncio.create_task(compiler.compile(source.json_of({"multipleOf": 99_999_931}, "p")))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert await compiler.compile(source.choice_of(["b"], "p"))
+
+    builtin_compiling(scenario)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "count"),
+    [
+        ("abc", 3),
+        ("a{5}", 5),
+        ("(ab){3}c", 7),
+        ("(a{0,500}){0,500}", 250_000),
+        (r"[a-z\]{9}]{4}", 4),
+        (r"\p{L}{3}\{9}", 6),
+        ("a{x}", 4),
+        ("(a|b{2,}){3,4}", 12),
+        ("((((a{9}){9}){9}){9}){9}", 9**5),
+        ("a{", 2),
+        ("a" + "{999999999}" * 1000, 10**15),
+    ],
+)
+def test_repetitions(pattern: str, count: int) -> None:
+    assert repetitions(pattern) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "ends"),
+    [
+        ('start: "a"', True),
+        ('start: "a" start', False),
+        ('start: "a" start | "b"', True),
+        ('start: "a" start?', True),
+        ("start: A (start)*\nA: /x/", True),
+        ("start: A start+\nA: /x/", False),
+        ("start: A start{0,3}\nA: /x/", True),
+        ("start: A start{2,}\nA: /x/", False),
+        ("start: A start~0..2\nA: /x/", True),
+        ("start: A start~1..2\nA: /x/", False),
+        ('start: left right\nleft: "(" right ")"\nright: "[" left "]" | left', False),
+        ('start: left right\nleft: "(" right ")"\nright: "[" left "]" | left\n  | "x" // end\n', True),
+        ('start: ("a" | start) start\n', False),
+        ('start: ("a" | start) ("b" | start)\n', True),
+        ('start: "\\" start" end\nend: "//" | end', True),
+        ("start: value start\nvalue: %json {}", True),
+        ("begin: begin", True),
+    ],
+)
+def test_grammars_that_end(text: str, ends: bool) -> None:
+    assert lark_can_end(text) == ends
+
+
+def test_what_is_too_deep_to_look_through_is_left_to_the_compiler() -> None:
+    """No depth that the text allows overflows this process's stack."""
+    chain = {f"a{i}": {"$ref": f"#/$defs/a{i + 1}"} for i in range(3000)}
+    assert source.json_of({"$ref": "#/$defs/a0", "$defs": chain}, "p")
+    assert source.grammar_of("start: " + "(" * 3000 + '"a"' + ")" * 3000, "p")
+
+
+def test_ends_outside_of_the_vocabulary_are_no_ends() -> None:
+    tokenizer = sentencepiece()
+    assert Vocabulary.of(tokenizer, tokenizer.vocab_size, [2, 10**6]).ends == (2,)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, frozenset({10**6}))
+    with pytest.raises(InvalidRequest, match="names no token that ends an answer"):
+        asyncio.run(compiler.compile(source.choice_of(["a"], "p")))
+
+
+def test_malformed_parts_of_a_schema_are_left_to_the_compiler() -> None:
+    assert source.json_of({"patternProperties": 5}, "p")
+
+
+def test_repetitions_beyond_any_number_are_refused_in_one_line() -> None:
+    with pytest.raises(InvalidRequest, match="multiply to 1000000000000000, more than 100000"):
+        source.regex_of("a" + "{999999999}" * 1000, "p")
+
+
+def test_a_process_that_does_not_start_is_no_fault_of_the_request(tmp_path: Path) -> None:
+    """It may be memory that is short; the next request tries again, though one was being started ahead of it."""
+
+    async def scenario() -> None:
+        script = tmp_path / "child.py"
+        command = (sys.executable, str(script))
+        script.write_text("")
+        examiner = GrammarSandbox(b"", command)
+        for _ in range(2):
+            with pytest.raises(EngineOverloaded, match="does not start"):
+                await examiner.examine("x")
+        with pytest.raises(EngineOverloaded, match="does not start"):
+            await GrammarSandbox(b"", (str(tmp_path / "missing"),)).examine("x")
+        examiner._starting = asyncio.create_task(examiner._started())
+        await asyncio.wait([examiner._starting])
+        script.write_text('for _ in "ab":\n    print(\'{"error": null, "nbytes": 7}\', flush=True)\ninput()\n')
+        assert await examiner.examine("x") == GrammarVerdict(None, 7)
+        await examiner.aclose()
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_is_killed_while_it_compiles_is_replaced(builtin_compiling) -> None:
+    async def scenario(compiler: GrammarCompiler) -> None:
+        await compiler.compile(source.choice_of(["killed"], "p"))
+        process = compiler.examiner._process
+        assert process is not None
+        grammar = source.json_of({"multipleOf": 99_999_941}, "p")
+        task = asyncio.create_task(compiler.compile(grammar))
+        await asyncio.sleep(0.05)
+        process.kill()
+        with pytest.raises(EngineOverloaded, match="ended from outside"):
+            await task
+        assert await compiler.compile(source.choice_of(["c"], "p")), "the next one is served"
+        assert grammar.text not in compiler._refused, "nobody knows yet what it would have cost"
+
+    builtin_compiling(scenario)
+
+
+@pytest.mark.parametrize("name", ["binary", "password", "byte", "decimal", "regex", "json-pointer", "foo", "unknown"])
+def test_formats_that_are_not_enforced_are_annotations(builtin_tokenizer: Tokenizer, builtin_compiling, name) -> None:
+    grammar = source.json_of({"type": "string", "format": name}, "schema")
+    compiled = builtin_compiling(lambda compiler: compiler.compile(grammar))
+    assert accepts(compiled, builtin_tokenizer, '"anything"')
+
+
+def test_formats_that_are_enforced(builtin_tokenizer: Tokenizer, builtin_compiling) -> None:
+    page = (Path(__file__).parents[4] / "docs" / "structured-output.md").read_text("utf-8")
+    for name in source.FORMATS:
+        grammar = source.json_of({"type": "string", "format": name}, "schema")
+        compiled = builtin_compiling(lambda compiler, grammar=grammar: compiler.compile(grammar))
+        assert not accepts(compiled, builtin_tokenizer, '"a b c"'), name
+        assert f"`{name}`" in page
+
+
+def test_only_the_format_of_a_schema_is_one() -> None:
+    """Neither a property of that name, nor what is written in data, and wherever schemas stand."""
+    data = {"enum": [{"format": "foo"}], "default": {"format": "foo"}, "const": {"format": "foo"}}
+    schema = {
+        "properties": {"format": {"type": "string"}, "enum": {"format": "foo"}, "x": data},
+        "items": [{"format": "foo", "type": "string"}, {"format": "date"}],
+        "$defs": {"default": {"anyOf": [{"format": "foo"}, True]}},
+        "format": "foo",
+    }
+    checked = source.checked_schema(schema, "schema")
+    del checked["x-guidance"]
+    assert checked == {
+        "properties": {"format": {"type": "string"}, "enum": {}, "x": data},
+        "items": [{"type": "string"}, {"format": "date"}],
+        "$defs": {"default": {"anyOf": [{}, True]}},
+    }
+
+
+def test_schemas_that_end_are_not_refused() -> None:
+    tree = {
+        "type": "object",
+        "properties": {"left": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}, "all": {"items": {"$ref": "#"}}},
+        "required": ["left"],
+    }
+    twice = {"allOf": [{"$ref": "#/$defs/a"}, {"$ref": "#/$defs/a"}], "$defs": {"a": {"type": "string"}}}
+    for schema in (tree, twice, {"$ref": "#/$defs/x~1y", "$defs": {"x/y": {"type": "null"}}}, {"$ref": "#/none"}):
+        try:
+            source.json_of(schema, "p")
+        except LorasrvError as error:  # pragma: no cover
+            raise AssertionError(schema) from error

@@ -1,0 +1,147 @@
+"""Text as it streams: whole characters, nothing lost, the same as decoding at once."""
+
+import json
+import time
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, decoders, models, normalizers
+from tokenizers import Tokenizer as Backend
+
+from lorasrv.text.detokenizer import Detokenizer
+from lorasrv.text.tokenizer import BpeVocabulary, Tokenizer, TokenizerJson, TokenizerSource
+
+IDS = st.lists(st.integers(0, 49_500), max_size=40)
+
+
+def sentencepiece(strip: bool) -> Tokenizer:
+    """Llama 2's kind: blanks as U+2581, some letters, and a token for every byte, to which all others fall back."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh.한", "▁ab", "<0xZZ>"]
+    backend = Backend(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True))
+    backend.normalizer = normalizers.Replace(" ", "▁")
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
+    return Tokenizer.from_source(TokenizerSource(TokenizerJson(json.dumps(json.loads(backend.to_str())))))
+
+
+SENTENCEPIECE = {strip: sentencepiece(strip) for strip in (False, True)}
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], skip: bool = True, step: int = 1) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=skip)
+    pieces = [detokenizer.push(ids[i : i + step]) for i in range(0, len(ids), step)]
+    return [*pieces, detokenizer.flush()]
+
+
+@settings(max_examples=300, deadline=None)
+@given(ids=IDS, skip=st.booleans(), step=st.integers(1, 5))
+def test_any_ids_stream_to_their_decoding(builtin_tokenizer: Tokenizer, ids: list[int], skip: bool, step: int) -> None:
+    assert "".join(stream(builtin_tokenizer, ids, skip, step)) == builtin_tokenizer.decode(ids, skip)
+
+
+@settings(max_examples=300, deadline=None)
+@given(raw=st.binary(max_size=24), skip=st.booleans())
+def test_any_bytes_stream_to_their_decoding(builtin_tokenizer: Tokenizer, raw: bytes, skip: bool) -> None:
+    """Single-byte tokens: valid UTF-8, broken UTF-8 and everything between."""
+    from lorasrv.text.detokenizer import _byte_alphabet
+
+    letters = {byte: char for char, byte in _byte_alphabet().items()}
+    ids = [builtin_tokenizer.token_id(letters[byte]) for byte in raw]
+    known = [i for i in ids if i is not None]
+    assert "".join(stream(builtin_tokenizer, known, skip)) == builtin_tokenizer.decode(known, skip)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    ids=st.lists(st.integers(0, 275) | st.integers(256, 272), max_size=30),
+    strip=st.booleans(),
+    skip=st.booleans(),
+    step=st.integers(1, 4),
+)
+def test_byte_fallback_streams_to_its_decoding(ids: list[int], strip: bool, skip: bool, step: int) -> None:
+    tokenizer = SENTENCEPIECE[strip]
+    assert "".join(stream(tokenizer, ids, skip, step)) == tokenizer.decode(ids, skip)
+
+
+@pytest.mark.parametrize(("strip", "text"), [(False, " ab a"), (True, "ab a")])
+def test_byte_fallback_strips_the_first_blank_only(strip: bool, text: str) -> None:
+    tokenizer = SENTENCEPIECE[strip]
+    ids = [tokenizer.token_id(token) for token in ("<s>", "▁ab", "▁", "a")]
+    assert "".join(stream(tokenizer, [i for i in ids if i is not None])) == text
+
+
+def test_byte_fallback_text() -> None:
+    tokenizer = SENTENCEPIECE[False]
+    text = "ab cd. 한 😀 é"
+    pieces = stream(tokenizer, tokenizer.encode(text))
+    assert "".join(pieces) == text
+    assert "😀" in "".join(pieces[:-1])
+
+
+def test_corpus_streams_in_whole_characters(builtin_tokenizer: Tokenizer, corpus: list[str]) -> None:
+    for text in corpus:
+        if "\ufffd" in text:
+            continue
+        pieces = stream(builtin_tokenizer, builtin_tokenizer.encode(text), skip=False)
+        assert "".join(pieces) == text
+        assert pieces[-1] == ""
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_character_over_several_tokens_waits_for_its_last(builtin_tokenizer: Tokenizer) -> None:
+    ids = builtin_tokenizer.encode("🤷🏻")
+    assert len(ids) > 2
+    pieces = stream(builtin_tokenizer, ids)
+    assert "".join(pieces) == "🤷🏻"
+    assert any(piece == "" for piece in pieces[:-2])
+    detokenizer = Detokenizer(builtin_tokenizer)
+    assert detokenizer.push(ids[:1]) == ""
+    assert detokenizer.flush() == builtin_tokenizer.decode(ids[:1]) == "\ufffd"
+
+
+def test_special_tokens_are_skipped_unless_wanted(builtin_tokenizer: Tokenizer) -> None:
+    ids = builtin_tokenizer.encode("a<|im_end|>b")
+    assert "".join(stream(builtin_tokenizer, ids)) == "ab"
+    assert "".join(stream(builtin_tokenizer, ids, skip=False)) == "a<|im_end|>b"
+
+
+def test_added_tokens_outside_the_byte_alphabet_are_their_own_text(builtin_source: TokenizerSource) -> None:
+    words = builtin_source.vocabulary
+    assert isinstance(words, BpeVocabulary)
+    extra = BpeVocabulary((*words.tokens, "two words", "한국"), words.merges, words.pre, words.control, (49152, 49153))
+    tokenizer = Tokenizer.from_source(TokenizerSource(extra))
+    ids = tokenizer.encode("x two words 한국")
+    assert {49152, 49153} <= set(ids)
+    assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids) == "x two words 한국"
+
+
+@pytest.mark.parametrize("kind", ["text", "broken"])
+def test_work_a_token_does_not_grow(builtin_tokenizer: Tokenizer, kind: str) -> None:
+    """Ten times the tokens take about ten times as long, also when no character ever ends."""
+    lead = builtin_tokenizer.token_id("ð")
+    assert lead is not None
+    ids = builtin_tokenizer.encode("the quick brown fox " * 400) if kind == "text" else [lead] * 2000
+
+    def cost(count: int) -> float:
+        best = 1e9
+        for _ in range(5):
+            start = time.thread_time()
+            stream(builtin_tokenizer, ids[:count])
+            best = min(best, time.thread_time() - start)
+        return best
+
+    small, large = cost(len(ids) // 10), cost(len(ids))
+    assert large < 40 * small
+
+
+def test_pieces_come_at_once(builtin_tokenizer: Tokenizer) -> None:
+    """Plain words are never held back."""
+    ids = builtin_tokenizer.encode("Hello, world! This is plain.")
+    pieces = stream(builtin_tokenizer, ids)
+    assert all(pieces[:-1])
+    for (_, a), (_, b) in pairwise(enumerate(pieces[:-1])):
+        assert a
+        assert b

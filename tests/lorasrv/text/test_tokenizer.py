@@ -1,0 +1,216 @@
+"""Ids equal the published definitions, for the built-in GGUF file and for tokenizer.json directories."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from lorasrv.errors import CorruptModel, InvalidRequest, UnsupportedModel
+from lorasrv.models.loader import Checkpoint, open_checkpoint
+from lorasrv.text.tokenizer import BpeVocabulary, Tokenizer, TokenizerJson, TokenizerSource
+
+Tiny = dict[str, Callable[..., Path]]
+ALPHABET = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
+
+
+@pytest.fixture(scope="module")
+def oracle(builtin: Checkpoint, pytestconfig: pytest.Config) -> tokenizers.Tokenizer:
+    """SmolLM2's published definition over the file's vocabulary, as the gguf package reads it."""
+    from lorasrv.models.loader.locate import builtin_file
+
+    fields = gguf.GGUFReader(builtin_file()).fields
+    tokens, merges, types = (fields[f"tokenizer.ggml.{k}"].contents() for k in ("tokens", "merges", "token_type"))
+    ids = {token: i for i, token in enumerate(tokens)}
+    backend = tokenizers.Tokenizer(models.BPE(vocab=ids, merges=[tuple(merge.split(" ")) for merge in merges]))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([token for token, kind in zip(tokens, types, strict=True) if kind == 3])
+    return backend
+
+
+def test_corpus_is_large_and_varied(corpus: list[str]) -> None:
+    assert len(set(corpus)) == len(corpus) >= 200
+    assert any("안녕" in text for text in corpus)
+    assert any("😀" in text for text in corpus)
+
+
+def test_builtin_ids_equal_the_published_definition(
+    builtin_tokenizer: Tokenizer, oracle: tokenizers.Tokenizer, corpus: list[str]
+) -> None:
+    for text in corpus:
+        ids = builtin_tokenizer.encode(text)
+        assert ids == oracle.encode(text).ids, text
+        for skip in (False, True):
+            assert builtin_tokenizer.decode(ids, skip) == oracle.decode(ids, skip_special_tokens=skip)
+
+
+def test_builtin_splits_digits(builtin_tokenizer: Tokenizer) -> None:
+    assert [builtin_tokenizer.token(i) for i in builtin_tokenizer.encode("2026")] == ["2", "0", "2", "6"]
+
+
+def test_builtin_round_trip(builtin_tokenizer: Tokenizer, corpus: list[str]) -> None:
+    assert all(builtin_tokenizer.decode(builtin_tokenizer.encode(text), False) == text for text in corpus)
+
+
+def test_builtin_facts(builtin_tokenizer: Tokenizer) -> None:
+    assert builtin_tokenizer.vocab_size == 49152
+    assert (builtin_tokenizer.eos_token_ids, builtin_tokenizer.bos_token_id) == (frozenset({2}), 1)
+    assert builtin_tokenizer.special_ids == set(range(17))
+    assert builtin_tokenizer.token_id("<|im_end|>") == 2
+    assert (builtin_tokenizer.token(2), builtin_tokenizer.token(49152)) == ("<|im_end|>", None)
+    assert builtin_tokenizer.encode("<|im_end|>") == [2]
+    assert builtin_tokenizer.decode([2, 49152, 60000]) == ""
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_directories_equal_transformers(tiny_hf_checkpoints: Tiny, corpus: list[str], family: str) -> None:
+    from transformers import AutoTokenizer
+
+    path = tiny_hf_checkpoints[family]()
+    theirs = AutoTokenizer.from_pretrained(path)
+    checkpoint = open_checkpoint(str(path))
+    ours = Tokenizer.from_source(checkpoint.tokenizer_source())
+    checkpoint.close()
+    for text in corpus:
+        assert ours.encode(text) == theirs.encode(text), text
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs.encode(text), skip_special_tokens=True)
+
+
+def vocabulary(pre: str, *extra: str, merges: tuple[str, ...] = (), control: tuple[int, ...] = ()) -> BpeVocabulary:
+    return BpeVocabulary((*ALPHABET, *extra), merges, pre, control)
+
+
+DIGIT_MERGES = ("1 2", "12 3", "123 4", "4 5")
+DIGIT_TOKENS = ("12", "123", "1234", "45")
+
+
+@pytest.mark.parametrize(
+    ("pre", "pieces"),
+    [
+        ("gpt-2", ["1234", "5"]),
+        ("llama-bpe", ["123", "45"]),
+        ("qwen2", ["1", "2", "3", "4", "5"]),
+        ("smollm", ["1", "2", "3", "4", "5"]),
+    ],
+)
+def test_pre_tokenizer_kinds_split_digits_in_their_own_ways(pre: str, pieces: list[str]) -> None:
+    tokenizer = Tokenizer.from_source(TokenizerSource(vocabulary(pre, *DIGIT_TOKENS, merges=DIGIT_MERGES)))
+    assert [tokenizer.token(i) for i in tokenizer.encode("12345")] == pieces
+
+
+def test_llama3_takes_whole_words_before_merging() -> None:
+    """ignore_merges: a word that is a token is that token, even if no merge leads to it."""
+    source = TokenizerSource(vocabulary("llama-bpe", "xyz"))
+    tokenizer = Tokenizer.from_source(source)
+    assert [tokenizer.token(i) for i in tokenizer.encode("xyz")] == ["xyz"]
+    plain = Tokenizer.from_source(replace(source, vocabulary=vocabulary("gpt-2", "xyz")))
+    assert len(plain.encode("xyz")) == 3
+
+
+def test_qwen2_composes_characters() -> None:
+    tokenizer = Tokenizer.from_source(TokenizerSource(vocabulary("qwen2")))
+    assert tokenizer.encode("e\u0301") == tokenizer.encode("é")
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+@pytest.mark.parametrize("add_eos", [False, True])
+def test_begin_and_end_tokens_as_the_metadata_asks(add_bos: bool, add_eos: bool) -> None:
+    words = vocabulary("gpt-2", "<s>", "</s>", control=(256, 257))
+    source = TokenizerSource(words, eos_token_ids=(257,), bos_token_id=256, add_bos=add_bos, add_eos=add_eos)
+    tokenizer = Tokenizer.from_source(source)
+    bare = tokenizer.encode("a", add_special_tokens=False)
+    assert tokenizer.encode("a") == [256] * add_bos + bare + [257] * add_eos
+    assert len(bare) == 1
+
+
+def test_unknown_pre_tokenizer_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match=r"pre-tokenizer 'tekken' .*known: gpt-2, llama-bpe, qwen2, smollm"):
+        Tokenizer.from_source(TokenizerSource(vocabulary("tekken")))
+
+
+def test_merges_of_unknown_tokens() -> None:
+    with pytest.raises(CorruptModel, match="do not fit together"):
+        Tokenizer.from_source(TokenizerSource(vocabulary("gpt-2", merges=("zz yy",))))
+
+
+def test_begin_token_outside_the_vocabulary() -> None:
+    with pytest.raises(CorruptModel, match="outside the vocabulary"):
+        Tokenizer.from_source(TokenizerSource(vocabulary("gpt-2"), bos_token_id=999, add_bos=True))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model": {}}'])
+def test_damaged_tokenizer_json(text: str) -> None:
+    with pytest.raises(CorruptModel, match=r"tokenizer\.json is not valid"):
+        Tokenizer.from_source(TokenizerSource(TokenizerJson(text)))
+
+
+def test_unknown_decoder_is_refused_by_name(tiny_tokenizer_file: Path) -> None:
+    content = json.loads(tiny_tokenizer_file.read_text("utf-8"))
+    content["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
+    with pytest.raises(UnsupportedModel, match="decoder WordPiece is not supported; known: ByteLevel"):
+        Tokenizer.from_source(TokenizerSource(TokenizerJson(json.dumps(content))))
+    content["decoder"] = None
+    with pytest.raises(UnsupportedModel, match="decoder none"):
+        Tokenizer.from_source(TokenizerSource(TokenizerJson(json.dumps(content))))
+
+
+def test_lone_surrogates_are_refused(builtin_tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="surrogate") as caught:
+        builtin_tokenizer.encode("a\ud800b")
+    assert caught.value.param == "prompt"
+
+
+@pytest.mark.parametrize("encode", [Tokenizer.encode, Tokenizer.encode_with_offsets])
+def test_others_run_while_a_long_text_is_encoded(builtin_tokenizer: Tokenizer, encode: Callable[..., object]) -> None:
+    """Text from a request takes a second a megabyte: no stream could go on."""
+    ticks, is_over = 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal ticks
+        while not is_over.is_set():
+            ticks += 1
+            time.sleep(0.001)
+
+    text = "Whatever the weather in Bergen, 1905 or today. " * 15_000
+    other = threading.Thread(target=tick)
+    other.start()
+    before = ticks
+    encode(builtin_tokenizer, text)
+    during = ticks - before
+    is_over.set()
+    other.join()
+    assert during > 20
+
+
+def test_encoding_starts_no_threads_and_minds_no_fork(tiny_tokenizer_file: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+from lorasrv.tokenizer import Tokenizer
+from lorasrv.tokenizer_source import TokenizerJson, TokenizerSource
+
+tokenizer = Tokenizer.from_source(TokenizerSource(TokenizerJson(Path(sys.argv[1]).read_text("utf-8"))))
+tokenizer.encode("a text")
+tokenizer.encode_with_offsets("a text")
+if (child := os.fork()) == 0:
+    tokenizer.encode("a text")
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+print(len(os.listdir("/proc/self/task")))
+"""
+    environment = {k: v for k, v in os.environ.items() if k != "TOKENIZERS_PARALLELISM"}
+    command = [sys.executable, "-c", script, str(tiny_tokenizer_file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")

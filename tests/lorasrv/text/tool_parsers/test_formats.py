@@ -1,0 +1,243 @@
+"""Tool calls: which format a template has, how answers are read whatever pieces they come in, and forced calls."""
+
+import asyncio
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import tool_templates as templates
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lorasrv.errors import InvalidRequest
+from lorasrv.text.chat_template import ChatTemplate
+from lorasrv.text.structured_output.compiler import GrammarCompiler
+from lorasrv.text.structured_output.matcher import CompiledGrammar
+from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.text.tool_parsers.base import Tool, ToolCall
+from lorasrv.text.tool_parsers.formats import HERMES, LLAMA, MISTRAL, ToolFormat, detect_format
+
+NAMES = frozenset({"get_weather", "clock"})
+PARIS = ToolCall("get_weather", '{"city": "Paris"}')
+CLOCK = ToolCall("clock", "{}")
+
+
+def read(form: ToolFormat, pieces: list[str], parallel: bool = True) -> list[Any]:
+    """The parts, neighbouring text joined."""
+    reader = form.reader(NAMES, parallel)
+    parts: list[Any] = []
+    for part in [part for piece in pieces for part in reader.push(piece)] + reader.flush():
+        if isinstance(part, str) and parts and isinstance(parts[-1], str):
+            parts[-1] += part
+        else:
+            parts.append(part)
+    return parts
+
+
+def _hermes(call: str) -> str:
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+P, C = '{"name": "get_weather", "arguments": {"city": "Paris"}}', '{"name": "clock", "arguments": {}}'
+PL = P.replace("arguments", "parameters")
+ANSWERS = [
+    (HERMES, "Hello  there \n", ["Hello  there \n"]),
+    (HERMES, _hermes(P), [PARIS]),
+    (HERMES, f"Let me see.\n{_hermes(P)}\n{_hermes(C)}\n", ["Let me see.", PARIS, CLOCK]),
+    (HERMES, f"<tool_call>{P}", [PARIS]),
+    (HERMES, "a <tool_call> is not <tool", ["a <tool_call> is not <tool"]),
+    (HERMES, _hermes('{"name": "other", "arguments": {}}'), [_hermes('{"name": "other", "arguments": {}}')]),
+    (
+        HERMES,
+        _hermes('{"name": "clock", "arguments": NaN}') + " x",
+        [_hermes('{"name": "clock", "arguments": NaN}') + " x"],
+    ),
+    (HERMES, f"{_hermes('{bad')} {_hermes(C)}", [_hermes("{bad"), CLOCK]),
+    (HERMES, f"{_hermes(P)} and text", [PARIS, " and text"]),
+    (HERMES, _hermes('{"name": "clock", "arguments": "{}"}'), [CLOCK]),
+    (HERMES, _hermes('{"name": ["clock"], "arguments": {}}'), [_hermes('{"name": ["clock"], "arguments": {}}')]),
+    (LLAMA, '{"name": {"a": 1}, "parameters": {}}', ['{"name": {"a": 1}, "parameters": {}}']),
+    (LLAMA, '{"name": "clock", "parameters": {"a": NaN}}', ['{"name": "clock", "parameters": {"a": NaN}}']),
+    (HERMES, "", []),
+    (LLAMA, "Just { text", ["Just { text"]),
+    (LLAMA, PL, [PARIS]),
+    (LLAMA, f"<|python_tag|>{PL}; {PL}", [PARIS, PARIS]),
+    (LLAMA, '{"name": "get_weather"} is JSON', ['{"name": "get_weather"} is JSON']),
+    (LLAMA, "<|python_tag|>print(1)", ["<|python_tag|>print(1)"]),
+    (LLAMA, "  ", ["  "]),
+    (LLAMA, "<|pyt", ["<|pyt"]),
+    (LLAMA, '{"name": "clock", "parameters": NaN}', ['{"name": "clock", "parameters": NaN}']),
+    (MISTRAL, f"[TOOL_CALLS] [{P}, {C}]", [PARIS, CLOCK]),
+    (MISTRAL, f"Well.\n[TOOL_CALLS][{P}]\n", ["Well.", PARIS]),
+    (MISTRAL, "[TOOL_CALLS] {bad", ["[TOOL_CALLS] {bad"]),
+    (MISTRAL, "text [TOOL_CAL", ["text [TOOL_CAL"]),
+    (MISTRAL, f"[TOOL_CALLS][{P}, 1]", [f"[TOOL_CALLS][{P}, 1]"]),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "parts"), ANSWERS)
+def test_answers_are_read(form: ToolFormat, text: str, parts: list[Any]) -> None:
+    assert read(form, [text]) == parts
+    assert read(form, list(text)) == parts
+
+
+@settings(max_examples=200, deadline=None)
+@given(case=st.sampled_from(ANSWERS), data=st.data())
+def test_pieces_make_no_difference(case: tuple[ToolFormat, str, list[Any]], data: st.DataObject) -> None:
+    form, text, parts = case
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert read(form, pieces) == parts
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    words=st.lists(
+        st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "{", "}", "x", " ", "\n", "[", "<"])
+    ),
+    form=st.sampled_from([HERMES, LLAMA, MISTRAL]),
+)
+def test_what_is_no_call_stays_text(words: list[str], form: ToolFormat) -> None:
+    assert "".join(read(form, words)) == "".join(words)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        (HERMES, f"{_hermes(P)}\n{_hermes(C)} tail"),
+        (LLAMA, f"{PL}; {PL}"),
+        (MISTRAL, f"[TOOL_CALLS] [{P}, {C}]"),
+    ],
+)
+def test_without_parallel_calls_there_is_one(form: ToolFormat, text: str) -> None:
+    assert read(form, [text], parallel=False) == [PARIS]
+    assert read(form, list(text), parallel=False) == [PARIS]
+
+
+@pytest.mark.parametrize(
+    ("template", "form"),
+    [
+        (templates.HERMES, HERMES),
+        (templates.LLAMA, LLAMA),
+        (templates.MISTRAL, MISTRAL),
+        (templates.XML, None),
+        (templates.MISTRAL + "{# [ARGS] #}", None),
+        (templates.PLAIN, None),
+    ],
+)
+def test_the_template_tells_the_format(template: str, form: ToolFormat | None) -> None:
+    assert detect_format(template) is form
+    assert ("tools" in ChatTemplate(template).variables) == (template != templates.PLAIN)
+
+
+def test_the_built_in_base_knows_no_tools(builtin_source: Any) -> None:
+    template = ChatTemplate.from_source(builtin_source)
+    assert template is not None
+    assert "tools" not in template.variables
+
+
+def test_variables_are_the_templates_own() -> None:
+    hermes, llama = ChatTemplate(templates.HERMES), ChatTemplate(templates.LLAMA, {"bos_token": "<s>"})
+    assert hermes.checked_variables({"enable_thinking": False}) == {"enable_thinking": False}
+    assert llama.checked_variables({"date_string": "today", "enable_thinking": True})
+    refused: list[dict[str, Any]] = [{"tokenize": True}, {"chat_template": "x"}, {"bos_token": "x"}, {"tools": "x"}]
+    refused += [{"messages": "x"}, {"raise_exception": 1}, {"date_string": ["x"]}, {"unknown": 1}, {"tokenizer": "x"}]
+    for given_ in refused:
+        with pytest.raises(InvalidRequest, match=next(iter(given_))) as caught:
+            llama.checked_variables(given_)
+        assert caught.value.param == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize(
+    "form",
+    [HERMES, *(pytest.param(form, marks=pytest.mark.long) for form in (LLAMA, MISTRAL))],
+    ids=lambda form: form.name,
+)
+@pytest.mark.parametrize("parallel", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_forced_calls_are_read_back(form: ToolFormat, parallel: bool, builtin_tokenizer: Tokenizer) -> None:
+    """What the grammar allows is what the reader reads: tokens are chosen by chance, and two calls are tried."""
+    function = templates.WEATHER["function"]
+    tools = [Tool("get_weather", function["parameters"]), Tool("clock", {"type": "object", "properties": {}})]  # type: ignore[index]
+    grammar = form.grammar(tools, parallel, builtin_tokenizer)
+    call = f'{{"name": "get_weather", "{form.arguments}": {{"city": "Köln"}}}}'
+    before, after = form.around
+    call = before + call + after
+    two = form.list_of[0] + (form.between or "; ").join([call, call]) + form.list_of[1]
+    one = form.list_of[0] + call + form.list_of[1]
+    if form.forces_marker:
+        one, two = form.marker + one, form.marker + two
+    expected = [ToolCall("get_weather", '{"city": "Köln"}')]
+
+    async def main() -> None:
+        compiler = GrammarCompiler(builtin_tokenizer, builtin_tokenizer.vocab_size, builtin_tokenizer.eos_token_ids)
+        try:
+            compiled = await compiler.compile(grammar)
+            with pytest.raises(InvalidRequest) as caught:
+                await compiler.compile(form.grammar([Tool("x", {"type": "strin"})], True, builtin_tokenizer))
+            assert caught.value.param == "tools"
+        finally:
+            await compiler.aclose()
+        assert _written(compiled, builtin_tokenizer, one)
+        assert not _written(compiled, builtin_tokenizer, one.replace("Köln", "Rome"))
+        assert not _written(compiled, builtin_tokenizer, one.replace("get_weather", "get_time"))
+        assert _written(compiled, builtin_tokenizer, two) == (parallel and form.between is not None)
+
+    asyncio.run(main())
+    assert read(form, [one]) == expected
+    assert read(form, [two]) == expected * 2
+    assert json.loads(expected[0].arguments) == {"city": "Köln"}
+
+
+SPECIAL = replace(HERMES, marker="<|im_start|>", around=("<|im_start|>\n", "\n</tool_call>"))
+
+
+@pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, SPECIAL], ids=["hermes", "llama", "mistral", "special"])
+def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
+    form: ToolFormat, builtin_tokenizer: Tokenizer
+) -> None:
+    parameters: dict[str, Any] = templates.WEATHER["function"]["parameters"]  # type: ignore[index]
+    tools = [Tool("get_weather", parameters, is_strict=True), Tool("clock", {"type": "strin"})]
+
+    def written(name: str, arguments: str) -> str:
+        call = f'{{"name": "{name}", "{form.arguments}": {arguments}}}'
+        marker = form.marker if form.forces_marker else ""
+        return marker + form.list_of[0] + form.around[0] + call + form.around[1] + form.list_of[1]
+
+    good, other = written("get_weather", '{"city": "Köln"}'), written("clock", '{"any": [1]}')
+    bad = [
+        *(written("get_weather", arguments) for arguments in ('{"city": "Rome"}', "{}", '{"city": "Köln", "x": 1}')),
+        *(good.replace("get_weather", "nobody"), good[: -len("}}")]),
+    ]
+    texts = ["", "no call", " \n", "a {b} <tool [TOOL <", "한국 😀", good, other]
+
+    async def main() -> CompiledGrammar:
+        compiler = GrammarCompiler(builtin_tokenizer, builtin_tokenizer.vocab_size, builtin_tokenizer.eos_token_ids)
+        try:
+            return await compiler.compile(form.unforced_grammar(tools, builtin_tokenizer))
+        finally:
+            await compiler.aclose()
+
+    compiled = asyncio.run(main())
+    if form is LLAMA:
+        texts += [f" {good}", f"<|python_tag|>{good}", f"text {bad[0]}", f"text <|python_tag|>{bad[0]}"]
+        bad += [f"{blank}{marker}{bad[0]}" for blank in ("", " ", "\n\x1c\x85") for marker in ("", "<|python_tag|>")]
+    else:
+        texts += [f"Hm.\n{good}"]
+        bad += [f"Hm. {text}" for text in bad]
+    if form in (HERMES, SPECIAL):
+        texts += [f"{good}\n{other} and {good} so"]
+        bad += [f"{good} and {bad[0]}"]
+    assert [text for text in texts if not _written(compiled, builtin_tokenizer, text)] == []
+    assert [text for text in bad if _written(compiled, builtin_tokenizer, text)] == []
+
+
+def _written(compiled: Any, tokenizer: Tokenizer, text: str) -> bool:
+    """Whether the grammar allows the text, spelled as the tokenizer does, and its end."""
+    state = compiled.begin()
+    for token in tokenizer.encode(text, add_special_tokens=False):
+        mask = state.allowed()
+        if not mask[token // 32] >> token % 32 & 1:
+            return False
+        state.advance(token)
+    return state.is_over or any(state.allowed()[end // 32] >> end % 32 & 1 for end in tokenizer.eos_token_ids)

@@ -1,0 +1,212 @@
+"""The loader's threads: reports for what is wanted, none for what was cancelled, and every pin given back."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from adapter_store.errors import AdapterCorrupt, LoadCancelled
+from adapter_store.spec import AdapterKey
+from lorasrv.config import PARALLEL_LOADS
+from lorasrv.worker.adapter_loader import Done, InlineLoader, Loader, LoaderReport, ThreadedLoader
+
+KEYS = [AdapterKey(f"{i:064x}") for i in range(PARALLEL_LOADS + 3)]
+
+
+class Source:
+    """Loads that last until they are let go, and counted pins."""
+
+    def __init__(self) -> None:
+        self.gates: dict[AdapterKey, threading.Event] = {}
+        self.errors: dict[AdapterKey, Exception] = {}
+        self.pins: Counter[AdapterKey] = Counter()
+        self.begun: list[AdapterKey] = []
+        self.on_host: set[AdapterKey] = set()
+
+    def fetch_pinned(self, key: AdapterKey, should_stop: Callable[[], bool]) -> tuple[Any, bool]:
+        self.begun.append(key)
+        while key in self.gates and not self.gates[key].wait(0.002):
+            if should_stop():
+                raise LoadCancelled("stopped")
+        if key in self.errors:
+            raise self.errors[key]
+        self.pins[key] += 1
+        from_disk = key not in self.on_host
+        self.on_host.add(key)
+        return cast(Any, type("Packed", (), {"nbytes": 7})()), from_disk
+
+    def is_on_host(self, key: AdapterKey) -> bool:
+        return key in self.on_host
+
+    def unpin(self, key: AdapterKey) -> None:
+        assert self.pins[key] > 0
+        self.pins[key] -= 1
+
+
+def _poll(loader: Loader, count: int) -> list[LoaderReport]:
+    reports: list[LoaderReport] = []
+    end = time.monotonic() + 10
+    while len(reports) < count and time.monotonic() < end:
+        reports += loader.poll()
+        time.sleep(0.002)
+    assert len(reports) == count
+    return reports
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+@pytest.fixture
+def threaded(source: Source) -> Any:
+    loader = ThreadedLoader(cast(Any, source), lambda packed, placed: None, lambda: None)
+    yield loader
+    for gate in source.gates.values():
+        gate.set()
+    loader.close()
+    assert not +source.pins, "a pin is left"
+
+
+@pytest.mark.parametrize("kind", ["inline", "threaded"])
+def test_load_then_copy_and_the_pin_in_between(source: Source, kind: str) -> None:
+    written: list[Any] = []
+    write = lambda packed, placed: written.append(placed)  # noqa: E731
+    loader: Loader = (
+        InlineLoader(cast(Any, source), write)
+        if kind == "inline"
+        else ThreadedLoader(cast(Any, source), write, lambda: None)
+    )
+    loader.load(KEYS[0])
+    (report,) = _poll(loader, 1)
+    assert (report.key, report.done, report.nbytes, report.from_disk) == (KEYS[0], Done.LOADED, 7, True)
+    assert source.pins[KEYS[0]] == 1
+    loader.copy(KEYS[0], cast(Any, "place"))
+    (report,) = _poll(loader, 1)
+    assert (report.done, written) == (Done.COPIED, ["place"])
+    assert not source.pins[KEYS[0]]
+    loader.load(KEYS[0])
+    loader.close()
+    assert not source.pins[KEYS[0]]
+
+
+@pytest.mark.parametrize("kind", ["inline", "threaded"])
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (AdapterCorrupt("damaged; upload again"), "damaged; upload again"),
+        (OSError(5, "I/O error", "/secret/path"), "reading the adapter failed: I/O error"),
+        (ValueError("/secret/path"), "the server's log says why"),
+    ],
+)
+def test_failures_are_reports_without_paths(source: Source, kind: str, error: Exception, words: str) -> None:
+    source.errors[KEYS[0]] = error
+    loader: Loader = (
+        InlineLoader(cast(Any, source), lambda *_: None)
+        if kind == "inline"
+        else ThreadedLoader(cast(Any, source), lambda *_: None, lambda: None)
+    )
+    loader.load(KEYS[0])
+    (report,) = _poll(loader, 1)
+    assert report.done is Done.FAILED
+    assert words in report.error
+    assert "secret" not in report.error
+    del source.errors[KEYS[0]]
+    loader.load(KEYS[0])
+    assert _poll(loader, 1)[0].done is Done.LOADED
+    loader.close()
+
+
+def test_a_failing_copy_is_a_report_too(source: Source) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    loader = InlineLoader(cast(Any, source), broken)
+    loader.load(KEYS[0])
+    loader.poll()
+    loader.copy(KEYS[0], cast(Any, None))
+    (report,) = loader.poll()
+    assert report.done is Done.FAILED
+    assert not source.pins[KEYS[0]]
+
+
+def test_slow_loads_hold_up_neither_other_loads_nor_copies(threaded: ThreadedLoader, source: Source) -> None:
+    slow = KEYS[: PARALLEL_LOADS - 1]
+    source.gates = {key: threading.Event() for key in slow}
+    for key in slow:
+        threaded.load(key)
+    for key in KEYS[PARALLEL_LOADS:]:
+        threaded.load(key)
+        assert _poll(threaded, 1)[0].key == key
+        threaded.copy(key, cast(Any, None))
+        assert _poll(threaded, 1)[0].done is Done.COPIED
+
+
+@pytest.mark.parametrize("when", ["queued", "reading", "loaded"])
+def test_a_cancelled_load_is_not_reported_and_keeps_no_pin(threaded: ThreadedLoader, source: Source, when: str) -> None:
+    blockers = KEYS[1 : 1 + PARALLEL_LOADS] if when == "queued" else []
+    source.gates = {key: threading.Event() for key in [*blockers, *([KEYS[0]] if when == "reading" else [])]}
+    for key in blockers:
+        threaded.load(key)
+    threaded.load(KEYS[0])
+    if when == "loaded":
+        _poll(threaded, 1)
+    elif when == "reading":
+        while KEYS[0] not in source.begun:
+            time.sleep(0.002)
+    threaded.cancel(KEYS[0])
+    source.gates.pop(KEYS[0], None)
+    threaded.load(KEYS[0])
+    for key in blockers:
+        source.gates[key].set()
+    reports = _poll(threaded, len(blockers) + 1)
+    assert sum(report.key == KEYS[0] for report in reports) == 1
+    time.sleep(0.02)
+    assert threaded.poll() == []
+    for key in (KEYS[0], *blockers):
+        threaded.cancel(key)
+
+
+def test_what_was_prefetched_is_read_once_and_reported_only_if_ordered(
+    threaded: ThreadedLoader, source: Source
+) -> None:
+    source.gates = {KEYS[0]: threading.Event(), KEYS[1]: threading.Event()}
+    for key in KEYS[:2]:
+        threaded.prefetch(key)
+        threaded.prefetch(key)
+    threaded.load(KEYS[0])
+    for gate in source.gates.values():
+        gate.set()
+    (report,) = _poll(threaded, 1)
+    assert report.key == KEYS[0]
+    assert sorted(source.begun) == KEYS[:2]
+    end = time.monotonic() + 10
+    while KEYS[1] in threaded._jobs and time.monotonic() < end:
+        time.sleep(0.002)
+    assert source.pins[KEYS[1]] == 0
+    assert threaded.poll() == []
+    threaded.load(KEYS[1])
+    (report,) = _poll(threaded, 1)
+    assert (report.key, report.from_disk) == (KEYS[1], True), "it came from disk, if ahead of its order"
+    threaded.cancel(KEYS[1])
+    threaded.load(KEYS[1])
+    assert not _poll(threaded, 1)[0].from_disk
+    for key in KEYS[:2]:
+        threaded.cancel(key)
+
+
+def test_prefetching_is_bounded(threaded: ThreadedLoader, source: Source) -> None:
+    source.gates = {key: threading.Event() for key in KEYS}
+    for key in KEYS:
+        threaded.prefetch(key)
+    assert len(threaded._jobs) == PARALLEL_LOADS
+
+
+def test_after_the_end_nothing_is_begun(source: Source) -> None:
+    loader = ThreadedLoader(cast(Any, source), lambda *_: None, lambda: None)
+    loader.close()
+    loader.prefetch(KEYS[0])
+    assert source.begun == []

@@ -1,0 +1,238 @@
+"""Every honoured field of adapter_config.json through the whole engine: logits are PEFT's, in one batch of them all,
+and are others than the base's and than those of the same weights without the field."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapter_store.errors import AdapterInvalid
+from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
+from lorasrv.llm import LLM
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.worker.model_runner import ModelRunner
+
+Tiny = dict[str, Callable[..., Path]]
+FAMILIES = ("llama", "qwen2", "qwen3")
+QV = ["q_proj", "v_proj"]
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+APART = 0.02
+"""Logits of different adapters differ by more; those of the same by 1e-3 at most."""
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What PEFT is given, what the config says without the feature, and how that is refused, if it is."""
+
+    config: dict[str, Any]
+    without: dict[str, Any]
+    refused_as: str | None = None
+
+
+FEATURES = {
+    "r": Feature({"r": 3, "lora_alpha": 7, "target_modules": QV}, {"r": 4}, "rank_mismatch"),
+    "lora_alpha": Feature({"r": 4, "lora_alpha": 7, "target_modules": QV}, {"lora_alpha": 14}),
+    "use_rslora": Feature(
+        {"r": 5, "lora_alpha": 6, "use_rslora": True, "target_modules": ["o_proj", "up_proj"]}, {"use_rslora": False}
+    ),
+    "rank_pattern": Feature(
+        {"r": 4, "lora_alpha": 6, "target_modules": ALL, "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 6}},
+        {"rank_pattern": {}},
+        "rank_mismatch",
+    ),
+    "alpha_pattern": Feature(
+        {"r": 4, "lora_alpha": 2, "target_modules": ALL, "alpha_pattern": {"0.self_attn.v_proj": 30, "down_proj": 9}},
+        {"alpha_pattern": {}},
+    ),
+    "all of them": Feature(
+        {
+            "r": 4,
+            "lora_alpha": 3,
+            "use_rslora": True,
+            "target_modules": ALL,
+            "rank_pattern": {"k_proj": 7, "^model.layers.2.mlp.gate_proj": 1},
+            "alpha_pattern": {"k_proj": 9, r"mlp\.down_proj": 1},
+        },
+        {"use_rslora": False},
+    ),
+    "layers_to_transform": Feature(
+        {"r": 4, "lora_alpha": 8, "target_modules": QV, "layers_to_transform": [1]},
+        {"layers_to_transform": None},
+        "partial_adapter",
+    ),
+    "modules of some layers": Feature(
+        {"r": 4, "lora_alpha": 8, "target_modules": ["layers.0.mlp.up_proj", "layers.2.self_attn.k_proj"]},
+        {"target_modules": ["up_proj", "k_proj"]},
+        "partial_adapter",
+    ),
+    "a pattern of modules": Feature(
+        {"r": 4, "lora_alpha": 8, "target_modules": r".*layers\.[02]\.mlp\.(up|down)_proj"}, {"lora_alpha": 4}
+    ),
+}
+
+
+class Served:
+    """An engine that keeps the logits of every row that it samples from."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        options = ModelOptions(quantization="none", dtype="float32", kernels="numba")
+        self.llm = LLM(str(directory), EngineConfig(options, MemoryOptions(pool_bytes=16 << 20)))
+        self.rows: dict[str, list[torch.Tensor]] = {}
+        self.batches: list[int] = []
+        compute = ModelRunner._logits
+
+        def recorded(runner: ModelRunner, step: Any) -> Any:
+            logits, sampled, asked = compute(runner, step)
+            self.batches.append(len({s.adapter_key for s in sampled}))
+            for row, request in zip(logits, sampled, strict=True):
+                self.rows.setdefault(request.request_id, []).append(row.clone())
+            return logits, sampled, asked
+
+        monkeypatch.setattr(ModelRunner, "_logits", recorded)
+
+    def first_logits(self, prompts: list[list[int]], adapters: list[str | None]) -> list[torch.Tensor]:
+        """Of the token after each prompt, all asked at once."""
+        self.rows.clear()
+        greedy = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+        self.llm.generate(prompts, greedy, adapters)
+        self.llm.engine.check_integrity()
+        in_order = sorted(self.rows, key=lambda request_id: int(request_id.rpartition("-")[2]))
+        return [self.rows[request_id][0] for request_id in in_order]
+
+
+@pytest.fixture
+def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Served]]:
+    made: list[Served] = []
+
+    def start(directory: Path) -> Served:
+        made.append(Served(directory, monkeypatch))
+        return made[-1]
+
+    yield start
+    for served in made:
+        served.llm.close()
+
+
+def save_by_peft(directory: Path, folder: Path, seed: int, config: dict[str, Any]) -> torch.nn.Module:
+    """Random A and B in the config's places; returns PEFT's model."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config)).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def last_logits(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(torch.tensor([prompt])).logits[0, -1]
+
+
+def changed(folder: Path, target: Path, changes: dict[str, Any]) -> Path:
+    """The same weights under another config."""
+    target.mkdir()
+    (target / "adapter_model.safetensors").write_bytes((folder / "adapter_model.safetensors").read_bytes())
+    config = json.loads((folder / "adapter_config.json").read_text()) | changes
+    (target / "adapter_config.json").write_text(json.dumps(config))
+    return target
+
+
+@pytest.mark.parametrize("family", [FAMILIES[0], *(pytest.param(f, marks=pytest.mark.long) for f in FAMILIES[1:])])
+def test_every_honoured_field_in_one_batch(tiny_hf_checkpoints: Tiny, tmp_path: Path, serve: Any, family: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    directory = tiny_hf_checkpoints[family]()
+    served = serve(directory)
+    plain = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(5)
+    wanted: list[tuple[str | None, list[int], torch.Tensor]] = []
+    for i, (name, feature) in enumerate(FEATURES.items()):
+        prompt = torch.randint(3, 384, (7 + 5 * i,), generator=generator).tolist()
+        model = save_by_peft(directory, tmp_path / f"f{i}", 40 + i, feature.config)
+        served.llm.add_adapter(f"f{i}", tmp_path / f"f{i}")
+        wanted.append((f"f{i}", prompt, last_logits(model, prompt)))
+        wanted.append((None, prompt, last_logits(plain, prompt)))
+        without = changed(tmp_path / f"f{i}", tmp_path / f"w{i}", feature.without)
+        if feature.refused_as is None:
+            served.llm.add_adapter(f"w{i}", without)
+            continue
+        with pytest.raises(AdapterInvalid) as refused:
+            served.llm.add_adapter(f"w{i}", without)
+        assert {p.code for p in refused.value.problems} == {feature.refused_as}, name
+    logits = served.first_logits([w[1] for w in wanted], [w[0] for w in wanted])
+    assert max(served.batches) > len(FEATURES) // 2, "the batch was not mixed"
+    for (name, _, want), got in zip(wanted, logits, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3, msg=lambda text, name=name: f"{name}: {text}")
+    for i, (name, feature) in enumerate(FEATURES.items()):
+        adapted, base = logits[2 * i], logits[2 * i + 1]
+        assert (adapted - base).abs().max() > APART, f"{name} changes nothing"
+        if feature.refused_as is None:
+            [dropped] = served.first_logits([wanted[2 * i][1]], [f"w{i}"])
+            assert (adapted - dropped).abs().max() > APART, f"{name} is not looked at"
+
+
+def test_a_partial_adapter_is_the_same_content_allowed_or_not(
+    tiny_hf_checkpoints: Tiny, tmp_path: Path, serve: Any
+) -> None:
+    """Which modules have tensors is what counts: the config that promised more changes neither logits nor key."""
+    directory = tiny_hf_checkpoints["qwen2"]()
+    served = serve(directory)
+    feature = FEATURES["layers_to_transform"]
+    model = save_by_peft(directory, tmp_path / "mia", 1, feature.config)
+    whole = served.llm.add_adapter("mia", tmp_path / "mia")
+    without = changed(tmp_path / "mia", tmp_path / "more", feature.without)
+    partial = served.llm.add_adapter("more", without, allow_partial=True)
+    assert partial.key == whole.key
+    prompt = list(range(20, 40))
+    for logits in served.first_logits([prompt, prompt], ["mia", "more"]):
+        torch.testing.assert_close(logits, last_logits(model, prompt), rtol=1e-3, atol=1e-3)
+
+
+def test_fan_in_fan_out_is_refused_and_means_nothing_here(
+    tiny_hf_checkpoints: Tiny, tmp_path: Path, serve: Any
+) -> None:
+    """PEFT takes it for False where the base is no Conv1D, with a warning; here it is refused with that way out."""
+    directory = tiny_hf_checkpoints["llama"]()
+    served = serve(directory)
+    config = {"r": 4, "lora_alpha": 8, "target_modules": ALL, "fan_in_fan_out": True}
+    with pytest.warns(UserWarning, match="fan_in_fan_out"):
+        model = save_by_peft(directory, tmp_path / "mia", 1, config)
+    said_true = changed(tmp_path / "mia", tmp_path / "true", {"fan_in_fan_out": True})
+    with pytest.raises(AdapterInvalid, match="set it to false"):
+        served.llm.add_adapter("true", said_true)
+    served.llm.add_adapter("false", changed(said_true, tmp_path / "false", {"fan_in_fan_out": False}))
+    prompt = list(range(20, 40))
+    [logits] = served.first_logits([prompt], ["false"])
+    torch.testing.assert_close(logits, last_logits(model, prompt), rtol=1e-3, atol=1e-3)
+
+
+def test_an_mlx_copy_gives_the_logits_of_the_original(tiny_hf_checkpoints: Tiny, tmp_path: Path, serve: Any) -> None:
+    from safetensors.torch import load_file, save_file
+
+    directory = tiny_hf_checkpoints["qwen3"]()
+    served = serve(directory)
+    config = {"r": 5, "lora_alpha": 3.7 * 5, "target_modules": ALL, "layers_to_transform": [1, 2]}
+    model = save_by_peft(directory, tmp_path / "peft", 1, config)
+    (tmp_path / "mlx").mkdir()
+    tensors = {
+        name.removeprefix("base_model.model.").replace("lora_A.weight", "lora_a").replace("lora_B.weight", "lora_b"): t
+        for name, t in load_file(tmp_path / "peft" / "adapter_model.safetensors").items()
+    }
+    transposed = {name: t.T.contiguous() for name, t in tensors.items()}
+    save_file(transposed, tmp_path / "mlx" / "adapters.safetensors", metadata={"format": "mlx"})
+    parameters = {"rank": 5, "scale": 3.7, "dropout": 0.0}
+    run = {"fine_tune_type": "lora", "lora_parameters": parameters, "num_layers": 2, "model": "someone/x"}
+    (tmp_path / "mlx" / "adapter_config.json").write_text(json.dumps(run))
+    served.llm.add_adapter("peft", tmp_path / "peft")
+    served.llm.add_adapter("mlx", tmp_path / "mlx")
+    prompt = list(range(30, 50))
+    original, copy, base = served.first_logits([prompt] * 3, ["peft", "mlx", None])
+    assert torch.equal(original, copy)
+    torch.testing.assert_close(copy, last_logits(model, prompt), rtol=1e-3, atol=1e-3)
+    assert (copy - base).abs().max() > APART

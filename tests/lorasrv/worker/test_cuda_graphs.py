@@ -1,0 +1,208 @@
+"""Steps in buckets: padded, replayed with other sequences and adapters, against the same steps computed without.
+
+There is no GPU here: Triton's interpreter computes, and a fake graph runs again what was captured.
+"""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import site_dims
+from lorasrv.models.quantization import get_format
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
+from lorasrv.worker.adapter_packing import PackedAdapter
+from lorasrv.worker.cuda_graphs import GraphedSteps, buckets
+from lorasrv.worker.decoder import Decoder, DecoderLimits
+from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.forward_batch import build_batch
+from lorasrv.worker.weights import load_weights
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
+from sgmv_kernels.ops import Ops
+
+if torch.cuda.is_available():
+    pytest.skip("with a GPU real graphs are tested", allow_module_level=True)
+
+CPU = torch.device("cpu")
+PAGES, PAGE_SIZE, MAX_LEN = 60, 16, 512
+CONFIG = """{"architectures": ["LlamaForCausalLM"], "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 40, "max_position_embeddings": 512}"""
+RANKS = {"a": 4, "b": 20}
+Share = tuple[str | None, int]
+"""(adapter, keys before this token)"""
+
+
+class FakeGraph:
+    """Computes again, from the memory that was there at the capture."""
+
+    def __init__(self, compute: Callable[[], torch.Tensor]) -> None:
+        self._compute, self.output, self.replays = compute, compute(), 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        with torch.inference_mode():
+            self.output.copy_(self._compute())
+
+
+class FakeStream:
+    """Counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.begun = self.joined = 0
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        self.begun += 1
+        yield
+
+    def join(self) -> None:
+        self.joined += 1
+
+
+class Served:
+    """One model over a pool of random keys and values; pages that nobody owns are NaN."""
+
+    def __init__(self, folder: Path, kernels: str = "triton", side: FakeStream | None = None) -> None:
+        torch.manual_seed(0)
+        self.ops = Ops(CPU, kernels)
+        weights = load_weights(open_checkpoint(str(folder), "dummy"), get_format("none", self.ops), torch.float32)
+        limits = DecoderLimits(MAX_LEN, 64, 4, torch.float32)
+        self.memory = DevicePool(weights.spec, PAGES, PAGE_SIZE, torch.float32, CPU, scratch=True)
+        self.decoder = Decoder(weights, self.memory, limits, self.ops, side)
+        for layer in range(2):
+            self.memory.slab(layer).view(torch.float32).normal_()
+        self.placements: dict[str, PlacedAdapter] = {}
+        end = PAGES
+        for name, rank in RANKS.items():
+            ranks = tuple(tuple(rank for _ in site.out_features) for site in site_dims(weights.spec))
+            layout = AdapterLayout(site_dims(weights.spec), (ranks,) * 2, 4)
+            count = layout.num_pages(self.memory.page_bytes)
+            end -= count
+            placed = layout.place([(end, count)], self.memory.page_bytes)
+            assert placed is not None
+            data = torch.randn(2, layout.layer_bytes // 4).view(torch.uint8)
+            self.memory.write_adapter(PackedAdapter(layout, data), placed)
+            self.placements[name] = placed
+        self.graphs: list[FakeGraph] = []
+        self.graphed = GraphedSteps(self.decoder.forward, weights.spec, self.memory, limits, self._record)
+
+    def _record(self, compute: Callable[[], torch.Tensor]) -> FakeGraph:
+        self.graphs.append(FakeGraph(compute))
+        return self.graphs[-1]
+
+    def step(self, shares: list[Share], tokens: int = 1) -> SchedulerOutput:
+        scheduled, first = [], 0
+        for i, (name, before) in enumerate(shares):
+            count = -(-(before + tokens) // PAGE_SIZE)
+            pages = tuple(range(first, first + count))
+            first += count
+            ids = tuple((7 * i + before + j) % 40 for j in range(tokens))
+            rest = (name, True, SamplingParams(), 0)
+            scheduled.append(ScheduledRequest(RequestId(str(i)), ids, before, pages, *rest))
+        assert first <= PAGES - sum(placed.runs[0][1] for placed in self.placements.values())
+        used = {name: self.placements[name] for name, _ in shares if name is not None}
+        return SchedulerOutput(tuple(scheduled), used, (), (), 0)
+
+    def eager(self, step: SchedulerOutput) -> tuple[torch.Tensor, list[str]]:
+        batch = build_batch(step, self.memory, torch.float32, self.ops)
+        return self.decoder.forward(batch), [s.request_id for s in batch.sampled]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dummy")
+    (folder / "config.json").write_text(CONFIG)
+    return folder
+
+
+STEPS: list[list[Share]] = [
+    [("a", 5), (None, 40), ("b", 17)],
+    [("b", 70), ("a", 0), ("b", 31)],
+    [(None, 9), (None, 33), (None, 1)],
+    [("b", 16), ("a", 2), ("a", 3), (None, 15)],
+    [(None, 300), ("a", 20)],
+    [("b", 280), (None, 47)],
+    [(None, 8), (None, 15), (None, 64)],
+]
+
+
+@pytest.mark.long
+def test_steps_replayed_from_graphs_are_those_computed_without(folder: Path) -> None:
+    served, plain = Served(folder), Served(folder)
+    for shares in STEPS:
+        want, of = plain.eager(plain.step(shares))
+        got = served.graphed.compute(served.step(shares))
+        assert got is not None
+        logits, scheduled = got
+        assert [s.request_id for s in scheduled] == of
+        torch.testing.assert_close(logits, want, rtol=1e-4, atol=1e-5)
+        for layer in range(2):
+            kept, other = (memory.slab(layer).view(torch.float32) for memory in (served.memory, plain.memory))
+            torch.testing.assert_close(kept, other, rtol=1e-4, atol=1e-5)
+    # (4 rows, whole, rank 32), (4, whole, none), (2, cut keys, rank 16), (2, cut keys, rank 32)
+    assert [graph.replays for graph in served.graphs] == [2, 1, 0, 0]
+
+
+def test_adapters_matter(folder: Path) -> None:
+    served = Served(folder)
+    one, other = (served.graphed.compute(served.step([(name, 5), (None, 9)])) for name in ("a", None))
+    assert one is not None
+    assert other is not None
+    logits = {s.request_id: row for row, s in zip(one[0], one[1], strict=True)}
+    assert not torch.allclose(logits["0"], other[0][0], atol=1e-3)
+    torch.testing.assert_close(logits["1"], other[0][1], rtol=1e-4, atol=1e-5)
+
+
+def test_padding_rows_write_to_no_page_of_the_pool(folder: Path) -> None:
+    served = Served(folder)
+    owned = served.step([(None, 5)])
+    for layer in range(2):
+        pages = served.memory.slab(layer).view(PAGES, -1)
+        pages[len(owned.scheduled[0].page_table) :] = 0xFF
+    step = served.step([(None, 5), (None, 3), (None, 2)])
+    for _ in range(2):
+        got = served.graphed.compute(step)
+        assert got is not None
+        assert got[0].shape[0] == 3
+    for layer in range(2):
+        pages = served.memory.slab(layer).view(PAGES, -1)
+        assert bool((pages[3:] == 0xFF).all())
+        scratch = served.memory.kv_pages(layer).keys[PAGES]
+        assert int((scratch != 0).any(dim=(0, 1)).sum()) == 1
+
+
+def test_what_fits_no_bucket_has_no_graph(folder: Path) -> None:
+    served = Served(folder)
+    assert served.graphed.compute(served.step([(None, 0)], tokens=3)) is None
+    assert served.graphed.compute(served.step([(None, i) for i in range(5)])) is None
+    assert served.graphs == []
+
+
+def test_buckets() -> None:
+    assert buckets(1) == (1,)
+    assert buckets(20) == (1, 2, 4, 8, 16, 24)
+    assert buckets(64)[-1] == 64
+    assert buckets(100)[-3:] == (64, 96, 128)
+
+
+@pytest.mark.parametrize("kernels", ["torch", "numba"])
+def test_a_shrink_beside_the_base_linear_adds_the_same(folder: Path, kernels: str) -> None:
+    stream = FakeStream()
+    beside, plain = Served(folder, kernels, stream), Served(folder, kernels)
+    want, _ = plain.eager(plain.step(STEPS[0]))
+    got, _ = beside.eager(beside.step(STEPS[0]))
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+    assert stream.begun == stream.joined == 2 * 4
+    beside.eager(beside.step(STEPS[2]))
+    assert stream.begun == 8

@@ -1,0 +1,288 @@
+"""The decoder's logits against transformers, and with adapters against PEFT, on tiny random models of every family."""
+
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from adapter_store.errors import AdapterInvalid
+from adapter_store.store import AdapterStore
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import adapter_layout, base_shapes
+from lorasrv.models.quantization import get_format
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
+from lorasrv.worker.adapter_packing import pack_adapter
+from lorasrv.worker.decoder import Decoder, DecoderLimits
+from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.forward_batch import build_batch
+from lorasrv.worker.weights import load_weights
+from sgmv_kernels.ops import Ops
+
+PAGE_SIZE, PAGES = 4, 640
+KERNELS = ("torch", "numba")
+ROPE_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+ROPE_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+ROPE_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.25 * i for i in range(6)],
+    "long_factor": [2.0] * 6,
+    "partial_rotary_factor": 0.75,
+}
+GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+CASES = [
+    ("llama", {}),
+    ("llama", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1}),
+    ("llama", {"rope_parameters": ROPE_LLAMA3}),
+    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
+    ("mistral", {}),
+    ("qwen2", {}),
+    ("llama", {"rope_parameters": ROPE_YARN}),
+    ("qwen3", {"attention_bias": True}),
+    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "tie_word_embeddings": True}),
+    ("gemma2", {}),
+    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
+    ("gemma3", {}),
+    ("gemma3", {"rope_parameters": GEMMA3_ROPE, "final_logit_softcapping": 10.0}),
+    ("phi3", {}),
+    ("phi3", {"sliding_window": 8, "num_key_value_heads": 4, "rope_parameters": PARTIAL}),
+    ("phi3", {"rope_parameters": ROPE_LONG, "original_max_position_embeddings": 64}),
+]
+IDS = [
+    *("llama", "llama-mqa-bias-tied", "llama3-rope", "linear-rope", "mistral-window", "qwen2-bias-tied", "yarn-rope"),
+    *("qwen3-bias", "qwen3-window-tied", "gemma2", "gemma2-uncapped-bias", "gemma3", "gemma3-ropes"),
+    *("phi3", "phi3-window-partial", "phi3-longrope"),
+]
+# One of each family and of each kind of attention; the others are for test-long.
+EVERYDAY = {
+    "llama",
+    "llama3-rope",
+    "mistral-window",
+    "qwen2-bias-tied",
+    "qwen3-window-tied",
+    "gemma2",
+    "gemma3-ropes",
+} | {"phi3-window-partial"}
+CONFIGS = {
+    "qv": {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
+    "all": {
+        "r": 20,
+        "lora_alpha": 10,
+        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "rank_pattern": {"k_proj": 3, "layers.1.mlp.down_proj": 7},
+    },
+    "rs": {"r": 5, "lora_alpha": 8, "use_rslora": True, "target_modules": ["o_proj", "up_proj"]},
+}
+FUSED_CONFIGS = {
+    "qv": {"r": 4, "lora_alpha": 6, "target_modules": ["qkv_proj"]},
+    "all": {
+        "r": 20,
+        "lora_alpha": 10,
+        "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
+        "rank_pattern": {"qkv_proj": 3, "layers.1.mlp.down_proj": 7},
+    },
+    "rs": {"r": 5, "lora_alpha": 8, "use_rslora": True, "target_modules": ["o_proj", "gate_up_proj"]},
+}
+
+
+def _save_adapters(directory: Path, out: Path) -> dict[str, Path]:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    saved = {}
+    fused = AutoConfig.from_pretrained(directory).model_type == "phi3"
+    for i, (name, config) in enumerate((FUSED_CONFIGS if fused else CONFIGS).items()):
+        torch.manual_seed(100 + i)
+        base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        peft = get_peft_model(base, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **config))
+        peft.save_pretrained(out / name)
+        saved[name] = out / name
+    return saved
+
+
+@lru_cache(maxsize=8)
+def _oracle_model(directory: Path, adapter: Path | None) -> torch.nn.Module:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter)
+    return model.eval()
+
+
+def _oracle(directory: Path, adapter: Path | None, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return _oracle_model(directory, adapter)(torch.tensor([ids])).logits[0]
+
+
+class _Served:
+    """A decoder over a small pool, stepped by hand: logits of the last row of each sequence."""
+
+    def __init__(
+        self,
+        directory: Path,
+        adapters: dict[str, Path],
+        store: Path,
+        dtype: torch.dtype,
+        kernels: str,
+        quantization: str = "none",
+    ) -> None:
+        checkpoint = open_checkpoint(str(directory))
+        self.ops = Ops(torch.device("cpu"), kernels)
+        weights = load_weights(checkpoint, get_format(quantization, self.ops), torch.float32)
+        self.memory = DevicePool(weights.spec, PAGES, PAGE_SIZE, torch.float32, torch.device("cpu"))
+        self.dtype = dtype
+        self.decoder = Decoder(weights, self.memory, DecoderLimits(512, 512, 8, dtype), self.ops)
+        self.placed = {}
+        with AdapterStore(store, base_shapes(weights.spec)) as registered:
+            end = PAGES
+            for name, folder in adapters.items():
+                key = _register(registered, name, folder)
+                layout = adapter_layout(weights.spec, registered.spec(key), dtype.itemsize)
+                end -= layout.num_pages(self.memory.page_bytes)
+                placed = layout.place([(end, layout.num_pages(self.memory.page_bytes))], self.memory.page_bytes)
+                packed = pack_adapter(weights.spec, layout, registered.load(key), dtype)
+                self.memory.write_adapter(packed, placed)
+                self.placed[name] = (key, placed)
+
+    def logits(self, shares: list[tuple[str | None, list[int], int, tuple[int, ...]]]) -> dict[int, torch.Tensor]:
+        """(adapter, tokens, start, page table) of each sequence -> its logits, by its place in the list."""
+        scheduled = tuple(
+            ScheduledRequest(
+                RequestId(str(i)), tuple(tokens), start, table, self.placed[name][0] if name else None, True,
+                SamplingParams(), 0,
+            )
+            for i, (name, tokens, start, table) in enumerate(shares)
+        )  # fmt: skip
+        step = SchedulerOutput(scheduled, dict(self.placed.values()), (), (), 0)
+        batch = build_batch(step, self.memory, self.dtype, self.ops)
+        return dict(zip([int(s.request_id) for s in batch.sampled], self.decoder.forward(batch), strict=True))
+
+
+def _register(store: AdapterStore, name: str, folder: Path) -> str:
+    import hashlib
+    import json
+
+    data = (folder / "adapter_model.safetensors").read_bytes()
+    digest = hashlib.sha256(data).hexdigest()
+    with store.open_blob(digest, len(data)) as blob:
+        blob.write(data)
+        blob.commit()
+    return store.register(name, json.loads((folder / "adapter_config.json").read_text()), digest).ref.key
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "kernels"),
+    [
+        *(
+            pytest.param(*case, "numba", id=f"{name}-numba", marks=() if name in EVERYDAY else pytest.mark.long)
+            for case, name in zip(CASES, IDS, strict=True)
+        ),
+        *(
+            pytest.param(*case, "torch", id=f"{name}-torch", marks=() if case[0] == "llama" else pytest.mark.long)
+            for case, name in zip(CASES, IDS, strict=True)
+        ),
+        pytest.param("llama", {}, "triton", id="llama-triton", marks=pytest.mark.long),
+        pytest.param("mistral", {}, "triton", id="mistral-window-triton", marks=pytest.mark.exhaustive),
+        pytest.param("gemma2", {}, "triton", id="gemma2-triton", marks=pytest.mark.long),
+        pytest.param("gemma3", {}, "triton", id="gemma3-triton", marks=pytest.mark.exhaustive),
+        pytest.param("phi3", {"rope_parameters": PARTIAL}, "triton", id="phi3-partial-triton", marks=pytest.mark.long),
+    ],
+)
+def test_mixed_batch_of_chunks_equals_transformers_and_peft(
+    tiny_hf_checkpoints, tmp_path: Path, family: str, changes: dict[str, object], kernels: str
+) -> None:
+    """Base and three adapters of mixed ranks, prompts in two chunks of different lengths and a token after them, all in
+    the same three steps.
+    """
+    directory = tiny_hf_checkpoints[family](**changes)
+    adapters = _save_adapters(directory, tmp_path)
+    served = _Served(directory, adapters, tmp_path / "store", torch.float32, kernels)
+    generator = torch.Generator().manual_seed(7)
+    work = []
+    for i, name in enumerate([None, "qv", "all", "rs", None, "all"]):
+        ids = torch.randint(3, 384, (9 + 4 * i,), generator=generator).tolist()
+        work.append((name, ids, tuple(range(i * 10, i * 10 + 10))))
+    first = served.logits([(name, ids[: 3 + i], 0, table) for i, (name, ids, table) in enumerate(work)])
+    second = served.logits([(name, ids[3 + i : -1], 3 + i, table) for i, (name, ids, table) in enumerate(work)])
+    third = served.logits([(name, ids[-1:], len(ids) - 1, table) for name, ids, table in work])
+    for i, (name, ids, _) in enumerate(work):
+        want = _oracle(directory, adapters[name] if name else None, ids)
+        torch.testing.assert_close(first[i], want[2 + i], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(second[i], want[-2], rtol=1e-3, atol=1e-4)
+        torch.testing.assert_close(third[i], want[-1], rtol=1e-3, atol=1e-4)
+        if name is not None:
+            assert (_oracle(directory, None, ids)[-1] - want[-1]).abs().max() > 0.1, "the adapter changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("family", "quantization"), [(f, "int4") for f in sorted({c[0] for c in CASES})] + [("llama", "int8")]
+)
+def test_a_recorded_pass_is_the_pass(tiny_hf_checkpoints, tmp_path: Path, family: str, quantization: str) -> None:
+    """Bit for bit, logits, keys and values: prompts, single tokens, with adapters and without, in teams of any size."""
+    directory = tiny_hf_checkpoints[family]()
+    adapters = _save_adapters(directory, tmp_path)
+    recorded, called = (
+        _Served(directory, adapters, tmp_path / name, torch.float32, "numba", quantization) for name in ("r", "c")
+    )
+    assert recorded.decoder._program is not None
+    called.decoder._program = None
+    tables = [tuple(range(i * 10, i * 10 + 10)) for i in range(4)]
+    names = [None, "qv", "all", "rs"]
+    steps = [
+        [(name, list(range(20 + i, 30 + 2 * i)), 0, tables[i]) for i, name in enumerate(names)],
+        [(name, [40 + i], 10 + i, tables[i]) for i, name in enumerate(names)],
+        [(None, [50], 11, tables[0])],
+        [("all", list(range(60, 84)), 13, tables[2]), (None, [51], 12, tables[0])],
+    ]
+    threads = torch.get_num_threads()
+    try:
+        for count, shares in zip((threads, threads, 1, threads), steps, strict=True):
+            torch.set_num_threads(count)
+            got, want = recorded.logits(shares), called.logits(shares)
+            assert all(torch.equal(got[i], want[i]) for i in range(len(shares)))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(recorded.memory.slab(1), called.memory.slab(1))
+    assert recorded.decoder.kernel_seconds().keys() == {"linear", "pointwise", "attention", "sgmv"}
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_bf16_panels_stay_within_tolerance(tiny_hf_checkpoints, tmp_path: Path, kernels: str) -> None:
+    directory = tiny_hf_checkpoints["llama"]()
+    adapters = _save_adapters(directory, tmp_path)
+    served = _Served(directory, adapters, tmp_path / "store", torch.bfloat16, kernels)
+    ids = list(range(10, 30))
+    for i, name in enumerate(adapters):
+        got = served.logits([(name, ids, 0, tuple(range(i * 10, i * 10 + 10)))])[0]
+        want = _oracle(directory, adapters[name], ids)[-1]
+        assert (got - want).norm() / want.norm() < 2e-2
+
+
+def test_fused_modules_take_no_adapter_of_their_parts(tiny_hf_checkpoints, tmp_path: Path) -> None:
+    """And the other way round: each is told what it does not fit."""
+    llama, phi3 = (tiny_hf_checkpoints[family](num_key_value_heads=2) for family in ("llama", "phi3"))
+    for directory, other in ((llama, phi3), (phi3, llama)):
+        adapters = _save_adapters(directory, tmp_path / directory.name)
+        checkpoint = open_checkpoint(str(other))
+        checkpoint.close()
+        with (
+            AdapterStore(tmp_path / f"of-{directory.name}", base_shapes(checkpoint.spec)) as store,
+            pytest.raises(AdapterInvalid, match="qkv_proj" if directory is phi3 else "q_proj"),
+        ):
+            _register(store, "mia", adapters["qv"])

@@ -1,0 +1,43 @@
+"""What `--device` means, and how numbers of a step get there."""
+
+import numpy as np
+import pytest
+import torch
+
+from lorasrv.config import MemoryOptions
+from lorasrv.engine import factory as build
+from lorasrv.errors import ConfigError
+from lorasrv.worker.device import activation_dtype, resolve_device
+from sgmv_kernels.metadata.h2d import upload
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def test_auto_is_cuda_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for has_cuda, device in ((True, CUDA), (False, CPU)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
+        assert resolve_device("auto") == device
+        assert resolve_device("cpu") == CPU
+    with pytest.raises(ConfigError, match=r"--device cuda: .* sees no CUDA device; use --device cpu"):
+        resolve_device("cuda")
+
+
+def test_activations() -> None:
+    assert activation_dtype(CPU, torch.bfloat16) == torch.float32
+    assert activation_dtype(CUDA, torch.bfloat16) == torch.bfloat16
+    assert activation_dtype(CUDA, torch.float32) == torch.float32
+
+
+def test_a_pool_on_cuda_takes_what_the_device_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
+    assert build.pool_size(MemoryOptions(cuda_pool_fraction=0.5), CUDA) == 500
+    assert build.pool_size(MemoryOptions(pool_bytes=70), CUDA) == 70
+    assert build.pool_size(MemoryOptions(pool_bytes=70), CPU) == 70
+
+
+def test_uploaded_numbers() -> None:
+    arrays = [np.arange(3, dtype=np.int32), np.array([], dtype=np.int64), np.array([1 << 30])]
+    for got, array in zip(upload(arrays, CPU), arrays, strict=True):
+        assert got.dtype == torch.int64
+        assert got.tolist() == array.tolist()

@@ -1,0 +1,168 @@
+"""Kernels on disk: compiled once, loaded without Numba, never from a file that is not whole or a folder of others."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sgmv_kernels.cpu_runtime import kernel_cache as kernel_code
+
+NORM = """
+import logging, sys, torch
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+from sgmv_kernels.ops import Ops
+ops = Ops(torch.device("cpu"))
+x = torch.randn(3, 40)
+assert torch.allclose(ops.add_rms_norm_(x, None, torch.ones(40), 1e-5), torch.nn.functional.rms_norm(x, (40,)), 1e-4)
+print(ops.name, "numba" in sys.modules)
+"""
+
+
+def _run(code: str, cache: Path, **env: str) -> tuple[str, str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"XDG_CACHE_HOME": str(cache)} | env,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.strip(), done.stderr
+
+
+def _stored(cache: Path) -> Path:
+    (kernel,) = (cache / "lorasrv" / "kernels").rglob("pointwise.norm")
+    return kernel
+
+
+@pytest.mark.long
+def test_the_second_start_needs_no_numba(tmp_path: Path) -> None:
+    out, log = _run(NORM, tmp_path)
+    assert out == "numba True"
+    assert "compiling pointwise.norm" in log
+    out, log = _run(NORM, tmp_path)
+    assert out == "numba False"
+    assert "compiling" not in log
+    assert _stored(tmp_path).parent.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1] + b"x", pytest.param(lambda data: data[:100], marks=pytest.mark.exhaustive)]
+)
+def test_a_damaged_file_is_compiled_anew(tmp_path: Path, damage) -> None:
+    _run(NORM, tmp_path)
+    stored = _stored(tmp_path)
+    whole = stored.read_bytes()
+    stored.write_bytes(damage(whole))
+    out, log = _run(NORM, tmp_path)
+    assert out == "numba True"
+    assert "compiling" in log
+    assert len(stored.read_bytes()) == len(whole)
+
+
+@pytest.mark.long
+def test_a_folder_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
+    _run(NORM, tmp_path)
+    _stored(tmp_path).parent.chmod(0o770)
+    out, log = _run(NORM, tmp_path)
+    assert out == "numba True"
+    assert "open to other users" in log
+
+
+@pytest.mark.parametrize("part", ["lorasrv", "lorasrv/kernels", "lorasrv/kernels/*"])
+@pytest.mark.parametrize("how", ["mode", "link"])
+def test_whose_the_folder_has_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: str, how: str) -> None:
+    """Code in it is run: its folder, and those above it, are nobody else's to write, and no link leads elsewhere."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    find = kernel_code.cache_directory.__wrapped__
+    assert find() is not None
+    [folder] = tmp_path.glob(part)
+    if how == "mode":
+        folder.chmod(0o770)
+    else:
+        folder.rename(tmp_path / "elsewhere")
+        folder.symlink_to(tmp_path / "elsewhere")
+    assert find() is None
+
+
+def test_a_folder_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("os.getuid", lambda: tmp_path.stat().st_uid + 1)
+    assert kernel_code.cache_directory.__wrapped__() is None
+
+
+@pytest.mark.long
+def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
+    (tmp_path / "lorasrv").write_text("a file where a folder should be")
+    out, log = _run(NORM, tmp_path)
+    assert out == "numba True"
+    assert "cannot be kept" in log
+
+
+@pytest.mark.long
+def test_without_a_home_it_runs(tmp_path: Path) -> None:
+    lost = "import pathlib\ndef lost(): raise RuntimeError('no home')\npathlib.Path.home = lost\n"
+    out, log = _run(lost + NORM, tmp_path, XDG_CACHE_HOME="")
+    assert out == "numba True"
+    assert "cannot be kept: no home" in log
+
+
+@pytest.mark.long
+def test_a_numba_that_does_not_import_leaves_plain_torch(tmp_path: Path) -> None:
+    broken = "import sys\nsys.modules['numba'] = None\n"
+    warm = NORM.replace("x = torch", "ops.warm_up([torch.float32])\nx = torch")
+    out, log = _run(broken + warm, tmp_path)
+    assert out.startswith("torch")
+    assert log.count("using plain torch") == 1
+
+
+@pytest.mark.long
+def test_without_numba_plain_torch_computes_and_says_so(tmp_path: Path) -> None:
+    hidden = (
+        "import importlib.metadata as m; m.version = lambda name: (_ for _ in ()).throw(m.PackageNotFoundError(name))"
+    )
+    out, log = _run(hidden + NORM, tmp_path)
+    assert out == "torch False"
+    assert log.count("using plain torch") == 1
+
+
+def test_the_version_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kernel_code._version()
+    monkeypatch.setattr(kernel_code, "_SOURCES", ("simd_ir.py",))
+    assert kernel_code._version() != before
+
+
+def test_compiling_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert kernel_code._compile("pointwise", "silu").code
+    assert "compiling pointwise.silu, once on this machine" in caplog.text
+
+
+APART = """
+import sys
+from sgmv_kernels.kernel_code import address_of
+address_of("linear", "round8")
+address_of("linear", sys.argv[1])
+"""
+TOGETHER = """
+import torch
+from sgmv_kernels.ops import INT4_LEVELS, Q3H_LEVELS, GroupCodes, Ops
+from sgmv_kernels.reference import linear_reference
+ops, x = Ops(torch.device("cpu"), "numba"), torch.randn(3, 128)
+for levels in (INT4_LEVELS, Q3H_LEVELS):
+    scales = torch.rand(32, 2).half()
+    codes = GroupCodes(torch.randint(0, levels, (32, 128), dtype=torch.uint8), scales, -scales, levels)
+    wanted = linear_reference(x, codes, None, rounded=True)
+    assert torch.allclose(ops.linear(x, ops.pack_linear(codes, None)).double(), wanted, 1e-4, 1e-4), levels
+"""
+
+
+@pytest.mark.long
+def test_kernels_compiled_by_different_processes_do_not_meet(tmp_path: Path) -> None:
+    """Their inner functions may have the same names: Numba numbers them by process."""
+    for entry in ("q3h", "int4"):
+        _run(f"import sys; sys.argv[1:] = ['{entry}']\n{APART}", tmp_path)
+    _run(TOGETHER, tmp_path)

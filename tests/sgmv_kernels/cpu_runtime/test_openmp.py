@@ -1,0 +1,81 @@
+"""Kernels run on torch's own OpenMP team, and give the same bits with any number of threads."""
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sgmv_kernels.cpu_runtime import openmp as team
+from sgmv_kernels.formats.kv_pages import kv_pages
+from sgmv_kernels.ops import Ops
+
+
+@pytest.fixture
+def threads():
+    """Sets torch's threads; puts them back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def test_it_is_torchs_library() -> None:
+    torch.randn(300, 300) @ torch.randn(300, 300)
+    assert team._team() is not None
+    home = Path(torch.__file__).resolve().parent
+    assert not team._loaded_libraries() or Path(team._loaded_libraries()[0]).resolve().is_relative_to(home)
+
+
+def test_the_size_follows_torch(threads) -> None:
+    threads(3)
+    assert team.team_size() == 3
+    threads(1)
+    assert team.team_size() == 1
+
+
+def test_same_bits_with_any_number_of_threads(threads) -> None:
+    ops = Ops(torch.device("cpu"))
+    x, weight = torch.randn(101, 576), torch.randn(576)
+    results = []
+    for n in (1, 2, 5):
+        threads(n)
+        results.append(ops.add_rms_norm_(x, None, weight, 1e-5))
+    assert all(torch.equal(results[0], r) for r in results[1:])
+
+
+def test_without_a_library_one_thread_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(team, "_team", lambda: None)
+    assert team.team_size() == 1
+    gate_up = torch.randn(40, 64)
+    got = Ops(torch.device("cpu")).silu_mul(gate_up)
+    torch.testing.assert_close(got, torch.nn.functional.silu(gate_up[:, :32]) * gate_up[:, 32:])
+
+
+def test_two_threads_of_the_process_may_run_kernels_at_once() -> None:
+    ops = Ops(torch.device("cpu"))
+    inputs = [torch.randn(64, 512) for _ in range(4)]
+    expected = [ops.silu_mul(x) for x in inputs]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        wrong.extend(i for _ in range(50) if not torch.equal(ops.silu_mul(inputs[i]), expected[i]))
+
+    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert wrong == []
+
+
+def test_a_plan_keeps_its_threads(threads) -> None:
+    """Scratch memory is made for the threads that there are when a step is planned."""
+    ops = Ops(torch.device("cpu"))
+    threads(1)
+    plan = ops.plan_attention(np.arange(12, dtype=np.int32).reshape(12, 1), [1] * 12, [16] * 12, 16, 12)
+    kv = kv_pages(torch.randn(12 * 2 * 2 * 16 * 32).view(torch.uint8), torch.float32, 2, 16, 32)
+    q = torch.randn(12, 4, 32)
+    expected = ops.paged_attention(q, kv, plan, 0.2)
+    threads(5)
+    assert torch.equal(ops.paged_attention(q, kv, plan, 0.2), expected)

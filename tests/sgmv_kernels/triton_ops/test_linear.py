@@ -1,0 +1,179 @@
+"""The Triton linears over quantized codes: compiled on a CUDA device, else under Triton's interpreter."""
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
+
+import pytest
+
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.ops import KernelArgumentError, Ops
+from sgmv_kernels.triton_ops import linear as linear_triton
+from sgmv_kernels.triton_ops.block_sizes import LinearConfig
+from sgmv_kernels.triton_ops.weight_packing import pack_codes, plane_count
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+LEVELS = [INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS]
+CLOSE = {
+    torch.float32: {"rtol": 1e-4, "atol": 1e-4},
+    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
+    torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2},
+}
+FEW = LinearConfig(block_m=16, block_n=32, split_k=3, warps=4, stages=2)
+WHOLE = LinearConfig(block_m=16, block_n=64, split_k=1, warps=4, stages=2)
+
+
+def random_codes(out: int, width: int, group: int, levels: int) -> GroupQuantizedWeight:
+    """Every level occurs; groups differ in scale and minimum."""
+    shape = (out, width // group)
+    scales = (torch.rand(shape) * 0.02 + 0.001).half()
+    if levels == INT8_LEVELS:
+        return GroupQuantizedWeight(torch.randint(-127, 128, (out, width), dtype=torch.int8), scales / 16, None, levels)
+    codes = torch.randint(0, levels, (out, width), dtype=torch.uint8)
+    return GroupQuantizedWeight(codes, scales, (torch.randn(shape) * 0.05).half(), levels)
+
+
+def on_device(codes: GroupQuantizedWeight) -> GroupQuantizedWeight:
+    minima = None if codes.minima is None else codes.minima.to(DEVICE)
+    return GroupQuantizedWeight(codes.codes.to(DEVICE), codes.scales.to(DEVICE), minima, codes.levels)
+
+
+@pytest.fixture
+def ops(monkeypatch: pytest.MonkeyPatch) -> Ops:
+    def poisoned(*args, **options) -> torch.Tensor:
+        return torch.full(*args, float("nan"), **options)
+
+    monkeypatch.setattr(linear_triton, "new_planes", poisoned)
+    return Ops(DEVICE, "triton")
+
+
+def product(x: torch.Tensor, codes: GroupQuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    y = x.double() @ codes.dequantize().double().T
+    return (y if bias is None else y + bias).float()
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize(
+    ("width", "group"),
+    [
+        (576, 32),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in [(576, 64), (1024, 128), (2048, 128), (256, 32)]),
+    ],
+)
+def test_packed_codes_are_those_that_were_packed(ops: Ops, width: int, group: int, levels: int) -> None:
+    codes = random_codes(37, width, group, levels)
+    packed = ops.pack_linear(on_device(codes))
+    assert torch.equal(packed.dequantize().cpu(), codes.dequantize())
+    ids = torch.tensor([36, 0, 5, 5])
+    assert torch.equal(packed.rows(ids.to(DEVICE)).cpu(), codes.dequantize()[ids])
+    assert packed.rows(ids[:0].to(DEVICE)).shape == (0, width)
+
+
+def test_q3h_takes_three_and_a_half_bits() -> None:
+    assert pack_codes(random_codes(1, 4096, 64, Q3H_LEVELS)).numel() * 8 == 3.5 * 4096
+    assert plane_count(9) == 8
+    packed = Ops(DEVICE, "triton").pack_linear(on_device(random_codes(8, 4096, 128, INT4_LEVELS)))
+    assert packed.nbytes == 8 * (4096 // 2 + 4096 // 128 * 4)
+
+
+@pytest.mark.parametrize("config", [FEW, pytest.param(WHOLE, marks=pytest.mark.long)], ids=["planes", "one plane"])
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize(
+    ("rows", "out", "width", "group"),
+    [
+        (5, 33, 576, 64),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in [(1, 70, 576, 32), (17, 64, 1024, 128), (3, 100, 1280, 128)]
+        ),
+    ],
+)
+def test_unpacked_in_registers(rows: int, out: int, width: int, group: int, levels: int, config, ops: Ops) -> None:
+    codes, x, bias = random_codes(out, width, group, levels), torch.randn(rows, width), torch.randn(out)
+    packed = ops.pack_linear(on_device(codes), bias.to(DEVICE))
+    got = linear_triton.through_tiles(x.to(DEVICE), packed, config)
+    torch.testing.assert_close(got.cpu(), product(x, codes, bias), **CLOSE[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.long), torch.bfloat16], ids=str)
+@pytest.mark.parametrize("levels", LEVELS)
+@pytest.mark.parametrize("config", [FEW, pytest.param(WHOLE, marks=pytest.mark.long)], ids=["planes", "one plane"])
+def test_halves_have_codes_as_mantissas(levels: int, dtype: torch.dtype, config: LinearConfig, ops: Ops) -> None:
+    codes, x = random_codes(40, 576, 64, levels), torch.randn(3, 576).to(dtype)
+    got = linear_triton.through_tiles(x.to(DEVICE), ops.pack_linear(on_device(codes)), config)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got.cpu().float(), product(x, codes), **CLOSE[dtype])
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_many_rows_are_left_to_blas(levels: int, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, x, bias = random_codes(40, 576, 64, levels), torch.randn(150, 576), torch.randn(40)
+    packed = ops.pack_linear(on_device(codes), bias.to(DEVICE))
+    used = []
+    monkeypatch.setattr(linear_triton, "dequantize_above", lambda *_: 128)
+    monkeypatch.setattr(linear_triton, "through_tiles", lambda *_: used.append("tiles"))
+    whole = ops.linear(x.to(DEVICE), packed)
+    monkeypatch.setattr(linear_triton, "BLAS_BYTES", 576 * 4 * 17)
+    pieces = ops.linear(x.to(DEVICE), packed)
+    for got in (whole, pieces):
+        torch.testing.assert_close(got.cpu(), product(x, codes, bias), **CLOSE[torch.float32])
+    ops.linear(x[:4].to(DEVICE), packed)
+    assert used == ["tiles"]
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_a_row_does_not_depend_on_the_rows_beside_it(levels: int, ops: Ops) -> None:
+    codes, x = random_codes(64, 512, 64, levels), torch.randn(9, 512)
+    packed = ops.pack_linear(on_device(codes))
+    many = ops.linear(x.to(DEVICE), packed)
+    x[:4], x[5:] = float("nan"), torch.randn(4, 512)
+    assert torch.equal(ops.linear(x.to(DEVICE), packed)[4], many[4])
+    assert torch.equal(ops.linear(x[4:5].to(DEVICE), packed)[0], many[4])
+
+
+def test_one_scale_a_channel(ops: Ops) -> None:
+    """A group of int8 may be of any size that 32 divides; it is taken in tiles."""
+    codes, x = random_codes(20, 576, 576, INT8_LEVELS), torch.randn(2, 576)
+    packed = ops.pack_linear(on_device(codes))
+    torch.testing.assert_close(ops.linear(x.to(DEVICE), packed).cpu(), product(x, codes), **CLOSE[torch.float32])
+
+
+def test_no_rows(ops: Ops) -> None:
+    packed = ops.pack_linear(on_device(random_codes(20, 64, 32, INT4_LEVELS)))
+    assert ops.linear(torch.zeros(0, 64, device=DEVICE), packed).shape == (0, 20)
+
+
+@pytest.mark.parametrize("levels", LEVELS)
+def test_groups_without_tiles_are_refused(levels: int, ops: Ops) -> None:
+    with pytest.raises(KernelArgumentError, match="groups of 24"):
+        ops.pack_linear(on_device(random_codes(4, 48, 24, levels)))
+
+
+def test_arguments_are_checked(ops: Ops) -> None:
+    codes = on_device(random_codes(20, 64, 32, INT4_LEVELS))
+    with pytest.raises(KernelArgumentError, match=r"bias must be float32 \[20\]"):
+        ops.pack_linear(codes, torch.zeros(19))
+    with pytest.raises(KernelArgumentError, match=r"contiguous \[T, 64\]"):
+        ops.linear(torch.zeros(2, 32, device=DEVICE), ops.pack_linear(codes))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+@pytest.mark.parametrize("rows", [1, 7, 33])
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_int4_against_tinygemm(ops: Ops, group: int, rows: int) -> None:
+    """torch's own kernel, whose weights are (code - 8) * scale + zero in bf16."""
+    codes = random_codes(1024, 2048, group, INT4_LEVELS)
+    scales = codes.scales.bfloat16()
+    zeros = (codes.minima.float() + 8 * scales.float()).bfloat16()
+    same = GroupQuantizedWeight(codes.codes, scales.half(), (zeros.float() - 8 * scales.float()).half(), INT4_LEVELS)
+    x = torch.randn(rows, 2048, device=DEVICE, dtype=torch.bfloat16)
+    packed = same.codes.to(DEVICE)
+    tiny = torch.ops.aten._convert_weight_to_int4pack((packed[:, ::2] << 4 | packed[:, 1::2]).contiguous(), 8)
+    pairs = torch.stack((scales.T, zeros.T), dim=-1).contiguous().to(DEVICE)
+    want = torch.ops.aten._weight_int4pack_mm(x, tiny, group, pairs).float()
+    got = ops.linear(x, ops.pack_linear(on_device(same))).float()
+    assert float((got - want).norm() / want.norm()) < 1e-2
