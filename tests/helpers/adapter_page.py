@@ -22,7 +22,7 @@ def _fields(decision: Decision) -> str:
     rules = sorted((name, rule) for name, rule in FIELD_RULES.items() if rule.decision is decision)
     if decision is Decision.REFUSED:
         rows = ((f"`{name}`", rule.what, rule.way_out) for name, rule in rules)
-        return _table(("field", "why", "the way out"), rows)
+        return _table(("field", "why", "what to do"), rows)
     return _table(("field", "what it does"), ((f"`{name}`", rule.what) for name, rule in rules))
 
 
@@ -30,19 +30,19 @@ def _inits() -> str:
     inert = ", ".join(f"`{name}`" for name in ("true", "false", *sorted(INERT_INITS)))
     residual = ", ".join(f"`{name}`" for name in RESIDUAL_INITS)
     return (
-        f"`init_lora_weights`: {inert} leave the base as it is and are served. {residual} change the base's own "
-        "weights before training, so that the adapter is wrong on the plain base: refused, with PEFT's call that "
-        "writes it as a plain LoRA."
+        f"`init_lora_weights`: {inert} leave the base unchanged and are served. {residual} change the base's weights "
+        "before training, so the adapter is wrong on the original base. They are refused, and the error names the "
+        "PEFT call that saves a plain LoRA."
     )
 
 
 def _wrappers() -> str:
     rows = [
         *((f"`{part}.`", f"removed: {what}") for part, what in WRAPPER_PARTS.items()),
-        ("`lora_A.NAME.weight`", "`NAME.` removed: a state dict as in memory; two names in one file are refused"),
-        (f"no `{WRAPPER}`", "put before the name: the model inside PEFT's was saved"),
+        ("`lora_A.NAME.weight`", "`NAME.` removed: an in-memory state dict; a file with two names is refused"),
+        (f"no `{WRAPPER}`", "prefix added: the inner model was saved instead of the PEFT model"),
     ]
-    return _table(("in the name", "what is done"), rows)
+    return _table(("in the name", "what happens"), rows)
 
 
 def _forms() -> str:
@@ -51,7 +51,7 @@ def _forms() -> str:
     for part, code, what in KNOWN_FORMS:
         parts.setdefault((code, what), []).append(f"`{part}`")
     rows = ((", ".join(found), f"`{code}`", what) for (code, what), found in parts.items())
-    return _table(("in the name", "refused as", "what it is, and the way out"), rows)
+    return _table(("in the name", "error code", "what it is, and what to do"), rows)
 
 
 PARTS: dict[str, Callable[[], str]] = {
