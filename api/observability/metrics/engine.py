@@ -27,56 +27,59 @@ if TYPE_CHECKING:
 
 # Help texts of EngineSnapshot's fields; the metric is `lorasrv_` and the field's name.
 GAUGES = {
-    "requests_running": "Requests being computed",
-    "requests_waiting": "Requests waiting for room",
+    "requests_running": "Requests in the running batch",
+    "requests_waiting": "Requests in the queue, without those waiting for their adapter",
     "requests_waiting_for_adapter": "Requests waiting for their adapter to be loaded",
-    "pages_total": "Pages of the pool",
-    "pages_free": "Pages that nobody holds",
-    "pages_kv": "Pages of running requests' keys and values",
-    "pages_prefix": "Pages of prompts that no request uses and a later one may share",
+    "pages_total": "Pages in the pool",
+    "pages_free": "Free pages",
+    "pages_kv": "Pages that hold the KV cache of running requests",
+    "pages_prefix": "Prefix-cache pages that no running request uses",
     "pages_adapters": "Pages that hold adapters",
-    "pages_adapters_idle": "Of those, pages of adapters that no running request needs",
-    "free_runs": "Gaps between pages in use",
-    "longest_free_run": "Pages of the longest gap",
-    "adapters_arriving": "Adapters on their way to the pool",
-    "weight_bytes": "Bytes of the base's weights",
-    "pool_bytes": "Bytes of the pool",
-    "host_cache_bytes": "Bytes of adapters kept in host memory",
-    "swap_bytes": "Bytes of preempted requests kept in host memory",
-    "kv_cache_usage_ratio": "Share of keys and values in the pages that they could have; adapters in use leave fewer",
+    "pages_adapters_idle": "Pages that hold adapters no running request uses; part of lorasrv_pages_adapters",
+    "free_runs": "Runs of consecutive free pages",
+    "longest_free_run": "Length of the longest run of free pages, in pages",
+    "adapters_arriving": "Adapters being loaded into the pool",
+    "weight_bytes": "Bytes of the base model's weights",
+    "pool_bytes": "Size of the pool in bytes",
+    "host_cache_bytes": "Bytes of adapters in the host cache",
+    "swap_bytes": "Bytes of swapped-out KV cache in host memory",
+    "kv_cache_usage_ratio": "KV pages of running requests, as a share of all pages but those of adapters in use",
 }
 COUNTERS = {
-    "requests_arrived": "Requests that have come to the engine",
-    "steps": "Engine steps that computed something",
-    "prompt_tokens": "Prompt tokens of requests that have begun",
-    "cached_tokens": "Prompt tokens that lay in the pool already: hits of the prefix cache",
-    "generated_tokens": "Tokens generated",
-    "requests_due": "Times that a request had waited so long that it went before all others",
-    "answers_predicted": "Ended answers whose length had been predicted",
-    "answers_within_prediction": "Those of them that were no longer than predicted",
-    "predicted_tokens": "Tokens that were predicted for them",
-    "tokens_of_predicted": "Tokens that they had",
-    "preemptions": "Requests set back to be continued later",
-    "swaps": "Preempted requests whose pages went to host memory",
-    "moved_pages": "Pages moved to make room in one piece",
-    "copied_pages": "Shared pages copied before they were written",
-    "prefix_evictions": "Pages of unused prompts that left the pool",
-    "requests_failed": "Requests that ended because a step failed",
+    "requests_arrived": "Requests received by the engine",
+    "steps": "Engine steps that computed at least one token",
+    "prompt_tokens": "Prompt tokens of requests that have started",
+    "cached_tokens": "Prompt tokens found in the prefix cache",
+    "generated_tokens": "Generated tokens",
+    "requests_due": "Times a request reached the starvation bound and was scheduled first",
+    "answers_predicted": "Finished answers whose length had been predicted",
+    "answers_within_prediction": "Finished answers no longer than predicted",
+    "predicted_tokens": "Predicted tokens of finished answers",
+    "tokens_of_predicted": "Generated tokens of finished answers whose length had been predicted",
+    "preemptions": "Preemptions",
+    "swaps": "Preemptions that swapped the KV cache to host memory",
+    "moved_pages": "Pages moved to make a contiguous run",
+    "copied_pages": "Shared pages copied before a write",
+    "prefix_evictions": "Prefix-cache pages evicted",
+    "requests_failed": "Requests ended by a failed step",
 }
 # Fields that map what costs time to its seconds; the metric's name ends in its unit.
 COSTS = {
-    "step_costs": ("step_cost_seconds", "Time of a step for each part of it, as learnt on this machine"),
-    "load_costs": ("load_cost_seconds", "Time of bringing an adapter nearer, a byte, as learnt on this machine"),
+    "step_costs": ("step_cost_seconds", "Estimated step time per unit of each cost part, learned on this machine"),
+    "load_costs": (
+        "load_cost_seconds",
+        "Estimated time per byte of loading or copying an adapter, learned on this machine",
+    ),
 }
 # One metric each, by tier: of which tier a field of the snapshot tells.
 TIERS = {
-    "adapters_resident": ("Adapters there now", {"pool": "adapters_resident", "host": "host_cache_adapters"}),
+    "adapters_resident": ("Adapters in each tier", {"pool": "adapters_resident", "host": "host_cache_adapters"}),
     "adapter_loads": (
-        "Adapters loaded, by where they were",
+        "Adapter loads, by the tier they came from",
         {"disk": "adapter_loads_disk_total", "host": "adapter_loads_host_total"},
     ),
     "adapter_evictions": (
-        "Adapters that had to leave, by where they were",
+        "Adapter evictions, by the tier they left",
         {"pool": "adapter_evictions_total", "host": "host_cache_evictions_total"},
     ),
 }
@@ -94,14 +97,14 @@ class EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         snapshot = self._engine.metrics.snapshot()
         known = {"version": __version__, "model": self._base_name, "quantization": self._engine.quantization}
-        yield InfoMetricFamily("lorasrv", "Server and base", known)
+        yield InfoMetricFamily("lorasrv", "Server version and base model", known)
         yield GaugeMetricFamily("lorasrv_up", "1 while the engine answers", float(self._engine.is_alive))
         for name, text in GAUGES.items():
             yield GaugeMetricFamily(f"lorasrv_{name}", text, getattr(snapshot, name))
         for name, text in COUNTERS.items():
             yield CounterMetricFamily(f"lorasrv_{name}", text, getattr(snapshot, f"{name}_total"))
         yield GaugeMetricFamily(
-            "lorasrv_last_step_timestamp_seconds", "Unix time of the engine's last step", _unix(snapshot.last_step_s)
+            "lorasrv_last_step_timestamp_seconds", "Unix time of the last engine step", _unix(snapshot.last_step_s)
         )
         for name, (metric, text) in COSTS.items():
             costs = GaugeMetricFamily(f"lorasrv_{metric}", text, labels=["part"])
@@ -109,7 +112,7 @@ class EngineCollector(Collector):
                 costs.add_metric([part], seconds)
             yield costs
         yield from _by_tier(snapshot)
-        finished = CounterMetricFamily("lorasrv_requests_finished", "Requests ended", labels=["reason"])
+        finished = CounterMetricFamily("lorasrv_requests_finished", "Finished requests", labels=["reason"])
         for reason, count in snapshot.requests_finished_total.items():
             finished.add_metric([str(reason)], count)
         yield finished
@@ -117,17 +120,17 @@ class EngineCollector(Collector):
 
     def _of_steps(self) -> Iterator[Metric]:
         book = self._engine.book
-        yield histogram("step_seconds", "Time of a step", book.step_seconds)
-        yield histogram("batch_distinct_adapters", "Different adapters in a step", book.distinct_adapters)
+        yield histogram("step_seconds", "Step time", book.step_seconds)
+        yield histogram("batch_distinct_adapters", "Distinct adapters in a step", book.distinct_adapters)
         loads = HistogramMetricFamily(
             "lorasrv_adapter_load_seconds",
-            "Time of bringing an adapter one tier nearer: from disk to host memory, from there to the pool",
+            "Adapter load time, by the tier it came from: disk to host memory, host memory to pool",
             labels=["tier"],
         )
         for tier, seconds in book.load_seconds.items():
             loads.add_metric([tier], seconds.cumulative(), seconds.sum)
         yield loads
-        failures = CounterMetricFamily("lorasrv_adapter_load_failures", "Adapter loads that failed", labels=["reason"])
+        failures = CounterMetricFamily("lorasrv_adapter_load_failures", "Failed adapter loads", labels=["reason"])
         for reason, count in dict(book.failures).items():
             failures.add_metric([reason], count)
         yield failures
@@ -163,6 +166,6 @@ class StoreCollector(Collector):
         yield GaugeMetricFamily("lorasrv_adapters_registered", "Adapter ids in the store", len(self._store.records()))
         yield GaugeMetricFamily(
             "lorasrv_adapters_quarantined",
-            "Contents found damaged on the disk, refused until they are uploaded again",
+            "Adapters found damaged on disk and refused until they are uploaded again",
             len(self._store.quarantined()),
         )

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
 # Histograms of Traffic; the metric's name ends in its unit.
 DURATIONS = {
-    "queue": ("queue_seconds", "Time from a request's arrival to its first step, but for waiting for its adapter"),
-    "first_token": ("time_to_first_token_seconds", "Time from a request's arrival to its first token"),
-    "inter_token": ("inter_token_seconds", "Time between two tokens of an answer"),
-    "request": ("e2e_seconds", "Time from a request's arrival to the end of its answer"),
+    "queue": ("queue_seconds", "Time from arrival to the first step, without the wait for the adapter"),
+    "first_token": ("time_to_first_token_seconds", "Time from arrival to the first token"),
+    "inter_token": ("inter_token_seconds", "Time between two output tokens"),
+    "request": ("e2e_seconds", "Time from arrival to the last token"),
 }
 MAX_KEYS = 200
 OTHER = "other"
@@ -48,13 +48,13 @@ class TrafficCollector(Collector):
             yield histogram(name, text, getattr(traffic, field))
         yield GaugeMetricFamily(
             "lorasrv_tokens_waiting",
-            "Tokens of prompts of requests that have no token yet, of several choices once",
+            "Prompt tokens of requests without an output token yet; several choices count once",
             self._engine.waiting_room.num_tokens,
         )
-        rejected = CounterMetricFamily("lorasrv_rejected", "Requests not served, or not in time", labels=["reason"])
+        rejected = CounterMetricFamily("lorasrv_rejected", "Requests refused or timed out", labels=["reason"])
         aborted = CounterMetricFamily(
             "lorasrv_aborted",
-            "Requests ended before their answer was whole; client: by whom it was for",
+            "Requests aborted before they finished; reason client: the client disconnected",
             labels=["reason"],
         )
         for family, counts in ((rejected, traffic.rejected), (aborted, traffic.aborted)):
@@ -88,13 +88,15 @@ class HttpFigures(Collector):
             requests.add_metric(labels, count)
         yield requests
         seconds = HistogramMetricFamily(
-            "lorasrv_http_request_seconds", "Time from a request to the end of its answer", labels=["route"]
+            "lorasrv_http_request_seconds", "Time from request to end of response", labels=["route"]
         )
         for route, counted in self._seconds.items():
             seconds.add_metric([route], counted.cumulative(), counted.sum)
         yield seconds
         keys = CounterMetricFamily(
-            "lorasrv_key_requests", f"HTTP requests by key; the first {MAX_KEYS} keys by name", labels=["key"]
+            "lorasrv_key_requests",
+            f"HTTP requests by key; keys after the first {MAX_KEYS} count as other",
+            labels=["key"],
         )
         for key, count in self._keys.items():
             keys.add_metric([key], count)
@@ -109,7 +111,7 @@ class EdgeCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(
-            "lorasrv_connections_cut", "Connections ended for what their client did or did not do", labels=["reason"]
+            "lorasrv_connections_cut", "Connections closed because of a client limit", labels=["reason"]
         )
         for reason, count in self._cuts.items():
             family.add_metric([reason], count)
@@ -178,14 +180,14 @@ class TopAdapters(Collector):
     def collect(self) -> Iterator[Metric]:
         rows = {**self._shown, OTHER: self._other}
         counted = {
-            "requests": "Requests that are over",
-            "prompt_tokens": "Prompt tokens of those that had an answer",
-            "generated_tokens": "Tokens of their answers",
+            "requests": "Finished requests",
+            "prompt_tokens": "Prompt tokens of answered requests",
+            "generated_tokens": "Generated tokens",
         }
         for field, text in counted.items():
             family = CounterMetricFamily(
                 f"lorasrv_adapter_{field}",
-                f"{text}, of the adapters with most traffic and of all others",
+                f"{text} of the busiest adapters and of all others",
                 labels=["adapter"],
             )
             for name, shown in rows.items():
@@ -193,7 +195,7 @@ class TopAdapters(Collector):
             yield family
         first = SummaryMetricFamily(
             "lorasrv_adapter_time_to_first_token_seconds",
-            "Time from arrival to first token, of the adapters with most traffic and of all others",
+            "Time from arrival to the first token, for the busiest adapters and all others",
             labels=["adapter"],
         )
         for name, shown in rows.items():

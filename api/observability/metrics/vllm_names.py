@@ -28,28 +28,30 @@ class VllmCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         snapshot, traffic = self._engine.metrics.snapshot(), self._engine.traffic
         waiting = snapshot.requests_waiting + snapshot.requests_waiting_for_adapter
-        yield self._gauge("num_requests_running", "Requests being computed", snapshot.requests_running)
-        yield self._gauge("num_requests_waiting", "Requests that wait", waiting)
+        yield self._gauge("num_requests_running", "Requests in the running batch", snapshot.requests_running)
+        yield self._gauge("num_requests_waiting", "Requests in the queue", waiting)
         usage = snapshot.kv_cache_usage_ratio
-        yield self._gauge("kv_cache_usage_perc", "Used share of what keys and values could have; 1 is all", usage)
+        yield self._gauge("kv_cache_usage_perc", "KV cache usage; 1 is full", usage)
         yield self._counter("prompt_tokens", "Prompt tokens", snapshot.prompt_tokens_total)
-        yield self._counter("generation_tokens", "Tokens generated", snapshot.generated_tokens_total)
+        yield self._counter("generation_tokens", "Generated tokens", snapshot.generated_tokens_total)
         yield self._counter("num_preemptions", "Preemptions", snapshot.preemptions_total)
         for name, text, counted in (
             ("time_to_first_token_seconds", "Time to the first token", traffic.first_token),
-            ("inter_token_latency_seconds", "Time between two tokens", traffic.inter_token),
-            ("e2e_request_latency_seconds", "Time to the end of an answer", traffic.request),
+            ("inter_token_latency_seconds", "Time between two output tokens", traffic.inter_token),
+            ("e2e_request_latency_seconds", "Time from arrival to the last token", traffic.request),
             ("request_queue_time_seconds", "Time in the queue", traffic.queue),
         ):
             durations = HistogramMetricFamily(f"vllm:{name}", text, labels=["model_name"])
             durations.add_metric([self._base_name], counted.cumulative(), counted.sum)
             yield durations
-        ended = CounterMetricFamily("vllm:request_success", "Requests ended", labels=["model_name", "finished_reason"])
+        ended = CounterMetricFamily(
+            "vllm:request_success", "Finished requests", labels=["model_name", "finished_reason"]
+        )
         for reason in SUCCESSES:
             ended.add_metric([self._base_name, reason], snapshot.requests_finished_total.get(reason, 0))
         yield ended
         yield self._loras()
-        cache = GaugeMetricFamily("vllm:cache_config_info", "The cache", labels=["block_size", "num_gpu_blocks"])
+        cache = GaugeMetricFamily("vllm:cache_config_info", "KV cache layout", labels=["block_size", "num_gpu_blocks"])
         cache.add_metric([str(self._engine.page_size_tokens), str(snapshot.pages_total)], 1)
         yield cache
 
@@ -60,7 +62,7 @@ class VllmCollector(Collector):
                 names[has_begun].add(adapter_id)
         family = GaugeMetricFamily(
             "vllm:lora_requests_info",
-            "Adapters of running and of waiting requests; when that was so",
+            "Adapters of running and waiting requests; the value is the Unix time of the scrape",
             labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
         )
         lists = [",".join(sorted(names[has_begun])) for has_begun in (True, False)]
