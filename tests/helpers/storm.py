@@ -1,4 +1,4 @@
-"""One engine under a storm of requests, and what it must do: see `tests/lorasrv/test_storm.py`."""
+"""One engine under a storm of requests, and what it must do: see `tests/lorasrv/engine/test_storm.py`."""
 
 import itertools
 import random

@@ -32,14 +32,14 @@ tiny_hf_checkpoints = _FIXTURES.tiny_hf_checkpoints
 
 TWICE_AS_STRONG = """
 from dataclasses import replace
-from adapter_store.loader import AdapterWeights
-from lorasrv.verify import child, served
+from adapter_store.formats.weights import AdapterWeights
+from lorasrv.offline.verify import served, worker
 pack = served.pack_adapter
 def wrong(spec, layout, weights, dtype):
     twice = {site: replace(weights[site], scaling=2 * weights[site].scaling) for site in weights}
     return pack(spec, layout, AdapterWeights(weights.spec, twice), dtype)
 served.pack_adapter = wrong
-child.main()
+worker.main()
 """
 
 

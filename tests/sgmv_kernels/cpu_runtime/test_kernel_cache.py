@@ -143,7 +143,7 @@ def test_compiling_is_logged(caplog: pytest.LogCaptureFixture) -> None:
 
 APART = """
 import sys
-from sgmv_kernels.kernel_code import address_of
+from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 address_of("linear", "round8")
 address_of("linear", sys.argv[1])
 """
