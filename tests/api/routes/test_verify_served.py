@@ -32,8 +32,8 @@ tiny_hf_checkpoints = _FIXTURES.tiny_hf_checkpoints
 
 TWICE_AS_STRONG = """
 from dataclasses import replace
-from adapter_store.loader import AdapterWeights
-from lorasrv.verify import child, served
+from adapter_store.formats.weights import AdapterWeights
+from lorasrv.offline.verify import served, worker as child
 pack = served.pack_adapter
 def wrong(spec, layout, weights, dtype):
     twice = {site: replace(weights[site], scaling=2 * weights[site].scaling) for site in weights}

@@ -198,8 +198,8 @@ def test_encoding_starts_no_threads_and_minds_no_fork(tiny_tokenizer_file: Path)
     script = """
 import os, sys
 from pathlib import Path
-from lorasrv.tokenizer import Tokenizer
-from lorasrv.tokenizer_source import TokenizerJson, TokenizerSource
+from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.text.tokenizer import TokenizerJson, TokenizerSource
 
 tokenizer = Tokenizer.from_source(TokenizerSource(TokenizerJson(Path(sys.argv[1]).read_text("utf-8"))))
 tokenizer.encode("a text")

@@ -22,11 +22,11 @@ REPO = "tiny/llama-test"
 OPEN = """
 import sys
 from lorasrv.errors import ModelNotFound
-from lorasrv.loaders.model_shape import locate, read_model_shape
+from lorasrv.models.loader.locate import locate, read_model_shape
 model, how = sys.argv[1:]
 try:
     if how == "open":
-        from lorasrv.loaders import open_checkpoint
+        from lorasrv.models.loader import open_checkpoint
         print(open_checkpoint(model).name)
     else:
         print(read_model_shape(model).name if how == "look" else locate(model)[1])
