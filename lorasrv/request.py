@@ -11,16 +11,15 @@ A `TokenConstraint` is compiled before admission and shared by the choices of a 
 
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 from adapter_store.spec import AdapterKey
 from lorasrv.outputs import AdapterTier, EngineOutput, FinishReason, Refusal, RequestId, RequestTiming, TokenLogprobs
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-from typing import Protocol
 
 
 class ConstraintState(Protocol):
@@ -38,7 +37,7 @@ class ConstraintState(Protocol):
     def advance(self, token_id: int) -> None:
         """This token came. It was allowed."""
 
-    def allowed(self) -> "npt.NDArray[np.int32]":
+    def allowed(self) -> npt.NDArray[np.int32]:
         """[ceil(V / 32)]: bit t % 32 of word t // 32 says whether token t may come next; at least one may.
 
         The same buffer every time: to be read before the next call.
