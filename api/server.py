@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from api.serving.services import Services
     from lorasrv.engine.async_engine import AsyncEngine
     from lorasrv.metrics.step_stats import StepProfile
-    from lorasrv.metrics.trace import TraceRecorder
+    from lorasrv.metrics.trace_recorder import TraceRecorder
 
 logger = logging.getLogger(__name__)
 ENGINE, LOOP = "engine", "event loop"
@@ -216,7 +216,7 @@ def _serve(
 
 def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "TraceRecorder | None":
     """Before the model is loaded: a file that cannot be written is told at once."""
-    from lorasrv.metrics.trace import TraceRecorder
+    from lorasrv.metrics.trace_recorder import TraceRecorder
 
     if settings.record_trace is None:
         return None

@@ -1,15 +1,6 @@
-"""Event streams, and work that ends when the client goes away.
-
-JSON as one line, for whoever reads lines: of an event stream, of a batch's results, of our output, of the log.
-
-Text stays as it is, but for the three characters beyond ASCII that end a line to Unicode, and so to `str.splitlines`
-and to httpx, on which most Python clients read: written as escapes they are the same JSON. Below U+0020 JSON itself
-has nothing raw.
-"""
+"""Event streams, and work that ends when the client goes away."""
 
 import asyncio
-import json
-import re
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -17,13 +8,7 @@ from fastapi.sse import format_sse_event
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
-
-
-def one_line(value: Any, **options: Any) -> str:
-    """`options` as of `json.dumps`."""
-    return _LINE_ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", json.dumps(value, ensure_ascii=False, **options))
-
+from api.asgi.json_lines import one_line
 
 T = TypeVar("T")
 DONE = b"data: [DONE]\n\n"

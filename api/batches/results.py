@@ -20,7 +20,7 @@ from typing import Any, Self
 import numpy as np
 
 from adapter_store.storage.blobs import fsync_directory
-from api.asgi.sse import one_line
+from api.asgi.json_lines import one_line
 from api.batches.input_lines import Line, MalformedLine, line_key
 
 ID_PREFIX = "batch_req_"

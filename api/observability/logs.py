@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import structlog
 from structlog.types import EventDict, ExcInfo, Processor
 
-from api.asgi.sse import one_line
+from api.asgi.json_lines import one_line
 from api.observability.access_middleware import CURRENT, RequestInfo
 from lorasrv.metrics.request_stats import FinishedRequestStats
 

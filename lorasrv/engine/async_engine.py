@@ -43,7 +43,7 @@ from lorasrv.engine.pool_snapshot import PoolMap
 from lorasrv.engine.step_retry import FaultHook
 from lorasrv.errors import EngineDead, ServerStopping
 from lorasrv.metrics.request_stats import RequestStats
-from lorasrv.metrics.trace import TraceRecorder
+from lorasrv.metrics.trace_recorder import TraceRecorder
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.outputs import AdapterTier, EngineOutput, RequestId, RequestOutput
 from lorasrv.request import EngineCoreRequest

@@ -3,28 +3,16 @@
 A request needs `arrival_s`, `prompt_tokens` and `output_tokens`; `adapter` names one, or is null for the base. The
 other fields make a replay closer to what happened; those that end in `_ms`, and `tier`, are what a server measured.
 Unknown fields are somebody else's.
-
-Writes a server's traffic to a file while it serves: a line for each answer that ends, each choice for itself.
-
-Belongs to the event loop's thread, no torch. A line is some 300 bytes, written when an answer is over:
-microseconds. If the disk fails, recording ends with a word in the log, and serving goes on.
 """
 
-import errno
 import json
-import logging
-import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields
-from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from lorasrv.errors import InvalidTrace
-from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput
-from lorasrv.request import EngineCoreRequest
+from lorasrv.outputs import AdapterTier
 
 MAX_COUNT = 1 << 40
 MAX_TOKENS = 1 << 24
@@ -184,126 +172,3 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "tier": (_one_of(_TIERS), f"one of {', '.join(_TIERS)}"),
     "finish": (_is_text, "a string that is not empty"),
 }
-_LOG = logging.getLogger(__name__)
-MAX_LINE_BYTES = 1 << 16
-
-
-@dataclass(slots=True)
-class _TracedRequest:
-    """A request that has not ended."""
-
-    message: EngineCoreRequest
-    arrived_s: float
-    first_token_s: float | None = None
-    latest: RequestOutput | None = None
-
-
-class TraceRecorder:
-    """Appends to a file. One that has lines already is gone on with: its clock runs on from its last line.
-
-    Args:
-        clock: monotonic seconds.
-    Raises:
-        OSError: the file cannot be written.
-        InvalidTrace: it is something else than a trace.
-    """
-
-    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        # Without a buffer of Python's: every line is the kernel's at once, and nothing is left for `close` to fail on.
-        self._file: FileIO | None = path.open("a+b", buffering=0)
-        try:
-            self._start_s = clock() - _seconds_recorded(self._file, path.name)
-        except BaseException:
-            self._file.close()
-            raise
-        self._open: dict[RequestId, _TracedRequest] = {}
-
-    def __enter__(self) -> "TraceRecorder":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Requests that have not ended are left out."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def accepted(self, messages: Sequence[EngineCoreRequest], arrived_s: float) -> None:
-        """These are on their way to the engine; they came in at that time, on this recorder's clock."""
-        for message in messages:
-            self._open[message.request_id] = _TracedRequest(message, arrived_s)
-
-    def heard(self, request_id: RequestId, output: RequestOutput) -> None:
-        """An output of a request."""
-        request = self._open.get(request_id)
-        if request is None:
-            return
-        request.latest = output
-        if request.first_token_s is None and output.num_generated_tokens:
-            request.first_token_s = self._clock()
-        if output.finish_reason is not None:
-            self._end(request_id, output.finish_reason)
-
-    def left(self, request_id: RequestId) -> None:
-        """Its client has gone, or it failed. What it had computed was load all the same."""
-        if request_id in self._open:
-            self._end(request_id, FinishReason.ABORT)
-
-    def _end(self, request_id: RequestId, reason: FinishReason) -> None:
-        request = self._open.pop(request_id)
-        if request.latest is None or request.first_token_s is None:
-            return  # nothing was generated: no answer, and next to no load
-        self._write(_line(request, request.latest, reason, self._start_s, self._clock()))
-
-    def _write(self, line: TraceRequest) -> None:
-        if self._file is None:
-            return
-        try:
-            data = line.line().encode() + b"\n"
-            if self._file.write(data) != len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            _LOG.exception("the trace cannot be written any more; recording ends here")
-            self.close()
-
-
-def _line(
-    request: _TracedRequest, output: RequestOutput, reason: FinishReason, start_s: float, now_s: float
-) -> TraceRequest:
-    message, timing = request.message, output.timing
-    assert request.first_token_s is not None
-    return TraceRequest(
-        arrival_s=round(max(0.0, request.arrived_s - start_s), 6),
-        prompt_tokens=output.num_prompt_tokens,
-        output_tokens=output.num_generated_tokens,
-        adapter=None if timing.fell_back else message.adapter_id or None,
-        max_tokens=message.max_tokens,
-        cached_tokens=timing.num_cached_tokens,
-        priority=message.priority,
-        timeout_s=message.timeout_s,
-        key=message.principal,
-        adapter_bytes=None if timing.fell_back or message.layout is None else message.layout.nbytes,
-        ttft_ms=round(1e3 * (request.first_token_s - request.arrived_s), 3),
-        total_ms=round(1e3 * (now_s - request.arrived_s), 3),
-        queue_ms=round(timing.queue_ms, 3),
-        load_ms=round(timing.load_ms, 3),
-        tier=timing.tier,
-        finish=reason.value,
-    )
-
-
-def _seconds_recorded(file: FileIO, name: str) -> float:
-    """How long ago, by the last line, the trace began: the file was written last when that request ended."""
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - MAX_LINE_BYTES))
-    lines = (file.read(MAX_LINE_BYTES) or b"").splitlines() if size else []
-    if not lines:
-        return 0.0
-    last = parse_line(lines[-1], f"{name}, last line")
-    ended_s = last.arrival_s + (last.total_ms or 0.0) / 1e3
-    return ended_s + max(0.0, time.time() - os.fstat(file.fileno()).st_mtime)

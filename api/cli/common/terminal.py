@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any, Protocol
 
-from api.asgi.sse import one_line
+from api.asgi.json_lines import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -25,7 +25,8 @@ from lorasrv.errors import (
     RequestTimeout,
 )
 from lorasrv.llm import LLM
-from lorasrv.metrics.trace import TraceRecorder, read_trace
+from lorasrv.metrics.trace import read_trace
+from lorasrv.metrics.trace_recorder import TraceRecorder
 from lorasrv.outputs import AdapterTier, FinishReason, RequestOutput
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.adapter_loader import ThreadedLoader

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from lorasrv.errors import InvalidTrace
-from lorasrv.metrics.trace import TraceRecorder, TraceRequest, parse_line, read_trace, write_trace
+from lorasrv.metrics.trace import TraceRequest, parse_line, read_trace, write_trace
+from lorasrv.metrics.trace_recorder import TraceRecorder
 from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams

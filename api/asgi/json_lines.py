@@ -1,0 +1,17 @@
+"""JSON as one line, for whoever reads lines: of an event stream, of a batch's results, of our output, of the log.
+
+Text stays as it is, but for the three characters beyond ASCII that end a line to Unicode, and so to `str.splitlines`
+and to httpx, on which most Python clients read: written as escapes they are the same JSON. Below U+0020 JSON itself
+has nothing raw.
+"""
+
+import json
+import re
+from typing import Any
+
+_LINE_ENDS = re.compile("[\x85\u2028\u2029]")
+
+
+def one_line(value: Any, **options: Any) -> str:
+    """`options` as of `json.dumps`."""
+    return _LINE_ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", json.dumps(value, ensure_ascii=False, **options))
