@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 
-from adapter_store.formats.mlx_dir import open_adapter_dir
+from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.spec import AdapterRef
 from adapter_store.store import AdapterStore
 from lorasrv.config import BUILTIN_MODEL, EngineConfig

@@ -5,15 +5,11 @@ transposed, and the factor itself where PEFT has alpha / r. Values are moved, ne
 Its config is that of the training run: fine_tune_type, lora_parameters with rank and scale, and with keys if not all
 kinds of modules were trained; num_layers, the last ones of the model, all of them if it is -1. Versions of early 2024
 multiplied the scale by alpha / rank, later ones do not read an alpha: where there is one, the factor is not known.
-
-A folder that holds an adapter, whoever saved it: PEFT's as it is, MLX's converted for as long as it is needed.
 """
 
-import contextlib
 import json
 import math
 import os
-import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -27,12 +23,8 @@ from adapter_store.formats.peft_dir import (
     WEIGHTS_NAME,
     Opener,
     PeftDir,
-    find_folder,
     ignored_files,
-    is_mlx_config,
     open_file,
-    read_config,
-    read_peft_dir,
 )
 from adapter_store.formats.safetensors_file import (
     ENDED,
@@ -198,22 +190,3 @@ def _alpha(rank: int, scale: float) -> float:
         if alpha / rank == scale:
             return alpha
     return near
-
-
-@contextlib.contextmanager
-def open_adapter_dir(path: Path, opener: Opener = open_file) -> Iterator[PeftDir]:
-    """What to upload from a folder, whose files `opener` opens. What had to be converted lies in a temporary one, which
-    is gone afterwards.
-
-    Raises:
-        AdapterInvalid: there is no adapter, several, or one in a form that is not served; says how to convert it.
-        OSError: it cannot be read.
-    """
-    folder, subdirectory = find_folder(path)
-    config = read_config(folder, opener)
-    if not is_mlx_config(config):
-        yield read_peft_dir(path, opener)
-        return
-
-    with tempfile.TemporaryDirectory(prefix="lorasrv-mlx-") as target:
-        yield convert_mlx(folder, config, subdirectory, Path(target), opener)

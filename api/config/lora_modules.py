@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from adapter_store.errors import AdapterCorrupt, AdapterError, AdapterInvalid, BlobNotFound, show
-from adapter_store.formats.mlx_dir import open_adapter_dir
+from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.formats.peft_dir import CHUNK_BYTES, CONFIG_NAME, MLX_WEIGHTS_NAME, WEIGHTS_NAME, Opener, open_file
 from adapter_store.formats.safetensors_file import header_cap_bytes, read_header
 from adapter_store.quota import ANONYMOUS

@@ -20,7 +20,7 @@ from pathlib import Path
 from peer_servers import lorasrv, machine
 from tier_common import row, table
 
-from adapter_store.formats.mlx_dir import open_adapter_dir
+from adapter_store.formats.adapter_dir import open_adapter_dir
 from api.client import Client
 
 ASSETS = Path(__file__).parents[2] / "build" / "bench"

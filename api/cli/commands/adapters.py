@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from adapter_store.formats.mlx_dir import open_adapter_dir
+from adapter_store.formats.adapter_dir import open_adapter_dir
 from api.asgi.address import DEFAULT_SERVER
 from api.cli.common.formatting import (
     DirectoryArgument,

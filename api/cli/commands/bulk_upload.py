@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from adapter_store.errors import AdapterInvalid, InvalidAdapterId, show
-from adapter_store.formats.mlx_dir import open_adapter_dir
+from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.formats.peft_dir import CONFIG_NAME, MLX_WEIGHTS_NAME, PICKLES, WEIGHTS_NAME
 from adapter_store.registry.references import VERBS, check_adapter_id, suggest_id
 from adapter_store.spec import BaseShapes

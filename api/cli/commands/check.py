@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from adapter_store.errors import AdapterInvalid
-from adapter_store.formats.mlx_dir import open_adapter_dir
+from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.spec import AdapterKey, BaseShapes
 from api.cli.common.formatting import (
     ClosedStoreOption,

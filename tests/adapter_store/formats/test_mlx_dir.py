@@ -16,7 +16,8 @@ from safetensors.torch import save_file
 
 from adapter_store.errors import AdapterInvalid
 from adapter_store.formats import mlx_dir
-from adapter_store.formats.mlx_dir import _alpha, open_adapter_dir
+from adapter_store.formats.adapter_dir import open_adapter_dir
+from adapter_store.formats.mlx_dir import _alpha
 from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.formats.weights import AdapterWeights, load_weights
 from adapter_store.spec import BaseShapes

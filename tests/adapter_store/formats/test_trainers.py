@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save
 
 from adapter_store.errors import AdapterInvalid
-from adapter_store.formats.mlx_dir import open_adapter_dir
+from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.spec import BaseShapes
 from adapter_store.validation.validate import check_files
 
