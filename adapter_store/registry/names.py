@@ -1,36 +1,17 @@
 """Every id and what it names, in memory: resolving a reference reads a dictionary and never waits for a disk or a lock.
 
 The dictionary is replaced, never changed. Whoever replaces it holds the store's lock.
-
-Names like one that does not exist, for the answer that says so.
 """
 
 import difflib
-import heapq
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from adapter_store.errors import AdapterNotFound, InvalidAlias, StoreUnusable
 from adapter_store.registry.index import Index
+from adapter_store.registry.near_names import NEAR_NAMES, near_names
 from adapter_store.registry.records import AdapterRecord, VersionRecord
 from adapter_store.registry.references import Reference, Shares, drawn, parse_reference
 from adapter_store.spec import AdapterId, AdapterRef
-
-NEAR_NAMES = 3
-NUM_COMPARED = 32
-
-
-def near_names(name: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Up to three of the known names, the most similar first.
-
-    Comparing with difflib takes tens of microseconds a name, too long for thousands: of more than `NUM_COMPARED` only
-    those are compared that have the most pairs of neighbouring characters in common with the name.
-    """
-    wanted = name.lower()
-    names = list(known)
-    if len(names) > NUM_COMPARED:
-        pairs = {wanted[i : i + 2] for i in range(len(wanted) - 1)}
-        names = heapq.nlargest(NUM_COMPARED, names, key=lambda other: sum(pair in other for pair in pairs))
-    return tuple(difflib.get_close_matches(wanted, names, NEAR_NAMES))
 
 
 class Names:

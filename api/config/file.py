@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from adapter_store.registry.names import near_names
+from adapter_store.registry.near_names import near_names
 from lorasrv.errors import ConfigError
 
 ENVIRONMENT = "LORASRV_CONFIG"

@@ -14,7 +14,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import ByteSize, SecretStr, ValidationError
 
-from adapter_store.registry.names import near_names
+from adapter_store.registry.near_names import near_names
 from api.config.file import ENVIRONMENT, ConfigFile, check_keys, find, read
 from api.config.settings import ServerSettings
 from lorasrv.config import DEVICES, DTYPES, KERNELS, LOAD_FORMATS, POLICIES, PREEMPTIONS

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from adapter_store.registry.names import near_names
+from adapter_store.registry.near_names import near_names
 from api.cli.common.formatting import size
 from api.cli.common.options import JsonOption, duration
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, print_table, say

@@ -4,7 +4,7 @@ import difflib
 
 import pytest
 
-from adapter_store.registry.names import NUM_COMPARED, near_names
+from adapter_store.registry.near_names import NUM_COMPARED, near_names
 
 MANY = [f"bot-{number:04d}" for number in range(5000)]
 

@@ -1,0 +1,22 @@
+"""Names like one that does not exist, for the answer that says so."""
+
+import difflib
+import heapq
+from collections.abc import Iterable
+
+NEAR_NAMES = 3
+NUM_COMPARED = 32
+
+
+def near_names(name: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Up to three of the known names, the most similar first.
+
+    Comparing with difflib takes tens of microseconds a name, too long for thousands: of more than `NUM_COMPARED` only
+    those are compared that have the most pairs of neighbouring characters in common with the name.
+    """
+    wanted = name.lower()
+    names = list(known)
+    if len(names) > NUM_COMPARED:
+        pairs = {wanted[i : i + 2] for i in range(len(wanted) - 1)}
+        names = heapq.nlargest(NUM_COMPARED, names, key=lambda other: sum(pair in other for pair in pairs))
+    return tuple(difflib.get_close_matches(wanted, names, NEAR_NAMES))
