@@ -13,6 +13,7 @@ from pathlib import Path
 
 from lorasrv.errors import ConfigError, InvalidLimits
 from lorasrv.sampling_params import Watermark
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 PARALLEL_LOADS = 8
 """Adapters that are read from disk side by side."""
@@ -121,7 +122,7 @@ class MemoryOptions:
     adapter_pool_fraction: float | None = None
 
     def __post_init__(self) -> None:
-        _one_of("--kv-dtype", self.kv_dtype, ("auto", *DTYPES))
+        _one_of("--kv-dtype", self.kv_dtype, ("auto", *KV_FORMATS))
         _positive("--pool-bytes", self.pool_bytes)
         _positive("page size in tokens", self.page_size_tokens)
         _positive("--host-cache-bytes", self.host_cache_bytes)

@@ -1,8 +1,8 @@
-"""What computes: one set of kernels, for a device or by name. `ops.py` checks arguments, then calls these."""
+"""Interface of a set of kernels, chosen for a device or by name. `ops.py` checks arguments, then calls these."""
 
 import importlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sgmv_kernels.formats.adapter_panels import SiteDims
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.h2d import upload
 from sgmv_kernels.metadata.segments import Int32
@@ -33,9 +34,9 @@ class KernelsUnavailable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SgmvPlan:
-    """A step's rows and adapters, checked once for all layers and sites.
+    """Rows and adapters of a step, checked once for all layers and sites.
 
-    `dtype` is how panels are stored; `num_rows` T; `prepared` what a backend made of the tables.
+    `dtype` is that of stored panels, `num_rows` T; `prepared` is what the backend made of the tables.
     """
 
     tables: SgmvTables
@@ -46,11 +47,13 @@ class SgmvPlan:
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """A step's B sequences, checked once for all layers.
+    """The B sequences of a step, checked once for all layers.
 
-    `page_tables [B, max pages]`; `query_starts [B + 1]`: the rows of each sequence, its last positions; `kv_lens [B]`:
-    its keys, this step's included; `num_pages` that page ids stay below; `write_pages`, `write_slots` [T] int64, on the
-    device: where each row's own key and value go; `prepared` what a backend made of them.
+    `page_tables` [B, max pages]; `query_starts` [B + 1], the rows of each sequence, which are its last positions;
+    `kv_lens`
+    [B], its keys, this step's included; `num_pages`, an upper bound of page ids; `write_pages`, `write_slots` [T] int64
+    on
+    the device, the place of each row's own key and value; `prepared`, what the backend made of them.
     """
 
     page_tables: Int32
@@ -69,9 +72,9 @@ class AttentionPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """Which keys, adapters and rows a step is about: all that a forward pass is told beside its inputs.
+    """Keys, adapters and sampled rows of a step: all inputs of a forward pass beside tokens and positions.
 
-    `sample_rows [S]` int64: rows that want logits.
+    `sample_rows` [S] int64 are the rows that want logits.
     """
 
     attention: AttentionPlan
@@ -80,14 +83,16 @@ class StepTables:
 
 
 Angles = tuple[tuple[Tensor, Tensor], ...]
-"""Cosines and sines of the rows' positions, each [T, half of what is rotated], for every RoPE of the model."""
+"""Cosines and sines of the rows' positions, each [T, half of the rotated numbers], for every RoPE of the model."""
 Layers = Callable[[Tensor, Angles, StepTables], Tensor]
-"""x [T, H], angles, tables -> logits [S, V]: calls of `Ops` and nothing else."""
+"""Function (x [T, H], angles, tables) -> logits [S, V] that consists of calls of `Ops` only."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramShape:
-    """What a pass is recorded for: at most `max_rows` rows, `max_samples` of which want logits; `angles`: widths."""
+    """Largest pass of a recording: at most `max_rows` rows, `max_samples` with logits; `angles` are the widths of
+    cosines.
+    """
 
     max_rows: int
     max_samples: int
@@ -103,12 +108,12 @@ class ProgramShape:
     adapter_dtype: torch.dtype
 
     def below(self, rows: int | None) -> "ProgramShape":
-        """For fewer rows than these."""
+        """Return the shape with fewer than `rows` rows; None leaves it unchanged."""
         return self if rows is None else replace(self, max_rows=min(self.max_rows, rows - 1))
 
 
 class PackedLinear(Protocol):
-    """Weight codes as a backend's kernels read them, [O, H], and a bias if there is one."""
+    """Weight codes [O, H] in a backend's own order, with an optional bias."""
 
     @property
     def in_features(self) -> int: ...
@@ -120,17 +125,19 @@ class PackedLinear(Protocol):
     def nbytes(self) -> int: ...
 
     def dequantize(self) -> Tensor:
-        """[O, H] fp32: exactly the weights that the arithmetic uses."""
+        """Return the weights that the arithmetic uses, exactly, [O, H] fp32."""
         ...
 
     def rows(self, ids: Tensor) -> Tensor:
-        """ids [N] int64 -> [N, H] fp32: an embedding over the same bytes."""
+        """Return rows of the weight, ids [N] int64 -> [N, H] fp32: an embedding over the same bytes."""
         ...
 
 
 @dataclass(frozen=True)
 class Backend:
-    """Functions of one set of kernels; arguments are checked. What each does: the method of its name in `ops.Ops`."""
+    """Functions of one set of kernels, called with checked arguments; each is described at the method of its name in
+    `ops.Ops`.
+    """
 
     name: str
     activations: tuple[torch.dtype, ...]
@@ -139,7 +146,7 @@ class Backend:
     expand_: Callable[[Tensor, Tensor, Tensor, SgmvPlan, int, int], None]
     sgmv_: Callable[[Tensor, Tensor, Tensor, SgmvPlan, int, int], None]
     prepare_attention: Callable[[AttentionPlan, torch.device], Any]
-    attention: Callable[[Tensor, KvPages, AttentionPlan, float, int | None, Tensor | None, float | None], Tensor]
+    attention: Callable[[Tensor, KvPages, AttentionPlan, float, int | None, float | None], Tensor]
     rope_write_kv: Callable[[Tensor, Tensor, Tensor, KvPages, Tensor, Tensor], Tensor]
     add_rms_norm_: Callable[[Tensor, Tensor | None, Tensor, float], Tensor]
     silu_mul: Callable[[Tensor], Tensor]
@@ -149,7 +156,9 @@ class Backend:
     take_rows: Callable[[Tensor, Tensor], Tensor]
     pack_linear: Callable[[GroupQuantizedWeight, Tensor | None, bool], PackedLinear]
     linear: Callable[[Tensor, Any], Tensor]
-    warm_up: Callable[[Sequence[torch.dtype]], None]
+    warm_up: Callable[[torch.dtype, KVFormat], None]
+    # Names of the KV formats that attention and rope_write_kv read and write; None for every format.
+    kv_formats: Collection[str] | None = None
     can_record: bool = False
     wide_rows: Callable[[], int | None] = lambda: None
     best_threads: Callable[[int], int] = lambda most: most
@@ -157,10 +166,10 @@ class Backend:
 
 @cache
 def load_backend(name: str) -> Backend:
-    """The kernels called `name`, imported only now.
+    """Import the kernels called `name`.
 
     Raises:
-        KernelsUnavailable: they cannot run here.
+        KernelsUnavailable: the name is unknown, or the kernels cannot run here.
     """
     if name not in KERNELS:
         raise KernelsUnavailable(f"kernels {name!r} are unknown; choose from {', '.join(KERNELS)}")
@@ -173,7 +182,7 @@ def load_backend(name: str) -> Backend:
 
 
 def choose_backend(device: torch.device) -> Backend:
-    """The fastest kernels for a device; plain torch, with a line in the log, where those cannot run."""
+    """Return the fastest kernels for a device; plain torch, with a warning, where those cannot run."""
     wanted = "triton" if device.type == "cuda" else "numba" if device.type == "cpu" else "torch"
     try:
         return load_backend(wanted)
@@ -190,7 +199,7 @@ def plan_of(
     num_pages: int,
     device: torch.device,
 ) -> AttentionPlan:
-    """The plan without what a backend makes of it."""
+    """Return the plan of a step's sequences without the backend's part; arguments as `Ops.plan_attention`."""
     queries, lens = np.asarray(query_lens, dtype=np.int32), np.asarray(kv_lens, dtype=np.int32)
     ends = np.cumsum(queries, dtype=np.int32)
     sequence = np.repeat(np.arange(len(queries)), queries)

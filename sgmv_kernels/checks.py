@@ -1,4 +1,4 @@
-"""Argument checks of ops; each raises KernelArgumentError. What needs the backend or the device is in `ops.py`."""
+"""Argument checks of ops; each raises KernelArgumentError. Checks that need the backend are in `ops.py`."""
 
 from collections.abc import Sequence
 
@@ -17,13 +17,13 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_gated(gate_up: Tensor) -> None:
-    """Raises KernelArgumentError: not two halves of a contiguous row."""
+    """Check that rows are contiguous and have two halves."""
     if gate_up.dim() != 2 or not gate_up.is_contiguous() or gate_up.shape[1] % 2:
         raise KernelArgumentError("gate_up must be contiguous [T, 2F]")
 
 
 def check_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int) -> None:
-    """Raises KernelArgumentError: weights that are not one head wide, or rows that are no number of such heads."""
+    """Check that norm weights are as wide as one head, and rows a whole number of such heads."""
     for name, weight in (("q_weight", q_weight), ("k_weight", k_weight)):
         fits = weight.shape == q_weight.shape and weight.dim() == 1 and weight.dtype == torch.float32
         if not fits or not weight.is_contiguous():
@@ -36,7 +36,7 @@ def check_heads(qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int) 
 
 
 def site_dims(plan: SgmvPlan, layer: int, site: int) -> tuple[int, int]:
-    """(inputs, outputs) of a site; any of a plan without adapters."""
+    """Return (inputs, outputs) of a site; zeros for a plan without adapters."""
     if not plan.tables.num_segments:
         return 0, 0
     if not 0 <= layer < len(plan.tables.records) or not 0 <= site < len(plan.tables.sites):
@@ -47,6 +47,7 @@ def site_dims(plan: SgmvPlan, layer: int, site: int) -> tuple[int, int]:
 
 
 def check_segments(segments: Segments) -> None:
+    """Check that segments hold every row once."""
     arrays = (segments.permutation, segments.indptr, segments.adapters)
     require(all(a.dtype == np.int32 and a.ndim == 1 for a in arrays), "segments must be int32 arrays of one dimension")
     indptr, rows = segments.indptr, segments.num_rows
@@ -59,6 +60,7 @@ def check_segments(segments: Segments) -> None:
 
 
 def check_adapter(adapter: PlacedAdapter, first: PlacedAdapter, dtype: torch.dtype) -> None:
+    """Check that an adapter is packed in `dtype`, for the sites and layers of the first, and lies inside the pool."""
     layout = adapter.layout
     require(layout.itemsize == dtype.itemsize, "adapters must be packed in the pool's adapter dtype")
     require(layout.sites == first.layout.sites, "adapters must be made for the same sites")
@@ -71,23 +73,17 @@ def check_adapter(adapter: PlacedAdapter, first: PlacedAdapter, dtype: torch.dty
 
 
 def check_pages(kv: KvPages, plan: AttentionPlan) -> None:
+    """Check that pages are those that the plan was made for."""
     if plan.page_size != kv.page_size:
         raise KernelArgumentError(f"plan is for pages of {plan.page_size} tokens, not {kv.page_size}")
     if plan.num_pages > kv.num_pages:
         raise KernelArgumentError(f"plan is for {plan.num_pages} pages, but there are {kv.num_pages}")
-    require(kv.dtype in FLOATS and kv.values.dtype == kv.dtype, "keys and values must have one dtype of 16 or 32 bits")
-    shape = (kv.num_pages, kv.num_heads, kv.page_size, kv.head_dim)
-    require(kv.values.shape == shape, "values must have the pages, heads, tokens and dims of the keys")
-    per_head = kv.head_dim * kv.page_size
-    keys, values = kv.keys.stride(), kv.values.stride()
-    dense = keys[1:] == (per_head, kv.page_size, 1) and values[1:] == (per_head, kv.head_dim, 1)
-    if not dense or keys[0] != values[0]:
-        raise KernelArgumentError("keys and values must be dense inside their pages, and pages equally far apart")
 
 
 def check_sequences(
     page_tables: Int32, query_lens: Sequence[int], kv_lens: Sequence[int], page_size: int, num_pages: int
 ) -> None:
+    """Check lengths against each other, and page ids against the pool."""
     require(page_tables.dtype == np.int32 and page_tables.ndim == 2, "page_tables must be int32 [B, pages]")
     same = len(page_tables) == len(query_lens) == len(kv_lens)
     require(same, "page_tables, query_lens and kv_lens must have one entry a sequence")
@@ -102,6 +98,7 @@ def check_sequences(
 
 
 def check_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages) -> None:
+    """Check the q/k/v rows [T, width] and the cosines and sines of their positions."""
     dim, rows = kv.head_dim, len(qkv)
     require(qkv.dim() == 2 and qkv.is_contiguous(), "qkv must be contiguous [T, width]")
     heads = qkv.shape[1] // dim - 2 * kv.num_heads
@@ -112,25 +109,23 @@ def check_rotated(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages) -> None:
         require(fits and table.is_contiguous(), f"{name} must be contiguous float32 [{rows}, {dim // 2}] or fewer")
 
 
-def check_queries(
-    q: Tensor, kv: KvPages, window: int | None, alibi_slopes: Tensor | None, softcap: float | None
-) -> None:
+def check_queries(q: Tensor, kv: KvPages, window: int | None, softcap: float | None) -> None:
+    """Check queries [T, heads, D] against the pages, and that window and softcap are positive."""
     require(q.dim() == 3 and q.is_contiguous(), "q must be contiguous [T, heads, D]")
     require(q.shape[1] % kv.num_heads == 0, "query heads must be a multiple of key heads")
     require(q.shape[2] == kv.head_dim, f"q has head dim {q.shape[2]}, the pages have {kv.head_dim}")
     require(window is None or window > 0, f"window must be positive, not {window}")
-    if alibi_slopes is not None:
-        fits = alibi_slopes.shape == q.shape[1:2] and alibi_slopes.dtype == torch.float32
-        require(fits and alibi_slopes.is_contiguous(), "alibi_slopes must be contiguous float32 [heads]")
     require(softcap is None or softcap > 0, f"softcap must be positive, not {softcap}")
 
 
 def check_slab(slab: Tensor, plan: SgmvPlan, device: torch.device) -> None:
+    """Check one layer of the pool: bytes, device, and length."""
     require(slab.dtype == torch.uint8 and slab.dim() == 1 and slab.is_contiguous(), _SLAB)
     require(slab.device.type == device.type, f"slab is on {slab.device}, these kernels are for {device}")
     require(slab.numel() >= plan.tables.slab_bytes, "slab ends before the panels of the plan's adapters do")
 
 
 def require(holds: object, message: str) -> None:
+    """Raise KernelArgumentError with `message` unless `holds`."""
     if not holds:
         raise KernelArgumentError(message)

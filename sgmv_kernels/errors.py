@@ -1,4 +1,4 @@
-"""What an op refuses before it reads or writes anything."""
+"""Error of arguments that an op refuses before it reads or writes anything."""
 
 
 class KernelArgumentError(ValueError):

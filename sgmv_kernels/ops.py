@@ -1,4 +1,5 @@
-"""Public ops: argument checks, then the kernels of the chosen backend. For arithmetic, others import no other module.
+"""Public ops: they check arguments, then call the kernels of the chosen backend. Other packages compute through this
+module.
 
 Shapes: T token rows, S segments, R rank rows, P pages, B sequences, D head dim, H hidden, F intermediate.
 """
@@ -42,6 +43,7 @@ from sgmv_kernels.checks import (
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, stack_codes
+from sgmv_kernels.formats.kv_format import KVFormat
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables, build_tables
@@ -70,14 +72,14 @@ logger = logging.getLogger(__name__)
 
 
 class Ops:
-    """The ops on one device. Plans are made once a step, and hold for every layer.
+    """The ops on one device. Plans are made once a step and serve every layer.
 
     Args:
         device: where the tensors are.
         kernels: one of `KERNELS`; None takes the fastest that run on the device.
-        copies: linears may have a bf16 copy for many rows; without, a row's result does not depend on others.
+        copies: linears may keep a bf16 copy for many rows; without it, a row's result does not depend on other rows.
     Raises:
-        KernelsUnavailable: the kernels that were asked for cannot run here.
+        KernelsUnavailable: the kernels that were chosen by name cannot run here.
     """
 
     def __init__(self, device: torch.device, kernels: str | None = None, *, copies: bool = True) -> None:
@@ -89,32 +91,40 @@ class Ops:
 
     @property
     def name(self) -> str:
-        """Which kernels these are."""
+        """Return the name of the kernels."""
         return self._backend.name
 
     @property
     def can_record(self) -> bool:
-        """Whether launches of these kernels can be recorded, and run together (`cpu_ops.recorded_step`)."""
+        """Return whether launches can be recorded and run together (`cpu_ops.recorded_step`)."""
         return self._backend.can_record
 
     def best_threads(self, most: int) -> int:
-        """How many threads, of `most`, these kernels are fastest with; may measure, in the calling thread's team."""
+        """Return how many threads, of `most`, these kernels are fastest with; may measure, in the calling thread's
+        team.
+        """
         return self._backend.best_threads(most)
 
     def program(self, layers: Layers, shape: ProgramShape) -> "RecordedStep":
-        """What runs a model's layers from recordings; steps whose linears take other kernels go without."""
+        """Return a program that runs a model's layers from recordings; steps whose linears take other kernels run
+        without.
+        """
         from sgmv_kernels.cpu_ops.recorded_step import RecordedStep
 
         return RecordedStep(layers, shape.below(self._backend.wide_rows() if self._copies else None), self)
 
-    def warm_up(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Compile what panels and pages of these dtypes need, so that no request waits for it.
+    def warm_up(self, adapter_dtype: torch.dtype, kv_format: KVFormat) -> None:
+        """Compile the kernels for these adapter panels and KV pages, so that no request waits for it.
+
+        If the kernels cannot run and were not chosen by name, plain torch replaces them.
 
         Raises:
-            KernelsUnavailable: the kernels that were asked for do not compile; where none were, plain torch takes over.
+            KernelsUnavailable: the kernels that were chosen by name do not compile, or do not read this KV format.
         """
         try:
-            self._backend.warm_up(dtypes)
+            if not self._reads(kv_format):
+                raise KernelsUnavailable(f"they do not read the KV format {kv_format.name!r}")
+            self._backend.warm_up(adapter_dtype, kv_format)
         except Exception as error:
             if self._chosen:
                 raise KernelsUnavailable(f"kernels {self.name!r} cannot run here: {error}") from error
@@ -126,8 +136,9 @@ class Ops:
 
         Args:
             segments: rows by adapter, as `build_segments` makes them; `segments.adapters` index into `adapters`.
-            adapters: the placed adapters of this step, ranks mixed freely.
-            dtype: how panels are stored.
+            adapters: the placed adapters of this step, of any ranks.
+            dtype: of stored panels.
+        Returns: the plan of all layers and sites.
         Raises:
             KernelArgumentError: an index, dtype, rank, offset or site does not fit.
         """
@@ -140,18 +151,18 @@ class Ops:
         return self.plan_tables(build_tables(segments, adapters), dtype)
 
     def plan_tables(self, tables: SgmvTables, dtype: torch.dtype) -> SgmvPlan:
-        """`plan_sgmv` of tables that are known to be sound."""
+        """Lay tables out as `plan_sgmv` does, without checks."""
         prepared = self._backend.prepare_sgmv(tables, dtype, self.device)
         return SgmvPlan(tables, dtype, len(tables.permutation), prepared)
 
     def shrink(self, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
-        """Project every row to the rank of its own adapter; the first half of `sgmv_`.
+        """Project every row to the rank of its own adapter: the first half of `sgmv_`.
 
         Semantics: sum over planes of v[:, p, :r] = x[t] @ A^T; p the place of row t in the permutation, A [r, in] the
-        stacked lora_a of row t's adapter, unscaled. Rows and columns that no adapter owns hold anything.
+        stacked lora_a of row t's adapter, unscaled. Rows and columns that no adapter owns are undefined.
 
         Args: as `sgmv_`.
-        Returns: [planes, T, most R of the step at this site] fp32; a backend may split the sum over planes.
+        Returns: [planes, T, highest R of the step at this site] fp32; a backend may split the sum over planes.
         Raises:
             KernelArgumentError: as `sgmv_`.
         Source: split sums without atomics, SGLang's `triton_v2` planes.
@@ -161,7 +172,7 @@ class Ops:
         return self._backend.shrink(x, slab, plan, layer, site)
 
     def expand_(self, y: Tensor, v: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
-        """Project every row from the rank of its own adapter and add it to y; the second half of `sgmv_`.
+        """Project every row from the rank of its own adapter and add it to y: the second half of `sgmv_`.
 
         Semantics: y[t, slice] += (scale * sum over planes of v[:, p])[slice's ranks] @ B[slice]; p the place of row t
         in the permutation, scale [R] = alpha / r (or alpha / sqrt r) of every rank row
@@ -184,6 +195,8 @@ class Ops:
     def sgmv_(self, y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
         """Add every row's own adapter delta to the output of a base linear, in place, all slices in one call.
 
+        Sums are fp32, and a row's result does not depend on the rows beside it.
+
         Semantics: y[t, slice] += (scale * (x[t] @ A^T))[slice's ranks] @ B[slice], A and B of row t's adapter, if any
 
         Args:
@@ -192,7 +205,6 @@ class Ops:
             slab: [bytes] uint8, one layer of the pool.
             plan: the step's rows and adapters.
             layer, site: which panels to read.
-        Sums are fp32, and a row's result does not depend on the rows beside it.
         Raises:
             KernelArgumentError: a shape or dtype does not fit; nothing has been written.
         Source: SGMV of Punica (Chen et al. 2023), true ranks and pages shared with KV after S-LoRA (Sheng et al. 2023).
@@ -219,8 +231,9 @@ class Ops:
             page_tables: [B, max pages] int32 page ids in order; entries past a sequence's pages are ignored.
             query_lens: rows of each sequence; they are its last positions.
             kv_lens: keys of each sequence, this step's included.
-            page_size: tokens a page.
+            page_size: tokens of a page.
             num_pages: pages of the pool.
+        Returns: the plan of all layers.
         Raises:
             KernelArgumentError: lengths that contradict each other, or a page id outside the pool.
         """
@@ -236,53 +249,53 @@ class Ops:
         plan: AttentionPlan,
         scale: float,
         window: int | None = None,
-        alibi_slopes: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor:
-        """Causal attention of prefill chunks and single-token decodes in one call, over paged keys and values.
+        """Compute causal attention of prefill chunks and single-token decodes in one call, over paged keys and values.
 
-        Semantics: out[t] = softmax(cap(scale * q[t] . K[j]) + slope * (j - pos(t)), j <= pos(t)) V, the last `window`
-        keys only where given; cap(s) = softcap * tanh(s / softcap), or s; query head h reads key head
-        h // (heads / kv_heads); a row without a visible key gives zeros
+        Semantics: out[t] = softmax(cap(scale * q[t] . K[j]), j <= pos(t)) V, the last `window` keys only where given;
+        cap(s) = softcap * tanh(s / softcap), or s; query head h reads key head h // (heads / kv_heads); a row without a
+        visible key gives zeros
 
         Args:
             q: [T, heads, D] contiguous; the rows of sequence i follow those of i - 1. fp32 on the CPU.
             kv: one layer of the pool.
             plan: the step's sequences.
-            alibi_slopes: [heads] fp32, or None for 0.
-            softcap: how far from 0 scores may be, or None (Gemma 2).
+            scale: factor of the scores.
+            window: keys that a row sees, its own included; None for all.
+            softcap: bound of the scores; None for no bound (Gemma 2).
         Returns: [T, heads, D] in q's dtype.
         Raises:
-            KernelArgumentError: shapes that do not fit.
+            KernelArgumentError: shapes that do not fit, or a KV format that the kernels do not read.
         Source: paged KV of vLLM (Kwon et al. 2023); online softmax of FlashAttention-2 (Dao 2023); key and value
-            splits for long contexts of Flash-Decoding (Dao et al. 2023); ALiBi (Press et al. 2022).
+            splits for long contexts of Flash-Decoding (Dao et al. 2023).
         """
         self._check_activation(q, "q")
-        check_queries(q, kv, window, alibi_slopes, softcap)
+        check_queries(q, kv, window, softcap)
         require(plan.num_rows == q.shape[0], "query_lens must sum to the rows of q")
-        check_pages(kv, plan)
-        return self._backend.attention(q, kv, plan, scale, window, alibi_slopes, softcap)
+        self._check_pages(kv, plan)
+        return self._backend.attention(q, kv, plan, scale, window, softcap)
 
     def rope_write_kv(self, qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, plan: AttentionPlan) -> Tensor:
-        """Rotate queries and keys, store keys and values; what lies between the q/k/v linear and attention.
+        """Rotate queries and keys, and store keys and values in their pages.
 
         Semantics: q, k, v = split(qkv); (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin) for every head of q and k, x1
-        and x2 the halves of its first N numbers; keys[page, :, :, slot] = k[t], values[page, :, slot] = v[t] at row
-        t's place in the plan
+        and x2 the halves of its first N numbers; k[t] and v[t] are stored at row t's place in the plan, in the pages'
+        format
 
         Args:
-            qkv: [T, (heads + 2 kv_heads) * D] contiguous, fp32 on the CPU. Holds anything afterwards.
-            cos, sin: [T, N / 2] fp32; N <= D, the other numbers of a head stay as they are.
+            qkv: [T, (heads + 2 kv_heads) * D] contiguous, fp32 on the CPU. Undefined afterwards.
+            cos, sin: [T, N / 2] fp32; N <= D, the other numbers of a head are not rotated.
             kv: one layer of the pool.
             plan: the step's sequences.
         Returns: q [T, heads, D], contiguous.
         Raises:
-            KernelArgumentError: shapes or dtypes that do not fit.
+            KernelArgumentError: shapes or dtypes that do not fit, or a KV format that the kernels do not write.
         Source: rotary embedding (Su et al. 2021) in Hugging Face's half-split order.
         """
         self._check_activation(qkv, "qkv")
         check_rotated(qkv, cos, sin, kv)
-        check_pages(kv, plan)
+        self._check_pages(kv, plan)
         require(plan.num_rows == len(qkv), "query_lens must sum to the rows of qkv")
         return self._backend.rope_write_kv(qkv, cos, sin, kv, plan.write_pages, plan.write_slots)
 
@@ -295,6 +308,7 @@ class Ops:
             x: [T, H] contiguous; written in place if `delta` is given.
             delta: [T, H] contiguous of x's dtype, or None for 0.
             weight: [H] fp32.
+            eps: added to the mean square.
         Returns: [T, H] in x's dtype, a new tensor.
         Raises:
             KernelArgumentError: shapes or dtypes that do not fit.
@@ -309,24 +323,46 @@ class Ops:
         return self._backend.add_rms_norm_(x, delta, weight, eps)
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Semantics: silu(gate) * up, gate and up the halves of the last dimension. gate_up [T, 2F] -> [T, F]."""
+        """Gate by SiLU.
+
+        Semantics: silu(gate) * up, gate and up the halves of the last dimension
+
+        Args:
+            gate_up: [T, 2F] contiguous.
+        Returns: [T, F] in gate_up's dtype, a new tensor.
+        Raises:
+            KernelArgumentError: a shape or dtype that does not fit.
+        """
         self._check_activation(gate_up, "gate_up")
         check_gated(gate_up)
         return self._backend.silu_mul(gate_up)
 
     def gelu_mul(self, gate_up: Tensor) -> Tensor:
-        """Semantics: gelu(gate) * up, as `silu_mul`; GELU in its tanh form (Hendrycks and Gimpel 2016)."""
+        """Gate by GELU in its tanh form (Hendrycks and Gimpel 2016).
+
+        Semantics: gelu(gate) * up, gate and up the halves of the last dimension
+
+        Args:
+            gate_up: [T, 2F] contiguous.
+        Returns: [T, F] in gate_up's dtype, a new tensor.
+        Raises:
+            KernelArgumentError: a shape or dtype that does not fit.
+        """
         self._check_activation(gate_up, "gate_up")
         check_gated(gate_up)
         return self._backend.gelu_mul(gate_up)
 
     def norm_heads_(self, qkv: Tensor, q_weight: Tensor, k_weight: Tensor, kv_heads: int, eps: float) -> None:
-        """Norm every head of q and k, in place, as Qwen 3 and Gemma 3 do before they rotate them.
+        """Norm every head of q and k in place, as Qwen 3 and Gemma 3 do before rotation.
 
-        Semantics: x / sqrt(mean(x^2) + eps) * weight over the D numbers of a head, the weight q's or k's; v stays
+        Semantics: x / sqrt(mean(x^2) + eps) * weight over the D numbers of a head, the weight q's or k's; v is
+        unchanged
 
         Args:
-            qkv: [T, (heads + 2 kv_heads) * D] contiguous; q_weight, k_weight: [D] fp32.
+            qkv: [T, (heads + 2 kv_heads) * D] contiguous.
+            q_weight, k_weight: [D] fp32.
+            kv_heads: key heads.
+            eps: added to the mean square.
         Raises:
             KernelArgumentError: shapes or dtypes that do not fit.
         """
@@ -335,13 +371,32 @@ class Ops:
         self._backend.norm_heads_(qkv, q_weight, k_weight, kv_heads, eps)
 
     def softcap_(self, x: Tensor, cap: float) -> None:
-        """Semantics: x = cap * tanh(x / cap), in place. x [T, V] contiguous, cap positive (Gemma 2's logits)."""
+        """Bound logits in place (Gemma 2).
+
+        Semantics: x = cap * tanh(x / cap)
+
+        Args:
+            x: [T, V] contiguous.
+            cap: positive bound.
+        Raises:
+            KernelArgumentError: a shape, dtype or cap that does not fit.
+        """
         self._check_activation(x, "x")
         require(x.dim() == 2 and x.is_contiguous() and cap > 0, "x must be contiguous [T, V], cap positive")
         self._backend.softcap_(x, cap)
 
     def take_rows(self, x: Tensor, rows: Tensor) -> Tensor:
-        """Semantics: x[rows]. x [T, H] contiguous, rows [N] int64 below T -> [N, H], a new tensor."""
+        """Copy rows.
+
+        Semantics: x[rows]
+
+        Args:
+            x: [T, H] contiguous.
+            rows: [N] int64, below T.
+        Returns: [N, H] in x's dtype, a new tensor.
+        Raises:
+            KernelArgumentError: shapes or dtypes that do not fit.
+        """
         self._check_activation(x, "x")
         require(x.dim() == 2 and x.is_contiguous(), "x must be contiguous [T, H]")
         require(rows.dtype == torch.int64 and rows.dim() == 1, "rows must be int64 [N]")
@@ -350,12 +405,13 @@ class Ops:
     def pack_linear(
         self, codes: GroupQuantizedWeight, bias: Tensor | None = None, *, few_rows: bool = False
     ) -> PackedLinear:
-        """Weight codes in the order in which these kernels read them; a copy, or the codes themselves.
+        """Bring weight codes into the order that these kernels read; a copy, or the codes themselves.
 
         Args:
             codes: [O, H], on these kernels' device.
             bias: [O] fp32, or None for 0.
-            few_rows: an embedding or a head: never multiplied with as many rows as layers are.
+            few_rows: True for an embedding or a head, which is never multiplied with as many rows as layers are.
+        Returns: the linear for `linear`.
         Raises:
             KernelArgumentError: groups that the kernels cannot read, or shapes that do not fit.
         """
@@ -365,16 +421,16 @@ class Ops:
         return self._backend.pack_linear(codes, bias, few_rows or not self._copies)
 
     def linear(self, x: Tensor, packed: PackedLinear) -> Tensor:
-        """A base linear over packed codes.
+        """Compute a base linear over packed codes.
 
         Semantics: x @ W^T + bias, W = codes * scales + minima. On the CPU with Numba, activations are rounded first:
         every 32 neighbours of a row to whole multiples of a 127th of their largest magnitude.
 
         Args:
             x: [T, H] contiguous.
-            packed: of `pack_linear` of these ops.
+            packed: from `pack_linear` of these ops.
         Returns: [T, O] in x's dtype; sums are fp32, and a row's result does not depend on the rows beside it, unless
-            there are so many that the CPU takes them in bf16 (`linear_probe`).
+            there are so many that the CPU computes them in bf16 (`linear_probe`).
         Raises:
             KernelArgumentError: shapes or dtypes that do not fit.
         Source: group-wise scales, ggml (Gerganov) and GPTQ (Frantar et al. 2022).
@@ -383,6 +439,14 @@ class Ops:
         fits = x.dim() == 2 and x.is_contiguous() and x.shape[1] == packed.in_features
         require(fits, f"x must be contiguous [T, {packed.in_features}]")
         return self._backend.linear(x, packed)
+
+    def _check_pages(self, kv: KvPages, plan: AttentionPlan) -> None:
+        check_pages(kv, plan)
+        if not self._reads(kv.format):
+            raise KernelArgumentError(f"kernels {self.name!r} do not read KV pages in format {kv.format.name!r}")
+
+    def _reads(self, kv_format: KVFormat) -> bool:
+        return self._backend.kv_formats is None or kv_format.name in self._backend.kv_formats
 
     def _check_activation(self, x: Tensor, name: str) -> None:
         if x.dtype not in self._backend.activations:

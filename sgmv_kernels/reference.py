@@ -1,4 +1,6 @@
-"""The meaning of "correct": every op in fp32 torch, a short loop over dense tensors. Shared by tests and benches."""
+"""Definition of correct results: every op in fp32 torch, as a short loop over dense tensors. Used by tests and
+benchmarks.
+"""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +15,7 @@ from sgmv_kernels.metadata.segments import BASE, Segments
 
 @dataclass(frozen=True)
 class DenseSlice:
-    """One slice of an adapter at one site, PEFT's orientation: lora_a [r, in], lora_b [out, r]."""
+    """A slice of an adapter at one site in PEFT's orientation: lora_a [r, in], lora_b [out, r]."""
 
     lora_a: Tensor
     lora_b: Tensor
@@ -23,9 +25,13 @@ class DenseSlice:
 def sgmv_reference(
     y: Tensor, x: Tensor, segments: Segments, adapters: Sequence[Sequence[DenseSlice | None]], outs: Sequence[int]
 ) -> Tensor:
-    """y [T, sum(outs)] fp32 plus every row's own delta; x [T, in]. `adapters[i][slice]`, None where it has no weights.
+    """Return y [T, sum(outs)] fp32 plus every row's own delta.
 
     Semantics: y[t, slice] + scaling * (x[t] @ lora_a^T) @ lora_b^T
+
+    Args:
+        x: [T, in].
+        adapters: `adapters[i][slice]`, None where adapter i has no weights.
     """
     result = y.float().clone()
     for s in range(len(segments)):
@@ -50,15 +56,18 @@ def paged_attention_reference(
     kv_lens: Sequence[int],
     scale: float,
     window: int | None = None,
-    alibi_slopes: Tensor | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """Causal attention of T query rows over paged keys and values, one sequence at a time.
+    """Compute causal attention of T query rows over paged keys and values, one sequence at a time.
 
-    q [T, heads, D]; keys [P, kv_heads, D, page]; values [P, kv_heads, page, D]; the last `query_lens[i]` of
-    `kv_lens[i]` tokens are queries.
-    Semantics: out[t] = softmax(cap(scale * q[t] . K[j]) + slope * (j - pos(t)), j <= pos(t)) V, with only the last
-    `window` keys where given; cap(s) = softcap * tanh(s / softcap), or s
+    Semantics: out[t] = softmax(cap(scale * q[t] . K[j]), j <= pos(t)) V, with only the last `window` keys where given;
+    cap(s) = softcap * tanh(s / softcap), or s
+
+    Args:
+        q: [T, heads, D]; the last `query_lens[i]` of `kv_lens[i]` tokens of sequence i are queries.
+        keys: [P, kv_heads, D, page].
+        values: [P, kv_heads, page, D].
+    Returns: [T, heads, D] fp32.
     """
     out, start = torch.empty_like(q, dtype=torch.float32), 0
     group = q.shape[1] // keys.shape[1]
@@ -72,8 +81,6 @@ def paged_attention_reference(
         scores = (q[start : start + n].float().transpose(0, 1) @ k.transpose(1, 2)) * scale
         if softcap is not None:
             scores = softcap_reference(scores, softcap)
-        if alibi_slopes is not None:
-            scores = scores + alibi_slopes[:, None, None] * (at - positions)
         probs = scores.masked_fill(~visible, -math.inf).softmax(-1)
         out[start : start + n] = (probs @ v).transpose(0, 1)
         start += n
@@ -81,15 +88,18 @@ def paged_attention_reference(
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Semantics: x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
+    """Norm the last dimension.
+
+    Semantics: x / sqrt(mean(x^2) + eps) * weight
+    """
     return x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps) * weight.float()
 
 
 def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding in Hugging Face's half-split order. x [T, heads, D]; cos, sin [T, N / 2], N <= D.
+    """Rotate x [T, heads, D] in Hugging Face's half-split order; cos, sin [T, N / 2], N <= D.
 
     Semantics: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 the halves of the first N numbers of a head;
-    the others stay
+    the others are unchanged
     """
     half = cos.shape[-1]
     x1, x2, rest = torch.split(x.float(), [half, half, x.shape[-1] - 2 * half], dim=-1)
@@ -98,24 +108,37 @@ def rope_reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_mul_reference(gate_up: Tensor) -> Tensor:
-    """Semantics: silu(gate) * up, gate and up the halves of the last dimension."""
+    """Gate by SiLU.
+
+    Semantics: silu(gate) * up, gate and up the halves of the last dimension
+    """
     gate, up = gate_up.float().chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up
 
 
 def gelu_mul_reference(gate_up: Tensor) -> Tensor:
-    """Semantics: gelu(gate) * up, gate and up the halves of the last dimension; GELU in its tanh form."""
+    """Gate by GELU in its tanh form.
+
+    Semantics: gelu(gate) * up, gate and up the halves of the last dimension
+    """
     gate, up = gate_up.float().chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 def softcap_reference(x: Tensor, cap: float) -> Tensor:
-    """Semantics: cap * tanh(x / cap)."""
+    """Bound numbers.
+
+    Semantics: cap * tanh(x / cap)
+    """
     return torch.tanh(x.float() / cap) * cap
 
 
 def linear_reference(x: Tensor, codes: GroupQuantizedWeight, bias: Tensor | None, *, rounded: bool) -> Tensor:
-    """x [T, H] -> [T, O] float64. `rounded`: every 32 neighbours of x to multiples of a 127th of their largest."""
+    """Multiply x [T, H] with codes [O, H]; returns [T, O] float64.
+
+    Args:
+        rounded: round every 32 neighbours of x to multiples of a 127th of their largest magnitude first.
+    """
     exact = x.double()
     if rounded:
         groups = x.view(len(x), -1, 32)

@@ -19,12 +19,13 @@ from api.config.file import ENVIRONMENT, ConfigFile, check_keys, find, read
 from api.config.settings import ServerSettings
 from lorasrv.config import DEVICES, DTYPES, KERNELS, LOAD_FORMATS, POLICIES, PREEMPTIONS
 from lorasrv.errors import ConfigError
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 PREFIX = "LORASRV_"
 FIELDS = tuple(ServerSettings.model_fields)
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": DTYPES,
-    "kv_dtype": ("auto", *DTYPES),
+    "kv_dtype": ("auto", *KV_FORMATS),
     "device": DEVICES,
     "kernels": KERNELS,
     "load_format": LOAD_FORMATS,

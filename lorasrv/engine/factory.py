@@ -12,7 +12,7 @@ from lorasrv.engine.core import EngineParts
 from lorasrv.errors import ConfigError, UnsupportedFormat
 from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
 from lorasrv.models.loader import Checkpoint, WeightMeter
-from lorasrv.models.quantization import INT8_GROUP, LEVELS, QuantFormat, get_format
+from lorasrv.models.quantization import Fit, QuantFormat, StoredWeights, get_format, select_format
 from lorasrv.models.spec import ModelSpec, operations
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.text.chat_template import ChatTemplate
@@ -20,11 +20,12 @@ from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device import activation_dtype, free_device_bytes, resolve_device
-from lorasrv.worker.device_pool import DevicePool, page_bytes
+from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.host_memory import free_bytes
 from lorasrv.worker.model_runner import ModelRunner
 from lorasrv.worker.weights import load_weights
-from sgmv_kernels.ops import INT8_LEVELS, KernelsUnavailable, Ops
+from sgmv_kernels.formats.kv_format import KVFormat, get_kv_format
+from sgmv_kernels.ops import KernelsUnavailable, Ops
 
 Progress = Callable[[str, float], None]
 """Called with what is being done and how much of it is, from 0 to 1."""
@@ -34,9 +35,7 @@ PROBED_WIDTH = 2048
 MAX_COPIES_SHARE = 0.2
 """Of free memory, that bf16 copies of the base's linears may take: two bytes a weight, which is what a token costs in
 operations. Codes of 4 bits grow to five times their size by them."""
-_TYPICAL_LINEAR = "model.layers.0.mlp.down_proj.weight"
 _OWN_FORMAT = "--quantized-weights has a format and groups of its own"
-_FORMAT_OF_LEVELS = {levels: name for name, levels in LEVELS.items()}
 
 
 @dataclass(frozen=True)
@@ -62,20 +61,20 @@ def build(
     spec = checkpoint.spec
     device = resolve_device(config.model.device)
     dtype = getattr(torch, config.model.dtype)
-    kv_dtype = dtype if config.memory.kv_dtype == "auto" else getattr(torch, config.memory.kv_dtype)
+    kv_format = get_kv_format(config.memory.kv_dtype, config.model.dtype)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
     if progress and config.model.kernels != "torch" and device.type == "cpu":
         progress("loading kernels; the first start on a machine compiles them, which takes 15 to 30 seconds", 0.0)
-    ops = _ops(config.model, spec, device, [dtype, kv_dtype])
+    ops = _ops(config.model, spec, device, dtype, kv_format)
     # Before the weights: what is refused here is refused at once.
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
     fmt = choose_format(config.model, checkpoint, ops)
     weights = load_weights(checkpoint, fmt, dtype, WeightMeter(), progress, device)
-    memory = _memory(config.memory, spec, kv_dtype, device)
+    geometry = _geometry(config.memory, spec, kv_format, device)
+    memory = DevicePool(spec, geometry.num_pages, geometry.page_size, kv_format, device)
     adapters = HostAdapterStore(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None
     is_on_host = adapters.is_on_host if adapters else lambda _: False
-    geometry = PoolGeometry(memory.num_pages, memory.page_size, memory.page_bytes, spec.num_layers)
     books = PoolBooks.make(geometry, config.memory, config.scheduler.preemption, is_on_host)
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
@@ -96,24 +95,18 @@ def build(
 
 
 def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> QuantFormat:
-    """The format to serve in. "auto" is that of the file's codes, which it keeps exactly, else int8; a model whose
-    linears do not divide into groups stays as it is. Where the format is the file's, its groups are too.
+    """Return the format to serve in: with "auto" the one that accepts the checkpoint best.
 
     Raises:
-        UnsupportedFormat: an unknown format or group, or another than that of --quantized-weights.
+        UnsupportedFormat: an unknown format or group, one that the model's linears do not fit, or another than that of
+            --quantized-weights.
     """
-    name, group = options.quantization, options.quantization_group
-    divides = all(site.in_features % INT8_GROUP == 0 for site in checkpoint.spec.sites())
-    codes = checkpoint.codes(_TYPICAL_LINEAR) if divides else None
-    if name == "auto":
-        name = _FORMAT_OF_LEVELS[codes.levels if codes is not None else INT8_LEVELS] if divides else "none"
-    if codes is not None and codes.levels == LEVELS.get(name) and group is None:
-        group = codes.group
-    if options.quantized_weights is not None and (
-        codes is None or codes.levels != LEVELS.get(name) or codes.group != group
-    ):
+    name, accepted = select_format(StoredWeights.of(checkpoint), options.quantization, options.quantization_group)
+    if options.quantized_weights is not None and accepted.fit != Fit.EXACT:
         raise UnsupportedFormat(f"{_OWN_FORMAT}: leave out --quantization and --quantization-group")
-    return get_format(name, ops, group, keeps_finer=codes is not None and codes.levels != INT8_LEVELS)
+    if accepted.fit == Fit.REFUSED:
+        raise UnsupportedFormat(f"--quantization {name}: {accepted.reason}")
+    return get_format(name, ops, accepted.group, keeps_finer=accepted.keeps_finer)
 
 
 def make_ops(options: ModelOptions, spec: ModelSpec, device: torch.device) -> Ops:
@@ -123,10 +116,12 @@ def make_ops(options: ModelOptions, spec: ModelSpec, device: torch.device) -> Op
     return Ops(device, None if options.kernels == "auto" else options.kernels, copies=copies)
 
 
-def _ops(options: ModelOptions, spec: ModelSpec, device: torch.device, dtypes: list[torch.dtype]) -> Ops:
+def _ops(
+    options: ModelOptions, spec: ModelSpec, device: torch.device, adapter_dtype: torch.dtype, kv_format: KVFormat
+) -> Ops:
     try:
         ops = make_ops(options, spec, device)
-        ops.warm_up(dtypes)
+        ops.warm_up(adapter_dtype, kv_format)
         return ops
     except KernelsUnavailable as error:
         raise ConfigError(f"--kernels: {error}; use --kernels auto or torch") from error
@@ -141,14 +136,15 @@ def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
     return wanted or spec.max_position
 
 
-def _memory(options: MemoryOptions, spec: ModelSpec, kv_dtype: torch.dtype, device: torch.device) -> DevicePool:
-    block = page_bytes(spec, options.page_size_tokens, kv_dtype) * spec.num_layers
+def _geometry(options: MemoryOptions, spec: ModelSpec, kv_format: KVFormat, device: torch.device) -> PoolGeometry:
     pool_bytes = pool_size(options, device)
-    if pool_bytes < MIN_POOL_PAGES * block:
+    geometry = PoolGeometry.for_model(spec, kv_format, options.page_size_tokens, pool_bytes)
+    if geometry.num_pages < MIN_POOL_PAGES:
         raise ConfigError(
-            f"--pool-bytes {pool_bytes} is too small: one page takes {block} bytes, and {MIN_POOL_PAGES} are the least"
+            f"--pool-bytes {pool_bytes} is too small: one page takes {geometry.block_bytes} bytes, "
+            f"and {MIN_POOL_PAGES} are the least"
         )
-    return DevicePool(spec, pool_bytes // block, options.page_size_tokens, kv_dtype, device)
+    return geometry
 
 
 def pool_size(options: MemoryOptions, device: torch.device | None = None) -> int:

@@ -16,7 +16,9 @@ from lorasrv.memory.eviction import Reclaimer
 from lorasrv.memory.kv_cache_manager import KVCacheManager, SwapSpace
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import PrefixCache
+from lorasrv.models.spec import ModelSpec
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
+from sgmv_kernels.formats.kv_format import KVFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,12 @@ class PoolGeometry:
     page_size: int
     page_bytes: int
     num_layers: int
+
+    @classmethod
+    def for_model(cls, spec: ModelSpec, kv_format: KVFormat, page_size: int, pool_bytes: int) -> "PoolGeometry":
+        """Return the pool of at most `pool_bytes` whose pages hold `page_size` tokens of a model's keys and values."""
+        page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, page_size)
+        return cls(pool_bytes // (page_bytes * spec.num_layers), page_size, page_bytes, spec.num_layers)
 
     @property
     def block_bytes(self) -> int:

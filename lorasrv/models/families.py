@@ -1,8 +1,8 @@
-"""Model families as data: a TOML file says where a checkpoint keeps what a `ModelSpec` needs.
+"""Model families as data: a TOML file maps a checkpoint's configuration and tensor names to a `ModelSpec`.
 
-How the rules are written: specs/llama.toml. Canonical tensor names, and row orders, are Hugging Face's.
+The rules are explained in specs/llama.toml. Canonical tensor names and row orders are Hugging Face's.
 
-Which layers of a model have its sliding window, by the rules of its family.
+Layers of a model that have its sliding window, by the rules of its family.
 """
 
 import tomllib
@@ -22,12 +22,15 @@ _KINDS = {"sliding_attention": True, "full_attention": False}
 def windowed_layers(
     values: Mapping[str, Any], rules: Mapping[str, Any], num_layers: int, label: str, prefix: str = ""
 ) -> tuple[bool, ...]:
-    """Whether each layer has the window; empty where all have.
+    """Return for each layer whether it has the window; empty where all layers have it.
 
-    `values` are a checkpoint's, their keys begin with `prefix`; `rules` a family's section; see specs/llama.toml.
+    Args:
+        values: of the checkpoint; their keys begin with `prefix`.
+        rules: a family's section; see specs/llama.toml.
+        label: name of the checkpoint's file in messages.
     Raises:
-        CorruptModel: a list or a number that does not fit; `label` says where.
-        UnsupportedModel: a kind of layer that we do not know.
+        CorruptModel: a list or a number that does not fit.
+        UnsupportedModel: an unknown kind of layer.
     """
     switch, kinds = rules.get("window_switch"), rules.get("window_layer_types")
     if switch and not values.get(switch, False):
@@ -108,7 +111,7 @@ Rule = str | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One TOML file, parsed. `config` and `gguf` are its two sections."""
+    """A parsed TOML file. `config` and `gguf` are its two sections."""
 
     name: str
     norm: str
@@ -120,7 +123,7 @@ class Family:
 
         Raises:
             CorruptModel: a field is missing or of the wrong type.
-            UnsupportedModel: RoPE kind, activation, storage or setting that we do not know, by name.
+            UnsupportedModel: an unknown RoPE kind, activation, storage or setting; the message names it.
         """
         if config.get("quantization_config"):
             raise UnsupportedModel("this checkpoint is quantized (quantization_config); give the original weights")
@@ -140,11 +143,13 @@ class Family:
         )
 
     def spec_from_gguf(self, meta: Mapping[str, Any], tensors: Collection[str] = ()) -> ModelSpec:
-        """Read GGUF metadata; `tensors` are the file's own tensor names, as biases show nowhere else.
+        """Read GGUF metadata.
 
+        Args:
+            tensors: names of the file's tensors, because biases appear nowhere else.
         Raises:
             CorruptModel: a key is missing or of the wrong type.
-            UnsupportedModel: RoPE kind, or sizes, that we do not know, by name.
+            UnsupportedModel: an unknown RoPE kind or size; the message names it.
         """
         prefix = f"{meta.get('general.architecture')}."
         source = _Source("the GGUF metadata", meta, prefix, tensors)
@@ -166,14 +171,20 @@ class Family:
         )
 
     def gguf_name(self, name: str) -> str:
-        """A canonical tensor name in GGUF's words. Raises KeyError for a name that the family has not."""
+        """Return GGUF's name of a canonical tensor name.
+
+        Raises:
+            KeyError: the family has no such tensor.
+        """
         module, _, kind = name.rpartition(".")
         layer, inner = split_layer(module)
         template = self.gguf["tensors"][module if layer is None else f"model.layers.{{i}}.{inner}"]
         return f"{template.replace('{i}', str(layer))}.{kind}"
 
     def permuted_heads(self, name: str, spec: ModelSpec) -> int | None:
-        """Number of heads whose rows a GGUF of this family stores as rotated pairs; None where the order is ours."""
+        """Return the number of heads whose rows this family's GGUF files store as rotated pairs; None where the order
+        is Hugging Face's.
+        """
         _, inner = split_layer(name.rpartition(".")[0])
         field = self.gguf["permuted"].get(inner)
         return None if field is None else int(getattr(spec, field))
@@ -212,7 +223,7 @@ class Family:
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """Where values come from: a mapping, how to call it in a message, and the tensor names beside it."""
+    """A mapping of values, its name in messages, and the tensor names beside it."""
 
     label: str
     values: Mapping[str, Any]
@@ -220,7 +231,7 @@ class _Source:
     tensors: Collection[str] = ()
 
     def resolve(self, field: str, rule: Rule, known: Mapping[str, Any]) -> Any:
-        """Value of one field by its rule; see specs/llama.toml."""
+        """Return the value of one field by its rule; see specs/llama.toml."""
         table: Mapping[str, Any] = {"key": rule} if isinstance(rule, str) else rule
         if "value" in table:
             return table["value"]
@@ -260,7 +271,7 @@ class _Source:
 
 
 class Families:
-    """The known families. `detect` takes an architecture as config.json or general.architecture spells it."""
+    """The known families."""
 
     def __init__(self, families: Sequence[Family]) -> None:
         self.families = tuple(families)
@@ -268,7 +279,11 @@ class Families:
         self._gguf = {a: family for family in families for a in family.gguf["architectures"]}
 
     def detect(self, architecture: str) -> Family:
-        """Raises UnsupportedModel with the list of known architectures."""
+        """Return the family of an architecture as config.json or general.architecture spells it.
+
+        Raises:
+            UnsupportedModel: unknown; the message lists the known architectures.
+        """
         family = self._hf.get(architecture) or self._gguf.get(architecture)
         if family is None:
             known = ", ".join(sorted(self._hf | self._gguf))
@@ -280,7 +295,7 @@ def load_families(extra_dirs: Sequence[Path] = ()) -> Families:
     """Parse the built-in TOML files and those of `extra_dirs`; a later file of the same name wins.
 
     Raises:
-        ConfigError: a file that is no family: names the file's stem and what is wrong.
+        ConfigError: a file describes no family; the message names the file and the mistake.
     """
     tables: dict[str, dict[str, Any]] = {}
     for directory in (SPEC_DIR, *extra_dirs):
@@ -295,12 +310,16 @@ def load_families(extra_dirs: Sequence[Path] = ()) -> Families:
 
 @cache
 def builtin_families() -> Families:
-    """`load_families()`, once."""
+    """Return `load_families()`, parsed once."""
     return load_families()
 
 
 def detect(architecture: str) -> Family:
-    """The built-in family of an architecture. Raises UnsupportedModel, listing the known ones."""
+    """Return the built-in family of an architecture.
+
+    Raises:
+        UnsupportedModel: unknown; the message lists the known architectures.
+    """
     return builtin_families().detect(architecture)
 
 
@@ -316,7 +335,7 @@ def _family(tables: Mapping[str, dict[str, Any]], name: str) -> Family:
 
 
 def _inherit(tables: Mapping[str, dict[str, Any]], name: str, heirs: tuple[str, ...]) -> dict[str, Any]:
-    """A family's table with its ancestors' filled in: sections, and their `spec` and `tensors`, key by key."""
+    """Return a family's table completed from its ancestors: sections, and their `spec` and `tensors`, key by key."""
     if name not in tables or name in heirs:
         raise ConfigError(f"family {heirs[-1] if heirs else name} extends {name}, which is unknown or its own heir")
     table = tables[name]
@@ -333,13 +352,13 @@ def _inherit(tables: Mapping[str, dict[str, Any]], name: str, heirs: tuple[str, 
 
 
 def token_ids(value: Any) -> tuple[int, ...]:
-    """One id, a list of ids or nothing -> distinct ids in order."""
+    """Return the distinct ids of one id, a list of ids or nothing, in order."""
     ids = value if isinstance(value, list) else [value]
     return tuple(dict.fromkeys(i for i in ids if type(i) is int and i >= 0))
 
 
 def split_layer(module: str) -> tuple[int | None, str]:
-    """`model.layers.3.mlp.up_proj` -> (3, "mlp.up_proj"); (None, module) outside the layers."""
+    """Split `model.layers.3.mlp.up_proj` into (3, "mlp.up_proj"); (None, module) outside the layers."""
     if not module.startswith("model.layers."):
         return None, module
     layer, _, inner = module.removeprefix("model.layers.").partition(".")
@@ -347,7 +366,7 @@ def split_layer(module: str) -> tuple[int | None, str]:
 
 
 def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape of every tensor that a checkpoint of this spec must hold."""
+    """Return the shape of every tensor that a checkpoint of this spec must hold, by canonical name."""
     h = spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (spec.vocab_size, h)}
     for layer in range(spec.num_layers):

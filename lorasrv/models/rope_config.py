@@ -1,4 +1,4 @@
-"""What a checkpoint says about its rotary embedding -> `RopeSpec`."""
+"""Rotary embedding settings of a checkpoint as a `RopeSpec`."""
 
 import math
 from collections.abc import Mapping
@@ -18,11 +18,12 @@ Ropes = tuple[RopeSpec, RopeSpec | None]
 
 
 def rope_from_config(config: Values, max_position: int, head_dim: int, rules: Values) -> Ropes:
-    """config.json: `rope_theta` with `rope_scaling`, or both inside the newer `rope_parameters`.
+    """Read `rope_theta` and `rope_scaling` of config.json, or both inside the newer `rope_parameters`.
 
-    `rules` are the family's [config.rope]: see specs/llama.toml.
+    Args:
+        rules: the family's [config.rope]; see specs/llama.toml.
     Raises:
-        UnsupportedModel: a kind, or parameters, that we do not know.
+        UnsupportedModel: an unknown kind or parameter.
         CorruptModel: a number is missing or out of range.
     """
     params = config.get("rope_parameters") or config.get("rope_scaling") or {}
@@ -43,7 +44,7 @@ def rope_from_config(config: Values, max_position: int, head_dim: int, rules: Va
 
 
 class _Reader:
-    """One table of RoPE parameters; the rest of config.json has defaults for it."""
+    """A table of RoPE parameters, with the rest of config.json for defaults."""
 
     def __init__(self, config: Values, max_position: int, head_dim: int, rules: Values) -> None:
         self._config, self._max_position, self._head_dim, self._rules = config, max_position, head_dim, rules
@@ -100,7 +101,7 @@ class _Reader:
         )
 
     def _longrope(self, params: Values, rope: RopeSpec) -> RopeSpec:
-        """Within the original context: past it Hugging Face changes the factors of tokens that are cached already."""
+        """Read LongRoPE for the original context only: beyond it, Hugging Face changes the factors of cached tokens."""
         original = self._original(params)
         factor = _number_or(params, "factor", self._max_position / original)
         scale = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 and original > 1 else 1.0
@@ -114,9 +115,14 @@ class _Reader:
 
 
 def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values) -> Ropes:
-    """GGUF metadata. Llama 3's scaling and LongRoPE's are not here but in tensors, which the loader adds as `factors`.
+    """Read GGUF metadata.
 
-    `rules` are the family's [gguf.rope]. Raises as `rope_from_config`.
+    The factors of Llama 3's scaling and of LongRoPE are in tensors, and the loader adds them.
+
+    Args:
+        rules: the family's [gguf.rope].
+    Raises:
+        UnsupportedModel, CorruptModel: as `rope_from_config`.
     """
     scaling = prefix + "rope.scaling."
     rope = RopeSpec(
@@ -150,7 +156,7 @@ def rope_from_gguf(meta: Values, prefix: str, head_dim: int, rules: Values) -> R
 
 
 def longrope_from_gguf(rope: RopeSpec, meta: Values, prefix: str, short: tuple[float, ...]) -> RopeSpec:
-    """`rope` with the factors of a GGUF file's tensor `rope_factors_short.weight`, within the original context."""
+    """Return `rope` with the factors of the tensor `rope_factors_short.weight`, for the original context."""
     scaling = prefix + "rope.scaling."
     return replace(
         rope,
@@ -188,7 +194,7 @@ def _require_known(kind: str, known: tuple[str, ...]) -> None:
 
 
 def _number_or(values: Values, key: str, default: float) -> float:
-    """As `_number`, null and 0 like absent."""
+    """Read a number as `_number` does; null and 0 count as missing."""
     return _number(values, key) if values.get(key) else default
 
 

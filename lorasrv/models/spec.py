@@ -1,9 +1,9 @@
-"""What a decoder is built from: one frozen description that every family's checkpoint is read into.
+"""Description of a model that the decoder is built from; every family's checkpoint is read into it.
 
 A family of known parts is a TOML file under `specs/` and no Python: it maps the checkpoint's configuration keys and
 tensor names to the fields below (`lorasrv.models.families`).
 
-What a token costs in arithmetic, by the shapes alone: multiplications and additions, each counted as one.
+Arithmetic of one token, from shapes alone: multiplications and additions, each counted as one operation.
 
 Shapes of well-known models, to be measured with random weights (`--load-format dummy`).
 """
@@ -14,35 +14,37 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding. `kind` is default, linear, llama3, yarn or factors.
-
-    `factor` is read by linear, llama3 and yarn, `original_max_position` by llama3 and yarn, the two before it by
-    llama3, `beta_fast`, `beta_slow` and `truncate` by yarn; `factors` divides each of the frequencies (LongRoPE, and
-    llama3's scaling as a GGUF file holds it, in the tensor `rope_freqs.weight`). Cosines and sines are multiplied by
-    `attention_factor`. Only the first `dims` numbers of a head are turned, all where it is 0. `max_position`: positions
-    for which this is what the model was made with; None for all.
-    """
+    """Rotary embedding."""
 
     theta: float = 10_000.0
+    # default, linear, llama3, yarn or factors.
     kind: str = "default"
+    # Read by linear, llama3 and yarn.
     factor: float = 1.0
+    # Read by llama3.
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
+    # Read by llama3 and yarn.
     original_max_position: int = 8192
+    # Divisor of each frequency: LongRoPE, and llama3's scaling as a GGUF file's tensor `rope_freqs.weight` holds it.
     factors: tuple[float, ...] = ()
+    # Cosines and sines are multiplied by it.
     attention_factor: float = 1.0
+    # These three are read by yarn.
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    # Numbers of a head that are rotated, the first ones; 0 for all.
     dims: int = 0
+    # Most positions for which these settings are those that the model was made with; None for no limit.
     max_position: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """One place where a linear is applied and adapters add their deltas: slices that share an input, as one product.
+    """A linear of a layer that adapters add their deltas to: slices that share an input, computed as one product.
 
-    `modules` are the Hugging Face module paths inside a layer, one a slice, `out_features` their widths.
+    `modules` are the Hugging Face module paths inside a layer, one for each slice, `out_features` their widths.
     """
 
     name: str
@@ -53,14 +55,7 @@ class SiteShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer: pre-norm, RMSNorm, rotary attention with grouped heads, gated MLP.
-
-    `rope_local`: what layers with a window turn by, where it is not `rope`. `qk_norm`: heads of q and k have norms of
-    their own. `post_norms`: what attention and MLP give is normed too, before it is added. `norms_less_one`: the
-    checkpoint holds norm weights less 1. `scaled_embedding`: embeddings times sqrt(hidden_size). `fused`: q, k, v are
-    one module of the checkpoint, which adapters name, gate and up another. `query_scalar`: scores are divided by its
-    root, head_dim where it is 0. `attn_softcap`, `final_softcap`: how far from 0 scores and logits go.
-    """
+    """A decoder-only transformer: pre-norm, RMSNorm, rotary attention with grouped heads, gated MLP."""
 
     family: str
     num_layers: int
@@ -79,14 +74,23 @@ class ModelSpec:
     mlp_bias: bool = False
     tied_head: bool = False
     sliding_window: int | None = None
+    # Whether each layer has the window; empty where all have it.
     windowed_layers: tuple[bool, ...] = ()
+    # Rotary embedding of layers with a window, where it is not `rope`.
     rope_local: RopeSpec | None = None
+    # Heads of q and k have their own norms.
     qk_norm: bool = False
+    # The outputs of attention and MLP are normed before they are added.
     post_norms: bool = False
+    # The checkpoint holds norm weights less 1.
     norms_less_one: bool = False
+    # Embeddings are multiplied by sqrt(hidden_size).
     scaled_embedding: bool = False
+    # q, k and v are one module of the checkpoint, which adapters name; gate and up another.
     fused: bool = False
+    # Scores are divided by its square root; 0 for head_dim.
     query_scalar: float = 0.0
+    # Bound of the scores, then of the logits, by tanh; None for no bound.
     attn_softcap: float | None = None
     final_softcap: float | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -105,7 +109,7 @@ class ModelSpec:
         return 1 / math.sqrt(self.query_scalar or self.head_dim)
 
     def norms(self) -> dict[str, tuple[str, int]]:
-        """Norms of a layer: the decoder's name -> (Hugging Face module path inside the layer, width)."""
+        """Return the norms of a layer: the decoder's name -> (Hugging Face module path inside the layer, width)."""
         h, after = self.hidden_size, "post_attention_layernorm"
         norms = {"input_norm": ("input_layernorm", h), "post_attn_norm": (after, h)}
         if self.post_norms:
@@ -116,13 +120,13 @@ class ModelSpec:
         return norms
 
     def window(self, layer: int) -> int | None:
-        """Sliding window of a layer in tokens, None where attention is full."""
+        """Return the sliding window of a layer in tokens, or None where attention is full."""
         if self.sliding_window is None or (self.windowed_layers and not self.windowed_layers[layer]):
             return None
         return self.sliding_window
 
     def sites(self) -> tuple[SiteShape, ...]:
-        """The four linear sites of a layer, in the order of the forward pass: qkv, o, gate_up, down."""
+        """Return the four linear sites of a layer, in the order of the forward pass: qkv, o, gate_up, down."""
         h, f, q, kv = self.hidden_size, self.intermediate_size, self.q_width, self.kv_width
         attn, mlp = "self_attn.", "mlp."
         qkv = SiteShape("qkv", h, (attn + "q_proj", attn + "k_proj", attn + "v_proj"), (q, kv, kv))
@@ -140,8 +144,8 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Of the linears of all layers for a token of prompt or answer; of the head for a token that is sampled; of
-    attention for each token that a token looks back at, windows not regarded.
+    """Operations of the linears of all layers for one token; of the head for one sampled token; of attention for each
+    token that a token attends to, without regard to windows.
     """
 
     token: int
@@ -153,7 +157,7 @@ class Operations:
 
 
 def operations(spec: ModelSpec) -> Operations:
-    """For one token of the base, without adapters."""
+    """Return the operations of one token of the base, without adapters."""
     weights = sum(site.in_features * sum(site.out_features) for site in spec.sites())
     return Operations(
         token=2 * spec.num_layers * weights,

@@ -29,6 +29,7 @@ from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
 from lorasrv.worker.weights import LayerWeights, ModelWeights, load_weights
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.ops import GroupQuantizedWeight, Ops
 
 NUM_TEXTS, TEXT_TOKENS = 32, 256
@@ -108,7 +109,7 @@ def _with(layer: LayerWeights, linears: tuple[_Watched, ...] | None) -> LayerWei
 def _read(weights: ModelWeights, texts: Sequence[Sequence[int]], ops: Ops) -> None:
     longest = max(map(len, texts))
     pages = -(-longest // PAGE_SIZE)
-    memory = DevicePool(weights.spec, pages, PAGE_SIZE, torch.float32, CPU)
+    memory = DevicePool(weights.spec, pages, PAGE_SIZE, KV_FORMATS["float32"], CPU)
     decoder = Decoder(weights, memory, DecoderLimits(longest, longest, 1, torch.float32), ops)
     for text in texts:
         share = ScheduledRequest(

@@ -103,7 +103,7 @@ class GraphedSteps:
             heads=spec.num_heads,
             kv_heads=spec.num_kv_heads,
             head_dim=spec.head_dim,
-            itemsize=max(limits.activation.itemsize, memory.kv_pages(0).dtype.itemsize),
+            itemsize=max(limits.activation.itemsize, memory.kv_pages(0).keys.itemsize),
             page_size=memory.page_size,
             num_pages=memory.scratch_page + 1,
             adapter_dtype=limits.adapter_dtype,

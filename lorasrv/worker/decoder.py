@@ -1,8 +1,8 @@
-"""One decoder for every family: it reads a `ModelSpec` and does the sums. Rows of all requests go through together.
+"""The decoder of every family: computes what a `ModelSpec` describes, rows of all requests together.
 
 Base linear first, then SGMV adds each row's own adapter. Activations are fp32 on a CPU; T rows, H hidden, V vocabulary.
 
-Rotary tables: cosine and sine of every position, fp32, computed as Hugging Face does.
+Rotary tables: cosine and sine of every position, fp32, computed as Hugging Face computes them.
 """
 
 import math
@@ -23,7 +23,10 @@ from sgmv_kernels.ops import Angles, Ops, ProgramShape, StepTables
 
 
 def rope_tables(rope: RopeSpec, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """(cos, sin), each [length, N / 2] fp32; N the numbers of a head that turn, head_dim unless `rope.dims` says."""
+    """Return (cos, sin), each [length, N / 2] fp32.
+
+    N is the number of rotated numbers of a head: `rope.dims`, or `head_dim` where that is 0.
+    """
     dims = rope.dims or head_dim
     exponents = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
     frequencies = _SCALINGS[rope.kind](torch.reciprocal(rope.theta**exponents), rope)
@@ -33,7 +36,7 @@ def rope_tables(rope: RopeSpec, head_dim: int, length: int, device: torch.device
 
 
 def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
-    """Long wavelengths are divided by the factor, short ones kept, those between blended (Llama 3.1)."""
+    """Divide frequencies of long wavelengths by the factor, keep short ones, and blend those between (Llama 3.1)."""
     wavelengths = 2 * math.pi / frequencies
     long, short = (rope.original_max_position / f for f in (rope.low_freq_factor, rope.high_freq_factor))
     blend = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
@@ -45,8 +48,10 @@ def _llama3(frequencies: Tensor, rope: RopeSpec) -> Tensor:
 
 
 def _yarn(frequencies: Tensor, rope: RopeSpec) -> Tensor:
-    """Frequencies that turn often over the original context are kept, those that turn seldom are divided by the factor,
-    with a ramp between (YaRN, Peng et al. 2023).
+    """Divide frequencies that rotate seldom within the original context by the factor, and keep those that rotate
+    often.
+
+    A ramp blends those between. Source: YaRN (Peng et al. 2023).
     """
     dims = 2 * len(frequencies)
 
@@ -77,7 +82,7 @@ SIDE_ROWS = 256
 
 @dataclass(frozen=True, slots=True)
 class DecoderLimits:
-    """Most tokens of a request, rows of a step, and rows of it that want logits; dtypes of adapters and activations."""
+    """Largest request and step that a decoder is built for, and the dtypes of adapters and activations."""
 
     max_model_len: int
     max_rows: int
@@ -87,7 +92,15 @@ class DecoderLimits:
 
 
 class Decoder:
-    """Forward passes over paged keys and values; writes this step's own."""
+    """Forward passes over paged keys and values.
+
+    Args:
+        weights: the base model.
+        memory: the pool, which holds keys, values and adapters.
+        limits: the largest step.
+        ops: kernels of the pool's device.
+        side: second CUDA stream for the shrink of small steps; None for one stream.
+    """
 
     def __init__(
         self,
@@ -110,13 +123,16 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
-        """Logits [rows that sample, V] fp32, good until the next pass."""
+        """Compute a step, and write its keys and values to the pool.
+
+        Returns: logits [rows that want them, V] fp32, valid until the next pass.
+        """
         x, angles = self._inputs(batch)
         run = self._layers if self._program is None else self._program.run
         return run(x, angles, batch.tables)
 
     def kernel_seconds(self) -> Mapping[str, float]:
-        """Of the last pass, by kind of kernel; empty where it was not recorded."""
+        """Return the seconds of the last pass by kind of kernel; empty where the pass was not recorded."""
         return {} if self._program is None else self._program.seconds()
 
     def _can_be_recorded(self) -> bool:
@@ -141,14 +157,14 @@ class Decoder:
         )
 
     def _inputs(self, batch: ForwardBatch) -> tuple[Tensor, Angles]:
-        """Embedded tokens [T, H], and cosines and sines of their positions."""
+        """Return embedded tokens [T, H], and cosines and sines of their positions."""
         x = self._weights.embed(batch.token_ids).to(self._dtype)
         if self._spec.scaled_embedding:
             x = x * self._spec.hidden_size**0.5
         return x, tuple((cos[batch.positions], sin[batch.positions]) for cos, sin in self._angles)
 
     def _layers(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
-        """From embedded tokens to logits: calls of `ops` and of linears, and no other arithmetic."""
+        """Compute logits from embedded tokens [T, H] by calls of `ops` and of linears, and no other arithmetic."""
         delta = None
         for layer, weights in enumerate(self._weights.layers):
             normed = self._ops.add_rms_norm_(x, delta, weights.input_norm, self._spec.norm_eps)
@@ -165,7 +181,7 @@ class Decoder:
         return logits
 
     def _normed(self, delta: Tensor, weight: Tensor | None) -> Tensor:
-        """What attention or MLP adds, through the norm that some families have after it."""
+        """Apply the norm that some families have behind attention or MLP to `delta` [T, H]."""
         return delta if weight is None else self._ops.add_rms_norm_(delta, None, weight, self._spec.norm_eps)
 
     def _attention(self, x: Tensor, layer: int, tables: StepTables, rotation: tuple[Tensor, Tensor]) -> Tensor:

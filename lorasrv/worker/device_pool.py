@@ -16,12 +16,8 @@ from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, SwapIn, SwapOu
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.cuda_streams import StagingRing
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
-from sgmv_kernels.formats.kv_pages import KV, KvPages, kv_pages
-
-
-def page_bytes(spec: ModelSpec, page_size: int, kv_dtype: torch.dtype) -> int:
-    """Bytes of one page of one layer: `page_size` tokens of keys and values."""
-    return KV * spec.kv_width * page_size * kv_dtype.itemsize
+from sgmv_kernels.formats.kv_format import KVFormat
+from sgmv_kernels.formats.kv_pages import KvPages
 
 
 class DevicePool:
@@ -36,7 +32,7 @@ class DevicePool:
         spec: ModelSpec,
         num_pages: int,
         page_size: int,
-        kv_dtype: torch.dtype,
+        kv_format: KVFormat,
         device: torch.device,
         scratch: bool | None = None,
     ) -> None:
@@ -44,13 +40,13 @@ class DevicePool:
         self.num_pages = num_pages
         self.scratch_page = num_pages if has_scratch else None
         self.page_size = page_size
-        self.page_bytes = page_bytes(spec, page_size, kv_dtype)
+        self.page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, page_size)
         pages = num_pages + has_scratch
         self._slabs = _zeros((spec.num_layers, pages * self.page_bytes), device)
         self._pages = self._slabs.view(spec.num_layers, pages, self.page_bytes)
         self._ring = StagingRing(device) if device.type == "cuda" else None
         self._swapped: dict[RequestId, Tensor] = {}
-        self._kv = [kv_pages(slab, kv_dtype, spec.num_kv_heads, page_size, spec.head_dim) for slab in self._slabs]
+        self._kv = [KvPages(slab, kv_format, spec.num_kv_heads, page_size, spec.head_dim) for slab in self._slabs]
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""The model build: tensors leave the checkpoint one at a time, are packed into the runtime format, and are let go."""
+"""Building of a model: tensors are read one at a time, packed into the runtime format, and freed."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -23,10 +23,10 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One layer. q/k/v and gate/up are stacked along their outputs, biases too.
+    """Weights of one layer. q/k/v and gate/up are stacked along their outputs, biases too.
 
-    Norms are fp32, [H] before attention and before the MLP; after each [H], and of heads of q and k [D], or None where
-    the family has none. 1 has been added to those that a checkpoint holds less 1.
+    Norms are fp32 [H], those of query and key heads [D]; None where the family has none. Where a checkpoint holds norm
+    weights less 1, the 1 has been added.
     """
 
     input_norm: Tensor
@@ -41,18 +41,18 @@ class LayerWeights:
     k_norm: Tensor | None = None
 
     def norms(self) -> tuple[Tensor, ...]:
-        """Those that the family has."""
+        """Return the norms that the family has."""
         norms = self.input_norm, self.post_attn_norm, self.attn_out_norm, self.mlp_out_norm, self.q_norm, self.k_norm
         return tuple(norm for norm in norms if norm is not None)
 
     def linears(self) -> tuple[Linear, Linear, Linear, Linear]:
-        """In the order of `ModelSpec.sites()`."""
+        """Return the linears in the order of `ModelSpec.sites()`."""
         return self.qkv, self.o, self.gate_up, self.down
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A model in its runtime format. `fingerprint` is a sha256 over names, shapes and a sample of every tensor."""
+    """A model in its runtime format. `fingerprint` is a SHA-256 over names, shapes and a sample of every tensor."""
 
     spec: ModelSpec
     embed: Embedding
@@ -63,13 +63,17 @@ class ModelWeights:
 
     @property
     def nbytes(self) -> int:
-        """Stored bytes of all weights, shared ones counted once."""
+        """Return the stored bytes of all weights, shared ones counted once."""
         linears = [linear for layer in self.layers for linear in layer.linears()]
         norms = [self.final_norm] + [norm for layer in self.layers for norm in layer.norms()]
         return self.embed.nbytes + self.head.nbytes + sum(x.nbytes for x in linears) + sum(n.nbytes for n in norms)
 
     def dequantized(self, name: str) -> Tensor:
-        """One weight (no bias) by its canonical name, fp32: exactly what the arithmetic uses. Raises KeyError."""
+        """Return one weight (no bias) by its canonical name, fp32: exactly what the arithmetic uses.
+
+        Raises:
+            KeyError: the model has no such weight.
+        """
         outside = {"model.embed_tokens.weight": self.embed.dequantize, "lm_head.weight": self.head.dequantize}
         if name in outside:
             return outside[name]()
@@ -102,11 +106,20 @@ def load_weights(
     progress: Progress | None = None,
     device: torch.device = CPU,
 ) -> ModelWeights:
-    """Build a model in `fmt`; `dtype` is how unquantized weights are kept.
+    """Build a model.
 
-    Live weight bytes, as `meter` counts them, stay below twice the result's plus one stacked tensor.
+    The weight bytes in memory, as `meter` counts them, stay below twice the result's plus one stacked tensor.
+
+    Args:
+        checkpoint: where tensors are read from.
+        fmt: format of linears, embedding and head.
+        dtype: of weights that stay floats.
+        meter: counts bytes, for tests.
+        progress: told how far the build is.
+        device: where the weights go.
     Raises:
         CorruptModel: a tensor cannot be read.
+        UnsupportedFormat: the format cannot hold a weight.
     """
     return _Builder(checkpoint, fmt, dtype, meter or WeightMeter(), progress or _silent, device).build()
 
@@ -156,7 +169,7 @@ class _Builder:
         return linear
 
     def _ends(self) -> tuple[Embedding, Linear]:
-        """The embedding, and the head that may be tied to it."""
+        """Return the embedding and the head, which may be tied to it."""
         weight = self._weight(["model.embed_tokens.weight"])
         embedding = self._format.embedding(weight, self._dtype)
         self._exchange(weight, None, embedding.nbytes)
@@ -169,7 +182,7 @@ class _Builder:
         return embedding, head
 
     def _weight(self, names: Sequence[str]) -> Tensor | GroupQuantizedWeight:
-        """Stacked weights: as the codes that the file holds, if the format keeps them, else as floats."""
+        """Return stacked weights: the codes that the file holds if the format keeps them, else floats."""
         parts = [self._checkpoint.codes(name) for name in names]
         kept = [part for part in parts if part is not None and self._format.keeps(part)]
         if len(kept) < len(names):
@@ -194,7 +207,7 @@ class _Builder:
         return weight + 1 if self._spec.norms_less_one else weight
 
     def _stacked(self, names: Sequence[str]) -> Tensor:
-        """Tensors along their first dimension, as one."""
+        """Concatenate tensors along their first dimension."""
         parts = [self._read(name) for name in names]
         if len(parts) == 1:
             return parts[0]
@@ -210,13 +223,13 @@ class _Builder:
         return tensor.to(self._device)
 
     def _sample(self, name: str, tensor: Tensor) -> None:
-        """Let the fingerprint know a tensor."""
+        """Add a sample of a tensor to the fingerprint."""
         flat = tensor.view(-1)
         sample = flat[:: max(1, flat.numel() // _SAMPLE)].float()
         self._hash.update(f"{name}{list(tensor.shape)}".encode() + sample.numpy().tobytes())
 
     def _exchange(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, packed_bytes: int) -> None:
-        """The packed form has come to life beside its sources, which go now."""
+        """Count the packed form in, and the tensors that it was made from out."""
         self._meter.add(packed_bytes)
         self._meter.release(_nbytes(weight) + (0 if bias is None else bias.nbytes))
 
@@ -233,4 +246,4 @@ def _moved(codes: GroupQuantizedWeight, device: torch.device) -> GroupQuantizedW
 
 
 def _silent(what: str, done: float) -> None:
-    """No progress shown."""
+    """Show no progress."""

@@ -1,6 +1,6 @@
-"""The attention kernel, for Numba: what one thread does with the tasks of `attention_cpu`.
+"""Numba kernel of paged attention: the work of one thread on the tasks of `attention_cpu`.
 
-A page's keys fetch the next page's while they are computed with, the last ones the first values, and so on.
+While a page of keys is computed with, the next one is prefetched; the last one prefetches the first values.
 """
 
 from typing import Any
@@ -24,7 +24,6 @@ from sgmv_kernels.cpu_ops.attention import (
     SCALE,
     SCRATCH,
     SCRATCH_BYTES,
-    SLOPES,
     SOFTCAP,
     STARTS,
     TABLE_WIDTH,
@@ -84,7 +83,7 @@ def _work(args, floats, kind):  # type: ignore[no-untyped-def]
 
 @njit
 def _attend(args, scale, softcap, scratch, sequence, head, begin, end, kind):  # type: ignore[no-untyped-def]
-    """Query rows `begin` to `end` of a sequence, with the query heads that share one key head."""
+    """Compute query rows `begin` to `end` of a sequence for the query heads that share one key head."""
     dim, heads, block = args[DIM], args[HEADS], args[BLOCK]
     group = heads // args[KV_HEADS]
     rows = (end - begin) * group
@@ -110,7 +109,6 @@ def _attend(args, scale, softcap, scratch, sequence, head, begin, end, kind):  #
         _score(args, kind, queries, scores, sequence, head, rows, at, max(at, first), stop)
         for i in range(rows):
             position = offset + begin + i // group
-            slope = f32(args[SLOPES], head * group + i % group) if args[SLOPES] else np.float32(0)
             _soften(
                 args,
                 scores + 4 * block * i,
@@ -120,7 +118,6 @@ def _attend(args, scale, softcap, scratch, sequence, head, begin, end, kind):  #
                 position,
                 at,
                 stop,
-                slope,
                 softcap,
             )
         _collect(args, kind, scores, sums, sequence, head, rows, at, max(at, first), stop)
@@ -136,10 +133,10 @@ def _attend(args, scale, softcap, scratch, sequence, head, begin, end, kind):  #
 
 
 @njit
-def _soften(args, scores, sums, maximum, total, position, at, stop, slope, softcap):  # type: ignore[no-untyped-def]
-    """Turn one row's scores into weights, and bring its sums to the new maximum.
+def _soften(args, scores, sums, maximum, total, position, at, stop, softcap):  # type: ignore[no-untyped-def]
+    """Turn one row's scores into weights, and rescale its sums to the new maximum.
 
-    Scores beyond the block's end count as unseen, so that the sum has the same order wherever the block ends.
+    Scores beyond the end of the block count as masked, so that the sum has the same order wherever the block ends.
     """
     padded = min(args[BLOCK], (stop - at + 31) // 32 * 32)
     low = max(0, position - args[WINDOW] + 1 - at) if args[WINDOW] else np.int64(0)
@@ -154,9 +151,6 @@ def _soften(args, scores, sums, maximum, total, position, at, stop, slope, softc
         return
     if softcap != 0:
         capped(scores + 4 * low, high - low, softcap)
-    if slope != 0:
-        for j in range(low, high):
-            put_f32(scores, j, f32(scores, j) + slope * np.float32(at + j - position))
     before = f32(maximum, 0)
     now = max(before, row_max(scores, padded))
     if now == np.float32(-np.inf):
@@ -173,14 +167,14 @@ def _soften(args, scores, sums, maximum, total, position, at, stop, slope, softc
 
 @njit
 def _page_of(args, base, sequence, head, token, kind):  # type: ignore[no-untyped-def]
-    """Where the keys or values of one head in a token's page are."""
+    """Return the address of the keys or values of one head in the page of a token."""
     index = i32(args[TABLES], sequence * args[TABLE_WIDTH] + min(token // args[PAGE], args[TABLE_WIDTH] - 1))
     return base + index * args[PAGE_BYTES] + head * args[DIM] * args[PAGE] * itemsize(kind)
 
 
 @njit
 def _score(args, kind, queries, scores, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
-    """scores[i, j] = query i . key j; each page fetches the next one, the last one the first values."""
+    """Compute scores[i, j] = query i . key j; each page prefetches the next one, the last one the first values."""
     page, dim, stride = args[PAGE], args[DIM], 4 * args[BLOCK]
     token = first // page * page
     while token < stop:
@@ -213,7 +207,7 @@ def _score(args, kind, queries, scores, sequence, head, rows, at, first, stop): 
 
 @njit
 def _collect(args, kind, weights, sums, sequence, head, rows, at, first, stop):  # type: ignore[no-untyped-def]
-    """sums[i] += weight[i, j] * value j; each page fetches the next one, the last one the next block's keys."""
+    """Add weight[i, j] * value j to sums[i]; each page prefetches the next one, the last one the next block's keys."""
     page, dim, stride, width = args[PAGE], args[DIM], 4 * args[BLOCK], args[DIM] * itemsize(kind)
     token = first
     while token < stop:

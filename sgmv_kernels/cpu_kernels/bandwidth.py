@@ -1,4 +1,4 @@
-"""The read-bandwidth probe, for Numba: what the share in `make bench-kernels` is a share of."""
+"""Numba kernel that measures read bandwidth, the reference of the shares in `make bench-kernels`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The quantized linears, for Numba: what one thread does with the tasks of `linear_cpu`."""
+"""Numba kernels of the quantized linears: the work of one thread on the tasks of `linear_cpu`."""
 
 from typing import Any
 
@@ -94,13 +94,13 @@ def widen_int8(source, group, out):  # type: ignore[no-untyped-def]
 
 
 def make_linear(unpack: Any, kind: str, signed: bool) -> Any:
-    """The kernel of one format; `kind` as `make_product` has it."""
+    """Return the kernel of one format; `kind` as in `make_product`."""
     size = 2 if kind == "words" else 1
     product, product_2, product_1 = (make_product(n, kind) for n in (ROWS, 2, 1))
 
     @njit
     def unpack_chunk(args, tile, first, last, codes, factors):  # type: ignore[no-untyped-def]
-        """The codes and factors of a tile's groups, to scratch memory."""
+        """Unpack the codes and factors of a tile's groups into scratch memory."""
         group, stored = args[GROUP], args[CODE_BYTES]
         group_bytes = stored + 2 * TILE + (0 if signed else 2 * TILE)
         blocks = group // CODE_BLOCK
@@ -113,7 +113,7 @@ def make_linear(unpack: Any, kind: str, signed: bool) -> Any:
 
     @njit
     def multiply(args, first, last, codes, factors, y, y_bytes):  # type: ignore[no-untyped-def]
-        """All rows by the unpacked groups, added to y."""
+        """Multiply all rows with the unpacked groups and add to y."""
         blocks, begin = (last - first) * args[GROUP] // CODE_BLOCK, first * args[GROUP] // CODE_BLOCK
         x_bytes, unit_bytes = args[CODE_STRIDE], args[UNIT_STRIDE]
         x, units = args[CODES] + begin * CODE_BLOCK * size, args[UNITS] + begin * 8

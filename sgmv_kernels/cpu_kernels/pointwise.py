@@ -1,4 +1,4 @@
-"""The pointwise kernels, for Numba: what one thread does with the rows of `pointwise_cpu`."""
+"""Numba kernels of the pointwise ops: the work of one thread on the rows of `pointwise_cpu`."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What runs a recorded program, for Numba: every thread runs every kernel, and waits for the others after each."""
+"""Numba kernel that runs a recorded program: every thread runs every kernel, and waits for the others after each."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ from sgmv_kernels.cpu_simd.elementwise import i64, take_next
 from sgmv_kernels.cpu_simd.vector_ir import I32, I64, Value
 
 ARRIVED, RELEASED = 0, 8
-"""Places in the barrier: a cache line each."""
+"""Places in the barrier, a cache line each."""
 SPINS = 20_000
-"""Looks at the barrier before a thread lets others have its processor: some 100 microseconds."""
+"""Looks at the barrier before a thread yields its processor, some 100 microseconds."""
 _NUM_ARGS = CLOCK + 1
 
 
 @intrinsic
 def call_kernel(typingctx, kernel, block):  # type: ignore[no-untyped-def]
-    """kernel(block)."""
+    """Call kernel(block)."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         byte = ir.IntType(8).as_pointer()
@@ -34,7 +34,7 @@ def call_kernel(typingctx, kernel, block):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def count_threads(typingctx, function):  # type: ignore[no-untyped-def]
-    """What a C function `int f(void)` says."""
+    """Call a C function `int f(void)` and return its result."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         told = b.call(b.inttoptr(args[0], ir.FunctionType(I32, []).as_pointer()), [])
@@ -45,7 +45,7 @@ def count_threads(typingctx, function):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def load_shared(typingctx, address):  # type: ignore[no-untyped-def]
-    """An int64 that another thread writes; what that had written before is seen afterwards."""
+    """Load an int64 that another thread writes; its earlier writes are visible afterwards."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         return b.load_atomic(b.inttoptr(args[0], I64.as_pointer()), "acquire", 8)
@@ -55,7 +55,7 @@ def load_shared(typingctx, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def store_shared(typingctx, address, value):  # type: ignore[no-untyped-def]
-    """The other side of `load_shared`."""
+    """Store an int64 for `load_shared` of other threads."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         b.store_atomic(args[1], b.inttoptr(args[0], I64.as_pointer()), "release", 8)
@@ -66,7 +66,7 @@ def store_shared(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def arrive(typingctx, address):  # type: ignore[no-untyped-def]
-    """Count one more thread; returns how many were there."""
+    """Count one more thread; returns how many had arrived before."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), ir.Constant(I64, 1), "acq_rel")
@@ -76,7 +76,7 @@ def arrive(typingctx, address):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def ticks(typingctx):  # type: ignore[no-untyped-def]
-    """The processor's clock."""
+    """Return the processor's clock."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         function = cgutils.get_or_insert_function(b.module, ir.FunctionType(I64, []), "llvm.readcyclecounter")
@@ -87,7 +87,7 @@ def ticks(typingctx):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def give_way(typingctx):  # type: ignore[no-untyped-def]
-    """Let another thread of the system run."""
+    """Yield the processor to another thread of the system."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(I32, []), "sched_yield"), [])

@@ -1,4 +1,4 @@
-"""The SGMV kernel, for Numba: what one thread does with the tasks of `sgmv_cpu`.
+"""Numba kernel of SGMV: the work of one thread on the tasks of `sgmv_cpu`.
 
 Weights of single rows are read in one stream, front to back, A as dot products and B as scaled rows that are added up,
 each fetched a little ahead: 25 GB/s where tiles over sixteen rows at a time reach 19 (docs/benchmarks.md).
@@ -39,7 +39,7 @@ from sgmv_kernels.cpu_simd.matmul import axpy, make_dot, make_mul, part, unpart
 from sgmv_kernels.formats.adapter_panels import ALIGNMENT_BYTES, MAX_SLICES, PANEL_RANKS, RECORD_INTS
 
 FETCH_BYTES = 1024
-"""How far ahead of itself a matrix is fetched."""
+"""Bytes that a matrix is prefetched ahead of the read position."""
 _PANEL = ALIGNMENT_BYTES
 _dot_1, _dot_3 = make_dot(1, fetch=True), make_dot(3)
 _mul_3 = make_mul(3, 2, add=True)
@@ -83,7 +83,7 @@ def _work(args, kind):  # type: ignore[no-untyped-def]
 
 @njit
 def _rank_before(record, slice_):  # type: ignore[no-untyped-def]
-    """Rank rows of the slices before one."""
+    """Return the rank rows of the slices before one."""
     total = np.int64(0)
     for s in range(slice_):
         total += i32(record, 1 + s)
@@ -97,7 +97,7 @@ def _panels_of(rank):  # type: ignore[no-untyped-def]
 
 @njit
 def _first_b(record, slice_):  # type: ignore[no-untyped-def]
-    """Place of a slice's first B panel in the panel offsets."""
+    """Return the index of a slice's first B panel in the panel offsets."""
     panel = i32(record, 0) + 1 + _panels_of(_rank_before(record, MAX_SLICES))
     for s in range(slice_):
         panel += _panels_of(i32(record, 1 + s))
@@ -106,7 +106,7 @@ def _first_b(record, slice_):  # type: ignore[no-untyped-def]
 
 @njit
 def _column_of(args, slice_):  # type: ignore[no-untyped-def]
-    """A slice's first column in y."""
+    """Return a slice's first column in y."""
     column = np.int64(0)
     for s in range(slice_):
         column += args[WIDTHS + s]
@@ -115,7 +115,7 @@ def _column_of(args, slice_):  # type: ignore[no-untyped-def]
 
 @njit
 def _run_of(permutation, place, end):  # type: ignore[no-untyped-def]
-    """How many rows from a place on are neighbours, so that they make a tile: 3, or 1."""
+    """Return how many rows from a place on are neighbours and make a tile: 3, or 1."""
     row = i32(permutation, place)
     if place + 2 < end and i32(permutation, place + 1) == row + 1 and i32(permutation, place + 2) == row + 2:
         return 3
@@ -124,7 +124,7 @@ def _run_of(permutation, place, end):  # type: ignore[no-untyped-def]
 
 @njit
 def _shrink(args, kind, record, begin, end, first, last):  # type: ignore[no-untyped-def]
-    """v = x A^T for rank rows `first` to `last`, unscaled."""
+    """Compute v = x A^T for rank rows `first` to `last`, unscaled."""
     permutation, panels, slab = args[PERMUTATION], args[PANELS], args[SLAB]
     x, features, parted = args[X], args[X_WIDTH], args[PARTED]
     v, v_bytes = args[V], 4 * args[V_WIDTH]
@@ -152,7 +152,7 @@ def _shrink(args, kind, record, begin, end, first, last):  # type: ignore[no-unt
 
 @njit
 def _scale(args, record, begin, end, first, last):  # type: ignore[no-untyped-def]
-    """Rank rows `first` to `last` of v, times the scale vector."""
+    """Multiply rank rows `first` to `last` of v by the scale vector."""
     scale = args[SLAB] + i32(args[PANELS], i32(record, 0)) * _PANEL
     for place in range(begin, end):
         at = args[V] + place * 4 * args[V_WIDTH]
@@ -162,7 +162,7 @@ def _scale(args, record, begin, end, first, last):  # type: ignore[no-untyped-de
 
 @njit
 def _expand_tiles(args, kind, record, begin, end, slice_):  # type: ignore[no-untyped-def]
-    """y += v B of one slice, for rows that lie side by side, three at a time: a loaded weight serves all three."""
+    """Add v B of one slice to y, for neighbouring rows, three at a time: a loaded weight serves all three."""
     permutation, y_bytes, v_bytes = args[PERMUTATION], 4 * args[Y_WIDTH], 4 * args[V_WIDTH]
     width, rank = args[WIDTHS + slice_], _rank_before(record, slice_)
     row_bytes, panel, last = width * itemsize(kind), _first_b(record, slice_), rank + i32(record, 1 + slice_)
@@ -183,7 +183,7 @@ def _expand_tiles(args, kind, record, begin, end, slice_):  # type: ignore[no-un
 
 @njit
 def _expand_rows(args, kind, record, begin, end, slice_, scratch):  # type: ignore[no-untyped-def]
-    """y += v B of one slice, for the other rows, one by one: B is read front to back, in one stream."""
+    """Add v B of one slice to y, for the other rows, one by one: B is read front to back in one stream."""
     permutation, width, first = args[PERMUTATION], args[WIDTHS + slice_], _rank_before(record, slice_)
     rank, row_bytes = i32(record, 1 + slice_), width * itemsize(kind)
     if rank == 0:

@@ -1,7 +1,7 @@
-"""Paged attention on the CPU: pages are read in place, bf16, fp16 or fp32, with an online softmax; no gather.
+"""Paged attention on the CPU with an online softmax; pages are read in place, without a gather.
 
-A task is a block of query rows of one sequence, and some of its key heads. The rows of all query heads that share a key
-head go through together, so that a loaded key or value serves every one of them. Keys come in blocks that begin at
+A task is a block of query rows of one sequence and some of its key heads. The rows of all query heads that share a key
+head are computed together, so that a loaded key or value serves all of them. Keys come in blocks that begin at
 multiples of `BLOCK_TOKENS`, so that a row's sums do not depend on which rows share its task.
 """
 
@@ -19,21 +19,22 @@ from sgmv_kernels.metadata.segments import Int32
 
 MODULE, PART = "attention", "attention"
 BLOCK_TOKENS = 128
-"""Keys of one round of the online softmax: what rescales sums is paid once a block."""
+"""Keys of one round of the online softmax; sums are rescaled once a block."""
 TASK_ROWS = 24
-"""Rows of a task, query rows times query heads of a key head: their sums stay in the first-level cache."""
+"""Rows of a task, query rows times query heads of a key head, few enough that their sums stay in the L1 cache."""
 TASK_INTS = 5
 NUM_TASKS, TASKS, TABLES, TABLE_WIDTH, STARTS, LENS, PAGE, Q, HEADS, KV_HEADS = range(2, 12)
-DIM, KEYS, VALUES, PAGE_BYTES, OUT, SCALE, WINDOW, SLOPES, SCRATCH, SCRATCH_BYTES, ROWS, BLOCK = range(12, 24)
+DIM, KEYS, VALUES, PAGE_BYTES, OUT, SCALE, WINDOW, SCRATCH, SCRATCH_BYTES, ROWS, BLOCK = range(12, 23)
 SOFTCAP = BLOCK + 1
 """Places in the kernel's arguments, after the counters. SCALE and SOFTCAP hold a float64."""
 NUM_ARGS = SOFTCAP + 1
-ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+ENTRIES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+"""KV formats that the kernel reads, and its entry for each."""
 
 
 @dataclass(frozen=True, slots=True)
 class CpuSequences:
-    """A step's sequences; what depends on the heads of a model is added at the first layer."""
+    """Sequences of a step; `parts` holds the launch arguments for each (heads, key heads, head dim) that was used."""
 
     query_lens: Int32
     parts: dict[tuple[int, int, int], Part]
@@ -41,7 +42,7 @@ class CpuSequences:
 
 
 def prepare(plan: AttentionPlan, device: torch.device) -> CpuSequences:
-    """Nothing but the lengths: tasks depend on the heads."""
+    """Compute the query lengths; tasks depend on the heads and are made at the first layer."""
     del device
     return CpuSequences(np.diff(plan.query_starts), {}, [])
 
@@ -52,8 +53,7 @@ def attention_cpu(
     plan: AttentionPlan,
     scale: float,
     window: int | None,
-    alibi_slopes: Tensor | None,
-    softcap: float | None = None,
+    softcap: float | None,
 ) -> Tensor:
     """See `ops.Ops.paged_attention`."""
     out = empty("attended", q.shape)
@@ -62,18 +62,17 @@ def attention_cpu(
         OUT: out.data_ptr(),
         KEYS: kv.keys.data_ptr(),
         VALUES: kv.values.data_ptr(),
-        PAGE_BYTES: kv.keys.stride(0) * kv.keys.itemsize,
+        PAGE_BYTES: kv.page_bytes,
         SCALE: np.float64(scale).view(np.int64).item(),
         SOFTCAP: np.float64(softcap or 0.0).view(np.int64).item(),
         WINDOW: window or 0,
-        SLOPES: 0 if alibi_slopes is None else alibi_slopes.data_ptr(),
     }
-    launch(MODULE, ENTRIES[kv.dtype], sequences_part(plan, q.shape[1], kv.num_heads, kv.head_dim), own)
+    launch(MODULE, ENTRIES[kv.format.name], sequences_part(plan, q.shape[1], kv.num_heads, kv.head_dim), own)
     return out
 
 
 def sequences_part(plan: AttentionPlan, heads: int, kv_heads: int, dim: int) -> Part:
-    """What a step tells the attention of a model with these heads."""
+    """Return the launch arguments that a step gives the attention of a model with these heads."""
     sequences: CpuSequences = plan.prepared
     shape = heads, kv_heads, dim
     if shape not in sequences.parts:
@@ -111,7 +110,7 @@ def _part(plan: AttentionPlan, sequences: CpuSequences, heads: int, kv_heads: in
 
 
 def _tasks(query_lens: Int32, kv_lens: Int32, rows: int, kv_heads: int, threads: int) -> Int32:
-    """[N, 5]: sequence, first and last key head, first and last query row; those with most work first."""
+    """Return tasks [N, 5] int32: sequence, first and last key head, first and last query row; largest tasks first."""
     blocks = -(-query_lens // rows)
     apart = int(blocks.sum()) < 4 * threads
     spans = [(h, h + 1) for h in range(kv_heads)] if apart else [(0, kv_heads)]

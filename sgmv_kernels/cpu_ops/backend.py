@@ -1,6 +1,4 @@
-"""The CPU's kernels: written for Numba, over the pool's pages in place."""
-
-from collections.abc import Sequence
+"""Numba backend: kernels for the CPU, over the pool's pages in place."""
 
 import torch
 from torch import Tensor
@@ -11,6 +9,7 @@ from sgmv_kernels.cpu_ops.linear_autotune import wide_rows
 from sgmv_kernels.cpu_ops.thread_autotune import best_threads
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of, numba_version
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.formats.kv_format import KVFormat
 
 numba_version()
 
@@ -20,12 +19,11 @@ def pack_linear(codes: GroupQuantizedWeight, bias: Tensor | None, few_rows: bool
     return linear.pack_linear_cpu(codes, bias, None if few_rows else wide_rows())
 
 
-def warm_up(dtypes: Sequence[torch.dtype]) -> None:
+def warm_up(adapter_dtype: torch.dtype, kv_format: KVFormat) -> None:
     """Load every kernel, or compile it."""
-    for dtype in dtypes:
-        address_of(sgmv.MODULE, sgmv.ENTRIES[dtype])
-        address_of(attention.MODULE, attention.ENTRIES[dtype])
-        address_of(pointwise.MODULE, pointwise.ROPE[dtype])
+    address_of(sgmv.MODULE, sgmv.ENTRIES[adapter_dtype])
+    address_of(attention.MODULE, attention.ENTRIES[kv_format.name])
+    address_of(pointwise.MODULE, pointwise.ROPE[kv_format.name])
     for entry in ("norm", "silu", "gelu", "heads", "cap", "take"):
         address_of(pointwise.MODULE, entry)
     for entry in linear.entries():
@@ -52,6 +50,7 @@ BACKEND = Backend(
     pack_linear=pack_linear,
     linear=linear.linear_cpu,
     warm_up=warm_up,
+    kv_formats=attention.ENTRIES,
     can_record=True,
     wide_rows=wide_rows,
     best_threads=best_threads,

@@ -1,8 +1,8 @@
-"""Linears over weight codes on the CPU: activations are rounded to int8 too, 32 neighbours by a unit of their own.
+"""Linears over weight codes on the CPU; activations are rounded to int8, too, with a unit for every 32 neighbours.
 
-So the sums of 32 products are whole numbers, the same on every processor, and a row's result does not depend on the
-rows beside it. A task is a few tiles of outputs, for all rows: a tile is unpacked once and stays in the first-level
-cache. Source: blocks of 32 with a scale each on both sides, ggml's Q8_0 (Gerganov).
+Sums of 32 products are therefore whole numbers, the same on every processor, and a row's result does not depend on the
+rows beside it. A task is a few tiles of outputs for all rows: a tile is unpacked once and stays in the L1 cache.
+Source: blocks of 32 with a scale on both sides, ggml's Q8_0 (Gerganov).
 """
 
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ MODULE = "linear"
 ROUND_ROWS = 4
 """Rows of a task of rounding."""
 TASKS_A_THREAD = 4
-"""So many tasks a thread, that a late one costs little."""
+"""Tasks of a thread: enough that a late one costs little."""
 WIDTH, X, CODES, CODE_STRIDE, UNITS, UNIT_STRIDE = range(NUM_ROWS + 1, 9)
 TILES, TASK_TILES, DATA, GROUPS, GROUP, CODE_BYTES, Y, OUT, BIAS, SCRATCH, SCRATCH_BYTES, LINES = range(9, 21)
 """Places in the kernels' arguments, after the counters."""
@@ -33,7 +33,9 @@ ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """codes [T, H] int8, or int16 in the order of `simd_codes_numba.round_block`; units [T, H / 32, 2] fp32."""
+    """Rounded activations: codes [T, H] int8, or int16 in the order of `simd_codes_numba.round_block`; units [T, H /
+    32, 2] fp32.
+    """
 
     codes: Tensor
     units: Tensor
@@ -41,8 +43,11 @@ class RoundedRows:
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
-    """See `backend.PackedLinear`. `bias` reaches to the end of the last tile; `wide` [O, H] bf16 is a dequantized copy
-    for calls of `wide_from` rows and more.
+    """Packed codes for the CPU; see `backend.PackedLinear`.
+
+    `bias` reaches to the end of the last tile. `wide` [O, H] bf16 is a dequantized copy for calls of `wide_from` rows
+    and
+    more.
     """
 
     tiles: CodeTiles
@@ -78,19 +83,21 @@ def pack_linear_cpu(codes: GroupQuantizedWeight, bias: Tensor | None, wide_from:
 
 
 def entries() -> list[str]:
-    """The kernels that linears need on this machine."""
+    """Return the kernels that linears need on this machine."""
     return [*ENTRIES.values(), "round8", *(("int8_words", "round16") if needs_words() else ())]
 
 
 @cache
 def needs_words() -> bool:
-    """Whether int8 codes are multiplied as int16: the processor has no product of bytes that cannot overflow."""
+    """Return whether int8 codes are multiplied as int16, because the processor has no product of bytes that cannot
+    overflow.
+    """
     features = llvm.get_host_cpu_features()
     return bool(features.get("avx2")) and not (features.get("avx512vnni") or features.get("avxvnni"))
 
 
 def round_rows(x: Tensor, words: bool) -> RoundedRows:
-    """x [T, H] fp32 -> whole multiples of a unit for each 32."""
+    """Round x [T, H] fp32 to whole multiples of a unit for every 32 neighbours."""
     rows, width = x.shape
     codes = empty("codes", (rows, width), torch.int16 if words else torch.int8)
     units = empty("units", (rows, width // CODE_BLOCK, 2))
@@ -141,5 +148,7 @@ def _codes(codes: Tensor, units: Tensor) -> Words:
 
 
 def scratch_bytes(rows: int) -> int:
-    """A thread's: codes of a chunk as int16, their factors, the results of a tile that reaches past the last output."""
+    """Return the scratch bytes of a thread: codes of a chunk as int16, their factors, results of a tile that passes the
+    last output.
+    """
     return TILE * CHUNK * 2 + CHUNK // CODE_BLOCK * 8 * TILE + rows * 4 * TILE

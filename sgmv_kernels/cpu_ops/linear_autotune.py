@@ -1,8 +1,9 @@
-"""From how many rows on a dequantized bf16 copy of a weight is faster than its codes: measured once on a machine, kept.
+"""Measurement of the number of rows from which a dequantized bf16 copy of a weight is faster than its codes.
 
-Only processors that multiply bf16 (AVX-512 BF16, AMX) are asked. For others, and for few rows, our kernels over codes
-are the fastest that we know (docs/benchmarks.md compares torch's). The copy is the one extra that a weight may have;
-and rows of such steps are rounded otherwise than in smaller steps, so the gain must be worth it (`--bf16-linears off`).
+Measured once on a machine, and kept. Only processors that multiply bf16 (AVX-512 BF16, AMX) are measured; on others,
+and for few rows, the kernels over codes are the fastest known (docs/benchmarks.md compares torch's). The copy costs
+memory, and steps that use it round their rows differently from smaller steps, so the gain must be worth it
+(`--bf16-linears off`).
 """
 
 import json
@@ -24,7 +25,7 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
 logger = logging.getLogger(__name__)
 CANDIDATES = (64, 128, 256)
 GAIN = 1.3
-"""So much faster bf16 must be."""
+"""Factor by which bf16 must be faster."""
 WIDTH, GROUP, ROUNDS = 2048, 64, 3
 FILE = "wide_rows.json"
 Product = Callable[[Tensor], Tensor]
@@ -32,7 +33,7 @@ Product = Callable[[Tensor], Tensor]
 
 @cache
 def wide_rows() -> int | None:
-    """Rows from which on bf16 is worth its copy; None: never."""
+    """Return the number of rows from which bf16 is worth its copy; None for never."""
     features = llvm.get_host_cpu_features()
     if not (features.get("avx512bf16") or features.get("amx-bf16")):
         return None
@@ -59,7 +60,7 @@ def _measured_by_all() -> int | None:
 
 
 def measured(codes: Product, wide: Product, width: int = WIDTH) -> int | None:
-    """The fewest candidate rows from which on `wide` is so much faster than `codes`."""
+    """Return the smallest candidate number of rows from which `wide` is faster than `codes` by the required factor."""
     found = None
     for rows in reversed(CANDIDATES):
         x = torch.randn(rows, width)
@@ -79,7 +80,7 @@ def _products() -> tuple[Product, Product]:
 
 
 def _seconds(product: Product, x: Tensor) -> float:
-    """Of the fastest of a few rounds."""
+    """Return the seconds of the fastest of a few rounds."""
     product(x)
     spent = []
     for _ in range(ROUNDS):

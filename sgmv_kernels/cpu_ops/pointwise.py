@@ -1,7 +1,6 @@
-"""What lies between the linears, on the CPU: one pass over memory for each, row by row."""
+"""CPU launchers of the ops between the linears: norms, rotation, gates. Each passes over memory once, row by row."""
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, Part, Words, empty, launch, rows_are_now, rows_part
@@ -9,15 +8,16 @@ from sgmv_kernels.formats.kv_pages import KvPages
 
 MODULE = "pointwise"
 ROWS = 4
-"""Rows of a task. Fewer rows than two tasks have are not worth waking a second thread."""
+"""Rows of a task. With fewer rows than two tasks have, a second thread is not worth waking."""
 TAKEN, SAMPLED = "taken", "sampled"
-"""Parts of a step that these kernels are told."""
+"""Names of parts of a step that these kernels use."""
 A, B, C, OUT, WIDTH, FLOAT = range(NUM_ROWS + 1, 9)
 PAGES, SLOTS, HEADS, KV_HEADS, PAGE, KEYS, VALUES, PAGE_BYTES = range(9, 17)
 """Places in the kernels' arguments, after the counters. FLOAT holds a float64."""
 HALF = PAGE_BYTES + 1
 NUM_ARGS = HALF + 1
-ROPE = {torch.bfloat16: "rope_bf16", torch.float16: "rope_fp16", torch.float32: "rope_fp32"}
+ROPE = {"bfloat16": "rope_bf16", "float16": "rope_fp16", "float32": "rope_fp32"}
+"""KV formats that `rope_write_kv` writes, and its entry for each."""
 
 
 def add_rms_norm_cpu_(x: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
@@ -52,17 +52,17 @@ def take_rows_cpu(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def taken_part(rows: Tensor) -> Part:
-    """What a step tells `take_rows`."""
+    """Return the words that a step gives to `take_rows`."""
     return Part(TAKEN, {NUM_ROWS: len(rows), B: rows.data_ptr()}, len(rows) // ROWS)
 
 
 def rope_name(cos: Tensor) -> str:
-    """The part of a step that tells where these angles are; a model may have two kinds."""
+    """Return the name of the part that holds the addresses of these angles; a model may have two kinds."""
     return f"rope {cos.data_ptr()}"
 
 
 def rope_part(rows: int, cos: Tensor, sin: Tensor, pages: Tensor, slots: Tensor) -> Part:
-    """What a step tells `rope_write_kv`."""
+    """Return the words that a step gives to `rope_write_kv`."""
     addresses = {B: cos.data_ptr(), C: sin.data_ptr(), PAGES: pages.data_ptr(), SLOTS: slots.data_ptr()}
     return Part(rope_name(cos), {NUM_ROWS: rows, **addresses}, rows // ROWS)
 
@@ -81,10 +81,10 @@ def rope_write_kv_cpu(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, pages:
         PAGE: kv.page_size,
         KEYS: kv.keys.data_ptr(),
         VALUES: kv.values.data_ptr(),
-        PAGE_BYTES: kv.keys.stride(0) * kv.keys.itemsize,
+        PAGE_BYTES: kv.page_bytes,
         HALF: cos.shape[1],
     }
-    launch(MODULE, ROPE[kv.dtype], rope_part(rows, cos, sin, pages, slots), own)
+    launch(MODULE, ROPE[kv.format.name], rope_part(rows, cos, sin, pages, slots), own)
     return q
 
 

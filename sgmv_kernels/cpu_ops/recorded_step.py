@@ -1,7 +1,7 @@
 """A model's forward pass on the CPU, recorded once and run for every step.
 
-What a pass does is the same for every step but for its rows and tables; so it is recorded for the most rows there may
-be, with adapters and without, and each run is told the step's own numbers (`launches`).
+Passes differ only in their rows and tables. So a pass is recorded for the largest number of rows, with adapters and
+without, and each run gets the step's own numbers (`launches`).
 """
 
 import time
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class RecordedStep:
-    """Runs `layers` from recordings; results are those of calling it."""
+    """Runs `layers` from recordings, with the results of calling it."""
 
     def __init__(self, layers: Layers, shape: ProgramShape, ops: "Ops") -> None:
         self._layers, self._shape, self._ops = layers, shape, ops
@@ -36,7 +36,7 @@ class RecordedStep:
         self._last: tuple[Program, float] | None = None
 
     def run(self, x: Tensor, angles: Angles, tables: StepTables) -> Tensor:
-        """Logits [S, V], in a buffer that the next run overwrites."""
+        """Compute logits [S, V], in a buffer that the next run overwrites."""
         rows, samples = len(x), len(tables.sample_rows)
         if rows > self._shape.max_rows or samples > self._shape.max_samples:
             self._last = None
@@ -54,7 +54,7 @@ class RecordedStep:
         return logits[:samples]
 
     def seconds(self) -> Mapping[str, float]:
-        """Of the last run, by kind of kernel; waiting for the slowest thread included."""
+        """Return the seconds of the last run by kind of kernel, including the wait for the slowest thread."""
         if self._last is None:
             return {}
         program, whole = self._last

@@ -1,7 +1,7 @@
-"""SGMV on the CPU: panels are read in place from the pool, bf16, fp16 or fp32, summed in fp32; no gather, no copy.
+"""SGMV on the CPU: panels are read in place from the pool, bf16, fp16 or fp32, and summed in fp32, without a copy.
 
-A task is a block of rows of one segment, and all its slices or one; it shrinks and expands in one go, so that a site
-costs one parallel region and no barrier. Largest tasks first; threads take them as they come free.
+A task is a block of rows of one segment, and all its slices or one. It shrinks and expands in one go, so that a site
+costs one parallel region and no barrier. Largest tasks come first; threads take the next one when they are free.
 """
 
 from dataclasses import dataclass
@@ -33,9 +33,9 @@ ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclass(frozen=True, slots=True)
 class CpuTables:
-    """A step for the kernel: `parts[site]`, and what their addresses point to.
+    """A step as the kernel reads it: `parts[site]`, and the arrays that their addresses point to.
 
-    `ranks[layer][site]` is the most rank rows of a segment; `v` [T, most ranks] fp32 scratch.
+    `ranks[layer][site]` is the highest number of rank rows of a segment; `v` [T, highest of all] is fp32 scratch.
     """
 
     parts: list[Part]
@@ -80,12 +80,12 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
 
 
 def part_name(site: int) -> str:
-    """The part of a step that says which rows of a site belong to which adapter."""
+    """Return the name of the part that assigns rows of a site to adapters."""
     return f"sgmv {site}"
 
 
 def _blocks(bounds: Int32, ranks: Int64, threads: int) -> Int32:
-    """[N, 3]: segment, first and last place of blocks of rows; those with most work first."""
+    """Return blocks of rows [N, 3]: segment, first and last place; largest blocks first."""
     lengths = np.diff(bounds).ravel()
     rows = min(BLOCK_ROWS, max(1, -(-int(lengths.sum()) // threads)))
     pieces = -(-lengths // rows)
@@ -100,7 +100,7 @@ def _blocks(bounds: Int32, ranks: Int64, threads: int) -> Int32:
 
 
 def _tasks(blocks: Int32, slices: int, threads: int) -> Int32:
-    """[N', 5]: blocks with a first and last slice: all slices, or each apart if there are few blocks."""
+    """Return tasks [N', 5]: blocks with a first and last slice, all slices or, with few blocks, each alone."""
     apart = slices if len(blocks) < 2 * threads else 1
     tasks = np.empty((len(blocks), apart, TASK_INTS), dtype=np.int32)
     tasks[:, :, :3] = blocks[:, None]
@@ -110,7 +110,7 @@ def _tasks(blocks: Int32, slices: int, threads: int) -> Int32:
 
 
 def shrink_cpu(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
-    """See `ops.Ops.shrink`: one plane."""
+    """See `ops.Ops.shrink`; makes one plane."""
     v = torch.empty((1, len(x), plan.tables.max_rank(layer, site) if plan.tables.num_segments else 0))
     _launch({PHASES: SHRINK, V: v.data_ptr(), V_WIDTH: v.shape[-1]}, x, x, slab, plan, layer, site)
     return v
@@ -128,7 +128,7 @@ def sgmv_cpu_(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, si
 
 
 def _launch(instead: Words, y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> None:
-    """Launch with some of the step's words replaced; what has no rank is left out, unless the launch is recorded."""
+    """Launch with some of the step's words replaced; sites without rank are skipped unless the launch is recorded."""
     tables: CpuTables = plan.prepared
     if not recording_now() and not (tables.parts and tables.ranks[layer][site]):
         return

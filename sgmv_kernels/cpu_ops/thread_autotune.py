@@ -1,7 +1,7 @@
-"""How many threads run base linears fastest: measured once on a machine, in the thread that has the team, and kept.
+"""Measurement of the number of threads that base linears run fastest with, once on a machine; the result is kept.
 
-Few rows are bound by memory, which fewer threads than there are may saturate; and every further one must be waited for
-after each launch.
+Few rows are bound by memory, which fewer threads than available may saturate, and every further thread must be waited
+for after each launch. The measurement runs in the thread that has the team.
 """
 
 import json
@@ -20,15 +20,15 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, GroupQuantizedWeight
 logger = logging.getLogger(__name__)
 FILE = "threads.json"
 GAIN = 1.2
-"""So much faster fewer threads must be, twice: there are kernels that gain more from many."""
+"""Gain that fewer threads must show, twice: some kernels gain more from many threads."""
 FEW_THREADS = 4
-"""Not worth asking: so few do not saturate memory, and one busy neighbour at the first start would cost half of all."""
+"""Number of threads up to which all are used unmeasured: so few do not saturate memory."""
 WIDTH, GROUP, LAYERS, ROUNDS = 1024, 64, 48, 5
 MANY_ROWS = 16
 
 
 def best_threads(most: int) -> int:
-    """Of `most`, its half, its quarter...: the fastest. The calling thread's team is resized for it."""
+    """Return the fastest of `most` threads, half of them, a quarter, ...; resizes the calling thread's team."""
     if most <= FEW_THREADS or "OMP_NUM_THREADS" in os.environ:
         return most
     directory = cache_directory()
@@ -43,7 +43,7 @@ def best_threads(most: int) -> int:
     seconds = _probe()
     found, again = choose(most, seconds), choose(most, seconds)
     if found != again:
-        # Somebody else computes: ask again at the next start.
+        # Another process computes: measure again at the next start.
         return most
     logger.info("base linears are fastest with %d of %d threads", found, most)
     keep(path, {str(most): found})
@@ -51,7 +51,7 @@ def best_threads(most: int) -> int:
 
 
 def choose(most: int, seconds: Callable[[int], float]) -> int:
-    """The fastest count; fewer threads only for a gain."""
+    """Return the fastest count; fewer threads only for a gain."""
     best, least = most, seconds(most)
     count = most // 2
     while count:
@@ -63,7 +63,7 @@ def choose(most: int, seconds: Callable[[int], float]) -> int:
 
 
 def _probe() -> Callable[[int], float]:
-    """Seconds of a step of one row and one of many, with so many threads."""
+    """Return the seconds of a step of one row and of one of many rows, with `threads` threads."""
     packed = [_layer() for _ in range(LAYERS)]
     x = torch.randn(MANY_ROWS, WIDTH)
 

@@ -1,10 +1,10 @@
-"""Weight codes as the CPU's kernels read them: tiles of 16 outputs, each front to back in one stream.
+"""Layout of weight codes for the CPU kernels: tiles of 16 outputs, each read front to back in one stream.
 
-A tile holds its groups along H one after another: the codes, then 16 scales, then 16 minima if there are any. Codes lie
-in lines of 64 bytes, four neighbours along H for each of 16 outputs. int8 codes lie as they are. Of codes of 16 levels,
-the lines of a group's second half share the bytes of its first. Of codes of 11 levels, 64 neighbours are 16 lines; the
-first eight times 11 plus the last eight are eight lines of 7 bits, and the eighth is spread over the others' top bits.
-Shapes: O out, H in, G groups of a row.
+A tile holds its groups along H one after another: the codes, then 16 scales, then 16 minima if the format has them.
+Codes lie in lines of 64 bytes, four neighbours along H for each of 16 outputs. int8 codes are stored unchanged. Of
+codes of 16 levels, the lines of a group's second half share the bytes of its first. Of codes of 11 levels, 64
+neighbours are 16 lines; the first eight times 11 plus the last eight are eight lines of 7 bits, and the eighth is
+spread over the others' top bits. Shapes: O outputs, H inputs, G groups of a row.
 """
 
 import math
@@ -18,13 +18,13 @@ from sgmv_kernels.formats.adapter_panels import CHUNK, CODE_BLOCK, TILE
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 
 _BYTES_OF_64 = {INT8_LEVELS: 64, INT4_LEVELS: 32, Q3H_LEVELS: 28}
-"""Bytes of 64 codes."""
+"""Bytes of 64 codes, by their levels."""
 _QUAD = 4
 
 
 @dataclass(frozen=True, slots=True)
 class CodeTiles:
-    """`data [tiles, G, group bytes]` uint8: [out_features, in_features] weights, padded to whole tiles."""
+    """Packed weights [out_features, in_features], padded to whole tiles: `data` [tiles, G, group bytes] uint8."""
 
     data: Tensor
     out_features: int
@@ -37,7 +37,7 @@ class CodeTiles:
 
     @property
     def code_bytes(self) -> int:
-        """Bytes of a tile's codes of one group."""
+        """Return the bytes of one group's codes in a tile."""
         return TILE * self.group * _BYTES_OF_64[self.levels] // 64
 
     @property
@@ -45,31 +45,37 @@ class CodeTiles:
         return self.levels != INT8_LEVELS
 
     def unpack(self) -> GroupQuantizedWeight:
-        """What was packed."""
+        """Return the codes that were packed."""
         lines, factors = self._parts(self.data)
         stored = lines.permute(0, 3, 1, 2, 4).flatten(0, 1)[: self.out_features]
         return self._codes(stored, factors.permute(0, 3, 1, 2).flatten(0, 1)[: self.out_features])
 
     def rows(self, ids: Tensor) -> GroupQuantizedWeight:
-        """Some outputs, ids [N] int64, N at least 1."""
+        """Return the codes of some outputs, ids [N] int64, N at least 1."""
         lines, factors = self._parts(self.data[ids // TILE])
         at, lanes = torch.arange(len(ids)), ids % TILE
         return self._codes(lines[at, :, :, lanes], factors[at, :, :, lanes])
 
     def _parts(self, data: Tensor) -> tuple[Tensor, Tensor]:
-        """Of [N, G, group bytes]: stored lines [N, G, lines, TILE, 4]; scales and minima [N, G, 1 or 2, TILE]."""
+        """Split [N, G, group bytes] into stored lines [N, G, lines, TILE, 4], and scales and minima [N, G, 1 or 2,
+        TILE].
+        """
         lines = _split(data[..., : self.code_bytes], 2, TILE, _QUAD)
         return lines, _split(data[..., self.code_bytes :].view(torch.float16), 2, TILE)
 
     def _codes(self, stored: Tensor, factors: Tensor) -> GroupQuantizedWeight:
-        """Of stored lines [N, G, lines, 4] and factors [N, G, 1 or 2]."""
+        """Return codes of stored lines [N, G, lines, 4] and factors [N, G, 1 or 2]."""
         codes = _unpack_lines(stored, self.levels).reshape(len(stored), self.in_features)
         minima = factors[..., 1].contiguous() if self.has_minima else None
         return GroupQuantizedWeight(codes, factors[..., 0].contiguous(), minima, self.levels)
 
 
 def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
-    """Raises: KernelArgumentError: groups that the kernels cannot read."""
+    """Pack codes into tiles.
+
+    Raises:
+        KernelArgumentError: the kernels cannot read groups of this size.
+    """
     least = 64 if weight.levels == Q3H_LEVELS else CODE_BLOCK
     if weight.group % least or weight.group > CHUNK:
         raise KernelArgumentError(
@@ -86,18 +92,18 @@ def pack_tiles(weight: GroupQuantizedWeight) -> CodeTiles:
 
 
 def _split(values: Tensor, dim: int, *last: int) -> Tensor:
-    """One dimension as several, the sizes of all but the first given."""
+    """Reshape one dimension into several; the sizes of all but the first are given."""
     return values.view(*values.shape[:dim], values.shape[dim] // math.prod(last), *last, *values.shape[dim + 1 :])
 
 
 def _tiled(values: Tensor, tiles: int) -> Tensor:
-    """[O, ...] with rows of zeros up to whole tiles."""
+    """Pad [O, ...] with rows of zeros to whole tiles."""
     missing = tiles * TILE - len(values)
     return values.contiguous() if not missing else torch.cat((values, values.new_zeros(missing, *values.shape[1:])))
 
 
 def _pack_lines(lines: Tensor, levels: int) -> Tensor:
-    """[tiles, G, lines, TILE, 4] codes -> the same with fewer lines, uint8."""
+    """Pack codes [tiles, G, lines, TILE, 4] into fewer lines of uint8."""
     if levels == INT8_LEVELS:
         return lines.contiguous().view(torch.uint8)
     if levels == INT4_LEVELS:
@@ -110,7 +116,7 @@ def _pack_lines(lines: Tensor, levels: int) -> Tensor:
 
 
 def _unpack_lines(lines: Tensor, levels: int) -> Tensor:
-    """[N, G, stored lines, 4] -> [N, G, lines, 4] codes."""
+    """Unpack stored lines [N, G, stored lines, 4] into codes [N, G, lines, 4]."""
     if levels == INT8_LEVELS:
         return lines.contiguous().view(torch.int8)
     if levels == INT4_LEVELS:

@@ -1,8 +1,8 @@
-"""Machine code of the CPU's kernels: compiled by Numba once a machine, kept on disk, loaded without Numba afterwards.
+"""Machine code of the CPU kernels: compiled by Numba once a machine, kept on disk, then loaded without Numba.
 
 A kernel is a C function of one address, written as a Python function in a module of `cpu_kernels`. Importing Numba
 and reading its own cache took 2.2 s of every start, half of what a start may take; loading object code takes a tenth.
-Kernels raise nothing, so what Numba's error paths would call need not be there.
+Kernels raise nothing, so the functions that Numba's error paths would call are not needed.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ _SOURCES = "cpu_kernels/*.py", "cpu_simd/*.py", "cpu_ops/*.py", "cpu_runtime/*.p
 
 @dataclass(frozen=True, slots=True)
 class ObjectCode:
-    """A kernel as relocatable code: the function's symbol, and the symbols that it needs from outside."""
+    """A kernel as relocatable code: its symbol, and the outside symbols that it needs."""
 
     symbol: str
     needed: tuple[str, ...]
@@ -36,13 +36,17 @@ class ObjectCode:
 
 
 def numba_version() -> str:
-    """Raises: ImportError: Numba is not installed."""
+    """Return the version of Numba.
+
+    Raises:
+        ImportError: Numba is not installed.
+    """
     return importlib.metadata.version("numba")
 
 
 @cache
 def address_of(module: str, function: str) -> int:
-    """The address of a kernel: from the disk, or compiled now, which takes seconds."""
+    """Return the address of a kernel, loaded from disk or compiled now, which takes seconds."""
     directory = cache_directory()
     path = None if directory is None else directory / f"{module}.{function}"
     stored = None if path is None else _read(path)
@@ -60,7 +64,11 @@ def address_of(module: str, function: str) -> int:
 
 
 def _compile(module: str, function: str) -> ObjectCode:
-    """Raises: ImportError: Numba is not installed."""
+    """Compile a kernel.
+
+    Raises:
+        ImportError: Numba is not installed.
+    """
     import numba
 
     logger.info("compiling %s.%s, once on this machine", module, function)
@@ -74,12 +82,14 @@ def _compile(module: str, function: str) -> ObjectCode:
 
 
 _engines: list[Any] = []
-"""Never let go: with one goes its code."""
+"""Kept for the life of the process: freeing a linker frees its code."""
 
 
 def _new_engine() -> Any:
-    """What links one kernel into this process. Each has its own: Numba numbers a kernel's inner functions by process,
-    so that two which were compiled by different processes may call different functions by one name.
+    """Return a linker for one kernel.
+
+    Each kernel has its own: Numba numbers a kernel's inner functions by process, so that kernels that were compiled by
+    different processes may use one name for different functions.
     """
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
@@ -89,9 +99,10 @@ def _new_engine() -> Any:
 
 
 def _provide(name: str) -> None:
-    """Give a symbol to LLVM: the process's own, or the end of the process for Numba's helpers for exceptions.
+    """Tell LLVM the address of a symbol: the process's own, or `abort` for Numba's helpers for exceptions.
 
-    Raises: ImportError: nothing has this symbol.
+    Raises:
+        ImportError: nothing in the process has this symbol.
     """
     if llvm.address_of_symbol(name) is not None:
         return
@@ -105,7 +116,7 @@ def _provide(name: str) -> None:
 
 
 def _read(path: Path) -> ObjectCode | None:
-    """A stored kernel; None if there is none, or not a whole one."""
+    """Return a stored kernel; None if the file is missing or incomplete."""
     try:
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             digest, rest = file.read().split(b"\n", 1)
@@ -117,7 +128,7 @@ def _read(path: Path) -> ObjectCode | None:
 
 
 def _write(path: Path, stored: ObjectCode) -> None:
-    """Whole or not at all: another process may read or write the same file."""
+    """Replace a file atomically: another process may read or write it at the same time."""
     rest = b"\n".join((stored.symbol.encode(), " ".join(stored.needed).encode(), stored.code))
     try:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -129,7 +140,7 @@ def _write(path: Path, stored: ObjectCode) -> None:
 
 
 def keep(path: Path | None, facts: dict[str, Any]) -> None:
-    """Add to what was measured on this machine; whole or not at all, and not at all if it cannot be."""
+    """Add measured values to the machine's file, atomically; do nothing if it cannot be written."""
     if path is None:
         return
     try:
@@ -151,7 +162,7 @@ def _facts(path: Path) -> dict[str, Any]:
 
 @cache
 def cache_directory() -> Path | None:
-    """One folder a processor and version of these sources, for its owner only; None if it cannot be."""
+    """Return the folder for this processor and version of the sources, for its user only; None without one."""
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         base.mkdir(parents=True, exist_ok=True)
@@ -170,7 +181,7 @@ def cache_directory() -> Path | None:
 
 
 def _version() -> str:
-    """Changes with whatever the code depends on."""
+    """Return a digest of everything that the compiled code depends on."""
     known = hashlib.sha256()
     for path in sorted(path for pattern in _SOURCES for path in Path(__file__).parents[1].glob(pattern)):
         known.update(path.read_bytes())

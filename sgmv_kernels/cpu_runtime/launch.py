@@ -1,10 +1,10 @@
 """Kernel launches on the CPU: run at once, or recorded and run many at a time.
 
-A launch is a kernel and a block of int64 words: what the launch itself says (addresses of weights and buffers, widths)
-plus what the step says (numbers of rows, addresses of its tables), each 0 where the other is not. So a forward pass is
-recorded once and run for every step as `blocks = step words + own words`, one line of numpy, and one parallel region
-with a barrier between launches: without it, a step of SmolLM2 spends half its time in 500 calls from Python.
-Source: CUDA graphs, of which this is the counterpart.
+A launch is a kernel and a block of int64 words. The launch itself gives some of them (addresses of weights and buffers,
+widths), the step the others (numbers of rows, addresses of its tables), each 0 where the other gives the value. A
+forward pass is recorded once, and run for every step as `blocks = step words + own words`, one line of numpy, and one
+parallel region with a barrier between launches: without it, a step of SmolLM2 spends half its time in 500 calls from
+Python. Source: CUDA graphs, which this corresponds to.
 """
 
 import threading
@@ -21,24 +21,26 @@ from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 from sgmv_kernels.cpu_runtime.openmp import arguments, granted, run, team_size
 
 WORDS = 32
-"""Of a block, the two counters included."""
+"""Words of a block, the two counters included."""
 COUNTERS = 2
 NUM_ITEMS, ITEMS, BARRIER, GRANTED, CLOCK = range(2, 7)
 """Places in the arguments of the kernel that runs a program."""
 ITEM_WORDS = 2
 NUM_ROWS = COUNTERS
-"""Place of the number of rows, in all kernels that go by rows."""
+"""Place of the number of rows, in all kernels that loop over rows."""
 ROWS = "rows"
-"""The part that says how many rows a step has."""
+"""Name of the part that holds the number of rows of a step."""
 Words = Mapping[int, int]
-"""Place in a block -> value."""
+"""Values by their places in a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What a step tells launches; those of one name are told the same. `tasks`: below two, one thread does it alone.
+    """Words that a step gives to launches; launches with parts of one name get the same words.
 
-    `threads`: those that its scratch memory is for; 0: any.
+    `tasks` is their number: with fewer than two, one thread works alone. `threads` is the team that the scratch memory
+    is
+    for, 0 for any.
     """
 
     name: str
@@ -49,7 +51,7 @@ class Part:
 
 @dataclass
 class Recorder:
-    """Launches in the making of a program for a team of `threads`, and the buffers that they share."""
+    """Launches that are being recorded for a team of `threads`, and the buffers that they share."""
 
     threads: int
     part_of_rows: str = ROWS
@@ -66,7 +68,7 @@ _local = _Local()
 
 @contextmanager
 def recording() -> Iterator[Recorder]:
-    """Launches of this thread are recorded instead of run; buffers of one name and shape are one."""
+    """Record the launches of this thread instead of running them; buffers of one name and shape become one."""
     _local.recorder = made = Recorder(team_size())
     try:
         yield made
@@ -75,12 +77,12 @@ def recording() -> Iterator[Recorder]:
 
 
 def recording_now() -> bool:
-    """Whether launches are recorded."""
+    """Return whether launches are being recorded."""
     return _local.recorder is not None
 
 
 def empty(name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-    """Memory for a result: new, or of a recorded program the one buffer of this name, which its next use overwrites."""
+    """Return memory for a result: new, or in a recording the one buffer of this name, which its next use overwrites."""
     if _local.recorder is None:
         return torch.empty(tuple(shape), dtype=dtype)
     key = name, tuple(shape), dtype
@@ -90,12 +92,12 @@ def empty(name: str, shape: Sequence[int], dtype: torch.dtype = torch.float32) -
 
 
 def rows_part(rows: int, tasks: int) -> Part:
-    """The part of a launch that needs nothing of the step but its number of rows."""
+    """Return the part of a launch that needs nothing of the step but its number of rows."""
     return Part(ROWS if _local.recorder is None else _local.recorder.part_of_rows, {NUM_ROWS: rows}, tasks)
 
 
 def rows_are_now(part: str) -> None:
-    """From here on, a recorded pass goes by the rows that this part tells."""
+    """Make later launches of a recorded pass use the number of rows of this part."""
     if _local.recorder is not None:
         _local.recorder.part_of_rows = part
 
@@ -114,10 +116,10 @@ def launch(module: str, entry: str, part: Part, own: Words) -> None:
 
 
 class Program:
-    """Recorded launches, run together as often as wanted.
+    """Recorded launches, run together any number of times.
 
-    For a team as large as the recording's, as scratch memory is a thread's own. It keeps the recording's buffers; the
-    weights and inputs that launches point to are for the caller to keep.
+    The team must be as large as the recording's, because each thread has its own scratch memory. A program keeps the
+    recording's buffers alive; the caller keeps the weights and inputs that launches point to.
     """
 
     def __init__(self, recorded: Recorder) -> None:
@@ -142,7 +144,7 @@ class Program:
         self.kinds = tuple(kind for kind, _, _, _ in recorded.launches)
 
     def run(self, parts: Mapping[str, Words]) -> None:
-        """Run all launches; every part that they name is given."""
+        """Run all launches; `parts` has every part that they name."""
         self._parts[:] = 0
         for name, i in self._names.items():
             row = self._parts[i]
@@ -157,5 +159,5 @@ class Program:
         run(self._kernel, block, self.threads, len(self._items) + 1)
 
     def ticks(self) -> npt.NDArray[np.int64]:
-        """What each launch of the last run took, in ticks of the processor's clock; the waiting at its end included."""
+        """Return the processor ticks of each launch of the last run, including the wait at its end."""
         return np.diff(self._clock)

@@ -1,10 +1,10 @@
-"""The threads that run the CPU's kernels: torch's own OpenMP team.
+"""Threads of the CPU kernels: torch's own OpenMP team.
 
 A kernel's one argument is the address of an array of int64 whose first two elements are counters. Every thread of the
-team runs the kernel and takes tasks from the first until none is left, so that tasks of unequal size balance; from the
-second it takes its own number, for a place in scratch memory. Numba's `parallel=True` would bring a second OpenMP
-library with a second team, whose idle threads spin on the processors that torch's need, and nothing where the system
-has no such library; so kernels go to the library that torch has loaded.
+team runs the kernel and takes tasks from the first counter until none is left, so that tasks of unequal size balance;
+from the second it takes its own number, for a place in scratch memory. Numba's `parallel=True` would bring a second
+OpenMP library with a second team, whose idle threads spin on the processors that torch's need, and nothing where the
+system has no such library; so kernels use the library that torch has loaded.
 """
 
 import ctypes
@@ -21,14 +21,14 @@ _TEAM_LIBRARIES = ("libgomp", "libiomp5", "libomp")
 
 
 def arguments(*args: int) -> Arguments:
-    """A kernel's `args`, the two counters first; elements may be changed between runs."""
+    """Return a kernel's `args`, the two counters first; elements may be changed between runs."""
     return (ctypes.c_int64 * (len(args) + 2))(0, 0, *args)
 
 
 def run(kernel: int, block: Arguments, threads: int, tasks: int) -> None:
-    """Run a kernel over so many tasks and wait: in the whole team of `threads`, or in this thread if there is one task.
+    """Run a kernel over `tasks` tasks and wait: in the whole team of `threads`, or in this thread if there is one task.
 
-    Never in a part of the team: OpenMP would end the other threads, and start them anew for the next.
+    A part of the team is never used: OpenMP would end the other threads, and start them again for the next kernel.
     """
     block[0] = block[1] = 0
     team = _team()
@@ -39,7 +39,7 @@ def run(kernel: int, block: Arguments, threads: int, tasks: int) -> None:
 
 
 def team_size() -> int:
-    """Threads that the calling thread may use: torch's setting, 1 where there is no OpenMP library to share."""
+    """Return the threads that the calling thread may use: torch's setting, 1 without an OpenMP library to share."""
     return 1 if _team() is None else torch.get_num_threads()
 
 
@@ -47,9 +47,9 @@ _KERNEL = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 def granted() -> int:
-    """The address of a function that tells, inside a parallel region, how many threads it has got; 0 if there is none.
+    """Return the address of a function that gives the number of threads inside a parallel region; 0 if there is none.
 
-    OMP_THREAD_LIMIT and OMP_DYNAMIC make it fewer than were asked for.
+    OMP_THREAD_LIMIT and OMP_DYNAMIC may make it smaller than requested.
     """
     team = _team()
     return 0 if team is None else team[1]
@@ -57,7 +57,7 @@ def granted() -> int:
 
 @cache
 def _team() -> tuple[Callable[..., None], int] | None:
-    """GOMP_parallel(function, argument, threads, flags) of the OpenMP library that torch has loaded, and the address of
+    """Return GOMP_parallel(function, argument, threads, flags) of torch's OpenMP library, and the address of
     omp_get_num_threads.
     """
     for path in _loaded_libraries():
@@ -74,7 +74,7 @@ def _team() -> tuple[Callable[..., None], int] | None:
 
 
 def _loaded_libraries() -> list[str]:
-    """OpenMP libraries of this process, those that came with torch first."""
+    """Return the OpenMP libraries of this process, those that came with torch first."""
     home = str(Path(torch.__file__).parent)
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()

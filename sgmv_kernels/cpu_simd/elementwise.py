@@ -23,7 +23,7 @@ _A, _F = types.int64, types.float32
 
 @intrinsic
 def scaled(typingctx, x, n, factor, out):  # type: ignore[no-untyped-def]
-    """out[h] = x[h] * factor for h < n; out may be x."""
+    """Compute out[h] = x[h] * factor for h < n; out may be x."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, n, factor, out = args
@@ -40,7 +40,7 @@ def scaled(typingctx, x, n, factor, out):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def row_max(typingctx, x, n):  # type: ignore[no-untyped-def]
-    """The largest of n numbers, -inf of none."""
+    """Return the largest of n numbers, -inf of none."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
@@ -54,7 +54,7 @@ def row_max(typingctx, x, n):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def exp_sum(typingctx, x, n, maximum):  # type: ignore[no-untyped-def]
-    """x[h] = exp(x[h] - maximum) in place; returns the sum."""
+    """Replace x[h] by exp(x[h] - maximum) and return the sum."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         def body(emit: Emitter, at: Value, state: list[Value]) -> list[Value]:
@@ -70,7 +70,7 @@ def exp_sum(typingctx, x, n, maximum):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def exp_of(typingctx, x):  # type: ignore[no-untyped-def]
-    """exp of one number, as `exp_sum` computes it."""
+    """Return exp of one number, as `exp_sum` computes it."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         return Emitter(b, 1).exp(args[0])
@@ -80,7 +80,7 @@ def exp_of(typingctx, x):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def add_square_sum(typingctx, x, delta, n):  # type: ignore[no-untyped-def]
-    """x[h] += delta[h] for h < n, if delta is an address and not 0; returns the sum of squares of x."""
+    """Add delta[h] to x[h] for h < n if delta is an address and not 0; returns the sum of squares of x."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, delta, n = args
@@ -109,7 +109,7 @@ def add_square_sum(typingctx, x, delta, n):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def weighted(typingctx, x, weight, n, factor, out):  # type: ignore[no-untyped-def]
-    """out[h] = x[h] * factor * weight[h] for h < n."""
+    """Compute out[h] = x[h] * factor * weight[h] for h < n."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, weight, n, factor, out = args
@@ -127,7 +127,7 @@ def weighted(typingctx, x, weight, n, factor, out):  # type: ignore[no-untyped-d
 
 @intrinsic
 def silu_times(typingctx, gate, up, n, out):  # type: ignore[no-untyped-def]
-    """out[h] = gate[h] / (1 + exp(-gate[h])) * up[h] for h < n."""
+    """Compute out[h] = gate[h] / (1 + exp(-gate[h])) * up[h] for h < n."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         gate, up, n, out = args
@@ -146,7 +146,7 @@ def silu_times(typingctx, gate, up, n, out):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def gelu_times(typingctx, gate, up, n, out):  # type: ignore[no-untyped-def]
-    """out[h] = gelu(gate[h]) * up[h] for h < n; 0.5 (1 + tanh z) is 1 / (1 + exp(-2 z))."""
+    """Compute out[h] = gelu(gate[h]) * up[h] for h < n; 0.5 (1 + tanh z) is 1 / (1 + exp(-2 z))."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         gate, up, n, out = args
@@ -167,7 +167,7 @@ def gelu_times(typingctx, gate, up, n, out):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def capped(typingctx, x, n, cap):  # type: ignore[no-untyped-def]
-    """x[h] = cap * tanh(x[h] / cap) in place for h < n."""
+    """Replace x[h] by cap * tanh(x[h] / cap) for h < n."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, n, cap = args
@@ -185,7 +185,7 @@ def capped(typingctx, x, n, cap):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def rotated(typingctx, x, cos, sin, half, out):  # type: ignore[no-untyped-def]
-    """out = (x1 cos - x2 sin, x2 cos + x1 sin), x1 and x2 the first `half` numbers of x and the next; out may be x."""
+    """Rotate to (x1 cos - x2 sin, x2 cos + x1 sin), x1 the first `half` numbers of x, x2 the next; out may be x."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, cos, sin, half, out = args
@@ -246,7 +246,7 @@ def read_all(typingctx, address, n):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def i32(typingctx, address, index):  # type: ignore[no-untyped-def]
-    """The int32 at `index` of a table, as int64."""
+    """Return the int32 at `index` of a table, as int64."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         return b.sext(b.load(Emitter(b, 1).at(args[0], args[1], 4, I32), align=4), I64)
@@ -256,7 +256,7 @@ def i32(typingctx, address, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def i64(typingctx, address, index):  # type: ignore[no-untyped-def]
-    """The int64 at `index` of a table."""
+    """Return the int64 at `index` of a table."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         return b.load(Emitter(b, 1).at(args[0], args[1], 8, I64), align=8)
@@ -266,7 +266,7 @@ def i64(typingctx, address, index):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def f32(typingctx, address, index):  # type: ignore[no-untyped-def]
-    """The fp32 number at `index`."""
+    """Return the fp32 number at `index`."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         return Emitter(b, 1).load(*args)
@@ -287,7 +287,7 @@ def put_f32(typingctx, address, index, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def itemsize(typingctx, kind):  # type: ignore[no-untyped-def]
-    """Bytes of one number of a kind."""
+    """Return the bytes of one number of a kind."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         return c64(itemsize_of(sig.args[0]))

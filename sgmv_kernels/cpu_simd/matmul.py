@@ -22,7 +22,7 @@ Intrinsic = Callable[..., Any]
 
 @intrinsic
 def part(typingctx, x, n, out, kind):  # type: ignore[no-untyped-def]
-    """out[h] = x[h] for h < n, in the order in which `make_dot` wants a vector beside a matrix of `kind`."""
+    """Write x in the order in which `make_dot` wants a vector beside a matrix of `kind`: out[h] = x[h] for h < n."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, n, out = args[:3]
@@ -49,11 +49,13 @@ def part(typingctx, x, n, out, kind):  # type: ignore[no-untyped-def]
 
 
 def make_dot(rows: int, fetch: bool = False) -> Intrinsic:
-    """dot(x, xs, a, n, out, os, ahead, kind): out[i] = sum over h < n of x[i, h] * a[h], for `rows` rows of x, fp32.
+    """Return dot(x, xs, a, n, out, os, ahead, kind): out[i] = sum over h < n of x[i, h] * a[h], for `rows` rows of x,
+    fp32.
 
     `xs` and `os` are the bytes from row to row; x in the order of `part`. `a`, of `kind`, is read front to back: one
-    stream reaches the memory's speed, eight rows of a matrix side by side half of it. With `fetch`, as many bytes as a
-    has are fetched into the cache from `ahead` on meanwhile.
+    stream reaches the memory's speed, eight rows of a matrix side by side half of it. With `fetch`, as many bytes as
+    `a`
+    has are prefetched from `ahead` on meanwhile.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -99,7 +101,9 @@ def make_dot(rows: int, fetch: bool = False) -> Intrinsic:
 
 @intrinsic
 def axpy(typingctx, factor, m, n, y, ahead, kind):  # type: ignore[no-untyped-def]
-    """y[o] += factor * m[o] for o < n, y in the order of `part`; as many bytes as m has are fetched from `ahead` on."""
+    """Add factor * m[o] to y[o] for o < n, y in the order of `part`; as many bytes as m has are prefetched from `ahead`
+    on.
+    """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         factor, m, n, y, ahead = args[:5]
@@ -133,12 +137,14 @@ def axpy(typingctx, factor, m, n, y, ahead, kind):  # type: ignore[no-untyped-de
 
 
 def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, parted: bool = False) -> Intrinsic:
-    """mul(a, as_, n, m, ms, columns, c, cs, ahead, kind): c[i, o] (+)= sum over k < n of a[i, k] * m[k, o].
+    """Return mul(a, as_, n, m, ms, columns, c, cs, ahead, kind): c[i, o] (+)= sum over k < n of a[i, k] * m[k, o].
 
     i < `rows` rows of a and c (fp32, `as_` and `cs` bytes apart), k < n rows of m (of `kind`, `ms` bytes apart), o <
-    columns, taken `pairs` pairs of vectors at a time, then one, then number by number. `add` tells whether c counts, or
-    is replaced; `parted`, that c is in the order of `part` and stays so. With `fetch`, as many bytes as m has are
-    fetched into the cache from `ahead` on meanwhile.
+    columns, taken `pairs` pairs of vectors at a time, then one, then number by number. With `add` the products are
+    added to
+    c, else they replace it; with `parted`, c is and stays in the order of `part`. With `fetch`, as many bytes as m has
+    are
+    prefetched from `ahead` on meanwhile.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -201,7 +207,7 @@ def _by_pairs(values: list[Value], change: Callable[[Value, Value], tuple[Value,
 
 @intrinsic
 def unpart(typingctx, x, n, factor, out, kind):  # type: ignore[no-untyped-def]
-    """out[h] = x[h] * factor for h < n, x in the order of `part`."""
+    """Compute out[h] = x[h] * factor for h < n, x in the order of `part`."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, n, factor, out = args[:4]

@@ -1,8 +1,8 @@
-"""Products of weight codes with rounded activations, in the instructions that the processor has.
+"""LLVM code for products of weight codes with rounded activations, in the instructions that the processor has.
 
 A vector holds LANES outputs, four neighbours along H of each: the order in which x86 multiplies bytes. Weights lie in
 tiles of TILE outputs, so that four neighbours are a line of 64 bytes, one vector or two. Sums of a block of 32 are
-whole numbers, hence the same in every way of computing them.
+whole numbers, the same in whatever way they are computed.
 """
 
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ def filled(kind: Any, value: int) -> Value:
 
 
 def load_vector(b: Any, address: Value, kind: Any) -> Value:
-    """A vector at any address."""
+    """Load a vector at any address."""
     return b.load(b.inttoptr(address, kind.as_pointer()), align=1)
 
 
@@ -40,7 +40,7 @@ def store_vector(b: Any, value: Value, address: Value) -> None:
 
 
 def splat_int(b: Any, address: Value) -> Value:
-    """The int32 at an address, in every lane."""
+    """Load the int32 at an address into every lane."""
     undefined = ir.Constant(INTS, ir.Undefined)
     value = b.load(b.inttoptr(address, I32.as_pointer()), align=4)
     first = b.insert_element(undefined, value, ir.Constant(I32, 0))
@@ -48,19 +48,19 @@ def splat_int(b: Any, address: Value) -> Value:
 
 
 class Dot(Protocol):
-    """Sums of products, four neighbours to a lane, vector after vector."""
+    """Accumulator of products, four neighbours to a lane, vector after vector."""
 
     def begin(self) -> Value: ...
 
     def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value: ...
 
     def end(self, b: Any, total: Value) -> Value:
-        """[LANES] int32."""
+        """Return the sums, [LANES] int32."""
         ...
 
 
 class SmallDot:
-    """Sums of unsigned codes below 16 times signed bytes, `LINES` vectors at most.
+    """Accumulator of unsigned codes below 16 times signed bytes, for `LINES` vectors at most.
 
     Two products are added in int16, and eight such pairs: 8 * 2 * 15 * 127 stays below 2^15.
     """
@@ -76,12 +76,12 @@ class SmallDot:
         return b.add(total, _x86(b, WORDS, "avx512.pmaddubs.w.512" if _WIDE else "avx2.pmadd.ub.sw", BYTES, code, quad))
 
     def end(self, b: Any, total: Value) -> Value:
-        """[LANES] int32."""
+        """Return the sums, [LANES] int32."""
         return _dot_words(b, filled(INTS, 0), total, filled(WORDS, 1)) if self.in_pairs else total
 
 
 class ByteDot:
-    """Sums of unsigned codes of a byte times signed bytes."""
+    """Accumulator of unsigned codes of a byte times signed bytes."""
 
     def begin(self) -> Value:
         return filled(INTS, 0)
@@ -90,12 +90,12 @@ class ByteDot:
         return _dot_bytes(b, total, code, quad)
 
     def end(self, b: Any, total: Value) -> Value:
-        """[LANES] int32."""
+        """Return the sums, [LANES] int32."""
         return total
 
 
 class WordDot(ByteDot):
-    """Sums of int16 times int16."""
+    """Accumulator of int16 times int16."""
 
     def step(self, b: Any, total: Value, code: Value, quad: Value) -> Value:
         return _dot_words(b, total, code, quad)

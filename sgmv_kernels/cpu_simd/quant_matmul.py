@@ -34,7 +34,7 @@ LEVELS = 127
 LINE, FACTORS = 4 * TILE, 8 * TILE
 """Bytes of a line, and of a block's scales and minima, fp32."""
 FETCH_BYTES = 2048
-"""How far ahead of what is unpacked memory is fetched."""
+"""Bytes that codes are prefetched ahead of the unpacked ones."""
 _A = types.int64
 _I8, _I16 = ir.IntType(8), ir.IntType(16)
 _VECTOR = LINE // VECTORS
@@ -89,7 +89,7 @@ def round_block(typingctx, x, codes, unit_sum, size):  # type: ignore[no-untyped
 
 @intrinsic
 def unpack_nibbles(typingctx, source, lines, out):  # type: ignore[no-untyped-def]
-    """Lines of two codes a byte: low halves to lines 0 to n - 1, high halves to n to 2n - 1."""
+    """Unpack lines of two codes a byte: low halves to lines 0 to n - 1, high halves to n to 2n - 1."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         source, lines, out = args
@@ -113,7 +113,7 @@ def unpack_nibbles(typingctx, source, lines, out):  # type: ignore[no-untyped-de
 
 @intrinsic
 def unpack_sevens(typingctx, source, out):  # type: ignore[no-untyped-def]
-    """Seven lines of 7-bit pairs, an eighth in their top bits, to sixteen lines: pair = 11 * first + second."""
+    """Unpack seven lines of 7-bit pairs, an eighth in their top bits, to sixteen lines: pair = 11 * first + second."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         source, out = args
@@ -138,7 +138,7 @@ def unpack_sevens(typingctx, source, out):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def unpack_signed(typingctx, source, lines, out):  # type: ignore[no-untyped-def]
-    """Lines of int8 to lines of unsigned bytes, 128 more each."""
+    """Turn lines of int8 into lines of unsigned bytes by adding 128."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         source, lines, out = args
@@ -156,7 +156,7 @@ def unpack_signed(typingctx, source, lines, out):  # type: ignore[no-untyped-def
 
 @intrinsic
 def widen_signed(typingctx, source, lines, out):  # type: ignore[no-untyped-def]
-    """Lines of int8 to pairs of lines of int16: every first and third of four, then every second and fourth."""
+    """Turn lines of int8 into pairs of lines of int16: every first and third of four, then every second and fourth."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         source, lines, out = args
@@ -180,7 +180,7 @@ def widen_signed(typingctx, source, lines, out):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def begin_tile(typingctx, bias, y):  # type: ignore[no-untyped-def]
-    """A row of a tile: the bias, or 0 where there is no address."""
+    """Start a row of a tile with the bias, or with 0 where there is no address."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         bias, y = args
@@ -197,7 +197,7 @@ def begin_tile(typingctx, bias, y):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def put_factors(typingctx, scales, minima, out, times):  # type: ignore[no-untyped-def]
-    """A tile's fp16 scales and minima (0: none; 1: -128 scales) to fp32, for `times` blocks."""
+    """Convert a tile's fp16 scales and minima (0: none; 1: -128 scales) to fp32, for `times` blocks."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         scales, minima, out, times = args

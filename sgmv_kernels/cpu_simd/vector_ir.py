@@ -1,7 +1,7 @@
-"""LLVM vectors of fp32 numbers: what the intrinsics of `simd_numba` are spelled with.
+"""LLVM vectors of fp32 numbers, which the intrinsics of `simd_numba` are written with.
 
 LLVM lowers `<8 x float>` to AVX2, AVX-512 or NEON by itself, so nothing but Numba compiles anything on the user's
-machine. A matrix has a *kind* of number, told by a Numba type: uint16 for bf16, int16 for fp16, float32 for fp32.
+machine. A matrix has a *kind* of number, given by a Numba type: uint16 for bf16, int16 for fp16, float32 for fp32.
 """
 
 from collections.abc import Callable
@@ -45,14 +45,14 @@ class Emitter:
         return self.b.inttoptr(self.b.add(address, self.b.mul(index, c64(itemsize))), pointee.as_pointer())
 
     def load(self, address: Value, index: Value) -> Value:
-        """fp32 numbers from `index` on."""
+        """Load fp32 numbers from `index` on."""
         return self.b.load(self.at(address, index, 4, self.float), align=4)
 
     def store(self, value: Value, address: Value, index: Value) -> None:
         self.b.store(value, self.at(address, index, 4, self.float), align=4)
 
     def load_kind(self, address: Value, index: Value, kind: Any) -> Value:
-        """Numbers of a matrix from `index` on, as fp32. bf16 is the upper half of an fp32: widen and shift."""
+        """Load numbers of a matrix from `index` on, as fp32. bf16 is the upper half of an fp32: widen and shift."""
         if kind == types.float32:
             return self.load(address, index)
         if kind == types.int16:
@@ -62,10 +62,12 @@ class Emitter:
         return self.b.bitcast(self.b.shl(self.b.zext(half, self.int), self.const_int(16)), self.float)
 
     def load_pair(self, address: Value, index: Value, kind: Any) -> tuple[Value, Value]:
-        """Two vectors of a matrix's numbers from `index` on: of bf16 the even and the odd ones, else one after another.
+        """Load two vectors of a matrix's numbers from `index` on: of bf16 the even and the odd ones, else consecutive
+        ones.
 
-        Two bf16 are one int32: a mask keeps the odd number, a shift brings up the even one. Half the instructions of
-        widening each.
+        Two bf16 are one int32: a mask keeps the odd number, a shift brings up the even one, half the instructions of
+        widening
+        each.
         """
         if kind != types.uint16:
             second = self.b.add(index, c64(self.lanes))
@@ -76,13 +78,13 @@ class Emitter:
         return self.b.bitcast(even, self.float), self.b.bitcast(odd, self.float)
 
     def parted(self, first: Value, second: Value, kind: Any) -> tuple[Value, Value]:
-        """Two vectors of consecutive numbers in the order of `load_pair`."""
+        """Return two vectors of consecutive numbers in the order of `load_pair`."""
         if kind != types.uint16:
             return first, second
         return self._shuffled(first, second, 0, 2), self._shuffled(first, second, 1, 2)
 
     def joined(self, first: Value, second: Value, kind: Any) -> tuple[Value, Value]:
-        """The inverse of `parted`."""
+        """Undo `parted`."""
         if kind != types.uint16:
             return first, second
         order = [i // 2 + (i % 2) * self.lanes for i in range(2 * self.lanes)]
@@ -94,13 +96,13 @@ class Emitter:
         return self.b.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, self.lanes), order))
 
     def call(self, name: str, *values: Value) -> Value:
-        """An LLVM intrinsic of fp32 numbers, element by element."""
+        """Call an LLVM intrinsic of fp32 numbers, element by element."""
         suffix = "f32" if self.lanes == 1 else f"v{self.lanes}f32"
         function = ir.FunctionType(self.float, [self.float] * len(values))
         return self.b.call(cgutils.get_or_insert_function(self.b.module, function, f"llvm.{name}.{suffix}"), values)
 
     def bf16_bits(self, value: Value) -> Value:
-        """fp32 to the bits of bf16, in the lower half of an int32: nearest, ties to even; NaN stays NaN."""
+        """Round fp32 to the bits of bf16, in the lower half of an int32: nearest, ties to even; NaN stays NaN."""
         b = self.b
         bits = b.bitcast(value, self.int)
         odd = b.and_(b.lshr(bits, self.const_int(16)), self.const_int(1))
@@ -119,7 +121,7 @@ class Emitter:
         return self.b.shuffle_vector(first, undefined, ir.Constant(ir.VectorType(I32, self.lanes), [0] * self.lanes))
 
     def fold(self, value: Value, combine: Callable[["Emitter", Value, Value], Value]) -> Value:
-        """All lanes combined to one number, halves first: an order that never changes."""
+        """Combine all lanes to one number, halves first, in an order that never changes."""
         lanes, emit = self.lanes, self
         while lanes > 1:
             lanes //= 2
@@ -134,14 +136,14 @@ class Emitter:
         return value
 
     def total(self, values: list[Value]) -> Value:
-        """The sum of vectors, first to last."""
+        """Return the sum of vectors, first to last."""
         result = values[0]
         for value in values[1:]:
             result = self.b.fadd(result, value)
         return result
 
     def fetch(self, address: Value) -> None:
-        """Bring a cache line near. Any address will do."""
+        """Prefetch a cache line; any address is valid."""
         byte = ir.IntType(8).as_pointer()
         kind = ir.FunctionType(ir.VoidType(), [byte, I32, I32, I32])
         read, near, data = (ir.Constant(I32, value) for value in (0, 2, 1))
@@ -155,7 +157,7 @@ class Emitter:
         return self.fold(value, lambda emit, x, y: emit.call("maxnum", x, y))
 
     def exp(self, x: Value) -> Value:
-        """e^x to 2 units in the last place, 0 below -87.3, NaN of NaN (Cephes' expf polynomial)."""
+        """Return e^x to 2 units in the last place, 0 below -87.3, NaN of NaN (Cephes' expf polynomial)."""
         b = self.b
         before = x
         small = b.fcmp_ordered("<", x, self.const(-87.3))
@@ -174,7 +176,7 @@ class Emitter:
         return b.select(b.fcmp_unordered("uno", before, before), before, y)
 
     def tanh(self, x: Value) -> Value:
-        """tanh x to 3 units in the last place, NaN of NaN (Cephes' tanhf: a polynomial near 0, else by e^2x)."""
+        """Return tanh x to 3 units in the last place, NaN of NaN (Cephes' tanhf: a polynomial near 0, else by e^2x)."""
         b = self.b
         size = self.call("fabs", x)
         z = b.fmul(x, x)

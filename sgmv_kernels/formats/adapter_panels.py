@@ -1,4 +1,4 @@
-"""Where each panel of an adapter lies: the packed host form, and its place inside the pool's pages. No torch.
+"""Layout of an adapter's panels: the packed host form, and the places inside the pool's pages. Imports no torch.
 
 At one (layer, site) an adapter is a list of *panels*, each contiguous and 128-byte aligned, in this order:
 
@@ -6,11 +6,11 @@ At one (layer, site) an adapter is a list of *panels*, each contiguous and 128-b
     A       [<=16, in] each     the slices' lora_a stacked: R rank rows, 16 a panel
     B       [<=16, out_s] each  each slice's lora_b transposed: r_s rank rows, 16 a panel
 
-True ranks, no padding: the last panel of a matrix is as short as its rank. The *packed* form lays a layer's panels end
-to end. In the pool they lie in the same order inside runs of consecutive pages; the same page ids serve every layer, so
-a run is as long as the widest layer needs. One run holds them all if the pool has one, else panels go to several runs
-and only a panel itself stays whole. (Pages shared by KV and adapters: S-LoRA; 16-rank panels: so that a program reads
-one table entry and then affine addresses.)
+Ranks are not padded: the last panel of a matrix is as short as its rank. The *packed* form lays a layer's panels end to
+end. In the pool they lie in the same order inside runs of consecutive pages; the same page ids serve every layer, so a
+run is as long as the widest layer needs. An adapter takes one run if the pool has one, else several; a single panel is
+never split. (Pages shared by KV and adapters: S-LoRA; 16-rank panels: so that a program reads one table entry and then
+affine addresses.)
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,12 +25,13 @@ PANEL_RANKS = 16
 ALIGNMENT_BYTES = 128
 SCALE_BYTES = 4
 MAX_RANK = 256
-"""Most rank rows of one slice that kernels are made and tested for."""
+"""Highest rank of one slice that kernels are built and tested for."""
 MAX_SLICES = 3
 RECORD_INTS = 1 + MAX_SLICES
 TILE, CODE_BLOCK, CHUNK = 16, 32, 1024
-"""Of a quantized base weight, what the CPU's kernels take at a time: outputs, and neighbours along the inputs, which
-groups are multiples of; most inputs that are unpacked together."""
+"""Sizes that the CPU kernels process a quantized weight by: outputs; neighbours along the inputs, a divisor of groups;
+most inputs that are unpacked together.
+"""
 Run = tuple[int, int]
 """(first page, number of pages), consecutive page ids."""
 
@@ -52,7 +53,7 @@ class SiteDims:
 
 @dataclass(frozen=True, slots=True)
 class SitePanels:
-    """Which panels of a layer belong to one site: indices into the layer's panel list, and the rank rows of each."""
+    """Panels of one site: indices into the layer's panel list, and the rank rows of each."""
 
     ranks: tuple[int, ...]
     scale: int
@@ -66,7 +67,7 @@ class SitePanels:
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """Panels of one adapter: which there are, and how many bytes each takes.
+    """Panels of one adapter and their sizes.
 
     Args:
         sites: the base's linear sites, the same in every layer.
@@ -84,50 +85,52 @@ class AdapterLayout:
 
     @cached_property
     def panels(self) -> tuple[tuple[SitePanels, ...], ...]:
-        """`panels[layer][site]`. Layers of equal ranks share one tuple."""
+        """Return `panels[layer][site]`. Layers of equal ranks share one tuple."""
         return tuple(_index_panels(layer) for layer in self.ranks)
 
     @cached_property
     def panel_bytes(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """Aligned size of every panel, one array a layer."""
+        """Return the aligned size of every panel, one array for each layer."""
         return tuple(_layer_panel_bytes(self.sites, layer, self.itemsize) for layer in self.ranks)
 
     @cached_property
     def layer_bytes(self) -> int:
-        """Bytes of the widest layer: the row length of the packed form."""
+        """Return the bytes of the widest layer, the row length of the packed form."""
         return max((int(sizes.sum()) for sizes in self.panel_bytes), default=0)
 
     @cached_property
     def packed_offsets(self) -> tuple[npt.NDArray[np.int64], ...]:
-        """Byte offset of every panel inside its layer's packed row."""
+        """Return the byte offset of every panel inside its layer's packed row."""
         return tuple(np.cumsum(sizes) - sizes for sizes in self.panel_bytes)
 
     @cached_property
     def records(self) -> npt.NDArray[np.int32]:
-        """[L, sites, 4]: index of the first panel of a site in its layer, then the rank of each slice. See `tables`."""
+        """Return records [L, sites, 4]: index of a site's first panel in its layer, then the rank of each slice. See
+        `tables`.
+        """
         return np.stack([_layer_records(layer) for layer in self.ranks])
 
     @cached_property
     def max_slices(self) -> int:
-        """The most slices of any site."""
+        """Return the largest number of slices of a site."""
         return max((len(site.out_features) for site in self.sites), default=0)
 
     @property
     def nbytes(self) -> int:
-        """Size of the packed form."""
+        """Return the bytes of the packed form."""
         return self.num_layers * self.layer_bytes
 
     @property
     def max_rank(self) -> int:
-        """The highest rank of any slice."""
+        """Return the highest rank of a slice."""
         return int(self.records[..., 1:].max(initial=0))
 
     def num_pages(self, page_bytes: int) -> int:
-        """Pages of one run that holds the whole adapter."""
+        """Return the pages of one run that holds the whole adapter."""
         return -(-self.layer_bytes // page_bytes)
 
     def place(self, runs: Sequence[Run], page_bytes: int) -> "PlacedAdapter | None":
-        """Put every layer's panels, in order, into `runs`; None if some layer does not fit."""
+        """Place every layer's panels, in order, into `runs`; None if some layer does not fit."""
         known: dict[int, npt.NDArray[np.int64] | None] = {}
         offsets = []
         for sizes in self.panel_bytes:
@@ -159,7 +162,7 @@ class PlacedAdapter:
 
     @cached_property
     def panels(self) -> npt.NDArray[np.int32]:
-        """Panel offsets in units of `ALIGNMENT_BYTES`, end to end, those of layers that lie alike once."""
+        """Return panel offsets in units of `ALIGNMENT_BYTES`, end to end; layers with equal offsets appear once."""
         if any((offsets % ALIGNMENT_BYTES).any() for offsets in self._distinct.values()):
             raise ValueError("a panel is misaligned")
         if self.layout.max_rank > MAX_RANK:
@@ -168,14 +171,14 @@ class PlacedAdapter:
 
     @cached_property
     def layer_starts(self) -> npt.NDArray[np.int32]:
-        """[L]: where each layer's offsets begin in `panels`."""
+        """Return [L], the index in `panels` where each layer's offsets begin."""
         sizes = np.array([len(offsets) for offsets in self._distinct.values()])
         starts = dict(zip(self._distinct, (np.cumsum(sizes) - sizes).tolist(), strict=True))
         return np.array([starts[id(offsets)] for offsets in self.offsets], dtype=np.int32)
 
     @cached_property
     def extent(self) -> tuple[int, int]:
-        """(first byte, end) of all panels in a slab."""
+        """Return (first byte, end) of all panels in a slab."""
         layers = {id(o): (o, s) for o, s in zip(self.offsets, self.layout.panel_bytes, strict=True)}.values()
         first = min((int(offsets.min()) for offsets, _ in layers if len(offsets)), default=0)
         return first, max((int((offsets + sizes).max()) for offsets, sizes in layers if len(offsets)), default=0)
@@ -185,7 +188,7 @@ class PlacedAdapter:
         return {id(offsets): offsets for offsets in self.offsets}
 
     def trimmed(self) -> "PlacedAdapter":
-        """The same places, without the pages at the end of each run that no layer reaches."""
+        """Return the same places without the pages at the end of each run that no layer reaches."""
         distinct = {id(o): (o, s) for o, s in zip(self.offsets, self.layout.panel_bytes, strict=True)}.values()
         ends = [max(self._end_inside(run, *layer) for layer in distinct) for run in self.runs]
         pages = [-(-end // self.page_bytes) for end in ends]
@@ -193,7 +196,7 @@ class PlacedAdapter:
         return PlacedAdapter(self.layout, runs, self.page_bytes, self.offsets)
 
     def moved(self, runs: Mapping[Run, Run]) -> "PlacedAdapter":
-        """The same panels after some of its runs were moved, whole, to other pages: old run -> new run."""
+        """Return the places after whole runs were moved to other pages, given as old run -> new run."""
         known = {id(offsets): offsets.copy() for offsets in self.offsets}
         for old, new in runs.items():
             for offsets, target in zip(self._distinct.values(), known.values(), strict=True):
@@ -203,7 +206,7 @@ class PlacedAdapter:
         return PlacedAdapter(self.layout, places, self.page_bytes, tuple(known[id(o)] for o in self.offsets))
 
     def copies(self, layer: int) -> list[tuple[int, int, int]]:
-        """(packed offset, slab offset, bytes) of each contiguous piece of a layer, as few as there are."""
+        """Return (packed offset, slab offset, bytes) of each contiguous piece of a layer, as few as possible."""
         pieces: list[tuple[int, int, int]] = []
         packed, sizes = self.layout.packed_offsets[layer], self.layout.panel_bytes[layer]
         for source, target, size in zip(packed.tolist(), self.offsets[layer].tolist(), sizes.tolist(), strict=True):
@@ -214,7 +217,7 @@ class PlacedAdapter:
         return pieces
 
     def _end_inside(self, run: Run, offsets: npt.NDArray[np.int64], sizes: npt.NDArray[np.int64]) -> int:
-        """Where the last panel of a layer inside a run ends, in bytes; 0 if the layer has none there."""
+        """Return the byte where the last panel of a layer inside a run ends; 0 if the layer has none there."""
         inside = (offsets >= run[0] * self.page_bytes) & (offsets < sum(run) * self.page_bytes)
         return int((offsets + sizes)[inside].max(initial=0))
 
@@ -271,7 +274,7 @@ def _layer_records(layer_ranks: LayerRanks) -> npt.NDArray[np.int32]:
 
 
 def _fill_runs(sizes: npt.NDArray[np.int64], runs: Sequence[Run], page_bytes: int) -> npt.NDArray[np.int64] | None:
-    """Next fit: panels in order, each whole inside one run."""
+    """Place panels in order by next fit, each whole inside one run."""
     offsets = np.empty(len(sizes), dtype=np.int64)
     remaining = iter(runs)
     position = end = 0

@@ -1,7 +1,7 @@
-"""Quantized weights as every device understands them: small codes, and a scale (and a minimum) for each group of them.
+"""Quantized weights in the form that every backend takes: integer codes, and a scale and a minimum for each group.
 
-A backend packs them as its kernels like to read them, once, when the model is loaded. Shapes: O out, H in, G groups of
-a row, H / group of them.
+A backend packs them into its own order once, when the model is loaded. Shapes: O outputs, H inputs, G groups of a row,
+H / group of them.
 """
 
 from collections.abc import Sequence
@@ -13,18 +13,18 @@ from torch import Tensor
 from sgmv_kernels.errors import KernelArgumentError
 
 INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS = 256, 16, 11
-"""How many values a code may have. Eleven take 3.46 bits: two codes fit into seven."""
+"""Number of values of a code. 11 levels take 3.46 bits: two codes fit into seven."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupQuantizedWeight:
-    """weight[o, h] = codes[o, h] * scales[o, h // group] + minima[o, h // group].
+    """A weight [O, H]: weight[o, h] = codes[o, h] * scales[o, h // group] + minima[o, h // group].
 
     Args:
-        codes: [O, H] uint8 below `levels`; of 256 levels int8.
+        codes: [O, H] uint8 below `levels`; int8 for 256 levels.
         scales: [O, G] fp16.
         minima: [O, G] fp16; None for 0, which int8 codes must have.
-        levels: one of the three above.
+        levels: one of the three constants above.
     Raises:
         KernelArgumentError: shapes, dtypes or levels that do not fit.
     """
@@ -64,12 +64,12 @@ class GroupQuantizedWeight:
         return self.in_features // self.scales.shape[1]
 
     def __getitem__(self, rows: Tensor | slice) -> "GroupQuantizedWeight":
-        """Some outputs."""
+        """Return the codes of some outputs."""
         minima = None if self.minima is None else self.minima[rows]
         return GroupQuantizedWeight(self.codes[rows], self.scales[rows], minima, self.levels)
 
     def dequantize(self) -> Tensor:
-        """[O, H] fp32: exactly the weights that the arithmetic uses."""
+        """Return the weights, [O, H] fp32."""
         groups = self.codes.reshape(*self.scales.shape, self.group).float().mul_(self.scales.float()[..., None])
         if self.minima is not None:
             groups.add_(self.minima.float()[..., None])
@@ -77,7 +77,7 @@ class GroupQuantizedWeight:
 
 
 def stack_codes(parts: Sequence[GroupQuantizedWeight]) -> GroupQuantizedWeight | None:
-    """Codes of several weights with the same inputs, one under the other; None if they are not of one kind."""
+    """Stack codes of weights with the same inputs along their outputs; None if levels or groups differ."""
     first = parts[0]
     if any((part.levels, part.group) != (first.levels, first.group) for part in parts):
         return None

@@ -1,50 +1,51 @@
-"""One layer of the pool seen as keys and values.
-
-Keys are stored transposed inside their page, so that a vector holds one dimension of neighbouring tokens: the scores of
-a page come out as vectors, without horizontal sums, and one loaded key serves every query head of its group.
-"""
-
-from dataclasses import dataclass
+"""Tensor views of the pages that one layer of the pool holds keys and values in."""
 
 import torch
 from torch import Tensor
 
-KV = 2
+from sgmv_kernels.errors import KernelArgumentError
+from sgmv_kernels.formats.kv_format import KEYS, VALUES, KVFormat
 
 
-@dataclass(frozen=True, slots=True)
 class KvPages:
-    """keys [P, kv_heads, D, page], values [P, kv_heads, page, D], bf16, fp16 or fp32: views of the same pages.
+    """A layer of the pool as P pages of keys and values.
 
-    A page's keys come first, then its values, both dense.
+    Args:
+        slab: [P * page bytes] uint8, contiguous; the views below share its memory.
+        kv_format: what a page looks like inside.
+        heads: key heads.
+        page_size: tokens of a page.
+        head_dim: D, numbers of a head.
+
+    Attributes:
+        parts: by the name of each part of the format a view [P, heads, *shape of a head's block]; `keys` and `values`
+            are two of them.
+    Raises:
+        KernelArgumentError: the slab is no whole number of pages, or no contiguous bytes.
     """
 
-    keys: Tensor
-    values: Tensor
+    def __init__(self, slab: Tensor, kv_format: KVFormat, heads: int, page_size: int, head_dim: int) -> None:
+        *offsets, page_bytes = kv_format.offsets(heads, head_dim, page_size)
+        if slab.dtype != torch.uint8 or slab.dim() != 1 or not slab.is_contiguous() or slab.numel() % page_bytes:
+            raise KernelArgumentError(f"slab must be contiguous uint8 [pages * {page_bytes}]")
+        self.format, self.slab = kv_format, slab
+        self.num_heads, self.page_size, self.head_dim, self.page_bytes = heads, page_size, head_dim, page_bytes
+        pages = slab.view(-1, page_bytes)
+        self.parts: dict[str, Tensor] = {}
+        for part, offset in zip(kv_format.parts, offsets, strict=True):
+            stored = pages[:, offset : offset + part.nbytes(heads, head_dim, page_size)]
+            items = stored.view(getattr(torch, part.dtype))
+            self.parts[part.name] = items.view(-1, heads, *part.shape(head_dim, page_size))
+        self.keys, self.values = self.parts[KEYS], self.parts[VALUES]
 
     @property
     def num_pages(self) -> int:
-        return self.keys.shape[0]
+        return len(self.keys)
 
-    @property
-    def num_heads(self) -> int:
-        return self.keys.shape[1]
+    def write(self, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Store one token a row; see `KVFormat.write`."""
+        self.format.write(self.parts, pages, slots, keys, values)
 
-    @property
-    def head_dim(self) -> int:
-        return self.keys.shape[2]
-
-    @property
-    def page_size(self) -> int:
-        return self.keys.shape[3]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.keys.dtype
-
-
-def kv_pages(slab: Tensor, dtype: torch.dtype, heads: int, page_size: int, head_dim: int) -> KvPages:
-    """View a layer's slab, [pages * page bytes] uint8, as pages of `page_size` tokens."""
-    numbers = slab.view(dtype)
-    keys = numbers.view(-1, KV, heads, head_dim, page_size)[:, 0]
-    return KvPages(keys, numbers.view(-1, KV, heads, page_size, head_dim)[:, 1])
+    def read(self, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of whole pages, fp32; see `KVFormat.read`."""
+        return self.format.read(self.parts, pages)

@@ -1,4 +1,4 @@
-"""Whole numbers of a step on their way to a device: one copy for all of them, which the host does not wait for."""
+"""Transfer of a step's whole numbers to a device: one copy for all arrays, which the host does not wait for."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,9 +12,9 @@ Ints = npt.NDArray[np.integer[Any]]
 
 
 def upload(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
-    """Arrays [n] of numbers below 2^31 -> int64 tensors [n] on the device.
+    """Copy arrays [n] of numbers below 2^31 to int64 tensors [n] on the device.
 
-    On CUDA they share a fresh pinned int32 buffer: torch gives pinned memory out again only after its copies are done.
+    On CUDA they share a new pinned int32 buffer: torch reuses pinned memory only after its copies are done.
     """
     if device.type != "cuda":
         return [torch.from_numpy(array.astype(np.int64)).to(device) for array in arrays]

@@ -1,7 +1,7 @@
-"""Token rows grouped by adapter. Built on the host, afresh for every step; no torch.
+"""Token rows grouped by adapter, built on the host for every step. Imports no torch.
 
 A *segment* is the rows of one adapter (SGMV: Punica). Rows without an adapter form the segment of adapter `BASE`, which
-has rank 0. Batch order is free: a permutation brings the rows of a segment together.
+has rank 0. Rows may be in any order: a permutation brings the rows of a segment together.
 """
 
 from collections.abc import Sequence
@@ -18,8 +18,9 @@ Int32 = npt.NDArray[np.int32]
 class Segments:
     """S segments over T rows.
 
-    `permutation [T]` lists the rows segment by segment, `indptr [S + 1]` where each segment begins in it,
-    `adapters [S]` which adapter each has: an index into the caller's list of placed adapters, or `BASE`.
+    `permutation` [T] lists the rows segment by segment, `indptr` [S + 1] where each segment begins in it, `adapters`
+    [S]
+    the adapter of each: an index into the caller's list of placed adapters, or `BASE`.
     """
 
     permutation: Int32
@@ -34,12 +35,12 @@ class Segments:
         return len(self.adapters)
 
     def rows(self, segment: int) -> Int32:
-        """The rows of one segment."""
+        """Return the rows of one segment."""
         return self.permutation[self.indptr[segment] : self.indptr[segment + 1]]
 
 
 def build_segments(row_adapters: Sequence[int] | Int32) -> Segments:
-    """Group rows by adapter, rows of one adapter in their given order.
+    """Group rows by adapter; rows of one adapter keep their order.
 
     Args:
         row_adapters: [T] the adapter of each row, `BASE` for none.

@@ -1,7 +1,7 @@
-"""What kernels read about a step's adapters: small int32 tables, built on the host for all layers and sites at once.
+"""Small int32 tables of a step's adapters, built on the host for all layers and sites at once.
 
 Panel offsets count units of `ALIGNMENT_BYTES` from the start of a layer's slab, so that int32 reaches 256 GiB. A
-(layer, site) of an adapter is one record `[first, rank of slice 0, 1, 2]`: `first` is the place in `panels` of its
+(layer, site) of an adapter is one record `[first, rank of slice 0, 1, 2]`: `first` is the index in `panels` of its
 scale vector's offset; those of its A panels follow, then those of each slice's B panels, 16 rank rows to a panel. So a
 kernel derives everything from one 16-byte record. (One packed record a segment: SGLang's triton_v2 metadata.)
 """
@@ -17,10 +17,10 @@ from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 
 @dataclass(frozen=True)
 class SgmvTables:
-    """S segments, those of the base left out, over the T rows of a step.
+    """S segments over the T rows of a step, those of the base left out.
 
-    `permutation [T]`: rows, those of a segment together; `bounds [S, 2]`: where a segment begins and ends in it;
-    `records [L, sites, S, 4]`: see above, ranks 0 where the adapter has no weights; `panels [N]`: panel offsets;
+    `permutation` [T]: rows, those of a segment together; `bounds` [S, 2]: where a segment begins and ends in it;
+    `records` [L, sites, S, 4]: see above, ranks 0 where the adapter has no weights; `panels` [N]: panel offsets;
     `slab_bytes`: how far into a slab the panels reach.
     """
 
@@ -36,12 +36,12 @@ class SgmvTables:
         return len(self.bounds)
 
     def max_rank(self, layer: int, site: int) -> int:
-        """Most rank rows that any segment has at a site, its slices together."""
+        """Return the highest number of rank rows of a segment at a site, its slices together."""
         return int(self.records[layer, site, :, 1:].sum(axis=-1).max(initial=0))
 
 
 def build_tables(segments: Segments, adapters: Sequence[PlacedAdapter]) -> SgmvTables:
-    """Put the tables of a step's adapters together; `segments.adapters` index into `adapters`."""
+    """Build the tables of a step's adapters; `segments.adapters` index into `adapters`."""
     own = np.flatnonzero(segments.adapters != BASE)
     placed = [adapters[i] for i in segments.adapters[own].tolist()]
     bounds = np.stack((segments.indptr[:-1][own], segments.indptr[1:][own]), axis=-1)
@@ -64,7 +64,7 @@ def build_tables(segments: Segments, adapters: Sequence[PlacedAdapter]) -> SgmvT
 
 
 def rankless_tables(sites: Sequence[SiteDims], num_layers: int, rows: int) -> SgmvTables:
-    """Tables that a recording is made with: all rows in one segment whose adapter has no rank; none if no sites."""
+    """Return tables for a recording: all rows in one segment whose adapter has no rank, or no segment without sites."""
     segments = 1 if sites else 0
     return SgmvTables(
         sites=tuple(sites),

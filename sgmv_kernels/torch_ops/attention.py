@@ -11,7 +11,7 @@ from sgmv_kernels.backend import AttentionPlan
 from sgmv_kernels.formats.kv_pages import KvPages
 
 MAX_PADDING = 2
-"""Sequences share a product if the longest has at most so many times the pages of the shortest."""
+"""Largest ratio between the numbers of pages of sequences that share one padded product."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,14 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TorchSequences:
-    """A step's sequences by how they are computed."""
+    """Sequences of a step by how they are computed."""
 
     singles: tuple[SingleQueries, ...]
     chunks: tuple[Chunk, ...]
 
 
 def prepare(plan: AttentionPlan, device: torch.device) -> TorchSequences:
-    """Group the sequences."""
+    """Group the sequences: single-token ones by length, longer chunks each alone."""
     starts, lens = plan.query_starts.tolist(), plan.kv_lens.tolist()
     query_lens = np.diff(plan.query_starts).tolist()
     pages = [-(-length // plan.page_size) for length in lens]
@@ -74,25 +74,23 @@ def attention_torch(
     plan: AttentionPlan,
     scale: float,
     window: int | None,
-    alibi_slopes: Tensor | None,
-    softcap: float | None = None,
+    softcap: float | None,
 ) -> Tensor:
     """See `ops.Ops.paged_attention`."""
     out = torch.empty_like(q)
     sequences: TorchSequences = plan.prepared
     for group in sequences.singles:
-        single = _single_queries(q[group.rows].float(), kv, group, scale, window, alibi_slopes, softcap)
+        single = _single_queries(q[group.rows].float(), kv, group, scale, window, softcap)
         out[group.rows] = single.to(q.dtype)
     for chunk in sequences.chunks:
-        out[chunk.rows] = _chunk(q[chunk.rows].float(), kv, chunk, scale, window, alibi_slopes, softcap).to(q.dtype)
+        out[chunk.rows] = _chunk(q[chunk.rows].float(), kv, chunk, scale, window, softcap).to(q.dtype)
     return out
 
 
 def _gather(kv: KvPages, tables: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys [B, kv_heads, D, pages * page] and values [B, kv_heads, pages * page, D] of B sequences, fp32."""
-    keys = kv.keys[tables].permute(0, 2, 3, 1, 4).float().flatten(3)
-    values = kv.values[tables].permute(0, 2, 1, 3, 4).float().flatten(2, 3)
-    return keys, values
+    """Return keys [B, kv_heads, D, pages * page] and values [B, kv_heads, pages * page, D] of B sequences, fp32."""
+    keys, values = kv.read(tables)
+    return keys.permute(0, 2, 3, 1, 4).flatten(3), values.permute(0, 2, 1, 3, 4).flatten(2, 3)
 
 
 def _single_queries(
@@ -101,10 +99,11 @@ def _single_queries(
     group: SingleQueries,
     scale: float,
     window: int | None,
-    slopes: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """q [B, heads, D] -> [B, heads, D]. The heads that share a key head stand where query positions would."""
+    """Attend with q [B, heads, D]; returns [B, heads, D]. Heads that share a key head take the place of query
+    positions.
+    """
     b, heads, d = q.shape
     lens = group.lens[:, None]
     keys, values = _gather(kv, group.tables)
@@ -118,9 +117,6 @@ def _single_queries(
     scores = (grouped @ keys).mul_(scale)
     if softcap is not None:
         scores.div_(softcap).tanh_().mul_(softcap)
-    if slopes is not None:
-        distance = (position - (lens - 1)).float()[:, None, None]
-        scores += slopes.view(1, kv.num_heads, -1, 1) * distance
     scores = scores.masked_fill_(~visible[:, None, None], float("-inf"))
     out: Tensor = scores.softmax(-1) @ values
     return out.reshape(b, heads, d)
@@ -132,23 +128,20 @@ def _chunk(
     chunk: Chunk,
     scale: float,
     window: int | None,
-    slopes: Tensor | None,
     softcap: float | None,
 ) -> Tensor:
-    """q [n, heads, D] -> [n, heads, D]."""
+    """Attend with the rows of one sequence, q [n, heads, D]; returns [n, heads, D]."""
     n, length = q.shape[0], chunk.length
     keys, values = _gather(kv, chunk.table)
     k, v = keys[..., :length].transpose(2, 3), values[:, :, :length]
     query = q.transpose(0, 1)[None]
-    if n == length and window is None and slopes is None and softcap is None:
+    if n == length and window is None and softcap is None:
         out = F.scaled_dot_product_attention(query, k, v, is_causal=True, scale=scale, enable_gqa=True)
     else:
         positions = torch.arange(length - n, length, device=q.device)[:, None]
         keys_at = torch.arange(length, device=q.device)[None]
         visible = keys_at <= positions if window is None else (keys_at <= positions) & (keys_at > positions - window)
         bias = torch.zeros((n, length), device=q.device).masked_fill_(~visible, float("-inf"))
-        if slopes is not None:
-            bias = bias + slopes[:, None, None] * (keys_at - positions).float()
         if softcap is None:
             out = F.scaled_dot_product_attention(query, k, v, attn_mask=bias, scale=scale, enable_gqa=True)
         else:
@@ -157,7 +150,7 @@ def _chunk(
 
 
 def _capped(query: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float) -> Tensor:
-    """What torch's own attention cannot do: scores softened before the mask."""
+    """Attend with a softcap on the scores before the mask, which torch's own attention does not offer."""
     group = query.shape[1] // k.shape[1]
     scores = (query @ k.repeat_interleave(group, 1).transpose(2, 3)).mul_(scale / softcap).tanh_().mul_(softcap)
     return scores.add_(bias).softmax(-1) @ v.repeat_interleave(group, 1)

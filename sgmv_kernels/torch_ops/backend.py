@@ -1,4 +1,4 @@
-"""The plain torch kernels: any device, and what the faster ones are measured against."""
+"""Plain torch backend: any device, every KV format; the faster kernels are measured against it."""
 
 import torch
 
@@ -23,5 +23,5 @@ BACKEND = Backend(
     take_rows=linear.take_rows_torch,
     pack_linear=lambda codes, bias, few_rows: linear.PlainLinear(codes, bias),
     linear=linear.linear_torch,
-    warm_up=lambda dtypes: None,
+    warm_up=lambda adapter_dtype, kv_format: None,
 )

@@ -9,12 +9,12 @@ from torch import Tensor
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
 
 _CHUNK_BYTES = 8 << 20
-"""Weights are dequantized in pieces of this size."""
+"""Size of the pieces in which weights are dequantized."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """See `backend.PackedLinear`."""
+    """Codes that are dequantized for each product; see `backend.PackedLinear`."""
 
     codes: GroupQuantizedWeight
     bias: Tensor | None

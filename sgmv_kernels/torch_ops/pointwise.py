@@ -1,4 +1,4 @@
-"""What lies between the linears, in plain torch."""
+"""The ops between the linears in plain torch: norms, rotation, gates."""
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +12,7 @@ def rope_write_kv_torch(qkv: Tensor, cos: Tensor, sin: Tensor, kv: KvPages, page
     heads = qkv.view(len(qkv), -1, kv.head_dim)
     q, k, v = torch.split(heads, [heads.shape[1] - 2 * kv.num_heads, kv.num_heads, kv.num_heads], dim=1)
     q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
-    kv.keys[pages, :, :, slots] = k.to(kv.dtype)
-    kv.values[pages, :, slots] = v.to(kv.dtype)
+    kv.write(pages, slots, k, v)
     return q
 
 

@@ -1,6 +1,6 @@
 """SGMV in plain torch: matrix products over views of the pool, one segment after another. Any device, any rank.
 
-Panels that lie end to end are read as one matrix, so that an adapter in one run costs one product a matrix.
+Panels that lie end to end are read as one matrix, so that an adapter in one run costs one product for each matrix.
 """
 
 from collections.abc import Iterator
@@ -14,13 +14,13 @@ from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 
 
 def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The permutation, on the device."""
+    """Copy the permutation to the device."""
     del dtype
     return torch.from_numpy(tables.permutation).to(device, torch.int64)
 
 
 def shrink_torch(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
-    """See `ops.Ops.shrink`: one plane."""
+    """See `ops.Ops.shrink`; makes one plane."""
     v = x.new_zeros(
         (1, len(x), plan.tables.max_rank(layer, site) if plan.tables.num_segments else 0), dtype=torch.float32
     )
@@ -58,7 +58,7 @@ def sgmv_torch_(y: Tensor, x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, 
 
 
 def _segments(tables: SgmvTables, layer: int, site: int) -> Iterator[tuple[int, int, list[int]]]:
-    """(first place, end, record) of the segments that have weights at this site."""
+    """Yield (first place, end, record) of the segments that have weights at this site."""
     if not tables.num_segments:
         return
     for (begin, end), record in zip(tables.bounds.tolist(), tables.records[layer, site].tolist(), strict=True):
@@ -75,7 +75,7 @@ def _offset(plan: SgmvPlan, panel: int) -> int:
 
 
 def _matrices(slab: Tensor, plan: SgmvPlan, panel: int, rank: int, width: int) -> Iterator[Tensor]:
-    """Views [rows, width] of `rank` rows in consecutive panels, those that lie end to end as one."""
+    """Return views [rows, width] of `rank` rows in consecutive panels; panels that lie end to end are one view."""
     start = rows = 0
     for i in range(_num_panels(rank)):
         offset, count = _offset(plan, panel + i), min(PANEL_RANKS, rank - i * PANEL_RANKS)

@@ -3,11 +3,11 @@
 A program owns a tile of one sequence's query rows for one key head; the query heads that share the key head stand side
 by side in the tile, so that a decode row fills the tensor core with its group. Keys and values of a tile of tokens are
 read page by page through the page table, with int64 addresses. Slots that no row may see may hold NaN: their values are
-not read, their scores are put aside. Long contexts of few rows are cut into parts that a second kernel adds up
+not read, and their scores are masked. Long contexts of few rows are cut into parts that a second kernel adds up
 (`attention_triton_tables`).
 
-What holds bit for bit: a row's result depends on its own sequence only, not on the batch, the order of sequences, or
-where pages lie. How many rows of a sequence a step computes may change the last bits.
+A row's result has the same bits whatever the batch, the order of sequences, and the places of pages. How many rows of a
+sequence a step computes may change the last bits.
 
 Speed on a GPU is NOT MEASURED yet.
 
@@ -30,17 +30,19 @@ _REDUCE = tl.constexpr(4)
 _SUMS = tl.constexpr(2)
 SUMS = 2
 DECODE_M = 16
+KV_FORMATS = ("bfloat16", "float16", "float32")
+"""KV formats that the kernels read."""
 new_partials = torch.empty
-"""Makes the partial results; a test may put a function here that poisons them."""
+"""Allocator of the partial results; tests replace it by one that fills them with NaN."""
 
 
 def prepare(plan: AttentionPlan, device: torch.device) -> AttentionTables:
-    """The step's sequences; work is cut at the first layer, when the heads are known."""
+    """Keep the sequences of a step; work is cut at the first layer, when the heads are known."""
     return AttentionTables(plan, device)
 
 
 def shape_for(config: AttentionConfig, group: int) -> Shape:
-    """How work is cut for groups of `group` query heads."""
+    """Return how work is cut for groups of `group` query heads."""
     decode_m, prefill_m = _rows(config, group)
     return Shape(decode_m // group, prefill_m // group, config.split_tokens, FEW_ROWS)
 
@@ -51,13 +53,12 @@ def attention(
     plan: AttentionPlan,
     scale: float,
     window: int | None,
-    alibi_slopes: Tensor | None,
-    softcap: float | None = None,
+    softcap: float | None,
 ) -> Tensor:
     """See `ops.Ops.paged_attention`."""
     tables: AttentionTables = plan.prepared
     heads, dim, group = q.shape[1], q.shape[2], q.shape[1] // kv.num_heads
-    config = attention_config(device_name(q.device), dim, max(q.dtype.itemsize, kv.dtype.itemsize))
+    config = attention_config(device_name(q.device), dim, max(q.itemsize, kv.keys.itemsize))
     work = tables.buffer(shape_for(config, group), group)
     out = torch.empty_like(q)
     decode_m, prefill_m = _rows(config, group)
@@ -66,8 +67,7 @@ def attention(
     slots = (max(1, most.max_slots), kv.num_heads, decode_m)
     partial = new_partials((*slots, padded), dtype=torch.float32, device=q.device)
     sums = new_partials((*slots, SUMS), dtype=torch.float32, device=q.device)
-    compute, precision = product_dtype(q.dtype, kv.dtype)
-    slopes = sums if alibi_slopes is None else alibi_slopes
+    compute, precision = product_dtype(q.dtype, kv.keys.dtype)
     for items, items_at, block_m, block_n, warps, stages in (
         (most.max_decode, work.decode_at, decode_m, config.decode_n, config.decode_warps, config.decode_stages),
         (most.max_prefill, work.prefill_at, prefill_m, config.prefill_n, config.prefill_warps, config.prefill_stages),
@@ -80,7 +80,6 @@ def attention(
                 out,
                 partial,
                 sums,
-                slopes,
                 work.ints,
                 items_at,
                 work.starts_at,
@@ -98,7 +97,6 @@ def attention(
                 D_PAD=padded,
                 PAGE=kv.page_size,
                 WINDOW=window is not None,
-                ALIBI=alibi_slopes is not None,
                 SOFTCAP=softcap is not None,
                 BLOCK_M=block_m,
                 BLOCK_N=block_n,
@@ -113,7 +111,7 @@ def attention(
 
 
 def _rows(config: AttentionConfig, group: int) -> tuple[int, int]:
-    """Rows of a small and of a long tile: at least one query row with its group."""
+    """Return the rows of a small and of a long tile; each holds at least one query row with its group."""
     return power_of_two(group, DECODE_M), power_of_two(group, config.prefill_m)
 
 
@@ -144,7 +142,6 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     out,
     partial,
     sums,
-    slopes,
     ints,
     items_at,
     starts_at,
@@ -168,14 +165,13 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     D_PAD: tl.constexpr,
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
-    ALIBI: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of query rows (row m: query m // GROUP, head m % GROUP of the group) against one part of the keys."""
+    """Attend with one tile of query rows (row m: query m // GROUP, head m % GROUP) to one part of the keys."""
     item = ints + items_at + tl.program_id(0) * _ITEM
     part_begin, part_end = tl.load(item + 2), tl.load(item + 3)
     if part_begin >= part_end:
@@ -195,7 +191,6 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     position = kv_len - query_len + query
     row = (start + query).to(tl.int64) * HEADS + head
     q_tile = tl.load(q + row[:, None] * D + d[None, :], mask=row_ok[:, None] & dim_ok[None, :], other=0.0).to(COMPUTE)
-    slope = tl.load(slopes + head, mask=row_ok & ALIBI, other=0.0)
 
     # The keys that some row of the tile sees, inside this part.
     first_position = kv_len - query_len + first_query
@@ -227,8 +222,6 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
         scores = dot(q_tile, k_tile.to(COMPUTE), nothing, PRECISION) * scale
         if SOFTCAP:
             scores = softened(scores, softcap)
-        if ALIBI:
-            scores += slope[:, None] * (at[None, :] - position[:, None]).to(tl.float32)
         visible = key_ok[None, :] & (at[None, :] <= position[:, None])
         if WINDOW:
             visible = visible & (at[None, :] > position[:, None] - window)
@@ -273,7 +266,7 @@ def _reduce_kernel(  # type: ignore[no-untyped-def]
     D_PAD: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Add the parts of one tile, in order."""
+    """Add the partial results of one tile, in order."""
     item = ints + reduce_at + tl.program_id(0) * _REDUCE
     parts = tl.load(item + 3)
     if parts == 0:

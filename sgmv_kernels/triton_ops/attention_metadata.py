@@ -1,4 +1,4 @@
-"""A step's attention work on a GPU: which program computes what, cut on the host; one packed int32 buffer.
+"""Attention work of a step on a GPU, cut on the host into one packed int32 buffer.
 
     decode    [I, 5]  sequence, first query row in it, first key, end of keys, slot of the partial result or -1
     prefill   [J, 5]  the same, longer tiles, never split
@@ -29,21 +29,23 @@ from sgmv_kernels.triton_ops.common import host_ints, put, sections
 ITEM_INTS = 5
 REDUCE_INTS = 4
 MAX_SPLITS = 64
-"""Most parts of a sequence: longer contexts have longer parts."""
+"""Most parts of a sequence; longer contexts have longer parts."""
 FEW_ROWS = 64
-"""Query rows, times the heads that share a key head, up to which a sequence goes to the small tiles."""
+"""Most query rows, times the heads that share a key head, of a sequence that is cut into small tiles."""
 NO_SLOT = -1
 PADDING_INTS = 256
-"""After the page tables: a tile of keys reads the table without a mask, at most one tile past its end."""
+"""Room behind the page tables: a tile of keys reads the table without a mask, at most one tile past its end."""
 
 
 class CapacityExceeded(ValueError):
-    """A step does not fit the capacity that a buffer was made for."""
+    """A step does not fit the capacity of its buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How work is cut: query rows of a small and of a long tile, keys of a part, rows of a sequence for small tiles."""
+    """Sizes that work is cut by: query rows of a small and of a long tile, keys of a part, rows of a sequence for small
+    tiles.
+    """
 
     decode_rows: int
     prefill_rows: int
@@ -53,7 +55,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The work of a step, see above; `slots`: partial results."""
+    """Work items of a step, in the tables of the module docstring; `slots` is the number of partial results."""
 
     decode: Int32
     prefill: Int32
@@ -63,7 +65,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCapacity:
-    """The most that steps of one graph have: sequences, their pages, items of each kind."""
+    """Largest step of one graph: sequences, their pages, items of each kind."""
 
     max_sequences: int
     max_pages: int
@@ -91,10 +93,10 @@ class AttentionBuffer:
         self.ints: Tensor | None = None
 
     def update(self, plan: AttentionPlan, work: Work) -> None:
-        """Put a step's work on the device: one copy, which the host does not wait for.
+        """Copy a step's work to the device, in one copy that the host does not wait for.
 
         Raises:
-            CapacityExceeded: it does not fit; nothing has been changed.
+            CapacityExceeded: the step does not fit; nothing has been changed.
         """
         most = self.capacity
         for name, has, limit in (
@@ -123,10 +125,11 @@ class AttentionBuffer:
 
 
 class AttentionTables:
-    """A step's sequences; work is cut once for each shape that a model's layers ask for (usually one).
+    """Sequences of a step; work is cut once for each shape that a model's layers ask for (usually one).
 
-    With a `capacity` the buffers stay where they are, and `update` refills those that have been made: for a graph, call
-    attention once before the capture, so that they are.
+    With a `capacity` the buffers keep their addresses, and `update` refills those that have been made. For a graph,
+    call
+    attention once before the capture, so that they are made.
     """
 
     def __init__(self, plan: AttentionPlan, device: torch.device, capacity: AttentionCapacity | None = None) -> None:
@@ -134,7 +137,7 @@ class AttentionTables:
         self._buffers: dict[tuple[Shape, int], AttentionBuffer] = {}
 
     def buffer(self, shape: Shape, group: int) -> AttentionBuffer:
-        """The work on the device, for query heads that share a key head in groups of `group`."""
+        """Return the work on the device, for query heads that share a key head in groups of `group`."""
         made = self._buffers.get((shape, group))
         if made is None:
             work = cut(self._plan, shape, group)
@@ -144,7 +147,7 @@ class AttentionTables:
         return made
 
     def update(self, plan: AttentionPlan) -> None:
-        """Take another step's sequences; only with a capacity."""
+        """Replace the step; only with a capacity."""
         assert self._capacity is not None
         self._plan = plan
         for (shape, group), buffer in self._buffers.items():
@@ -152,7 +155,7 @@ class AttentionTables:
 
 
 def cut(plan: AttentionPlan, shape: Shape, group: int) -> Work:
-    """Tiles and parts of every sequence, each by its own lengths; all sequences in one pass, no loop over them."""
+    """Cut every sequence into tiles and parts by its own lengths, all sequences in one pass."""
     query_lens = np.diff(plan.query_starts)
     few = (query_lens == 1) | (query_lens * group <= shape.few_rows)
     small, long = np.flatnonzero(few).astype(np.int32), np.flatnonzero(~few).astype(np.int32)
@@ -171,14 +174,14 @@ def cut(plan: AttentionPlan, shape: Shape, group: int) -> Work:
 
 
 def split_of(lens: Int32, split_tokens: int) -> Int32:
-    """Keys of a part: `split_tokens` times a power of two, so that the parts of a sequence stay few."""
+    """Return the keys of a part for each length: `split_tokens` times a power of two, for few parts."""
     parts = -(-lens // split_tokens)
     doublings = np.frexp(-(-parts // MAX_SPLITS) - 1)[1]
     return (split_tokens << doublings.astype(np.int32)).astype(np.int32)
 
 
 def _items(sequences: Int32, rows: Int32, lens: Int32, tile_rows: int, part: Int32) -> Int32:
-    """[I, 5] without slots: the parts of a tile beside each other, in order."""
+    """Return items [I, 5] without slots, the parts of a tile side by side in order."""
     parts = -(-lens // part)
     counts = -(-rows // tile_rows) * parts
     of = np.repeat(np.arange(len(sequences)), counts)
@@ -193,7 +196,9 @@ def _items(sequences: Int32, rows: Int32, lens: Int32, tile_rows: int, part: Int
 
 
 def _number_slots(items: Int32, parts: Int32) -> int:
-    """Give a slot to every part of tiles that have several; `parts` of each tile. Returns how many."""
+    """Give a slot to every part of tiles that have several, and return the number of slots; `parts` counts those of
+    each tile.
+    """
     split = np.repeat(parts > 1, parts)
     count = int(split.sum())
     items[split, 4] = np.arange(count)
@@ -201,7 +206,7 @@ def _number_slots(items: Int32, parts: Int32) -> int:
 
 
 def _reduces(items: Int32, parts: Int32) -> Int32:
-    """[G, 4]: the tiles that have several parts."""
+    """Return [G, 4]: the tiles that have several parts."""
     first = items[np.cumsum(parts) - parts]
     return np.stack((first[:, 0], first[:, 1], first[:, 4], parts), axis=-1)[parts > 1].astype(np.int32)
 

@@ -1,4 +1,4 @@
-"""The Triton kernels: CUDA devices, and CPU tensors under Triton's interpreter (tests)."""
+"""Triton backend: CUDA devices, and CPU tensors under Triton's interpreter (tests)."""
 
 import torch
 
@@ -32,5 +32,6 @@ BACKEND = Backend(
     take_rows=linear_torch.take_rows_torch,
     pack_linear=lambda codes, bias, few_rows: linear.pack_linear(codes, bias),
     linear=linear.linear,
-    warm_up=lambda dtypes: None,
+    warm_up=lambda adapter_dtype, kv_format: None,
+    kv_formats=attention.KV_FORMATS,
 )

@@ -31,7 +31,7 @@ Table = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class RowsConfig:
-    """What a number of token rows decides, for all sites of a step."""
+    """Settings that depend on the number of token rows, for all sites of a step."""
 
     block_m: int
     planes: bool
@@ -39,7 +39,7 @@ class RowsConfig:
 
 @dataclass(frozen=True, slots=True)
 class SgmvConfig:
-    """One site. `planes`: how many programs share the sum over K, `split_k` or 1."""
+    """Settings of one site. `planes` is the number of programs that share the sum over K, `split_k` or 1."""
 
     split_k: int
     planes: int
@@ -54,7 +54,7 @@ class SgmvConfig:
 
 @dataclass(frozen=True, slots=True)
 class AttentionConfig:
-    """One head dim. `split_tokens`: keys of one program at decode."""
+    """Settings of one head dim. `split_tokens` is the number of keys of one program at decode."""
 
     split_tokens: int
     decode_n: int
@@ -68,7 +68,7 @@ class AttentionConfig:
 
 @dataclass(frozen=True, slots=True)
 class LinearConfig:
-    """A base linear. `split_k`: programs that share the sum over K, each with a plane of its own."""
+    """Settings of a base linear. `split_k` programs share the sum over K, each with a plane of its own."""
 
     block_m: int
     block_n: int
@@ -79,18 +79,18 @@ class LinearConfig:
 
 @cache
 def device_name(device: torch.device) -> str:
-    """The name that tables are kept under."""
+    """Return the name that tables are kept under."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else DEFAULT
 
 
 def file_name(name: str) -> str:
-    """The file of a device's table."""
+    """Return the file name of a device's table."""
     return re.sub(r"[^A-Za-z0-9]+", "_", name).strip("_") + ".json"
 
 
 @cache
 def table_of(name: str) -> Table:
-    """The table of a device, or the default one."""
+    """Return the table of a device, or the default one."""
     folder = resources.files("sgmv_kernels.triton_ops") / "configs"
     own = folder / file_name(name)
     source = own if own.is_file() else folder / file_name(DEFAULT)
@@ -100,14 +100,14 @@ def table_of(name: str) -> Table:
 
 @cache
 def rows_config(name: str, rows: int) -> RowsConfig:
-    """See `RowsConfig`."""
+    """Return the settings for a number of token rows; see `RowsConfig`."""
     row = _first(table_of(name)["rows"], max_rows=rows)
     return RowsConfig(row["block_m"], row["planes"])
 
 
 @cache
 def sgmv_config(name: str, rows: int, rank: int, dims: SiteDims) -> SgmvConfig:
-    """The blocks for T `rows` at a site where adapters have at most `rank` rank rows, slices together."""
+    """Return the block sizes for T `rows` at a site where adapters have at most `rank` rank rows, slices together."""
     table = table_of(name)
     sums = _first(table["sums"], max_in=dims.in_features)
     tiles = _first(table["tiles"], max_rows=rows, max_rank=rank, max_in=dims.in_features, max_out=dims.total_out)
@@ -118,14 +118,14 @@ def sgmv_config(name: str, rows: int, rank: int, dims: SiteDims) -> SgmvConfig:
 
 @cache
 def attention_config(name: str, head_dim: int, itemsize: int) -> AttentionConfig:
-    """See `AttentionConfig`; `itemsize` of the wider of activations and pages."""
+    """Return the settings of a head dim; `itemsize` is that of the wider of activations and stored keys."""
     row = _first(table_of(name)["attention"], max_dim=head_dim, max_bytes=itemsize)
     return AttentionConfig(**_without_bounds(row))
 
 
 @cache
 def linear_config(name: str, bits: int, rows: int, out: int) -> LinearConfig:
-    """See `LinearConfig`; codes of 8, 4 or 3 (q3h) `bits`."""
+    """Return the settings of a linear with codes of 8, 4 or 3 (q3h) `bits`."""
     fitting = [row for row in table_of(name)["linear"] if row["bits"] in (None, bits)]
     row = _without_bounds(_first(fitting, max_rows=rows, max_out=out))
     return LinearConfig(**{field: value for field, value in row.items() if field != "bits"})
@@ -133,7 +133,7 @@ def linear_config(name: str, bits: int, rows: int, out: int) -> LinearConfig:
 
 @cache
 def dequantize_above(name: str, bits: int) -> int:
-    """Token rows above which weights are dequantized for cuBLAS; an unmeasured guess in the default table."""
+    """Return the token rows above which weights are dequantized for cuBLAS, a guess in the default table."""
     rows: int = table_of(name)["dequantize_above"][str(bits)]
     return rows
 

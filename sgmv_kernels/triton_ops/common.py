@@ -1,8 +1,8 @@
-"""What the Triton kernels share: the interpreter's differences, the dtype of products, one upload a step.
+"""Common helpers of the Triton kernels: differences of the interpreter, the dtype of products, one upload a step.
 
-Under `TRITON_INTERPRET=1` (read when a kernel module is imported) kernels run on CPU tensors, program after program.
-It is slow, and stands in for a GPU in tests. Two of its traps are dealt with here, both seen with triton 3.6:
-bf16 arithmetic is silently wrong there, so operands are fp32; and `range` over a loaded number fails with numpy 2.4.
+Under `TRITON_INTERPRET=1` (read when a kernel module is imported) kernels run on CPU tensors, program after program. It
+is slow, and stands in for a GPU in tests. Two of its bugs are worked around here, both seen with triton 3.6: bf16
+arithmetic is silently wrong there, so operands are fp32; and `range` over a loaded number fails with numpy 2.4.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ ALIGNMENT_INTS = 16
 
 
 def kernel(*unspecialized: str) -> Callable[[Callable[..., Any]], Any]:
-    """`triton.jit`, typed; numbers in `unspecialized` differ from step to step and must not make new kernels."""
+    """Apply `triton.jit` with types; numbers in `unspecialized` change from step to step and make no new kernels."""
     made: Callable[[Callable[..., Any]], Any] = triton.jit(do_not_specialize=list(unspecialized))
     return made
 
@@ -37,7 +37,7 @@ def _bound_compiled(n):  # type: ignore[no-untyped-def]
 
 
 as_bound: Callable[[Any], Any] = _bound_interpreted if INTERPRETED else _bound_compiled
-"""A loaded number as the bound of a `range`, which the compiler can pipeline (it does not pipeline `while`)."""
+"""Function that turns a loaded number into the bound of a `range`: the compiler pipelines that, and no `while`."""
 
 
 def _cast_interpreted(x: Any, dtype: Any) -> Any:
@@ -55,7 +55,7 @@ def _cast_compiled(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 cast: Callable[[Any, Any], Any] = _cast_interpreted if INTERPRETED else _cast_compiled
-"""fp32 numbers in the dtype they are stored as, rounded to nearest even; the interpreter's own cast cuts bf16 off."""
+"""Function that rounds fp32 to a stored dtype, to nearest even; the interpreter's own cast truncates bf16."""
 
 
 def _dot_interpreted(a: Any, b: Any, total: Any, precision: str) -> Any:
@@ -74,7 +74,7 @@ tensor core's does not; in fp64, rounded to fp32, it does not show."""
 
 @kernel()
 def softened(x, cap):  # type: ignore[no-untyped-def]
-    """cap * tanh(x / cap), fp32: a series near 0, else by an exponential, whose argument is never positive."""
+    """Return cap * tanh(x / cap), fp32: a series near 0, else by an exponential, whose argument is never positive."""
     z = x / cap
     square = z * z
     near = z * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0 - square * (17.0 / 315.0))))
@@ -85,10 +85,11 @@ def softened(x, cap):  # type: ignore[no-untyped-def]
 
 
 def product_dtype(*dtypes: torch.dtype) -> tuple[Any, str]:
-    """(operand dtype, input precision) of a `tl.dot`, by what its operands are stored as.
+    """Return (operand dtype, input precision) of a `tl.dot`, from the dtypes that its operands are stored in.
 
-    Equal halves are multiplied as they are. Unequal ones go through fp32 operands in tf32, which holds bf16 and fp16
-    exactly. Any fp32 operand asks for whole fp32 products.
+    Equal half-precision operands are multiplied unchanged. Unequal ones become fp32 operands in tf32, which holds bf16
+    and
+    fp16 exactly. Any fp32 operand takes full fp32 products.
     """
     if INTERPRETED or torch.float32 in dtypes:
         return tl.float32, "ieee"
@@ -98,16 +99,16 @@ def product_dtype(*dtypes: torch.dtype) -> tuple[Any, str]:
 
 
 def sections(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where each of several int32 arrays begins in one buffer, and the length of the buffer."""
+    """Return where each of several int32 arrays begins in one buffer, and the length of the buffer."""
     aligned = [-(-size // ALIGNMENT_INTS) * ALIGNMENT_INTS for size in sizes]
     ends = np.cumsum(aligned).tolist()
     return [end - size for end, size in zip(ends, aligned, strict=True)], max(ALIGNMENT_INTS, ends[-1])
 
 
 def host_ints(length: int, device: torch.device) -> Tensor:
-    """Zeros [length] int32 in memory that a GPU can copy from while the host goes on.
+    """Return zeros [length] int32 in memory that a GPU can copy from while the host goes on.
 
-    Fresh each step: torch's pinned allocator gives memory out again only after the copies from it are done.
+    The memory is new each step: torch's pinned allocator reuses memory only after the copies from it are done.
     """
     return torch.zeros(length, dtype=torch.int32, pin_memory=device.type == "cuda")
 
@@ -118,5 +119,5 @@ def put(target: Tensor, start: int, values: Int32) -> None:
 
 
 def power_of_two(n: int, least: int = 16) -> int:
-    """The next power of two, at least what `tl.dot` needs."""
+    """Return the next power of two, at least what `tl.dot` needs."""
     return max(least, 1 << (n - 1).bit_length())

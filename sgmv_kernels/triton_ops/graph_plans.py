@@ -1,7 +1,7 @@
-"""Plans of single-token steps whose device memory stays where it is, for CUDA graphs that are captured once.
+"""Plans of single-token steps whose device memory keeps its addresses, for CUDA graphs that are captured once.
 
-A capacity is fixed: rows, keys' parts, ranks. `update` puts a step's numbers into the same buffers, or refuses; a graph
-that was captured over `attention` and `lora` then computes that step. Needs the Triton kernels.
+A capacity is fixed: rows, parts of keys, ranks. `update` writes a step's numbers into the same buffers, or refuses; a
+graph that was captured over `attention` and `lora` then computes that step. Needs the Triton kernels.
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ from sgmv_kernels.triton_ops.block_sizes import attention_config, device_name
 from sgmv_kernels.triton_ops.sgmv_metadata import Capacity, TritonTables, capacity_ranks
 
 CapacityExceeded = (attention_metadata.CapacityExceeded, sgmv_metadata.CapacityExceeded)
-"""What `StaticPlans.update` raises: a step does not fit. A tuple, for `except`."""
+"""Errors of `StaticPlans.update` for a step that does not fit; a tuple, for `except`."""
 CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class PlanDims:
-    """What is the same for every step of a model. `itemsize`: of the wider of activations and pages.
+    """Properties that all steps of a model share.
 
-    `num_pages` includes pages that nobody owns.
+    `itemsize` is that of the wider of activations and stored keys; `num_pages` includes pages that nothing owns.
     """
 
     sites: tuple[SiteDims, ...]
@@ -46,9 +46,11 @@ class PlanDims:
 
 @dataclass(frozen=True, slots=True)
 class StaticCapacity:
-    """The most that a step may have. `parts`: pieces of keys, on average over the rows; 1: no sequence is cut.
+    """Largest step of a plan.
 
-    `max_pages` of a sequence; `rank` of a slice of an adapter, 0: no row has an adapter.
+    `parts` is the average number of parts that a row's keys are cut into, 1 for none; `max_pages` the pages of a
+    sequence;
+    `rank` that of an adapter's slice, 0 where no row has an adapter.
     """
 
     rows: int
@@ -76,14 +78,16 @@ class StaticPlans:
         row_adapters: Sequence[int],
         adapters: Sequence[PlacedAdapter],
     ) -> None:
-        """A step of one token a row, as many rows as the capacity has.
+        """Write a step of one token a row, with as many rows as the capacity has.
 
         Args:
-            kv_lens: keys of each row, its own included: it stands at the position before.
+            token_ids: of each row.
+            kv_lens: keys of each row, its own included: its position is one less.
             page_tables: [rows, pages].
             row_adapters: index into `adapters`, or `BASE`.
+            adapters: the placed adapters of the step.
         Raises:
-            CapacityExceeded: it does not fit.
+            CapacityExceeded: the step does not fit.
         """
         dims, rows = self._dims, self._capacity.rows
         assert len(token_ids) == len(kv_lens) == len(row_adapters) == rows
@@ -125,7 +129,7 @@ class StaticPlans:
 
 
 def scratch_rows(page_tables: list[Sequence[int]], rows: int, scratch_page: int) -> Int32:
-    """[rows, most pages] int32: page tables, and after them rows that write to, and see, a page that nobody owns."""
+    """Return page tables [rows, most pages] int32, followed by rows that read and write a page that nothing owns."""
     made = np.zeros((rows, max(map(len, page_tables))), dtype=np.int32)
     made[len(page_tables) :, 0] = scratch_page
     for row, pages in zip(made, page_tables, strict=False):

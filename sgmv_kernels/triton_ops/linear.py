@@ -1,9 +1,9 @@
 """Base linears over quantized codes on a GPU: codes are unpacked in registers, sums are fp32.
 
 Few rows: a program owns (rows, outputs, part of K). Codes go into the tensor core as whole numbers, which bf16 holds
-exactly; scale and minimum are put to the sum of a group, where they are fp32. So weights are never rounded. With
-`split_k` over 1 a part's sums are a *plane*, and a second kernel adds the planes up in order. Many rows: the weight is
-dequantized to the activations' dtype (the one place where it is rounded) and left to cuBLAS.
+exactly; scale and minimum are applied to the sum of a group, in fp32. So weights are never rounded. With `split_k` over
+1 a part's sums are a *plane*, and a second kernel adds the planes in order. Many rows: the weight is dequantized to the
+activations' dtype (the only place where it is rounded) and multiplied by cuBLAS.
 
 A row's result does not depend on the rows beside it; between numbers of rows with another configuration only closeness
 is claimed. Speed on a GPU is NOT MEASURED yet.
@@ -26,7 +26,7 @@ from sgmv_kernels.triton_ops.common import cast, dot, kernel, product_dtype
 from sgmv_kernels.triton_ops.weight_packing import RUN, check_group, pack_codes
 
 BITS = {INT8_LEVELS: 8, INT4_LEVELS: 4, Q3H_LEVELS: 3}
-"""Levels -> the name that configurations use."""
+"""Bits by which configurations name the levels."""
 _INT8 = tl.constexpr(INT8_LEVELS)
 _INT4 = tl.constexpr(INT4_LEVELS)
 _RUN = tl.constexpr(RUN)
@@ -37,16 +37,18 @@ TILE = 128
 ADD_BLOCK = 1024
 UNPACK_ROWS = 16
 BLAS_BYTES = 256 << 20
-"""A weight is dequantized in pieces of at most so much: the head of a large vocabulary is a gigabyte."""
+"""Most bytes of a weight that are dequantized at a time: the head of a large vocabulary is a gigabyte."""
 new_planes = torch.empty
-"""Makes the planes; a test may put a function here that poisons them."""
+"""Allocator of the planes; tests replace it by one that fills them with NaN."""
 _MANTISSAS = {torch.bfloat16: (tl.bfloat16, 0x4300, 128.0), torch.float16: (tl.float16, 0x6400, 1024.0)}
 """dtype -> (the same, bits of the number whose last mantissa bit is worth 1, that number)."""
 
 
 @dataclass(frozen=True)
 class TritonLinear:
-    """See `PackedLinear`. `codes` as in `linear_triton_pack`; scales and minima [G, O] fp16; bias [O] fp32."""
+    """Packed codes for a GPU; see `PackedLinear`. `codes` as in `linear_triton_pack`; scales and minima [G, O] fp16;
+    bias [O] fp32.
+    """
 
     codes: Tensor
     scales: Tensor
@@ -63,13 +65,13 @@ class TritonLinear:
 
     @property
     def tile(self) -> int:
-        """Codes of one product: a group, or a part of one of int8."""
+        """Return the codes of one product: a group, or a part of one for int8."""
         group = self.in_features // len(self.scales)
         return min(group & -group, TILE) if self.levels == INT8_LEVELS else group
 
     @property
     def step(self) -> int:
-        """Tiles that a program takes at a time: a run of q3h; of others what makes up 128 codes."""
+        """Return the tiles that a program takes at a time: a run of q3h; for others what makes up 128 codes."""
         return RUN if self.levels == Q3H_LEVELS else max(1, TILE // self.tile)
 
     def dequantize(self) -> Tensor:
@@ -98,7 +100,7 @@ def linear(x: Tensor, packed: PackedLinear) -> Tensor:
 
 
 def through_blas(x: Tensor, packed: TritonLinear) -> Tensor:
-    """Dequantize to x's dtype, then torch's product."""
+    """Dequantize to x's dtype and multiply by torch."""
     y = torch.empty((len(x), packed.out_features), dtype=x.dtype, device=x.device)
     piece = max(UNPACK_ROWS, BLAS_BYTES // (packed.in_features * x.dtype.itemsize))
     for start in range(0, packed.out_features, piece):
@@ -112,7 +114,7 @@ def through_blas(x: Tensor, packed: TritonLinear) -> Tensor:
 
 
 def through_tiles(x: Tensor, packed: TritonLinear, config: LinearConfig) -> Tensor:
-    """Unpack in registers."""
+    """Multiply with codes that are unpacked in registers."""
     rows, out = len(x), packed.out_features
     y = torch.empty((rows, out), dtype=x.dtype, device=x.device)
     if not rows:
@@ -171,7 +173,7 @@ def through_tiles(x: Tensor, packed: TritonLinear, config: LinearConfig) -> Tens
 
 
 def _unpack(packed: TritonLinear, ids: Tensor | None, count: int, dtype: torch.dtype, start: int = 0) -> Tensor:
-    """[count, H]: the rows `ids`, or those from `start` on."""
+    """Return [count, H]: the rows `ids`, or those from `start` on."""
     out = torch.empty((count, packed.in_features), dtype=dtype, device=packed.codes.device)
     tiles = packed.in_features // packed.tile
     if count:
@@ -200,7 +202,7 @@ def _unpack(packed: TritonLinear, ids: Tensor | None, count: int, dtype: torch.d
 
 @kernel()
 def _halves(stored, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """int32 bytes of int4, or pairs of q3h -> codes of the first and of the second half of a group."""
+    """Split int32 bytes of int4, or pairs of q3h, into codes of the first and of the second half of a group."""
     if LEVELS == _INT4:
         first, second = stored & 15, stored >> 4
     else:
@@ -211,7 +213,7 @@ def _halves(stored, LEVELS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @kernel()
 def _number(code, EXACT: tl.constexpr, MANTISSA: tl.constexpr, COMPUTE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A code as an operand, plus the OFFSET of its dtype: the code is the mantissa, so that nothing is converted."""
+    """Turn a code into an operand plus the OFFSET of its dtype: the code is the mantissa, so nothing is converted."""
     if MANTISSA == 0:  # noqa: SIM108 - decided when compiling
         made = code.to(COMPUTE)
     else:
@@ -248,7 +250,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y[rows, outputs], or its plane, over STEPS steps of STEP tiles."""
+    """Compute y[rows, outputs], or its plane, over STEPS steps of STEP tiles."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row_ok, out_ok = m < num_rows, n < OUT
@@ -299,7 +301,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
 def _add_planes_kernel(  # type: ignore[no-untyped-def]
     sums, bias, y, num_rows, OUT: tl.constexpr, PLANES: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Columns of one row: the planes in order, then the bias."""
+    """Add the planes of columns of one row in order, then the bias."""
     row = tl.program_id(0)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = n < OUT
@@ -331,7 +333,7 @@ def _unpack_kernel(  # type: ignore[no-untyped-def]
     STEP: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """STEP tiles of ROWS rows."""
+    """Unpack STEP tiles of ROWS rows."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_ok = r < count
     if IDS:  # noqa: SIM108 - decided when compiling

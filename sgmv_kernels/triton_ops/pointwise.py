@@ -1,4 +1,4 @@
-"""What lies between the linears, on a GPU: one kernel an op, sums in fp32, one rounding at the end.
+"""The ops between the linears on a GPU: one kernel for each op, sums in fp32, one rounding at the end.
 
 A row's result does not depend on the rows beside it. Speed on a GPU is NOT MEASURED yet.
 """
@@ -140,7 +140,7 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
     REST_PAD: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """One head, of q, k or v, of BLOCK_T token rows."""
+    """Rotate or store one head, of q, k or v, of BLOCK_T token rows."""
     t = (tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)).to(tl.int64)
     d = tl.arange(0, HALF_PAD)
     head = tl.program_id(1)
@@ -196,7 +196,7 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: x += delta, rounded to x's dtype, then the norm of what was stored."""
+    """Compute one row: x += delta, rounded to x's dtype, then the norm of what was stored."""
     column = tl.arange(0, BLOCK)
     ok = column < WIDTH
     at = tl.program_id(0).to(tl.int64) * WIDTH + column
@@ -212,7 +212,7 @@ def _add_rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 @kernel()
 def _silu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns of one row. The exponential never overflows: its argument is never positive."""
+    """Gate columns of one row. The exponential never overflows: its argument is never positive."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < WIDTH
@@ -225,7 +225,7 @@ def _silu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  #
 
 @kernel()
 def _gelu_mul_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns of one row; 0.5 (1 + tanh z) is the sigmoid of 2 z, as in `_silu_mul_kernel`."""
+    """Gate columns of one row; 0.5 (1 + tanh z) is the sigmoid of 2 z, as in `_silu_mul_kernel`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < WIDTH
@@ -248,7 +248,7 @@ def _norm_heads_kernel(  # type: ignore[no-untyped-def]
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One head of q or k of one row."""
+    """Norm one head of q or k of one row."""
     head, column = tl.program_id(1), tl.arange(0, BLOCK)
     ok = column < DIM
     at = (tl.program_id(0).to(tl.int64) * (HEADS + 2 * KV_HEADS) + head) * DIM + column
@@ -263,7 +263,7 @@ def _norm_heads_kernel(  # type: ignore[no-untyped-def]
 
 @kernel()
 def _softcap_kernel(x, cap, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Columns of one row."""
+    """Bound columns of one row."""
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * WIDTH + column
     value = tl.load(x + at, mask=column < WIDTH, other=0.0).to(tl.float32)

@@ -31,17 +31,17 @@ _RECORD = tl.constexpr(4)
 _PANEL = tl.constexpr(PANEL_RANKS)
 _SCALE_UNIT = tl.constexpr(ALIGNMENT_BYTES // SCALE_BYTES)
 new_planes = torch.empty
-"""Makes the planes; a test may put a function here that poisons them."""
+"""Allocator of the planes; tests replace it by one that fills them with NaN."""
 
 
 def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> TritonTables:
-    """The exact tables of a step, on the device."""
+    """Return the exact tables of a step, on the device."""
     del dtype
     return TritonTables.exact(tables, device)
 
 
 def shrink(x: Tensor, slab: Tensor, plan: SgmvPlan, layer: int, site: int) -> Tensor:
-    """See `ops.Ops.shrink`: one plane, or one for each part of K."""
+    """See `ops.Ops.shrink`; makes one plane, or one for each part of K."""
     tables: TritonTables = plan.prepared
     if not tables.chunk_grid or not tables.rank(layer, site):
         return new_planes((1, len(x), 0), dtype=torch.float32, device=x.device)
@@ -137,7 +137,7 @@ def _shrink_kernel(  # type: ignore[no-untyped-def]
     COMPUTE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """v[plane, place, n] = sum over the plane's parts of K of x[row, k] A[n, k]; a part is STEPS blocks."""
+    """Compute v[plane, place, n], the sum over the plane's parts of K of x[row, k] A[n, k]; a part is STEPS blocks."""
     chunk = ints + tl.program_id(0) * _CHUNK
     count = tl.load(chunk + 1)
     if count == 0:
@@ -204,7 +204,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     BLOCK_N: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """y[row, columns] += (scale * sum of planes of v[place]) B, for one tile of one slice's columns."""
+    """Add (scale * sum of planes of v[place]) B to y[row, columns], for one tile of one slice's columns."""
     chunk = ints + tl.program_id(0) * _CHUNK
     count = tl.load(chunk + 1)
     if count == 0:

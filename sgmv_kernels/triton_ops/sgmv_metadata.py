@@ -34,14 +34,14 @@ RANK_STEP = 16
 
 
 class CapacityExceeded(ValueError):
-    """A step does not fit the capacity that a buffer was made for."""
+    """A step does not fit the capacity of its buffer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The most that steps of one graph have: token rows, segments with an adapter, panel offsets.
+    """Largest step of one graph: token rows, segments with an adapter, panel offsets.
 
-    `max_ranks[site]`: the highest rank of an adapter at a site, its slices together.
+    `max_ranks[site]` is the highest rank of an adapter at a site, its slices together.
     """
 
     max_rows: int
@@ -51,12 +51,12 @@ class Capacity:
 
 
 class TritonTables:
-    """What the kernels read of one step. Use `exact` or `for_capacity`.
+    """SGMV tables of one step on the device. Use `exact` or `for_capacity`.
 
     For a graph: `held = for_capacity(...)`; capture `sgmv_triton.sgmv_` with `replace(plan, prepared=held)`; each step
     `held.update(tables)`, then replay, on one stream. Rows that pad a batch are rows of the base.
 
-    `chunk_grid`: chunks that are launched. Offsets count ints from the start of `ints`.
+    `chunk_grid` is the number of launched chunks. Offsets count ints from the start of `ints`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TritonTables:
 
     @classmethod
     def exact(cls, tables: SgmvTables, device: torch.device) -> "TritonTables":
-        """Tables of one step, no larger than it."""
+        """Return tables of one step, no larger than the step."""
         rows, segments = len(tables.permutation), tables.num_segments
         layers = len(tables.records) if segments else 0
         capacity = Capacity(rows, segments, len(tables.panels), ())
@@ -92,7 +92,7 @@ class TritonTables:
     def for_capacity(
         cls, sites: tuple[SiteDims, ...], layers: int, capacity: Capacity, device: torch.device
     ) -> "TritonTables":
-        """Tables that `update` fills anew every step, in the same device memory; empty at first."""
+        """Return empty tables that `update` fills every step, in the same device memory."""
         block_m = rows_config(device_name(device), capacity.max_rows).block_m
         chunks = min(capacity.max_rows, capacity.max_segments + capacity.max_rows // block_m)
         made = cls(sites, layers, capacity, chunks, device)
@@ -100,10 +100,10 @@ class TritonTables:
         return made
 
     def update(self, tables: SgmvTables) -> None:
-        """Put a step's tables on the device: one copy, which the host does not wait for.
+        """Copy a step's tables to the device, in one copy that the host does not wait for.
 
         Raises:
-            CapacityExceeded: they do not fit; nothing has been changed.
+            CapacityExceeded: the step does not fit; nothing has been changed.
         """
         chunks = chunks_of(tables.bounds, self.block_m)
         self._check(tables, chunks)
@@ -121,16 +121,16 @@ class TritonTables:
             self.ints.copy_(ints, non_blocking=True)
 
     def record_at(self, layer: int, site: int) -> int:
-        """Where the records of a site's segments begin."""
+        """Return the offset of the records of a site's segments."""
         return self.records_at + (layer * len(self.sites) + site) * self.capacity.max_segments * RECORD_INTS
 
     def rank(self, layer: int, site: int) -> int:
-        """Columns of the planes at a site: the highest rank there, rounded up."""
+        """Return the columns of the planes at a site: the highest rank there, rounded up."""
         highest = self._ranks[layer][site] if self._ranks is not None else self.capacity.max_ranks[site]
         return -(-highest // RANK_STEP) * RANK_STEP
 
     def config(self, layer: int, site: int) -> SgmvConfig:
-        """The blocks at a site."""
+        """Return the block sizes at a site."""
         return sgmv_config(self.name, self.capacity.max_rows, self.rank(layer, site), self.sites[site])
 
     def _check(self, tables: SgmvTables, chunks: Int32) -> None:
@@ -152,7 +152,7 @@ class TritonTables:
 
 
 def chunks_of(bounds: Int32, block_m: int) -> Int32:
-    """[C, 4]: the rows of each segment in pieces of at most `block_m`."""
+    """Return chunks [C, 4]: the rows of each segment in pieces of at most `block_m`."""
     counts = bounds[:, 1] - bounds[:, 0]
     pieces = -(-counts // block_m)
     segment = np.repeat(np.arange(len(bounds)), pieces)
@@ -163,5 +163,5 @@ def chunks_of(bounds: Int32, block_m: int) -> Int32:
 
 
 def capacity_ranks(sites: Sequence[SiteDims], max_rank: int) -> tuple[int, ...]:
-    """`Capacity.max_ranks` where every slice may have `max_rank`."""
+    """Return `Capacity.max_ranks` where every slice may have `max_rank`."""
     return tuple(max_rank * len(site.out_features) for site in sites)

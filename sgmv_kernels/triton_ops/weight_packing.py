@@ -19,16 +19,15 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 RUN = 8
 """Groups of q3h that share seven planes."""
 LEAST_GROUP = 32
-"""Half a group must be 16 numbers at least: what a tensor core takes at once."""
-
-
-def plane_count(groups: int) -> int:
-    """Planes of a row of q3h."""
-    return groups // RUN * (RUN - 1) + groups % RUN
+"""Smallest group: half of it must be the 16 numbers that a tensor core takes at once."""
 
 
 def check_group(codes: GroupQuantizedWeight) -> None:
-    """Raises KernelArgumentError where the kernels have no tiles for groups of this size."""
+    """Check that the kernels have tiles for groups of this size.
+
+    Raises:
+        KernelArgumentError: they have none.
+    """
     group = codes.group
     if group % LEAST_GROUP or (not codes.signed and group & (group - 1)):
         kinds = f"a multiple of {LEAST_GROUP}" if codes.signed else f"a power of two from {LEAST_GROUP}"
@@ -36,7 +35,7 @@ def check_group(codes: GroupQuantizedWeight) -> None:
 
 
 def pack_codes(codes: GroupQuantizedWeight) -> Tensor:
-    """See above."""
+    """Pack codes into the layout of the module docstring."""
     if codes.levels == INT8_LEVELS:
         return codes.codes.contiguous()
     groups = codes.codes.view(codes.out_features, -1, 2, codes.group // 2)

@@ -30,7 +30,8 @@ from gpu_common import (
     with_config,
 )
 
-from sgmv_kernels.formats.kv_pages import kv_pages
+from sgmv_kernels.formats.kv_format import KV_FORMATS
+from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import paged_attention_reference
 
@@ -64,7 +65,7 @@ def attention_case(query_lens: list[int], kv_lens: list[int], device: torch.devi
         row[:n] = order[start : start + n]
         start += n
     q = torch.randn(sum(query_lens), HEADS, DIM, device=device, dtype=torch.bfloat16)
-    return q, kv_pages(slab.view(torch.uint8), torch.bfloat16, KV_HEADS, PAGE, DIM), tables
+    return q, KvPages(slab.view(torch.uint8), KV_FORMATS["bfloat16"], KV_HEADS, PAGE, DIM), tables
 
 
 def check_attention(ops: Ops, device: torch.device) -> list[list[str]]:

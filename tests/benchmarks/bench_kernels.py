@@ -18,7 +18,8 @@ import torch
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 from sgmv_kernels.cpu_runtime.openmp import arguments, run, team_size
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
-from sgmv_kernels.formats.kv_pages import KvPages, kv_pages
+from sgmv_kernels.formats.kv_format import KV_FORMATS
+from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.ops import AttentionPlan, Ops
 
@@ -135,9 +136,10 @@ def peft_seconds(row_adapters: np.ndarray, rounds: int) -> float:
 def attention_case(sequences: int, length: int) -> tuple[list[KvPages], np.ndarray]:
     """(layers of cold pages, page tables in random order)."""
     pages = -(-length // PAGE) * sequences
-    slab_bytes = pages * 2 * KV_HEADS * PAGE * DIM * 2
+    kv_format = KV_FORMATS["bfloat16"]
+    slab_bytes = pages * kv_format.page_bytes(KV_HEADS, DIM, PAGE)
     layers = [
-        kv_pages(torch.randn(slab_bytes // 2).to(torch.bfloat16).view(torch.uint8), torch.bfloat16, KV_HEADS, PAGE, DIM)
+        KvPages(torch.randn(slab_bytes // 2).to(torch.bfloat16).view(torch.uint8), kv_format, KV_HEADS, PAGE, DIM)
         for _ in range(max(2, min(64, COLD_BYTES // slab_bytes)))
     ]
     order = np.random.default_rng(0).permutation(pages).astype(np.int32)

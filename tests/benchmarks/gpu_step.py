@@ -23,6 +23,7 @@ from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.weights import LayerWeights, ModelWeights
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.ops import Ops, PackedLinear
 
 SPEC = SHAPES["llama-3-8b"]
@@ -87,10 +88,11 @@ class StepCase:
         per_row = -(-(context + 1) // PAGE)
         ranks = tuple(tuple(RANK for _ in site.out_features) for site in spec.sites())
         layout = AdapterLayout(site_dims(spec), (ranks,) * spec.num_layers, dtype.itemsize)
-        page_bytes = 2 * spec.kv_width * PAGE * dtype.itemsize
+        kv_format = KV_FORMATS[str(dtype).removeprefix("torch.")]
+        page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE)
         per_adapter = layout.num_pages(page_bytes)
         pages = rows * per_row + adapters * per_adapter
-        self.memory = DevicePool(spec, pages, PAGE, dtype, ops.device, scratch=True)
+        self.memory = DevicePool(spec, pages, PAGE, kv_format, ops.device, scratch=True)
         for layer in range(spec.num_layers):
             self.memory.slab(layer).view(dtype).normal_(std=STD)
         self.placed: list[PlacedAdapter] = []
@@ -131,9 +133,7 @@ class StepCase:
         """All weights but the embedding once, keys and values once."""
         spec, weights = self.weights.spec, self.weights
         linears = sum(linear.nbytes for layer in weights.layers for linear in layer.linears()) + weights.head.nbytes
-        return linears + self.rows * self.context * 2 * spec.kv_width * self.memory.kv_pages(0).dtype.itemsize * (
-            spec.num_layers
-        )
+        return linears + self.rows * self.context * self.memory.page_bytes // PAGE * spec.num_layers
 
     def lora_bytes(self, adapters: int, itemsize: int) -> int:
         """Panels once; inputs read once more, outputs read and written."""

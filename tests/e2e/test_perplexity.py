@@ -24,6 +24,7 @@ from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
 from lorasrv.worker.weights import ModelWeights, load_weights
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.ops import INT4_LEVELS, GroupQuantizedWeight, Ops
 
 TEXT = Path(__file__).parents[1] / "lorasrv" / "data" / "devils_dictionary.txt"
@@ -46,7 +47,7 @@ def _text(checkpoint: Checkpoint) -> list[int]:
 
 def _perplexity(weights: ModelWeights, ids: list[int], ops: Ops, chunks: int = CHUNKS) -> float:
     pages = CHUNK // PAGE_SIZE
-    memory = DevicePool(weights.spec, pages, PAGE_SIZE, torch.float32, CPU)
+    memory = DevicePool(weights.spec, pages, PAGE_SIZE, KV_FORMATS["float32"], CPU)
     decoder = Decoder(weights, memory, DecoderLimits(CHUNK, CHUNK, CHUNK, torch.float32), ops)
     total = 0.0
     for i in range(chunks):

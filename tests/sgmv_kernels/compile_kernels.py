@@ -18,7 +18,8 @@ from triton.compiler import ASTSource
 from sgmv_kernels.backend import SgmvPlan, plan_of
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
-from sgmv_kernels.formats.kv_pages import kv_pages
+from sgmv_kernels.formats.kv_format import KV_FORMATS
+from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.metadata.sgmv_tables import build_tables
 from sgmv_kernels.triton_ops import attention as attention_triton
@@ -80,17 +81,17 @@ def compile_sgmv(active: torch.dtype, stored: torch.dtype, rows: int, dims: Site
 
 def compile_attention(active: torch.dtype, stored: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     slab = torch.zeros(20 * 2 * kv_heads * 16 * dim * stored.itemsize, dtype=torch.uint8)
-    kv = kv_pages(slab, stored, kv_heads, 16, dim)
+    kv = KvPages(slab, KV_FORMATS[str(stored).removeprefix("torch.")], kv_heads, 16, dim)
     plan = plan_of(np.zeros((2, 20), dtype=np.int32), [1, 70], [300, 300], 16, 20, CPU)
     prepared = attention_triton.prepare(plan, CPU)
     plan = replace(plan, prepared=prepared)
     q = torch.zeros(71, heads, dim, dtype=active)
-    attention_triton.attention(q, kv, plan, 0.1, 100, torch.zeros(heads))
-    attention_triton.attention(q, kv, plan, 0.1, None, None, 50.0)
+    attention_triton.attention(q, kv, plan, 0.1, 100, None)
+    attention_triton.attention(q, kv, plan, 0.1, None, 50.0)
 
 
 def compile_pointwise(dtype: torch.dtype) -> None:
-    kv = kv_pages(torch.zeros(2 * 2 * 8 * 16 * 128 * 2, dtype=torch.uint8), torch.bfloat16, 8, 16, 128)
+    kv = KvPages(torch.zeros(2 * 2 * 8 * 16 * 128 * 2, dtype=torch.uint8), KV_FORMATS["bfloat16"], 8, 16, 128)
     for rows in (1, 20):
         index = torch.arange(rows)
         angle = torch.zeros(rows, 64)

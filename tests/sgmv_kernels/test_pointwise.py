@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from sgmv_kernels.formats.kv_pages import KvPages, kv_pages
 from sgmv_kernels.ops import KernelArgumentError, Ops
 from sgmv_kernels.reference import (
     gelu_mul_reference,
@@ -12,6 +11,7 @@ from sgmv_kernels.reference import (
     silu_mul_reference,
     softcap_reference,
 )
+from tests.helpers.float_pages import float_pages
 
 PAGE = 16
 
@@ -36,7 +36,7 @@ def test_rope_write_kv(
     ops: Ops, plan_for, heads: int, kv_heads: int, dim: int, turned: int, dtype: torch.dtype
 ) -> None:
     rows, pages, slots = 5, torch.tensor([2, 0, 1, 1, 2]), torch.tensor([5, 15, 0, 1, 6])
-    kv = kv_pages(torch.full((3 * 2 * kv_heads * PAGE * dim * dtype.itemsize,), 0xFF, dtype=torch.uint8), dtype,
+    kv = float_pages(torch.full((3 * 2 * kv_heads * PAGE * dim * dtype.itemsize,), 0xFF, dtype=torch.uint8), dtype,
                   kv_heads, PAGE, dim)  # fmt: skip
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim)
     angle = torch.rand(rows, turned // 2) * 6
@@ -53,7 +53,7 @@ def test_rope_write_kv(
 
 
 def test_bf16_keys_are_rounded_to_nearest_even(ops: Ops, plan_for) -> None:
-    kv = kv_pages(torch.zeros(2 * PAGE * 8 * 2, dtype=torch.uint8), torch.bfloat16, 1, PAGE, 8)
+    kv = float_pages(torch.zeros(2 * PAGE * 8 * 2, dtype=torch.uint8), torch.bfloat16, 1, PAGE, 8)
     qkv = torch.cat((torch.zeros(1, 16), torch.randn(1, 8)), dim=1)
     qkv[0, 16:20] = torch.tensor([1.00390625, 1.01171875, float("nan"), float("inf")])
     plan = plan_for(ops, torch.tensor([0]), torch.tensor([3]), PAGE, 1)
@@ -114,7 +114,7 @@ def test_bad_arguments(ops: Ops, plan_for) -> None:
         ops.norm_heads_(torch.zeros(2, 16), torch.ones(8), torch.ones(8), 1, 1e-5)
     with pytest.raises(KernelArgumentError, match="cap positive"):
         ops.softcap_(x, 0.0)
-    kv = kv_pages(torch.zeros(2 * PAGE * 8 * 4, dtype=torch.uint8), torch.float32, 1, PAGE, 8)
+    kv = float_pages(torch.zeros(2 * PAGE * 8 * 4, dtype=torch.uint8), torch.float32, 1, PAGE, 8)
     two, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4)
     plan = plan_for(ops, two, two, PAGE, 1)
     with pytest.raises(KernelArgumentError, match="number of heads"):
@@ -127,6 +127,3 @@ def test_bad_arguments(ops: Ops, plan_for) -> None:
         ops.rope_write_kv(torch.zeros(2, 24), table, table, kv, plan_for(ops, two, two, PAGE, 9))
     with pytest.raises(KernelArgumentError, match="pages of 8 tokens"):
         ops.rope_write_kv(torch.zeros(2, 24), table, table, kv, plan_for(ops, two, two, 8, 1))
-    turned = KvPages(kv.keys.transpose(2, 3).contiguous().transpose(2, 3), kv.values)
-    with pytest.raises(KernelArgumentError, match="dense"):
-        ops.rope_write_kv(torch.zeros(2, 24), table, table, turned, plan)

@@ -92,7 +92,7 @@ def serve(
         ),
     ] = False,
     no_accept_base_change: Annotated[bool, _opposite("no-accept-base-change")] = False,
-    kv_dtype: Annotated[str | None, _text("Of the KV cache: auto, bfloat16 or float32.", _MEMORY)] = None,
+    kv_dtype: Annotated[str | None, _text("Of the KV cache: auto, bfloat16, float16 or float32.", _MEMORY)] = None,
     pool_bytes: Annotated[
         str | None, _text("Memory of KV and adapters, e.g. 2GiB. [default: a quarter of what is free]", _MEMORY)
     ] = None,

@@ -196,12 +196,13 @@ def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[
     """Bytes of a page through all layers; pages and packed bytes of an adapter of this rank on every linear."""
     from lorasrv.models.lora_sites import site_dims
     from sgmv_kernels.formats.adapter_panels import AdapterLayout
+    from sgmv_kernels.formats.kv_format import get_kv_format
 
     spec = shape.spec
     itemsize = 4 if settings.dtype == "float32" else 2
-    kv = settings.kv_dtype if settings.kv_dtype != "auto" else settings.dtype
     tokens = settings.engine_config().memory.page_size_tokens
-    page = 2 * spec.kv_width * tokens * (4 if kv == "float32" else 2)
+    kv_format = get_kv_format(settings.kv_dtype, settings.dtype)
+    page = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, tokens)
     sites = site_dims(spec)
     layer = tuple(tuple(rank for _ in site.out_features) for site in sites)
     layout = AdapterLayout(sites, (layer,) * spec.num_layers, itemsize)

@@ -203,10 +203,11 @@ def _server(
     asked: _Asked, trace: tuple["TraceRequest", ...], tell: Callable[[str, float], None]
 ) -> tuple["SimServer", str]:
     """What is replayed on, and where its costs are from."""
-    from lorasrv.engine.factory import pool_size
+    from lorasrv.engine.factory import MIN_POOL_PAGES, pool_size
     from lorasrv.memory.memory_manager import PoolGeometry
     from lorasrv.models.loader import open_checkpoint
     from lorasrv.offline.planner.simulator import SimServer
+    from sgmv_kernels.formats.kv_format import get_kv_format
 
     checkpoint = open_checkpoint(asked.config.model.model)
     try:
@@ -215,11 +216,10 @@ def _server(
         checkpoint.close()
     costs, source, memory = _costs(asked, name, tell)
     itemsize = 4 if asked.config.model.dtype == "float32" else 2
-    page_bytes = 2 * spec.kv_width * memory.page_size_tokens * itemsize
-    pages = pool_size(memory) // (page_bytes * spec.num_layers)
-    if pages < 4:
+    kv_format = get_kv_format(memory.kv_dtype, asked.config.model.dtype)
+    geometry = PoolGeometry.for_model(spec, kv_format, memory.page_size_tokens, pool_size(memory))
+    if geometry.num_pages < MIN_POOL_PAGES:
         raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
-    geometry = PoolGeometry(pages, memory.page_size_tokens, page_bytes, spec.num_layers)
     layout_of = _layouts(asked, spec, itemsize, trace)
     return SimServer(geometry, memory, asked.config.scheduler, costs, layout_of, spec.max_position), source
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk -> named weights, tensor by tensor."""
+"""Checkpoints on disk as named weights, one tensor at a time."""
 
 from pathlib import Path
 
@@ -10,11 +10,14 @@ __all__ = ["Checkpoint", "WeightMeter", "open_checkpoint", "state_dict_fp32"]
 
 
 def open_checkpoint(model: str, load_format: str = "auto", quantized_weights: Path | None = None) -> Checkpoint:
-    """Open a base model: the built-in name, a .gguf file, a Hugging Face directory, or hf:org/name; with `load_format`
-    dummy, the shape of one, with random weights; with `quantized_weights`, its linears as that file has them.
+    """Open a base model.
 
+    Args:
+        model: the built-in name, a .gguf file, a Hugging Face directory, or hf:org/name.
+        load_format: "dummy" makes random weights of the model's shape.
+        quantized_weights: a file of `lorasrv quantize` that replaces the model's linears.
     Raises:
-        ModelNotFound: nothing there; for the built-in name with the command that installs it.
+        ModelNotFound: the model does not exist; for the built-in name with the command that installs it.
         UnsupportedModel, CorruptModel: see `lorasrv.errors`.
     """
     if quantized_weights is None:

@@ -1,4 +1,4 @@
-"""What every loader gives: named weights one at a time, and how many bytes of them are alive.
+"""Interface of loaders: named weights one at a time, and a count of the weight bytes in memory.
 
 The whole checkpoint as an fp32 state dict, for trainers and oracles; the serving path never holds one.
 """
@@ -18,37 +18,50 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Protocol):
-    """An open checkpoint. Names and row orders are Hugging Face's, whatever the file has."""
+    """An open checkpoint. Tensor names and row orders are Hugging Face's, whatever the file uses."""
 
     @property
     def name(self) -> str:
-        """Default served name: the built-in name, or the file's or directory's stem."""
+        """Return the default served name: the built-in name, or the stem of the file or directory."""
         ...
 
     @property
     def spec(self) -> ModelSpec: ...
 
     def names(self) -> Iterable[str]:
-        """Canonical names of the tensors that `spec` calls for; all are present, with the right shapes."""
+        """Return the canonical names of the tensors that `spec` requires; all exist, with the right shapes."""
         ...
 
     def tensor(self, name: str) -> "Tensor":
-        """One tensor, newly allocated: as stored (fp32, fp16, bf16), or dequantized to fp32. Raises CorruptModel."""
+        """Read one tensor into new memory: as stored (fp32, fp16, bf16), or dequantized to fp32.
+
+        Raises:
+            CorruptModel: the stored bytes cannot be read.
+        """
         ...
 
     def codes(self, name: str) -> "GroupQuantizedWeight | None":
-        """One tensor as the codes that the file holds; None where it holds floats, or codes that we do not keep."""
+        """Read one tensor as the integer codes that the file holds.
+
+        Returns: codes [O, H], or None where the file holds floats, or codes of a kind that no format keeps.
+        Raises:
+            CorruptModel: the stored bytes cannot be read.
+        """
         ...
 
     def tokenizer_source(self) -> TokenizerSource:
-        """Raises UnsupportedModel or CorruptModel where the checkpoint holds no tokenizer that we can build."""
+        """Return what describes the tokenizer.
+
+        Raises:
+            UnsupportedModel, CorruptModel: the checkpoint has no tokenizer that can be built.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class WeightMeter:
-    """Counts live weight bytes while a model is built, so that "never a full fp32 copy" can be tested."""
+    """Count of the weight bytes in memory while a model is built, to test that no full fp32 copy is made."""
 
     def __init__(self) -> None:
         self.live_bytes = 0
@@ -63,15 +76,21 @@ class WeightMeter:
 
 
 def check_num_layers(spec: ModelSpec, num_tensors: int) -> None:
-    """Before anything is made for each layer: a damaged count of 2^31 layers would take all memory.
+    """Check the number of layers before anything is made for each: a damaged count of 2^31 would take all memory.
 
-    Raises CorruptModel."""
+    Raises:
+        CorruptModel: the checkpoint has fewer tensors than layers.
+    """
     if spec.num_layers > num_tensors:
         raise CorruptModel(f"the checkpoint claims {spec.num_layers} layers, but has {num_tensors} tensors")
 
 
 def check_shapes(spec: ModelSpec, found: dict[str, tuple[int, ...]]) -> None:
-    """Every tensor of the spec is there and has its shape. Raises CorruptModel with the first few that do not."""
+    """Check that every tensor of the spec exists with its shape.
+
+    Raises:
+        CorruptModel: some do not; the message names the first few.
+    """
     wanted = tensor_shapes(spec)
     missing = [name for name in wanted if name not in found]
     if missing:
@@ -88,9 +107,11 @@ def _few(names: list[str]) -> str:
 
 
 def state_dict_fp32(checkpoint: Checkpoint) -> "dict[str, Tensor]":
-    """Every weight under Hugging Face's name, as `load_state_dict` takes it; a tied head is there under both names.
+    """Return every weight under Hugging Face's name, fp32, as `load_state_dict` takes it.
 
-    A GGUF file of gemma gives its norms as it has them, with the 1 that Hugging Face's modules add.
+    A tied head appears under both names. Norms of a gemma GGUF file are as stored, with the 1 that Hugging Face's
+    modules
+    add.
     """
     state = {name: checkpoint.tensor(name).float() for name in checkpoint.names()}
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])

@@ -1,4 +1,4 @@
-"""`--load-format dummy`: random weights of a given shape, for measuring and for tests. No weight file is read."""
+"""`--load-format dummy`: random weights of a given shape, for measurements and tests. No weight file is read."""
 
 import zlib
 from collections.abc import Iterable
@@ -22,10 +22,12 @@ Drawing eight billion numbers would take minutes."""
 
 
 class DummyCheckpoint:
-    """See `Checkpoint`. `model`: a built-in shape, a config.json, or a folder that holds one.
+    """A checkpoint of random weights; see `Checkpoint`.
 
+    Args:
+        model: a built-in shape, a config.json, or a folder that holds one.
     Raises:
-        ModelNotFound, CorruptModel, UnsupportedModel: neither, or a configuration that cannot be read.
+        ModelNotFound, CorruptModel, UnsupportedModel: `model` is none of these, or its configuration cannot be read.
     """
 
     def __init__(self, model: str) -> None:
@@ -44,7 +46,7 @@ class DummyCheckpoint:
         return tensor_shapes(self.spec).keys()
 
     def tensor(self, name: str) -> Tensor:
-        """bf16; norms are 1, biases 0. The same name has the same numbers every time."""
+        """Return a tensor, bf16: norms are 1, biases 0, and a name has the same numbers every time."""
         shape = tensor_shapes(self.spec)[name]
         if len(shape) == 1:
             return (torch.zeros if name.endswith(".bias") else torch.ones)(shape, dtype=torch.bfloat16)
@@ -58,7 +60,7 @@ class DummyCheckpoint:
         return None
 
     def tokenizer_source(self) -> TokenizerSource:
-        """The folder's tokenizer.json; without one, a token for each byte and others that mean nothing."""
+        """Return the folder's tokenizer.json; without one, a tokenizer with one token for each byte."""
         file = self._folder / "tokenizer.json" if self._folder else None
         vocabulary: TokenizerJson | BpeVocabulary
         if file is not None and file.is_file():
@@ -68,7 +70,7 @@ class DummyCheckpoint:
         return TokenizerSource(vocabulary, None, self.spec.eos_token_ids, self.spec.bos_token_id)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
     @cached_property
     def _numbers(self) -> Tensor:
@@ -76,7 +78,7 @@ class DummyCheckpoint:
 
 
 def _byte_tokens(vocab_size: int) -> tuple[str, ...]:
-    """Bytes as byte-level BPE spells them: printable ones as they are, others from U+0100 on, in order."""
+    """Return the bytes as byte-level BPE spells them: printable ones unchanged, others from U+0100 on, in order."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     spelled = [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]

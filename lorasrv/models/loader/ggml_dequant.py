@@ -1,7 +1,7 @@
-"""Values of GGML blocks in fp32, and codes as they are. The formulas are ggml's.
+"""Decoding of GGML blocks to fp32, and to codes without another rounding. The formulas are ggml's.
 
 A block of the types that are decoded here holds 32 neighbours of a row: an fp16 scale d, a minimum m or none, then the
-levels q. The K-quants and their kind are left to the gguf package, imported when the first such tensor is met.
+levels q. K-quants and similar types are decoded by the gguf package, imported when the first such tensor is read.
 """
 
 import importlib
@@ -20,7 +20,7 @@ __all__ = ["decode", "decode_codes", "ggml_type"]
 
 
 def _nibbles(q: Tensor) -> Tensor:
-    """[N, 16] uint8 -> [N, 32] fp32: low halves are the first sixteen values, high halves the rest."""
+    """Split bytes [N, 16] into values [N, 32] fp32: low halves are the first 16, high halves the others."""
     values = torch.empty((q.shape[0], BLOCK), dtype=torch.float32)
     values[:, :16] = q & 15
     values[:, 16:] = q >> 4
@@ -52,7 +52,7 @@ def _stored_as(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 def _by_gguf(name: str) -> Callable[[Tensor], Tensor]:
-    """A decoder by the gguf package, which takes most of a second to import."""
+    """Return a decoder of the gguf package, which takes most of a second to import."""
 
     def decode_blocks(blocks: Tensor) -> Tensor:
         try:
@@ -79,15 +79,17 @@ _DECODERS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def decode(raw: npt.NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> Tensor:
-    """Stored bytes -> a new tensor of `shape`, fp32 or as stored."""
+    """Decode stored bytes to a new tensor of `shape`, fp32 or the stored float dtype."""
     decoder = _DECODERS.get(kind.name) or _by_gguf(kind.name)
     return decoder(torch.from_numpy(raw).view(-1, kind.block_bytes)).view(shape)
 
 
 def decode_codes(raw: npt.NDArray[np.uint8], kind: GgmlType, shape: tuple[int, ...]) -> GroupQuantizedWeight | None:
-    """Stored bytes as codes: levels, scales and minima are the file's. None for types that are no such codes.
+    """Decode stored bytes to codes with the file's own levels, scales and minima.
 
     Q4_0's d * (q - 8) is d * q + m with m = -8 d, which fp16 holds exactly unless it overflows.
+
+    Returns: codes of `shape` [O, H], or None for types that are no such codes.
     """
     if kind.name not in ("Q4_0", "Q4_1", "Q8_0") or len(shape) != 2:
         return None

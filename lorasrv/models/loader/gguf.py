@@ -1,4 +1,4 @@
-"""A GGUF file as a checkpoint: canonical names, Hugging Face's row order, dequantized to fp32 a tensor at a time."""
+"""A GGUF file as a checkpoint: canonical names, Hugging Face's row order, one tensor at a time dequantized to fp32."""
 
 import math
 from collections.abc import Iterable
@@ -23,10 +23,10 @@ _ROPE_FACTORS, _SHORT_FACTORS = "rope_freqs.weight", "rope_factors_short.weight"
 
 
 class GgufCheckpoint:
-    """See `Checkpoint`.
+    """A GGUF file; see `Checkpoint`.
 
     Raises:
-        CorruptModel, UnsupportedModel: what `GgufFile` and `Family` raise, or tensors that do not fit the metadata.
+        CorruptModel, UnsupportedModel: as `GgufFile` and `Family`, or tensors that do not fit the metadata.
     """
 
     def __init__(self, path: Path, name: str | None = None) -> None:
@@ -65,7 +65,9 @@ class GgufCheckpoint:
         self._file.close()
 
     def _with_rope_factors(self, spec: ModelSpec) -> ModelSpec:
-        """With what a file says about RoPE in tensors: llama3's scaling, or LongRoPE's within the original context."""
+        """Return the spec with RoPE factors that a file keeps in tensors: llama3's scaling, or LongRoPE's for the
+        original context.
+        """
         if _SHORT_FACTORS in self._file.tensors:
             short = self._factors(_SHORT_FACTORS, spec)
             rope = longrope_from_gguf(spec.rope, self._file.metadata, self._prefix, short)
@@ -91,6 +93,8 @@ class GgufCheckpoint:
 
 
 def _split_halves(weight: Tensor, heads: int) -> Tensor:
-    """Rows of each head from rotated pairs (x0 y0 x1 y1...) to halves (x0 x1... y0 y1...), as Hugging Face rotates."""
+    """Reorder rows of each head from rotated pairs (x0 y0 x1 y1 ...) to halves (x0 x1 ... y0 y1 ...), Hugging Face's
+    order.
+    """
     pairs = weight.view(heads, -1, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)

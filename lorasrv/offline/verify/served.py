@@ -23,10 +23,11 @@ from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.adapter_packing import pack_adapter
 from lorasrv.worker.decoder import Decoder, DecoderLimits
-from lorasrv.worker.device_pool import DevicePool, page_bytes
+from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import ForwardBatch, build_batch
 from lorasrv.worker.weights import CPU, Progress, load_weights
 from sgmv_kernels.formats.adapter_panels import PlacedAdapter
+from sgmv_kernels.formats.kv_format import KVFormat, get_kv_format
 
 PAGE_TOKENS = 16
 WITH, WITHOUT = RequestId("with"), RequestId("without")
@@ -63,9 +64,9 @@ class ServedModel:
 
     def __init__(self, job: VerifyJob, checkpoint: Checkpoint, progress: Progress) -> None:
         dtype: torch.dtype = getattr(torch, job.model.dtype)
-        kv_dtype = dtype if job.kv_dtype == "auto" else getattr(torch, job.kv_dtype)
+        kv_format = get_kv_format(job.kv_dtype, job.model.dtype)
         self.ops = make_ops(job.model, checkpoint.spec, CPU)
-        self.ops.warm_up([dtype, kv_dtype])
+        self.ops.warm_up(dtype, kv_format)
         self._format = choose_format(job.model, checkpoint, self.ops)
         self.weights = load_weights(checkpoint, self._format, dtype, WeightMeter(), progress)
         self.adapter = read_adapter(job, base_shapes(checkpoint.spec))
@@ -73,7 +74,7 @@ class ServedModel:
         self._dtype = dtype
         longest = max(len(prompt) for prompt in job.prompts) + job.new_tokens
         self._pages = -(-longest // PAGE_TOKENS)
-        self._memory, self._placed = self._pool(kv_dtype)
+        self._memory, self._placed = self._pool(kv_format)
         limits = DecoderLimits(longest, 2 * longest, 2, dtype)
         self._decoder = Decoder(self.weights, self._memory, limits, self.ops)
 
@@ -122,13 +123,13 @@ class ServedModel:
         step = SchedulerOutput(tuple(shares), {self._key: self._placed}, (), AdapterOrders(), 0)
         return build_batch(step, self._memory, self._dtype, self.ops)
 
-    def _pool(self, kv_dtype: torch.dtype) -> tuple[DevicePool, PlacedAdapter]:
+    def _pool(self, kv_format: KVFormat) -> tuple[DevicePool, PlacedAdapter]:
         """Pages for two sequences, and behind them the adapter's."""
         spec = self.weights.spec
         layout = adapter_layout(spec, self.adapter.spec, self._dtype.itemsize)
-        block = page_bytes(spec, PAGE_TOKENS, kv_dtype)
+        block = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_TOKENS)
         needed = layout.num_pages(block)
-        memory = DevicePool(spec, 2 * self._pages + needed, PAGE_TOKENS, kv_dtype, CPU)
+        memory = DevicePool(spec, 2 * self._pages + needed, PAGE_TOKENS, kv_format, CPU)
         placed = layout.place([(2 * self._pages, needed)], block)
         assert placed is not None, "one run holds what needs so many pages"
         memory.write_adapter(pack_adapter(spec, layout, self.adapter, self._dtype), placed)

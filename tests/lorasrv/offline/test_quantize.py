@@ -288,7 +288,9 @@ class TestCommand:
 
 def test_levels_are_named_once() -> None:
     from lorasrv.models.loader.quantized import FEW_LEVELS
-    from lorasrv.models.quantization import LEVELS
+    from lorasrv.models.quantization import FORMATS
+    from lorasrv.models.quantization.grouped import GroupQuantFormat
 
-    assert {**FEW_LEVELS, "int8": INT8_LEVELS} == LEVELS
+    levels = {name: fmt.levels for name, fmt in FORMATS.items() if issubclass(fmt, GroupQuantFormat)}
+    assert levels == {**FEW_LEVELS, "int8": INT8_LEVELS}
     assert set(FEW_LEVELS.values()) == {INT4_LEVELS, Q3H_LEVELS}

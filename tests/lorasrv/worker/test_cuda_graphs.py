@@ -29,6 +29,7 @@ from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
 from lorasrv.worker.weights import load_weights
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.ops import Ops
 
 if torch.cuda.is_available():
@@ -78,7 +79,7 @@ class Served:
         self.ops = Ops(CPU, kernels)
         weights = load_weights(open_checkpoint(str(folder), "dummy"), get_format("none", self.ops), torch.float32)
         limits = DecoderLimits(MAX_LEN, 64, 4, torch.float32)
-        self.memory = DevicePool(weights.spec, PAGES, PAGE_SIZE, torch.float32, CPU, scratch=True)
+        self.memory = DevicePool(weights.spec, PAGES, PAGE_SIZE, KV_FORMATS["float32"], CPU, scratch=True)
         self.decoder = Decoder(weights, self.memory, limits, self.ops, side)
         for layer in range(2):
             self.memory.slab(layer).view(torch.float32).normal_()

@@ -19,6 +19,7 @@ from lorasrv.worker.decoder import Decoder, DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import build_batch
 from lorasrv.worker.weights import load_weights
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.ops import Ops
 
 PAGE_SIZE, PAGES = 4, 640
@@ -145,7 +146,7 @@ class _Served:
         checkpoint = open_checkpoint(str(directory))
         self.ops = Ops(torch.device("cpu"), kernels)
         weights = load_weights(checkpoint, get_format(quantization, self.ops), torch.float32)
-        self.memory = DevicePool(weights.spec, PAGES, PAGE_SIZE, torch.float32, torch.device("cpu"))
+        self.memory = DevicePool(weights.spec, PAGES, PAGE_SIZE, KV_FORMATS["float32"], torch.device("cpu"))
         self.dtype = dtype
         self.decoder = Decoder(weights, self.memory, DecoderLimits(512, 512, 8, dtype), self.ops)
         self.placed = {}

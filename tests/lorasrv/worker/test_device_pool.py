@@ -9,6 +9,7 @@ from lorasrv.scheduler_output import CopyPages, DropSwap, PageCopy, SwapIn, Swap
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.device_pool import DevicePool
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 A, B = RequestId("a"), RequestId("b")
 SPEC = ModelSpec("llama", 3, 64, 64, 2, 2, 16, 100, 100, 1e-5)
@@ -16,7 +17,7 @@ SPEC = ModelSpec("llama", 3, 64, 64, 2, 2, 16, 100, 100, 1e-5)
 
 @pytest.fixture
 def memory() -> DevicePool:
-    memory = DevicePool(SPEC, 40, 16, torch.float32, torch.device("cpu"))
+    memory = DevicePool(SPEC, 40, 16, KV_FORMATS["float32"], torch.device("cpu"))
     for layer in range(3):
         memory.slab(layer).copy_(torch.randint(0, 255, memory.slab(layer).shape, dtype=torch.uint8))
     return memory

@@ -13,6 +13,7 @@ from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.cuda_streams import StagingRing
 from lorasrv.worker.device_pool import DevicePool
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
+from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -32,7 +33,7 @@ SPEC = ModelSpec(
 
 @pytest.fixture
 def memory() -> DevicePool:
-    return DevicePool(SPEC, 200, 16, torch.bfloat16, CUDA)
+    return DevicePool(SPEC, 200, 16, KV_FORMATS["bfloat16"], CUDA)
 
 
 def test_an_adapter_arrives_whole_while_the_engine_computes(memory: DevicePool) -> None:

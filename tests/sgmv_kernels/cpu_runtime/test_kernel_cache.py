@@ -113,7 +113,10 @@ def test_without_a_home_it_runs(tmp_path: Path) -> None:
 @pytest.mark.long
 def test_a_numba_that_does_not_import_leaves_plain_torch(tmp_path: Path) -> None:
     broken = "import sys\nsys.modules['numba'] = None\n"
-    warm = NORM.replace("x = torch", "ops.warm_up([torch.float32])\nx = torch")
+    warm_up = (
+        "from sgmv_kernels.formats.kv_format import KV_FORMATS\nops.warm_up(torch.float32, KV_FORMATS['float32'])\n"
+    )
+    warm = NORM.replace("x = torch", warm_up + "x = torch")
     out, log = _run(broken + warm, tmp_path)
     assert out.startswith("torch")
     assert log.count("using plain torch") == 1

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from sgmv_kernels.cpu_runtime import openmp as team
-from sgmv_kernels.formats.kv_pages import kv_pages
 from sgmv_kernels.ops import Ops
+from tests.helpers.float_pages import float_pages
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_a_plan_keeps_its_threads(threads) -> None:
     ops = Ops(torch.device("cpu"))
     threads(1)
     plan = ops.plan_attention(np.arange(12, dtype=np.int32).reshape(12, 1), [1] * 12, [16] * 12, 16, 12)
-    kv = kv_pages(torch.randn(12 * 2 * 2 * 16 * 32).view(torch.uint8), torch.float32, 2, 16, 32)
+    kv = float_pages(torch.randn(12 * 2 * 2 * 16 * 32).view(torch.uint8), torch.float32, 2, 16, 32)
     q = torch.randn(12, 4, 32)
     expected = ops.paged_attention(q, kv, plan, 0.2)
     threads(5)

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from sgmv_kernels.backend import SgmvPlan, plan_of
 from sgmv_kernels.formats.adapter_panels import SiteDims
-from sgmv_kernels.formats.kv_pages import KvPages, kv_pages
+from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.metadata.sgmv_tables import build_tables
 from sgmv_kernels.ops import Ops
@@ -20,6 +20,7 @@ from sgmv_kernels.triton_ops import attention as attention_triton
 from sgmv_kernels.triton_ops import sgmv as sgmv_triton
 from sgmv_kernels.triton_ops.attention_metadata import AttentionCapacity, AttentionTables
 from sgmv_kernels.triton_ops.sgmv_metadata import Capacity, TritonTables
+from tests.helpers.float_pages import float_pages
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
@@ -135,7 +136,7 @@ def pages_with(kv_lens: list[int], kv_heads: int, dim: int, dtype: torch.dtype) 
     tables = np.zeros((len(counts), max(counts)), dtype=np.int32)
     for row, n in zip(tables, counts, strict=True):
         row[:n] = [order.pop() for _ in range(n)]
-    return kv_pages(slab.to(CUDA), dtype, kv_heads, 16, dim), tables
+    return float_pages(slab.to(CUDA), dtype, kv_heads, 16, dim), tables
 
 
 @pytest.mark.parametrize("window", [None, 300])

@@ -13,7 +13,7 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 from sgmv_kernels.ops import KernelArgumentError, Ops
 from sgmv_kernels.triton_ops import linear as linear_triton
 from sgmv_kernels.triton_ops.block_sizes import LinearConfig
-from sgmv_kernels.triton_ops.weight_packing import pack_codes, plane_count
+from sgmv_kernels.triton_ops.weight_packing import pack_codes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LEVELS = [INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS]
@@ -74,7 +74,8 @@ def test_packed_codes_are_those_that_were_packed(ops: Ops, width: int, group: in
 
 def test_q3h_takes_three_and_a_half_bits() -> None:
     assert pack_codes(random_codes(1, 4096, 64, Q3H_LEVELS)).numel() * 8 == 3.5 * 4096
-    assert plane_count(9) == 8
+    # Nine groups: the first eight share seven planes, the ninth has its own.
+    assert pack_codes(random_codes(1, 9 * 64, 64, Q3H_LEVELS)).shape == (1, 8 * 32)
     packed = Ops(DEVICE, "triton").pack_linear(on_device(random_codes(8, 4096, 128, INT4_LEVELS)))
     assert packed.nbytes == 8 * (4096 // 2 + 4096 // 128 * 4)
 

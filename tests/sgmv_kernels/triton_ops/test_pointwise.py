@@ -10,7 +10,7 @@ if not torch.cuda.is_available():
 import numpy as np
 import pytest
 
-from sgmv_kernels.formats.kv_pages import KvPages, kv_pages
+from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import (
     gelu_mul_reference,
@@ -19,6 +19,7 @@ from sgmv_kernels.reference import (
     silu_mul_reference,
     softcap_reference,
 )
+from tests.helpers.float_pages import float_pages
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 16
@@ -49,13 +50,17 @@ def test_add_rms_norm(ops: Ops, width: int, residual: bool, dtype: torch.dtype) 
     assert torch.equal(held.cpu(), total)
 
 
+def moved(kv: KvPages, device: torch.device) -> KvPages:
+    return KvPages(kv.slab.to(device), kv.format, kv.num_heads, kv.page_size, kv.head_dim)
+
+
 def rotated(ops: Ops, qkv, cos, sin, kv: KvPages, pages, slots) -> tuple[torch.Tensor, KvPages]:
     """q, and the pages as they are afterwards."""
-    there = KvPages(kv.keys.to(DEVICE), kv.values.to(DEVICE))
+    there = moved(kv, DEVICE)
     tables = pages.numpy().astype(np.int32)[:, None]
     plan = ops.plan_attention(tables, [1] * len(tables), (slots + 1).tolist(), PAGE, kv.num_pages)
     q = ops.rope_write_kv(*(t.to(DEVICE) for t in (qkv, cos, sin)), there, plan)
-    return q.cpu(), KvPages(there.keys.cpu(), there.values.cpu())
+    return q.cpu(), moved(there, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("stored", DTYPES, ids=str)
@@ -70,7 +75,7 @@ def test_rope_write_kv(
     place = torch.randperm(3 * PAGE)[:rows]
     pages, slots = place // PAGE, place % PAGE
     size = 3 * 2 * kv_heads * PAGE * dim * stored.itemsize
-    kv = kv_pages(torch.full((size,), 0xFF, dtype=torch.uint8), stored, kv_heads, PAGE, dim)
+    kv = float_pages(torch.full((size,), 0xFF, dtype=torch.uint8), stored, kv_heads, PAGE, dim)
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(active)
     angle = torch.rand(rows, turned // 2) * 6
     got, kv = rotated(ops, qkv, angle.cos(), angle.sin(), kv, pages, slots)
@@ -84,7 +89,7 @@ def test_rope_write_kv(
 
 
 def test_bf16_is_rounded_to_nearest_even(ops: Ops) -> None:
-    kv = kv_pages(torch.zeros(2 * PAGE * 8 * 2, dtype=torch.uint8), torch.bfloat16, 1, PAGE, 8)
+    kv = float_pages(torch.zeros(2 * PAGE * 8 * 2, dtype=torch.uint8), torch.bfloat16, 1, PAGE, 8)
     qkv = torch.cat((torch.zeros(1, 16), torch.randn(1, 8)), dim=1)
     qkv[0, 16:20] = torch.tensor([1.00390625, 1.01171875, float("nan"), -float("inf")])
     _, kv = rotated(ops, qkv, torch.ones(1, 4), torch.zeros(1, 4), kv, torch.tensor([0]), torch.tensor([3]))
@@ -93,7 +98,7 @@ def test_bf16_is_rounded_to_nearest_even(ops: Ops) -> None:
 
 def test_a_rotated_row_does_not_depend_on_the_rows_beside_it(ops: Ops) -> None:
     qkv, angle = torch.randn(20, 3 * 64), torch.rand(20, 32)
-    kv = kv_pages(torch.zeros(2 * 2 * PAGE * 64 * 4, dtype=torch.uint8), torch.float32, 1, PAGE, 64)
+    kv = float_pages(torch.zeros(2 * 2 * PAGE * 64 * 4, dtype=torch.uint8), torch.float32, 1, PAGE, 64)
     place = torch.arange(20)
     many, kv_many = rotated(ops, qkv, angle.cos(), angle.sin(), kv, place // PAGE, place % PAGE)
     one = [t[17:18] for t in (qkv, angle.cos(), angle.sin())]

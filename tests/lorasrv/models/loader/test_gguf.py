@@ -278,8 +278,8 @@ def test_wrong_entries_of_a_tensor(
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        (UP, DOWN, rf"tensor '{DOWN}' is there twice"),
-        ("llama.context_length", "tokenizer.ggml.tokens", "is there twice"),
+        (UP, DOWN, rf"tensor '{DOWN}' appears twice"),
+        ("llama.context_length", "tokenizer.ggml.tokens", "appears twice"),
     ],
 )
 def test_names_that_are_there_twice(llama_gguf: Path, tmp_path: Path, old: str, new: str, message: str) -> None:

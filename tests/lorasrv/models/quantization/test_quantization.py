@@ -1,13 +1,33 @@
 """Weight formats: what they compute is what they say they hold."""
 
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
 
+from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
+from lorasrv.engine.factory import choose_format
 from lorasrv.errors import UnsupportedFormat
-from lorasrv.models.quantization import FORMATS, QuantFormat, get_format
+from lorasrv.llm import LLM
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.quantization import (
+    FORMATS,
+    Acceptance,
+    Fit,
+    Linear,
+    QuantFormat,
+    StoredWeights,
+    get_format,
+    select_format,
+)
 from lorasrv.models.quantization.rounding import round_asymmetric, round_symmetric
-from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, Ops
+from lorasrv.models.quantization.unquantized import FloatLinear, NoneFormat
+from lorasrv.models.spec import ModelSpec
+from lorasrv.sampling_params import SamplingParams
+from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, Ops
 
 ERROR = {"none": 4e-3, "int8": 0.012, "int4": 0.11, "q3h": 0.19}
 """Relative to the true product of normal numbers."""
@@ -155,3 +175,116 @@ def test_unknown_formats_and_groups_list_the_choices(name: str, group: int | Non
 def test_groups_that_do_not_divide() -> None:
     with pytest.raises(UnsupportedFormat, match="groups of 64 do not divide the 96 inputs of a linear"):
         get_format("q3h", Ops(CPU, "torch")).linear(tensor(16, 96), None, torch.float32)
+
+
+SPEC = ModelSpec("llama", 2, 64, 128, 4, 2, 16, 100, 100, 1e-5)
+
+
+def stored(levels: int | None = None, group: int = 32, spec: ModelSpec = SPEC) -> StoredWeights:
+    """A checkpoint of floats, or of codes."""
+    if levels is None:
+        return StoredWeights(spec, None)
+    weight = tensor(16, 128)
+    codes = round_symmetric(weight, group) if levels == INT8_LEVELS else round_asymmetric(weight, group, levels)
+    return StoredWeights(spec, codes)
+
+
+class TestWhichFormatServesACheckpoint:
+    @pytest.mark.parametrize(
+        ("held", "name", "fit", "group"),
+        [
+            (stored(), "int8", Fit.DEFAULT, 32),
+            (stored(INT8_LEVELS), "int8", Fit.EXACT, 32),
+            (stored(INT4_LEVELS), "int4", Fit.EXACT, 32),
+            (stored(INT4_LEVELS, 64), "int4", Fit.EXACT, 64),
+            (stored(Q3H_LEVELS, 64), "q3h", Fit.EXACT, 64),
+            (stored(spec=replace(SPEC, hidden_size=72)), "none", Fit.FLOATS, None),
+            (stored(INT4_LEVELS, spec=replace(SPEC, hidden_size=72)), "none", Fit.FLOATS, None),
+        ],
+    )
+    def test_auto_takes_the_best(self, held: StoredWeights, name: str, fit: Fit, group: int | None) -> None:
+        found, accepted = select_format(held)
+        assert (found, accepted.fit, accepted.group) == (name, fit, group)
+
+    def test_a_group_that_is_asked_for_does_not_change_the_format_but_what_it_keeps(self) -> None:
+        for group, fit in ((32, Fit.EXACT), (64, Fit.ON_REQUEST)):
+            name, accepted = select_format(stored(INT4_LEVELS), "auto", group)
+            assert (name, accepted.fit, accepted.group) == ("int4", fit, group)
+
+    def test_eight_bits_of_a_file_stay_only_beside_fewer(self) -> None:
+        for levels, keeps in ((INT4_LEVELS, True), (INT8_LEVELS, False), (None, False)):
+            assert select_format(stored(levels), "int4")[1].keeps_finer == keeps
+
+    def test_formats_asked_for_by_name(self) -> None:
+        for name in FORMATS:
+            accepted = select_format(stored(), name)[1]
+            assert accepted.fit > Fit.REFUSED
+            assert accepted.reason
+        refused = select_format(stored(spec=replace(SPEC, hidden_size=96)), "q3h")[1]
+        assert refused.fit == Fit.REFUSED
+        assert refused.reason.startswith("groups of 64 do not divide the 96 inputs of a linear; choose another")
+
+
+class NegatedFormat(NoneFormat):
+    """A format of tests: keeps weights with their signs turned. Serves models of 96 inner features, and no others."""
+
+    name = "negated"
+    groups = (16,)
+
+    @classmethod
+    def accepts(cls, stored: StoredWeights, group: int | None = None) -> Acceptance:
+        if stored.spec.intermediate_size != 96:
+            return Acceptance(Fit.REFUSED, "serves 96 inner features only; choose --quantization none")
+        return Acceptance(Fit.EXACT, "made for it", group)
+
+    def linear(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        assert isinstance(weight, Tensor)
+        NegatedFormat.packed += 1
+        return _Negated(-weight.to(dtype), None if bias is None else -bias.float())
+
+    packed = 0
+
+
+class _Negated(FloatLinear):
+    def __call__(self, x: Tensor) -> Tensor:
+        return -super().__call__(x)
+
+    def dequantize(self) -> Tensor:
+        return -super().dequantize()
+
+
+class TestAFormatThatOnlyItsOwnFileKnows:
+    @pytest.fixture(autouse=True)
+    def _registered(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(FORMATS, NegatedFormat.name, NegatedFormat)
+        monkeypatch.setattr(NegatedFormat, "packed", 0)
+
+    @pytest.mark.parametrize("quantization", ["auto", "negated"])
+    def test_it_serves(self, llama_dir: Path, quantization: str) -> None:
+        def answer(quantization: str) -> list[int]:
+            options = ModelOptions(quantization=quantization, dtype="float32")
+            with LLM(str(llama_dir), EngineConfig(options, MemoryOptions(pool_bytes=8 << 20))) as llm:
+                sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+                return llm.generate([[5, 9, 60]], sampling)[0].token_ids
+
+        assert answer(quantization) == answer("none")
+        assert NegatedFormat.packed >= 4 * 3
+
+    def test_it_refuses_with_its_own_words(self, model: Path) -> None:
+        with closing(open_checkpoint(str(model))) as checkpoint:
+            assert choose_format(ModelOptions(), checkpoint, Ops(CPU, "torch")).name == "int8"
+            with pytest.raises(UnsupportedFormat, match=r"^--quantization negated: serves 96 inner features only"):
+                choose_format(ModelOptions(quantization="negated"), checkpoint, Ops(CPU, "torch"))
+            of_another_group = ModelOptions(quantization="negated", quantization_group=32)
+            with pytest.raises(UnsupportedFormat, match="32 does not go with negated; choose from 16"):
+                choose_format(of_another_group, checkpoint, Ops(CPU, "torch"))
+            with pytest.raises(UnsupportedFormat, match="choose from auto, none, int8, int4, q3h, fp8, negated"):
+                choose_format(ModelOptions(quantization="int5"), checkpoint, Ops(CPU, "torch"))
+
+
+def test_a_group_is_refused_before_the_weights_are_read(model: Path) -> None:
+    with (
+        closing(open_checkpoint(str(model))) as checkpoint,
+        pytest.raises(UnsupportedFormat, match=r"^--quantization int8: groups of 128 do not divide the 64 inputs"),
+    ):
+        choose_format(ModelOptions(quantization_group=128), checkpoint, Ops(CPU, "torch"))
