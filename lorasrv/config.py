@@ -15,7 +15,7 @@ from lorasrv.errors import ConfigError, InvalidLimits
 from lorasrv.sampling_params import Watermark
 
 PARALLEL_LOADS = 8
-"""Adapters that are read from disk side by side."""
+"""Most adapters that are read from disk at the same time."""
 MAX_VALUE = 2**53
 """The largest whole number that every JSON reader understands."""
 MAX_WEIGHT = 1e6
