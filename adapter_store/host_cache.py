@@ -69,6 +69,11 @@ class HostCache(Generic[V]):
                 self._shrink()
             return entry.value
 
+    def pinned(self, key: Hashable) -> V:
+        """Return the value of a pinned entry. Raises: KeyError: the entry is not pinned."""
+        with self._lock:
+            return self._pinned[key].value
+
     def unpin(self, key: Hashable) -> None:
         """Undo one pin. Raises: KeyError: the entry is not pinned."""
         with self._lock:

@@ -16,7 +16,7 @@ from lorasrv.sampling_params import Watermark
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 PARALLEL_LOADS = 8
-"""Adapters that are read from disk side by side."""
+"""Most adapters that are read from disk at the same time."""
 MAX_VALUE = 2**53
 """The largest whole number that every JSON reader understands."""
 MAX_WEIGHT = 1e6

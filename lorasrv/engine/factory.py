@@ -10,7 +10,7 @@ from adapter_store.store import AdapterStore
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.engine.core import EngineParts
 from lorasrv.errors import ConfigError, UnsupportedFormat
-from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
+from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.models.loader import Checkpoint, WeightMeter
 from lorasrv.models.quantization import Fit, QuantFormat, StoredWeights, get_format, select_format
 from lorasrv.models.spec import ModelSpec, operations
@@ -75,7 +75,7 @@ def build(
     memory = DevicePool(spec, geometry.num_pages, geometry.page_size, kv_format, device)
     adapters = HostAdapterStore(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None
     is_on_host = adapters.is_on_host if adapters else lambda _: False
-    books = PoolBooks.make(geometry, config.memory, config.scheduler.preemption, is_on_host)
+    books = MemoryManager.make(geometry, config.memory, config.scheduler.preemption, is_on_host)
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
     parts = EngineParts(
@@ -136,9 +136,9 @@ def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
     return wanted or spec.max_position
 
 
-def _geometry(options: MemoryOptions, spec: ModelSpec, kv_format: KVFormat, device: torch.device) -> PoolGeometry:
+def _geometry(options: MemoryOptions, spec: ModelSpec, kv_format: KVFormat, device: torch.device) -> PoolLayout:
     pool_bytes = pool_size(options, device)
-    geometry = PoolGeometry.for_model(spec, kv_format, options.page_size_tokens, pool_bytes)
+    geometry = PoolLayout.for_model(spec, kv_format, options.page_size_tokens, pool_bytes)
     if geometry.num_pages < MIN_POOL_PAGES:
         raise ConfigError(
             f"--pool-bytes {pool_bytes} is too small: one page takes {geometry.block_bytes} bytes, "

@@ -1,235 +1,196 @@
-"""Which adapters are resident in the pool, on which pages, and who needs them there. The one owner of residency.
+"""Pages of adapters: where each lies in the pool, how many running requests use it, and what its eviction would cost.
 
-An adapter that is being copied in, or that a running request pins, stays. The others are a cache: the one whose return
-would cost least for the pages it holds goes first. Its worth is uses x seconds to bring it back / pages, on top of the
-clock (`AgingClock`); prefix pages have theirs in the same currency.
+`AdapterManager` decides when an adapter gets pages, when it may be read and when it leaves; only the pages, the pins of
+running requests and the eviction scores are kept here. An adapter without pins that may be read is *evictable*. Its
+score is GDSF's: uses x seconds to reload it / pages, on top of the clock (`GdsfClock`); prefix pages are scored in the
+same unit. The lowest score is evicted first.
 """
 
 import heapq
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
-from lorasrv.memory.cost_model import AgingClock
+from lorasrv.memory.cost_model import GdsfClock
 from lorasrv.memory.page_pool import PagePool
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, Run
 
 MAX_COUNTED_USES = 64
-SecondsToReturn = Callable[[AdapterKey, AdapterLayout], float]
-"""What it would cost to have an adapter back in the pool once it has left."""
+ReloadSeconds = Callable[[AdapterKey, AdapterLayout], float]
+"""Estimated seconds to load an adapter again after its eviction."""
 
 
 @dataclass(slots=True)
-class _Resident:
+class _CachedAdapter:
     placed: PlacedAdapter
-    is_ready: bool = False
+    # Running requests that read it.
     pins: int = 0
+    # Requests that have pinned it so far, at most `MAX_COUNTED_USES`.
     uses: int = 0
-    worth: float = 0.0
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether it could be evicted."""
-        return self.is_ready and not self.pins
+    # Valid while `is_evictable`.
+    score: float = 0.0
+    is_evictable: bool = False
 
 
 class AdapterCache:
-    """Adapters in the pool. Mutated by the engine thread only.
+    """Own the pages of adapters. Mutated by the engine thread only.
 
     Args:
-        pool: where their pages come from.
-        page_bytes: of one layer of a page.
-        seconds_to_return: the cost of evicting one.
-        on_arrival, on_departure: told when an adapter becomes ready, and when it leaves.
+        pool: where the pages come from.
+        page_bytes: bytes of one layer of a page.
+        reload_s: cost of evicting an adapter.
+        clock: shared with the prefix cache if both compete for the same pages.
     """
 
     def __init__(
         self,
         pool: PagePool,
         page_bytes: int,
-        seconds_to_return: SecondsToReturn = lambda _, layout: float(layout.nbytes),
-        on_arrival: Callable[[AdapterKey], None] = lambda _: None,
-        on_departure: Callable[[AdapterKey], None] = lambda _: None,
-        clock: AgingClock | None = None,
+        reload_s: ReloadSeconds = lambda _, layout: float(layout.nbytes),
+        clock: GdsfClock | None = None,
     ) -> None:
         self.pool = pool
+        self.clock = clock or GdsfClock()
         self._page_bytes = page_bytes
-        self._seconds_to_return = seconds_to_return
-        self._on_arrival, self._on_departure = on_arrival, on_departure
-        self._residents: dict[AdapterKey, _Resident] = {}
+        self._reload_s = reload_s
+        self._adapters: dict[AdapterKey, _CachedAdapter] = {}
         self._queue: list[tuple[float, AdapterKey]] = []
-        self._clock = clock or AgingClock()
         self.num_pages = 0
-        self.num_idle_pages = 0
-        self.num_evictions = 0
+        self.num_evictable_pages = 0
 
     def __contains__(self, key: AdapterKey) -> bool:
-        """Whether it has pages, be they filled or not."""
-        return key in self._residents
+        """Return whether the adapter has pages, filled or not."""
+        return key in self._adapters
 
     def __len__(self) -> int:
-        return len(self._residents)
-
-    @property
-    def num_filling(self) -> int:
-        """Adapters whose pages are being filled."""
-        return sum(not resident.is_ready for resident in self._residents.values())
-
-    @property
-    def num_ready(self) -> int:
-        """Adapters that a step may read."""
-        return len(self._residents) - self.num_filling
-
-    def is_ready(self, key: AdapterKey) -> bool:
-        """Whether a step may read it."""
-        resident = self._residents.get(key)
-        return resident is not None and resident.is_ready
-
-    def placed(self, key: AdapterKey) -> PlacedAdapter:
-        """Where a resident adapter lies now. Valid for this step only: ask again at the next."""
-        return self._residents[key].placed
-
-    def pin(self, key: AdapterKey) -> None:
-        """One more running request needs this adapter, which is ready."""
-        resident = self._residents[key]
-        assert resident.is_ready, f"adapter {key} is not there yet"
-        if not resident.pins:
-            self.num_idle_pages -= resident.placed.num_pages
-        resident.pins += 1
-        resident.uses = min(resident.uses + 1, MAX_COUNTED_USES)
-
-    def unpin(self, key: AdapterKey) -> None:
-        resident = self._residents[key]
-        assert resident.pins > 0, f"adapter {key} is not pinned"
-        resident.pins -= 1
-        if not resident.pins:
-            self._idle_again(key, resident)
+        return len(self._adapters)
 
     def pages_for(self, layout: AdapterLayout) -> int:
+        """Return the number of pages that an adapter takes in one run."""
         return layout.num_pages(self._page_bytes)
 
-    def place(self, key: AdapterKey, layout: AdapterLayout, *, keep_free: int = 0) -> PlacedAdapter | None:
-        """Find pages for an adapter: one run, else pieces; None if neither is free beside `keep_free` pages.
+    def placed(self, key: AdapterKey) -> PlacedAdapter:
+        """Return where an adapter lies now. Valid for one step: compaction may move it before the next."""
+        return self._adapters[key].placed
 
-        Nothing may read the pages before they are filled and `filled` was called.
+    def placements(self) -> Iterator[tuple[AdapterKey, PlacedAdapter, int]]:
+        """Yield (key, place, pins) of every adapter with pages."""
+        for key, adapter in self._adapters.items():
+            yield key, adapter.placed, adapter.pins
+
+    def pins(self) -> dict[AdapterKey, int]:
+        """Return the number of pins of every adapter that has any."""
+        return {key: adapter.pins for key, adapter in self._adapters.items() if adapter.pins}
+
+    def place(self, key: AdapterKey, layout: AdapterLayout, *, keep_free: int = 0) -> PlacedAdapter | None:
+        """Take pages for an adapter: one run, else pieces. It is neither evictable nor can it be pinned yet.
+
+        Args:
+            keep_free: pages that must be free afterwards.
+        Returns:
+            The place; None, and nothing taken, if the free pages do not suffice.
         """
-        assert key not in self._residents, f"adapter {key} is resident already"
+        assert key not in self._adapters, f"adapter {key} has pages already"
         placed = self._place_in_one(layout, keep_free) or self._place_in_pieces(layout, keep_free)
         if placed is not None:
-            self._residents[key] = _Resident(placed)
+            self._adapters[key] = _CachedAdapter(placed)
             self.num_pages += placed.num_pages
         return placed
 
-    def filled(self, key: AdapterKey) -> None:
-        """The adapter's pages hold its weights now."""
-        resident = self._residents[key]
-        assert not resident.is_ready, f"adapter {key} was there already"
-        resident.is_ready = True
-        self._idle_again(key, resident)
-        self._on_arrival(key)
+    def pin(self, key: AdapterKey) -> None:
+        """Count one more running request that reads the adapter."""
+        adapter = self._adapters[key]
+        assert adapter.pins or adapter.is_evictable, f"adapter {key} is not resident"
+        if adapter.is_evictable:
+            adapter.is_evictable = False
+            self.num_evictable_pages -= adapter.placed.num_pages
+        adapter.pins += 1
+        adapter.uses = min(adapter.uses + 1, MAX_COUNTED_USES)
 
-    def abandon(self, key: AdapterKey) -> None:
-        """The copy has failed; the pages are free again."""
-        resident = self._residents[key]
-        assert not resident.is_ready, f"adapter {key} is in use"
-        self._remove(key, resident)
+    def unpin(self, key: AdapterKey) -> None:
+        """Count one running request less; without any the adapter becomes evictable."""
+        adapter = self._adapters[key]
+        assert adapter.pins > 0, f"adapter {key} is not pinned"
+        adapter.pins -= 1
+        if not adapter.pins:
+            self.make_evictable(key)
 
-    def evict_idle(self, is_spared: Callable[[AdapterKey], bool] = lambda _: False) -> bool:
-        """Give back the pages of the adapter that is worth least, of those that nobody pins; False if there is none."""
-        victim = self._least(is_spared)
-        if victim is None:
-            return False
-        self._clock.passes(victim[0])
-        self.evict(victim[1])
-        return True
+    def make_evictable(self, key: AdapterKey) -> None:
+        """Score an adapter that may be read and has no pins, and queue it for eviction."""
+        adapter = self._adapters[key]
+        assert not adapter.pins, f"adapter {key} is pinned"
+        assert not adapter.is_evictable, f"adapter {key} is evictable already"
+        pages = adapter.placed.num_pages
+        seconds = self._reload_s(key, adapter.placed.layout)
+        adapter.score = self.clock.now + max(1, adapter.uses) * seconds / max(1, pages)
+        adapter.is_evictable = True
+        self.num_evictable_pages += pages
+        heapq.heappush(self._queue, (adapter.score, key))
+        if len(self._queue) > 4 * len(self._adapters) + 64:
+            self._queue = [(a.score, k) for k, a in self._adapters.items() if a.is_evictable]
+            heapq.heapify(self._queue)
 
-    def least_worth(self, is_spared: Callable[[AdapterKey], bool]) -> float:
-        """What `evict_idle` would give up, a page; infinite if there is none."""
-        victim = self._least(is_spared)
-        return math.inf if victim is None else victim[0]
+    def is_evictable(self, key: AdapterKey) -> bool:
+        """Return whether the adapter has filled pages and no pins."""
+        adapter = self._adapters.get(key)
+        return adapter is not None and adapter.is_evictable
 
-    def _least(self, is_spared: Callable[[AdapterKey], bool]) -> tuple[float, AdapterKey] | None:
+    def lowest(self, is_spared: Callable[[AdapterKey], bool] = lambda _: False) -> tuple[float, AdapterKey] | None:
+        """Return (score, key) of the evictable adapter with the lowest score; None if every one is spared."""
         passed_over = []
         found = None
         while self._queue and found is None:
-            worth, key = heapq.heappop(self._queue)
-            resident = self._residents.get(key)
-            if resident is None or not resident.is_idle or resident.worth != worth:
-                continue  # an entry of the past
-            passed_over.append((worth, key))
+            score, key = heapq.heappop(self._queue)
+            adapter = self._adapters.get(key)
+            if adapter is None or not adapter.is_evictable or adapter.score != score:
+                continue  # outdated
+            passed_over.append((score, key))
             if not is_spared(key):
-                found = (worth, key)
+                found = (score, key)
         for entry in passed_over:
             heapq.heappush(self._queue, entry)
         return found
 
-    def evict(self, key: AdapterKey) -> None:
-        """Give back the pages of an adapter that nobody pins."""
-        resident = self._residents[key]
-        assert resident.is_idle, f"adapter {key} is in use"
-        self.num_idle_pages -= resident.placed.num_pages
-        self._remove(key, resident)
-        self.num_evictions += 1
-        self._on_departure(key)
+    def num_evictable_pages_of(self, is_meant: Callable[[AdapterKey], bool]) -> int:
+        """Return the number of pages of the evictable adapters that `is_meant` selects."""
+        return sum(a.placed.num_pages for key, a in self._adapters.items() if a.is_evictable and is_meant(key))
 
-    def num_idle_pages_of(self, are_meant: Callable[[AdapterKey], bool]) -> int:
-        """Pages of those idle adapters."""
-        return sum(r.placed.num_pages for key, r in self._residents.items() if r.is_idle and are_meant(key))
-
-    def residents(self) -> Iterator[tuple[AdapterKey, PlacedAdapter, bool, int]]:
-        """(key, place, ready, pins) of each."""
-        for key, resident in self._residents.items():
-            yield key, resident.placed, resident.is_ready, resident.pins
-
-    def movable_runs(self) -> dict[Run, AdapterKey]:
-        """Runs of pages that may be moved between steps."""
-        return {run: key for key, r in self._residents.items() if r.is_ready for run in r.placed.runs}
-
-    def fixed_runs(self) -> dict[Run, AdapterKey]:
-        """Runs of pages that are being filled."""
-        return {run: key for key, r in self._residents.items() if not r.is_ready for run in r.placed.runs}
+    def remove(self, key: AdapterKey) -> None:
+        """Free the pages of an adapter without pins."""
+        adapter = self._adapters[key]
+        assert not adapter.pins, f"adapter {key} is in use"
+        if adapter.is_evictable:
+            self.num_evictable_pages -= adapter.placed.num_pages
+        del self._adapters[key]
+        self.num_pages -= adapter.placed.num_pages
+        self.pool.release(adapter.placed.pages)
 
     def move(self, moved_runs: Mapping[Run, Run]) -> None:
-        """Runs lie elsewhere now: old -> new, of equal length."""
-        for resident in self._residents.values():
-            own = {run: moved_runs[run] for run in resident.placed.runs if run in moved_runs}
+        """Follow pages that were moved: old run -> new run of the same length."""
+        for adapter in self._adapters.values():
+            own = {run: moved_runs[run] for run in adapter.placed.runs if run in moved_runs}
             if own:
-                resident.placed = resident.placed.moved(own)
+                adapter.placed = adapter.placed.moved(own)
 
     def references(self) -> Iterator[int]:
-        """Every page id that a resident adapter holds, for `PagePool.check_integrity`."""
-        for resident in self._residents.values():
-            yield from resident.placed.pages
-
-    def pins(self) -> dict[AdapterKey, int]:
-        """Adapters with at least one pin."""
-        return {key: resident.pins for key, resident in self._residents.items() if resident.pins}
+        """Yield every page id that an adapter holds, for `PagePool.check_integrity`."""
+        for adapter in self._adapters.values():
+            yield from adapter.placed.pages
 
     def check_integrity(self) -> None:
-        """Raises: AssertionError: pages do not add up, or an idle adapter could never be evicted."""
-        residents = self._residents.items()
-        idle = {key: r for key, r in residents if r.is_idle}
-        assert self.num_pages == sum(r.placed.num_pages for _, r in residents), "adapter pages do not add up"
-        assert self.num_idle_pages == sum(r.placed.num_pages for r in idle.values()), "idle pages do not add up"
-        assert all(r.is_ready for _, r in residents if r.pins), "an adapter is in use before it is there"
+        """Compare the totals with the adapters, and the eviction queue with what is evictable.
+
+        Raises:
+            AssertionError: pages do not add up, or an evictable adapter could never be evicted.
+        """
+        evictable = {key: a for key, a in self._adapters.items() if a.is_evictable}
+        pages = sum(a.placed.num_pages for a in self._adapters.values())
+        assert self.num_pages == pages, "adapter pages do not add up"
+        pages = sum(a.placed.num_pages for a in evictable.values())
+        assert self.num_evictable_pages == pages, "evictable pages do not add up"
+        assert not any(a.pins for a in evictable.values()), "a pinned adapter is evictable"
         queued = set(self._queue)
-        assert all((r.worth, key) in queued for key, r in idle.items()), "an idle adapter is not in the queue"
-
-    def _idle_again(self, key: AdapterKey, resident: _Resident) -> None:
-        pages = resident.placed.num_pages
-        seconds = self._seconds_to_return(key, resident.placed.layout)
-        resident.worth = self._clock.now + max(1, resident.uses) * seconds / max(1, pages)
-        self.num_idle_pages += pages
-        heapq.heappush(self._queue, (resident.worth, key))
-        if len(self._queue) > 4 * len(self._residents) + 64:
-            self._queue = [(r.worth, k) for k, r in self._residents.items() if r.is_idle]
-            heapq.heapify(self._queue)
-
-    def _remove(self, key: AdapterKey, resident: _Resident) -> None:
-        del self._residents[key]
-        self.num_pages -= resident.placed.num_pages
-        self.pool.release(resident.placed.pages)
+        assert all((a.score, key) in queued for key, a in evictable.items()), "an evictable adapter is not queued"
 
     def _place_in_one(self, layout: AdapterLayout, keep_free: int) -> PlacedAdapter | None:
         pages = self.pages_for(layout)
@@ -243,9 +204,9 @@ class AdapterCache:
         return placed
 
     def _place_in_pieces(self, layout: AdapterLayout, keep_free: int) -> PlacedAdapter | None:
-        """Split at panel borders over the longest free runs. Ends of runs are lost, so it may take a few pages more.
+        """Split at panel borders over the longest free runs. The ends of runs are lost, so it may take more pages.
 
-        Runs come longest first, so a panel that does not fit the next one fits none: there is at most one a panel.
+        Runs come longest first, so a panel that does not fit the next one fits none: at most one run per panel is used.
         """
         num_panels = max(len(sizes) for sizes in layout.panel_bytes)
         runs = heapq.nlargest(num_panels, self.pool.free_runs(), key=lambda run: (run[1], run[0]))

@@ -1,45 +1,100 @@
-"""How an adapter comes nearer: disk -> host memory -> pool, one tier at a time, while everybody else goes on.
+"""The life of an adapter: disk, host memory, pool. `AdapterManager` is the only owner of an adapter's state.
 
-Plain data; the work is the loader's (`adapter_loader`), which gets its orders once a step and reports what is done.
-Whoever needs an adapter asks for it again and again; the first asking begins the load, the others find it under way.
-Host copies on their way in are bounded by the host cache's bytes: a load that would not fit waits, and so do all that
-ask later. What is only promised is loaded when the pool has room for it, and holds no host memory while it has none.
+State       Host bytes  Host pin  Pages  Request pins
+----------  ----------  --------  -----  ------------
+ON_DISK     no          no        no     no
+LOADING     yes         no        no     no
+ON_HOST     yes         yes       no     no
+COPYING     yes         yes       yes    no
+RESIDENT    no          no        yes    yes
+
+Host bytes count towards `max_host_bytes`. The host pin is the loader's, on the host copy in `HostCache`; the pages and
+the pins of running requests are `AdapterCache`'s. After the copy, or after a cancelled load, the host copy stays in
+`HostCache` without a pin until other adapters need its bytes: loading it again then reads no disk.
+
+From        Method        To          Trigger
+----------  ------------  ----------  -------
+ON_DISK     request_load  LOADING     a request or a reservation needs it, and its host bytes fit
+LOADING     on_loaded     ON_HOST     the loader has read it
+LOADING     on_failed     ON_DISK     the loader could not read it
+LOADING     cancel        ON_DISK     no request and no reservation needs it any more
+ON_HOST     cancel        ON_DISK     the same, or a reservation has no room left in the pool
+ON_HOST     place         COPYING     pages were found for it
+COPYING     on_copied     RESIDENT    the loader has filled its pages
+COPYING     on_failed     ON_DISK     the copy failed
+RESIDENT    evict         ON_DISK     its pages are needed for something else
+
+Every other call is an error. A copy under way is never cancelled: its pages are being written. The loader receives its
+orders once a step and reports what has finished; a report that was overtaken by a cancel is ignored.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
+from types import MappingProxyType
+from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import PARALLEL_LOADS
 from lorasrv.memory.adapter_cache import AdapterCache
 from lorasrv.memory.cost_model import CostModel
-from lorasrv.memory.eviction import Need, Predicate, Reclaimer
+from lorasrv.memory.prefix_cache import PrefixCache
 from lorasrv.scheduler_output import AdapterOrders
-from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, Run
 
-NO_ROOM_RETRY_S = 5.0
-MAX_WARMED = 256
-"""Promises beside the pinned ones; any client can cause one."""
+MAX_RESERVED = 256
+"""Most reservations beside the pinned ones; any client can cause one."""
+Predicate = Callable[[AdapterKey], bool]
 
 
-class Arriving(Enum):
-    """Where an adapter is that is on its way."""
+class AdapterState(StrEnum):
+    """Name where an adapter is."""
 
+    ON_DISK = "on disk"
     LOADING = "loading"
     ON_HOST = "on host"
     COPYING = "copying"
+    RESIDENT = "resident"
+
+
+class Owned(NamedTuple):
+    """Tell what an adapter owns in a state. Request pins are allowed there, the others are required."""
+
+    host_bytes: bool
+    host_pin: bool
+    pages: bool
+    request_pins: bool
+
+
+OWNED = MappingProxyType(
+    {
+        AdapterState.ON_DISK: Owned(host_bytes=False, host_pin=False, pages=False, request_pins=False),
+        AdapterState.LOADING: Owned(host_bytes=True, host_pin=False, pages=False, request_pins=False),
+        AdapterState.ON_HOST: Owned(host_bytes=True, host_pin=True, pages=False, request_pins=False),
+        AdapterState.COPYING: Owned(host_bytes=True, host_pin=True, pages=True, request_pins=False),
+        AdapterState.RESIDENT: Owned(host_bytes=False, host_pin=False, pages=True, request_pins=True),
+    }
+)
+TRANSITIONS = MappingProxyType(
+    {
+        (AdapterState.ON_DISK, "request_load"): AdapterState.LOADING,
+        (AdapterState.LOADING, "on_loaded"): AdapterState.ON_HOST,
+        (AdapterState.LOADING, "on_failed"): AdapterState.ON_DISK,
+        (AdapterState.LOADING, "cancel"): AdapterState.ON_DISK,
+        (AdapterState.ON_HOST, "cancel"): AdapterState.ON_DISK,
+        (AdapterState.ON_HOST, "place"): AdapterState.COPYING,
+        (AdapterState.COPYING, "on_copied"): AdapterState.RESIDENT,
+        (AdapterState.COPYING, "on_failed"): AdapterState.ON_DISK,
+        (AdapterState.RESIDENT, "evict"): AdapterState.ON_DISK,
+    }
+)
+"""State after a method of `AdapterManager`, for every state in which that may be called."""
 
 
 @dataclass(slots=True)
-class _Arrival:
-    layout: AdapterLayout
-    state: Arriving = Arriving.LOADING
-
-
-@dataclass(slots=True)
-class _Promise:
-    """To have an adapter in the pool until a time, or, pinned, until it is taken back."""
+class _Reservation:
+    """Keep an adapter in the pool until a time or, pinned, until it is unpinned."""
 
     layout: AdapterLayout
     until_s: float = 0.0
@@ -53,184 +108,282 @@ class _Orders:
     cancels: list[AdapterKey] = field(default_factory=list)
 
 
-class AdapterTiers:
-    """Adapters that are not in the pool yet and somebody wants there. Mutated by the engine thread only.
+class AdapterManager:
+    """Own the state of every adapter, and what needs it: requests and reservations. Mutated by the engine thread only.
 
     Args:
-        max_host_bytes: most bytes of host copies on their way at a time.
+        cache: pages of the adapters.
+        prefixes: told when an adapter becomes resident and when it is evicted.
+        max_host_bytes: most bytes of host copies that are being loaded or copied at a time; one is always allowed.
+        clock: seconds, for reservations.
     """
 
     def __init__(
         self,
-        adapters: AdapterCache,
-        reclaimer: Reclaimer,
+        cache: AdapterCache,
+        prefixes: PrefixCache | None,
         max_host_bytes: int,
         costs: CostModel,
         clock: Callable[[], float],
     ) -> None:
-        self._adapters = adapters
-        self._reclaimer = reclaimer
+        self.cache = cache
+        self._prefixes = prefixes
         self._max_host_bytes = max_host_bytes
         self._costs = costs
         self._clock = clock
-        self._arrivals: dict[AdapterKey, _Arrival] = {}
+        self._states: dict[AdapterKey, AdapterState] = {}
+        self._host_copies: dict[AdapterKey, AdapterLayout] = {}
         self._host_bytes = 0
-        self._promises: dict[AdapterKey, _Promise] = {}
+        self._requests: Counter[AdapterKey] = Counter()
+        self._reservations: dict[AdapterKey, _Reservation] = {}
         self._orders = _Orders()
-        self._is_deferring = False
-        reclaimer.is_held = self.is_held
+        self._is_host_full = False
+        self.num_evictions = 0
+
+    # State.
+
+    def state(self, key: AdapterKey) -> AdapterState:
+        """Return where an adapter is. Any thread may ask."""
+        return self._states.get(key, AdapterState.ON_DISK)
+
+    def is_resident(self, key: AdapterKey) -> bool:
+        """Return whether a step may read the adapter. Any thread may ask."""
+        return self._states.get(key) is AdapterState.RESIDENT
 
     @property
-    def num_arriving(self) -> int:
-        return len(self._arrivals)
+    def host_bytes(self) -> int:
+        """Return the bytes of the host copies that are being loaded or copied."""
+        return self._host_bytes
 
-    def state(self, key: AdapterKey) -> Arriving | None:
-        """Where an adapter is that is on its way; None if it is not."""
-        arrival = self._arrivals.get(key)
-        return None if arrival is None else arrival.state
+    @property
+    def num_loading(self) -> int:
+        """Return the number of adapters between disk and pool: LOADING, ON_HOST or COPYING."""
+        return len(self._host_copies)
 
-    def is_promised(self, key: AdapterKey) -> bool:
-        """Whether it is to be in the pool without a request that wants it."""
-        return key in self._promises
+    @property
+    def num_copying(self) -> int:
+        """Return the number of adapters whose pages are being filled."""
+        return sum(self._states[key] is AdapterState.COPYING for key in self._host_copies)
 
-    def is_held(self, key: AdapterKey) -> bool:
-        """Whether the operator has pinned it."""
-        promise = self._promises.get(key)
-        return promise is not None and promise.is_pinned
+    @property
+    def num_resident(self) -> int:
+        """Return the number of adapters that a step may read."""
+        return len(self._states) - len(self._host_copies)
 
-    def held_pages(self) -> int:
-        """Pages of all adapters that the operator has pinned."""
-        return sum(self._adapters.pages_for(p.layout) for p in self._promises.values() if p.is_pinned)
+    # What needs an adapter.
 
-    def promises(self) -> Iterator[tuple[AdapterKey, bool]]:
-        """(key, pinned) of every adapter that is to be in the pool."""
-        for key, promise in self._promises.items():
-            yield key, promise.is_pinned
+    def add_request(self, key: AdapterKey) -> None:
+        """Count one more live request of an adapter."""
+        self._requests[key] += 1
 
-    def warm(self, key: AdapterKey, layout: AdapterLayout, until_s: float) -> None:
-        """Bring an adapter to the pool ahead of its requests, and spare it until then. Of too many, the first go."""
-        promise = self._promises.setdefault(key, _Promise(layout))
-        promise.until_s = max(promise.until_s, until_s)
-        warmed = [key for key, promise in self._promises.items() if not promise.is_pinned]
-        for first in warmed[: max(0, len(warmed) - MAX_WARMED)]:
-            del self._promises[first]
+    def remove_request(self, key: AdapterKey) -> None:
+        """Count one live request less."""
+        assert self._requests[key] > 0, f"adapter {key} has no request"
+        self._requests[key] -= 1
+        if not self._requests[key]:
+            del self._requests[key]
+
+    def requests(self) -> dict[AdapterKey, int]:
+        """Return the number of live requests of every adapter that has any."""
+        return dict(self._requests)
+
+    def reserve(self, key: AdapterKey, layout: AdapterLayout, until_s: float) -> None:
+        """Prefetch an adapter and spare it until `until_s`. Beyond `MAX_RESERVED` the oldest reservation is dropped."""
+        reservation = self._reservations.setdefault(key, _Reservation(layout))
+        reservation.until_s = max(reservation.until_s, until_s)
+        timed = [key for key, r in self._reservations.items() if not r.is_pinned]
+        for oldest in timed[: max(0, len(timed) - MAX_RESERVED)]:
+            del self._reservations[oldest]
 
     def pin(self, key: AdapterKey, layout: AdapterLayout) -> None:
-        """Bring an adapter to the pool, and keep it there."""
-        self._promises.setdefault(key, _Promise(layout)).is_pinned = True
+        """Prefetch an adapter and keep it in the pool until `unpin`."""
+        self._reservations.setdefault(key, _Reservation(layout)).is_pinned = True
 
     def unpin(self, key: AdapterKey) -> None:
-        """Keep it there no longer than it was to be warm; nothing happens if it was not pinned."""
-        if key in self._promises:
-            self._promises[key].is_pinned = False
+        """Undo `pin`; a reservation that has not ended stays. Do nothing if the adapter is not pinned."""
+        if key in self._reservations:
+            self._reservations[key].is_pinned = False
+
+    def is_needed(self, key: AdapterKey) -> bool:
+        """Return whether a live request or a reservation needs the adapter."""
+        return key in self._requests or key in self._reservations
+
+    def is_reserved(self, key: AdapterKey) -> bool:
+        """Return whether the adapter is to be in the pool even without a request."""
+        return key in self._reservations
+
+    def is_pinned(self, key: AdapterKey) -> bool:
+        """Return whether an operator has pinned the adapter."""
+        reservation = self._reservations.get(key)
+        return reservation is not None and reservation.is_pinned
+
+    def num_pinned_pages(self) -> int:
+        """Return the number of pages that all pinned adapters take."""
+        return sum(self.cache.pages_for(r.layout) for r in self._reservations.values() if r.is_pinned)
+
+    def reservations(self) -> Iterator[tuple[AdapterKey, bool]]:
+        """Yield (key, is pinned) of every reserved adapter."""
+        for key, reservation in self._reservations.items():
+            yield key, reservation.is_pinned
+
+    def reserved_missing(self) -> list[tuple[AdapterKey, AdapterLayout]]:
+        """Return the reserved adapters without pages and without a request, the pinned ones first."""
+        missing = [key for key in self._reservations if key not in self.cache and key not in self._requests]
+        missing.sort(key=lambda key: not self._reservations[key].is_pinned)
+        return [(key, self._reservations[key].layout) for key in missing]
+
+    # Transitions.
 
     def begin_step(self) -> None:
-        """Promises whose time is over are forgotten."""
-        self._is_deferring = False
-        if self._promises:
+        """Drop the reservations whose time is over."""
+        self._is_host_full = False
+        if self._reservations:
             now = self._clock()
-            self._promises = {k: p for k, p in self._promises.items() if p.is_pinned or p.until_s >= now}
+            self._reservations = {k: r for k, r in self._reservations.items() if r.is_pinned or r.until_s >= now}
 
-    def bring(
-        self, key: AdapterKey, layout: AdapterLayout, keep_free: int, need: Need, is_ahead: Predicate = lambda _: False
-    ) -> bool:
-        """Have a missing adapter come one tier nearer, unless it is on its way; False if the pool has no room for it.
+    def cancel_unneeded(self) -> None:
+        """Cancel the loads that neither a request nor a reservation needs any more."""
+        for key in [key for key in self._host_copies if not self.is_needed(key)]:
+            if self._states[key] is not AdapterState.COPYING:
+                self.cancel(key)
 
-        `keep_free` pages are left for keys and values.
+    def request_load(self, key: AdapterKey, layout: AdapterLayout) -> None:
+        """Begin to load an adapter from disk, if its host bytes fit. Call again in the next step if they did not.
+
+        First come, first served: after one that did not fit nothing is begun in this step, or small adapters would
+        overtake a large one for ever.
         """
-        arrival = self._arrivals.get(key)
-        if arrival is None:
-            self._begin_load(key, layout)
-        elif arrival.state is Arriving.ON_HOST:
-            placed = self._reclaimer.place_adapter(key, layout, keep_free, need, is_ahead)
-            if placed is None:
-                return False
-            arrival.state = Arriving.COPYING
-            self._orders.copies.append((key, placed))
-        return True
-
-    def keep_promises(self, keep_free: int, is_asked_for: Predicate = lambda _: False) -> None:
-        """Bring promised adapters nearer, as far as nobody needs the pages; pinned ones first. Those that requests ask
-        for come by their asking.
-        """
-        missing = [key for key in self._promises if key not in self._adapters and not is_asked_for(key)]
-        for key in sorted(missing, key=lambda key: not self._promises[key].is_pinned):
-            if not self._keep_promise(key, self._promises[key].layout, keep_free):
-                return
-
-    def _keep_promise(self, key: AdapterKey, layout: AdapterLayout, keep_free: int) -> bool:
-        arrival = self._arrivals.get(key)
-        if arrival is None and not self._reclaimer.may_place(layout, keep_free, Need.AHEAD):
-            return False
-        if self.bring(key, layout, keep_free, Need.AHEAD):
-            return True
-        self._end(key)
-        self._orders.cancels.append(key)
-        return False
-
-    def forget_unwanted(self, is_wanted: Predicate) -> None:
-        """Stop loads that nobody waits for any more. A copy under way is let to end: its pages are being written."""
-        for key, arrival in list(self._arrivals.items()):
-            if arrival.state is not Arriving.COPYING and not is_wanted(key):
-                self._end(key)
-                self._orders.cancels.append(key)
-
-    def loaded(self, key: AdapterKey) -> None:
-        """A load has reached host memory, where the loader keeps it until the copy is done or cancelled."""
-        if key in self._arrivals:
-            self._arrivals[key].state = Arriving.ON_HOST
-
-    def copied(self, key: AdapterKey) -> None:
-        """An adapter is in the pool."""
-        self._adapters.filled(key)
-        self._end(key)
-
-    def failed(self, key: AdapterKey) -> None:
-        """A load or a copy has failed. What was promised is not tried again and again: whoever asked for it is told."""
-        arrival = self._arrivals.get(key)
-        if arrival is not None:
-            if arrival.state is Arriving.COPYING:
-                self._adapters.abandon(key)
-            self._end(key)
-        self._promises.pop(key, None)
-
-    def outlook(self, key: AdapterKey, layout: AdapterLayout, *, on_host: bool, keep_free: int) -> tuple[float, str]:
-        """In about how many seconds an adapter would be here, and what keeps it from being here: for whoever does not
-        wait. Loads run side by side, copies one after another.
-        """
-        others = [arrival for other, arrival in self._arrivals.items() if other != key]
-        loading = sum(a.layout.nbytes for a in others if a.state is Arriving.LOADING)
-        copying = sum(a.layout.nbytes for a in others)
-        seconds = loading * self._costs.load.seconds / PARALLEL_LOADS + copying * self._costs.copy.seconds
-        seconds += self._costs.seconds_to_return(layout.nbytes, on_host=on_host)
-        if self._reclaimer.may_place(layout, keep_free, Need.AHEAD):
-            return seconds, "it is being brought in"
-        return max(seconds, NO_ROOM_RETRY_S), "running requests leave no room for it now"
-
-    def take_orders(self) -> AdapterOrders:
-        """What the loader is to do, since the last call."""
-        orders, self._orders = self._orders, _Orders()
-        return AdapterOrders(tuple(orders.loads), tuple(orders.copies), tuple(orders.cancels))
-
-    def check_integrity(self) -> None:
-        """Raises: AssertionError: an adapter without pages is being copied, or host bytes do not add up."""
-        for key, arrival in self._arrivals.items():
-            copying = arrival.state is Arriving.COPYING
-            assert (key in self._adapters) == copying, f"adapter {key} is {arrival.state} but has pages or none"
-            assert not self._adapters.is_ready(key), f"adapter {key} is there and on its way"
-        assert self._host_bytes == sum(a.layout.nbytes for a in self._arrivals.values()), "host bytes do not add up"
-        unfilled = {key for key, _, ready, _ in self._adapters.residents() if not ready}
-        assert unfilled <= self._arrivals.keys(), "an adapter has pages that nobody fills"
-
-    def _begin_load(self, key: AdapterKey, layout: AdapterLayout) -> None:
-        """First come, first served: else small ones would pass a large one for ever."""
-        no_room = bool(self._arrivals) and self._host_bytes + layout.nbytes > self._max_host_bytes
-        self._is_deferring = self._is_deferring or no_room
-        if self._is_deferring:
+        self._check(key, "request_load")
+        is_full = bool(self._host_copies) and self._host_bytes + layout.nbytes > self._max_host_bytes
+        self._is_host_full = self._is_host_full or is_full
+        if self._is_host_full:
             return
-        self._arrivals[key] = _Arrival(layout)
+        self._move(key, "request_load")
+        self._host_copies[key] = layout
         self._host_bytes += layout.nbytes
         self._orders.loads.append(key)
 
-    def _end(self, key: AdapterKey) -> None:
-        self._host_bytes -= self._arrivals.pop(key).layout.nbytes
+    def on_loaded(self, key: AdapterKey) -> None:
+        """Note that a load has reached host memory; the loader pins the host copy until it is copied or cancelled."""
+        if key not in self._orders.cancels:
+            self._move(key, "on_loaded")
+
+    def place(self, key: AdapterKey, *, keep_free: int = 0) -> PlacedAdapter | None:
+        """Take pages for an adapter that is in host memory, and order the copy.
+
+        Returns:
+            The place; None, and nothing changed, if the free pages do not suffice beside `keep_free`.
+        """
+        self._check(key, "place")
+        placed = self.cache.place(key, self._host_copies[key], keep_free=keep_free)
+        if placed is not None:
+            self._move(key, "place")
+            self._orders.copies.append((key, placed))
+        return placed
+
+    def on_copied(self, key: AdapterKey) -> None:
+        """Note that an adapter's pages hold its weights."""
+        self._move(key, "on_copied")
+        self.cache.make_evictable(key)
+        if self._prefixes is not None:
+            self._prefixes.on_adapter_resident(key)
+
+    def on_failed(self, key: AdapterKey) -> None:
+        """Note that a load or a copy has failed. A reservation is dropped with it: it would fail again and again."""
+        if key not in self._orders.cancels:
+            self._move(key, "on_failed")
+            if key in self.cache:
+                self.cache.remove(key)
+        self._reservations.pop(key, None)
+
+    def cancel(self, key: AdapterKey) -> None:
+        """Stop a load, or give up a host copy that has no pages yet."""
+        self._move(key, "cancel")
+        if key in self._orders.loads:
+            self._orders.loads.remove(key)
+        else:
+            self._orders.cancels.append(key)
+
+    def evict(self, key: AdapterKey) -> None:
+        """Free the pages of a resident adapter that no running request reads."""
+        self._check(key, "evict")
+        self.cache.remove(key)
+        self._move(key, "evict")
+        self.num_evictions += 1
+        if self._prefixes is not None:
+            self._prefixes.on_adapter_evicted(key)
+
+    def evict_lowest(self, is_spared: Predicate = lambda _: False) -> bool:
+        """Evict the adapter with the lowest score; return False if none may be evicted."""
+        lowest = self.cache.lowest(is_spared)
+        if lowest is None:
+            return False
+        self.cache.clock.advance(lowest[0])
+        self.evict(lowest[1])
+        return True
+
+    def take_orders(self) -> AdapterOrders:
+        """Return what the loader is to do since the last call; cancels come before loads, loads before copies."""
+        orders, self._orders = self._orders, _Orders()
+        return AdapterOrders(tuple(orders.loads), tuple(orders.copies), tuple(orders.cancels))
+
+    # Queries.
+
+    def host_layout(self, key: AdapterKey) -> AdapterLayout:
+        """Return the layout of an adapter that is LOADING, ON_HOST or COPYING."""
+        return self._host_copies[key]
+
+    def runs_in(self, state: AdapterState) -> dict[Run, AdapterKey]:
+        """Return the runs of pages of all adapters in a state."""
+        return {
+            run: key for key, placed, _ in self.cache.placements() if self._states[key] is state for run in placed.runs
+        }
+
+    def estimate_load_s(self, key: AdapterKey, layout: AdapterLayout, *, on_host: bool) -> float:
+        """Estimate the seconds until an adapter is resident, if it has room.
+
+        Loads run side by side, copies one after another; `on_host`: whether the host cache has it.
+        """
+        others = [other for other in self._host_copies if other != key]
+        loading = sum(self._host_copies[k].nbytes for k in others if self._states[k] is AdapterState.LOADING)
+        copying = sum(self._host_copies[k].nbytes for k in others)
+        seconds = loading * self._costs.load.seconds / PARALLEL_LOADS + copying * self._costs.copy.seconds
+        return seconds + self._costs.reload_s(layout.nbytes, on_host=on_host)
+
+    def check_integrity(self) -> None:
+        """Compare every adapter's state with what it owns.
+
+        Raises:
+            AssertionError: an owner disagrees with `OWNED`, or a total does not add up.
+        """
+        self.cache.check_integrity()
+        states, pins = self._states, self.cache.pins()
+        assert AdapterState.ON_DISK not in states.values(), "an adapter on disk has a record"
+        residents = sum(state is AdapterState.RESIDENT for state in states.values())
+        assert self.num_resident == residents, "resident adapters do not add up"
+        assert self._host_copies.keys() == {k for k, s in states.items() if OWNED[s].host_bytes}, "host copies differ"
+        assert self._host_bytes == sum(c.nbytes for c in self._host_copies.values()), "host bytes do not add up"
+        with_pages = {key for key, _, _ in self.cache.placements()}
+        assert with_pages == {key for key, state in states.items() if OWNED[state].pages}, "adapters with pages differ"
+        for key in with_pages:
+            is_usable = key in pins or self.cache.is_evictable(key)
+            assert is_usable == OWNED[states[key]].request_pins, f"adapter {key} is {states[key]} but usable or not"
+        copies = {key for key, _ in self._orders.copies}
+        assert copies <= {k for k, s in states.items() if s is AdapterState.COPYING}, "a copy was ordered in vain"
+        loads = set(self._orders.loads)
+        assert loads <= {k for k, s in states.items() if s is AdapterState.LOADING}, "a load was ordered in vain"
+
+    def _check(self, key: AdapterKey, method: str) -> None:
+        state = self.state(key)
+        assert (state, method) in TRANSITIONS, f"adapter {key} is {state}, where {method} is illegal"
+
+    def _move(self, key: AdapterKey, method: str) -> None:
+        self._check(key, method)
+        source = self.state(key)
+        target = TRANSITIONS[source, method]
+        if target is AdapterState.ON_DISK:
+            del self._states[key]
+        else:
+            self._states[key] = target
+        if OWNED[source].host_bytes and not OWNED[target].host_bytes:
+            self._host_bytes -= self._host_copies.pop(key).nbytes

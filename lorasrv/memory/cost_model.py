@@ -1,14 +1,14 @@
-"""How long a step takes, learnt from the steps that were measured: a linear model of what the step has in it.
+"""Step cost model: a linear regression of a step's seconds on what the step contains, learned from measured steps.
 
     seconds = a + b · tokens + c · requests + d · adapter bytes + e · attention pairs
 
-On a CPU the adapters' bytes rule a step of many personas, which schedulers that count tokens alone do not see. Ridge
-regression with forgetting over five sums; no coefficient is negative, so that more work never looks like less.
+On a CPU the adapters' bytes dominate a step of many adapters, which schedulers that count tokens alone do not see.
+Ridge regression with forgetting over five sums; no coefficient is negative, so that more work never looks like less.
 
-What things cost on this machine, learnt while serving: seconds of loads, copies and recomputation.
+Cost model of this machine, learned while serving: seconds of loads, copies, recomputation and steps.
 
-Each rate is the median of the newest measurements: one that met a page fault or a busy moment does not count. Before
-the first measurement it is a guess on the slow side of today's machines.
+Each rate is the median of the newest measurements, so that one that met a page fault or a busy moment does not count.
+Before the first measurement it is a guess on the slow side of today's machines.
 """
 
 import statistics
@@ -19,31 +19,35 @@ from dataclasses import dataclass, field
 from lorasrv.scheduler_output import SchedulerOutput
 
 FORGETTING = 0.998
-"""A step counts half after some 350 further ones."""
+"""Weight of a measurement one step later: half after some 350 steps."""
 PRIOR_STEPS = 0.05
-"""How many measured steps the first guess is worth, for each of its parts."""
+"""Weight of the first guess, in measured steps, for each coefficient."""
 MAX_SURPRISE = 4.0
-"""A step that took longer than so many times its prediction met something else; it counts as that long."""
+"""Most times its prediction that a step counts as: one that took longer met something else."""
 REFIT_EVERY = 8
-LEARNT_STEPS = 4 * REFIT_EVERY
+MIN_MEASURED_STEPS = 4 * REFIT_EVERY
+"""Measurements until the coefficients are more than a guess."""
 SWEEPS = 60
 PARTS = ("step", "token", "request", "adapter_byte", "attention_pair")
-"""What each coefficient is the cost of."""
+"""Names of the coefficients."""
 GUESS = (10e-3, 1e-3, 0.2e-3, 0.2e-9, 20e-9)
-"""Seconds for each part, on the slow side of today's machines."""
+"""First guess of the coefficients in seconds, on the slow side of today's machines."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step has in it. `adapter_bytes`: its distinct adapters. `pairs`: of a token and one that it attends to."""
+    """Describe a step by what its time depends on."""
 
     tokens: int
     requests: int
+    # Bytes of its distinct adapters.
     adapter_bytes: int
+    # (token, token that it attends to).
     pairs: int
 
     @classmethod
     def of(cls, step: SchedulerOutput) -> "StepShape":
+        """Return the shape of a scheduled step."""
         return cls(
             tokens=step.num_tokens,
             requests=len(step.scheduled),
@@ -53,19 +57,17 @@ class StepShape:
 
     @property
     def parts(self) -> tuple[float, ...]:
-        """How often each of `PARTS` is in it."""
+        """Return how often the step contains each of `PARTS`."""
         return (1.0, self.tokens, self.requests, self.adapter_bytes, self.pairs)
 
 
 @dataclass(slots=True)
 class StepCosts:
-    """Seconds for each of `PARTS`. Changed by the engine thread only.
+    """Predict the seconds of steps. Changed by the engine thread only."""
 
-    Args:
-        seconds_each: what is known already; the measurements begin where that ends.
-    """
-
+    # Coefficients of `PARTS`; those passed in are the prior.
     seconds_each: list[float] = field(default_factory=lambda: list(GUESS))
+    # Measured steps, including those behind the coefficients passed in.
     num_observed: int = 0
     _prior: list[float] = field(default_factory=list)
     _moments: list[list[float]] = field(default_factory=list)
@@ -78,43 +80,43 @@ class StepCosts:
         self._targets = [0.0] * len(PARTS)
 
     @classmethod
-    def known(cls, seconds_each: Mapping[str, float]) -> "StepCosts":
-        """From what was learnt elsewhere, by part."""
-        return cls([seconds_each[part] for part in PARTS], LEARNT_STEPS)
+    def from_dict(cls, seconds_each: Mapping[str, float]) -> "StepCosts":
+        """Start from coefficients that were learned elsewhere, by part."""
+        return cls([seconds_each[part] for part in PARTS], MIN_MEASURED_STEPS)
 
-    def known_as(self) -> dict[str, float]:
-        """What was learnt, by part."""
+    def as_dict(self) -> dict[str, float]:
+        """Return the coefficients by part."""
         return dict(zip(PARTS, self.seconds_each, strict=True))
 
     @property
-    def is_learnt(self) -> bool:
-        """Whether it is more than a guess."""
-        return self.num_observed >= LEARNT_STEPS
+    def is_learned(self) -> bool:
+        """Return whether the coefficients are more than a guess."""
+        return self.num_observed >= MIN_MEASURED_STEPS
 
     @property
     def token_s(self) -> float:
-        """A further token in a step that is computed anyway."""
+        """Return the seconds of one more token in a step that is computed anyway."""
         return self.seconds_each[1]
 
     @property
     def request_s(self) -> float:
-        """A further request in it, beside its tokens."""
+        """Return the seconds of one more request in it, beside its tokens."""
         return self.seconds_each[2]
 
     def seconds(self, shape: StepShape) -> float:
-        """How long such a step would take."""
+        """Predict the seconds of a step."""
         return _dot(self.seconds_each, shape.parts)
 
     def adapter_s(self, nbytes: int) -> float:
-        """What one more distinct adapter adds to each step that it is in."""
+        """Return the seconds that one more distinct adapter adds to each step."""
         return self.seconds_each[3] * nbytes
 
     def observe(self, shape: StepShape, seconds: float) -> None:
-        """A step took that long. Counted relative to its own length, so that long steps do not rule the short ones."""
+        """Enter a measured step, weighted relative to its own length, so that long steps do not outweigh short ones."""
         if shape.tokens == 0:
             return
         predicted = self.seconds(shape)
-        if self.is_learnt:
+        if self.is_learned:
             seconds = min(seconds, MAX_SURPRISE * predicted)
         scale = 1.0 / max(seconds, 1e-6)
         row = [part * guess * scale for part, guess in zip(shape.parts, GUESS, strict=True)]
@@ -128,7 +130,7 @@ class StepCosts:
             self._refit()
 
     def _refit(self) -> None:
-        """Least squares without negative coefficients, by coordinate descent from the last solution."""
+        """Solve least squares without negative coefficients, by coordinate descent from the last solution."""
         solution = [s / g for s, g in zip(self.seconds_each, GUESS, strict=True)]
         for _ in range(SWEEPS):
             for i, moments in enumerate(self._moments):
@@ -144,65 +146,65 @@ def _dot(a: Sequence[float], b: Sequence[float]) -> float:
 
 NUM_NEWEST = 15
 MIN_TOKENS = 32
-"""A step of fewer tokens says little about what a token of a long prompt costs."""
+"""Fewest tokens of a step that is measured: a smaller one says little about a token of a long prompt."""
 
 
 @dataclass(slots=True)
 class Rate:
-    """Seconds for one unit (a byte, a token)."""
+    """Estimate the seconds of one unit (a byte, a token)."""
 
     seconds: float
     _newest: deque[float] = field(default_factory=lambda: deque(maxlen=NUM_NEWEST))
 
     def observe(self, seconds: float, units: int) -> None:
-        """Something of `units` units took that long."""
+        """Enter a measurement of `units` units; none is ignored."""
         if units > 0:
             self._newest.append(seconds / units)
             self.seconds = statistics.median(self._newest)
 
 
 @dataclass(slots=True)
-class AgingClock:
-    """How much what was evicted last was worth. What is used now is worth that much more, so that old fame fades
-    (greedy-dual-size-frequency, Cherkasova 1998). One clock for all that compete for the same pages.
+class GdsfClock:
+    """Hold the highest score evicted so far, which is added to every new score, so that old uses lose their weight
+    (greedy-dual-size-frequency, Cherkasova 1998). Shared by all caches that compete for the same pages.
     """
 
     now: float = 0.0
 
-    def passes(self, worth: float) -> None:
-        """Something of this worth is evicted."""
-        self.now = max(self.now, worth)
+    def advance(self, score: float) -> None:
+        """Note that something of this score is evicted."""
+        self.now = max(self.now, score)
 
 
 @dataclass(slots=True)
 class CostModel:
-    """Rates by byte and by token. Changed by the engine thread only."""
+    """Estimate seconds of work. Changed by the engine thread only."""
 
+    # A byte from disk to host memory, verified and packed.
     load: Rate = field(default_factory=lambda: Rate(1 / 0.5e9))
-    """A byte from disk to host memory, verified and packed."""
+    # A byte from host memory to the pool.
     copy: Rate = field(default_factory=lambda: Rate(1 / 4e9))
-    """A byte from host memory to the pool."""
+    # A byte between the pool and the swap space.
     page_copy: Rate = field(default_factory=lambda: Rate(1 / 4e9))
-    """A byte between the pool and the swap."""
+    # A token of a prompt.
     token: Rate = field(default_factory=lambda: Rate(1e-3))
-    """A token of a prompt."""
-
+    # A whole step.
     step: StepCosts = field(default_factory=StepCosts)
-    """A whole step."""
 
     def observe_step(self, shape: StepShape, seconds: float) -> None:
-        """A step has taken that long."""
+        """Enter a measured step."""
         self.step.observe(shape, seconds)
         if shape.tokens >= MIN_TOKENS:
             self.token.observe(seconds, shape.tokens)
 
-    def seconds_to_return(self, nbytes: int, *, on_host: bool) -> float:
-        """An adapter that is evicted now comes back in about this time."""
+    def reload_s(self, nbytes: int, *, on_host: bool) -> float:
+        """Estimate the seconds to load an adapter of `nbytes` bytes; `on_host`: from the host cache."""
         return nbytes * (self.copy.seconds + (0.0 if on_host else self.load.seconds))
 
     def recompute_s(self, num_tokens: int) -> float:
+        """Estimate the seconds to compute so many tokens again."""
         return num_tokens * self.token.seconds
 
     def swap_s(self, nbytes: int) -> float:
-        """Out and in again."""
+        """Estimate the seconds to swap `nbytes` bytes out and in again."""
         return 2 * nbytes * self.page_copy.seconds

@@ -1,33 +1,32 @@
-"""Who gives way when pages run out. KV cache and adapters compete for the same pages; nothing is theirs by right.
+"""Eviction: KV pages and adapters compete for the same pages, and nothing is reserved for either.
 
-In this order, as far as the need reaches:
+Pages are taken in this order, as far as the level allows:
 
-1. prefix pages whose adapter has left the pool: dead weight until it is back;
-2. idle adapters that no request waits for, and resting prefix pages: by worth, in one currency. A page that was used
-   again costs far more to compute than a page of an adapter costs to copy, so adapters usually go first. KV stops at a
-   floor of adapters, so that a burst of it does not wash out all of them, to be loaded again when it is over;
-3. idle adapters that only requests further back wait for;
-4. idle adapters that the operator has pinned, which are given up only if nothing else lets an accepted request go on.
+1. orphaned prefix pages, whose adapter has left the pool: useless until it is back;
+2. evictable adapters that nothing needs, and cached prefix pages: by score, in one unit. A page that was used again
+   costs far more to compute than a page of an adapter costs to copy, so adapters usually go first. KV stops at a floor
+   of adapter pages, so that a burst of it does not evict every adapter, to be loaded again when it is over;
+3. evictable adapters that only requests further back in the queue wait for;
+4. evictable adapters that an operator has pinned: only if an accepted request cannot go on otherwise.
 
-What comes ahead of its need (prefetch, warming) gets 1 and 2; an admission gets 1 to 3; all of it is for those that
-run, and for the first in the queue when nobody runs. If the pages are enough but scattered, they are moved together
-(`compaction`).
+PREFETCH takes 1 and 2, ADMIT 1 to 3, RUNNING all of it: for running requests, and for the first of the queue when none
+runs. If the free pages suffice but are scattered, they are moved together (`compaction`).
 
-Moving pages so that scattered free ones become a run: the last resort of an adapter that finds no place.
+Compaction: move pages so that scattered free ones become a run, when an adapter finds no place otherwise.
 
 Keys and values move page by page, adapters run by run (panels keep their places inside a run). The runner copies the
-pages between two steps, after every reader of the old places and before any of the new ones.
+pages between two steps, after every read of the old places and before any of the new ones.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 
 from adapter_store.spec import AdapterKey
-from lorasrv.memory.adapter_cache import AdapterCache
+from lorasrv.memory.adapter_manager import AdapterManager, AdapterState, Predicate
 from lorasrv.memory.kv_cache_manager import KVCacheManager
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import PrefixCache
@@ -40,32 +39,35 @@ _IMMOVABLE = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Old place -> new place, of single pages and of whole runs of adapters. `pages` has all of them, page by page."""
+    """Old place -> new place."""
 
+    # Single pages.
     singles: Mapping[int, int]
+    # Whole runs of adapters.
     runs: Mapping[Run, Run]
 
     @property
     def pages(self) -> dict[int, int]:
+        """Return every moved page, old id -> new id."""
         moved = dict(self.singles)
         for (old, count), (new, _) in self.runs.items():
             moved.update((old + i, new + i) for i in range(count))
         return moved
 
 
-def clear_run(pool: PagePool, count: int, movable: Mapping[Run, object], fixed: Mapping[Run, object]) -> Moves | None:
-    """Free `count` consecutive pages by moving what lies there; the pool's books are changed, its memory is not.
+def compact(pool: PagePool, count: int, movable: Mapping[Run, object], fixed: Mapping[Run, object]) -> Moves | None:
+    """Free `count` consecutive pages by moving what lies there. Reference counts move, the memory does not.
 
     Args:
-        movable: runs of adapters that may move, as wholes.
-        fixed: runs that may not. What is used and in no run is single pages, which may.
+        movable: runs of adapters that may be moved as a whole.
+        fixed: runs that may not. Used pages outside every run are single pages, which may be moved.
     Returns:
-        What was moved: the owners' tables and the memory must follow. None, and nothing changed, if it cannot be done.
+        The moves, which page tables and memory must follow; None, and nothing changed, if there is no such window.
     """
     if pool.num_free < count:
         return None
     for first in _cheapest_windows(pool, count, movable, fixed):
-        moves = _rehouse(pool, (first, count), movable)
+        moves = _relocate(pool, (first, count), movable)
         if moves is not None:
             return moves
     return None
@@ -74,7 +76,7 @@ def clear_run(pool: PagePool, count: int, movable: Mapping[Run, object], fixed: 
 def _cheapest_windows(
     pool: PagePool, count: int, movable: Mapping[Run, object], fixed: Mapping[Run, object]
 ) -> Iterator[int]:
-    """First pages of windows of `count` pages, those with the fewest pages to be moved first."""
+    """Yield the first pages of windows of `count` pages, the windows with the fewest pages to move first."""
     cost = np.ones(pool.num_pages, dtype=np.int64)
     for first, length in pool.free_runs():
         cost[first - pool.first : first - pool.first + length] = 0
@@ -82,7 +84,7 @@ def _cheapest_windows(
         cost[first - pool.first : first - pool.first + length] = _IMMOVABLE
     sums = np.concatenate([[0], np.cumsum(cost)])
     windows = sums[count:] - sums[:-count]
-    # A run is moved as a whole, also the part of it that lies outside the window.
+    # A run is moved as a whole, including the part outside the window.
     for first, length in movable:
         begin = first - pool.first
         starts = np.arange(max(0, begin - count + 1), min(len(windows), begin + length))
@@ -92,13 +94,13 @@ def _cheapest_windows(
             yield start + pool.first
 
 
-def _rehouse(pool: PagePool, window: Run, movable: Mapping[Run, object]) -> Moves | None:
+def _relocate(pool: PagePool, window: Run, movable: Mapping[Run, object]) -> Moves | None:
     end = sum(window)
     runs = sorted((run for run in movable if run[0] < end and sum(run) > window[0]), key=lambda run: -run[1])
     in_runs = {page for first, length in runs for page in range(first, first + length)}
     free = [page for page in range(window[0], end) if not pool.refcount(page)]
     singles = [page for page in range(window[0], end) if pool.refcount(page) and page not in in_runs]
-    # Nothing may move to where it must not stay.
+    # Take the free pages of the window, so that nothing is relocated into it.
     for page in free:
         pool.take_page(page)
     new_runs = [pool.allocate_run(length) for _, length in runs]
@@ -117,153 +119,163 @@ def _rehouse(pool: PagePool, window: Run, movable: Mapping[Run, object]) -> Move
     return moves
 
 
-Predicate = Callable[[AdapterKey], bool]
+class EvictionLevel(IntEnum):
+    """Bound what may be evicted, as the module's list says."""
+
+    PREFETCH = 0
+    ADMIT = 1
+    RUNNING = 2
 
 
-class Need(IntEnum):
-    """How far others have to give way."""
-
-    AHEAD = 0
-    ADMISSION = 1
-    PROGRESS = 2
-
-
-class Reclaimer:
-    """Makes room in the pool. Mutated by the engine thread only.
+class Evictor:
+    """Free pages by eviction and compaction. Mutated by the engine thread only.
 
     Args:
         pool: the pages of keys and values; also those of the adapters, unless the pool is split.
-        floor_pages: pages of adapters that KV does not take before a request that runs needs them.
-        is_wanted: whether any live request, or a promise to warm it, wants an adapter.
-        is_held: whether the operator has pinned it.
+        manager: which adapters have pages, and what needs them.
+        floor_pages: adapter pages that KV does not take unless a running request needs them.
     """
 
     def __init__(
         self,
         pool: PagePool,
         kv: KVCacheManager,
-        adapters: AdapterCache,
+        manager: AdapterManager,
         prefixes: PrefixCache | None,
         floor_pages: int,
     ) -> None:
         self._pool = pool
         self._kv = kv
-        self._adapters = adapters
+        self._manager = manager
+        self._adapters = manager.cache
         self._prefixes = prefixes
         self._floor_pages = floor_pages
-        self.is_wanted: Predicate = lambda _: False
-        self.is_held: Predicate = lambda _: False
         self.num_moved_pages = 0
         self._moves: list[CopyPages] = []
 
-    def room_for_kv(self, pages: int, need: Need, is_ahead: Predicate = lambda _: False) -> bool:
-        """Whether `pages` pages are free for keys and values, after others have given way; if not, nobody has.
+    def make_room(self, pages: int, level: EvictionLevel, is_ahead: Predicate = lambda _: False) -> bool:
+        """Evict until `pages` pages are free for keys and values.
 
-        `is_ahead` says which adapters requests further ahead in the queue wait for.
+        Args:
+            is_ahead: whether a request further ahead in the queue waits for an adapter.
+        Returns:
+            False, and nothing evicted, if this level cannot free so many.
         """
-        is_shared = self._adapters.pool is self._pool
-        return self._make_room(self._pool, pages, need, is_ahead, self._floor_pages if is_shared else 0)
+        return self._make_room(self._pool, pages, level, is_ahead, self._kv_floor())
 
-    def may_have_room(self, pages: int, need: Need, is_ahead: Predicate = lambda _: False) -> bool:
-        """Whether `room_for_kv` would find so many. Nobody has to give way yet."""
-        floor = self._floor_pages if self._adapters.pool is self._pool else 0
-        return self._pool.num_free >= pages or self._obtainable(self._pool, need, is_ahead, floor) >= pages
+    def can_make_room(self, pages: int, level: EvictionLevel, is_ahead: Predicate = lambda _: False) -> bool:
+        """Return whether `make_room` would free so many. Evicts nothing."""
+        if self._pool.num_free >= pages:
+            return True
+        return self._available_pages(self._pool, level, is_ahead, self._kv_floor()) >= pages
 
     def place_adapter(
-        self, key: AdapterKey, layout: AdapterLayout, keep_free: int, need: Need, is_ahead: Predicate
+        self, key: AdapterKey, keep_free: int, level: EvictionLevel, is_ahead: Predicate = lambda _: False
     ) -> PlacedAdapter | None:
-        """Pages for an adapter, after others have given way, beside `keep_free` pages for keys and values."""
-        pool = self._adapters.pool
+        """Find pages for an adapter in host memory and order its copy, evicting and compacting as needed.
+
+        Args:
+            keep_free: pages to be left free for keys and values.
+        Returns:
+            The place; None if this level cannot free so many pages.
+        """
+        pool, layout = self._adapters.pool, self._manager.host_layout(key)
         if pool is not self._pool:
             keep_free = 0
-        pages = self._adapters.pages_for(layout) + keep_free
-        if not self._make_room(pool, pages, need, is_ahead, floor=0):
+        pages = self._adapters.pages_for(layout)
+        if not self._make_room(pool, pages + keep_free, level, is_ahead, floor=0):
             return None
-        placed = self._adapters.place(key, layout, keep_free=keep_free)
-        if placed is None and self._compact(self._adapters.pages_for(layout), keep_free):
-            placed = self._adapters.place(key, layout, keep_free=keep_free)
-        while placed is None and self._give_way(pool, need, is_ahead, floor=0):
-            placed = self._adapters.place(key, layout, keep_free=keep_free)
+        placed = self._manager.place(key, keep_free=keep_free)
+        if placed is None and self._compact(pages, keep_free):
+            placed = self._manager.place(key, keep_free=keep_free)
+        while placed is None and self._evict_one(pool, level, is_ahead, floor=0):
+            placed = self._manager.place(key, keep_free=keep_free)
         return placed
 
-    def may_place(self, layout: AdapterLayout, keep_free: int, need: Need) -> bool:
-        """Whether there are pages enough for an adapter, if others give way. Nobody has to yet."""
+    def can_place(self, layout: AdapterLayout, keep_free: int, level: EvictionLevel) -> bool:
+        """Return whether an adapter would have pages enough after evictions. Evicts nothing."""
         pool = self._adapters.pool
         pages = self._adapters.pages_for(layout) + (keep_free if pool is self._pool else 0)
-        return pool.num_free >= pages or self._obtainable(pool, need, lambda _: False, floor=0) >= pages
+        return pool.num_free >= pages or self._available_pages(pool, level, lambda _: False, floor=0) >= pages
 
     def take_moves(self) -> list[CopyPages]:
-        """The copies that moves since the last call have made due, in their order."""
+        """Return the page copies that compaction has made necessary since the last call, in order."""
         moves, self._moves = self._moves, []
         return moves
 
-    def _make_room(self, pool: PagePool, pages: int, need: Need, is_ahead: Predicate, floor: int) -> bool:
+    def _kv_floor(self) -> int:
+        return self._floor_pages if self._adapters.pool is self._pool else 0
+
+    def _make_room(self, pool: PagePool, pages: int, level: EvictionLevel, is_ahead: Predicate, floor: int) -> bool:
         if pool.num_free >= pages:
             return True
-        if self._obtainable(pool, need, is_ahead, floor) < pages:
+        if self._available_pages(pool, level, is_ahead, floor) < pages:
             return False
         while pool.num_free < pages:
-            if not self._give_way(pool, need, is_ahead, floor):
+            if not self._evict_one(pool, level, is_ahead, floor):
                 return False
         return True
 
-    def _obtainable(self, pool: PagePool, need: Need, is_ahead: Predicate, floor: int) -> int:
+    def _available_pages(self, pool: PagePool, level: EvictionLevel, is_ahead: Predicate, floor: int) -> int:
+        """Return the number of pages that are free or that this level may evict."""
         pages = pool.num_free
         if self._prefixes is not None and pool is self._pool:
-            pages += self._prefixes.num_stranded + self._prefixes.num_resting
+            pages += self._prefixes.num_orphaned + self._prefixes.num_cached
         adapters = self._adapters
         if pool is not adapters.pool:
             return pages
-        if need is Need.PROGRESS:
-            return pages + adapters.num_idle_pages
-        idle = adapters.num_idle_pages - adapters.num_idle_pages_of(self._spared(need, is_ahead))
-        return pages + max(0, min(idle, adapters.num_pages - floor))
+        if level is EvictionLevel.RUNNING:
+            return pages + adapters.num_evictable_pages
+        evictable = adapters.num_evictable_pages - adapters.num_evictable_pages_of(self._spared(level, is_ahead))
+        return pages + max(0, min(evictable, adapters.num_pages - floor))
 
-    def _give_way(self, pool: PagePool, need: Need, is_ahead: Predicate, floor: int) -> bool:
-        """Free at least one page; False if nobody gives way to this need."""
+    def _evict_one(self, pool: PagePool, level: EvictionLevel, is_ahead: Predicate, floor: int) -> bool:
+        """Free at least one page; return False if this level may evict nothing more."""
+        manager = self._manager
         prefixes = self._prefixes if pool is self._pool else None
-        if prefixes is not None and prefixes.drop_stranded():
+        if prefixes is not None and prefixes.evict_orphaned():
             return True
-        if self._give_way_by_worth(pool, prefixes, floor):
+        if self._evict_lowest(pool, prefixes, floor):
             return True
-        if need is Need.AHEAD or pool is not self._adapters.pool:
+        if level is EvictionLevel.PREFETCH or pool is not self._adapters.pool:
             return False
-        if self._adapters.num_pages > floor and self._adapters.evict_idle(self._spared(need, is_ahead)):
+        if self._adapters.num_pages > floor and manager.evict_lowest(self._spared(level, is_ahead)):
             return True
-        return need is Need.PROGRESS and (
-            self._adapters.evict_idle(lambda key: is_ahead(key) or self.is_held(key))
-            or self._adapters.evict_idle(self.is_held)
-            or self._adapters.evict_idle()
+        return level is EvictionLevel.RUNNING and (
+            manager.evict_lowest(lambda key: is_ahead(key) or manager.is_pinned(key))
+            or manager.evict_lowest(manager.is_pinned)
+            or manager.evict_lowest()
         )
 
-    def _give_way_by_worth(self, pool: PagePool, prefixes: PrefixCache | None, floor: int) -> bool:
-        """The least worth of the adapters that nobody wants and of the pages that rest."""
-        adapters_may = pool is self._adapters.pool and self._adapters.num_pages > floor
-        spared = self._spared(Need.AHEAD, lambda _: True)
-        page = math.inf if prefixes is None else prefixes.least_worth()
-        if adapters_may and self._adapters.least_worth(spared) <= page and self._adapters.evict_idle(spared):
-            return True
-        return prefixes is not None and prefixes.drop_resting()
+    def _evict_lowest(self, pool: PagePool, prefixes: PrefixCache | None, floor: int) -> bool:
+        """Evict the lowest score of the adapters that nothing needs and of the cached prefix pages."""
+        page = math.inf if prefixes is None else prefixes.lowest_score()
+        if pool is self._adapters.pool and self._adapters.num_pages > floor:
+            lowest = self._adapters.lowest(self._manager.is_needed)
+            if lowest is not None and lowest[0] <= page:
+                return self._manager.evict_lowest(self._manager.is_needed)
+        return prefixes is not None and prefixes.evict_lowest()
 
-    def _spared(self, need: Need, is_ahead: Predicate) -> Predicate:
-        """Adapters that do not give way to this need."""
-        if need is Need.AHEAD:
-            return lambda key: self.is_wanted(key) or self.is_held(key)
-        return lambda key: is_ahead(key) or self.is_held(key)
+    def _spared(self, level: EvictionLevel, is_ahead: Predicate) -> Predicate:
+        """Return which adapters this level may not evict."""
+        if level is EvictionLevel.PREFETCH:
+            return self._manager.is_needed
+        return lambda key: is_ahead(key) or self._manager.is_pinned(key)
 
     def _compact(self, pages: int, keep_free: int) -> bool:
-        """Move pages so that an adapter of so many finds one run."""
+        """Move pages so that an adapter of `pages` pages finds one run."""
         pool = self._adapters.pool
         if pool.num_free < pages + keep_free:
             return False
-        moves = clear_run(pool, pages, self._adapters.movable_runs(), self._adapters.fixed_runs())
+        movable, fixed = (self._manager.runs_in(s) for s in (AdapterState.RESIDENT, AdapterState.COPYING))
+        moves = compact(pool, pages, movable, fixed)
         if moves is None or not moves.pages:
             return False
         self._follow(moves)
         return True
 
     def _follow(self, moves: Moves) -> None:
-        """Bring the other accounts after pages that were moved, and note the copies that are due."""
+        """Update the page tables of all owners after a move, and note the copies it makes necessary."""
         self._kv.move(moves.singles)
         if self._prefixes is not None:
             self._prefixes.move(moves.singles)

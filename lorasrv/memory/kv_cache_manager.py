@@ -3,7 +3,7 @@
 A page may stand in several tables: of requests that begin alike (`PrefixCache`), or of the choices of one request
 (`fork`). Whoever is about to write into a page that others hold gets a copy first.
 
-Keys and values of preempted requests in host memory: who has how much there, and when that is worth it.
+Swap space: KV pages of preempted requests in host memory, and when swapping costs less than recomputing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -65,7 +65,7 @@ class KVCacheManager:
             return 0
         most = len(token_ids) - 1 if most is None else min(most, len(token_ids) - 1)
         for number in range(most // self.page_size):
-            page = self._prefixes.find(self._hash(table, token_ids, number))
+            page = self._prefixes.lookup(self._hash(table, token_ids, number))
             if page is None:
                 break
             table.pages.append(page)
@@ -104,7 +104,7 @@ class KVCacheManager:
         self.num_copies += len(copies)
         return tuple(copies)
 
-    def keep_computed(self, request_id: RequestId, token_ids: Sequence[int], num_computed: int) -> None:
+    def cache_full_pages(self, request_id: RequestId, token_ids: Sequence[int], num_computed: int) -> None:
         """Offer the request's pages that are full by now to the prefix cache."""
         table = self._tables[request_id]
         if self._prefixes is None or num_computed // self.page_size <= table.num_kept:
@@ -112,7 +112,7 @@ class KVCacheManager:
         for number in range(table.num_kept, num_computed // self.page_size):
             page = table.pages[number]
             if page not in self._prefixes:
-                self._prefixes.keep(self._hash(table, token_ids, number), page, table.adapter)
+                self._prefixes.insert(self._hash(table, token_ids, number), page, table.adapter)
         table.num_kept = num_computed // self.page_size
 
     def page_table(self, request_id: RequestId) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class KVCacheManager:
     def _let_go(self, page: int) -> None:
         self._pool.release((page,))
         if self._prefixes is not None:
-            self._prefixes.let_rest(page)
+            self._prefixes.release(page)
 
     def _hash(self, table: _Table, token_ids: Sequence[int], number: int) -> bytes:
         while len(table.hashes) <= number:
@@ -159,12 +159,12 @@ class KVCacheManager:
 
 
 class SwapSpace:
-    """Pages of host memory, bounded. Mutated by the engine thread only.
+    """Count the host pages of swapped requests. Mutated by the engine thread only.
 
     Args:
         mode: `swap` whenever there is room, `recompute` never, `auto` whichever costs less.
         capacity_bytes: most host memory.
-        block_bytes: of one page in all layers.
+        block_bytes: bytes of one page in all layers.
     """
 
     def __init__(self, mode: str, capacity_bytes: int, block_bytes: int, costs: CostModel) -> None:
@@ -176,24 +176,26 @@ class SwapSpace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in use."""
+        """Return the bytes in use."""
         return sum(self._pages.values()) * self._block_bytes
 
-    def is_worth_it(self, num_pages: int, num_tokens: int) -> bool:
-        """Whether to keep this many pages, which hold so many computed tokens, instead of computing them again."""
+    def should_swap(self, num_pages: int, num_tokens: int) -> bool:
+        """Return whether to swap out so many pages instead of computing their `num_tokens` tokens again."""
         if not 0 < num_pages <= self._num_free or self._mode == "recompute":
             return False
         cost = self._costs.swap_s(num_pages * self._block_bytes)
         return self._mode == "swap" or cost < self._costs.recompute_s(num_tokens)
 
-    def take(self, request_id: RequestId, num_pages: int) -> None:
+    def allocate(self, request_id: RequestId, num_pages: int) -> None:
+        """Take host pages for a request."""
         assert request_id not in self._pages, f"request {request_id} is swapped out already"
         self._pages[request_id] = num_pages
         self._num_free -= num_pages
 
-    def give_back(self, request_id: RequestId) -> None:
+    def free(self, request_id: RequestId) -> None:
+        """Give back a request's host pages."""
         self._num_free += self._pages.pop(request_id)
 
     def holders(self) -> Iterator[tuple[RequestId, int]]:
-        """Who has how many pages."""
+        """Yield (request id, pages) of every swapped request."""
         yield from self._pages.items()

@@ -1,6 +1,6 @@
-"""Everything that keeps account of the pool, put together: who holds which page, who comes, who gives way. No memory.
+"""Memory manager: every account of the pool's pages, put together. Ids and counts only, no memory.
 
-One pool for keys, values and adapters; or, for comparison, one split in two for good.
+One pool for keys, values and adapters; or, for comparison, one that is split in two for good.
 """
 
 import time
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions
 from lorasrv.memory.adapter_cache import AdapterCache
-from lorasrv.memory.adapter_manager import AdapterTiers
-from lorasrv.memory.cost_model import AgingClock, CostModel
-from lorasrv.memory.eviction import Reclaimer
+from lorasrv.memory.adapter_manager import AdapterManager, AdapterState, Predicate
+from lorasrv.memory.cost_model import CostModel, GdsfClock
+from lorasrv.memory.eviction import EvictionLevel, Evictor
 from lorasrv.memory.kv_cache_manager import KVCacheManager, SwapSpace
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import PrefixCache
@@ -20,40 +20,48 @@ from lorasrv.models.spec import ModelSpec
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 from sgmv_kernels.formats.kv_format import KVFormat
 
+NO_ROOM_RETRY_S = 5.0
+"""Least estimate of when an adapter is ready if running requests leave no pages for it."""
+
 
 @dataclass(frozen=True, slots=True)
-class PoolGeometry:
-    """Sizes of the pool: `page_bytes` are of one layer."""
+class PoolLayout:
+    """Sizes of the pool."""
 
     num_pages: int
+    # Tokens in a page.
     page_size: int
+    # Bytes of one layer of a page.
     page_bytes: int
     num_layers: int
 
     @classmethod
-    def for_model(cls, spec: ModelSpec, kv_format: KVFormat, page_size: int, pool_bytes: int) -> "PoolGeometry":
+    def for_model(cls, spec: ModelSpec, kv_format: KVFormat, page_size: int, pool_bytes: int) -> "PoolLayout":
         """Return the pool of at most `pool_bytes` whose pages hold `page_size` tokens of a model's keys and values."""
         page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, page_size)
         return cls(pool_bytes // (page_bytes * spec.num_layers), page_size, page_bytes, spec.num_layers)
 
     @property
     def block_bytes(self) -> int:
-        """A page in all layers."""
+        """Return the bytes of a page in all layers."""
         return self.page_bytes * self.num_layers
 
 
 @dataclass(frozen=True)
-class PoolBooks:
-    """The accounts of one engine. `kv_pool` and `adapter_pool` are the same unless the pool is split."""
+class MemoryManager:
+    """Hold the accounts of one engine, and load adapters with them."""
 
-    geometry: PoolGeometry
+    layout: PoolLayout
+    # The same pool unless it is split.
     kv_pool: PagePool
     adapter_pool: PagePool
+    # None if prefix caching is off.
     prefixes: PrefixCache | None
     kv: KVCacheManager
+    # Pages of adapters; their state is the adapter manager's.
     adapters: AdapterCache
-    reclaimer: Reclaimer
-    tiers: AdapterTiers
+    adapter_manager: AdapterManager
+    evictor: Evictor
     swap: SwapSpace
     costs: CostModel
     clock: Callable[[], float]
@@ -61,71 +69,116 @@ class PoolBooks:
     @classmethod
     def make(
         cls,
-        geometry: PoolGeometry,
+        layout: PoolLayout,
         options: MemoryOptions,
         preemption: str = "auto",
         is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
         costs: CostModel | None = None,
-    ) -> "PoolBooks":
-        """Empty accounts. `is_on_host` tells whether an adapter that leaves would be found in host memory; `costs` are
-        what is known of the machine already.
+    ) -> "MemoryManager":
+        """Create empty accounts.
+
+        Args:
+            preemption: mode of the swap space.
+            is_on_host: whether the host cache has an adapter, which makes its eviction cheaper.
+            costs: rates of this machine, if they are known already.
         """
         costs = costs or CostModel()
-        kv_pool, adapter_pool = _pools(geometry.num_pages, options.adapter_pool_fraction)
-        aging = AgingClock()
+        kv_pool, adapter_pool = _pools(layout.num_pages, options.adapter_pool_fraction)
+        gdsf = GdsfClock()
         prefixes = None
         if options.prefix_caching:
-            prefixes = PrefixCache(kv_pool, aging, lambda: costs.recompute_s(geometry.page_size))
+            prefixes = PrefixCache(kv_pool, gdsf, lambda: costs.recompute_s(layout.page_size))
 
-        def seconds_to_return(key: AdapterKey, layout: AdapterLayout) -> float:
-            return costs.seconds_to_return(layout.nbytes, on_host=is_on_host(key))
+        def reload_s(key: AdapterKey, of: AdapterLayout) -> float:
+            return costs.reload_s(of.nbytes, on_host=is_on_host(key))
 
-        kv = KVCacheManager(kv_pool, geometry.page_size, prefixes)
-        adapters = AdapterCache(
-            adapter_pool,
-            geometry.page_bytes,
-            seconds_to_return,
-            prefixes.adapter_came if prefixes is not None else lambda _: None,
-            prefixes.adapter_left if prefixes is not None else lambda _: None,
-            aging,
-        )
-        floor = int(options.adapter_floor_fraction * geometry.num_pages)
-        reclaimer = Reclaimer(kv_pool, kv, adapters, prefixes, floor)
-        tiers = AdapterTiers(adapters, reclaimer, options.host_cache_bytes, costs, clock)
-        swap = SwapSpace(preemption, options.swap_bytes, geometry.block_bytes, costs)
-        return cls(geometry, kv_pool, adapter_pool, prefixes, kv, adapters, reclaimer, tiers, swap, costs, clock)
+        kv = KVCacheManager(kv_pool, layout.page_size, prefixes)
+        adapters = AdapterCache(adapter_pool, layout.page_bytes, reload_s, gdsf)
+        adapter_manager = AdapterManager(adapters, prefixes, options.host_cache_bytes, costs, clock)
+        floor = int(options.adapter_floor_fraction * layout.num_pages)
+        evictor = Evictor(kv_pool, kv, adapter_manager, prefixes, floor)
+        swap = SwapSpace(preemption, options.swap_bytes, layout.block_bytes, costs)
+        return cls(layout, kv_pool, adapter_pool, prefixes, kv, adapters, adapter_manager, evictor, swap, costs, clock)
 
     @property
     def pools(self) -> tuple[PagePool, ...]:
+        """Return the distinct pools."""
         return (self.kv_pool,) if self.kv_pool is self.adapter_pool else (self.kv_pool, self.adapter_pool)
 
     @property
     def num_free(self) -> int:
+        """Return the number of free pages."""
         return sum(pool.num_free for pool in self.pools)
 
     @property
-    def num_resting_prefix_pages(self) -> int:
-        """Cached pages that no request uses now."""
-        return 0 if self.prefixes is None else self.prefixes.num_resting + self.prefixes.num_stranded
+    def num_unused_prefix_pages(self) -> int:
+        """Return the number of cached and orphaned prefix pages."""
+        return 0 if self.prefixes is None else self.prefixes.num_cached + self.prefixes.num_orphaned
 
     @property
     def num_kv_pages(self) -> int:
-        """Pages that requests hold, those that several share once."""
-        held = self.geometry.num_pages - self.num_free
-        return held - self.adapters.num_pages - self.num_resting_prefix_pages
+        """Return the number of pages that requests hold; a shared page counts once."""
+        held = self.layout.num_pages - self.num_free
+        return held - self.adapters.num_pages - self.num_unused_prefix_pages
 
-    def most_kv_pages(self, layout: AdapterLayout | None) -> int:
-        """Pages that a request has at most for its keys and values, beside its adapter."""
+    def max_kv_pages(self, layout: AdapterLayout | None) -> int:
+        """Return the most pages that one request can have for its keys and values, beside its adapter."""
         if layout is None or self.adapter_pool is not self.kv_pool:
             return self.kv_pool.num_pages
         return self.kv_pool.num_pages - self.adapters.pages_for(layout)
 
+    def load_adapter(
+        self,
+        key: AdapterKey,
+        layout: AdapterLayout,
+        keep_free: int,
+        level: EvictionLevel,
+        is_ahead: Predicate = lambda _: False,
+    ) -> bool:
+        """Move an adapter one state further towards the pool, unless work on it is under way.
+
+        Args:
+            keep_free: pages to be left free for keys and values.
+            is_ahead: whether a request further ahead in the queue waits for an adapter.
+        Returns:
+            False if it is in host memory and this level frees no pages for it.
+        """
+        match self.adapter_manager.state(key):
+            case AdapterState.ON_DISK:
+                self.adapter_manager.request_load(key, layout)
+            case AdapterState.ON_HOST:
+                return self.evictor.place_adapter(key, keep_free, level, is_ahead) is not None
+        return True
+
+    def prefetch_reserved(self, keep_free: int) -> None:
+        """Load reserved adapters that no request waits for, as far as no request needs their pages, pinned ones first.
+
+        A reserved adapter is not loaded, and its host copy given up, while the pool has no room for it.
+        """
+        manager = self.adapter_manager
+        for key, layout in manager.reserved_missing():
+            is_new = manager.state(key) is AdapterState.ON_DISK
+            if is_new and not self.evictor.can_place(layout, keep_free, EvictionLevel.PREFETCH):
+                return
+            if not self.load_adapter(key, layout, keep_free, EvictionLevel.PREFETCH):
+                manager.cancel(key)
+                return
+
+    def estimate_ready_s(
+        self, key: AdapterKey, layout: AdapterLayout, *, on_host: bool, keep_free: int
+    ) -> tuple[float, str]:
+        """Estimate the seconds until an adapter is resident, and say why it is not: for `Retry-After`."""
+        seconds = self.adapter_manager.estimate_load_s(key, layout, on_host=on_host)
+        if self.evictor.can_place(layout, keep_free, EvictionLevel.PREFETCH):
+            return seconds, "it is being brought in"
+        return max(seconds, NO_ROOM_RETRY_S), "running requests leave no room for it now"
+
     def check_integrity(self) -> None:
-        """Every page has its holders, and every account agrees with the others.
+        """Compare every page's references with its holders, and every account with the others.
 
         Raises:
-            AssertionError: they do not.
+            AssertionError: they disagree.
         """
         of_kv = [*self.kv.references(), *(self.prefixes.references() if self.prefixes is not None else ())]
         of_adapters = list(self.adapters.references())
@@ -135,9 +188,8 @@ class PoolBooks:
             self.kv_pool.check_integrity(of_kv)
             self.adapter_pool.check_integrity(of_adapters)
         if self.prefixes is not None:
-            self.prefixes.check_integrity(self.adapters.is_ready)
-        self.adapters.check_integrity()
-        self.tiers.check_integrity()
+            self.prefixes.check_integrity(self.adapter_manager.is_resident)
+        self.adapter_manager.check_integrity()
         assert self.num_kv_pages == self.kv.num_pages, "KV pages do not add up"
 
 

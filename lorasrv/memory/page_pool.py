@@ -1,4 +1,4 @@
-"""Which page is free and who shares it: ids and counts, no memory. The one owner of page ids.
+"""Page pool: reference counts of page ids, no memory. The only owner of which page is free.
 
 KV takes single pages from the low end, adapters take runs from the high end; nothing is reserved for either. Two views
 of the same free pages make both cheap, whatever the pool's size (the slab policy and boundary tags of memory
@@ -25,14 +25,14 @@ _STEPS_PER_DOUBLING = 8
 
 @dataclass(frozen=True, slots=True)
 class Fragmentation:
-    """How the free pages lie: in how many runs, and how long the longest is."""
+    """Describe how scattered the free pages are."""
 
     free_runs: int
     longest_free_run: int
 
 
 class PagePool:
-    """Pages `first .. first + num_pages - 1` with reference counts. Mutated by the engine thread only."""
+    """Count the references of pages `first .. first + num_pages - 1`. Mutated by the engine thread only."""
 
     def __init__(self, num_pages: int, first: int = 0) -> None:
         assert num_pages > 0
@@ -52,20 +52,22 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
+        """Return the number of free pages."""
         return self._num_free
 
     @property
     def fragmentation(self) -> Fragmentation:
+        """Return how scattered the free pages are."""
         return Fragmentation(len(self._runs.ends), self._runs.longest())
 
     def allocate_singles(self, count: int) -> list[int] | None:
-        """`count` pages with a count of one each, low and close together; None if there are fewer."""
+        """Take `count` pages, low and close together, with one reference each; return None if fewer are free."""
         if count > self._num_free:
             return None
         return [self._take_single() for _ in range(count)]
 
     def allocate_run(self, count: int) -> Run | None:
-        """`count` consecutive pages out of the shortest free run that has them; None if none has."""
+        """Take `count` consecutive pages out of the shortest free run that has them; return None if none has."""
         found = self._runs.find(count)
         if found is None:
             return None
@@ -74,11 +76,11 @@ class PagePool:
         return (end - count, count)
 
     def free_runs(self) -> list[Run]:
-        """Every maximal run of free pages, in no order. Nothing is taken."""
+        """Return every maximal run of free pages, in no order."""
         return [(start, end - start) for start, end in self._runs.ends.items()]
 
     def take_run(self, run: Run) -> None:
-        """Take the lower part, or all, of a run that `free_runs` gave."""
+        """Take the lower part, or all, of a run that `free_runs` returned."""
         first, count = run
         end = self._runs.ends.get(first)
         assert end is not None, f"no free run begins at {first}"
@@ -86,38 +88,40 @@ class PagePool:
         self._cut(first, end, first, first + count)
 
     def take_page(self, page: int) -> None:
-        """Take one free page, wherever it lies. Looks through the free runs: for rare use."""
+        """Take one given free page. Searches the free runs: for rare use."""
         start, end = next((start, end) for start, end in self._runs.ends.items() if start <= page < end)
         self._cut(start, end, page, page + 1)
 
     def refcount(self, page: int) -> int:
-        """How many hold the page; 0 if it is free."""
+        """Return the number of references to a page; 0 if it is free."""
         return self._refcounts[page]
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more reference to each page."""
+        """Add one reference to each page."""
         for page in pages:
             assert self._refcounts[page] > 0, f"page {page} is free"
             self._refcounts[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """One reference less to each page; at none it is free."""
+        """Remove one reference from each page; without any it is free."""
         for page in pages:
             assert self._refcounts[page] > 0, f"page {page} is free already"
             self._refcounts[page] -= 1
             if not self._refcounts[page]:
-                self._give_back(page)
+                self._free(page)
 
     def move(self, moves: Mapping[int, int]) -> None:
-        """Hand the references of each page to another, which was taken for it. The old ones are free afterwards."""
+        """Move the references of each page, old id -> new id, to a page taken for it; the old pages become free."""
         for old, new in moves.items():
             assert self._refcounts[new] == 1, f"page {new} is not fresh"
             self._refcounts[new], self._refcounts[old] = self._refcounts[old], 0
-            self._give_back(old)
+            self._free(old)
 
     def check_integrity(self, references: Iterable[int]) -> None:
-        """Compare the counts with every reference that owners hold (a page once a holder).
+        """Compare the counts with the references that owners hold.
 
+        Args:
+            references: page ids, each as often as it is held.
         Raises:
             AssertionError: a count differs, or the two views of the free pages do.
         """
@@ -142,8 +146,9 @@ class PagePool:
         self._runs.check_integrity()
 
     def _take_single(self) -> int:
-        """The lowest free page beside a used one in a partly used superblock, else the first of a whole superblock:
-        either ends its run, so the run only grows shorter.
+        """Take the lowest free page beside a used one in a partly used superblock, else the first of a whole one.
+
+        Either ends its run, so the run only grows shorter.
         """
         blocks = self._partial or self._whole
         block = (blocks & -blocks).bit_length() - 1
@@ -172,7 +177,7 @@ class PagePool:
             high = min(stop - block * SUPERBLOCK_PAGES, SUPERBLOCK_PAGES)
             self._set_bits(block, self._free_bits[block] & ~((1 << high) - (1 << low)))
 
-    def _give_back(self, page: int) -> None:
+    def _free(self, page: int) -> None:
         start, end = page, page + 1
         if (left := self._runs.starts.get(page)) is not None:
             self._runs.remove(left, page)
@@ -186,7 +191,7 @@ class PagePool:
         self._set_bits(block, self._free_bits[block] | 1 << page % SUPERBLOCK_PAGES)
 
     def _set_bits(self, block: int, free: int) -> None:
-        """Note a superblock's free pages. The bitmaps, as long as the pool, change only where it changes its kind."""
+        """Set a superblock's free pages. The bitmaps, as long as the pool, change only if its kind does."""
         was, self._free_bits[block], full = self._free_bits[block], free, self._all_bits[block]
         if (was == full) != (free == full):
             self._whole ^= 1 << block
@@ -195,13 +200,13 @@ class PagePool:
 
 
 class _FreeRuns:
-    """Maximal free runs, found from either end and by length."""
+    """Index maximal free runs by either end and by length."""
 
     def __init__(self) -> None:
+        # start -> end (exclusive) of every run.
         self.ends: dict[int, int] = {}
-        """start -> end (exclusive) of every run."""
+        # end -> start of every run.
         self.starts: dict[int, int] = {}
-        """end -> start of every run."""
         self._classes: list[dict[int, None]] = []
         self._used_classes = 0
 
@@ -222,7 +227,7 @@ class _FreeRuns:
             self._used_classes &= ~(1 << length_class)
 
     def find(self, length: int) -> tuple[int, int] | None:
-        """(start, end) of a run of at least `length`, of the shortest class that has one."""
+        """Return (start, end) of a run of at least `length`, of the shortest class that has one; None without."""
         own = _class_of(length)
         longer = self._used_classes >> own
         while longer:
@@ -247,7 +252,7 @@ class _FreeRuns:
 
 
 def _class_of(length: int) -> int:
-    """Lengths up to 63 have a class each, longer ones share eight between two powers of two."""
+    """Return the class of a length: one each up to 63, eight between two powers of two above."""
     if length < _EXACT_LENGTHS:
         return length
     doublings = length.bit_length() - _EXACT_LENGTHS.bit_length()

@@ -1,40 +1,46 @@
-"""What a request holds in the pool while it runs: its pages, its adapter's pin, its copy in host memory while it waits.
+"""Memory of requests: KV pages and an adapter's pin while they run, a swapped copy in host memory while they wait.
 
-The scheduler says who starts, grows, gives way and ends; here is what that means for pages. The operations on the
-memory itself that this makes due are noted in their order.
+The scheduler decides which request is admitted, extended, preempted and finished; here the pages follow. The page
+operations that this makes necessary are noted in order.
 """
 
 from collections.abc import Set
 
 from adapter_store.spec import AdapterKey
-from lorasrv.memory.eviction import Need
-from lorasrv.memory.memory_manager import PoolBooks
+from lorasrv.memory.eviction import EvictionLevel
+from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.request import Request, RequestStatus
 from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, SwapIn, SwapOut
 
 
-class RequestMemory:
-    """Pages of requests. Mutated by the engine thread only."""
+class RequestAllocator:
+    """Allocate and free the memory of requests. Mutated by the engine thread only."""
 
-    def __init__(self, books: PoolBooks) -> None:
-        self._books = books
-        self._kv, self._adapters, self._swap = books.kv, books.adapters, books.swap
+    def __init__(self, memory: MemoryManager) -> None:
+        self._evictor = memory.evictor
+        self._kv, self._adapters, self._swap = memory.kv, memory.adapters, memory.swap
         self._ops: list[PageOp] = []
 
-    def start(
+    def allocate(
         self,
         request: Request,
         parent: Request | None,
-        need: Need,
+        level: EvictionLevel,
         keep_free: int,
         ahead: Set[AdapterKey],
         growth: int = 0,
     ) -> bool:
-        """Take pages for all of a waiting request's tokens beside `keep_free`, and pin its adapter, which is ready.
-        Others must be able to give way for `growth` pages beyond, but do not have to yet.
+        """Take pages for all tokens of a waiting request, and pin its adapter, which is resident.
 
-        What others have computed of its beginning is shared: by `parent`, the first choice of the same prompt, or by
-        the prefix cache. False, and nothing held, if others do not give way so far.
+        Pages of the same prefix are shared, not taken: those of `parent`, or of the prefix cache.
+
+        Args:
+            parent: the first choice of the same prompt, for a further one.
+            keep_free: pages to be left free.
+            ahead: adapters that requests further ahead in the queue wait for.
+            growth: pages beyond, which this level must be able to free but does not yet.
+        Returns:
+            False, and nothing held, if this level does not free so many.
         """
         rid, key = request.request_id, request.adapter_key
         self._kv.open(rid, key, request.message.cache_salt)
@@ -42,22 +48,24 @@ class RequestMemory:
             self._adapters.pin(key)
         shared = 0 if request.num_swapped_pages else self._share(request, parent)
         request.num_computed_tokens += shared
-        if not (self._may_grow(request, growth, need, ahead) and self.grow(request, need, keep_free, ahead)):
+        if not (self._can_grow(request, growth, level, ahead) and self.extend(request, level, keep_free, ahead)):
             request.num_computed_tokens -= shared
-            self.release(request)
+            self.free(request)
             return False
         if request.num_swapped_pages:
             self._ops.append(SwapIn(rid, self._kv.page_table(rid)[: request.num_swapped_pages]))
-            self._forget_swap(request)
+            self._free_swap(request)
         elif not request.num_preemptions:
             request.num_cached_tokens = shared
         return True
 
-    def grow(self, request: Request, need: Need, keep_free: int = 0, ahead: Set[AdapterKey] = frozenset()) -> bool:
-        """Take the pages that all known tokens of a request need; False if others do not give way so far."""
+    def extend(
+        self, request: Request, level: EvictionLevel, keep_free: int = 0, ahead: Set[AdapterKey] = frozenset()
+    ) -> bool:
+        """Take the pages that all known tokens of a request need; return False if this level does not free them."""
         rid, computed = request.request_id, request.num_computed_tokens
         missing = self._kv.missing_pages(rid, computed, request.num_tokens)
-        if missing and not self._books.reclaimer.room_for_kv(missing + keep_free, need, ahead.__contains__):
+        if missing and not self._evictor.make_room(missing + keep_free, level, ahead.__contains__):
             return False
         copies = self._kv.allocate(rid, computed, request.num_tokens)
         assert copies is not None, "pages were counted before they were taken"
@@ -65,27 +73,20 @@ class RequestMemory:
             self._ops.append(CopyPages(copies))
         return True
 
-    def _may_grow(self, request: Request, growth: int, need: Need, ahead: Set[AdapterKey]) -> bool:
-        if not growth:
-            return True
-        missing = self._kv.missing_pages(request.request_id, request.num_computed_tokens, request.num_tokens)
-        return self._books.reclaimer.may_have_room(missing + growth, need, ahead.__contains__)
-
-    def give_way(self, request: Request) -> None:
-        """Take back a running request's pages. What is computed goes to host memory, or will be computed again,
-        whichever costs less."""
+    def preempt(self, request: Request) -> None:
+        """Take back a running request's pages: swap out what is computed, or discard it, whichever costs less."""
         rid = request.request_id
         pages = self._kv.page_table(rid)[: self._kv.pages_for(request.num_computed_tokens)]
-        if self._swap.is_worth_it(len(pages), request.num_computed_tokens):
-            self._swap.take(rid, len(pages))
+        if self._swap.should_swap(len(pages), request.num_computed_tokens):
+            self._swap.allocate(rid, len(pages))
             self._ops.append(SwapOut(rid, pages))
             request.num_swapped_pages = len(pages)
         else:
             request.num_computed_tokens = 0
-        self.release(request)
+        self.free(request)
 
-    def fork_again(self, request: Request, parent: Request) -> None:
-        """A request goes on from where another one is, on its pages, and forgets what it had."""
+    def fork_from(self, request: Request, parent: Request) -> None:
+        """Replace a request's pages by a fork of its parent's."""
         rid = request.request_id
         self.drop_swap(request)
         request.num_computed_tokens = 0
@@ -98,41 +99,48 @@ class RequestMemory:
             request.num_computed_tokens = parent.num_computed_tokens
             self._kv.fork(parent.request_id, rid, parent.num_computed_tokens)
 
-    def release(self, request: Request) -> None:
-        """Give back the pages and the pin of a request that runs no more."""
+    def free(self, request: Request) -> None:
+        """Give back the pages and the adapter's pin of a request that stops running."""
         self._kv.free(request.request_id)
         if request.adapter_key is not None:
             self._adapters.unpin(request.adapter_key)
 
     def drop_swap(self, request: Request) -> None:
-        """A request that ends while it waits needs its copy no more."""
+        """Give back the swapped copy of a request that finishes while it waits; do nothing if it has none."""
         if request.num_swapped_pages:
             self._ops.append(DropSwap(request.request_id))
-            self._forget_swap(request)
+            self._free_swap(request)
 
-    def lose(self, request: Request) -> None:
-        """What a request had computed is gone; it keeps its pages, if it runs."""
+    def discard(self, request: Request) -> None:
+        """Forget what a request had computed, which is lost; a running request keeps its pages."""
         if request.num_swapped_pages:
-            self._forget_swap(request)
+            self._free_swap(request)
         request.num_computed_tokens = 0
 
     def note_moves(self) -> None:
-        """Put the copies that moves have made due behind what is noted already."""
-        self._ops += self._books.reclaimer.take_moves()
+        """Append the copies that compaction has made necessary to the page operations."""
+        self._ops += self._evictor.take_moves()
 
     def take_ops(self) -> tuple[PageOp, ...]:
-        """What is due since the last call, in its order."""
+        """Return the page operations since the last call, in order."""
         ops, self._ops = self._ops, []
         return tuple(ops)
 
+    def _can_grow(self, request: Request, growth: int, level: EvictionLevel, ahead: Set[AdapterKey]) -> bool:
+        if not growth:
+            return True
+        missing = self._kv.missing_pages(request.request_id, request.num_computed_tokens, request.num_tokens)
+        return self._evictor.can_make_room(missing + growth, level, ahead.__contains__)
+
     def _share(self, request: Request, parent: Request | None) -> int:
-        """Returns how many tokens need not be computed; the last one of the prompt does, as its logits are wanted."""
+        """Share the pages of a computed prefix; return its tokens, at most all but the prompt's last, whose logits are
+        needed."""
         if parent is None:
             return self._kv.attach_prefix(request.request_id, request.token_ids, request.num_reusable_tokens)
         shared = request.num_prompt_tokens - 1
         self._kv.fork(parent.request_id, request.request_id, shared)
         return shared
 
-    def _forget_swap(self, request: Request) -> None:
-        self._swap.give_back(request.request_id)
+    def _free_swap(self, request: Request) -> None:
+        self._swap.free(request.request_id)
         request.num_swapped_pages = 0

@@ -61,7 +61,7 @@ class Deadlines:
         """Why a waiting request will miss a deadline, with `ahead_s` of others' work before its own, and about how late
         it would be in seconds; None if it may meet them."""
         begin_by, end_by = self._begin_by(request), self._end_by(request)
-        if (begin_by is None and end_by is None) or not self._costs.step.is_learnt or not self._predictor.is_learnt:
+        if (begin_by is None and end_by is None) or not self._costs.step.is_learned or not self._predictor.is_learnt:
             return None  # a guess refuses nobody: else a server that nobody was let into would never learn better
         begin_s = self._clock() + ahead_s + self._first_token_s(request)
         if end_by is not None:

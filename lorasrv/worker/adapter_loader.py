@@ -1,6 +1,6 @@
-"""The hands of `AdapterTiers`: disk -> host memory -> pool, inline for offline use, in threads for a server.
+"""Adapter loader: disk -> host memory -> pool, inline for offline use, in threads for a server.
 
-The engine orders and polls; it never waits. What fails is a report like any other, with the reason. Loads have threads
+The engine orders and polls; it never waits. A failure is a report like any other, with the reason. Loads have threads
 of their own, so that a slow disk holds up neither copies nor, up to `PARALLEL_LOADS` of them, other loads.
 """
 
@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -27,11 +27,11 @@ from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 _LOG = logging.getLogger(__name__)
 MAX_REMEMBERED = 256
 WriteAdapter = Callable[[PackedAdapter, PlacedAdapter], None]
-"""Fills an adapter's pages; returns once they may be read."""
+"""Fill an adapter's pages; return once they may be read."""
 
 
 class Done(Enum):
-    """What a report is about."""
+    """Name what a report is about."""
 
     LOADED = "loaded"
     COPIED = "copied"
@@ -40,220 +40,235 @@ class Done(Enum):
 
 @dataclass(frozen=True, slots=True)
 class LoaderReport:
-    """A finished part of the way. `seconds` it took; `from_disk` tells whether a load had to read it. Of one that
-    failed `error` says why, `reason` in a word for counting, and `refusal` what that is to those who wait for it, if
-    there is a word for it."""
+    """Report the end of a load or a copy."""
 
     key: AdapterKey
     done: Done
     seconds: float = 0.0
     nbytes: int = 0
+    # Whether a load had to read the disk.
     from_disk: bool = False
+    # Why it failed, for clients.
     error: str = ""
+    # What the failure means to the requests that wait, if there is a code for it.
     refusal: Refusal | None = None
+    # Why it failed in a word, for counting.
     reason: str = "other"
 
 
-@dataclass(slots=True, eq=False)
-class _Job:
-    """One adapter's way, from its load to the end of its copy. The host copy is pinned in between. One that is not
-    ordered is only read ahead.
+class Loader(Protocol):
+    """Read adapters into host memory and copy them into the pool, on `AdapterManager`'s orders.
+
+    A host copy is pinned in the host cache from the end of its load to the end of its copy, or to its cancel. A loader
+    keeps its queues of work and the keys that it has pinned; where an adapter is, `AdapterManager` knows.
     """
 
-    key: AdapterKey
-    is_ordered: bool = True
-    read_ahead: LoaderReport | None = None
-    is_reported: bool = False
-    cancelled: bool = False
-    packed: PackedAdapter | None = None
-
-
-class Loader(Protocol):
-    """Brings adapters to host memory and from there to the pool."""
-
     def load(self, key: AdapterKey) -> None:
-        """Begin to bring an adapter to host memory, and keep it there until it is copied or cancelled."""
+        """Begin to read an adapter into host memory."""
 
     def copy(self, key: AdapterKey, placed: PlacedAdapter) -> None:
-        """Begin to fill its pages."""
+        """Begin to fill the pages of an adapter that was reported LOADED."""
 
     def cancel(self, key: AdapterKey) -> None:
-        """Nobody wants it any more: no report will come."""
+        """Stop a load, or unpin the host copy that it has left. No report follows."""
 
     def poll(self) -> list[LoaderReport]:
-        """What has finished since the last call; never waits."""
+        """Return the reports since the last call; never waits."""
 
     def close(self) -> None:
-        """Begin nothing more and forget what is queued."""
+        """Begin nothing more, drop what is queued and unpin every host copy."""
 
 
 class InlineLoader:
-    """Does everything at once, in the caller's thread."""
+    """Do everything at once, in the caller's thread."""
 
     def __init__(self, source: HostAdapterStore, write: WriteAdapter) -> None:
-        self._work = _Work(source, write)
-        self._jobs: dict[AdapterKey, _Job] = {}
+        self._source = source
+        self._write = write
         self._reports: list[LoaderReport] = []
+        self._pinned: set[AdapterKey] = set()
 
     def load(self, key: AdapterKey) -> None:
-        job = self._jobs[key] = _Job(key)
-        self._reports.append(self._work.load(job))
+        report = _load(self._source, key)
+        self._reports.append(report)
+        if report.done is Done.LOADED:
+            self._pinned.add(key)
 
     def copy(self, key: AdapterKey, placed: PlacedAdapter) -> None:
-        self._reports.append(self._work.copy(self._jobs.pop(key), placed))
+        self._pinned.remove(key)
+        self._reports.append(_copy(self._source, self._write, key, placed))
 
     def cancel(self, key: AdapterKey) -> None:
-        self._work.let_go(self._jobs.pop(key))
         self._reports = [report for report in self._reports if report.key != key]
+        if key in self._pinned:
+            self._pinned.remove(key)
+            self._source.unpin(key)
 
     def poll(self) -> list[LoaderReport]:
         reports, self._reports = self._reports, []
-        for report in reports:
-            if report.done is Done.FAILED:
-                self._jobs.pop(report.key, None)
         return reports
 
     def close(self) -> None:
-        for job in self._jobs.values():
-            self._work.let_go(job)
-        self._jobs.clear()
+        for key in self._pinned:
+            self._source.unpin(key)
+        self._pinned.clear()
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """Hold an entry of the load queue: waiting for a thread, being read, or read and not polled yet."""
+
+    key: AdapterKey
+    # Ordered by the engine; otherwise a prefetch, which is not reported.
+    is_requested: bool = True
+    is_cancelled: bool = False
+    # What to report in place of a load that finds a prefetched adapter.
+    prefetched: LoaderReport | None = None
+    report: LoaderReport | None = None
 
 
 class ThreadedLoader:
-    """Works in threads; calls `on_ready` (from them) whenever a report can be polled.
+    """Work in threads; call `on_ready` (from them) whenever a report can be polled.
 
     `prefetch` may be called from any thread; everything else but the work itself belongs to the engine's.
     """
 
     def __init__(self, source: HostAdapterStore, write: WriteAdapter, on_ready: Callable[[], None]) -> None:
-        self._work = _Work(source, write)
         self._source = source
+        self._write = write
         self._on_ready = on_ready
         self._lock = threading.Lock()
         self._is_closed = False
-        self._jobs: dict[AdapterKey, _Job] = {}
-        self._read_ahead: dict[AdapterKey, LoaderReport] = {}
-        self._reports: queue.SimpleQueue[tuple[_Job, LoaderReport]] = queue.SimpleQueue()
+        self._loads: dict[AdapterKey, _Load] = {}
+        self._pinned: set[AdapterKey] = set()
+        self._copies: dict[AdapterKey, Future[None]] = {}
+        self._prefetched: dict[AdapterKey, LoaderReport] = {}
+        self._reports: queue.SimpleQueue[tuple[_Load | None, LoaderReport]] = queue.SimpleQueue()
         self._load_threads = ThreadPoolExecutor(PARALLEL_LOADS, "adapter-load", initializer=compute_alone)
         self._copy_thread = ThreadPoolExecutor(1, "adapter-copy", initializer=compute_alone)
 
     def prefetch(self, key: AdapterKey) -> None:
-        """Begin to read an adapter that a request on its way to the engine will order. Nothing comes of it but a host
-        copy, unless it is ordered before it is read. Nothing happens if there is much to do already.
+        """Begin to read an adapter into the host cache that a request on its way to the engine will need.
+
+        It is neither pinned nor reported, unless `load` asks for it meanwhile. Do nothing if the queue is full.
         """
         if self._source.is_on_host(key):
             return
         with self._lock:
-            if self._is_closed or key in self._jobs or len(self._jobs) >= PARALLEL_LOADS:
-                return
-            self._begin(_Job(key, is_ordered=False))
+            if not self._is_closed and key not in self._loads and len(self._loads) < PARALLEL_LOADS:
+                self._submit(_Load(key, is_requested=False))
 
     def load(self, key: AdapterKey) -> None:
         with self._lock:
-            job = self._jobs.get(key)
-            if job is None:
-                self._begin(_Job(key, read_ahead=self._read_ahead.pop(key, None)))
+            load = self._loads.get(key)
+            if load is None:
+                self._submit(_Load(key, prefetched=self._prefetched.pop(key, None)))
             else:
-                assert not job.is_ordered, f"adapter {key} is on its way"
-                job.is_ordered = True
+                assert not load.is_requested, f"adapter {key} is being loaded"
+                load.is_requested = True
 
     def copy(self, key: AdapterKey, placed: PlacedAdapter) -> None:
-        job = self._jobs[key]
-        self._copy_thread.submit(self._run, job, lambda: self._work.copy(job, placed))
+        self._pinned.remove(key)
+        self._copies[key] = self._copy_thread.submit(self._run_copy, key, placed)
 
     def cancel(self, key: AdapterKey) -> None:
         with self._lock:
-            job = self._jobs.pop(key)
-            job.cancelled = True
-        # A load that still runs lets go when its report is polled.
-        if job.is_reported:
-            self._work.let_go(job)
+            load = self._loads.pop(key, None)
+            if load is not None:
+                load.is_cancelled = True  # one that still runs unpins its host copy itself
+            was_read = load is not None and load.report is not None and load.report.done is Done.LOADED
+        if was_read or key in self._pinned:
+            self._pinned.discard(key)
+            self._source.unpin(key)
 
     def poll(self) -> list[LoaderReport]:
         reports = []
         for _ in range(self._reports.qsize()):
-            job, report = self._reports.get_nowait()
-            job.is_reported = True
-            if job.cancelled:
-                self._work.let_go(job)
+            load, report = self._reports.get_nowait()
+            if load is None:
+                del self._copies[report.key]
+            elif load.is_cancelled:
                 continue
-            if report.done is not Done.LOADED:
+            else:
                 with self._lock:
-                    del self._jobs[report.key]
-            reports.append(job.read_ahead if report.done is Done.LOADED and job.read_ahead else report)
+                    del self._loads[report.key]
+                if report.done is Done.LOADED:
+                    self._pinned.add(report.key)
+                    report = load.prefetched or report
+            reports.append(report)
         return reports
 
     def close(self) -> None:
         with self._lock:
             self._is_closed = True
-            for job in self._jobs.values():
-                job.cancelled = True
+            for load in self._loads.values():
+                load.is_cancelled = load.report is None
         for threads in (self._load_threads, self._copy_thread):
             threads.shutdown(wait=True, cancel_futures=True)
+        self._pinned |= {key for key, copy in self._copies.items() if copy.cancelled()}
         self.poll()
-        for job in self._jobs.values():
-            self._work.let_go(job)
+        for key in self._pinned:
+            self._source.unpin(key)
+        self._pinned.clear()
 
-    def _begin(self, job: _Job) -> None:
-        self._jobs[job.key] = job
-        self._load_threads.submit(self._run, job, lambda: self._work.load(job))
+    def _submit(self, load: _Load) -> None:
+        self._loads[load.key] = load
+        self._load_threads.submit(self._run_load, load)
+
+    def _run_load(self, load: _Load) -> None:
+        report = _load(self._source, load.key, lambda: load.is_cancelled)
+        with self._lock:
+            is_reported = load.is_requested and not load.is_cancelled
+            if is_reported:
+                load.report = report
+                self._reports.put((load, report))
+            elif not load.is_cancelled:
+                del self._loads[load.key]
+                self._remember(report)
+        if is_reported:
+            self._on_ready()
+        elif report.done is Done.LOADED:
+            self._source.unpin(load.key)
+
+    def _run_copy(self, key: AdapterKey, placed: PlacedAdapter) -> None:
+        self._reports.put((None, _copy(self._source, self._write, key, placed)))
+        self._on_ready()
 
     def _remember(self, report: LoaderReport) -> None:
-        """What was read ahead came from disk, though whoever orders it next finds it in host memory."""
+        """Keep the report of a prefetch: the load that follows finds the adapter in host memory, but it came from
+        disk."""
         if report.done is Done.LOADED and report.from_disk:
-            self._read_ahead[report.key] = report
-            if len(self._read_ahead) > MAX_REMEMBERED:
-                del self._read_ahead[next(iter(self._read_ahead))]
-
-    def _run(self, job: _Job, work: Callable[[], LoaderReport]) -> None:
-        report = work()
-        with self._lock:
-            if not job.is_ordered:
-                del self._jobs[job.key]
-                self._remember(report)
-        if job.is_ordered:
-            self._reports.put((job, report))
-            self._on_ready()
-        else:
-            self._work.let_go(job)
+            self._prefetched[report.key] = report
+            if len(self._prefetched) > MAX_REMEMBERED:
+                del self._prefetched[next(iter(self._prefetched))]
 
 
-class _Work:
-    """The two parts of the way, and the pin on the host copy between them."""
+def _load(source: HostAdapterStore, key: AdapterKey, is_cancelled: Callable[[], bool] = lambda: False) -> LoaderReport:
+    """Read an adapter into host memory and pin it there."""
+    begun = time.perf_counter()
 
-    def __init__(self, source: HostAdapterStore, write: WriteAdapter) -> None:
-        self._source = source
-        self._write = write
+    def read() -> LoaderReport:
+        if is_cancelled():
+            raise LoadCancelled("cancelled before it began")
+        packed, from_disk = source.fetch_pinned(key, is_cancelled)
+        return LoaderReport(key, Done.LOADED, time.perf_counter() - begun, packed.nbytes, from_disk)
 
-    def load(self, job: _Job) -> LoaderReport:
-        begun = time.perf_counter()
+    return _reported(key, read)
 
-        def read() -> LoaderReport:
-            if job.cancelled:
-                raise LoadCancelled("cancelled before it began")
-            packed, from_disk = self._source.fetch_pinned(job.key, lambda: job.cancelled)
-            job.packed = packed
-            return LoaderReport(job.key, Done.LOADED, time.perf_counter() - begun, packed.nbytes, from_disk)
 
-        return _reported(job.key, read)
+def _copy(source: HostAdapterStore, write: WriteAdapter, key: AdapterKey, placed: PlacedAdapter) -> LoaderReport:
+    """Fill an adapter's pages from its pinned host copy, and unpin that."""
+    begun = time.perf_counter()
 
-    def copy(self, job: _Job, placed: PlacedAdapter) -> LoaderReport:
-        begun = time.perf_counter()
+    def fill() -> LoaderReport:
+        packed = source.pinned(key)
+        write(packed, placed)
+        return LoaderReport(key, Done.COPIED, time.perf_counter() - begun, packed.nbytes)
 
-        def write() -> LoaderReport:
-            assert job.packed is not None, "an adapter is loaded before it is copied"
-            self._write(job.packed, placed)
-            return LoaderReport(job.key, Done.COPIED, time.perf_counter() - begun, job.packed.nbytes)
-
-        try:
-            return _reported(job.key, write)
-        finally:
-            self.let_go(job)
-
-    def let_go(self, job: _Job) -> None:
-        if job.packed is not None:
-            self._source.unpin(job.key)
-            job.packed = None
+    try:
+        return _reported(key, fill)
+    finally:
+        source.unpin(key)
 
 
 def _reported(key: AdapterKey, work: Callable[[], LoaderReport]) -> LoaderReport:

@@ -82,6 +82,10 @@ class HostAdapterStore:
         packed = pack_adapter(self._spec, self.layout(key), weights, self._dtype)
         return self._host_cache.put_pinned(self._cache_key(key), packed, packed.nbytes), True
 
+    def pinned(self, key: AdapterKey) -> PackedAdapter:
+        """Return the packed adapter that `fetch_pinned` has pinned."""
+        return self._host_cache.pinned(self._cache_key(key))
+
     def unpin(self, key: AdapterKey) -> None:
         """Undo one `fetch_pinned`."""
         self._host_cache.unpin(self._cache_key(key))

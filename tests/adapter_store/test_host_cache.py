@@ -36,7 +36,10 @@ def test_pinned_entries_stay_and_what_is_here_stays_itself() -> None:
     cache.unpin("a")
     _put(cache, "b", 60)
     assert "b" not in cache, "one pin is left"
+    assert cache.pinned("a") == "A"
     cache.unpin("a")
+    with pytest.raises(KeyError):
+        cache.pinned("a")
     _put(cache, "b", 60)
     assert cache.get_pinned("a") is None
     with pytest.raises(KeyError):

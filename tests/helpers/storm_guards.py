@@ -15,6 +15,7 @@ from adapter_store.store import AdapterStore
 from lorasrv.engine.core import EngineCore
 from lorasrv.memory import kv_cache_manager as kv_cache
 from lorasrv.memory.adapter_cache import AdapterCache
+from lorasrv.memory.adapter_manager import AdapterManager
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.outputs import FinishReason, TokenLogprobs
 from lorasrv.request import Request
@@ -26,19 +27,20 @@ from lorasrv.worker import model_runner
 from lorasrv.worker.adapter_packing import PackedAdapter
 from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.device_pool import DevicePool
-from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
+from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 
 
 def _evict_pinned(patch: pytest.MonkeyPatch) -> None:
-    def evict_idle(self: AdapterCache, _: object = None) -> bool:
-        for key, resident in self._residents.items():
-            if resident.is_ready:
-                self._remove(key, resident)
-                self._on_departure(key)
+    def evict_lowest(self: AdapterManager, _: object = None) -> bool:
+        for key, _, pins in self.cache.placements():
+            if self.is_resident(key):
+                for _ in range(pins):
+                    self.cache.unpin(key)
+                self.evict(key)
                 return True
         return False
 
-    patch.setattr(AdapterCache, "evict_idle", evict_idle)
+    patch.setattr(AdapterManager, "evict_lowest", evict_lowest)
 
 
 def _share_a_page(patch: pytest.MonkeyPatch) -> None:
@@ -193,23 +195,21 @@ def _fill_before_arranging(patch: pytest.MonkeyPatch) -> None:
 
 
 def _read_while_filling(patch: pytest.MonkeyPatch) -> None:
-    place, write = AdapterCache.place, DevicePool.write_adapter
+    place, write = AdapterManager.place, DevicePool.write_adapter
 
-    def ready_at_once(
-        self: AdapterCache, key: AdapterKey, layout: AdapterLayout, *, keep_free: int = 0
-    ) -> PlacedAdapter | None:
-        placed = place(self, key, layout, keep_free=keep_free)
+    def ready_at_once(self: AdapterManager, key: AdapterKey, *, keep_free: int = 0) -> PlacedAdapter | None:
+        placed = place(self, key, keep_free=keep_free)
         if placed is not None:
-            filled(self, key)
+            on_copied(self, key)
         return placed
 
     def slowly(self: DevicePool, packed: PackedAdapter, placed: PlacedAdapter) -> None:
         time.sleep(0.01)
         write(self, packed, placed)
 
-    filled = AdapterCache.filled
-    patch.setattr(AdapterCache, "place", ready_at_once)
-    patch.setattr(AdapterCache, "filled", lambda self, key: None)
+    on_copied = AdapterManager.on_copied
+    patch.setattr(AdapterManager, "place", ready_at_once)
+    patch.setattr(AdapterManager, "on_copied", lambda self, key: None)
     patch.setattr(DevicePool, "write_adapter", slowly)
 
 

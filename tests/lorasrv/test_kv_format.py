@@ -11,7 +11,7 @@ from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerO
 from lorasrv.engine.factory import build
 from lorasrv.errors import ConfigError
 from lorasrv.llm import LLM
-from lorasrv.memory.memory_manager import PoolGeometry
+from lorasrv.memory.memory_manager import PoolLayout
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.spec import ModelSpec
 from lorasrv.sampling_params import SamplingParams
@@ -41,7 +41,7 @@ def opened(model: Path, pages: int, kv_dtype: str = TOY.name, preemption: str = 
 def test_the_pool_counts_in_pages_of_the_format(model: Path) -> None:
     with opened(model, 40) as llm:
         assert llm.engine.metrics.snapshot().pages_total == 40
-        assert llm.engine._parts.books.geometry.block_bytes == BLOCK
+        assert llm.engine._parts.books.layout.block_bytes == BLOCK
     with opened(model, 40, "float32") as llm:
         floats = KV_FORMATS["float32"].page_bytes(KV_HEADS, DIM, PAGE) * LAYERS
         assert llm.engine.metrics.snapshot().pages_total == 40 * BLOCK // floats < 20
@@ -49,8 +49,8 @@ def test_the_pool_counts_in_pages_of_the_format(model: Path) -> None:
 
 def test_geometry_rounds_the_pool_down() -> None:
     spec = ModelSpec("llama", 5, 64, 64, 6, 3, 64, 100, 100, 1e-5)
-    geometry = PoolGeometry.for_model(spec, TOY, 16, 7 * 5 * 6528 + 4000)
-    assert geometry == PoolGeometry(num_pages=7, page_size=16, page_bytes=6528, num_layers=5)
+    geometry = PoolLayout.for_model(spec, TOY, 16, 7 * 5 * 6528 + 4000)
+    assert geometry == PoolLayout(num_pages=7, page_size=16, page_bytes=6528, num_layers=5)
 
 
 def test_answers_are_near_those_of_float_pages(model: Path) -> None:

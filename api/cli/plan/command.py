@@ -204,7 +204,7 @@ def _server(
 ) -> tuple["SimServer", str]:
     """What is replayed on, and where its costs are from."""
     from lorasrv.engine.factory import MIN_POOL_PAGES, pool_size
-    from lorasrv.memory.memory_manager import PoolGeometry
+    from lorasrv.memory.memory_manager import PoolLayout
     from lorasrv.models.loader import open_checkpoint
     from lorasrv.offline.planner.simulator import SimServer
     from sgmv_kernels.formats.kv_format import get_kv_format
@@ -217,7 +217,7 @@ def _server(
     costs, source, memory = _costs(asked, name, tell)
     itemsize = 4 if asked.config.model.dtype == "float32" else 2
     kv_format = get_kv_format(memory.kv_dtype, asked.config.model.dtype)
-    geometry = PoolGeometry.for_model(spec, kv_format, memory.page_size_tokens, pool_size(memory))
+    geometry = PoolLayout.for_model(spec, kv_format, memory.page_size_tokens, pool_size(memory))
     if geometry.num_pages < MIN_POOL_PAGES:
         raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
     layout_of = _layouts(asked, spec, itemsize, trace)

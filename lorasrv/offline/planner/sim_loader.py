@@ -27,15 +27,15 @@ class LoadPart(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class _SimJob:
-    """An adapter's way. `setup_s` and `bytes_left` are what is left to be read."""
+class _Load:
+    """An entry of the load queue; `setup_s` and `bytes_left` are left to be spent on it."""
 
     key: AdapterKey
     nbytes: int
     setup_s: float
     bytes_left: float
-    is_ordered: bool = True
-    is_pinned: bool = False
+    # Otherwise a prefetch.
+    is_requested: bool
 
 
 class SimLoader:
@@ -51,14 +51,14 @@ class SimLoader:
         self._cache = cache
         self._size_of = size_of
         self._now = 0.0
-        self._jobs: dict[AdapterKey, _SimJob] = {}
-        self._queue: deque[_SimJob] = deque()
-        self._reading: list[_SimJob] = []
-        self._copies: deque[_SimJob] = deque()
+        self._loads: dict[AdapterKey, _Load] = {}
+        self._queue: deque[_Load] = deque()
+        self._reading: list[_Load] = []
+        self._copies: deque[AdapterKey] = deque()
         self._copy_ends_s = 0.0
         self._stall_s = 0.0
         self._reports: list[tuple[AdapterKey, LoadPart]] = []
-        self._read_ahead: set[AdapterKey] = set()
+        self._prefetched: set[AdapterKey] = set()
         self.num_from_disk = 0
         self.num_from_host = 0
 
@@ -74,7 +74,7 @@ class SimLoader:
 
     def next_event_s(self) -> float:
         """When the next load or copy ends, as it looks now; infinity if none is under way."""
-        times = [self._now + self._seconds_left(job) for job in self._reading]
+        times = [self._now + self._seconds_left(load) for load in self._reading]
         if self._copies:
             times.append(self._copy_ends_s)
         return min(times, default=math.inf)
@@ -85,41 +85,39 @@ class SimLoader:
         self._now = now_s
         while self._copies and self._copy_ends_s <= now_s + EPSILON_S:
             self._end_copy(self._copies.popleft())
-        for job in [job for job in self._reading if self._seconds_left(job) <= EPSILON_S]:
-            self._reading.remove(job)
+        for load in [load for load in self._reading if self._seconds_left(load) <= EPSILON_S]:
+            self._reading.remove(load)
             self.num_from_disk += 1
-            self._stall_s += self._costs.stall_s + job.nbytes * self._costs.stall_byte_s
-            self._cache.put_pinned(job.key, job.nbytes, job.nbytes)
-            self._read(job)
+            self._stall_s += self._costs.stall_s + load.nbytes * self._costs.stall_byte_s
+            self._cache.put_pinned(load.key, load.nbytes, load.nbytes)
+            self._end_load(load)
         self._begin()
 
     # As `ThreadedLoader`'s.
 
     def prefetch(self, key: AdapterKey) -> None:
-        if key not in self._cache and key not in self._jobs and len(self._jobs) < PARALLEL_LOADS:
-            self._enqueue(key, is_ordered=False)
+        if key not in self._cache and key not in self._loads and len(self._loads) < PARALLEL_LOADS:
+            self._enqueue(key, is_requested=False)
 
     def load(self, key: AdapterKey) -> None:
-        if key in self._jobs:
-            self._jobs[key].is_ordered = True
+        if key in self._loads:
+            self._loads[key].is_requested = True
         else:
-            self._enqueue(key, is_ordered=True)
+            self._enqueue(key, is_requested=True)
 
     def copy(self, key: AdapterKey) -> None:
-        self._copies.append(self._jobs[key])
+        self._copies.append(key)
         if len(self._copies) == 1:
             self._begin_copy()
 
     def cancel(self, key: AdapterKey) -> None:
-        job = self._jobs.pop(key)
         self._reports = [report for report in self._reports if report[0] != key]
-        if job in self._reading:
-            self._reading.remove(job)
-        elif job in self._queue:
-            self._queue.remove(job)
-        if job.is_pinned:
+        load = self._loads.pop(key, None)
+        if load is None:
             self._cache.unpin(key)
-        self._begin()
+        else:
+            (self._reading if load in self._reading else self._queue).remove(load)
+            self._begin()
 
     def poll(self) -> list[tuple[AdapterKey, LoadPart]]:
         """What has ended since the last call."""
@@ -128,54 +126,52 @@ class SimLoader:
 
     # Reading.
 
-    def _enqueue(self, key: AdapterKey, *, is_ordered: bool) -> None:
+    def _enqueue(self, key: AdapterKey, *, is_requested: bool) -> None:
         nbytes = self._size_of(key)
-        self._jobs[key] = job = _SimJob(key, nbytes, self._costs.load_s, float(nbytes), is_ordered)
-        self._queue.append(job)
+        self._loads[key] = load = _Load(key, nbytes, self._costs.load_s, float(nbytes), is_requested)
+        self._queue.append(load)
         self._begin()
 
     def _begin(self) -> None:
         while self._queue and len(self._reading) < PARALLEL_LOADS:
-            job = self._queue.popleft()
-            if self._cache.get_pinned(job.key) is None:
-                self._reading.append(job)
+            load = self._queue.popleft()
+            if self._cache.get_pinned(load.key) is None:
+                self._reading.append(load)
             else:
-                # What was read ahead of its order has been counted already.
-                self.num_from_host += job.key not in self._read_ahead
-                self._read_ahead.discard(job.key)
-                self._read(job)
+                # A prefetched adapter has been counted already.
+                self.num_from_host += load.key not in self._prefetched
+                self._prefetched.discard(load.key)
+                self._end_load(load)
 
-    def _read(self, job: _SimJob) -> None:
-        """Its bytes are in host memory, pinned."""
-        if job.is_ordered:
-            job.is_pinned = True
-            self._reports.append((job.key, LoadPart.LOADED))
+    def _end_load(self, load: _Load) -> None:
+        """Report an adapter that is in host memory and pinned; unpin it after a prefetch."""
+        del self._loads[load.key]
+        if load.is_requested:
+            self._reports.append((load.key, LoadPart.LOADED))
         else:
-            del self._jobs[job.key]
-            self._read_ahead.add(job.key)
-            self._cache.unpin(job.key)
+            self._prefetched.add(load.key)
+            self._cache.unpin(load.key)
 
-    def _seconds_left(self, job: _SimJob) -> float:
-        """If the others go on reading meanwhile."""
-        return job.setup_s + job.bytes_left * self._costs.load_byte_s * len(self._reading)
+    def _seconds_left(self, load: _Load) -> float:
+        """Predict when a load ends if the other loads go on meanwhile."""
+        return load.setup_s + load.bytes_left * self._costs.load_byte_s * len(self._reading)
 
     def _read_for(self, seconds: float) -> None:
         share = len(self._reading)
-        for job in self._reading:
-            setup = min(job.setup_s, seconds)
-            job.setup_s -= setup
+        for load in self._reading:
+            setup = min(load.setup_s, seconds)
+            load.setup_s -= setup
             rate = self._costs.load_byte_s * share
-            job.bytes_left = max(0.0, job.bytes_left - (seconds - setup) / rate) if rate else 0.0
+            load.bytes_left = max(0.0, load.bytes_left - (seconds - setup) / rate) if rate else 0.0
 
     # Copying.
 
     def _begin_copy(self) -> None:
-        job = self._copies[0]
-        self._copy_ends_s = self._now + self._costs.copy_s + job.nbytes * self._costs.copy_byte_s
+        nbytes = self._size_of(self._copies[0])
+        self._copy_ends_s = self._now + self._costs.copy_s + nbytes * self._costs.copy_byte_s
 
-    def _end_copy(self, job: _SimJob) -> None:
-        del self._jobs[job.key]
-        self._cache.unpin(job.key)
-        self._reports.append((job.key, LoadPart.COPIED))
+    def _end_copy(self, key: AdapterKey) -> None:
+        self._cache.unpin(key)
+        self._reports.append((key, LoadPart.COPIED))
         if self._copies:
             self._begin_copy()

@@ -7,7 +7,7 @@ and uploaded anew with other contents. After every step each token is compared w
 
 That a storm can tell at all is shown by taking guards away, one at a time, with no integrity check to help (`GUARDS`):
 
-    pinned adapters stay              AdapterCache.evict_idle evicts what running requests need
+    pinned adapters stay              AdapterManager.evict_lowest evicts what running requests need
     a page has one writer             PagePool.allocate_singles gives out pages that are in use
     pages come back                   PagePool.release keeps them
     shared pages have counts          PagePool.release frees a page that others hold
@@ -18,7 +18,7 @@ That a storm can tell at all is shown by taking guards away, one at a time, with
     pages are arranged first          Engine gives its orders before pages are swapped out
     tables follow moves               KVCacheManager.move leaves its tables as they are
     what moves is copied              DeviceMemory does nothing for CopyPages
-    what is being filled is not read  AdapterCache.place says that it is ready
+    what is being filled is not read  AdapterManager.place says that it is resident
     placements are asked every step   AdapterCache.placed remembers where an adapter lay first
     pages are filled at every return  DeviceMemory.write_adapter does nothing for a copy that it has written once
     segments are built every step     batch.build_segments remembers them by the number of rows

@@ -21,7 +21,17 @@ A, B, C = (AdapterKey(x * 64) for x in "abc")
 def _bring(cache: AdapterCache, key: AdapterKey, rank: int = 16) -> bool:
     if cache.place(key, _layout(rank)) is None:
         return False
-    cache.filled(key)
+    cache.make_evictable(key)
+    return True
+
+
+def _evict(cache: AdapterCache, *spared: AdapterKey) -> bool:
+    """As `AdapterManager.evict_lowest`."""
+    lowest = cache.lowest(lambda key: key in spared)
+    if lowest is None:
+        return False
+    cache.clock.advance(lowest[0])
+    cache.remove(lowest[1])
     return True
 
 
@@ -47,7 +57,7 @@ def test_what_is_used_least_goes_first() -> None:
     _use(cache, A, 3)
     _use(cache, B, 2)
     _use(cache, C, 3)
-    assert cache.evict_idle()
+    assert _evict(cache)
     assert B not in cache
     _check(cache)
 
@@ -62,7 +72,7 @@ def test_old_fame_fades() -> None:
         assert _bring(cache, key)
         _use(cache, key, 2)
         if number:
-            assert cache.evict_idle()
+            assert _evict(cache)
         _check(cache)
         if A not in cache:
             return
@@ -77,7 +87,7 @@ def test_what_is_costly_to_bring_back_stays() -> None:
     left = []
     for _ in range(3):
         before = {key for key in cost if key in cache}
-        assert cache.evict_idle()
+        assert _evict(cache)
         left += [key for key in before if key not in cache]
     assert left == [B, C, A]
 
@@ -87,15 +97,15 @@ def test_a_pinned_adapter_and_one_being_filled_are_never_evicted() -> None:
     assert _bring(cache, A)
     cache.pin(A)
     assert cache.place(B, _layout(16))
-    assert not cache.is_ready(B)
-    assert not cache.evict_idle()
+    assert not cache.is_evictable(B)
+    assert not _evict(cache)
     with pytest.raises(AssertionError, match="in use"):
-        cache.evict(A)
-    with pytest.raises(AssertionError, match="not there yet"):
+        cache.remove(A)
+    with pytest.raises(AssertionError, match="not resident"):
         cache.pin(B)
-    cache.filled(B)
-    assert not cache.evict_idle(lambda key: key == B), "spared"
-    assert cache.evict_idle()
+    cache.make_evictable(B)
+    assert not _evict(cache, B), "spared"
+    assert _evict(cache)
     assert A in cache
     assert B not in cache
     _check(cache)
@@ -104,7 +114,7 @@ def test_a_pinned_adapter_and_one_being_filled_are_never_evicted() -> None:
 def test_an_abandoned_copy_gives_its_pages_back() -> None:
     cache = _cache(60)
     assert cache.place(A, _layout(16))
-    cache.abandon(A)
+    cache.remove(A)
     assert A not in cache
     assert cache.pool.num_free == 60
     _check(cache)
@@ -121,21 +131,6 @@ def test_splits_at_panel_borders_when_no_run_is_long_enough() -> None:
     assert len(placed.runs) > 1
     pool.check_integrity([*[p for p in taken if p % 6 == 0], *cache.references()])
     assert cache.place(B, _layout(4), keep_free=pool.num_free) is None, "the pages to keep free are counted"
-
-
-def test_told_of_arrival_and_departure() -> None:
-    events: list[tuple[str, AdapterKey]] = []
-    cache = AdapterCache(
-        PagePool(60),
-        PAGE,
-        on_arrival=lambda k: events.append(("in", k)),
-        on_departure=lambda k: events.append(("out", k)),
-    )
-    assert _bring(cache, A)
-    assert cache.place(B, _layout(4))
-    cache.abandon(B)
-    assert cache.evict_idle()
-    assert events == [("in", A), ("out", A)]
 
 
 def test_pins_must_balance() -> None:

@@ -1,15 +1,14 @@
 """Disk, host, pool: one load whoever asks, bounded host bytes, promises kept as far as nobody needs the pages."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions
-from lorasrv.memory.adapter_manager import MAX_WARMED, AdapterTiers, Arriving
-from lorasrv.memory.cost_model import CostModel
-from lorasrv.memory.eviction import Need
-from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
+from lorasrv.memory.adapter_manager import MAX_RESERVED, AdapterState
+from lorasrv.memory.eviction import EvictionLevel
+from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
 LAYOUT = AdapterLayout((SiteDims(64, (64,)),), (((8,),),), 2)
@@ -22,98 +21,100 @@ class Bench:
     pages: int = 6 * SIZE
     host_bytes: int = 100 * LAYOUT.nbytes
     now: float = 0.0
-    wanted: set[AdapterKey] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.books = PoolBooks.make(PoolGeometry(self.pages, 4, 1024, 1), MemoryOptions())
-        self.tiers = AdapterTiers(
-            self.books.adapters, self.books.reclaimer, self.host_bytes, CostModel(), lambda: self.now
-        )
+        options = MemoryOptions(host_cache_bytes=self.host_bytes)
+        self.memory = MemoryManager.make(PoolLayout(self.pages, 4, 1024, 1), options, clock=lambda: self.now)
+        self.manager = self.memory.adapter_manager
 
-    def bring(self, key: AdapterKey, keep_free: int = 0, need: Need = Need.ADMISSION) -> bool:
-        came = self.tiers.bring(key, LAYOUT, keep_free, need)
-        self.tiers.check_integrity()
-        return came
+    def load(self, key: AdapterKey, keep_free: int = 0, layout: AdapterLayout = LAYOUT) -> bool:
+        has_room = self.memory.load_adapter(key, layout, keep_free, EvictionLevel.ADMIT)
+        self.memory.adapter_manager.check_integrity()
+        return has_room
+
+    def loaded(self, key: AdapterKey) -> None:
+        """The loader has its orders, and has read one of them."""
+        self.manager.take_orders()
+        self.manager.on_loaded(key)
 
     def arrive(self, key: AdapterKey) -> None:
-        self.tiers.loaded(key)
-        assert self.bring(key)
-        assert [k for k, _ in self.tiers.take_orders().copies] == [key]
-        self.tiers.copied(key)
+        self.loaded(key)
+        assert self.load(key)
+        assert [k for k, _ in self.manager.take_orders().copies] == [key]
+        self.manager.on_copied(key)
 
 
 def test_two_who_ask_cause_one_load_and_one_copy() -> None:
     bench = Bench()
     for _ in range(3):
-        assert bench.bring(A)
-    assert bench.tiers.take_orders().loads == (A,)
-    bench.tiers.loaded(A)
+        assert bench.load(A)
+    assert bench.manager.take_orders().loads == (A,)
+    bench.loaded(A)
     for _ in range(3):
-        assert bench.bring(A)
-    orders = bench.tiers.take_orders()
+        assert bench.load(A)
+    orders = bench.manager.take_orders()
     assert orders.loads == ()
     assert [key for key, _ in orders.copies] == [A]
-    assert not bench.books.adapters.is_ready(A), "not before the copy is done"
-    bench.tiers.copied(A)
-    assert bench.books.adapters.is_ready(A)
-    assert bench.tiers.num_arriving == 0
+    assert not bench.manager.is_resident(A), "not before the copy is done"
+    bench.manager.on_copied(A)
+    assert bench.manager.is_resident(A)
+    assert bench.manager.num_loading == 0
 
 
 def test_host_copies_on_their_way_are_bounded_but_one_always_goes() -> None:
     bench = Bench(host_bytes=2 * LAYOUT.nbytes + 1)
     for key in (A, B, C):
-        assert bench.bring(key)
-    assert bench.tiers.take_orders().loads == (A, B)
+        assert bench.load(key)
+    assert bench.manager.take_orders().loads == (A, B)
     bench.arrive(A)
-    bench.tiers.begin_step()
-    assert bench.bring(C)
-    assert bench.tiers.take_orders().loads == (C,)
+    bench.manager.begin_step()
+    assert bench.load(C)
+    assert bench.manager.take_orders().loads == (C,)
     tight = Bench(host_bytes=1)
-    assert tight.bring(A)
-    assert tight.bring(B)
-    assert tight.tiers.take_orders().loads == (A,)
+    assert tight.load(A)
+    assert tight.load(B)
+    assert tight.manager.take_orders().loads == (A,)
 
 
 def test_no_room_is_said_and_the_host_copy_waits() -> None:
     bench = Bench(pages=SIZE + 2)
-    assert bench.bring(A)
-    bench.tiers.loaded(A)
-    assert not bench.bring(A, keep_free=3)
-    assert bench.tiers.state(A) is Arriving.ON_HOST
-    assert bench.bring(A, keep_free=2)
-    assert bench.tiers.state(A) is Arriving.COPYING
+    assert bench.load(A)
+    bench.loaded(A)
+    assert not bench.load(A, keep_free=3)
+    assert bench.manager.state(A) is AdapterState.ON_HOST
+    assert bench.load(A, keep_free=2)
+    assert bench.manager.state(A) is AdapterState.COPYING
 
 
 def test_what_nobody_wants_is_cancelled_unless_its_pages_are_being_written() -> None:
     bench = Bench()
     for key in (A, B, C):
-        bench.bring(key)
+        bench.load(key)
     for key in (B, C):
-        bench.tiers.loaded(key)
-    bench.bring(C)
-    bench.tiers.take_orders()
-    bench.tiers.forget_unwanted(lambda key: key in bench.wanted)
-    assert set(bench.tiers.take_orders().cancels) == {A, B}
-    assert bench.tiers.state(C) is Arriving.COPYING
-    bench.tiers.loaded(A)
-    assert bench.tiers.state(A) is None, "a report that crossed the cancel changes nothing"
-    bench.tiers.copied(C)
-    bench.tiers.check_integrity()
+        bench.loaded(key)
+    bench.load(C)
+    bench.manager.take_orders()
+    bench.manager.cancel_unneeded()
+    assert set(bench.manager.take_orders().cancels) == {A, B}
+    assert bench.manager.state(C) is AdapterState.COPYING
+    bench.manager.on_copied(C)
+    bench.manager.check_integrity()
 
 
 @pytest.mark.parametrize("copying", [False, True])
 def test_a_failure_leaves_nothing_behind(copying: bool) -> None:
     bench = Bench()
-    bench.tiers.pin(A, LAYOUT)
-    bench.bring(A)
+    bench.manager.pin(A, LAYOUT)
+    bench.load(A)
     if copying:
-        bench.tiers.loaded(A)
-        bench.bring(A)
-    bench.tiers.failed(A)
-    assert A not in bench.books.adapters
-    assert bench.books.adapter_pool.num_free == bench.pages
-    assert not bench.tiers.is_promised(A), "a promise that cannot be kept is not tried for ever"
-    bench.tiers.check_integrity()
+        bench.loaded(A)
+        bench.load(A)
+    bench.manager.take_orders()
+    bench.manager.on_failed(A)
+    assert A not in bench.memory.adapters
+    assert bench.memory.adapter_pool.num_free == bench.pages
+    assert not bench.manager.is_reserved(A), "a reservation that fails is not tried again and again"
+    bench.manager.check_integrity()
 
 
 def test_a_large_one_is_not_passed_by_small_ones_for_ever() -> None:
@@ -121,106 +122,107 @@ def test_a_large_one_is_not_passed_by_small_ones_for_ever() -> None:
     bench = Bench(pages=20 * SIZE, host_bytes=wide.nbytes + LAYOUT.nbytes)
     keys = iter(AdapterKey(f"{i:064x}") for i in range(100))
     first, second = next(keys), next(keys)
-    bench.bring(first)
-    bench.bring(second)
-    assert bench.tiers.take_orders().loads == (first, second)
-    bench.tiers.begin_step()
-    bench.tiers.bring(A, wide, 0, Need.ADMISSION)
-    bench.bring(next(keys))
-    assert bench.tiers.take_orders().loads == (), "the small one would fit, but came later"
+    bench.load(first)
+    bench.load(second)
+    assert bench.manager.take_orders().loads == (first, second)
+    bench.manager.begin_step()
+    bench.load(A, layout=wide)
+    bench.load(next(keys))
+    assert bench.manager.take_orders().loads == (), "the small one would fit, but came later"
     bench.arrive(first)
-    bench.tiers.begin_step()
-    bench.tiers.bring(A, wide, 0, Need.ADMISSION)
-    assert bench.tiers.take_orders().loads == (A,)
+    bench.manager.begin_step()
+    bench.load(A, layout=wide)
+    assert bench.manager.take_orders().loads == (A,)
 
 
 def test_what_is_warmed_comes_ahead_and_ends_at_the_latest_time() -> None:
     bench = Bench()
-    bench.tiers.warm(A, LAYOUT, until_s=5.0)
-    bench.tiers.warm(A, LAYOUT, until_s=1.0)
-    bench.tiers.keep_promises(0)
-    assert bench.tiers.take_orders().loads == (A,)
+    bench.manager.reserve(A, LAYOUT, until_s=5.0)
+    bench.manager.reserve(A, LAYOUT, until_s=1.0)
+    bench.memory.prefetch_reserved(0)
+    assert bench.manager.take_orders().loads == (A,)
     bench.arrive(A)
     for now, promised in ((4.9, True), (5.1, False)):
         bench.now = now
-        bench.tiers.begin_step()
-        assert bench.tiers.is_promised(A) == promised
+        bench.manager.begin_step()
+        assert bench.manager.is_reserved(A) == promised
 
 
 def test_a_pin_outlives_a_warm_is_brought_back_and_leaves_the_warm() -> None:
     bench = Bench()
-    bench.tiers.pin(A, LAYOUT)
-    bench.tiers.warm(A, LAYOUT, until_s=1.0)
+    bench.manager.pin(A, LAYOUT)
+    bench.manager.reserve(A, LAYOUT, until_s=1.0)
     bench.now = 2.0
-    bench.tiers.begin_step()
-    bench.tiers.keep_promises(0)
-    assert bench.tiers.is_held(A)
-    assert bench.tiers.held_pages() == SIZE
+    bench.manager.begin_step()
+    bench.memory.prefetch_reserved(0)
+    assert bench.manager.is_pinned(A)
+    assert bench.manager.num_pinned_pages() == SIZE
     bench.arrive(A)
-    bench.books.adapters.evict(A)
-    bench.tiers.keep_promises(0)
-    assert bench.tiers.take_orders().loads[-1:] == (A,)
-    bench.tiers.warm(A, LAYOUT, until_s=9.0)
-    bench.tiers.unpin(A)
-    assert not bench.tiers.is_held(A)
-    bench.tiers.begin_step()
-    assert bench.tiers.is_promised(A)
-    bench.tiers.unpin(B)
+    bench.manager.evict(A)
+    bench.memory.prefetch_reserved(0)
+    assert bench.manager.take_orders().loads == (A,)
+    bench.manager.reserve(A, LAYOUT, until_s=9.0)
+    bench.manager.unpin(A)
+    assert not bench.manager.is_pinned(A)
+    bench.manager.begin_step()
+    assert bench.manager.is_reserved(A)
+    bench.manager.unpin(B)
 
 
 def test_a_promise_without_room_holds_no_host_memory_and_delays_nobody() -> None:
     bench = Bench(pages=2 * SIZE, host_bytes=LAYOUT.nbytes)
-    assert bench.books.kv_pool.allocate_singles(SIZE + 1) is not None
-    bench.tiers.warm(A, LAYOUT, until_s=99.0)
-    bench.tiers.keep_promises(0)
-    assert bench.tiers.take_orders().loads == (), "there is no room for it"
-    bench.books.kv_pool.release((0, 1))
-    bench.tiers.keep_promises(0)
-    assert bench.tiers.take_orders().loads == (A,)
-    bench.tiers.loaded(A)
-    assert bench.books.kv_pool.allocate_singles(2) is not None
-    bench.tiers.keep_promises(0)
-    assert bench.tiers.take_orders().cancels == (A,), "its room has gone meanwhile"
-    assert bench.bring(B)
-    assert bench.tiers.take_orders().loads == (B,)
-    bench.tiers.check_integrity()
+    assert bench.memory.kv_pool.allocate_singles(SIZE + 1) is not None
+    bench.manager.reserve(A, LAYOUT, until_s=99.0)
+    bench.memory.prefetch_reserved(0)
+    assert bench.manager.take_orders().loads == (), "there is no room for it"
+    bench.memory.kv_pool.release((0, 1))
+    bench.memory.prefetch_reserved(0)
+    assert bench.manager.take_orders().loads == (A,)
+    bench.loaded(A)
+    assert bench.memory.kv_pool.allocate_singles(2) is not None
+    bench.memory.prefetch_reserved(0)
+    assert bench.manager.take_orders().cancels == (A,), "its room has gone meanwhile"
+    assert bench.load(B)
+    assert bench.manager.take_orders().loads == (B,)
+    bench.manager.check_integrity()
 
 
 def test_a_promise_does_not_send_back_what_a_request_waits_for() -> None:
     bench = Bench(pages=2 * SIZE)
-    bench.tiers.warm(A, LAYOUT, until_s=99.0)
-    assert bench.bring(A)
-    bench.tiers.loaded(A)
-    bench.tiers.take_orders()
-    assert bench.books.kv_pool.allocate_singles(SIZE + 1) is not None
-    assert not bench.bring(A)
-    bench.tiers.keep_promises(0, lambda key: key == A)
-    assert bench.tiers.state(A) is Arriving.ON_HOST
-    assert bench.tiers.take_orders().cancels == ()
+    bench.manager.reserve(A, LAYOUT, until_s=99.0)
+    bench.manager.add_request(A)
+    assert bench.load(A)
+    bench.loaded(A)
+    bench.manager.take_orders()
+    assert bench.memory.kv_pool.allocate_singles(SIZE + 1) is not None
+    assert not bench.load(A)
+    bench.memory.prefetch_reserved(0)
+    assert bench.manager.state(A) is AdapterState.ON_HOST
+    assert bench.manager.take_orders().cancels == ()
 
 
 def test_promises_are_bounded_and_pins_are_not_among_them() -> None:
     bench = Bench()
-    bench.tiers.pin(A, LAYOUT)
-    for number in range(MAX_WARMED + 10):
-        bench.tiers.warm(AdapterKey(f"{number:064x}"), LAYOUT, until_s=9.0)
-    assert len(list(bench.tiers.promises())) == MAX_WARMED + 1
-    assert bench.tiers.is_held(A)
-    assert not bench.tiers.is_promised(AdapterKey(f"{9:064x}"))
+    bench.manager.pin(A, LAYOUT)
+    for number in range(MAX_RESERVED + 10):
+        bench.manager.reserve(AdapterKey(f"{number:064x}"), LAYOUT, until_s=9.0)
+    assert len(list(bench.manager.reservations())) == MAX_RESERVED + 1
+    assert bench.manager.is_pinned(A)
+    assert not bench.manager.is_reserved(AdapterKey(f"{9:064x}"))
 
 
 def test_the_outlook_counts_what_is_on_its_way_and_says_if_there_is_no_room() -> None:
     bench = Bench()
 
     def outlook(on_host: bool = False) -> tuple[float, str]:
-        return bench.tiers.outlook(A, LAYOUT, on_host=on_host, keep_free=0)
+        return bench.memory.estimate_ready_s(A, LAYOUT, on_host=on_host, keep_free=0)
 
     alone, why = outlook()
     assert "being brought in" in why
     assert 0 < outlook(on_host=True)[0] < alone
-    bench.bring(A)
+    bench.load(A)
     assert outlook()[0] == alone, "not twice"
-    bench.bring(B)
+    bench.load(B)
     assert alone < outlook()[0] < 2 * alone, "loads run side by side"
-    assert bench.books.kv_pool.allocate_singles(bench.pages - 1) is not None
+    assert bench.memory.kv_pool.allocate_singles(bench.pages - 1) is not None
     assert outlook() == (5.0, "running requests leave no room for it now")

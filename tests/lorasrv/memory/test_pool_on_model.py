@@ -20,6 +20,7 @@ from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.engine.core import EngineCore
 from lorasrv.errors import AdapterCold, AdapterLoadFailed, InvalidRequest, RequestTimeout
 from lorasrv.llm import LLM
+from lorasrv.memory.adapter_manager import AdapterState
 from lorasrv.memory.eviction import Moves
 from lorasrv.outputs import AdapterTier, RequestId, RequestOutput
 from lorasrv.request import OnCold
@@ -206,13 +207,13 @@ def _throw_about(engine: EngineCore, number: int) -> None:
         books.kv_pool.take_page(page)
     books.kv_pool.move(moves)
     runs = {}
-    for run in books.adapters.movable_runs():
+    for run in books.adapter_manager.runs_in(AdapterState.RESIDENT):
         if (new := books.adapter_pool.allocate_run(run[1])) is not None:
             runs[run] = new
     books.adapter_pool.move({old + i: new + i for (old, n), (new, _) in runs.items() for i in range(n)})
     for part in (Moves(moves, {}), Moves({}, runs)):
         if part.pages:
-            books.reclaimer._follow(part)
+            books.evictor._follow(part)
     scheduler._memory.note_moves()
 
 
@@ -254,7 +255,7 @@ def test_an_adapter_larger_than_half_the_pool_and_one_more_than_fit(serve, store
     async def scenario(engine: AsyncEngine) -> None:
         books = engine._engine._books
         sizes = [books.adapters.pages_for(engine._engine.admission.layout(store.resolve(n).key)) for n in names[:3]]
-        assert max(sizes) > books.geometry.num_pages / 2
+        assert max(sizes) > books.layout.num_pages / 2
         for _ in range(2):
             keys = [store.resolve(n).key if n else None for n in names]
             answers = await asyncio.gather(*(_ask(engine, key, PROMPT[:20]) for key in keys))

@@ -38,6 +38,10 @@ class Source:
         self.on_host.add(key)
         return cast(Any, type("Packed", (), {"nbytes": 7})()), from_disk
 
+    def pinned(self, key: AdapterKey) -> Any:
+        assert self.pins[key] > 0
+        return type("Packed", (), {"nbytes": 7})()
+
     def is_on_host(self, key: AdapterKey) -> bool:
         return key in self.on_host
 
@@ -184,7 +188,7 @@ def test_what_was_prefetched_is_read_once_and_reported_only_if_ordered(
     assert report.key == KEYS[0]
     assert sorted(source.begun) == KEYS[:2]
     end = time.monotonic() + 10
-    while KEYS[1] in threaded._jobs and time.monotonic() < end:
+    while KEYS[1] in threaded._loads and time.monotonic() < end:
         time.sleep(0.002)
     assert source.pins[KEYS[1]] == 0
     assert threaded.poll() == []
@@ -202,7 +206,25 @@ def test_prefetching_is_bounded(threaded: ThreadedLoader, source: Source) -> Non
     source.gates = {key: threading.Event() for key in KEYS}
     for key in KEYS:
         threaded.prefetch(key)
-    assert len(threaded._jobs) == PARALLEL_LOADS
+    assert len(threaded._loads) == PARALLEL_LOADS
+
+
+def test_closing_unpins_what_is_loaded_and_what_waits_to_be_copied(source: Source) -> None:
+    gate = threading.Event()
+    loader = ThreadedLoader(cast(Any, source), lambda *_: gate.wait(10), lambda: None)
+    inline = InlineLoader(cast(Any, source), lambda *_: None)
+    for key in KEYS[:3]:
+        loader.load(key)
+    inline.load(KEYS[3])
+    _poll(loader, 3)
+    _poll(inline, 1)
+    loader.copy(KEYS[0], cast(Any, None))
+    loader.copy(KEYS[1], cast(Any, None))
+    assert sum(source.pins.values()) == 4
+    threading.Timer(0.05, gate.set).start()
+    loader.close()
+    inline.close()
+    assert not +source.pins
 
 
 def test_after_the_end_nothing_is_begun(source: Source) -> None:
