@@ -31,7 +31,7 @@ from lorasrv.engine.step_retry import StepResult, StepRetrier
 from lorasrv.engine.watchdog import Heartbeat
 from lorasrv.errors import LorasrvError
 from lorasrv.memory.cost_model import StepShape
-from lorasrv.memory.memory_manager import PoolBooks
+from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
 from lorasrv.metrics.step_stats import StepProfile, StepStats
 from lorasrv.outputs import AdapterTier, EngineOutput, RequestId, not_loaded
@@ -50,7 +50,7 @@ _LOG = logging.getLogger(__name__)
 class EngineParts:
     """What an engine is put together from; `lorasrv.engine.factory` makes them."""
 
-    books: PoolBooks
+    books: MemoryManager
     scheduler: Scheduler
     runner: ModelRunner
     source: HostAdapterStore | None
@@ -217,7 +217,7 @@ class EngineCore:
             match report.done:
                 case Done.LOADED:
                     self._count_load(report)
-                    self._books.tiers.loaded(report.key)
+                    self._books.tiers.on_loaded(report.key)
                 case Done.COPIED:
                     self._books.costs.copy.observe(report.seconds, report.nbytes)
                     self.book.copied(report.key, report.seconds, report.nbytes)
@@ -333,16 +333,16 @@ class EngineCore:
             requests_waiting=self._scheduler.num_waiting - for_adapter,
             requests_waiting_for_adapter=for_adapter,
             requests_arrived_total=self._num_arrived,
-            pages_total=books.geometry.num_pages,
+            pages_total=books.layout.num_pages,
             pages_free=books.num_free,
             pages_kv=books.num_kv_pages,
-            pages_prefix=books.num_resting_prefix_pages,
+            pages_prefix=books.num_unused_prefix_pages,
             pages_adapters=books.adapters.num_pages,
-            pages_adapters_idle=books.adapters.num_idle_pages,
+            pages_adapters_idle=books.adapters.num_evictable_pages,
             free_runs=fragmentation.free_runs,
             longest_free_run=fragmentation.longest_free_run,
-            adapters_resident=books.adapters.num_ready,
-            adapters_arriving=books.tiers.num_arriving,
+            adapters_resident=books.adapter_manager.num_resident,
+            adapters_arriving=books.adapter_manager.num_loading,
             steps_total=self._steps,
             prompt_tokens_total=counters.prompt_tokens,
             cached_tokens_total=counters.cached_tokens,
@@ -353,17 +353,17 @@ class EngineCore:
             answers_within_prediction_total=predictor.num_covered,
             predicted_tokens_total=predictor.predicted_tokens,
             tokens_of_predicted_total=predictor.actual_tokens,
-            step_costs=books.costs.step.known_as(),
+            step_costs=books.costs.step.as_dict(),
             load_costs={"load_byte": books.costs.load.seconds, "copy_byte": books.costs.copy.seconds},
             preemptions_total=counters.preemptions,
             swaps_total=counters.swaps,
-            moved_pages_total=books.reclaimer.num_moved_pages,
+            moved_pages_total=books.evictor.num_moved_pages,
             copied_pages_total=books.kv.num_copies,
             adapter_loads_disk_total=self._loads.from_disk,
             adapter_loads_host_total=self._loads.from_host,
             adapter_load_seconds_total=self._loads.seconds,
             adapter_load_failures_total=self._loads.failures,
-            adapter_evictions_total=books.adapters.num_evictions,
+            adapter_evictions_total=books.adapter_manager.num_evictions,
             prefix_evictions_total=books.prefixes.num_evictions if books.prefixes is not None else 0,
             requests_failed_total=self._faults.total,
             last_step_s=self._last_step_s,

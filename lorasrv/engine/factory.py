@@ -10,7 +10,7 @@ from adapter_store.store import AdapterStore
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.engine.core import EngineParts
 from lorasrv.errors import ConfigError, UnsupportedFormat
-from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
+from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.models.loader import Checkpoint, WeightMeter
 from lorasrv.models.quantization import INT8_GROUP, LEVELS, QuantFormat, get_format
 from lorasrv.models.spec import ModelSpec, operations
@@ -75,8 +75,8 @@ def build(
     memory = _memory(config.memory, spec, kv_dtype, device)
     adapters = HostAdapterStore(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None
     is_on_host = adapters.is_on_host if adapters else lambda _: False
-    geometry = PoolGeometry(memory.num_pages, memory.page_size, memory.page_bytes, spec.num_layers)
-    books = PoolBooks.make(geometry, config.memory, config.scheduler.preemption, is_on_host)
+    geometry = PoolLayout(memory.num_pages, memory.page_size, memory.page_bytes, spec.num_layers)
+    books = MemoryManager.make(geometry, config.memory, config.scheduler.preemption, is_on_host)
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
     parts = EngineParts(

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypedDict, Unpack
 from adapter_store.spec import AdapterKey
 from lorasrv.engine.poison_requests import PoisonGuard
 from lorasrv.errors import ContextLengthExceeded, InvalidRequest, RequestTimeout
-from lorasrv.memory.memory_manager import PoolBooks
+from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import AdapterTier, RequestId
 from lorasrv.request import EngineCoreRequest, OnCold, TokenConstraint
 from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams, Watermark, check_token_ids
@@ -121,7 +121,7 @@ class Admission:
 
     def __init__(
         self,
-        books: PoolBooks,
+        books: MemoryManager,
         source: AdapterFacts | None,
         max_model_len: int,
         vocab_size: int,
@@ -234,7 +234,7 @@ class Admission:
 
     def _tier(self, adapter: AdapterKey) -> AdapterTier:
         """Where an adapter was a moment ago."""
-        if self._books.adapters.is_ready(adapter):
+        if self._books.adapter_manager.is_resident(adapter):
             return AdapterTier.RESIDENT
         on_host = self._source is not None and self._source.is_on_host(adapter)
         return AdapterTier.HOST if on_host else AdapterTier.DISK
@@ -281,7 +281,7 @@ class Admission:
 
     def _max_new_tokens(self, num_prompt_tokens: int, layout: AdapterLayout | None, width: int) -> int:
         """The rest of the context, or of the pool if that is smaller; at least one."""
-        room = min(self._max_model_len, self._books.most_kv_pages(layout) // width * self._books.kv.page_size)
+        room = min(self._max_model_len, self._books.max_kv_pages(layout) // width * self._books.kv.page_size)
         return max(1, room - num_prompt_tokens)
 
     def _check_fits(self, num_prompt_tokens: int, max_tokens: int, layout: AdapterLayout | None, width: int) -> None:
@@ -292,7 +292,7 @@ class Admission:
                 f"{num_prompt_tokens} of the prompt and {max_tokens} to generate (max_tokens)",
                 param="max_tokens" if num_prompt_tokens < self._max_model_len else "messages",
             )
-        kv_pages, most = width * self._books.kv.pages_for(total), self._books.most_kv_pages(layout)
+        kv_pages, most = width * self._books.kv.pages_for(total), self._books.max_kv_pages(layout)
         if kv_pages > most:
             of_adapter = self._books.kv_pool.num_pages - most
             raise ContextLengthExceeded(

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
-from lorasrv.memory.memory_manager import PoolBooks
+from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import RequestId
 from lorasrv.scheduler.scheduler import Scheduler
 from sgmv_kernels.formats.adapter_panels import Run
@@ -78,36 +78,38 @@ def runs_of(page_ids: Iterable[int]) -> list[Run]:
     return runs
 
 
-def describe_pool(books: PoolBooks, scheduler: Scheduler) -> PoolMap:
+def describe_pool(books: MemoryManager, scheduler: Scheduler) -> PoolMap:
     """The map of this moment."""
     fragmentation = books.adapter_pool.fragmentation
     return PoolMap(
-        pages_total=books.geometry.num_pages,
+        pages_total=books.layout.num_pages,
         pages_free=books.num_free,
         pages_kv=books.num_kv_pages,
-        pages_prefix=books.num_resting_prefix_pages,
+        pages_prefix=books.num_unused_prefix_pages,
         pages_adapters=books.adapters.num_pages,
-        page_tokens=books.geometry.page_size,
-        block_bytes=books.geometry.block_bytes,
+        page_tokens=books.layout.page_size,
+        block_bytes=books.layout.block_bytes,
         free_runs=fragmentation.free_runs,
         longest_free_run=fragmentation.longest_free_run,
-        moved_pages=books.reclaimer.num_moved_pages,
+        moved_pages=books.evictor.num_moved_pages,
         requests=_requests(books, scheduler),
         adapters=_adapters(books),
-        promised=tuple(PromisedAdapter(key, pinned, _state(books, key)) for key, pinned in books.tiers.promises()),
+        promised=tuple(
+            PromisedAdapter(key, pinned, _state(books, key)) for key, pinned in books.adapter_manager.reservations()
+        ),
         swap_bytes=books.swap.nbytes,
         prefix_page_ids=tuple(books.prefixes.unused()) if books.prefixes is not None else (),
     )
 
 
-def _state(books: PoolBooks, key: AdapterKey) -> str:
-    arriving = books.tiers.state(key)
+def _state(books: MemoryManager, key: AdapterKey) -> str:
+    arriving = books.adapter_manager.state(key)
     if arriving is not None:
         return arriving.value
-    return "ready" if books.adapters.is_ready(key) else "waiting"
+    return "ready" if books.adapter_manager.is_resident(key) else "waiting"
 
 
-def _requests(books: PoolBooks, scheduler: Scheduler) -> tuple[RequestPages, ...]:
+def _requests(books: MemoryManager, scheduler: Scheduler) -> tuple[RequestPages, ...]:
     requests = {request.request_id: request for request in scheduler.requests()}
     return tuple(
         RequestPages(
@@ -122,7 +124,7 @@ def _requests(books: PoolBooks, scheduler: Scheduler) -> tuple[RequestPages, ...
     )
 
 
-def _adapters(books: PoolBooks) -> tuple[AdapterPages, ...]:
+def _adapters(books: MemoryManager) -> tuple[AdapterPages, ...]:
     return tuple(
         AdapterPages(
             key=key,
@@ -130,9 +132,9 @@ def _adapters(books: PoolBooks) -> tuple[AdapterPages, ...]:
             pages=placed.num_pages,
             runs=placed.runs,
             bytes_used=placed.layout.nbytes,
-            bytes_held=placed.num_pages * books.geometry.block_bytes,
+            bytes_held=placed.num_pages * books.layout.block_bytes,
             requests=pins,
-            pinned=books.tiers.is_held(key),
+            pinned=books.adapter_manager.is_pinned(key),
         )
         for key, placed, is_ready, pins in books.adapters.residents()
     )

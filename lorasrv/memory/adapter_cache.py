@@ -2,7 +2,7 @@
 
 An adapter that is being copied in, or that a running request pins, stays. The others are a cache: the one whose return
 would cost least for the pages it holds goes first. Its worth is uses x seconds to bring it back / pages, on top of the
-clock (`AgingClock`); prefix pages have theirs in the same currency.
+clock (`GdsfClock`); prefix pages have theirs in the same currency.
 """
 
 import heapq
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
-from lorasrv.memory.cost_model import AgingClock
+from lorasrv.memory.cost_model import GdsfClock
 from lorasrv.memory.page_pool import PagePool
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, Run
 
@@ -40,7 +40,7 @@ class AdapterCache:
     Args:
         pool: where their pages come from.
         page_bytes: of one layer of a page.
-        seconds_to_return: the cost of evicting one.
+        reload_s: the cost of evicting one.
         on_arrival, on_departure: told when an adapter becomes ready, and when it leaves.
     """
 
@@ -48,20 +48,20 @@ class AdapterCache:
         self,
         pool: PagePool,
         page_bytes: int,
-        seconds_to_return: SecondsToReturn = lambda _, layout: float(layout.nbytes),
+        reload_s: SecondsToReturn = lambda _, layout: float(layout.nbytes),
         on_arrival: Callable[[AdapterKey], None] = lambda _: None,
         on_departure: Callable[[AdapterKey], None] = lambda _: None,
-        clock: AgingClock | None = None,
+        clock: GdsfClock | None = None,
     ) -> None:
         self.pool = pool
         self._page_bytes = page_bytes
-        self._seconds_to_return = seconds_to_return
+        self._seconds_to_return = reload_s
         self._on_arrival, self._on_departure = on_arrival, on_departure
         self._residents: dict[AdapterKey, _Resident] = {}
         self._queue: list[tuple[float, AdapterKey]] = []
-        self._clock = clock or AgingClock()
+        self._clock = clock or GdsfClock()
         self.num_pages = 0
-        self.num_idle_pages = 0
+        self.num_evictable_pages = 0
         self.num_evictions = 0
 
     def __contains__(self, key: AdapterKey) -> bool:
@@ -95,7 +95,7 @@ class AdapterCache:
         resident = self._residents[key]
         assert resident.is_ready, f"adapter {key} is not there yet"
         if not resident.pins:
-            self.num_idle_pages -= resident.placed.num_pages
+            self.num_evictable_pages -= resident.placed.num_pages
         resident.pins += 1
         resident.uses = min(resident.uses + 1, MAX_COUNTED_USES)
 
@@ -168,7 +168,7 @@ class AdapterCache:
         """Give back the pages of an adapter that nobody pins."""
         resident = self._residents[key]
         assert resident.is_idle, f"adapter {key} is in use"
-        self.num_idle_pages -= resident.placed.num_pages
+        self.num_evictable_pages -= resident.placed.num_pages
         self._remove(key, resident)
         self.num_evictions += 1
         self._on_departure(key)
@@ -211,7 +211,7 @@ class AdapterCache:
         residents = self._residents.items()
         idle = {key: r for key, r in residents if r.is_idle}
         assert self.num_pages == sum(r.placed.num_pages for _, r in residents), "adapter pages do not add up"
-        assert self.num_idle_pages == sum(r.placed.num_pages for r in idle.values()), "idle pages do not add up"
+        assert self.num_evictable_pages == sum(r.placed.num_pages for r in idle.values()), "idle pages do not add up"
         assert all(r.is_ready for _, r in residents if r.pins), "an adapter is in use before it is there"
         queued = set(self._queue)
         assert all((r.worth, key) in queued for key, r in idle.items()), "an idle adapter is not in the queue"
@@ -220,7 +220,7 @@ class AdapterCache:
         pages = resident.placed.num_pages
         seconds = self._seconds_to_return(key, resident.placed.layout)
         resident.worth = self._clock.now + max(1, resident.uses) * seconds / max(1, pages)
-        self.num_idle_pages += pages
+        self.num_evictable_pages += pages
         heapq.heappush(self._queue, (resident.worth, key))
         if len(self._queue) > 4 * len(self._residents) + 64:
             self._queue = [(r.worth, k) for k, r in self._residents.items() if r.is_idle]

@@ -14,7 +14,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.config import PARALLEL_LOADS
 from lorasrv.memory.adapter_cache import AdapterCache
 from lorasrv.memory.cost_model import CostModel
-from lorasrv.memory.eviction import Need, Predicate, Reclaimer
+from lorasrv.memory.eviction import EvictionLevel, Evictor, Predicate
 from lorasrv.scheduler_output import AdapterOrders
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter
 
@@ -53,7 +53,7 @@ class _Orders:
     cancels: list[AdapterKey] = field(default_factory=list)
 
 
-class AdapterTiers:
+class AdapterManager:
     """Adapters that are not in the pool yet and somebody wants there. Mutated by the engine thread only.
 
     Args:
@@ -63,7 +63,7 @@ class AdapterTiers:
     def __init__(
         self,
         adapters: AdapterCache,
-        reclaimer: Reclaimer,
+        reclaimer: Evictor,
         max_host_bytes: int,
         costs: CostModel,
         clock: Callable[[], float],
@@ -132,7 +132,12 @@ class AdapterTiers:
             self._promises = {k: p for k, p in self._promises.items() if p.is_pinned or p.until_s >= now}
 
     def bring(
-        self, key: AdapterKey, layout: AdapterLayout, keep_free: int, need: Need, is_ahead: Predicate = lambda _: False
+        self,
+        key: AdapterKey,
+        layout: AdapterLayout,
+        keep_free: int,
+        need: EvictionLevel,
+        is_ahead: Predicate = lambda _: False,
     ) -> bool:
         """Have a missing adapter come one tier nearer, unless it is on its way; False if the pool has no room for it.
 
@@ -160,9 +165,9 @@ class AdapterTiers:
 
     def _keep_promise(self, key: AdapterKey, layout: AdapterLayout, keep_free: int) -> bool:
         arrival = self._arrivals.get(key)
-        if arrival is None and not self._reclaimer.may_place(layout, keep_free, Need.AHEAD):
+        if arrival is None and not self._reclaimer.can_place(layout, keep_free, EvictionLevel.PREFETCH):
             return False
-        if self.bring(key, layout, keep_free, Need.AHEAD):
+        if self.bring(key, layout, keep_free, EvictionLevel.PREFETCH):
             return True
         self._end(key)
         self._orders.cancels.append(key)
@@ -202,8 +207,8 @@ class AdapterTiers:
         loading = sum(a.layout.nbytes for a in others if a.state is Arriving.LOADING)
         copying = sum(a.layout.nbytes for a in others)
         seconds = loading * self._costs.load.seconds / PARALLEL_LOADS + copying * self._costs.copy.seconds
-        seconds += self._costs.seconds_to_return(layout.nbytes, on_host=on_host)
-        if self._reclaimer.may_place(layout, keep_free, Need.AHEAD):
+        seconds += self._costs.reload_s(layout.nbytes, on_host=on_host)
+        if self._reclaimer.can_place(layout, keep_free, EvictionLevel.PREFETCH):
             return seconds, "it is being brought in"
         return max(seconds, NO_ROOM_RETRY_S), "running requests leave no room for it now"
 
@@ -217,7 +222,7 @@ class AdapterTiers:
         for key, arrival in self._arrivals.items():
             copying = arrival.state is Arriving.COPYING
             assert (key in self._adapters) == copying, f"adapter {key} is {arrival.state} but has pages or none"
-            assert not self._adapters.is_ready(key), f"adapter {key} is there and on its way"
+            assert not self._adapter_manager.is_resident(key), f"adapter {key} is there and on its way"
         assert self._host_bytes == sum(a.layout.nbytes for a in self._arrivals.values()), "host bytes do not add up"
         unfilled = {key for key, _, ready, _ in self._adapters.residents() if not ready}
         assert unfilled <= self._arrivals.keys(), "an adapter has pages that nobody fills"

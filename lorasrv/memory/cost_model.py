@@ -25,7 +25,7 @@ PRIOR_STEPS = 0.05
 MAX_SURPRISE = 4.0
 """A step that took longer than so many times its prediction met something else; it counts as that long."""
 REFIT_EVERY = 8
-LEARNT_STEPS = 4 * REFIT_EVERY
+MIN_MEASURED_STEPS = 4 * REFIT_EVERY
 SWEEPS = 60
 PARTS = ("step", "token", "request", "adapter_byte", "attention_pair")
 """What each coefficient is the cost of."""
@@ -80,16 +80,16 @@ class StepCosts:
     @classmethod
     def known(cls, seconds_each: Mapping[str, float]) -> "StepCosts":
         """From what was learnt elsewhere, by part."""
-        return cls([seconds_each[part] for part in PARTS], LEARNT_STEPS)
+        return cls([seconds_each[part] for part in PARTS], MIN_MEASURED_STEPS)
 
-    def known_as(self) -> dict[str, float]:
+    def as_dict(self) -> dict[str, float]:
         """What was learnt, by part."""
         return dict(zip(PARTS, self.seconds_each, strict=True))
 
     @property
     def is_learnt(self) -> bool:
         """Whether it is more than a guess."""
-        return self.num_observed >= LEARNT_STEPS
+        return self.num_observed >= MIN_MEASURED_STEPS
 
     @property
     def token_s(self) -> float:
@@ -162,7 +162,7 @@ class Rate:
 
 
 @dataclass(slots=True)
-class AgingClock:
+class GdsfClock:
     """How much what was evicted last was worth. What is used now is worth that much more, so that old fame fades
     (greedy-dual-size-frequency, Cherkasova 1998). One clock for all that compete for the same pages.
     """
@@ -196,7 +196,7 @@ class CostModel:
         if shape.tokens >= MIN_TOKENS:
             self.token.observe(seconds, shape.tokens)
 
-    def seconds_to_return(self, nbytes: int, *, on_host: bool) -> float:
+    def reload_s(self, nbytes: int, *, on_host: bool) -> float:
         """An adapter that is evicted now comes back in about this time."""
         return nbytes * (self.copy.seconds + (0.0 if on_host else self.load.seconds))
 

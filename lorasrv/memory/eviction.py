@@ -53,7 +53,7 @@ class Moves:
         return moved
 
 
-def clear_run(pool: PagePool, count: int, movable: Mapping[Run, object], fixed: Mapping[Run, object]) -> Moves | None:
+def compact(pool: PagePool, count: int, movable: Mapping[Run, object], fixed: Mapping[Run, object]) -> Moves | None:
     """Free `count` consecutive pages by moving what lies there; the pool's books are changed, its memory is not.
 
     Args:
@@ -128,7 +128,7 @@ class Need(IntEnum):
     PROGRESS = 2
 
 
-class Reclaimer:
+class Evictor:
     """Makes room in the pool. Mutated by the engine thread only.
 
     Args:
@@ -156,7 +156,7 @@ class Reclaimer:
         self.num_moved_pages = 0
         self._moves: list[CopyPages] = []
 
-    def room_for_kv(self, pages: int, need: Need, is_ahead: Predicate = lambda _: False) -> bool:
+    def make_room(self, pages: int, need: EvictionLevel, is_ahead: Predicate = lambda _: False) -> bool:
         """Whether `pages` pages are free for keys and values, after others have given way; if not, nobody has.
 
         `is_ahead` says which adapters requests further ahead in the queue wait for.
@@ -164,13 +164,13 @@ class Reclaimer:
         is_shared = self._adapters.pool is self._pool
         return self._make_room(self._pool, pages, need, is_ahead, self._floor_pages if is_shared else 0)
 
-    def may_have_room(self, pages: int, need: Need, is_ahead: Predicate = lambda _: False) -> bool:
-        """Whether `room_for_kv` would find so many. Nobody has to give way yet."""
+    def can_make_room(self, pages: int, need: EvictionLevel, is_ahead: Predicate = lambda _: False) -> bool:
+        """Whether `make_room` would find so many. Nobody has to give way yet."""
         floor = self._floor_pages if self._adapters.pool is self._pool else 0
         return self._pool.num_free >= pages or self._obtainable(self._pool, need, is_ahead, floor) >= pages
 
     def place_adapter(
-        self, key: AdapterKey, layout: AdapterLayout, keep_free: int, need: Need, is_ahead: Predicate
+        self, key: AdapterKey, layout: AdapterLayout, keep_free: int, need: EvictionLevel, is_ahead: Predicate
     ) -> PlacedAdapter | None:
         """Pages for an adapter, after others have given way, beside `keep_free` pages for keys and values."""
         pool = self._adapters.pool
@@ -186,7 +186,7 @@ class Reclaimer:
             placed = self._adapters.place(key, layout, keep_free=keep_free)
         return placed
 
-    def may_place(self, layout: AdapterLayout, keep_free: int, need: Need) -> bool:
+    def can_place(self, layout: AdapterLayout, keep_free: int, need: EvictionLevel) -> bool:
         """Whether there are pages enough for an adapter, if others give way. Nobody has to yet."""
         pool = self._adapters.pool
         pages = self._adapters.pages_for(layout) + (keep_free if pool is self._pool else 0)
@@ -197,7 +197,7 @@ class Reclaimer:
         moves, self._moves = self._moves, []
         return moves
 
-    def _make_room(self, pool: PagePool, pages: int, need: Need, is_ahead: Predicate, floor: int) -> bool:
+    def _make_room(self, pool: PagePool, pages: int, need: EvictionLevel, is_ahead: Predicate, floor: int) -> bool:
         if pool.num_free >= pages:
             return True
         if self._obtainable(pool, need, is_ahead, floor) < pages:
@@ -207,30 +207,30 @@ class Reclaimer:
                 return False
         return True
 
-    def _obtainable(self, pool: PagePool, need: Need, is_ahead: Predicate, floor: int) -> int:
+    def _obtainable(self, pool: PagePool, need: EvictionLevel, is_ahead: Predicate, floor: int) -> int:
         pages = pool.num_free
         if self._prefixes is not None and pool is self._pool:
             pages += self._prefixes.num_stranded + self._prefixes.num_resting
         adapters = self._adapters
         if pool is not adapters.pool:
             return pages
-        if need is Need.PROGRESS:
-            return pages + adapters.num_idle_pages
-        idle = adapters.num_idle_pages - adapters.num_idle_pages_of(self._spared(need, is_ahead))
+        if need is EvictionLevel.RUNNING:
+            return pages + adapters.num_evictable_pages
+        idle = adapters.num_evictable_pages - adapters.num_idle_pages_of(self._spared(need, is_ahead))
         return pages + max(0, min(idle, adapters.num_pages - floor))
 
-    def _give_way(self, pool: PagePool, need: Need, is_ahead: Predicate, floor: int) -> bool:
+    def _give_way(self, pool: PagePool, need: EvictionLevel, is_ahead: Predicate, floor: int) -> bool:
         """Free at least one page; False if nobody gives way to this need."""
         prefixes = self._prefixes if pool is self._pool else None
         if prefixes is not None and prefixes.drop_stranded():
             return True
         if self._give_way_by_worth(pool, prefixes, floor):
             return True
-        if need is Need.AHEAD or pool is not self._adapters.pool:
+        if need is EvictionLevel.PREFETCH or pool is not self._adapters.pool:
             return False
         if self._adapters.num_pages > floor and self._adapters.evict_idle(self._spared(need, is_ahead)):
             return True
-        return need is Need.PROGRESS and (
+        return need is EvictionLevel.RUNNING and (
             self._adapters.evict_idle(lambda key: is_ahead(key) or self.is_held(key))
             or self._adapters.evict_idle(self.is_held)
             or self._adapters.evict_idle()
@@ -239,15 +239,15 @@ class Reclaimer:
     def _give_way_by_worth(self, pool: PagePool, prefixes: PrefixCache | None, floor: int) -> bool:
         """The least worth of the adapters that nobody wants and of the pages that rest."""
         adapters_may = pool is self._adapters.pool and self._adapters.num_pages > floor
-        spared = self._spared(Need.AHEAD, lambda _: True)
+        spared = self._spared(EvictionLevel.PREFETCH, lambda _: True)
         page = math.inf if prefixes is None else prefixes.least_worth()
         if adapters_may and self._adapters.least_worth(spared) <= page and self._adapters.evict_idle(spared):
             return True
         return prefixes is not None and prefixes.drop_resting()
 
-    def _spared(self, need: Need, is_ahead: Predicate) -> Predicate:
+    def _spared(self, need: EvictionLevel, is_ahead: Predicate) -> Predicate:
         """Adapters that do not give way to this need."""
-        if need is Need.AHEAD:
+        if need is EvictionLevel.PREFETCH:
             return lambda key: self.is_wanted(key) or self.is_held(key)
         return lambda key: is_ahead(key) or self.is_held(key)
 
@@ -256,7 +256,7 @@ class Reclaimer:
         pool = self._adapters.pool
         if pool.num_free < pages + keep_free:
             return False
-        moves = clear_run(pool, pages, self._adapters.movable_runs(), self._adapters.fixed_runs())
+        moves = compact(pool, pages, self._adapters.movable_runs(), self._adapters.fixed_runs())
         if moves is None or not moves.pages:
             return False
         self._follow(moves)

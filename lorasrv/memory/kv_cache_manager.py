@@ -65,7 +65,7 @@ class KVCacheManager:
             return 0
         most = len(token_ids) - 1 if most is None else min(most, len(token_ids) - 1)
         for number in range(most // self.page_size):
-            page = self._prefixes.find(self._hash(table, token_ids, number))
+            page = self._prefixes.lookup(self._hash(table, token_ids, number))
             if page is None:
                 break
             table.pages.append(page)
@@ -104,7 +104,7 @@ class KVCacheManager:
         self.num_copies += len(copies)
         return tuple(copies)
 
-    def keep_computed(self, request_id: RequestId, token_ids: Sequence[int], num_computed: int) -> None:
+    def cache_full_pages(self, request_id: RequestId, token_ids: Sequence[int], num_computed: int) -> None:
         """Offer the request's pages that are full by now to the prefix cache."""
         table = self._tables[request_id]
         if self._prefixes is None or num_computed // self.page_size <= table.num_kept:
@@ -112,7 +112,7 @@ class KVCacheManager:
         for number in range(table.num_kept, num_computed // self.page_size):
             page = table.pages[number]
             if page not in self._prefixes:
-                self._prefixes.keep(self._hash(table, token_ids, number), page, table.adapter)
+                self._prefixes.insert(self._hash(table, token_ids, number), page, table.adapter)
         table.num_kept = num_computed // self.page_size
 
     def page_table(self, request_id: RequestId) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class KVCacheManager:
     def _let_go(self, page: int) -> None:
         self._pool.release((page,))
         if self._prefixes is not None:
-            self._prefixes.let_rest(page)
+            self._prefixes.release(page)
 
     def _hash(self, table: _Table, token_ids: Sequence[int], number: int) -> bytes:
         while len(table.hashes) <= number:
@@ -179,7 +179,7 @@ class SwapSpace:
         """Bytes in use."""
         return sum(self._pages.values()) * self._block_bytes
 
-    def is_worth_it(self, num_pages: int, num_tokens: int) -> bool:
+    def should_swap(self, num_pages: int, num_tokens: int) -> bool:
         """Whether to keep this many pages, which hold so many computed tokens, instead of computing them again."""
         if not 0 < num_pages <= self._num_free or self._mode == "recompute":
             return False

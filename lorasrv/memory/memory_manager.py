@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions
 from lorasrv.memory.adapter_cache import AdapterCache
-from lorasrv.memory.adapter_manager import AdapterTiers
-from lorasrv.memory.cost_model import AgingClock, CostModel
-from lorasrv.memory.eviction import Reclaimer
+from lorasrv.memory.adapter_manager import AdapterManager
+from lorasrv.memory.cost_model import CostModel, GdsfClock
+from lorasrv.memory.eviction import Evictor
 from lorasrv.memory.kv_cache_manager import KVCacheManager, SwapSpace
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import PrefixCache
@@ -20,7 +20,7 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 
 @dataclass(frozen=True, slots=True)
-class PoolGeometry:
+class PoolLayout:
     """Sizes of the pool: `page_bytes` are of one layer."""
 
     num_pages: int
@@ -35,17 +35,17 @@ class PoolGeometry:
 
 
 @dataclass(frozen=True)
-class PoolBooks:
+class MemoryManager:
     """The accounts of one engine. `kv_pool` and `adapter_pool` are the same unless the pool is split."""
 
-    geometry: PoolGeometry
+    geometry: PoolLayout
     kv_pool: PagePool
     adapter_pool: PagePool
     prefixes: PrefixCache | None
     kv: KVCacheManager
     adapters: AdapterCache
-    reclaimer: Reclaimer
-    tiers: AdapterTiers
+    reclaimer: Evictor
+    tiers: AdapterManager
     swap: SwapSpace
     costs: CostModel
     clock: Callable[[], float]
@@ -53,38 +53,38 @@ class PoolBooks:
     @classmethod
     def make(
         cls,
-        geometry: PoolGeometry,
+        geometry: PoolLayout,
         options: MemoryOptions,
         preemption: str = "auto",
         is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
         costs: CostModel | None = None,
-    ) -> "PoolBooks":
+    ) -> "MemoryManager":
         """Empty accounts. `is_on_host` tells whether an adapter that leaves would be found in host memory; `costs` are
         what is known of the machine already.
         """
         costs = costs or CostModel()
         kv_pool, adapter_pool = _pools(geometry.num_pages, options.adapter_pool_fraction)
-        aging = AgingClock()
+        aging = GdsfClock()
         prefixes = None
         if options.prefix_caching:
             prefixes = PrefixCache(kv_pool, aging, lambda: costs.recompute_s(geometry.page_size))
 
-        def seconds_to_return(key: AdapterKey, layout: AdapterLayout) -> float:
-            return costs.seconds_to_return(layout.nbytes, on_host=is_on_host(key))
+        def reload_s(key: AdapterKey, layout: AdapterLayout) -> float:
+            return costs.reload_s(layout.nbytes, on_host=is_on_host(key))
 
         kv = KVCacheManager(kv_pool, geometry.page_size, prefixes)
         adapters = AdapterCache(
             adapter_pool,
             geometry.page_bytes,
-            seconds_to_return,
+            reload_s,
             prefixes.adapter_came if prefixes is not None else lambda _: None,
             prefixes.adapter_left if prefixes is not None else lambda _: None,
             aging,
         )
         floor = int(options.adapter_floor_fraction * geometry.num_pages)
-        reclaimer = Reclaimer(kv_pool, kv, adapters, prefixes, floor)
-        tiers = AdapterTiers(adapters, reclaimer, options.host_cache_bytes, costs, clock)
+        reclaimer = Evictor(kv_pool, kv, adapters, prefixes, floor)
+        tiers = AdapterManager(adapters, reclaimer, options.host_cache_bytes, costs, clock)
         swap = SwapSpace(preemption, options.swap_bytes, geometry.block_bytes, costs)
         return cls(geometry, kv_pool, adapter_pool, prefixes, kv, adapters, reclaimer, tiers, swap, costs, clock)
 
@@ -97,7 +97,7 @@ class PoolBooks:
         return sum(pool.num_free for pool in self.pools)
 
     @property
-    def num_resting_prefix_pages(self) -> int:
+    def num_unused_prefix_pages(self) -> int:
         """Cached pages that no request uses now."""
         return 0 if self.prefixes is None else self.prefixes.num_resting + self.prefixes.num_stranded
 
@@ -105,9 +105,9 @@ class PoolBooks:
     def num_kv_pages(self) -> int:
         """Pages that requests hold, those that several share once."""
         held = self.geometry.num_pages - self.num_free
-        return held - self.adapters.num_pages - self.num_resting_prefix_pages
+        return held - self.adapters.num_pages - self.num_unused_prefix_pages
 
-    def most_kv_pages(self, layout: AdapterLayout | None) -> int:
+    def max_kv_pages(self, layout: AdapterLayout | None) -> int:
         """Pages that a request has at most for its keys and values, beside its adapter."""
         if layout is None or self.adapter_pool is not self.kv_pool:
             return self.kv_pool.num_pages

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
-from lorasrv.memory.cost_model import AgingClock
+from lorasrv.memory.cost_model import GdsfClock
 from lorasrv.memory.page_pool import PagePool
 
 MAX_COUNTED_USES = 64
@@ -51,10 +51,10 @@ class PrefixCache:
     """Pages by hash. Mutated by the engine thread only. `seconds_a_page`: to compute one again."""
 
     def __init__(
-        self, pool: PagePool, clock: AgingClock | None = None, seconds_a_page: Callable[[], float] = lambda: 1.0
+        self, pool: PagePool, clock: GdsfClock | None = None, seconds_a_page: Callable[[], float] = lambda: 1.0
     ) -> None:
         self._pool = pool
-        self._clock = clock or AgingClock()
+        self._clock = clock or GdsfClock()
         self._seconds_a_page = seconds_a_page
         self._pages: dict[bytes, int] = {}
         self._entries: dict[int, _Entry] = {}
@@ -115,7 +115,7 @@ class PrefixCache:
             self._by_adapter.setdefault(adapter, set()).add(page)
         return True
 
-    def let_rest(self, page: int) -> None:
+    def release(self, page: int) -> None:
         """Somebody has let go of a page; if nobody else holds it, it may be dropped, after those that rest already."""
         entry = self._entries.get(page)
         if entry is not None and self._pool.refcount(page) == 1:

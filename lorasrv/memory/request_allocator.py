@@ -7,16 +7,16 @@ memory itself that this makes due are noted in their order.
 from collections.abc import Set
 
 from adapter_store.spec import AdapterKey
-from lorasrv.memory.eviction import Need
-from lorasrv.memory.memory_manager import PoolBooks
+from lorasrv.memory.eviction import EvictionLevel
+from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.request import Request, RequestStatus
 from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, SwapIn, SwapOut
 
 
-class RequestMemory:
+class RequestAllocator:
     """Pages of requests. Mutated by the engine thread only."""
 
-    def __init__(self, books: PoolBooks) -> None:
+    def __init__(self, books: MemoryManager) -> None:
         self._books = books
         self._kv, self._adapters, self._swap = books.kv, books.adapters, books.swap
         self._ops: list[PageOp] = []
@@ -25,7 +25,7 @@ class RequestMemory:
         self,
         request: Request,
         parent: Request | None,
-        need: Need,
+        need: EvictionLevel,
         keep_free: int,
         ahead: Set[AdapterKey],
         growth: int = 0,
@@ -42,7 +42,7 @@ class RequestMemory:
             self._adapters.pin(key)
         shared = 0 if request.num_swapped_pages else self._share(request, parent)
         request.num_computed_tokens += shared
-        if not (self._may_grow(request, growth, need, ahead) and self.grow(request, need, keep_free, ahead)):
+        if not (self._can_grow(request, growth, need, ahead) and self.grow(request, need, keep_free, ahead)):
             request.num_computed_tokens -= shared
             self.release(request)
             return False
@@ -53,11 +53,13 @@ class RequestMemory:
             request.num_cached_tokens = shared
         return True
 
-    def grow(self, request: Request, need: Need, keep_free: int = 0, ahead: Set[AdapterKey] = frozenset()) -> bool:
+    def extend(
+        self, request: Request, need: EvictionLevel, keep_free: int = 0, ahead: Set[AdapterKey] = frozenset()
+    ) -> bool:
         """Take the pages that all known tokens of a request need; False if others do not give way so far."""
         rid, computed = request.request_id, request.num_computed_tokens
         missing = self._kv.missing_pages(rid, computed, request.num_tokens)
-        if missing and not self._books.reclaimer.room_for_kv(missing + keep_free, need, ahead.__contains__):
+        if missing and not self._books.reclaimer.make_room(missing + keep_free, need, ahead.__contains__):
             return False
         copies = self._kv.allocate(rid, computed, request.num_tokens)
         assert copies is not None, "pages were counted before they were taken"
@@ -65,18 +67,18 @@ class RequestMemory:
             self._ops.append(CopyPages(copies))
         return True
 
-    def _may_grow(self, request: Request, growth: int, need: Need, ahead: Set[AdapterKey]) -> bool:
+    def _can_grow(self, request: Request, growth: int, need: EvictionLevel, ahead: Set[AdapterKey]) -> bool:
         if not growth:
             return True
         missing = self._kv.missing_pages(request.request_id, request.num_computed_tokens, request.num_tokens)
-        return self._books.reclaimer.may_have_room(missing + growth, need, ahead.__contains__)
+        return self._books.reclaimer.can_make_room(missing + growth, need, ahead.__contains__)
 
     def give_way(self, request: Request) -> None:
         """Take back a running request's pages. What is computed goes to host memory, or will be computed again,
         whichever costs less."""
         rid = request.request_id
         pages = self._kv.page_table(rid)[: self._kv.pages_for(request.num_computed_tokens)]
-        if self._swap.is_worth_it(len(pages), request.num_computed_tokens):
+        if self._swap.should_swap(len(pages), request.num_computed_tokens):
             self._swap.take(rid, len(pages))
             self._ops.append(SwapOut(rid, pages))
             request.num_swapped_pages = len(pages)
@@ -84,7 +86,7 @@ class RequestMemory:
             request.num_computed_tokens = 0
         self.release(request)
 
-    def fork_again(self, request: Request, parent: Request) -> None:
+    def fork_from(self, request: Request, parent: Request) -> None:
         """A request goes on from where another one is, on its pages, and forgets what it had."""
         rid = request.request_id
         self.drop_swap(request)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from lorasrv.memory.request_allocator import RequestMemory
+from lorasrv.memory.request_allocator import RequestAllocator
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
 from lorasrv.sampling_params import BeamOptions
@@ -111,7 +111,7 @@ class _Group:
 class BeamGroups:
     """The groups that live, oldest first. Mutated by the engine thread only. `eos`: tokens that end any answer."""
 
-    def __init__(self, memory: RequestMemory, eos: frozenset[int]) -> None:
+    def __init__(self, memory: RequestAllocator, eos: frozenset[int]) -> None:
         self._memory = memory
         self._eos = eos
         self._groups: dict[RequestId, _Group] = {}
@@ -193,7 +193,7 @@ class BeamGroups:
             moved.append(parent if child.parent not in taken else spare.pop())
             taken.add(child.parent)
             if moved[-1] is not parent:
-                self._memory.fork_again(moved[-1], parent)
+                self._memory.fork_from(moved[-1], parent)
         for beam, known in zip(moved, tokens, strict=True):
             beam.token_ids[:] = known
         return moved

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import Limits
-from lorasrv.memory.memory_manager import PoolBooks
+from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
 
@@ -80,10 +80,10 @@ class Quotas:
         seats: requests that run at a time.
     """
 
-    def __init__(self, of_adapters: Limits, of_keys: Limits, books: PoolBooks, seats: int) -> None:
+    def __init__(self, of_adapters: Limits, of_keys: Limits, books: MemoryManager, seats: int) -> None:
         self._of_adapters, self._of_keys = of_adapters, of_keys
         self._books = books
-        self._page_bytes = books.geometry.block_bytes
+        self._page_bytes = books.layout.block_bytes
         self._clock = books.clock
         self._own: dict[str, Limits] = {}
         self._adapters: dict[str, _QuotaAccount] = {}

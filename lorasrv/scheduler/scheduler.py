@@ -11,8 +11,8 @@ from types import MappingProxyType
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import SchedulerOptions
-from lorasrv.memory.memory_manager import PoolBooks
-from lorasrv.memory.request_allocator import RequestMemory
+from lorasrv.memory.memory_manager import MemoryManager
+from lorasrv.memory.request_allocator import RequestAllocator
 from lorasrv.metrics.engine_stats import SchedulerCounters
 from lorasrv.outputs import AdapterTier, EngineOutput, Refusal, RequestId, TokenLogprobs
 from lorasrv.request import EngineCoreRequest, OnCold, Request, RequestStatus
@@ -43,13 +43,13 @@ class Scheduler:
     def __init__(
         self,
         options: SchedulerOptions,
-        books: PoolBooks,
+        books: MemoryManager,
         eos_token_ids: frozenset[int],
         is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
     ) -> None:
         self._options = options
         self._books = books
-        self._kv, self._adapters, self._tiers = books.kv, books.adapters, books.tiers
+        self._kv, self._adapters, self._adapter_manager = books.kv, books.adapters, books.adapter_manager
         self._eos = eos_token_ids
         self._is_on_host = is_on_host
         self._clock = books.clock
@@ -59,14 +59,14 @@ class Scheduler:
         self.policy = make_policy(options, books.costs, self.predictor, self.quotas)
         self._queue = RequestQueue(self.policy, options.max_wait_steps, self._may_run)
         self._deadlines = Deadlines(options.queue_timeout_s, books.costs, self.predictor, books.clock)
-        self._memory = RequestMemory(books)
+        self._memory = RequestAllocator(books)
         self._beams = BeamGroups(self._memory, eos_token_ids)
         self._planner = StepPlanner(
             options, books, self._queue, self._memory, self.quotas, self.predictor, self.counters, self._beams
         )
         self._wanted: Counter[AdapterKey] = Counter()
         self._outbox: list[EngineOutput] = []
-        books.reclaimer.is_wanted = self._is_wanted
+        books.evictor.is_wanted = self._is_wanted
 
     @property
     def num_running(self) -> int:
@@ -97,7 +97,7 @@ class Scheduler:
 
     def tier(self, key: AdapterKey) -> AdapterTier:
         """Where an adapter is now."""
-        if self._adapters.is_ready(key):
+        if self._adapter_manager.is_resident(key):
             return AdapterTier.RESIDENT
         return AdapterTier.HOST if self._is_on_host(key) else AdapterTier.DISK
 
@@ -134,18 +134,18 @@ class Scheduler:
     def swap_failed(self, request_id: RequestId) -> None:
         """Its pages could not be kept in host memory, or not be brought back: they are computed again."""
         if (request := self._queue.requests.get(request_id)) is not None:
-            self._memory.lose(request)
+            self._memory.discard(request)
 
     def adapter_copied(self, key: AdapterKey) -> None:
         """A copy that the step's orders asked for has filled its pages."""
-        self._tiers.copied(key)
+        self._adapter_manager.on_copied(key)
         for request in self._queue.waiting.values():
             if request.adapter_key == key:
                 request.load_ends(self._clock())
 
     def adapter_failed(self, key: AdapterKey, error: str, refusal: Refusal | None = None) -> None:
         """A load failed: the requests that wait for it end with the reason, nobody else notices."""
-        self._tiers.failed(key)
+        self._adapter_manager.on_failed(key)
         for request in [r for r in self._queue.waiting.values() if r.adapter_key == key]:
             self.fail(request.request_id, error, refusal)
 
@@ -157,14 +157,14 @@ class Scheduler:
         self._memory.note_moves()  # of a step that could not be planned to its end
         self._queue.begin_step()
         self.quotas.begin_step()
-        self._tiers.begin_step()
+        self._adapter_manager.begin_step()
         self._end_missed()
-        self._tiers.forget_unwanted(self._is_wanted)
+        self._adapter_manager.cancel_unneeded()
         planned = self._planner.plan()
         for request, why in planned.never:
             self._refuse(request, Refusal.UNFIT, why)
         if not planned.has_preempted:
-            self._tiers.keep_promises(planned.keep_free + self.num_running, self._wanted.__contains__)
+            self._adapter_manager.keep_promises(planned.keep_free + self.num_running, self._wanted.__contains__)
         self._memory.note_moves()
         counts = planned.budget.counts
         chosen = [r for r in self._queue.running if r.request_id in counts]
@@ -177,7 +177,7 @@ class Scheduler:
             num_preempted=self.counters.preemptions - preemptions,
             wake_s=self._wake_s(planned),
             page_ops=self._memory.take_ops(),  # last: what is taken and not done would be lost
-            orders=self._tiers.take_orders(),
+            orders=self._adapter_manager.take_orders(),
         )
 
     def update_from_output(
@@ -199,7 +199,7 @@ class Scheduler:
             if no_token or (share.prompt_rows and share.request_id not in prompt_logprobs):
                 self.fail(request.request_id, "the model's values are no numbers; the adapter's weights are too large")
                 continue
-            self._kv.keep_computed(request.request_id, request.token_ids, request.num_computed_tokens)
+            self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
             if share.prompt_rows:
                 request.prompt_logprobs += prompt_logprobs[share.request_id]
             if share.samples and request.message.beams is not None:
@@ -285,7 +285,7 @@ class Scheduler:
         request.tier = self.tier(key)
         if message.found is AdapterTier.DISK and request.tier is AdapterTier.HOST:
             request.tier = AdapterTier.DISK  # this request's own prefetch has brought it to the host
-        self._wanted[key] += 1
+        self._adapter_manager.add_request(key)
         if request.tier is AdapterTier.RESIDENT:
             return
         if message.on_cold is OnCold.WAIT:
@@ -295,13 +295,13 @@ class Scheduler:
 
     def _answer_cold(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
         """The adapter is brought in all the same, if there is room, so that the next request finds it."""
-        self._tiers.warm(key, layout, self._clock() + WARM_GRACE_S)
+        self._adapter_manager.reserve(key, layout, self._clock() + WARM_GRACE_S)
         if request.message.on_cold is OnCold.FALLBACK_BASE:
-            self._lose_interest(key)
+            self._adapter_manager.remove_request(key)
             request.adapter_key, request.fell_back = None, True
             return
         on_host = request.tier is AdapterTier.HOST
-        seconds, why = self._tiers.outlook(key, layout, on_host=on_host, keep_free=self.num_running)
+        seconds, why = self._books.estimate_ready_s(key, layout, on_host=on_host, keep_free=self.num_running)
         request.error, request.refusal = f"the adapter is not in the pool ({request.tier}); {why}", Refusal.COLD
         request.retry_after_s = seconds
         self._finish(request, RequestStatus.FINISHED_REFUSED)
@@ -310,7 +310,7 @@ class Scheduler:
         return not self._beams.is_held(request) and self.quotas.may_run(request)
 
     def _is_wanted(self, key: AdapterKey) -> bool:
-        return key in self._wanted or self._tiers.is_promised(key)
+        return key in self._wanted or self._adapter_manager.is_reserved(key)
 
     def _lose_interest(self, key: AdapterKey) -> None:
         self._wanted[key] -= 1
@@ -379,13 +379,13 @@ class Scheduler:
     def _let_go(self, request: Request) -> None:
         """Of all that a live request has."""
         if request.status is RequestStatus.RUNNING:
-            self._memory.release(request)
+            self._memory.free(request)
             self.quotas.stops(request)
         self.quotas.leaves(request)
         self._queue.ends(request)
         self._memory.drop_swap(request)
         if request.adapter_key is not None:
-            self._lose_interest(request.adapter_key)
+            self._adapter_manager.remove_request(request.adapter_key)
 
     def _emit(self, request: Request, new_tokens: tuple[int, ...], logprobs: tuple[TokenLogprobs, ...]) -> None:
         self._outbox.append(request.output(new_tokens, self._clock(), logprobs))

@@ -4,20 +4,20 @@ There is no prefill and no decode phase: `num_computed_tokens` chases `num_token
 long prompt is computed in chunks beside the single tokens of running requests (the insight of vLLM's v1 scheduler).
 
 Requests are gone through in their order (`RequestQueue`), those that run and those that wait alike. One whose adapter is not
-in the pool is `WAITING_FOR_ADAPTER`: it comes nearer by the work of others (`AdapterTiers`) and nobody else waits for
+in the pool is `WAITING_FOR_ADAPTER`: it comes nearer by the work of others (`AdapterManager`) and nobody else waits for
 it. A request starts if its adapter is there, its limits allow it, and the pages suffice for what the batch is predicted
 to grow to. The first that could run but for pages holds back later ones, which would only take more of them; their
 adapters are still brought near, with pages that nobody needs (prefetch). When pages run out all the same, others give
-way (`Reclaimer`), at last a running request: it is swapped to host memory or computed again, whichever costs less.
+way (`Evictor`), at last a running request: it is swapped to host memory or computed again, whichever costs less.
 """
 
 from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import SchedulerOptions
-from lorasrv.memory.eviction import Need
-from lorasrv.memory.memory_manager import PoolBooks
-from lorasrv.memory.request_allocator import RequestMemory
+from lorasrv.memory.eviction import EvictionLevel
+from lorasrv.memory.memory_manager import MemoryManager
+from lorasrv.memory.request_allocator import RequestAllocator
 from lorasrv.metrics.engine_stats import SchedulerCounters
 from lorasrv.request import Request, RequestStatus
 from lorasrv.scheduler.beam_search import BeamGroups
@@ -69,9 +69,9 @@ class StepPlanner:
     def __init__(
         self,
         options: SchedulerOptions,
-        books: PoolBooks,
+        books: MemoryManager,
         lineup: RequestQueue,
-        memory: RequestMemory,
+        memory: RequestAllocator,
         quotas: Quotas,
         predictor: LengthPredictor,
         counters: SchedulerCounters,
@@ -80,7 +80,7 @@ class StepPlanner:
         self._options = options
         self._books = books
         self._kv, self._adapters = books.kv, books.adapters
-        self._tiers = books.tiers
+        self._adapter_manager = books.adapter_manager
         self._queue = lineup
         self._memory = memory
         self._quotas = quotas
@@ -139,12 +139,13 @@ class StepPlanner:
 
     def _somebody_could_start(self) -> bool:
         return any(
-            r.adapter_key is None or self._adapters.is_ready(r.adapter_key) for r in self._queue.waiting.values()
+            r.adapter_key is None or self._adapter_manager.is_resident(r.adapter_key)
+            for r in self._queue.waiting.values()
         )
 
     def _make_room(self, request: Request, this: _PlanState) -> bool:
         """Pages for all tokens of a running request; False if the request itself had to give way."""
-        while not self._memory.grow(request, self._need_to_grow(), ahead=self._adapters_ahead()):
+        while not self._memory.extend(request, self._need_to_grow(), ahead=self._adapters_ahead()):
             victim = self._queue.select_victim()
             assert victim is not None, "a request that grows runs"
             self._give_way(victim, this)
@@ -152,9 +153,9 @@ class StepPlanner:
                 return False
         return True
 
-    def _need_to_grow(self) -> Need:
+    def _need_to_grow(self) -> EvictionLevel:
         """One that is due does not lose its adapter to those that could give way to it."""
-        return Need.ADMISSION if self._queue.starved and len(self._queue.running) > 1 else Need.PROGRESS
+        return EvictionLevel.ADMIT if self._queue.starved and len(self._queue.running) > 1 else EvictionLevel.RUNNING
 
     def _adapters_ahead(self) -> set[AdapterKey]:
         """Of those that wait, but not behind those that run: they have begun, or are due."""
@@ -163,7 +164,7 @@ class StepPlanner:
 
     def preempt(self, request: Request) -> None:
         """Take back everything but the tokens."""
-        self._memory.give_way(request)
+        self._memory.preempt(request)
         request.status = RequestStatus.PREEMPTED
         request.num_preemptions += 1
         self._counters.preemptions += 1
@@ -193,7 +194,7 @@ class StepPlanner:
             this.is_over = True
         if this.is_over or self._beams.is_held(request) or not self._is_within_limits(request, this):
             return
-        if key is not None and not self._adapters.is_ready(key):
+        if key is not None and not self._adapter_manager.is_resident(key):
             if not self._bring_near(request, key, this):
                 self._block(request, this)
         elif not self._waits_for_parent(request):
@@ -260,15 +261,15 @@ class StepPlanner:
     def _try_to_start(self, request: Request, this: _PlanState) -> bool:
         growth = self._growth_with(request) if self._queue.running else 0
         keep_free = self._pages_to_grow()
-        return self._memory.start(request, self._parent(request), self._need(), keep_free, this.ahead, growth)
+        return self._memory.allocate(request, self._parent(request), self._need(), keep_free, this.ahead, growth)
 
     def _growth_with(self, request: Request) -> int:
         """Pages that the batch is predicted to want at its worst moment, with this request in it."""
         everybody = ((r.num_tokens, self._predictor.planned_remaining(r)) for r in (*self._queue.running, request))
         return peak_growth(everybody, self._kv.page_size)
 
-    def _need(self) -> Need:
-        return Need.ADMISSION if any(map(num_uncomputed_tokens, self._queue.running)) else Need.PROGRESS
+    def _need(self) -> EvictionLevel:
+        return EvictionLevel.ADMIT if any(map(num_uncomputed_tokens, self._queue.running)) else EvictionLevel.RUNNING
 
     def _worst_that_rests(self) -> Request | None:
         """Who gives way if nobody gets on: beams that wait for one another run, and need no pages until all are ready.
@@ -294,7 +295,7 @@ class StepPlanner:
         layout = request.message.layout
         assert layout is not None, "an adapter's layout is known when its request is admitted"
         request.load_begins(self._books.clock())
-        need = Need.AHEAD if this.blocked else self._need()
+        need = EvictionLevel.PREFETCH if this.blocked else self._need()
         while not self._bring(key, request, need, this):
             victim = self._queue.select_victim_below(request) if not this.blocked else None
             if victim is None:
@@ -302,11 +303,11 @@ class StepPlanner:
             self._give_way(victim, this)
         return True
 
-    def _bring(self, key: AdapterKey, request: Request, need: Need, this: _PlanState) -> bool:
+    def _bring(self, key: AdapterKey, request: Request, need: EvictionLevel, this: _PlanState) -> bool:
         layout = request.message.layout
         assert layout is not None, "an adapter's layout is known when its request is admitted"
         pages = self._pages_to_grow() + (this.keep_free if this.blocked else self._pages_to_start(request))
-        came = self._tiers.bring(key, layout, pages, need, this.ahead.__contains__)
+        came = self._books.load_adapter(key, layout, pages, need, this.ahead.__contains__)
         self._memory.note_moves()
         return came
 
@@ -314,7 +315,7 @@ class StepPlanner:
         """There is no room. If nobody runs and nobody comes, only the request's own adapter is left: placed in pieces
         it may hold more pages than its size, so it goes, and comes back in one run."""
         key = request.adapter_key
-        if key is not None and not self._queue.running and not self._adapters.num_filling:
+        if key is not None and not self._queue.running and not self._adapter_manager.num_copying:
             self._adapters.evict(key)
             self._bring_near(request, key, this)
 

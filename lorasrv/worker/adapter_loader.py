@@ -1,4 +1,4 @@
-"""The hands of `AdapterTiers`: disk -> host memory -> pool, inline for offline use, in threads for a server.
+"""The hands of `AdapterManager`: disk -> host memory -> pool, inline for offline use, in threads for a server.
 
 The engine orders and polls; it never waits. What fails is a report like any other, with the reason. Loads have threads
 of their own, so that a slow disk holds up neither copies nor, up to `PARALLEL_LOADS` of them, other loads.

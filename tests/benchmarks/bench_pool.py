@@ -29,7 +29,7 @@ from adapter_store.store import AdapterStore
 from lorasrv.config import BUILTIN_MODEL, EngineConfig, MemoryOptions
 from lorasrv.engine.core import EngineCore, EngineParts
 from lorasrv.engine.factory import build
-from lorasrv.memory.memory_manager import PoolBooks
+from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import base_shapes
@@ -84,7 +84,9 @@ class Bench:
         """An engine with an empty pool, and the event that is set when a load has something to report."""
         source, options = self.parts.source, replace(self.config.memory, adapter_pool_fraction=fraction)
         assert source is not None
-        books = PoolBooks.make(self.parts.books.geometry, options, self.config.scheduler.preemption, source.is_on_host)
+        books = MemoryManager.make(
+            self.parts.books.layout, options, self.config.scheduler.preemption, source.is_on_host
+        )
         scheduler = Scheduler(self.config.scheduler, books, self.eos, source.is_on_host)
         reported = threading.Event()
         loader = ThreadedLoader(source, self.parts.runner.write_adapter, reported.set)

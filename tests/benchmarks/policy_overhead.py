@@ -19,7 +19,7 @@ from policy_load import quantile, row, table
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions, SchedulerOptions
-from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
+from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
@@ -50,15 +50,15 @@ class Bare:
     update_us: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        geometry = PoolGeometry(40_000, 16, PAGE_BYTES, num_layers=1)
-        books = PoolBooks.make(geometry, MemoryOptions(prefix_caching=False), "recompute", lambda _: True)
+        geometry = PoolLayout(40_000, 16, PAGE_BYTES, num_layers=1)
+        books = MemoryManager.make(geometry, MemoryOptions(prefix_caching=False), "recompute", lambda _: True)
         options = SchedulerOptions(SEATS, 4096, policy=self.policy, max_wait_steps=1 << 30)
         self.scheduler = Scheduler(options, books, frozenset({EOS}), lambda _: True)
-        self.tiers = books.tiers
+        self.tiers = books.adapter_manager
         self._numbers = itertools.count()
         for key in KEYS:
             self.tiers.warm(key, LAYOUT, float("inf"))
-        while not all(books.adapters.is_ready(key) for key in KEYS):
+        while not all(books.adapter_manager.is_resident(key) for key in KEYS):
             self.step()
         self.measure(WARM_STEPS)
 
@@ -67,7 +67,7 @@ class Bare:
         step = self.scheduler.schedule()
         planned = time.thread_time_ns()
         for key in step.orders.loads:
-            self.tiers.loaded(key)
+            self.tiers.on_loaded(key)
         for key, _ in step.orders.copies:
             self.scheduler.adapter_copied(key)
         sampled = {share.request_id: 7 for share in step.scheduled if share.samples}

@@ -9,7 +9,7 @@ from typing import Any
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions, SchedulerOptions
 from lorasrv.engine.input_processor import further_choices
-from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
+from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId, TokenLogprobs
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams
@@ -47,14 +47,14 @@ class Bench:
     steps: list[SchedulerOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        geometry = PoolGeometry(self.pages, PAGE_SIZE, PAGE_BYTES, num_layers=1)
+        geometry = PoolLayout(self.pages, PAGE_SIZE, PAGE_BYTES, num_layers=1)
         self.now = 0.0
         self.on_host: set[AdapterKey] = set()
         self.loading: set[AdapterKey] = set()
         self.copying: set[AdapterKey] = set()
         self.ends_at: dict[str, int] = {}
         is_on_host = self.on_host.__contains__
-        self.books = PoolBooks.make(geometry, self.memory, self.preemption, is_on_host, lambda: self.now)
+        self.books = MemoryManager.make(geometry, self.memory, self.preemption, is_on_host, lambda: self.now)
         self.pool, self.kv, self.adapters = self.books.kv_pool, self.books.kv, self.books.adapters
         given = {"policy": "fcfs", "target_itl_ms": None, "preemption": self.preemption, **self.options}
         options = SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens, **given)
@@ -104,7 +104,7 @@ class Bench:
     def load(self, key: AdapterKey) -> None:
         self.loading.discard(key)
         self.on_host.add(key)
-        self.books.tiers.loaded(key)
+        self.books.adapter_manager.on_loaded(key)
 
     def copy(self, key: AdapterKey) -> None:
         self.copying.discard(key)

@@ -204,7 +204,7 @@ def _server(
 ) -> tuple["SimServer", str]:
     """What is replayed on, and where its costs are from."""
     from lorasrv.engine.factory import pool_size
-    from lorasrv.memory.memory_manager import PoolGeometry
+    from lorasrv.memory.memory_manager import PoolLayout
     from lorasrv.models.loader import open_checkpoint
     from lorasrv.offline.planner.simulator import SimServer
 
@@ -219,7 +219,7 @@ def _server(
     pages = pool_size(memory) // (page_bytes * spec.num_layers)
     if pages < 4:
         raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
-    geometry = PoolGeometry(pages, memory.page_size_tokens, page_bytes, spec.num_layers)
+    geometry = PoolLayout(pages, memory.page_size_tokens, page_bytes, spec.num_layers)
     layout_of = _layouts(asked, spec, itemsize, trace)
     return SimServer(geometry, memory, asked.config.scheduler, costs, layout_of, spec.max_position), source
 

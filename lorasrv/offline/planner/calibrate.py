@@ -156,7 +156,7 @@ class _Run:
             stall_s=loads.stall_s,
             stall_byte_s=loads.stall_byte_s,
         )
-        model = StepCosts.known(step)
+        model = StepCosts.from_dict(step)
         predicted_s = sum(model.seconds(shape) for _, shape, _ in steps)
         return Calibrated(costs, sum(seconds for *_, seconds in steps) / max(1e-9, predicted_s) - 1)
 
@@ -256,7 +256,7 @@ def fitted(steps: Sequence[_Step]) -> dict[str, float]:
     for _ in range(PASSES):
         for _, shape, seconds in rng.sample(steps, len(steps)):
             costs.observe(shape, seconds)
-    return costs.known_as()
+    return costs.as_dict()
 
 
 def _between(steps: Sequence[_Step]) -> float:

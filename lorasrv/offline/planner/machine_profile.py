@@ -80,7 +80,7 @@ class MachineProfile:
 
     def model(self, typical_bytes: int) -> CostModel:
         """As a server would have learnt them, with adapters of about that size."""
-        step = StepCosts.known(self.step)
+        step = StepCosts.from_dict(self.step)
         return CostModel(
             load=Rate(self.load_byte_s + self.load_s / max(1, typical_bytes)),
             copy=Rate(self.copy_byte_s + self.copy_s / max(1, typical_bytes)),

@@ -24,7 +24,7 @@ from lorasrv.engine.backpressure import num_queued
 from lorasrv.engine.input_processor import Admission
 from lorasrv.errors import InvalidRequest
 from lorasrv.memory.cost_model import StepShape
-from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
+from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.offline.planner.machine_profile import MachineProfile
 from lorasrv.offline.planner.sim_loader import LoadPart, SimLoader
@@ -73,7 +73,7 @@ SHORTEST_WAIT_S = 1e-3
 class SimServer:
     """The server that a trace is replayed on. `layout_of` tells how an adapter of this name lies in the pool."""
 
-    geometry: PoolGeometry
+    geometry: PoolLayout
     memory: MemoryOptions
     scheduler: SchedulerOptions
     costs: MachineProfile
@@ -133,7 +133,7 @@ class Simulator:
         self._names = {_key(r.adapter): r.adapter for r in self._trace if r.adapter is not None}
         self._layouts = {key: server.layout_of(name) for key, name in self._names.items()}
         self.cache: HostCache[int] = HostCache(server.memory.host_cache_bytes)
-        self.books = PoolBooks.make(
+        self.books = MemoryManager.make(
             server.geometry,
             server.memory,
             server.scheduler.preemption,
@@ -222,7 +222,7 @@ class Simulator:
         self._pass(seconds + swapped * self._server.geometry.block_bytes * self._costs.swap_byte_s)
         self._steps += 1
         self._busy_s += self.now - begun
-        held = self.books.geometry.num_pages - self.books.num_free - self.books.num_resting_prefix_pages
+        held = self.books.layout.num_pages - self.books.num_free - self.books.num_unused_prefix_pages
         self._used_page_s += held * (self.now - begun)
 
     def _pass(self, work_s: float) -> None:
@@ -325,7 +325,7 @@ class Simulator:
     def _take_reports(self) -> None:
         for key, part in self._loader.poll():
             if part is LoadPart.LOADED:
-                self.books.tiers.loaded(key)
+                self.books.adapter_manager.on_loaded(key)
             else:
                 self.scheduler.adapter_copied(key)
 
@@ -347,8 +347,8 @@ class Simulator:
             preemptions=self.scheduler.counters.preemptions,
             loads_from_disk=self._loader.num_from_disk,
             loads_from_host=self._loader.num_from_host,
-            evictions=self.books.adapters.num_evictions,
-            pool_used=self._used_page_s / max(1e-12, self._busy_s * self.books.geometry.num_pages),
+            evictions=self.books.adapter_manager.num_evictions,
+            pool_used=self._used_page_s / max(1e-12, self._busy_s * self.books.layout.num_pages),
         )
 
 

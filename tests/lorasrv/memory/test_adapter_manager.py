@@ -6,10 +6,10 @@ import pytest
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions
-from lorasrv.memory.adapter_manager import MAX_WARMED, AdapterTiers, Arriving
+from lorasrv.memory.adapter_manager import MAX_WARMED, AdapterManager, Arriving
 from lorasrv.memory.cost_model import CostModel
-from lorasrv.memory.eviction import Need
-from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
+from lorasrv.memory.eviction import EvictionLevel
+from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
 LAYOUT = AdapterLayout((SiteDims(64, (64,)),), (((8,),),), 2)
@@ -25,18 +25,18 @@ class Bench:
     wanted: set[AdapterKey] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        self.books = PoolBooks.make(PoolGeometry(self.pages, 4, 1024, 1), MemoryOptions())
-        self.tiers = AdapterTiers(
-            self.books.adapters, self.books.reclaimer, self.host_bytes, CostModel(), lambda: self.now
+        self.books = MemoryManager.make(PoolLayout(self.pages, 4, 1024, 1), MemoryOptions())
+        self.tiers = AdapterManager(
+            self.books.adapters, self.books.evictor, self.host_bytes, CostModel(), lambda: self.now
         )
 
-    def bring(self, key: AdapterKey, keep_free: int = 0, need: Need = Need.ADMISSION) -> bool:
+    def bring(self, key: AdapterKey, keep_free: int = 0, need: EvictionLevel = EvictionLevel.ADMIT) -> bool:
         came = self.tiers.bring(key, LAYOUT, keep_free, need)
         self.tiers.check_integrity()
         return came
 
     def arrive(self, key: AdapterKey) -> None:
-        self.tiers.loaded(key)
+        self.tiers.on_loaded(key)
         assert self.bring(key)
         assert [k for k, _ in self.tiers.take_orders().copies] == [key]
         self.tiers.copied(key)
@@ -47,15 +47,15 @@ def test_two_who_ask_cause_one_load_and_one_copy() -> None:
     for _ in range(3):
         assert bench.bring(A)
     assert bench.tiers.take_orders().loads == (A,)
-    bench.tiers.loaded(A)
+    bench.tiers.on_loaded(A)
     for _ in range(3):
         assert bench.bring(A)
     orders = bench.tiers.take_orders()
     assert orders.loads == ()
     assert [key for key, _ in orders.copies] == [A]
-    assert not bench.books.adapters.is_ready(A), "not before the copy is done"
+    assert not bench.books.adapter_manager.is_resident(A), "not before the copy is done"
     bench.tiers.copied(A)
-    assert bench.books.adapters.is_ready(A)
+    assert bench.books.adapter_manager.is_resident(A)
     assert bench.tiers.num_arriving == 0
 
 
@@ -77,7 +77,7 @@ def test_host_copies_on_their_way_are_bounded_but_one_always_goes() -> None:
 def test_no_room_is_said_and_the_host_copy_waits() -> None:
     bench = Bench(pages=SIZE + 2)
     assert bench.bring(A)
-    bench.tiers.loaded(A)
+    bench.tiers.on_loaded(A)
     assert not bench.bring(A, keep_free=3)
     assert bench.tiers.state(A) is Arriving.ON_HOST
     assert bench.bring(A, keep_free=2)
@@ -89,13 +89,13 @@ def test_what_nobody_wants_is_cancelled_unless_its_pages_are_being_written() -> 
     for key in (A, B, C):
         bench.bring(key)
     for key in (B, C):
-        bench.tiers.loaded(key)
+        bench.tiers.on_loaded(key)
     bench.bring(C)
     bench.tiers.take_orders()
     bench.tiers.forget_unwanted(lambda key: key in bench.wanted)
     assert set(bench.tiers.take_orders().cancels) == {A, B}
     assert bench.tiers.state(C) is Arriving.COPYING
-    bench.tiers.loaded(A)
+    bench.tiers.on_loaded(A)
     assert bench.tiers.state(A) is None, "a report that crossed the cancel changes nothing"
     bench.tiers.copied(C)
     bench.tiers.check_integrity()
@@ -107,7 +107,7 @@ def test_a_failure_leaves_nothing_behind(copying: bool) -> None:
     bench.tiers.pin(A, LAYOUT)
     bench.bring(A)
     if copying:
-        bench.tiers.loaded(A)
+        bench.tiers.on_loaded(A)
         bench.bring(A)
     bench.tiers.failed(A)
     assert A not in bench.books.adapters
@@ -125,12 +125,12 @@ def test_a_large_one_is_not_passed_by_small_ones_for_ever() -> None:
     bench.bring(second)
     assert bench.tiers.take_orders().loads == (first, second)
     bench.tiers.begin_step()
-    bench.tiers.bring(A, wide, 0, Need.ADMISSION)
+    bench.tiers.bring(A, wide, 0, EvictionLevel.ADMIT)
     bench.bring(next(keys))
     assert bench.tiers.take_orders().loads == (), "the small one would fit, but came later"
     bench.arrive(first)
     bench.tiers.begin_step()
-    bench.tiers.bring(A, wide, 0, Need.ADMISSION)
+    bench.tiers.bring(A, wide, 0, EvictionLevel.ADMIT)
     assert bench.tiers.take_orders().loads == (A,)
 
 
@@ -157,7 +157,7 @@ def test_a_pin_outlives_a_warm_is_brought_back_and_leaves_the_warm() -> None:
     assert bench.tiers.is_held(A)
     assert bench.tiers.held_pages() == SIZE
     bench.arrive(A)
-    bench.books.adapters.evict(A)
+    bench.books.adapter_manager.evict(A)
     bench.tiers.keep_promises(0)
     assert bench.tiers.take_orders().loads[-1:] == (A,)
     bench.tiers.warm(A, LAYOUT, until_s=9.0)
@@ -177,7 +177,7 @@ def test_a_promise_without_room_holds_no_host_memory_and_delays_nobody() -> None
     bench.books.kv_pool.release((0, 1))
     bench.tiers.keep_promises(0)
     assert bench.tiers.take_orders().loads == (A,)
-    bench.tiers.loaded(A)
+    bench.tiers.on_loaded(A)
     assert bench.books.kv_pool.allocate_singles(2) is not None
     bench.tiers.keep_promises(0)
     assert bench.tiers.take_orders().cancels == (A,), "its room has gone meanwhile"
@@ -190,7 +190,7 @@ def test_a_promise_does_not_send_back_what_a_request_waits_for() -> None:
     bench = Bench(pages=2 * SIZE)
     bench.tiers.warm(A, LAYOUT, until_s=99.0)
     assert bench.bring(A)
-    bench.tiers.loaded(A)
+    bench.tiers.on_loaded(A)
     bench.tiers.take_orders()
     assert bench.books.kv_pool.allocate_singles(SIZE + 1) is not None
     assert not bench.bring(A)

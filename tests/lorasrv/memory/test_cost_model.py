@@ -32,7 +32,7 @@ def test_rates_begin_with_a_guess_and_follow_what_is_measured() -> None:
 
 def test_an_adapter_on_host_is_cheaper_to_have_back() -> None:
     costs = CostModel()
-    assert 0 < costs.seconds_to_return(1000, on_host=True) < costs.seconds_to_return(1000, on_host=False)
+    assert 0 < costs.reload_s(1000, on_host=True) < costs.reload_s(1000, on_host=False)
 
 
 def test_the_cheaper_way_is_taken() -> None:
@@ -40,21 +40,21 @@ def test_the_cheaper_way_is_taken() -> None:
     swap = SwapSpace("auto", 10 * BLOCK, BLOCK, costs)
     costs.page_copy.observe(1.0, BLOCK)
     costs.token.observe(1.0, 1)
-    assert swap.is_worth_it(1, 3), "2 seconds out and in against 3"
-    assert not swap.is_worth_it(2, 3), "4 seconds against 3"
+    assert swap.should_swap(1, 3), "2 seconds out and in against 3"
+    assert not swap.should_swap(2, 3), "4 seconds against 3"
 
 
 def test_modes_and_the_bound() -> None:
     costs = CostModel()
-    assert not SwapSpace("recompute", 10 * BLOCK, BLOCK, costs).is_worth_it(1, 10**9)
+    assert not SwapSpace("recompute", 10 * BLOCK, BLOCK, costs).should_swap(1, 10**9)
     swap = SwapSpace("swap", 10 * BLOCK + 1, BLOCK, costs)
-    assert swap.is_worth_it(10, 1)
-    assert not swap.is_worth_it(11, 10**9)
-    assert not swap.is_worth_it(0, 0)
+    assert swap.should_swap(10, 1)
+    assert not swap.should_swap(11, 10**9)
+    assert not swap.should_swap(0, 0)
     swap.take(RequestId("a"), 7)
     assert swap.nbytes == 7 * BLOCK
-    assert not swap.is_worth_it(4, 10**9)
-    assert swap.is_worth_it(3, 1)
+    assert not swap.should_swap(4, 10**9)
+    assert swap.should_swap(3, 1)
     swap.give_back(RequestId("a"))
-    assert swap.is_worth_it(10, 1)
+    assert swap.should_swap(10, 1)
     assert list(swap.holders()) == []

@@ -6,8 +6,8 @@ import pytest
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions
-from lorasrv.memory.eviction import Need
-from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
+from lorasrv.memory.eviction import EvictionLevel
+from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.memory.prefix_cache import page_hash, root_hash
 from lorasrv.outputs import RequestId
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
@@ -28,11 +28,11 @@ class Pool:
 
     def __post_init__(self) -> None:
         options = MemoryOptions(adapter_floor_fraction=self.floor, adapter_pool_fraction=self.split)
-        self.books = PoolBooks.make(PoolGeometry(self.pages, 4, PAGE_BYTES, 1), options)
+        self.books = MemoryManager.make(PoolLayout(self.pages, 4, PAGE_BYTES, 1), options)
         self.wanted: set[AdapterKey] = set()
         self.held: set[AdapterKey] = set()
-        self.books.reclaimer.is_wanted = self.wanted.__contains__
-        self.books.reclaimer.is_held = self.held.__contains__
+        self.books.evictor.is_wanted = self.wanted.__contains__
+        self.books.evictor.is_held = self.held.__contains__
 
     def adapter(self, key: AdapterKey) -> None:
         assert self.books.adapters.place(key, LAYOUT)
@@ -46,14 +46,14 @@ class Pool:
         for page in pages:
             prefixes.keep(page_hash(root_hash(adapter, str(page)), (page,)), page, adapter)
             self.books.kv_pool.release((page,))
-            prefixes.let_rest(page)
+            prefixes.release(page)
 
     def fill(self) -> None:
         """Nothing is free; the rest is held by somebody who runs."""
         assert self.books.kv_pool.allocate_singles(self.books.kv_pool.num_free) is not None
 
-    def room(self, pages: int, need: Need, ahead: frozenset[AdapterKey] = frozenset()) -> bool:
-        return self.books.reclaimer.room_for_kv(pages, need, ahead.__contains__)
+    def room(self, pages: int, need: EvictionLevel, ahead: frozenset[AdapterKey] = frozenset()) -> bool:
+        return self.books.evictor.make_room(pages, need, ahead.__contains__)
 
     def left(self) -> tuple[int, int, str]:
         """(stranded prefix pages, resting prefix pages, adapters)."""
@@ -69,7 +69,7 @@ def _everything(floor: float = 0.0) -> Pool:
     pool = Pool(8 * SIZE, floor)
     pool.adapter(KEYS[5])
     pool.prefix(2, KEYS[5])
-    pool.books.adapters.evict(KEYS[5])
+    pool.books.adapter_manager.evict(KEYS[5])
     pool.prefix(3, None)
     for key in KEYS[:4]:
         pool.adapter(key)
@@ -91,7 +91,7 @@ def test_adapters_and_prefix_pages_compete_in_one_currency() -> None:
         pool.adapter(KEYS[0])
         pool.prefix(3, None)
         assert pool.books.kv_pool.num_free == 0
-        assert pool.room(3, Need.ADMISSION)
+        assert pool.room(3, EvictionLevel.ADMIT)
         assert pool.left() == left
 
 
@@ -108,15 +108,20 @@ def test_the_order_of_giving_way() -> None:
     ]
     for pages, left in steps:
         taken += pages
-        assert pool.room(taken, Need.PROGRESS, AHEAD)
+        assert pool.room(taken, EvictionLevel.RUNNING, AHEAD)
         assert pool.left() == left
-    assert not pool.room(taken + 1, Need.PROGRESS, AHEAD)
+    assert not pool.room(taken + 1, EvictionLevel.RUNNING, AHEAD)
 
 
 @pytest.mark.parametrize(
-    ("need", "most"), [(Need.AHEAD, 2 + SIZE + 3), (Need.ADMISSION, 2 + SIZE + 3 + SIZE), (Need.PROGRESS, 5 + 4 * SIZE)]
+    ("need", "most"),
+    [
+        (EvictionLevel.PREFETCH, 2 + SIZE + 3),
+        (EvictionLevel.ADMIT, 2 + SIZE + 3 + SIZE),
+        (EvictionLevel.RUNNING, 5 + 4 * SIZE),
+    ],
 )
-def test_what_each_need_may_take_and_nothing_is_evicted_in_vain(need: Need, most: int) -> None:
+def test_what_each_need_may_take_and_nothing_is_evicted_in_vain(need: EvictionLevel, most: int) -> None:
     pool = _everything()
     assert not pool.room(most + 1, need, AHEAD)
     assert pool.left() == (2, 3, "abcd")
@@ -129,10 +134,10 @@ def test_a_burst_of_kv_stops_at_the_floor_but_a_running_request_does_not() -> No
         pool.adapter(key)
     pool.prefix(3, None)
     pool.fill()
-    assert not pool.room(2 * SIZE + 4, Need.ADMISSION)
-    assert pool.room(2 * SIZE + 3, Need.ADMISSION)
+    assert not pool.room(2 * SIZE + 4, EvictionLevel.ADMIT)
+    assert pool.room(2 * SIZE + 3, EvictionLevel.ADMIT)
     assert len(pool.books.adapters) == 2
-    assert pool.room(3 * SIZE + 3, Need.PROGRESS)
+    assert pool.room(3 * SIZE + 3, EvictionLevel.RUNNING)
     assert len(pool.books.adapters) == 1
 
 
@@ -140,7 +145,7 @@ def test_an_adapter_may_replace_another_below_the_floor() -> None:
     pool = Pool(2 * SIZE, floor=0.9)
     for key in KEYS[:2]:
         pool.adapter(key)
-    placed = pool.books.reclaimer.place_adapter(KEYS[2], LAYOUT, 0, Need.ADMISSION, lambda _: False)
+    placed = pool.books.evictor.place_adapter(KEYS[2], LAYOUT, 0, EvictionLevel.ADMIT, lambda _: False)
     assert placed is not None
     assert len(pool.books.adapters) == 2
 
@@ -149,9 +154,9 @@ def test_prefetch_leaves_the_pages_that_those_who_run_need() -> None:
     pool = Pool(2 * SIZE + 3)
     pool.adapter(KEYS[0])
     pool.wanted.add(KEYS[0])
-    place = pool.books.reclaimer.place_adapter
-    assert place(KEYS[1], LAYOUT, 4, Need.AHEAD, lambda _: False) is None
-    assert place(KEYS[1], LAYOUT, 3, Need.AHEAD, lambda _: False) is not None
+    place = pool.books.evictor.place_adapter
+    assert place(KEYS[1], LAYOUT, 4, EvictionLevel.PREFETCH, lambda _: False) is None
+    assert place(KEYS[1], LAYOUT, 3, EvictionLevel.PREFETCH, lambda _: False) is not None
 
 
 def test_scattered_pages_are_moved_before_anybody_is_evicted() -> None:
@@ -165,12 +170,12 @@ def test_scattered_pages_are_moved_before_anybody_is_evicted() -> None:
     pool.books.kv_pool.release([p for p in pages if not p % 2])
     before = kv.page_table(rid)
     assert wide.num_pages(PAGE_BYTES) < pool.books.kv_pool.num_free
-    assert pool.books.reclaimer.place_adapter(KEYS[1], wide, 0, Need.ADMISSION, lambda _: False) is not None
+    assert pool.books.evictor.place_adapter(KEYS[1], wide, 0, EvictionLevel.ADMIT, lambda _: False) is not None
     assert KEYS[0] in pool.books.adapters
-    copies = {c.source: c.target for op in pool.books.reclaimer.take_moves() for c in op.copies}
-    assert pool.books.reclaimer.num_moved_pages == len(copies) > 0
+    copies = {c.source: c.target for op in pool.books.evictor.take_moves() for c in op.copies}
+    assert pool.books.evictor.num_moved_pages == len(copies) > 0
     assert kv.page_table(rid) == tuple(copies.get(page, page) for page in before)
-    assert pool.books.reclaimer.take_moves() == []
+    assert pool.books.evictor.take_moves() == []
 
 
 def test_a_split_pool_shares_nothing() -> None:
@@ -178,10 +183,10 @@ def test_a_split_pool_shares_nothing() -> None:
     for key in KEYS[:4]:
         pool.adapter(key)
     assert pool.books.kv_pool.num_free == 4 * SIZE
-    assert not pool.room(4 * SIZE + 1, Need.PROGRESS)
+    assert not pool.room(4 * SIZE + 1, EvictionLevel.RUNNING)
     assert len(pool.books.adapters) == 4
     pool.prefix(4 * SIZE, None)
-    assert pool.books.reclaimer.place_adapter(KEYS[4], LAYOUT, 99, Need.ADMISSION, lambda _: False)
+    assert pool.books.evictor.place_adapter(KEYS[4], LAYOUT, 99, EvictionLevel.ADMIT, lambda _: False)
     assert pool.left()[1] == 4 * SIZE, "prefix pages cannot make room for adapters"
     pool.books.kv_pool.check_integrity(pool.books.prefixes.references() if pool.books.prefixes is not None else ())
     pool.books.adapter_pool.check_integrity(pool.books.adapters.references())

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from lorasrv.memory.eviction import clear_run
+from lorasrv.memory.eviction import compact
 from lorasrv.memory.page_pool import PagePool
 
 
@@ -18,7 +18,7 @@ def _scattered(size: int, free: set[int]) -> PagePool:
 
 def test_the_window_with_the_fewest_pages_to_move_is_cleared() -> None:
     pool = _scattered(24, {2, 8, 9, 11, 12, 20})
-    moves = clear_run(pool, 5, {}, {})
+    moves = compact(pool, 5, {}, {})
     assert moves is not None
     assert set(moves.singles) == {10}
     assert moves.singles[10] in {2, 20}
@@ -28,7 +28,7 @@ def test_the_window_with_the_fewest_pages_to_move_is_cleared() -> None:
 def test_a_run_moves_as_a_whole_to_a_run() -> None:
     pool = _scattered(24, {0, 1, 2, 8, 9, 10, 14, 15, 16})
     runs = {(11, 3): "mia"}
-    moves = clear_run(pool, 9, runs, {})
+    moves = compact(pool, 9, runs, {})
     assert moves is not None
     assert dict(moves.runs) == {(11, 3): (0, 3)}
     assert pool.allocate_run(9) == (8, 9)
@@ -36,12 +36,12 @@ def test_a_run_moves_as_a_whole_to_a_run() -> None:
 
 def test_what_is_being_filled_stays() -> None:
     pool = _scattered(16, {4, 5, 7, 8, 14, 15})
-    assert clear_run(pool, 6, {}, {(0, 4): "arriving", (6, 1): "arriving", (9, 5): "arriving"}) is None
+    assert compact(pool, 6, {}, {(0, 4): "arriving", (6, 1): "arriving", (9, 5): "arriving"}) is None
     pool.check_integrity([p for p in range(16) if p not in {4, 5, 7, 8, 14, 15}])
 
 
 def test_too_few_pages() -> None:
-    assert clear_run(_scattered(8, {1, 3}), 3, {}, {}) is None
+    assert compact(_scattered(8, {1, 3}), 3, {}, {}) is None
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -63,7 +63,7 @@ def test_any_pool(seed: int) -> None:
         del movable[run]
     before = pool.num_free
     wanted = rng.randint(1, max(1, pool.num_free))
-    moves = clear_run(pool, wanted, movable, fixed)
+    moves = compact(pool, wanted, movable, fixed)
     assert pool.num_free == before
     if moves is not None:
         assert pool.fragmentation.longest_free_run >= wanted

@@ -31,7 +31,7 @@ def _computed(
 ) -> None:
     kv.open(rid, key, salt)
     assert kv.allocate(rid, 0, len(ids)) == ()
-    kv.keep_computed(rid, ids, len(ids))
+    kv.cache_full_pages(rid, ids, len(ids))
 
 
 def test_a_prompt_that_begins_alike_takes_the_pages_and_computes_at_least_one_token(kv: KVCacheManager) -> None:
@@ -62,7 +62,7 @@ def test_generated_tokens_are_kept_too(kv: KVCacheManager) -> None:
     kv.open(A, None, "")
     assert kv.allocate(A, 0, 6) == ()
     for count in range(6, 14):
-        kv.keep_computed(A, ids, count)
+        kv.cache_full_pages(A, ids, count)
         ids.append(50 + count)
         assert kv.allocate(A, count, len(ids)) == ()
     kv.free(A)

@@ -17,7 +17,7 @@ from mispredict import expect_short_answers
 from adapter_store.spec import AdapterKey
 from lorasrv.config import POLICIES, Limits, MemoryOptions, SchedulerOptions
 from lorasrv.memory.eviction import Moves
-from lorasrv.memory.memory_manager import PoolBooks, PoolGeometry
+from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.outputs import EngineOutput, RequestId
 from lorasrv.request import EngineCoreRequest, OnCold, RequestStatus
 from lorasrv.sampling_params import SamplingParams
@@ -65,11 +65,11 @@ class World:
     outputs: list[EngineOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        geometry = PoolGeometry(self.pages, PAGE_SIZE, PAGE_BYTES, num_layers=1)
+        geometry = PoolLayout(self.pages, PAGE_SIZE, PAGE_BYTES, num_layers=1)
         self.on_host: set[AdapterKey] = set()
         self.now = 0.0
         on_host = self.on_host.__contains__
-        self.books = PoolBooks.make(geometry, self.memory, self.options.preemption, on_host, lambda: self.now)
+        self.books = MemoryManager.make(geometry, self.memory, self.options.preemption, on_host, lambda: self.now)
         self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), on_host)
         self.units = np.zeros((self.pages, UNITS), dtype=np.int64)
         self.swapped: dict[RequestId, np.ndarray] = {}
@@ -104,7 +104,7 @@ class World:
     def load(self, key: AdapterKey) -> None:
         self.loading.discard(key)
         self.on_host.add(key)
-        self.books.tiers.loaded(key)
+        self.books.adapter_manager.on_loaded(key)
 
     def copy(self, key: AdapterKey) -> None:
         placed = self.copying.pop(key)
@@ -231,7 +231,7 @@ class PoolMachine(RuleBasedStateMachine):
         layout = None if key is None else _layout(key)
         if layout is not None and books.adapters.pages_for(layout) > books.adapter_pool.num_pages:
             return False
-        return books.kv.pages_for(total) <= books.most_kv_pages(layout)
+        return books.kv.pages_for(total) <= books.max_kv_pages(layout)
 
     @rule(
         prefix=st.integers(0, 2),
@@ -295,7 +295,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule()
     def evict(self) -> None:
-        self.world.books.adapters.evict_idle()
+        self.world.books.adapter_manager.evict_lowest()
 
     @rule(name=st.sampled_from(NAMES))
     def replace(self, name: str) -> None:
@@ -305,14 +305,14 @@ class PoolMachine(RuleBasedStateMachine):
     def delete(self, name: str) -> None:
         """The content is gone from the store and from host memory; who has it in the pool goes on with it."""
         key = _key(name, self.names[name])
-        if self.world.books.tiers.state(key) is None:
+        if self.world.books.adapter_manager.state(key) is None:
             self.deleted.add(key)
             self.world.on_host.discard(key)
 
     @rule(name=st.sampled_from(NAMES), seconds=st.sampled_from([0.0, 5.0, 1e9, None]))
     def warm_or_pin(self, name: str, seconds: float | None) -> None:
         key = _key(name, self.names[name])
-        tiers, layout = self.world.books.tiers, _layout(key)
+        tiers, layout = self.world.books.adapter_manager, _layout(key)
         pages = self.world.books.adapters.pages_for(layout)
         most = self.world.books.adapter_pool.num_pages // 2
         if pages <= most and (seconds is not None or tiers.held_pages() + pages <= most):
@@ -323,7 +323,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def unpin(self, name: str) -> None:
-        self.world.books.tiers.unpin(_key(name, self.names[name]))
+        self.world.books.adapter_manager.unpin(_key(name, self.names[name]))
 
     @precondition(lambda self: self.world.scheduler.num_running)
     @rule()
@@ -344,13 +344,13 @@ class PoolMachine(RuleBasedStateMachine):
         moves = dict(zip(old, new, strict=True))
         if moves:
             books.kv_pool.move(moves)
-            books.reclaimer._follow(Moves(moves, {}))
+            books.evictor._follow(Moves(moves, {}))
             self.world.scheduler._memory.note_moves()
 
     @rule(more=st.integers(1, 4))
     def move(self, more: int) -> None:
         """Make a run that is longer than any there is."""
-        reclaimer = self.world.books.reclaimer
+        reclaimer = self.world.books.evictor
         reclaimer._compact(self.world.books.adapter_pool.fragmentation.longest_free_run + more, keep_free=0)
         self.world.scheduler._memory.note_moves()
 

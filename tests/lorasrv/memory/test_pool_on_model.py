@@ -212,7 +212,7 @@ def _throw_about(engine: EngineCore, number: int) -> None:
     books.adapter_pool.move({old + i: new + i for (old, n), (new, _) in runs.items() for i in range(n)})
     for part in (Moves(moves, {}), Moves({}, runs)):
         if part.pages:
-            books.reclaimer._follow(part)
+            books.evictor._follow(part)
     scheduler._memory.note_moves()
 
 
@@ -254,7 +254,7 @@ def test_an_adapter_larger_than_half_the_pool_and_one_more_than_fit(serve, store
     async def scenario(engine: AsyncEngine) -> None:
         books = engine._engine._books
         sizes = [books.adapters.pages_for(engine._engine.admission.layout(store.resolve(n).key)) for n in names[:3]]
-        assert max(sizes) > books.geometry.num_pages / 2
+        assert max(sizes) > books.layout.num_pages / 2
         for _ in range(2):
             keys = [store.resolve(n).key if n else None for n in names]
             answers = await asyncio.gather(*(_ask(engine, key, PROMPT[:20]) for key in keys))

@@ -20,7 +20,7 @@ def _kept(cache: PrefixCache, pool: PagePool, count: int, adapter: AdapterKey | 
         chain.append((digest, page))
     for page in reversed(pages):
         pool.release((page,))
-        cache.let_rest(page)
+        cache.release(page)
     return chain
 
 
@@ -63,7 +63,7 @@ def test_a_page_in_use_is_not_dropped() -> None:
     assert cache.drop_resting()
     assert not cache.drop_resting()
     pool.release((page,))
-    cache.let_rest(page)
+    cache.release(page)
     _check(cache, pool)
     assert cache.find(b"unknown") is None
 
@@ -121,7 +121,7 @@ def test_what_was_used_again_outlives_what_never_was() -> None:
     for digest, page in old:
         assert cache.find(digest) == page
         pool.release((page,))
-        cache.let_rest(page)
+        cache.release(page)
     for _ in new:
         assert cache.drop_resting()
     assert [cache.find(digest) for digest, _ in old] == [page for _, page in old]
@@ -137,7 +137,7 @@ def test_where_prompts_never_repeat_a_page_is_worth_nothing() -> None:
     for digest, page in once[:500]:
         cache.find(digest)
         pool.release((page,))
-        cache.let_rest(page)
+        cache.release(page)
     assert cache.reuse_share == pytest.approx(0.5, rel=0.01)
     for number in range(30):
         _kept(cache, pool, 100, AdapterKey(f"{number:064x}"))
@@ -153,14 +153,14 @@ def test_old_fame_fades() -> None:
     for _ in range(40):
         cache.find(digest)
         pool.release((page,))
-        cache.let_rest(page)
+        cache.release(page)
     for number in range(300):
         chain = _kept(cache, pool, 2, AdapterKey(f"{number:064x}"))
         for new, at in chain:
             cache.find(new)
             cache.find(new)
             pool.release((at, at))
-            cache.let_rest(at)
+            cache.release(at)
         cache.drop_resting()
         cache.drop_resting()
         if page not in cache:

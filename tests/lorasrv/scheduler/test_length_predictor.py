@@ -7,7 +7,7 @@ from bare_scheduler import PAGE_SIZE, Bench, names
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lorasrv.memory.cost_model import GUESS, LEARNT_STEPS, PARTS, StepCosts, StepShape
+from lorasrv.memory.cost_model import GUESS, MIN_MEASURED_STEPS, PARTS, StepCosts, StepShape
 from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest, Request
 from lorasrv.sampling_params import SamplingParams
@@ -212,11 +212,11 @@ def test_a_machine_that_gets_slower_is_followed() -> None:
 def test_before_anything_is_measured_it_is_a_guess_or_what_is_known() -> None:
     shape = StepShape(1, 1, 0, 0)
     assert StepCosts().seconds(shape) == pytest.approx(GUESS[0] + GUESS[1] + GUESS[2])
-    known = StepCosts.known(dict(zip(PARTS, TRUE, strict=True)))
+    known = StepCosts.from_dict(dict(zip(PARTS, TRUE, strict=True)))
     assert known.seconds(shape) == pytest.approx(sum(TRUE[:3]))
-    assert known.known_as() == dict(zip(PARTS, TRUE, strict=True))
+    assert known.as_dict() == dict(zip(PARTS, TRUE, strict=True))
     known.observe(StepShape(0, 0, 0, 0), 5.0)
-    assert known.num_observed == LEARNT_STEPS, "a step without tokens says nothing"
+    assert known.num_observed == MIN_MEASURED_STEPS, "a step without tokens says nothing"
 
 
 def test_no_coefficient_is_ever_negative() -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lorasrv.config import Limits, SchedulerOptions
 from lorasrv.errors import ConfigError, InvalidLimits
-from lorasrv.memory.cost_model import LEARNT_STEPS
+from lorasrv.memory.cost_model import MIN_MEASURED_STEPS
 from lorasrv.outputs import FinishReason, Refusal, RequestId
 from lorasrv.request import RequestStatus
 from lorasrv.scheduler.length_predictor import MIN_ANSWERS
@@ -256,7 +256,7 @@ def test_a_queue_has_a_deadline_of_its_own() -> None:
 def _learnt(bench: Bench) -> None:
     """A token costs a second; lengths are known, though none that helps."""
     bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0]
-    bench.books.costs.step.num_observed = LEARNT_STEPS
+    bench.books.costs.step.num_observed = MIN_MEASURED_STEPS
     bench.scheduler.predictor._num_answers = MIN_ANSWERS
 
 

@@ -110,7 +110,7 @@ def test_a_cancelled_request_takes_its_load_along_wherever_it_is() -> None:
         step = bench.step()
         assert step.orders.cancels == (KEYS[0],)
         assert step.orders.copies == ()
-        assert bench.books.tiers.num_arriving == 0
+        assert bench.books.adapter_manager.num_loading == 0
     bench.add("copying", key=KEYS[0])
     bench.step()
     bench.load(KEYS[0])
@@ -118,7 +118,7 @@ def test_a_cancelled_request_takes_its_load_along_wherever_it_is() -> None:
     bench.scheduler.end(RequestId("copying"), RequestStatus.FINISHED_ABORTED)
     assert bench.step().orders.cancels == (), "its pages are being written"
     bench.copy(KEYS[0])
-    assert bench.adapters.is_ready(KEYS[0])
+    assert bench.adapter_manager.is_resident(KEYS[0])
     assert set(bench.ends().values()) == {FinishReason.ABORT}
 
 

@@ -46,7 +46,7 @@ def test_no_seat_is_empty_while_somebody_could_have_it(policy: str, load, seats:
         could = {
             r.request_id
             for r in bench.scheduler.requests()
-            if r.adapter_key is None or bench.adapters.is_ready(r.adapter_key)
+            if r.adapter_key is None or bench.adapter_manager.is_resident(r.adapter_key)
         }
         done = bench.step()
         wanting = {r.request_id for r in bench.scheduler.requests()} & could - set(names(done))
@@ -89,7 +89,7 @@ def test_nobody_waits_longer_than_the_bound(policy: str, pages: int, answer: int
     most = 2 * (wait + _bound(seats + 2, answer + 4, budget))
     for step in range(most):
         bench.arrive()
-        if ready_at is None and (cold is None or bench.adapters.is_ready(cold)):
+        if ready_at is None and (cold is None or bench.adapter_manager.is_resident(cold)):
             ready_at = step
         while sum(name.startswith("hot") for name in _live(bench)) < seats + 2:
             bench.add(f"hot{next(number)}", 4, answer, KEYS[0], priority=-1)

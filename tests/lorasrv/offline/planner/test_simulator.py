@@ -13,7 +13,7 @@ from adapter_store.host_cache import HostCache
 from adapter_store.spec import AdapterKey
 from lorasrv.config import POLICIES, MemoryOptions, SchedulerOptions
 from lorasrv.errors import ConfigError
-from lorasrv.memory.memory_manager import PoolGeometry
+from lorasrv.memory.memory_manager import PoolLayout
 from lorasrv.metrics.trace import TraceRequest
 from lorasrv.offline.planner.adapter_sizes import layout_of_bytes
 from lorasrv.offline.planner.machine_profile import MachineProfile
@@ -35,7 +35,7 @@ def _layout(name: str) -> AdapterLayout:
 def _server(pages: int = 400, costs: MachineProfile = COSTS, host: int = 1 << 20, **options: object) -> SimServer:
     memory = MemoryOptions(host_cache_bytes=host, swap_bytes=1 << 16)
     scheduler = SchedulerOptions(**{"max_num_seqs": 16, "max_num_batched_tokens": 64, **options})
-    return SimServer(PoolGeometry(pages, 16, PAGE_BYTES, LAYERS), memory, scheduler, costs, _layout, 4096)
+    return SimServer(PoolLayout(pages, 16, PAGE_BYTES, LAYERS), memory, scheduler, costs, _layout, 4096)
 
 
 def _trace(count: int = 60, adapters: int = 12, rate: float = 20.0, seed: int = 0) -> list[TraceRequest]:

@@ -17,7 +17,7 @@ from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.errors import InvalidRequest, LimitExceeded, RequestTimeout
 from lorasrv.llm import LLM
 from lorasrv.memory.cost_model import StepCosts
-from lorasrv.memory.memory_manager import PoolBooks
+from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.request import RequestStatus
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.device import compute_alone, compute_in_parallel
@@ -59,8 +59,8 @@ def alone(model: Path, adapter_dirs: dict[str, Path]) -> Iterator[Callable[..., 
 @pytest.fixture
 def serve(model: Path, store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """serve(scenario, options): runs `await scenario(world)`, then checks that nothing is held any more."""
-    clock, make = Clock(), PoolBooks.make
-    monkeypatch.setattr(PoolBooks, "make", lambda *args: make(*args, clock=clock))
+    clock, make = Clock(), MemoryManager.make
+    monkeypatch.setattr(MemoryManager, "make", lambda *args: make(*args, clock=clock))
     monkeypatch.setattr(StepCosts, "observe", lambda *_: None)
     monkeypatch.setattr("lorasrv.worker.device.ENGINE_THREADS", 1)
 
