@@ -7,7 +7,14 @@ import torch
 
 from adapter_store.host_cache import HostCache
 from adapter_store.store import AdapterStore
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
+from lorasrv.config import (
+    CUDA_POOL_FRACTION,
+    PAGE_SIZE_TOKENS,
+    POOL_FRACTION,
+    EngineConfig,
+    MemoryOptions,
+    ModelOptions,
+)
 from lorasrv.engine.core import EngineParts
 from lorasrv.errors import ConfigError, UnsupportedFormat
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
@@ -142,17 +149,17 @@ def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
 
 
 def _memory(options: MemoryOptions, spec: ModelSpec, kv_dtype: torch.dtype, device: torch.device) -> DevicePool:
-    block = page_bytes(spec, options.page_size_tokens, kv_dtype) * spec.num_layers
+    block = page_bytes(spec, PAGE_SIZE_TOKENS, kv_dtype) * spec.num_layers
     pool_bytes = pool_size(options, device)
     if pool_bytes < MIN_POOL_PAGES * block:
         raise ConfigError(
             f"--pool-bytes {pool_bytes} is too small: one page takes {block} bytes, and {MIN_POOL_PAGES} are the least"
         )
-    return DevicePool(spec, pool_bytes // block, options.page_size_tokens, kv_dtype, device)
+    return DevicePool(spec, pool_bytes // block, PAGE_SIZE_TOKENS, kv_dtype, device)
 
 
 def pool_size(options: MemoryOptions, device: torch.device | None = None) -> int:
     """Bytes that a pool would get now, in host memory unless the device is CUDA's."""
     if device is not None and device.type == "cuda":
-        return options.pool_bytes or int(free_device_bytes(device) * options.cuda_pool_fraction)
-    return options.pool_bytes or int(free_bytes() * options.pool_fraction)
+        return options.pool_bytes or int(free_device_bytes(device) * CUDA_POOL_FRACTION)
+    return options.pool_bytes or int(free_bytes() * POOL_FRACTION)

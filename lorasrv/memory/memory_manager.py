@@ -18,6 +18,9 @@ from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import PrefixCache
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
+ADAPTER_FLOOR = 0.125
+"""Share of the pool's pages that stay with adapters while only new requests' keys and values want them."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
@@ -59,6 +62,7 @@ class MemoryManager:
         is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
         costs: CostModel | None = None,
+        adapter_floor: float = ADAPTER_FLOOR,
     ) -> "MemoryManager":
         """Empty accounts. `is_on_host` tells whether an adapter that leaves would be found in host memory; `costs` are
         what is known of the machine already.
@@ -82,7 +86,7 @@ class MemoryManager:
             prefixes.adapter_left if prefixes is not None else lambda _: None,
             aging,
         )
-        floor = int(options.adapter_floor_fraction * geometry.num_pages)
+        floor = int(adapter_floor * geometry.num_pages)
         reclaimer = Evictor(kv_pool, kv, adapters, prefixes, floor)
         tiers = AdapterManager(adapters, reclaimer, options.host_cache_bytes, costs, clock)
         swap = SwapSpace(preemption, options.swap_bytes, geometry.block_bytes, costs)
