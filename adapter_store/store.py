@@ -293,7 +293,8 @@ class AdapterStore:
             AdapterNotFound: it is gone already.
             AdapterCorrupt: it is in quarantine.
         """
-        # Not under the store's lock, which others keep while the disk works: `ContentRefcounts` says who wins against a deletion.
+        # Not under the store's lock, which others keep while the disk works: `ContentRefcounts` says who wins
+        # against a deletion.
         self._check_open()
         hold = self._holds.take(key)
         self._quarantine.check(key)

@@ -61,6 +61,11 @@ BF16_LINEARS = ("auto", "off")
 LOAD_FORMATS = ("auto", "dummy")
 PREEMPTIONS = ("auto", "recompute", "swap")
 POLICIES = ("fair", "fcfs", "mlfq", "sjf")
+PAGE_SIZE_TOKENS = 16
+POOL_FRACTION = 0.25
+"""Share of free host memory that a pool without `pool_bytes` takes."""
+CUDA_POOL_FRACTION = 0.85
+"""The same share of a CUDA device's free memory once the weights are loaded."""
 
 
 def default_store_dir() -> Path:
@@ -102,38 +107,27 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """The one pool, and host memory beside it. `pool_bytes` None takes `pool_fraction` of what is free, on
-    CUDA `cuda_pool_fraction` of what the device has free once the weights are loaded.
+    """Size the pool that the KV cache and adapters share, and the host memory beside it.
 
-    `adapter_floor_fraction` of the pool's pages stay with adapters while only new requests' keys and values want them.
-    `adapter_pool_fraction` splits the pool for good, as other servers do; None, the default, shares all of it.
+    `pool_bytes` None takes a share of free memory (`POOL_FRACTION`, `CUDA_POOL_FRACTION`). `adapter_pool_fraction`
+    splits the pool for good, as other servers do; None shares all of it.
     """
 
     pool_bytes: int | None = None
-    pool_fraction: float = 0.25
-    cuda_pool_fraction: float = 0.85
     kv_dtype: str = "auto"
-    page_size_tokens: int = 16
     host_cache_bytes: int = 1 << 30
     max_lora_rank: int = 256
     swap_bytes: int = 1 << 28
     prefix_caching: bool = True
-    adapter_floor_fraction: float = 0.125
     adapter_pool_fraction: float | None = None
 
     def __post_init__(self) -> None:
         _one_of("--kv-dtype", self.kv_dtype, ("auto", *KV_FORMATS))
         _positive("--pool-bytes", self.pool_bytes)
-        _positive("page size in tokens", self.page_size_tokens)
         _positive("--host-cache-bytes", self.host_cache_bytes)
         _positive("--max-lora-rank", self.max_lora_rank)
         if self.swap_bytes < 0:
             raise ConfigError(f"--swap-bytes must not be negative, not {self.swap_bytes}; 0 turns swapping off")
-        for fraction in (self.pool_fraction, self.cuda_pool_fraction):
-            if not 0.0 < fraction <= 0.95:
-                raise ConfigError(f"pool fraction must be above 0 and at most 0.95, not {fraction}")
-        if not 0.0 <= self.adapter_floor_fraction < 1.0:
-            raise ConfigError(f"adapter floor must be at least 0 and below 1, not {self.adapter_floor_fraction}")
         if self.adapter_pool_fraction is not None and not 0.0 < self.adapter_pool_fraction < 1.0:
             raise ConfigError(f"--adapter-pool-fraction must be above 0 and below 1, not {self.adapter_pool_fraction}")
 

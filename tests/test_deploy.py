@@ -18,11 +18,14 @@ from typing import Any
 
 import pytest
 import yaml
+from cli_reference import parameters
 from typer.main import get_command
 
 import api.routes
+from api.cli.common.settings_options import given_settings
 from api.cli.main import app
-from api.config.settings import ServerSettings
+from api.config.settings import SPELLINGS
+from api.config.sources import Sources
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "docs" / "deploy"
@@ -94,10 +97,9 @@ def test_what_is_started_is_understood(where: str, words: list[str], monkeypatch
     # Raises on an option that is not there, or a value that is none.
     context = command.make_context("lorasrv", rest)
     if words[0] == "serve":
-        given = {name: value for name, value in context.params.items() if name in ServerSettings.model_fields and value}
         monkeypatch.setenv("LORASRV_API_KEY", "")
         # Whether there are keys is not known here.
-        ServerSettings(**{**given, "insecure": True})
+        Sources.gather({**given_settings(context), "insecure": True}).settings()
 
 
 def test_a_wrong_option_is_noticed() -> None:
@@ -109,7 +111,7 @@ def test_a_wrong_option_is_noticed() -> None:
 @pytest.mark.parametrize("path", [*PAGES, *FILES], ids=lambda path: path.name)
 def test_variables_are_options(path: Path) -> None:
     named = set(re.findall(r"\bLORASRV_[A-Z_]+\b", path.read_text()))
-    options = {f"LORASRV_{name.upper()}" for name in ServerSettings.model_fields}
+    options = {f"LORASRV_{name.upper()}" for name in SPELLINGS}
     assert named - options - OF_CLIENTS == set()
 
 
@@ -119,7 +121,7 @@ def test_options_in_the_text_are_there(page: Path) -> None:
     root: Any = get_command(app)
     commands = [*root.commands.values()]
     commands += [inner for command in commands for inner in getattr(command, "commands", {}).values()]
-    known = {spelled for command in commands for option in command.params for spelled in option.opts}
+    known = {spelled for command in commands for option in parameters(command) for spelled in option.opts}
     prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.M | re.S)
     named = {
         flag

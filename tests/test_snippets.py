@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from cli_reference import parameters
 from typer.main import get_command
 
 from api.cli.main import app
@@ -151,7 +152,7 @@ def unknown_words(words: list[str]) -> list[str]:
         command = command.commands[word]
     if getattr(command, "commands", None) and not words[0].startswith("-"):
         return words[:2]
-    known = {spelled for option in command.params for spelled in (*option.opts, *option.secondary_opts)}
+    known = {spelled for option in parameters(command) for spelled in (*option.opts, *option.secondary_opts)}
     given = [word.partition("=")[0] for word in words if re.match(r"--?[a-z]", word)]
     return [word for word in given if word not in known | {"--help", "--install-completion"}]
 

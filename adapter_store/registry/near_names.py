@@ -12,11 +12,16 @@ def near_names(name: str, known: Iterable[str]) -> tuple[str, ...]:
     """Up to three of the known names, the most similar first.
 
     Comparing with difflib takes tens of microseconds a name, too long for thousands: of more than `NUM_COMPARED` only
-    those are compared that have the most pairs of neighbouring characters in common with the name.
+    those are compared that have the most pairs of neighbouring characters in common with the name, and among equals
+    those of about its length.
     """
     wanted = name.lower()
     names = list(known)
     if len(names) > NUM_COMPARED:
         pairs = {wanted[i : i + 2] for i in range(len(wanted) - 1)}
-        names = heapq.nlargest(NUM_COMPARED, names, key=lambda other: sum(pair in other for pair in pairs))
+        names = heapq.nlargest(
+            NUM_COMPARED,
+            names,
+            key=lambda other: (sum(pair in other for pair in pairs), -abs(len(other) - len(wanted))),
+        )
     return tuple(difflib.get_close_matches(wanted, names, NEAR_NAMES))

@@ -1,10 +1,10 @@
 """Which contents there are, and who still needs one that may be deleted: accepted requests, until their last token.
 
 Every request takes a hold, so taking one must not wait for a disk. The store's lock is kept while SQLite makes a change
-durable; the one in here never is. A hold and a deletion meet in `mark_deleted`, which is called once no version names the
-contents any more: a hold that came before it wins, and the content stays for as long as the hold lives, also if it came
-while the deletion was being committed. One that comes after is refused, before the first byte is removed. There is
-nothing in between: condemning takes away, in one step under this lock, what a hold needs to be taken.
+durable; the one in here never is. A hold and a deletion meet in `mark_deleted`, which is called once no version
+names the contents any more: a hold that came before it wins, and the content stays for as long as the hold lives,
+also if it came while the deletion was being committed. One that comes after is refused, before the first byte is
+removed. There is nothing in between: condemning takes away, in one step under this lock, what a hold needs to be taken.
 """
 
 import threading

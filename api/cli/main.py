@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from adapter_store.errors import AdapterError, AdapterInvalid
 from api.cli.bench import command as bench
@@ -29,7 +29,8 @@ from api.cli.commands import (
     verify,
     watermark,
 )
-from api.cli.common.options import ServerDefaults, spread, taking_key
+from api.cli.common.options import ServerDefaults, spread, taking_key, with_option_groups
+from api.cli.common.settings_options import settings_command
 from api.cli.common.terminal import CliError, ExitCode, note
 from api.cli.doctor import command as doctor
 from api.cli.plan import command as plan
@@ -73,11 +74,17 @@ app = typer.Typer(
 )
 
 
-def _command(name: str, function: Callable[..., None], *examples: str, of: typer.Typer = app) -> None:
+def _command(
+    name: str,
+    function: Callable[..., None],
+    *examples: str,
+    of: typer.Typer = app,
+    cls: type[TyperCommand] = TyperCommand,
+) -> None:
     """Add a subcommand; every one comes with examples."""
     # A paragraph each, and no markup: a bracket would be some.
     shown = [f"Example: {example}".replace("[", r"\[") for example in examples]
-    of.command(name, epilog="\n\n".join(shown))(taking_key(function))
+    of.command(name, cls=cls, epilog="\n\n".join(shown))(taking_key(with_option_groups(function)))
 
 
 _command(
@@ -85,6 +92,7 @@ _command(
     serve.serve,
     "lorasrv serve --pool-bytes 2GiB --lora-modules mia=./mia",
     "LORASRV_PORT=9000 lorasrv serve --model ./Llama-3.2-1B",
+    cls=settings_command(),
 )
 _command(
     "upload",
@@ -118,18 +126,30 @@ _command(
     "lorasrv bench --adapters 0,16 --concurrency 1,16",
     "lorasrv bench --url http://127.0.0.1:8000",
 )
-_command("plan", plan.plan, "lorasrv plan --trace traffic.jsonl --pool-bytes 4GiB")
+_command(
+    "plan",
+    plan.plan,
+    "lorasrv plan --trace traffic.jsonl --pool-bytes 4GiB",
+    cls=settings_command(*plan.SERVER_SETTINGS, panel=plan.SERVER_PANEL),
+)
 _command(
     "quantize",
     quantize.quantize,
     "lorasrv quantize llama-int4.safetensors --model ./Llama-3.2-1B",
 )
-_command("doctor", doctor.doctor, "lorasrv doctor", "lorasrv doctor --model ./Llama-3.2-1B --rank 32")
+_command(
+    "doctor",
+    doctor.doctor,
+    "lorasrv doctor",
+    "lorasrv doctor --model ./Llama-3.2-1B --rank 32",
+    cls=settings_command(*doctor.SERVER_SETTINGS, panel="Server"),
+)
 _command(
     "batch",
     batch.batch,
     "lorasrv batch questions.jsonl answers.jsonl",
     "lorasrv batch questions.jsonl answers.jsonl --model smollm2-135m --store ./adapters",
+    cls=settings_command(*batch.ENGINE_SETTINGS, panel="Engine of its own, without a server"),
 )
 _command("demo", demo.demo, "lorasrv demo")
 _command("gc", store.gc, "lorasrv store gc --older-than 7d", of=store.app)

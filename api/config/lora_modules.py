@@ -1,7 +1,7 @@
 """Adapters that lie in folders of the server's own machine: `--lora-modules`, and what a route may import by path.
 
-The spelling is vLLM's: `name=path`, or JSON with `name`, `path` and `base_model_name`. The way in is everybody's:
-weights into the store by their digest, the whole check, a version of the id; the same content again is the same one.
+Folders are registered as uploads are: weights into the store by their digest, the whole check, a version of the id;
+the same content again is the same version.
 
 The one folder of the server from which a request may import adapters by path: `--lora-import-root`.
 
@@ -11,13 +11,10 @@ outside, whoever put it there. What is outside is answered alike whether it exis
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
-import shlex
 import stat
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -33,19 +30,10 @@ from adapter_store.spec import AdapterId, AdapterRef
 from adapter_store.storage.pending_uploads import Sender
 from adapter_store.store import AdapterStore
 from adapter_store.validation.validate import validate_adapter
+from api.config.lora_module_path import LoraModulePath
 from api.errors import ApiError
 
 _LOG = logging.getLogger(__name__)
-_KEYS = ("name", "path", "base_model_name")
-
-
-@dataclass(frozen=True, slots=True)
-class LoraModulePath:
-    """An adapter to register at the start. `base_model_name` is only compared with what the base is called."""
-
-    name: str
-    path: Path
-    base_model_name: str | None = None
 
 
 class ModulesRefused(Exception):
@@ -54,22 +42,6 @@ class ModulesRefused(Exception):
     def __init__(self, names: Sequence[str], reasons: Sequence[str]) -> None:
         super().__init__(f"--lora-modules: refused: {', '.join(names)}")
         self.reasons = list(reasons)
-
-
-def parse_modules(value: object) -> tuple[LoraModulePath, ...]:
-    """What the flag or LORASRV_LORA_MODULES says: a list of items, or a text of items as a shell would split it.
-
-    Raises:
-        ValueError: an item has neither form, or a name stands twice.
-    """
-    items = _split(value) if isinstance(value, str) else value
-    if not isinstance(items, list | tuple):
-        raise ValueError("expected name=path, or JSON with name and path")
-    modules = tuple(item if isinstance(item, LoraModulePath) else _parse(item) for item in items if item != "")
-    names = [module.name for module in modules]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{show(twice[0])} is given twice; a name has one folder")
-    return modules
 
 
 def register_modules(
@@ -151,41 +123,6 @@ def _copy(store: AdapterStore, weights: BufferedReader, digest: str, sender: Sen
         while chunk := weights.read(CHUNK_BYTES):
             upload.write(chunk)
         upload.commit()
-
-
-def _split(text: str) -> list[Any]:
-    stripped = text.strip()
-    if not stripped.startswith(("[", "{")):
-        return list(shlex.split(stripped))
-    value = _json(stripped)
-    return value if isinstance(value, list) else [value]
-
-
-def _parse(item: object) -> LoraModulePath:
-    value = _json(item) if isinstance(item, str) and item.lstrip().startswith("{") else item
-    if isinstance(value, dict):
-        return _from_json(value)
-    name, equals, path = value.partition("=") if isinstance(value, str) else ("", "", "")
-    if not (name and equals and path):
-        raise ValueError(f'{show(item)} is neither name=path nor {{"name": ..., "path": ...}}')
-    return LoraModulePath(name, Path(path))
-
-
-def _from_json(value: dict[str, Any]) -> LoraModulePath:
-    if unknown := sorted(value.keys() - set(_KEYS)):
-        raise ValueError(f"{show(unknown[0])} is unknown; known: {', '.join(_KEYS)}")
-    for key in _KEYS:
-        found = value.get(key)
-        if not (isinstance(found, str) and found) and not (key == "base_model_name" and found is None):
-            raise ValueError(f"{key} must be a text, not {show(found)}")
-    return LoraModulePath(value["name"], Path(value["path"]), value.get("base_model_name"))
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{show(text)} is no JSON: {error}") from None
 
 
 def _reasons(error: AdapterError | OSError) -> list[str]:

@@ -1,19 +1,32 @@
-"""What `lorasrv serve` is told, by flags, LORASRV_* variables or a file, and what the engine is built from."""
+"""The options of `lorasrv serve`, each declared once in `ServerSettings`.
+
+From a declaration derive the flag of the command (`api.cli.common.settings_options`), the variable of the
+environment and the key of the configuration file (`api.config.sources`), and the place in the engine's configuration.
+"""
 
 import re
-from dataclasses import fields
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, get_type_hints
 
-from pydantic import ByteSize, Field, SecretStr, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, SecretStr, field_validator, model_validator
 
 from adapter_store.quota import StoreQuota
 from api.asgi.address import DEFAULT_HOST, DEFAULT_PORT, is_loopback
 from api.asgi.limits import ConnectionLimits
-from api.config.lora_modules import LoraModulePath, parse_modules
+from api.config.lora_module_path import LoraModulePath, parse_modules
 from lorasrv.config import (
+    BF16_LINEARS,
     BUILTIN_MODEL,
+    CUDA_POOL_FRACTION,
+    DEVICES,
+    DTYPES,
+    KERNELS,
+    LOAD_FORMATS,
+    POLICIES,
+    POOL_FRACTION,
+    PREEMPTIONS,
     EngineConfig,
     Limits,
     MemoryOptions,
@@ -21,21 +34,62 @@ from lorasrv.config import (
     SchedulerOptions,
     default_store_dir,
 )
-from lorasrv.engine.fault_injection import Fault, parse_faults
 from lorasrv.errors import ConfigError, InvalidLimits
 from lorasrv.sampling_params import Watermark
+from sgmv_kernels.formats.kv_format import KV_FORMATS
+
+if TYPE_CHECKING:
+    from lorasrv.engine.fault_injection import Fault
 
 DEFAULT_WATCHDOG_S = 60.0
 DEFAULT_DRAIN_S = 25.0
-"""Orchestrators kill after 30 s, if nobody tells them otherwise."""
-DEFAULT_ALLOWED_ORIGINS: tuple[str, ...] = ()
+"""Below the 30 s after which orchestrators kill a process by default."""
+
+
+@dataclass(frozen=True, slots=True)
+class OptionSpec:
+    """Describe how an option is spelled, explained and passed on."""
+
+    # One phrase, imperative or noun, and perhaps a note behind "; ", without the full stop. Where it is shown, choices
+    # come behind the phrase and the default at the end.
+    help: str
+    # Heading in the help.
+    panel: str
+    # Shown instead of the default's value.
+    default: str = ""
+    # Placeholder for the value; otherwise from the type and the unit in the name.
+    metavar: str = ""
+    # Older names, accepted wherever the field's name is.
+    aliases: tuple[str, ...] = ()
+    # Values that are allowed, where the type does not say them.
+    choices: tuple[str, ...] = ()
+    # Path in EngineConfig, where the last part is not the field's name.
+    engine: str = ""
+    # Whether the flag takes any text, because words are allowed besides the type's values.
+    takes_text: bool = False
+
+
+_model = partial(OptionSpec, panel="Model")
+_adapters = partial(OptionSpec, panel="Adapters")
+_memory = partial(OptionSpec, panel="Memory")
+_scheduling = partial(OptionSpec, panel="Scheduling")
+_limits = partial(OptionSpec, panel="Limits")
+_account_limits = partial(OptionSpec, panel="Limits", default="no limit")
+_network = partial(OptionSpec, panel="Network")
+_watermark = partial(OptionSpec, panel="Watermark")
+_faults = partial(OptionSpec, panel="Shutdown and faults")
+_observability = partial(OptionSpec, panel="Observability")
 _MODEL = ModelOptions()
 _MEMORY = MemoryOptions()
 _SCHEDULER = SchedulerOptions()
 _WATERMARK = Watermark()
 _EDGE = ConnectionLimits()
+_Name = Annotated[str, Field(min_length=1, max_length=256)]
+_Count = Annotated[int, Field(ge=0)]
+_AtLeastOne = Annotated[int, Field(ge=1)]
+_Duration = Annotated[float, Field(ge=0)]
 _Seconds = Annotated[float, Field(gt=0, le=86400)]
-
+_NO_LIMIT = "no limit"
 _SECRET = re.compile(r"[!-~]{8,512}")
 _SIZES = (
     "store_bytes",
@@ -47,80 +101,267 @@ _SIZES = (
 )
 
 
-class ServerSettings(BaseSettings):
-    """Every option of `serve`. Field names are the flags' with underscores; sizes take 512MiB, 2GB or plain bytes."""
+class ServerSettings(BaseModel):
+    """Hold every option of `serve`. Sizes take 512MiB, 2GB or plain bytes."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="LORASRV_", extra="forbid", frozen=True, env_ignore_empty=True, hide_input_in_errors=True
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    model: Annotated[
+        str, _model("Base model: a built-in name, a .gguf file, a Hugging Face folder or hf:org/name", metavar="MODEL")
+    ] = BUILTIN_MODEL
+    served_model_name: Annotated[
+        _Name | None, _model("Name of the base model in the API", default="the model's own", metavar="NAME")
+    ] = None
+    quantization: Annotated[
+        str,
+        _model(
+            "Format of the base weights: none, int8, int4, q3h, fp8, or auto (int4 for 4-bit files, else int8)",
+            metavar="FORMAT",
+        ),
+    ] = _MODEL.quantization
+    quantization_group: Annotated[
+        int | None, _model("Number of weights that share a scale: 32, 64 or 128", default="the format's")
+    ] = _MODEL.quantization_group
+    quantized_weights: Annotated[
+        Path | None, _model("File written by lorasrv quantize; it sets the format and the number of weights per scale")
+    ] = None
+    bf16_linears: Annotated[
+        str,
+        _model(
+            "Additional bfloat16 copy of the linear layers for large steps; auto: on CPUs where that is faster",
+            choices=BF16_LINEARS,
+        ),
+    ] = _MODEL.bf16_linears
+    dtype: Annotated[
+        str, _model("Data type of adapters, and of base weights that are not quantized", choices=DTYPES)
+    ] = _MODEL.dtype
+    device: Annotated[str, _model("Device to run on", choices=DEVICES)] = _MODEL.device
+    kernels: Annotated[str, _model("Kernels to run with", choices=KERNELS)] = _MODEL.kernels
+    load_format: Annotated[
+        str, _model("Weights to load; dummy: random ones of the model's shape", choices=LOAD_FORMATS)
+    ] = _MODEL.load_format
+    max_model_len: Annotated[
+        int | None,
+        _model("Maximum length of prompt and answer together, in tokens", default="the model's context length"),
+    ] = None
+
+    store: Annotated[Path, _adapters("Folder of the adapter store", default="~/.local/share/lorasrv")] = Field(
+        default_factory=default_store_dir
+    )
+    max_adapters: Annotated[
+        _Count | None, _adapters("Maximum number of adapter versions in the store", default=_NO_LIMIT)
+    ] = None
+    store_bytes: Annotated[
+        ByteSize | None, _adapters("Maximum size of the adapter weights in the store, e.g. 20GiB", default=_NO_LIMIT)
+    ] = None
+    max_lora_rank: Annotated[int, _adapters("Maximum rank of an adapter")] = _MEMORY.max_lora_rank
+    lora_modules: Annotated[
+        tuple[LoraModulePath, ...],
+        _adapters("Adapters to register at the start: name=folder ..., or JSON as in vLLM", metavar="NAME=FOLDER"),
+    ] = ()
+    lora_import_root: Annotated[
+        Path | None, _adapters("Folder below which requests may register adapters by path", default="none")
+    ] = None
+    accept_base_change: Annotated[
+        bool,
+        _adapters("Accept a store that was filled for another base model, and check every adapter against this one"),
+    ] = False
+
+    kv_cache_dtype: Annotated[
+        str,
+        _memory(
+            "Data type of the KV cache", aliases=("kv_dtype",), choices=("auto", *KV_FORMATS), engine="memory.kv_dtype"
+        ),
+    ] = _MEMORY.kv_dtype
+    pool_bytes: Annotated[
+        ByteSize | None,
+        _memory(
+            "Size of the pool that holds the KV cache and adapters, e.g. 2GiB",
+            default=f"{100 * POOL_FRACTION:.0f} % of free memory, {100 * CUDA_POOL_FRACTION:.0f} % on CUDA",
+        ),
+    ] = None
+    host_cache_bytes: Annotated[ByteSize, _memory("Size of the adapter cache in host memory")] = ByteSize(
+        _MEMORY.host_cache_bytes
+    )
+    swap_bytes: Annotated[ByteSize, _memory("Size of the host memory for preempted requests; 0 turns swapping off")] = (
+        ByteSize(_MEMORY.swap_bytes)
+    )
+    enable_prefix_caching: Annotated[
+        bool, _memory("Reuse the KV cache of prompts with a common prefix", engine="memory.prefix_caching")
+    ] = _MEMORY.prefix_caching
+    adapter_pool_fraction: Annotated[
+        float | None, _memory("Fraction of the pool that only adapters use", default="one pool for both")
+    ] = _MEMORY.adapter_pool_fraction
+
+    max_num_seqs: Annotated[int, _scheduling("Maximum number of requests in a step")] = _SCHEDULER.max_num_seqs
+    max_num_batched_tokens: Annotated[int, _scheduling("Maximum number of tokens in a step")] = (
+        _SCHEDULER.max_num_batched_tokens
+    )
+    scheduling_policy: Annotated[
+        str, _scheduling("Order of waiting requests", aliases=("policy",), choices=POLICIES, engine="scheduler.policy")
+    ] = _SCHEDULER.policy
+    preemption_mode: Annotated[
+        str,
+        _scheduling(
+            "How a preempted request resumes",
+            aliases=("preemption",),
+            choices=PREEMPTIONS,
+            engine="scheduler.preemption",
+        ),
+    ] = _SCHEDULER.preemption
+    target_itl_ms: Annotated[
+        float | None,
+        _scheduling("Target duration of a step that generates tokens, in milliseconds, or off", takes_text=True),
+    ] = _SCHEDULER.target_itl_ms
+    max_wait_steps: Annotated[
+        int, _scheduling("Number of steps after which a waiting request goes before all others")
+    ] = _SCHEDULER.max_wait_steps
+    queue_timeout_s: Annotated[
+        float | None, _scheduling("Maximum time a request waits for its first step, in seconds", default=_NO_LIMIT)
+    ] = _SCHEDULER.queue_timeout_s
+    early_abort: Annotated[bool, _scheduling("Refuse requests that are predicted to miss their deadline")] = (
+        _SCHEDULER.early_abort
     )
 
-    model: str = BUILTIN_MODEL
-    quantization: str = _MODEL.quantization
-    quantization_group: int | None = _MODEL.quantization_group
-    bf16_linears: str = _MODEL.bf16_linears
-    quantized_weights: Path | None = None
-    dtype: str = _MODEL.dtype
-    device: str = _MODEL.device
-    kernels: str = _MODEL.kernels
-    load_format: str = _MODEL.load_format
-    served_model_name: Annotated[str, Field(min_length=1, max_length=256)] | None = None
-    max_model_len: int | None = None
-    store: Path = Field(default_factory=default_store_dir)
-    max_adapters: Annotated[int, Field(ge=0)] | None = None
-    store_bytes: ByteSize | None = None
-    accept_base_change: bool = False
-    lora_modules: Annotated[tuple[LoraModulePath, ...], NoDecode] = ()
-    lora_import_root: Path | None = None
-    host: str = DEFAULT_HOST
-    port: Annotated[int, Field(ge=0, le=65535)] = DEFAULT_PORT
-    kv_dtype: str = _MEMORY.kv_dtype
-    pool_bytes: ByteSize | None = None
-    host_cache_bytes: ByteSize = ByteSize(_MEMORY.host_cache_bytes)
-    swap_bytes: ByteSize = ByteSize(_MEMORY.swap_bytes)
-    enable_prefix_caching: bool = _MEMORY.prefix_caching
-    adapter_pool_fraction: float | None = _MEMORY.adapter_pool_fraction
-    max_lora_rank: int = _MEMORY.max_lora_rank
-    max_num_seqs: int = _SCHEDULER.max_num_seqs
-    max_num_batched_tokens: int = _SCHEDULER.max_num_batched_tokens
-    preemption: str = _SCHEDULER.preemption
-    policy: str = _SCHEDULER.policy
-    target_itl_ms: float | None = _SCHEDULER.target_itl_ms
-    max_wait_steps: int = _SCHEDULER.max_wait_steps
-    max_queued: Annotated[int, Field(ge=1)] = _SCHEDULER.max_num_queued_seqs
-    max_queued_tokens: Annotated[int, Field(ge=1)] = _SCHEDULER.max_num_queued_tokens
-    queue_timeout_s: float | None = _SCHEDULER.queue_timeout_s
-    early_abort: bool = _SCHEDULER.early_abort
-    max_running_per_adapter: int | None = None
-    max_queued_per_adapter: int | None = None
-    tokens_per_s_per_adapter: float | None = None
-    resident_bytes_per_adapter: ByteSize | None = None
-    max_running_per_key: int | None = None
-    max_queued_per_key: int | None = None
-    tokens_per_s_per_key: float | None = None
-    resident_bytes_per_key: ByteSize | None = None
-    watchdog_s: Annotated[float, Field(ge=0)] = DEFAULT_WATCHDOG_S
-    drain_s: Annotated[float, Field(ge=0)] = DEFAULT_DRAIN_S
-    inject_faults: str | None = None
-    testing: bool = False
-    allowed_origins: Annotated[tuple[str, ...], NoDecode] = DEFAULT_ALLOWED_ORIGINS
-    api_key: SecretStr | None = None
-    insecure: bool = False
-    max_connections: Annotated[int, Field(ge=1)] = _EDGE.max_connections
-    header_timeout_s: _Seconds = _EDGE.header_timeout_s
-    body_timeout_s: _Seconds = _EDGE.body_timeout_s
-    write_timeout_s: _Seconds = _EDGE.write_timeout_s
-    keep_alive_s: _Seconds = _EDGE.keep_alive_s
-    watermark_gamma: float = _WATERMARK.gamma
-    watermark_delta: float = _WATERMARK.delta
-    watermark_key: Annotated[int, Field(repr=False)] = _WATERMARK.key
-    log_format: Literal["auto", "json", "text"] = "auto"
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
-    log_prompts: bool = False
-    metrics_compat: Literal["vllm"] | None = None
-    metrics_adapters: Annotated[int, Field(ge=0, le=1000)] = 50
-    otlp_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
-    record_trace: Path | None = None
-    profile: Path | None = None
+    max_num_queued_seqs: Annotated[
+        _AtLeastOne, _limits("Maximum number of requests that wait for their first step", aliases=("max_queued",))
+    ] = _SCHEDULER.max_num_queued_seqs
+    max_num_queued_tokens: Annotated[
+        _AtLeastOne, _limits("Maximum number of prompt tokens that wait to be computed", aliases=("max_queued_tokens",))
+    ] = _SCHEDULER.max_num_queued_tokens
+    max_running_per_adapter: Annotated[
+        int | None,
+        _account_limits(
+            "Maximum number of running requests per adapter", engine="scheduler.adapter_limits.max_running"
+        ),
+    ] = None
+    max_queued_per_adapter: Annotated[
+        int | None,
+        _account_limits("Maximum number of waiting requests per adapter", engine="scheduler.adapter_limits.max_queued"),
+    ] = None
+    tokens_per_s_per_adapter: Annotated[
+        float | None,
+        _account_limits(
+            "Maximum number of tokens per second and adapter, on average",
+            engine="scheduler.adapter_limits.tokens_per_s",
+        ),
+    ] = None
+    resident_bytes_per_adapter: Annotated[
+        ByteSize | None,
+        _account_limits(
+            "Maximum size of an adapter and its requests in the pool, e.g. 64MiB",
+            engine="scheduler.adapter_limits.resident_bytes",
+        ),
+    ] = None
+    max_running_per_key: Annotated[
+        int | None,
+        _account_limits("Maximum number of running requests per API key", engine="scheduler.key_limits.max_running"),
+    ] = None
+    max_queued_per_key: Annotated[
+        int | None,
+        _account_limits("Maximum number of waiting requests per API key", engine="scheduler.key_limits.max_queued"),
+    ] = None
+    tokens_per_s_per_key: Annotated[
+        float | None,
+        _account_limits(
+            "Maximum number of tokens per second and API key, on average", engine="scheduler.key_limits.tokens_per_s"
+        ),
+    ] = None
+    resident_bytes_per_key: Annotated[
+        ByteSize | None,
+        _account_limits(
+            "Maximum size of an API key's requests and their adapters in the pool",
+            engine="scheduler.key_limits.resident_bytes",
+        ),
+    ] = None
+
+    host: Annotated[str, _network("Address to listen on", metavar="ADDRESS")] = DEFAULT_HOST
+    port: Annotated[int, Field(ge=0, le=65535), _network("Port to listen on; 0 takes a free one")] = DEFAULT_PORT
+    allowed_origins: Annotated[
+        tuple[str, ...], _network("Origins whose web pages may call the server; may be repeated", metavar="ORIGIN")
+    ] = ()
+    api_key: Annotated[
+        SecretStr | None,
+        _network(
+            "API key with every permission, besides those of lorasrv key; safer as LORASRV_API_KEY", metavar="KEY"
+        ),
+    ] = None
+    insecure: Annotated[bool, _network("Serve other machines even without API keys")] = False
+    max_connections: Annotated[_AtLeastOne, _network("Maximum number of open connections")] = _EDGE.max_connections
+    header_timeout_s: Annotated[_Seconds, _network("Maximum time to receive the headers of a request, in seconds")] = (
+        _EDGE.header_timeout_s
+    )
+    body_timeout_s: Annotated[_Seconds, _network("Maximum time to receive a body at less than 1 KiB/s, in seconds")] = (
+        _EDGE.body_timeout_s
+    )
+    write_timeout_s: Annotated[
+        _Seconds, _network("Maximum time a client may leave its response unread, in seconds")
+    ] = _EDGE.write_timeout_s
+    keep_alive_s: Annotated[_Seconds, _network("Maximum time between two requests of a connection, in seconds")] = (
+        _EDGE.keep_alive_s
+    )
+
+    watermark_gamma: Annotated[
+        float, _watermark("Fraction of tokens on the watermark's green list", engine="watermark.gamma")
+    ] = _WATERMARK.gamma
+    watermark_delta: Annotated[
+        float, _watermark("Bias added to the logits of green tokens", engine="watermark.delta")
+    ] = _WATERMARK.delta
+    watermark_key: Annotated[
+        int,
+        Field(repr=False),
+        _watermark(
+            "Secret number that detection needs; safer as LORASRV_WATERMARK_KEY",
+            default="TGI's",
+            engine="watermark.key",
+        ),
+    ] = _WATERMARK.key
+
+    drain_s: Annotated[_Duration, _faults("Maximum time for running requests to finish at shutdown, in seconds")] = (
+        DEFAULT_DRAIN_S
+    )
+    watchdog_s: Annotated[
+        _Duration,
+        _faults("Duration of a step after which the server exits with an error, in seconds; 0 turns this off"),
+    ] = DEFAULT_WATCHDOG_S
+    inject_faults: Annotated[
+        str | None,
+        _faults(
+            "Faults to raise on purpose, e.g. slow-disk:200ms,step-raises@50; requires --testing", metavar="FAULTS"
+        ),
+    ] = None
+    testing: Annotated[bool, _faults("Allow --inject-faults")] = False
+
+    log_format: Annotated[
+        Literal["auto", "json", "text"], _observability("Format of log lines; auto: text in a terminal, else json")
+    ] = "auto"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        _observability("Lowest level of log lines; info: one line per request"),
+    ] = "info"
+    log_prompts: Annotated[bool, _observability("Log the first characters of prompts and answers")] = False
+    metrics_compat: Annotated[
+        Literal["vllm"] | None, _observability("Additional metric names in /metrics", default="none")
+    ] = None
+    metrics_adapters: Annotated[
+        Annotated[int, Field(ge=0, le=1000)],
+        _observability("Maximum number of adapters with metrics of their own; the busiest come first"),
+    ] = 50
+    otlp_traces_endpoint: Annotated[
+        Annotated[str, Field(pattern="^https?://")] | None,
+        _observability(
+            "URL to send OpenTelemetry spans to, e.g. http://collector:4318",
+            default="none",
+            metavar="URL",
+            aliases=("otlp_endpoint",),
+        ),
+    ] = None
+    record_trace: Annotated[
+        Path | None, _observability("File to append a line per finished request to, for lorasrv plan", metavar="FILE")
+    ] = None
+    profile: Annotated[
+        Path | None, _observability("JSON file to write the time per part of a step to, at shutdown", metavar="FILE")
+    ] = None
 
     @field_validator(*_SIZES, mode="before")
     @classmethod
@@ -152,7 +393,7 @@ class ServerSettings(BaseSettings):
     @field_validator("allowed_origins", mode="before")
     @classmethod
     def _split_origins(cls, value: object) -> object:
-        """One string may hold several origins, separated by commas."""
+        """Split at commas: one string may hold several origins."""
         parts = [value] if isinstance(value, str) else value
         if not isinstance(parts, list | tuple):
             return value
@@ -165,16 +406,6 @@ class ServerSettings(BaseSettings):
             raise ValueError("takes 8 or more letters, digits and signs without spaces; lorasrv key create makes one")
         return value
 
-    @property
-    def secret_key(self) -> str | None:
-        """The key of `--api-key`, to be shown to nobody."""
-        return None if self.api_key is None else self.api_key.get_secret_value()
-
-    @property
-    def serves_without_keys(self) -> bool:
-        """Whether everybody is served while there are no keys."""
-        return self.insecure or is_loopback(self.host)
-
     @model_validator(mode="after")
     def _faults_are_meant(self) -> Self:
         if self.inject_faults and not self.testing:
@@ -183,76 +414,92 @@ class ServerSettings(BaseSettings):
             )
         return self
 
-    def faults(self) -> tuple[Fault, ...]:
-        """What shall go wrong. Raises: ConfigError: it is no fault; names it."""
-        return parse_faults(self.inject_faults or "")
+    @property
+    def secret_key(self) -> str | None:
+        """Return the key of `--api-key` in clear text."""
+        return None if self.api_key is None else self.api_key.get_secret_value()
+
+    @property
+    def serves_without_keys(self) -> bool:
+        """Tell whether every client is served as long as the store has no keys."""
+        return self.insecure or is_loopback(self.host)
 
     @property
     def checks_host(self) -> bool:
-        """Whether requests must name a loopback Host: only programs of this machine are served."""
+        """Tell whether requests must name a loopback Host: only programs of this machine are served."""
         return is_loopback(self.host) and not self.insecure
 
+    def faults(self) -> "tuple[Fault, ...]":
+        """Return the faults to inject. Raises: ConfigError: names a part that is no fault."""
+        from lorasrv.engine.fault_injection import parse_faults
+
+        return parse_faults(self.inject_faults or "")
+
     def engine_config(self) -> EngineConfig:
-        """Raises: ConfigError: a value is out of range; names the flag."""
-        return EngineConfig(
-            model=ModelOptions(
-                model=self.model,
-                quantization=self.quantization,
-                quantization_group=self.quantization_group,
-                bf16_linears=self.bf16_linears,
-                quantized_weights=self.quantized_weights,
-                dtype=self.dtype,
-                device=self.device,
-                kernels=self.kernels,
-                max_model_len=self.max_model_len,
-                load_format=self.load_format,
-            ),
-            memory=MemoryOptions(
-                pool_bytes=None if self.pool_bytes is None else int(self.pool_bytes),
-                kv_dtype=self.kv_dtype,
-                host_cache_bytes=int(self.host_cache_bytes),
-                max_lora_rank=self.max_lora_rank,
-                swap_bytes=int(self.swap_bytes),
-                prefix_caching=self.enable_prefix_caching,
-                adapter_pool_fraction=self.adapter_pool_fraction,
-            ),
-            scheduler=self._scheduler_options(),
-            watermark=Watermark(self.watermark_gamma, self.watermark_delta, self.watermark_key),
-        )
+        """Build the engine's configuration. Raises: ConfigError: a value is out of range; names the flag."""
+        config: EngineConfig = self._built(EngineConfig)
+        return config
 
     def edge_bounds(self) -> ConnectionLimits:
-        """Of every connection."""
+        """Return the bounds of every connection."""
         return ConnectionLimits(**{field.name: getattr(self, field.name) for field in fields(ConnectionLimits)})
 
     def store_quota(self) -> StoreQuota:
-        """What may be stored in all; a key may have less (`keys/key.py`)."""
+        """Return the quota of the whole store; a key may have a smaller one (`keys/key.py`)."""
         return StoreQuota(self.max_adapters, None if self.store_bytes is None else int(self.store_bytes))
 
     def limits(self, of: Literal["adapter", "key"]) -> Limits:
-        """Those of every adapter, or of every key.
+        """Return the default limits of every adapter, or of every key.
 
         Raises: ConfigError: one is out of range; names the flag.
         """
-        names = [field.name for field in fields(Limits) if field.name != "weight"]
-        given: dict[str, Any] = {name: getattr(self, f"{name}_per_{of}") for name in names}
-        try:
-            return Limits(**given)
-        except InvalidLimits as error:
-            flag = f"--{error.param}-per-{of}".replace("_", "-")
-            raise ConfigError(f"{flag} {str(error).removeprefix(f'{error.param} ')}") from None
+        limits: Limits = self._built(Limits, f"scheduler.{of}_limits.")
+        return limits
 
-    def _scheduler_options(self) -> SchedulerOptions:
-        return SchedulerOptions(
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            max_num_queued_seqs=self.max_queued,
-            max_num_queued_tokens=self.max_queued_tokens,
-            preemption=self.preemption,
-            policy=self.policy,
-            target_itl_ms=self.target_itl_ms,
-            max_wait_steps=self.max_wait_steps,
-            queue_timeout_s=self.queue_timeout_s,
-            early_abort=self.early_abort,
-            adapter_limits=self.limits("adapter"),
-            key_limits=self.limits("key"),
-        )
+    def _built(self, kind: Any, path: str = "") -> Any:
+        """Build a dataclass of the engine's configuration from the options that belong there, and those inside it."""
+        values = {}
+        for name, inner in get_type_hints(kind).items():
+            if is_dataclass(inner):
+                values[name] = self._built(inner, f"{path}{name}.")
+            elif option := engine_options().get(path + name):
+                value = getattr(self, option)
+                values[name] = int(value) if isinstance(value, ByteSize) else value
+        try:
+            return kind(**values)
+        except InvalidLimits as error:
+            problem = str(error).removeprefix(f"{error.param} ")
+            raise ConfigError(f"{flag(engine_options()[path + error.param])} {problem}") from None
+
+
+OPTIONS: dict[str, OptionSpec] = {
+    name: next(part for part in field.metadata if isinstance(part, OptionSpec))
+    for name, field in ServerSettings.model_fields.items()
+}
+"""Declaration of each option, by its name."""
+SPELLINGS: dict[str, str] = {spelling: name for name, option in OPTIONS.items() for spelling in (name, *option.aliases)}
+"""Name of the option that each accepted name means."""
+
+
+def flag(name: str) -> str:
+    """Return the flag of an option's name."""
+    return "--" + name.replace("_", "-")
+
+
+@cache
+def engine_options() -> dict[str, str]:
+    """Map paths in EngineConfig, such as `scheduler.max_num_seqs`, to the options that set them."""
+    renamed = {option.engine: name for name, option in OPTIONS.items() if option.engine}
+    found = {}
+    for path in _paths(EngineConfig):
+        name = renamed.get(path, path.rpartition(".")[2])
+        if path in renamed or (name in OPTIONS and not OPTIONS[name].engine):
+            found[path] = name
+    return found
+
+
+def _paths(kind: Any, path: str = "") -> list[str]:
+    found = []
+    for name, inner in get_type_hints(kind).items():
+        found += _paths(inner, f"{path}{name}.") if is_dataclass(inner) else [path + name]
+    return found

@@ -1,13 +1,13 @@
 """Where options of `serve` come from: flags before the environment before the configuration file before defaults.
 
-`ServerSettings` says what a value may be; here is who said it, for `lorasrv config show` and for complaints, which
-name the flag, the variable, or the file and its key.
+`ServerSettings` says what a value may be; this module says where each one was given, for `lorasrv config show` and for
+error messages, which name the flag, the variable, or the file and its key.
 """
 
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
@@ -16,22 +16,11 @@ from pydantic import ByteSize, SecretStr, ValidationError
 
 from adapter_store.registry.near_names import near_names
 from api.config.file import ENVIRONMENT, ConfigFile, check_keys, find, read
-from api.config.settings import ServerSettings
-from lorasrv.config import DEVICES, DTYPES, KERNELS, LOAD_FORMATS, POLICIES, PREEMPTIONS
+from api.config.settings import OPTIONS, SPELLINGS, ServerSettings, flag
 from lorasrv.errors import ConfigError
-from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 PREFIX = "LORASRV_"
-FIELDS = tuple(ServerSettings.model_fields)
-CHOICES: Mapping[str, tuple[str, ...]] = {
-    "dtype": DTYPES,
-    "kv_dtype": ("auto", *KV_FORMATS),
-    "device": DEVICES,
-    "kernels": KERNELS,
-    "load_format": LOAD_FORMATS,
-    "preemption": PREEMPTIONS,
-    "policy": POLICIES,
-}
+FIELDS = tuple(OPTIONS)
 # Variables that are no option of `serve`; those of tests go by.
 _OTHERS = ("SERVER", "TRACEBACK", ENVIRONMENT.removeprefix(PREFIX))
 _TESTS = "TEST_"
@@ -43,51 +32,67 @@ OriginKind = Literal["flag", "environment", "file", "default"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Who said a value; `name` is how it is spelled there."""
+    """Tell where a value was given; `name` is the flag, the variable, or the file's path."""
 
     kind: OriginKind
     name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Sources:
-    """What flags, environment and file say, and so where each option is from."""
+class _Given:
+    """Hold the value of an option as it was given."""
 
-    flags: Mapping[str, Any]
-    file: ConfigFile | None
+    value: Any
+    origin: Origin
+    # As a flag, a variable or a key of the file.
+    spelled: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Hold what flags, environment and file say."""
+
+    file: ConfigFile | None = None
+    _given: Mapping[str, _Given] = field(default_factory=dict)
 
     @classmethod
     def gather(cls, flags: Mapping[str, Any] | None = None, path: Path | None = None) -> "Sources":
-        """Raises: ConfigError: the file cannot be read, or holds an unknown key."""
+        """Read all sources. `flags` are the flags' values by their names with underscores.
+
+        Raises:
+            ConfigError: the file cannot be read or holds an unknown key, or a source has an option under two names.
+        """
         found = find(path)
         file = None if found is None else read(found)
         if file is not None:
-            check_keys(file.path, file.serve, FIELDS)
-        return cls(flags or {}, file)
+            check_keys(file.path, file.serve, SPELLINGS)
+        variables = {
+            name.removeprefix(PREFIX).lower(): value for name, value in _variables().items() if name.startswith(PREFIX)
+        }
+        named = {name: value for name, value in variables.items() if name in SPELLINGS}
+        given = {} if file is None else _by_option(file.serve, "file", str(file.path))
+        return cls(file, given | _by_option(named, "environment") | _by_option(flags or {}, "flag"))
+
+    @classmethod
+    def of_flags(cls, flags: Mapping[str, Any]) -> "Sources":
+        """Take flags alone, without environment and file. Raises: ConfigError: an option has two names in them."""
+        return cls(None, _by_option(flags, "flag"))
 
     def origin(self, name: str) -> Origin:
-        """Of one option, by its field's name."""
-        if name in self.flags:
-            return Origin("flag", _flag(name))
-        if PREFIX + name.upper() in _variables():
-            return Origin("environment", PREFIX + name.upper())
-        if self.file is not None and name in self.file.serve:
-            return Origin("file", str(self.file.path))
-        return Origin("default", "")
+        """Return where an option's value is from."""
+        return self._given[name].origin if name in self._given else Origin("default", "")
 
     def settings(self) -> ServerSettings:
-        """All of it together.
+        """Return the settings that follow from all sources.
 
         Raises:
-            ConfigError: a value is wrong: one line with who said it and what is allowed.
+            ConfigError: a value is wrong: one line with its origin and what is allowed.
         """
-        said = {} if self.file is None else self.file.serve
-        of_file = {name: value for name, value in said.items() if self.origin(name).kind == "file"}
-        wrong = [_not_a_switch(name, value) for name, value in of_file.items() if isinstance(value, bool)]
+        wrong = [_not_a_switch(name, given) for name, given in self._given.items() if given.origin.kind == "file"]
         if complaints := [f"{self._place(name)}: {text}" for name, text in filter(None, wrong)]:
             raise ConfigError("; ".join(complaints))
         try:
-            settings = ServerSettings(**{**of_file, **self.flags})
+            settings = ServerSettings(**{name: given.value for name, given in self._given.items()})
             settings.engine_config()
         except ValidationError as error:
             raise ConfigError(self._complaints(error)) from None
@@ -96,21 +101,19 @@ class Sources:
         return settings
 
     def reworded(self, message: str) -> str:
-        """A complaint that names flags, as one that names what was given in their place."""
-        names = [flag.replace("-", "_") for flag in _FLAG.findall(message)]
-        message = _FLAG.sub(lambda found: self._spelled(found[1].replace("-", "_"), found[0]), message)
-        from_file = any(name in FIELDS and self.origin(name).kind == "file" for name in names)
+        """Replace flags in a message by the flags, variables or keys that were given."""
+        named = [self._given.get(_option(name)) for name in _FLAG.findall(message)]
+        message = _FLAG.sub(lambda found: self._spelled(_option(found[1]), found[0]), message)
+        from_file = any(given is not None and given.origin.kind == "file" for given in named)
         return f"{self.file.path}: {message}" if from_file and self.file is not None else message
 
-    def _spelled(self, name: str, flag: str) -> str:
-        origin = self.origin(name) if name in FIELDS else None
-        if origin is None:
-            return flag
-        return {"file": name, "environment": origin.name}.get(origin.kind, flag)
+    def _spelled(self, name: str, otherwise: str) -> str:
+        return self._given[name].spelled if name in self._given else otherwise
 
     def _place(self, name: str) -> str:
+        spelled = self._spelled(name, flag(name))
         origin = self.origin(name)
-        return f"{origin.name}: {name}" if origin.kind == "file" else origin.name or _flag(name)
+        return f"{origin.name}: {spelled}" if origin.kind == "file" else spelled
 
     def _complaints(self, error: ValidationError) -> str:
         lines = []
@@ -128,8 +131,8 @@ class Sources:
 
 
 def unknown_variables() -> list[str]:
-    """A line for each LORASRV_ variable that nothing reads: most likely it is misspelled."""
-    known = [PREFIX + name for name in (*(field.upper() for field in FIELDS), *_OTHERS)]
+    """Return a warning for each LORASRV_ variable that nothing reads: most likely it is misspelled."""
+    known = [PREFIX + name for name in (*(spelling.upper() for spelling in SPELLINGS), *_OTHERS)]
     lines = []
     for name in sorted(_variables()):
         if name.startswith(PREFIX) and name not in known and not name.startswith(PREFIX + _TESTS):
@@ -140,9 +143,9 @@ def unknown_variables() -> list[str]:
 
 
 def expected(name: str) -> str:
-    """What an option takes, for people."""
-    if name in CHOICES:
-        return f"one of {', '.join(CHOICES[name])}"
+    """Describe the values that an option takes."""
+    if allowed := choices(name):
+        return f"one of {', '.join(allowed)}"
     field = ServerSettings.model_fields[name]
     # Pydantic lifts what stands in Annotated[...] to the field, but not out of `Annotated[...] | None`.
     kinds, bounds = _parts(field.annotation)
@@ -153,8 +156,38 @@ def expected(name: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether an option's value must not be shown."""
-    return SecretStr in _parts(ServerSettings.model_fields[name].annotation)[0]
+    """Tell whether an option's value must not be shown."""
+    return SecretStr in option_types(name)
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """Return the values that an option may have, if they are few and known."""
+    of_type = [value for kind in option_types(name) if get_origin(kind) is Literal for value in get_args(kind)]
+    return OPTIONS[name].choices or tuple(of_type)
+
+
+def option_types(name: str) -> list[Any]:
+    """Return the types that an option's value may have."""
+    return _parts(ServerSettings.model_fields[name].annotation)[0]
+
+
+def _by_option(said: Mapping[str, Any], kind: OriginKind, path: str = "") -> dict[str, _Given]:
+    """Arrange what one source says by options. Raises: ConfigError: an option has two names in it; tells both."""
+    found: dict[str, _Given] = {}
+    for spelling, value in said.items():
+        spelled = {"flag": flag(spelling), "environment": PREFIX + spelling.upper()}.get(kind, spelling)
+        name = SPELLINGS.get(spelling, spelling)
+        if name in found:
+            place = f"{path}: " if path else ""
+            raise ConfigError(f"{place}{found[name].spelled} and {spelled} are the same option; give one of them")
+        found[name] = _Given(value, Origin(kind, path or spelled), spelled)
+    return found
+
+
+def _option(flag_name: str) -> str:
+    """Return the option that a flag without its hyphens in front means."""
+    name = flag_name.replace("-", "_")
+    return SPELLINGS.get(name, name)
 
 
 def _kind(kind: Any) -> str:
@@ -168,7 +201,7 @@ def _kind(kind: Any) -> str:
 
 
 def _parts(annotation: Any) -> tuple[list[Any], list[Any]]:
-    """The types that an annotation allows, and what Annotated adds to them."""
+    """Return the types that an annotation allows, and what Annotated adds to them."""
     if get_origin(annotation) in (Union, UnionType):
         parts = [_parts(part) for part in get_args(annotation)]
         return [kind for kinds, _ in parts for kind in kinds], [bound for _, bounds in parts for bound in bounds]
@@ -177,11 +210,11 @@ def _parts(annotation: Any) -> tuple[list[Any], list[Any]]:
     return [annotation], []
 
 
-def _not_a_switch(name: str, value: bool) -> tuple[str, str] | None:
-    """TOML's true is no number, though it is Python's 1."""
-    if bool in _parts(ServerSettings.model_fields[name].annotation)[0]:
+def _not_a_switch(name: str, given: _Given) -> tuple[str, str] | None:
+    """Refuse TOML's true as a number, though it is Python's 1."""
+    if not isinstance(given.value, bool) or bool in option_types(name):
         return None
-    return name, f"{_shown(value)} is not allowed; expected {expected(name)}"
+    return name, f"{_shown(given.value)} is not allowed; expected {expected(name)}"
 
 
 def _shown(value: object) -> str:
@@ -191,10 +224,6 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _variables() -> set[str]:
-    """Names of the environment that say something, as pydantic-settings sees them: in any case."""
-    return {name.upper() for name, value in os.environ.items() if value}
+def _variables() -> dict[str, str]:
+    """Return the variables of the environment that are not empty; names in any case mean the same."""
+    return {name.upper(): value for name, value in os.environ.items() if value}

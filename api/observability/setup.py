@@ -29,7 +29,7 @@ class Observability:
     def of(cls, services: Services) -> "Observability":
         """Raises: ConfigError: spans are asked for, and the packages for it are not installed."""
         settings, http = services.settings, HttpFigures()
-        tracing = open_tracing(settings.otlp_endpoint)
+        tracing = open_tracing(settings.otlp_traces_endpoint)
         sinks: list[Sink] = [http.saw, request_logger(settings.log_prompts)]
         if tracing is not None:
             sinks.append(tracing.saw)

@@ -45,7 +45,7 @@ async def info(services: ServicesDep) -> dict[str, Any]:
         "model_dtype": settings.dtype,
         "model_pipeline_tag": "text-generation",
         "quantization": engine.quantization,
-        "max_concurrent_requests": settings.max_queued,
+        "max_concurrent_requests": settings.max_num_queued_seqs,
         "max_batch_size": settings.max_num_seqs,
         "max_best_of": MAX_CHOICES,
         "max_stop_sequences": MAX_STOP_STRINGS,

@@ -7,7 +7,14 @@ import torch
 
 from adapter_store.host_cache import HostCache
 from adapter_store.store import AdapterStore
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
+from lorasrv.config import (
+    CUDA_POOL_FRACTION,
+    PAGE_SIZE_TOKENS,
+    POOL_FRACTION,
+    EngineConfig,
+    MemoryOptions,
+    ModelOptions,
+)
 from lorasrv.engine.core import EngineParts
 from lorasrv.errors import ConfigError, UnsupportedFormat
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
@@ -138,7 +145,7 @@ def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
 
 def _geometry(options: MemoryOptions, spec: ModelSpec, kv_format: KVFormat, device: torch.device) -> PoolLayout:
     pool_bytes = pool_size(options, device)
-    geometry = PoolLayout.for_model(spec, kv_format, options.page_size_tokens, pool_bytes)
+    geometry = PoolLayout.for_model(spec, kv_format, PAGE_SIZE_TOKENS, pool_bytes)
     if geometry.num_pages < MIN_POOL_PAGES:
         raise ConfigError(
             f"--pool-bytes {pool_bytes} is too small: one page takes {geometry.block_bytes} bytes, "
@@ -150,5 +157,5 @@ def _geometry(options: MemoryOptions, spec: ModelSpec, kv_format: KVFormat, devi
 def pool_size(options: MemoryOptions, device: torch.device | None = None) -> int:
     """Bytes that a pool would get now, in host memory unless the device is CUDA's."""
     if device is not None and device.type == "cuda":
-        return options.pool_bytes or int(free_device_bytes(device) * options.cuda_pool_fraction)
-    return options.pool_bytes or int(free_bytes() * options.pool_fraction)
+        return options.pool_bytes or int(free_device_bytes(device) * CUDA_POOL_FRACTION)
+    return options.pool_bytes or int(free_bytes() * POOL_FRACTION)

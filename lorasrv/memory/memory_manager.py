@@ -23,6 +23,9 @@ from sgmv_kernels.formats.kv_format import KVFormat
 NO_ROOM_RETRY_S = 5.0
 """Least estimate of when an adapter is ready if running requests leave no pages for it."""
 
+ADAPTER_FLOOR = 0.125
+"""Share of the pool's pages that stay with adapters while only new requests' keys and values want them."""
+
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
@@ -75,6 +78,7 @@ class MemoryManager:
         is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
         costs: CostModel | None = None,
+        adapter_floor: float = ADAPTER_FLOOR,
     ) -> "MemoryManager":
         """Create empty accounts.
 
@@ -96,7 +100,7 @@ class MemoryManager:
         kv = KVCacheManager(kv_pool, layout.page_size, prefixes)
         adapters = AdapterCache(adapter_pool, layout.page_bytes, reload_s, gdsf)
         adapter_manager = AdapterManager(adapters, prefixes, options.host_cache_bytes, costs, clock)
-        floor = int(options.adapter_floor_fraction * layout.num_pages)
+        floor = int(adapter_floor * layout.num_pages)
         evictor = Evictor(kv_pool, kv, adapter_manager, prefixes, floor)
         swap = SwapSpace(preemption, options.swap_bytes, layout.block_bytes, costs)
         return cls(layout, kv_pool, adapter_pool, prefixes, kv, adapters, adapter_manager, evictor, swap, costs, clock)

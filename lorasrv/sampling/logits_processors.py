@@ -1,8 +1,8 @@
 """What changes a row's logits before a token is chosen from them: docs/sampling.md has each formula and its source.
 
-All of it follows from what has come so far (`SamplingMetadata.history`); nothing is kept between steps, and no row looks at
-another. Which tokens are concerned is found on the host, from ids that it has anyway; the logits stay where they are,
-and nothing waits for a device.
+All of it follows from what has come so far (`SamplingMetadata.history`); nothing is kept between steps, and no row
+looks at another. Which tokens are concerned is found on the host, from ids that it has anyway; the logits stay where
+they are, and nothing waits for a device.
 
 Frustratingly simple decoding: of the likeliest tokens, the one that repeats the text so far least. No torch.
 

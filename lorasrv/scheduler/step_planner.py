@@ -3,12 +3,13 @@
 There is no prefill and no decode phase: `num_computed_tokens` chases `num_tokens` under a budget (`TokenBudget`), so a
 long prompt is computed in chunks beside the single tokens of running requests (the insight of vLLM's v1 scheduler).
 
-Requests are gone through in their order (`RequestQueue`), those that run and those that wait alike. One whose adapter is not
-in the pool is `WAITING_FOR_ADAPTER`: it comes nearer by the work of others (`AdapterManager`) and nobody else waits for
-it. A request starts if its adapter is there, its limits allow it, and the pages suffice for what the batch is predicted
-to grow to. The first that could run but for pages holds back later ones, which would only take more of them; their
-adapters are still brought near, with pages that nobody needs (prefetch). When pages run out all the same, others give
-way (`Evictor`), at last a running request: it is swapped to host memory or computed again, whichever costs less.
+Requests are gone through in their order (`RequestQueue`), those that run and those that wait alike. One whose
+adapter is not in the pool is `WAITING_FOR_ADAPTER`: it comes nearer by the work of others (`AdapterManager`) and
+nobody else waits for it. A request starts if its adapter is there, its limits allow it, and the pages suffice for
+what the batch is predicted to grow to. The first that could run but for pages holds back later ones, which would
+only take more of them; their adapters are still brought near, with pages that nobody needs (prefetch). When pages
+run out all the same, others give way (`Evictor`), at last a running request: it is swapped to host memory or
+computed again, whichever costs less.
 """
 
 from dataclasses import dataclass, field

@@ -1,6 +1,7 @@
 """Row 36 of the list of faults, through a real `lorasrv serve` process and raw sockets: who comes in, and what leaks.
 
-The sweep of every route and scope is in tests/api/auth/test_middleware.py; here are requests as no client library would write them.
+The sweep of every route and scope is in tests/api/auth/test_middleware.py; here are requests as no client library
+would write them.
 """
 
 import re

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path, PurePath
 from typing import Any
 
+import typer
 from typer.main import get_command
 
 from api.cli.main import app
@@ -28,25 +29,26 @@ plain lines, cells separated by tabs; with `--json` one JSON value a line.
 
 ## Configuration
 
-An option of `serve` is taken from its flag, else from `LORASRV_NAME` in the environment, else from a TOML file, else it
-has its default. The file is that of `--config FILE` or `LORASRV_CONFIG`, else `~/.config/lorasrv/config.toml` if it is
-there (`$XDG_CONFIG_HOME` is honoured). Keys are the flags' names, with `_` or `-`; an unknown key or a value out of
-range is one line with the file, the key and what is allowed. Sizes are `512MiB`, `2GB` or bytes.
+The value of a `serve` option is that of its flag, else of `LORASRV_NAME` in the environment, else of a TOML file, else
+the default. The file is that of `--config FILE` or `LORASRV_CONFIG`, else `~/.config/lorasrv/config.toml` if it exists
+(`$XDG_CONFIG_HOME` is honoured). Keys are the flags' names, with `_` or `-`. An unknown key or a wrong value is one
+line with the file, the key and the allowed values. Sizes are `512MiB`, `2GB` or bytes. The older name of an option
+("Also `--policy`") works in all three places; giving both names in one place is an error.
 
 ```toml
 port = 9000
 pool_bytes = "2GiB"
 lora_modules = ["mia=/srv/adapters/mia"]
 
-[client]            # for the commands that ask a server
+[client]            # for the commands that call a server
 server = "http://127.0.0.1:9000"
 ```
 
-`lorasrv config init` prints a file with every option, commented out; `lorasrv config show --origin` says what is in
-force and who said it, with flags of serve behind `--` (`lorasrv config show --origin -- --port 9000`), and shows no
-secret. Each switch has its opposite (`--early-abort`, `--no-early-abort`), so that
-a flag can undo what the file says. Commands that ask a server find it by `--server`, `LORASRV_SERVER` or `[client]`,
-and show it the key of `--api-key`, `LORASRV_API_KEY` or `[client]` ([security.md](security.md)).
+`lorasrv config init` prints a file with every option, commented out. `lorasrv config show --origin` prints the values
+in force and where each was given, without secrets; flags of serve go behind `--`
+(`lorasrv config show --origin -- --port 9000`). Each switch has an opposite (`--early-abort`, `--no-early-abort`),
+so that a flag can override the file. Commands that call a server find it by `--server`, `LORASRV_SERVER` or
+`[client]`, and authenticate with the key of `--api-key`, `LORASRV_API_KEY` or `[client]` ([security.md](security.md)).
 
 `lorasrv --install-completion` teaches the shell to complete commands, flags and, from the server, adapter ids.
 """
@@ -70,6 +72,11 @@ def commands() -> Iterator[tuple[str, Any]]:
             yield name, command
 
 
+def parameters(command: Any) -> list[Any]:
+    """Return the arguments and options of a command, generated ones included, but for --help."""
+    return [param for param in command.get_params(typer.Context(command)) if param.name != "help"]
+
+
 def examples(command: Any) -> list[str]:
     """As they are typed."""
     return [plain(text).removeprefix("Example: ") for text in (command.epilog or "").split("\n\n") if text]
@@ -81,8 +88,8 @@ def plain(text: str) -> str:
 
 
 def _command(path: str, command: Any) -> Iterator[str]:
-    arguments = [param for param in command.params if param.param_type_name == "argument" and not param.hidden]
-    options = [p for p in command.params if p.param_type_name == "option" and not p.hidden and p.name != "help"]
+    arguments = [param for param in parameters(command) if param.param_type_name == "argument" and not param.hidden]
+    options = [param for param in parameters(command) if param.param_type_name == "option" and not param.hidden]
     yield f"## lorasrv {path}"
     yield ""
     yield re.sub(r"\s+", " ", plain(command.help or "")).strip()

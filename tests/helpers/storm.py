@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import markers as m
 from mispredict import expect_short_answers
@@ -15,8 +16,8 @@ from mispredict import expect_short_answers
 from adapter_store.errors import AdapterNotFound
 from adapter_store.spec import AdapterKey
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.engine import factory as building
 from lorasrv.engine.core import EngineCore
-from lorasrv.engine.factory import build
 from lorasrv.engine.input_processor import further_choices
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import adapter_layout
@@ -39,15 +40,18 @@ class Started:
     wake: threading.Event | None
 
 
+def small_pages() -> Any:
+    """Patch the page size for engines that are built inside the block."""
+    return patch.object(building, "PAGE_SIZE_TOKENS", PAGE_SIZE)
+
+
 def config(
     model: Path, pages: int, host_cache_bytes: int = 1 << 24, preemption: str = "auto", policy: str = "fair"
 ) -> EngineConfig:
     """Small pages and steps, so that everything happens often."""
     return EngineConfig(
         model=ModelOptions(model=str(model), quantization="none", dtype="float32"),
-        memory=MemoryOptions(
-            pool_bytes=pages * PAGE_BYTES * m.LAYERS, page_size_tokens=PAGE_SIZE, host_cache_bytes=host_cache_bytes
-        ),
+        memory=MemoryOptions(pool_bytes=pages * PAGE_BYTES * m.LAYERS, host_cache_bytes=host_cache_bytes),
         scheduler=SchedulerOptions(
             max_num_seqs=2 * SEQS, max_num_batched_tokens=96, preemption=preemption, policy=policy
         ),
@@ -62,9 +66,9 @@ def start(model: Path, library: Any, *, threaded: bool, preemption: str = "auto"
     an_adapter = sum(layout.num_pages(PAGE_BYTES) for layout in layouts) / len(layouts)
     a_request = (MAX_PROMPT + MAX_NEW) / 4 / PAGE_SIZE
     host = HOSTED * sum(layout.nbytes for layout in layouts) // len(layouts)
-    parts = build(
-        checkpoint, config(model, int(RESIDENTS * an_adapter + SEQS * a_request), host, preemption), library.store
-    ).parts
+    options = config(model, int(RESIDENTS * an_adapter + SEQS * a_request), host, preemption)
+    with small_pages():
+        parts = building.build(checkpoint, options, library.store).parts
     checkpoint.close()
     expect_short_answers(parts.scheduler.predictor)
     assert parts.source is not None

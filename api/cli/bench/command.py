@@ -4,6 +4,7 @@ import signal
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,64 +19,108 @@ if TYPE_CHECKING:
     from lorasrv.metrics.trace import TraceRequest
 
 MAX_RANK = 256
-_WHERE, _LOAD, _REQUEST, _JUDGED, _OUTPUT = "The server", "The load", "The requests", "What is measured", "Output"
+_WHERE, _LOAD, _REQUEST, _JUDGED, _OUTPUT = "Server", "Load", "Requests", "Measurements", "Output"
 
 
 def _option(text: str, panel: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text.replace("[", r"\["), rich_help_panel=panel, show_default=False, **more)
 
 
-def bench(
-    serve_flags: Annotated[
-        list[str] | None, typer.Argument(metavar="-- FLAGS OF SERVE", help="For the server that is started.")
-    ] = None,
+@dataclass(frozen=True)
+class TargetOptions:
+    """Options for the server that is loaded."""
+
     url: Annotated[
-        str | None, _option("An OpenAI-compatible server that runs. [default: starts lorasrv serve]", _WHERE)
-    ] = None,
-    key: Annotated[str | None, _option("Its API key.", _WHERE, "--api-key", "--key", envvar="LORASRV_API_KEY")] = None,
+        str | None,
+        _option("OpenAI-compatible server that is running. [default: a lorasrv serve that is started]", _WHERE),
+    ] = None
+    key: Annotated[str | None, _option("Its API key.", _WHERE, "--api-key", "--key", envvar="LORASRV_API_KEY")] = None
     rank: Annotated[
-        int, typer.Option(min=1, max=MAX_RANK, help="Of adapters that are made.", rich_help_panel=_WHERE)
-    ] = 16,
-    models: Annotated[str | None, _option("Names to ask for, a,b,c, the most popular first.", _LOAD)] = None,
+        int, typer.Option(min=1, max=MAX_RANK, help="Rank of the adapters that are made.", rich_help_panel=_WHERE)
+    ] = 16
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Options for when requests are sent, and to which adapters."""
+
+    models: Annotated[str | None, _option("Model names to request, a,b,c, the most popular first.", _LOAD)] = None
     adapters: Annotated[
-        str | None, _option("How many of the names take part; 0 is the base alone; 1,4,16 sweeps.", _LOAD)
-    ] = None,
-    law: Annotated[str | None, _option("distinct, uniform, zipf:S or identical. [default: distinct]", _LOAD)] = None,
+        str | None, _option("Number of adapters to spread requests over; 0: the base alone; 1,4,16 sweeps.", _LOAD)
+    ] = None
+    law: Annotated[
+        str | None,
+        _option("Popularity of adapters: distinct, uniform, zipf:S or identical. [default: distinct]", _LOAD),
+    ] = None
     concurrency: Annotated[
-        str | None, _option("Clients that each wait for their answer; 1,4,16 sweeps. [default: 8]", _LOAD)
-    ] = None,
-    rate: Annotated[str | None, _option("Requests a second at random times instead; 0.5,2 sweeps.", _LOAD)] = None,
-    trace: Annotated[Path | None, _option("Recorded traffic instead: what lorasrv plan reads.", _LOAD)] = None,
+        str | None, _option("Number of clients that each wait for their answer; 1,4,16 sweeps. [default: 8]", _LOAD)
+    ] = None
+    rate: Annotated[str | None, _option("Requests per second, sent at random times instead; 0.5,2 sweeps.", _LOAD)] = (
+        None
+    )
+    trace: Annotated[Path | None, _option("Recorded traffic to send instead, as lorasrv plan reads it.", _LOAD)] = None
     requests: Annotated[
-        int | None, _option("Of each load. [default: 2 a client, at least 8; 64 with --rate]", _LOAD, min=1)
-    ] = None,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before, not counted.", rich_help_panel=_LOAD)] = 2,
-    seed: Annotated[int, typer.Option(help="Of names, lengths, words and times.", rich_help_panel=_LOAD)] = 0,
+        int | None,
+        _option("Number of requests per load. [default: 2 per client, at least 8; 64 with --rate]", _LOAD, min=1),
+    ] = None
+    warmup: Annotated[
+        int, typer.Option(min=0, help="Number of requests before, not measured.", rich_help_panel=_LOAD)
+    ] = 2
+    seed: Annotated[int, typer.Option(help="Seed for names, lengths, words and times.", rich_help_panel=_LOAD)] = 0
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """Options for what is in a request."""
+
     prompt_tokens: Annotated[
-        str | None, _option("N, uniform:LOW:HIGH or lognormal:MEAN:SIGMA[:MOST]. [default: 64]", _REQUEST)
-    ] = None,
-    output_tokens: Annotated[str | None, _option("The same, of answers. [default: 64]", _REQUEST)] = None,
+        str | None,
+        _option("Tokens of a prompt: N, uniform:LOW:HIGH or lognormal:MEAN:SIGMA[:MOST]. [default: 64]", _REQUEST),
+    ] = None
+    output_tokens: Annotated[str | None, _option("Tokens of an answer, likewise. [default: 64]", _REQUEST)] = None
     shared_prefix: Annotated[
-        int, typer.Option(min=0, help="Tokens with which all prompts begin alike.", rich_help_panel=_REQUEST)
-    ] = 0,
+        int, typer.Option(min=0, help="Number of tokens that all prompts begin with.", rich_help_panel=_REQUEST)
+    ] = 0
     chat: Annotated[
-        bool, typer.Option("--chat", help="/v1/chat/completions, not /v1/completions.", rich_help_panel=_REQUEST)
-    ] = False,
+        bool,
+        typer.Option("--chat", help="Request /v1/chat/completions, not /v1/completions.", rich_help_panel=_REQUEST),
+    ] = False
     timeout_s: Annotated[
-        float, typer.Option(min=0.1, help="Longest silence of a stream.", rich_help_panel=_REQUEST)
-    ] = 600.0,
+        float, typer.Option(min=0.1, help="Longest silence of a stream, in seconds.", rich_help_panel=_REQUEST)
+    ] = 600.0
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """Options for what is measured."""
+
     slo: Annotated[
-        str | None, _option("Count requests that keep bounds in ms: ttft=500,tpot=100 (also e2e).", _JUDGED)
-    ] = None,
+        str | None,
+        _option("Bounds in ms that requests should keep, to count them: ttft=500,tpot=100 (also e2e).", _JUDGED),
+    ] = None
     measure_machine: Annotated[
         bool,
-        typer.Option("--measure-machine", help="Probe this machine before, for MBU and MFU.", rich_help_panel=_JUDGED),
-    ] = False,
-    model_bytes: Annotated[str | None, _option("Of the base, where the server does not tell: 270MB.", _JUDGED)] = None,
-    model_ops: Annotated[str | None, _option("Operations a token, likewise: 269M.", _JUDGED)] = None,
-    label: Annotated[str, typer.Option(help="A word that comes with the results.", rich_help_panel=_OUTPUT)] = "",
+        typer.Option("--measure-machine", help="Measure this machine first, for MBU and MFU.", rich_help_panel=_JUDGED),
+    ] = False
+    model_bytes: Annotated[
+        str | None, _option("Size of the base model, if the server does not report it: 270MB.", _JUDGED)
+    ] = None
+    model_ops: Annotated[
+        str | None, _option("Operations per token, if the server does not report them: 269M.", _JUDGED)
+    ] = None
+
+
+def bench(
+    target: TargetOptions,
+    load: LoadOptions,
+    request: RequestOptions,
+    measured: MeasureOptions,
+    serve_flags: Annotated[
+        list[str] | None, typer.Argument(metavar="-- FLAGS OF SERVE", help="Flags for the server that is started.")
+    ] = None,
+    label: Annotated[str, typer.Option(help="Label to put into the results.", rich_help_panel=_OUTPUT)] = "",
     plot: Annotated[
-        Path | None, _option("Draw latency over load, throughput over adapters: FILE.png.", _OUTPUT)
+        Path | None, _option("File for a plot of latency by load and throughput by adapters: FILE.png.", _OUTPUT)
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -86,22 +131,21 @@ def bench(
         check_png("--plot", plot)
     try:
         asked = BenchOptions(
-            url=_address(url),
-            key=key,
-            flags=_flags(serve_flags, url),
-            rank=rank,
-            names=_names(models),
-            adapters=_adapters(adapters, models),
-            loads=_loads(concurrency, rate, trace),
-            requests=_requests(law, prompt_tokens, output_tokens, trace)
-            | {"requests": requests, "warmup": warmup, "seed": seed, "shared_prefix": shared_prefix},
-            trace=_trace(trace),
-            chat=chat,
-            timeout_s=timeout_s,
-            slo=service_bounds(slo) if slo else {},
-            model_bytes=amount("--model-bytes", model_bytes) if model_bytes else 0.0,
-            model_ops=amount("--model-ops", model_ops) if model_ops else 0.0,
-            measure=measure_machine,
+            url=_address(target.url),
+            key=target.key,
+            flags=_flags(serve_flags, target.url),
+            rank=target.rank,
+            names=_names(load.models),
+            adapters=_adapters(load.adapters, load.models),
+            loads=_loads(load.concurrency, load.rate, load.trace),
+            requests=_requests(load, request),
+            trace=_trace(load.trace),
+            chat=request.chat,
+            timeout_s=request.timeout_s,
+            slo=service_bounds(measured.slo) if measured.slo else {},
+            model_bytes=amount("--model-bytes", measured.model_bytes) if measured.model_bytes else 0.0,
+            model_ops=amount("--model-ops", measured.model_ops) if measured.model_ops else 0.0,
+            measure=measured.measure_machine,
             label=label,
             as_json=as_json,
         )
@@ -159,16 +203,21 @@ def _loads(concurrency: str | None, rate: str | None, trace: Path | None) -> tup
     return tuple({"concurrency": value} for value in counts("--concurrency", concurrency or "8"))
 
 
-def _requests(law: str | None, prompt: str | None, output: str | None, trace: Path | None) -> dict[str, Any]:
+def _requests(load: LoadOptions, request: RequestOptions) -> dict[str, Any]:
     from api.cli.bench.workload import InvalidOption, parse_law, parse_lengths
 
-    for option, value in (("--law", law), ("--prompt-tokens", prompt), ("--output-tokens", output)):
-        if trace is not None and value is not None:
+    prompt, output = request.prompt_tokens, request.output_tokens
+    for option, value in (("--law", load.law), ("--prompt-tokens", prompt), ("--output-tokens", output)):
+        if load.trace is not None and value is not None:
             raise InvalidOption(f"{option}: --trace says it for each request")
     return {
-        "law": parse_law(law or "distinct"),
+        "law": parse_law(load.law or "distinct"),
         "prompt": parse_lengths("--prompt-tokens", prompt or "64"),
         "output": parse_lengths("--output-tokens", output or "64"),
+        "requests": load.requests,
+        "warmup": load.warmup,
+        "seed": load.seed,
+        "shared_prefix": request.shared_prefix,
     }
 
 

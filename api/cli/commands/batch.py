@@ -15,17 +15,15 @@ import typer
 
 from api.asgi.address import DEFAULT_SERVER
 from api.cli.common.options import JsonOption, ServerOption, client_key, connected
+from api.cli.common.settings_options import given_settings
 from api.cli.common.terminal import CliError, ExitCode, err, note, print_json, progress, say
 
 if TYPE_CHECKING:
     from api.batches.job import Job
     from api.batches.runner import Ask
 
-_ENGINE = "An engine of its own, without a server"
-
-
-def _own(text: str) -> Any:
-    return typer.Option(help=text, rich_help_panel=_ENGINE, show_default=False)
+ENGINE_SETTINGS = ("model", "store", "quantization", "device", "pool_bytes", "load_format")
+"""Options of `serve` for an engine of its own."""
 
 
 def batch(
@@ -44,12 +42,6 @@ def batch(
         bool, typer.Option("--retry-failed", help="Ask lines again whose result in OUT is an error, and replace it.")
     ] = False,
     server: ServerOption = DEFAULT_SERVER,
-    model: Annotated[str | None, _own("Built-in name, .gguf file, Hugging Face folder or hf:org/name.")] = None,
-    store: Annotated[Path | None, _own("Folder of adapters.")] = None,
-    quantization: Annotated[str | None, _own("Format of the base's weights, as of serve.")] = None,
-    device: Annotated[str | None, _own("auto, cpu or cuda.")] = None,
-    pool_bytes: Annotated[str | None, _own("Memory of KV and adapters, e.g. 2GiB.")] = None,
-    load_format: Annotated[str | None, _own("auto, or dummy: random weights of the model's shape.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer a file of requests, adapters mixed freely. The same command goes on where it was stopped.
@@ -57,15 +49,7 @@ def batch(
     With any option of an engine of its own, no server is asked; further options of serve are taken from LORASRV_NAME in
     the environment or a configuration file. A line that fails, or is none, has its reason in OUT.
     """
-    own = {
-        "model": model,
-        "store": store,
-        "quantization": quantization,
-        "device": device,
-        "pool_bytes": pool_bytes,
-        "load_format": load_format,
-    }
-    own = {name: value for name, value in own.items() if value is not None}
+    own = given_settings(ctx)
     given = ctx.get_parameter_source("server")
     if own and given is not None and given.name == "COMMANDLINE":
         flags = ", ".join(f"--{name}".replace("_", "-") for name in own)

@@ -9,29 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from api.asgi.address import DEFAULT_SERVER
-from api.cli.commands.generate import (
-    Field,
-    FrequencyPenalty,
-    MaxTokens,
-    MinP,
-    OnCold,
-    Penalty,
-    Priority,
-    RepetitionPenalty,
-    Seed,
-    Stop,
-    System,
-    Temperature,
-    Timeout,
-    TopK,
-    TopP,
-    as_object,
-    fields,
-    given,
-    print_footer,
-    show,
-    system_message,
-)
+from api.cli.commands.generate import SamplingOptions, System, as_object, print_footer, show, system_message
 from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
 from api.cli.common.terminal import note, print_json, stdin_lines
 
@@ -49,45 +27,17 @@ HELP = (
 
 
 def chat(
+    sampling: SamplingOptions,
     adapter_id: Annotated[
         str | None,
         typer.Argument(metavar="[ID]", help="Adapter; the base if left out.", autocompletion=complete_adapter_ids),
     ] = None,
     system: System = None,
-    max_tokens: MaxTokens = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    presence_penalty: Penalty = None,
-    frequency_penalty: FrequencyPenalty = None,
-    repetition_penalty: RepetitionPenalty = None,
-    priority: Priority = None,
-    timeout: Timeout = None,
-    on_cold: OnCold = None,
-    field: Field = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """Talk to an adapter; /help in it lists its commands. Questions may also come from a pipe, one a line."""
-    sampling = {
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-        "stop": stop or None,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "repetition_penalty": repetition_penalty,
-        "priority": priority,
-        "timeout_s": timeout,
-        "on_cold": on_cold,
-    }
-    body = given(sampling) | fields(field)
+    body = sampling.body()
     with connected(server) as client:
         base = client.base_name()
         talk = Conversation(client, base, adapter_id or base, body, system, as_json)

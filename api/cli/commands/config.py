@@ -1,14 +1,14 @@
 """config show, config init: what options are in force and who said so; a file to begin with."""
 
-import inspect
 import json
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import urlsplit, urlunsplit
 
 import typer
 
 from api.cli.common.options import ConfigOption, JsonOption
+from api.cli.common.settings_options import described, given_settings
 from api.cli.common.terminal import note, print_json, print_table, say
 
 if TYPE_CHECKING:
@@ -29,13 +29,12 @@ def show(
 
     Secrets are not shown.
     """
-    from api.cli.commands.serve import flags_of
     from api.config.sources import FIELDS, Sources, is_secret, unknown_variables
 
     for line in unknown_variables():
         note(f"warning: {line}")
     of_serve = _parsed(ctx, flags or [])
-    sources = Sources.gather(flags_of(of_serve), config or of_serve["config"])
+    sources = Sources.gather(given_settings(of_serve), config or of_serve.params["config"])
     settings = sources.settings()
     shown = {name: _plain(getattr(settings, name), secret=is_secret(name)) for name in FIELDS}
     origins = {name: sources.origin(name) for name in FIELDS}
@@ -60,12 +59,12 @@ def init(as_json: JsonOption = False) -> None:
 
 
 # What is in force.
-def _parsed(ctx: typer.Context, flags: list[str]) -> dict[str, Any]:
-    """Parameters of `serve` from its flags, read by the same code as when it is called."""
+def _parsed(ctx: typer.Context, flags: list[str]) -> typer.Context:
+    """Read flags of `serve` by the same code as when it is called."""
     root: Any = ctx.find_root()
     serve = root.command.get_command(root, "serve")
-    params: dict[str, Any] = serve.make_context("serve", list(flags), parent=root).params
-    return params
+    context: typer.Context = serve.make_context("serve", list(flags), parent=root)
+    return context
 
 
 def _client(sources: "Sources") -> Iterator[tuple[str, Any, "Origin"]]:
@@ -123,19 +122,19 @@ def _with_origin(value: Any, origin: "Origin") -> dict[str, Any]:
 
 # A file to begin with.
 def _file_lines() -> Iterator[str]:
-    from api.config.sources import FIELDS, expected
+    from api.config.settings import OPTIONS
+    from api.config.sources import expected
 
     yield "# Configuration of lorasrv: take the # away from what is to be another way."
     yield "# Flags and LORASRV_NAME in the environment go before what stands here."
-    helps = _helps()
     panel = ""
-    for name in sorted(FIELDS, key=lambda name: list(helps).index(name)):
-        if helps[name][0] != panel:
-            panel = helps[name][0]
+    for name, option in OPTIONS.items():
+        if option.panel != panel:
+            panel = option.panel
             yield ""
             yield f"# {panel}"
         yield ""
-        yield f"# {helps[name][1]}"
+        yield f"# {described(name)}"
         default = _plain(_default(name))
         yield f"# {name} = {_toml(default)}" if default is not None else f"# {name} = ... ({expected(name)})"
     yield ""
@@ -149,23 +148,6 @@ def _default(name: str) -> Any:
     from api.config.settings import ServerSettings
 
     return ServerSettings.model_fields[name].get_default(call_default_factory=True)
-
-
-def _helps() -> dict[str, tuple[str, str]]:
-    """Panel and help of each option, from the flags of `serve`; by panels, in their order there."""
-    from api.cli.commands.serve import serve
-
-    found: dict[str, tuple[str, str]] = {}
-    for name, parameter in inspect.signature(serve).parameters.items():
-        options = [part for part in get_args(parameter.annotation) if isinstance(part, typer.models.OptionInfo)]
-        if options and options[0].rich_help_panel:
-            # The one switch that is on unless it is named.
-            found[name.removeprefix("no_")] = (
-                str(options[0].rich_help_panel),
-                str(options[0].help).replace("\\[", "["),
-            )
-    panels = list(dict.fromkeys(panel for panel, _ in found.values()))
-    return dict(sorted(found.items(), key=lambda item: panels.index(item[1][0])))
 
 
 def _toml(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,91 +22,116 @@ def _option(text: str, panel: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **more)
 
 
-MaxTokens = Annotated[int | None, _option("Most tokens of an answer.", _SAMPLING, min=1)]
-Temperature = Annotated[float | None, _option("0 always takes the likeliest token.", _SAMPLING, min=0.0)]
-TopP = Annotated[float | None, _option("Share of the probability that is sampled from.", _SAMPLING)]
-TopK = Annotated[int | None, _option("Sample from the likeliest so many; 0 for all.", _SAMPLING)]
-MinP = Annotated[float | None, _option("Leave out what is less likely than this share of the likeliest.", _SAMPLING)]
-Seed = Annotated[int | None, _option("Makes sampling repeatable.", _SAMPLING)]
-Stop = Annotated[list[str] | None, _option("End before this text; may be repeated.", _SAMPLING)]
-Penalty = Annotated[float | None, _option("Lower what has come already, -2 to 2.", _SAMPLING)]
-FrequencyPenalty = Annotated[float | None, _option("The same, by how often it has come.", _SAMPLING)]
-RepetitionPenalty = Annotated[float | None, _option("Divide what has come or was asked; 1 is none.", _SAMPLING)]
-Field = Annotated[
-    list[str] | None,
-    _option("Any further field of the request's body, its value as JSON or else text.", _SERVICE, metavar="NAME=VALUE"),
-]
-Priority = Annotated[int | None, _option("Lower goes first; 0 is usual.", _SERVICE)]
-Timeout = Annotated[float | None, _option("Give up after so long.", _SERVICE, metavar="SECONDS")]
-OnCold = Annotated[str | None, _option("If the adapter is not in the pool: wait, reject or fallback_base.", _SERVICE)]
 System = Annotated[str | None, typer.Option(help="System message.")]
 
 
+@dataclass(frozen=True)
+class SamplingOptions:
+    """Options of the request that `chat` and `generate` share; fields are named as in its body."""
+
+    max_tokens: Annotated[int | None, _option("Maximum number of tokens of an answer.", _SAMPLING, min=1)] = None
+    temperature: Annotated[
+        float | None, _option("Sampling temperature; 0 takes the most likely token.", _SAMPLING, min=0.0)
+    ] = None
+    top_p: Annotated[
+        float | None, _option("Sample from the most likely tokens up to this total probability.", _SAMPLING)
+    ] = None
+    top_k: Annotated[int | None, _option("Sample from this many of the most likely tokens; 0 for all.", _SAMPLING)] = (
+        None
+    )
+    min_p: Annotated[
+        float | None, _option("Minimum probability of a token, relative to the most likely one.", _SAMPLING)
+    ] = None
+    seed: Annotated[int | None, _option("Seed that makes sampling repeatable.", _SAMPLING)] = None
+    stop: Annotated[list[str] | None, _option("Text to stop before; may be repeated.", _SAMPLING)] = None
+    presence_penalty: Annotated[float | None, _option("Penalty on tokens already generated, -2 to 2.", _SAMPLING)] = (
+        None
+    )
+    frequency_penalty: Annotated[
+        float | None, _option("Penalty on tokens by how often they were generated, -2 to 2.", _SAMPLING)
+    ] = None
+    repetition_penalty: Annotated[
+        float | None, _option("Divisor for tokens of the prompt and the answer; 1 for none.", _SAMPLING)
+    ] = None
+    priority: Annotated[int | None, _option("Priority; lower values go first, 0 is the default.", _SERVICE)] = None
+    timeout_s: Annotated[
+        float | None, _option("Time after which the server gives up.", _SERVICE, "--timeout", metavar="SECONDS")
+    ] = None
+    on_cold: Annotated[
+        str | None, _option("If the adapter is not in the pool: wait, reject or fallback_base.", _SERVICE)
+    ] = None
+    field: Annotated[
+        list[str] | None,
+        _option(
+            "Further field of the request's body; the value is JSON, or else text.", _SERVICE, metavar="NAME=VALUE"
+        ),
+    ] = None
+
+    def body(self) -> dict[str, Any]:
+        """Return the fields of the request's body that were given. Raises: CliError: --field is no NAME=VALUE."""
+        return _given(asdict(self) | {"field": None}) | _fields(self.field)
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """Options of the request that only `generate` has."""
+
+    min_tokens: Annotated[int | None, _option("Minimum number of tokens of an answer.", _SAMPLING, min=0)] = None
+    ignore_eos: Annotated[bool, _option("Do not stop at the end-of-sequence token.", _SAMPLING, "--ignore-eos")] = False
+    logit_bias: Annotated[
+        list[str] | None,
+        _option("Bias to add to a token's logit; may be repeated.", _SAMPLING, metavar="TOKEN_ID=BIAS"),
+    ] = None
+    n: Annotated[int | None, _option("Number of answers.", _SHAPE, "-n", "--n", min=1)] = None
+    logprobs: Annotated[
+        int | None, _option("Return log-probabilities, with this many alternatives per token.", _SHAPE, min=0)
+    ] = None
+    json_object: Annotated[bool, _option("Answer with a JSON object.", _SHAPE, "--json-object")] = False
+    json_schema: Annotated[
+        Path | None, _option("Answer with JSON that matches this schema.", _SHAPE, metavar="FILE")
+    ] = None
+    regex: Annotated[str | None, _option("Answer with text that matches this expression.", _SHAPE)] = None
+    choice: Annotated[list[str] | None, _option("Answer with one of these texts; may be repeated.", _SHAPE)] = None
+    grammar: Annotated[Path | None, _option("Answer with text that matches this grammar.", _SHAPE, metavar="FILE")] = (
+        None
+    )
+
+    def body(self, raw: bool) -> dict[str, Any]:
+        """Return the fields of the request's body that were given.
+
+        Raises:
+            CliError: a bias cannot be read, or the answer is to have several forms.
+        """
+        wanted = {
+            "min_tokens": self.min_tokens,
+            "ignore_eos": self.ignore_eos or None,
+            "logit_bias": _biases(self.logit_bias),
+            "n": self.n,
+            **_logprobs(self.logprobs, raw),
+            **_form(self.json_object, self.json_schema, self.regex, self.choice, self.grammar),
+        }
+        return _given(wanted)
+
+
 def generate(
-    prompt: Annotated[str, typer.Argument(help="What to ask; - reads it from stdin.")],
+    prompt: Annotated[str, typer.Argument(help="Prompt; - reads it from stdin.")],
+    sampling: SamplingOptions,
+    form: GenerateOptions,
     adapter: Annotated[
         str | None,
-        typer.Option("--adapter", "-a", help="Adapter; the base if left out.", autocompletion=complete_adapter_ids),
+        typer.Option(
+            "--adapter", "-a", help="Adapter; the base model if left out.", autocompletion=complete_adapter_ids
+        ),
     ] = None,
     system: System = None,
     raw: Annotated[
-        bool, typer.Option("--raw", help="The prompt as it is, without chat template: for bases that have none.")
+        bool, typer.Option("--raw", help="Send the prompt without a chat template, for models that have none.")
     ] = False,
-    max_tokens: MaxTokens = None,
-    min_tokens: Annotated[int | None, _option("Fewest tokens of an answer.", _SAMPLING, min=0)] = None,
-    temperature: Temperature = None,
-    top_p: TopP = None,
-    top_k: TopK = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    ignore_eos: Annotated[bool, _option("Go on behind the model's own end.", _SAMPLING, "--ignore-eos")] = False,
-    presence_penalty: Penalty = None,
-    frequency_penalty: FrequencyPenalty = None,
-    repetition_penalty: RepetitionPenalty = None,
-    logit_bias: Annotated[
-        list[str] | None,
-        _option("Add to a token's logit; may be repeated.", _SAMPLING, metavar="TOKEN_ID=BIAS"),
-    ] = None,
-    n: Annotated[int | None, _option("How many answers.", _SHAPE, "-n", "--n", min=1)] = None,
-    logprobs: Annotated[
-        int | None, _option("Also log-probabilities, with so many alternatives a token.", _SHAPE, min=0)
-    ] = None,
-    json_object: Annotated[bool, _option("Answer with a JSON object.", _SHAPE, "--json-object")] = False,
-    json_schema: Annotated[Path | None, _option("Answer with JSON of this schema.", _SHAPE, metavar="FILE")] = None,
-    regex: Annotated[str | None, _option("Answer with what matches.", _SHAPE)] = None,
-    choice: Annotated[list[str] | None, _option("Answer with one of these; repeat it.", _SHAPE)] = None,
-    grammar: Annotated[Path | None, _option("Answer by this grammar.", _SHAPE, metavar="FILE")] = None,
-    priority: Priority = None,
-    timeout: Timeout = None,
-    on_cold: OnCold = None,
-    field: Field = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """Ask once and print the answer."""
-    asked = {
-        "max_tokens": max_tokens,
-        "min_tokens": min_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "min_p": min_p,
-        "seed": seed,
-        "stop": stop or None,
-        "ignore_eos": ignore_eos or None,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "repetition_penalty": repetition_penalty,
-        "logit_bias": _biases(logit_bias),
-        "n": n,
-        **_logprobs(logprobs, raw),
-        **_form(json_object, json_schema, regex, choice, grammar),
-        "priority": priority,
-        "timeout_s": timeout,
-        "on_cold": on_cold,
-    }
-    body = given(asked) | fields(field)
+    body = form.body(raw) | sampling.body()
     text = stdin_text() if prompt == "-" else prompt
     if raw and system:
         raise CliError("--raw has no place for --system: a plain prompt is all that is said", code=ExitCode.USAGE)
@@ -124,8 +150,8 @@ def generate(
             print_footer(answer)
 
 
-def given(options: dict[str, Any]) -> dict[str, Any]:
-    """Those that were set."""
+def _given(options: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what was not set."""
     return {name: value for name, value in options.items() if value is not None}
 
 
@@ -134,8 +160,8 @@ def system_message(text: str | None) -> list[dict[str, str]]:
     return [{"role": "system", "content": text}] if text else []
 
 
-def fields(texts: list[str] | None) -> dict[str, Any]:
-    """What --field says. Raises: CliError: it is no NAME=VALUE."""
+def _fields(texts: list[str] | None) -> dict[str, Any]:
+    """Parse --field. Raises: CliError: it is no NAME=VALUE."""
     found = {}
     for text in texts or []:
         name, equals, value = text.partition("=")

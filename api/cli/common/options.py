@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import fields, is_dataclass
 from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,6 +83,34 @@ def spread(arguments: Sequence[str]) -> list[str]:
         else:
             given += [flag, argument] if flag and given[-1] != flag else [argument]
     return given
+
+
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command an option for each field of its parameters that are dataclasses, in their place."""
+    signature = inspect.signature(command)
+    groups: dict[str, Any] = {
+        name: p.annotation for name, p in signature.parameters.items() if is_dataclass(p.annotation)
+    }
+    if not groups:
+        return command
+
+    @wraps(command)
+    def grouped(**options: Any) -> None:
+        made = {
+            name: kind(**{field.name: options.pop(field.name) for field in fields(kind)})
+            for name, kind in groups.items()
+        }
+        command(**options, **made)
+
+    parameters = [
+        option
+        for name, parameter in signature.parameters.items()
+        for option in (inspect.signature(groups[name]).parameters.values() if name in groups else [parameter])
+    ]
+    # typer reads both.
+    grouped.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    grouped.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return grouped
 
 
 def taking_key(command: Callable[..., None]) -> Callable[..., None]:

@@ -9,12 +9,15 @@ import typer
 
 from adapter_store.errors import AdapterError
 from api.cli.common.options import ConfigOption, JsonOption
+from api.cli.common.settings_options import given_settings
 from api.cli.common.terminal import CliError, out, print_json, say
 from lorasrv.errors import ConfigError, LorasrvError
 
 if TYPE_CHECKING:
     from api.cli.doctor.machine import Check
 
+SERVER_SETTINGS = ("model", "store", "host", "port", "device", "pool_bytes")
+"""Options of `serve` that a check can be given."""
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -29,13 +32,8 @@ class Report:
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="As of serve.")] = None,
-    store: Annotated[Path | None, typer.Option(help="As of serve.")] = None,
-    host: Annotated[str | None, typer.Option(help="As of serve.")] = None,
-    port: Annotated[int | None, typer.Option(help="As of serve.")] = None,
-    device: Annotated[str | None, typer.Option(help="As of serve.")] = None,
-    pool_bytes: Annotated[str | None, typer.Option(help="As of serve.")] = None,
-    rank: Annotated[int, typer.Option(min=1, max=256, help="Of the adapters that are counted.")] = 16,
+    ctx: typer.Context,
+    rank: Annotated[int, typer.Option(min=1, max=256, help="Rank of the adapters that memory is planned for.")] = 16,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -43,10 +41,8 @@ def doctor(
 
     Exit code 1 if something would keep it from serving.
     """
-    given = {"model": model, "store": store, "host": host, "port": port, "device": device, "pool_bytes": pool_bytes}
-    flags = {name: value for name, value in given.items() if value is not None}
     reports = []
-    for report in _reports(flags, config, rank):
+    for report in _reports(given_settings(ctx), config, rank):
         reports.append(report)
         if not as_json:
             _print(report)

@@ -13,7 +13,7 @@ from api.config.settings import ServerSettings
 Status = Literal["ok", "warn", "fail"]
 NEEDED = (
     "torch", "numpy", "numba", "llvmlite", "safetensors", "tokenizers", "gguf", "jinja2", "cachetools", "fastapi",
-    "uvicorn", "pydantic", "pydantic-settings", "prometheus-client", "typer", "rich", "httpx2",
+    "uvicorn", "pydantic", "prometheus-client", "typer", "rich", "httpx2",
 )  # fmt: skip
 OPTIONAL = {"peft": "train", "transformers": "train", "triton": "cuda", "matplotlib": "plot"}
 FEATURES = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16", "neon", "sve")

@@ -14,6 +14,7 @@ from adapter_store.errors import AdapterError
 from api.cli.common.formatting import size
 from api.cli.doctor.machine import Check
 from api.config.settings import ServerSettings
+from lorasrv.config import CUDA_POOL_FRACTION, PAGE_SIZE_TOKENS, POOL_FRACTION
 from lorasrv.errors import ConfigError, LorasrvError
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def memory(settings: ServerSettings, rank: int) -> Check:
     base = _base_bytes(settings, shape)
     free = free_device_bytes(where) if on_gpu else free_bytes()
     # As serve does: a share of what is free once the base is loaded.
-    share = options.cuda_pool_fraction if on_gpu else options.pool_fraction
+    share = CUDA_POOL_FRACTION if on_gpu else POOL_FRACTION
     pool = options.pool_bytes or int(max(0, free - base) * share)
     block, pages, packed = _adapter(settings, shape, rank)
     fit = pool // block // pages
@@ -200,9 +201,8 @@ def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[
 
     spec = shape.spec
     itemsize = 4 if settings.dtype == "float32" else 2
-    tokens = settings.engine_config().memory.page_size_tokens
-    kv_format = get_kv_format(settings.kv_dtype, settings.dtype)
-    page = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, tokens)
+    kv_format = get_kv_format(settings.kv_cache_dtype, settings.dtype)
+    page = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
     sites = site_dims(spec)
     layer = tuple(tuple(rank for _ in site.out_features) for site in sites)
     layout = AdapterLayout(sites, (layer,) * spec.num_layers, itemsize)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from api.cli.common.options import JsonOption, check_png, connected
+from api.cli.common.settings_options import given_settings
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, progress
 
 if TYPE_CHECKING:
@@ -24,7 +25,13 @@ DEFAULT_RANK = 16
 MAX_RANK = 256
 LIMIT_TIMES = 2.0
 """How many adapters fit: the p99 TTFT may be so many times what the trace has as it is, unless it is given."""
-_SERVER, _COSTS, _OUTPUT = "The server", "What things cost", "Output"
+SERVER_PANEL = "Server"
+_COSTS, _OUTPUT = "Costs", "Output"
+# Options of `serve` that the simulated server takes, too.
+SERVER_SETTINGS = (
+    *("model", "quantization", "quantization_group", "quantized_weights", "dtype", "device", "kernels", "pool_bytes"),
+    *("host_cache_bytes", "scheduling_policy", "max_num_seqs", "max_num_batched_tokens", "target_itl_ms"),
+)
 
 
 def _option(text: str, panel: str, *names: str) -> Any:
@@ -44,39 +51,32 @@ class _Asked:
 
 
 def plan(
-    trace: Annotated[Path, typer.Option("--trace", metavar="FILE", help="What serve --record-trace has written.")],
-    model: Annotated[str | None, _option("As of serve. [default: smollm2-135m]", _SERVER)] = None,
-    quantization: Annotated[str | None, _option("As of serve. [default: auto]", _SERVER)] = None,
-    quantization_group: Annotated[int | None, _option("As of serve. [default: the format's]", _SERVER)] = None,
-    quantized_weights: Annotated[Path | None, _option("As of serve.", _SERVER)] = None,
-    dtype: Annotated[str | None, _option("As of serve. [default: bfloat16]", _SERVER)] = None,
-    device: Annotated[str | None, _option("As of serve. [default: auto]", _SERVER)] = None,
-    kernels: Annotated[str | None, _option("As of serve. [default: auto]", _SERVER)] = None,
-    pool_bytes: Annotated[str | None, _option("As of serve. [default: what serve would take now]", _SERVER)] = None,
-    host_cache_bytes: Annotated[str | None, _option("As of serve. [default: 1GiB]", _SERVER)] = None,
-    policy: Annotated[str | None, _option("Who goes first: fair, fcfs, mlfq or sjf. [default: fair]", _SERVER)] = None,
-    max_num_seqs: Annotated[int | None, _option("As of serve. [default: 64]", _SERVER)] = None,
-    max_num_batched_tokens: Annotated[int | None, _option("As of serve. [default: 512]", _SERVER)] = None,
-    target_itl_ms: Annotated[float | None, _option("What a step should take at most. [default: 250]", _SERVER)] = None,
+    ctx: typer.Context,
+    trace: Annotated[Path, typer.Option("--trace", metavar="FILE", help="File that serve --record-trace wrote.")],
     rank: Annotated[
         int,
-        typer.Option(min=1, max=MAX_RANK, metavar="R", help="Of adapters of unknown size.", rich_help_panel=_SERVER),
+        typer.Option(
+            min=1, max=MAX_RANK, metavar="R", help="Rank of adapters of unknown size.", rich_help_panel=SERVER_PANEL
+        ),
     ] = DEFAULT_RANK,
-    store: Annotated[Path | None, _option("Folder that knows the adapters' true sizes.", _SERVER)] = None,
+    store: Annotated[Path | None, _option("Adapter store that knows the adapters' sizes.", SERVER_PANEL)] = None,
     recalibrate: Annotated[
-        bool, typer.Option("--recalibrate", help="Measure this machine anew.", rich_help_panel=_COSTS)
+        bool, typer.Option("--recalibrate", help="Measure this machine again.", rich_help_panel=_COSTS)
     ] = False,
     server: Annotated[
-        str | None, _option("Take what a running server has learnt instead, and its pool.", _COSTS, "--server")
+        str | None, _option("Running server to take learnt costs and the pool's size from.", _COSTS, "--server")
     ] = None,
-    costs: Annotated[Path | None, _option("Take them from a file of JSON instead.", _COSTS, "--costs")] = None,
+    costs: Annotated[Path | None, _option("JSON file to take costs from.", _COSTS, "--costs")] = None,
     p99_ttft_ms: Annotated[
-        float | None, _option("What the p99 TTFT may be. [default: twice what it is now]", _OUTPUT)
+        float | None, _option("Limit of the p99 TTFT, in milliseconds. [default: twice the present one]", _OUTPUT)
     ] = None,
     predict_only: Annotated[
-        bool, typer.Option("--predict-only", help="One replay, no other adapters or options.", rich_help_panel=_OUTPUT)
+        bool,
+        typer.Option("--predict-only", help="Replay once, without other adapters or options.", rich_help_panel=_OUTPUT),
     ] = False,
-    png: Annotated[Path | None, _option("Draw TTFT by number of adapters, and over time.", _OUTPUT)] = None,
+    png: Annotated[
+        Path | None, _option("File for a plot of TTFT by number of adapters, and over time.", _OUTPUT)
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Predict what recorded traffic would meet on a server, how many adapters fit, and which option to change."""
@@ -86,26 +86,12 @@ def plan(
         raise CliError(f"--p99-ttft-ms must be positive, not {p99_ttft_ms}", code=ExitCode.USAGE)
     if png is not None:
         check_png("--png", png)
+    from api.config.sources import Sources
     from lorasrv.metrics.trace import read_trace
 
     requests = read_trace(trace)
-    of_scheduler = {
-        "policy": policy,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "target_itl_ms": target_itl_ms,
-    }
-    of_model = {
-        "model": model,
-        "quantization": quantization,
-        "quantization_group": quantization_group,
-        "quantized_weights": quantized_weights,
-        "dtype": dtype,
-        "device": device,
-        "kernels": kernels,
-    }
-    sizes = {"pool_bytes": pool_bytes, "host_cache_bytes": host_cache_bytes}
-    asked = _Asked(_config(of_model, sizes, of_scheduler), rank, store, costs, server, recalibrate)
+    settings = Sources.of_flags(given_settings(ctx)).settings()
+    asked = _Asked(settings.engine_config(), rank, store, costs, server, recalibrate)
     done = _plan(asked, requests, p99_ttft_ms, predict_only)
     if png is not None:
         from api.cli.plan.plot import draw
@@ -121,32 +107,6 @@ def _print(done: "Plan", as_json: bool) -> None:
         print_json(done.to_dict())
     else:
         print_plan(done)
-
-
-# Options.
-def _config(model: dict[str, Any], sizes: dict[str, str | None], scheduler: dict[str, Any]) -> "EngineConfig":
-    from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
-
-    memory: dict[str, Any] = {name: _size(name, text) for name, text in sizes.items() if text is not None}
-    return EngineConfig(
-        model=ModelOptions(**_given(model)),
-        memory=MemoryOptions(**memory),
-        scheduler=SchedulerOptions(**_given(scheduler)),
-    )
-
-
-def _given(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if value is not None}
-
-
-def _size(name: str, text: str) -> int:
-    from pydantic import ByteSize, TypeAdapter, ValidationError
-
-    try:
-        return int(TypeAdapter(ByteSize).validate_python(text))
-    except ValidationError:
-        flag = f"--{name}".replace("_", "-")
-        raise CliError(f"{flag}: {text!r} is no size; write 512MiB, 2GB or bytes", code=ExitCode.USAGE) from None
 
 
 # The plan.
@@ -203,6 +163,7 @@ def _server(
     asked: _Asked, trace: tuple["TraceRequest", ...], tell: Callable[[str, float], None]
 ) -> tuple["SimServer", str]:
     """What is replayed on, and where its costs are from."""
+    from lorasrv.config import PAGE_SIZE_TOKENS
     from lorasrv.engine.factory import MIN_POOL_PAGES, pool_size
     from lorasrv.memory.memory_manager import PoolLayout
     from lorasrv.models.loader import open_checkpoint
@@ -217,11 +178,11 @@ def _server(
     costs, source, memory = _costs(asked, name, tell)
     itemsize = 4 if asked.config.model.dtype == "float32" else 2
     kv_format = get_kv_format(memory.kv_dtype, asked.config.model.dtype)
-    geometry = PoolLayout.for_model(spec, kv_format, memory.page_size_tokens, pool_size(memory))
-    if geometry.num_pages < MIN_POOL_PAGES:
+    layout = PoolLayout.for_model(spec, kv_format, PAGE_SIZE_TOKENS, pool_size(memory))
+    if layout.num_pages < MIN_POOL_PAGES:
         raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
     layout_of = _layouts(asked, spec, itemsize, trace)
-    return SimServer(geometry, memory, asked.config.scheduler, costs, layout_of, spec.max_position), source
+    return SimServer(layout, memory, asked.config.scheduler, costs, layout_of, spec.max_position), source
 
 
 def _layouts(

@@ -102,8 +102,8 @@ class StoredWeights:
 class QuantFormat(ABC):
     """A format of weights: packs them tensor by tensor while the model loads.
 
-    A new format is one subclass in one file, and its line in `lorasrv.models.quantization.FORMATS`. The `dtype` that methods take
-    matters only to formats that keep floats.
+    A new format is one subclass in one file, and its line in `lorasrv.models.quantization.FORMATS`. The `dtype` that
+    methods take matters only to formats that keep floats.
     """
 
     # Value of --quantization that selects the format.

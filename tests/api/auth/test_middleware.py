@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from cli_reference import parameters
 from hypothesis import given
 from hypothesis import strategies as st
 from starlette.routing import Match
@@ -335,7 +336,7 @@ class TestCommandLine:
                 if hasattr(command, "commands"):
                     yield from lacking(command)
                     continue
-                options = {option for parameter in command.params for option in parameter.opts}
+                options = {option for parameter in parameters(command) for option in parameter.opts}
                 if options & {"--server", "--url"} and "--api-key" not in options:
                     yield name
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cli_reference import PAGE, commands, examples, page
+from cli_reference import PAGE, commands, examples, page, parameters
 from terminal import terminal
 
 COMMANDS = dict(commands())
@@ -37,7 +37,7 @@ OF_AN_ADAPTER = sorted(set(ASKS) - {"list", "pool", "top"})
 
 
 def flags(command: Any) -> set[str]:
-    return {opt for param in command.params for opt in param.opts}
+    return {opt for param in parameters(command) for opt in param.opts}
 
 
 def test_the_page_is_what_the_commands_say() -> None:

@@ -7,8 +7,10 @@ import pytest
 from adapter_store.registry.records import Change
 from adapter_store.store import AdapterStore
 from api.cli.common.options import spread
-from api.config.lora_modules import LoraModulePath, ModulesRefused, add_folder, parse_modules, register_modules
+from api.config.lora_module_path import LoraModulePath, parse_modules
+from api.config.lora_modules import ModulesRefused, add_folder, register_modules
 from api.config.settings import ServerSettings
+from api.config.sources import Sources
 
 MIA, TOM = LoraModulePath("mia", Path("/a/mia")), LoraModulePath("tom", Path("b=c/tom"))
 
@@ -54,7 +56,7 @@ class TestSpelling:
     def test_settings_and_environment(self, monkeypatch) -> None:
         assert ServerSettings(lora_modules=["mia=/a/mia"]).lora_modules == (MIA,)
         monkeypatch.setenv("LORASRV_LORA_MODULES", "mia=/a/mia tom=b=c/tom")
-        assert ServerSettings().lora_modules == (MIA, TOM)
+        assert Sources.gather().settings().lora_modules == (MIA, TOM)
 
     @pytest.mark.parametrize(
         ("given", "meant"),

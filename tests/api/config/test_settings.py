@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from api.config.settings import ServerSettings
+from api.config.sources import Sources
 from lorasrv.config import EngineConfig, Limits, SchedulerOptions
 from lorasrv.errors import ConfigError
 
@@ -25,7 +26,7 @@ def test_every_option_reaches_the_engine() -> None:
         dtype="float32",
         device="cpu",
         max_model_len=100,
-        kv_dtype="float32",
+        kv_cache_dtype="float32",
         pool_bytes=1000,
         host_cache_bytes="1MiB",
         max_lora_rank=8,
@@ -34,12 +35,12 @@ def test_every_option_reaches_the_engine() -> None:
         swap_bytes="2KiB",
         enable_prefix_caching=False,
         adapter_pool_fraction=0.25,
-        preemption="swap",
-        policy="sjf",
+        preemption_mode="swap",
+        scheduling_policy="sjf",
         target_itl_ms=99.5,
         max_wait_steps=7,
-        max_queued=11,
-        max_queued_tokens=12,
+        max_num_queued_seqs=11,
+        max_num_queued_tokens=12,
         queue_timeout_s=2.5,
         early_abort=True,
         max_running_per_adapter=2,
@@ -96,17 +97,17 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORASRV_TARGET_ITL_MS", "off")
     monkeypatch.setenv("LORASRV_EARLY_ABORT", "1")
     monkeypatch.setenv("LORASRV_RESIDENT_BYTES_PER_ADAPTER", "3KiB")
-    settings = ServerSettings()
+    settings = Sources.gather().settings()
     scheduler = settings.engine_config().scheduler
     assert (scheduler.policy, scheduler.target_itl_ms, scheduler.early_abort) == ("mlfq", None, True)
     assert scheduler.adapter_limits == Limits(resident_bytes=3072)
     memory = settings.engine_config().memory
     assert (memory.prefix_caching, memory.swap_bytes, memory.adapter_pool_fraction) == (False, 0, 0.5)
-    assert settings.preemption == "recompute"
+    assert settings.preemption_mode == "recompute"
     assert settings.max_num_seqs == 9
     assert settings.allowed_origins == ("https://a.example", "https://b.example")
     assert settings.store != Path()
-    assert ServerSettings(max_num_seqs=4).max_num_seqs == 4
+    assert Sources.gather({"max_num_seqs": 4}).settings().max_num_seqs == 4
 
 
 @pytest.mark.parametrize(
@@ -142,7 +143,7 @@ def test_the_key_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
             ServerSettings(api_key=wrong)
         assert "s3cret" not in str(caught.value)
     monkeypatch.setenv("LORASRV_API_KEY", "")
-    assert ServerSettings().api_key is None
+    assert Sources.gather().settings().api_key is None
 
 
 @pytest.mark.parametrize("name", ["pool_bytes", "host_cache_bytes", "swap_bytes", "resident_bytes_per_key"])

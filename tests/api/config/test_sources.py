@@ -1,22 +1,27 @@
-"""Where options come from: the order of the sources as a property, and one clear line for whatever is wrong."""
+"""Where options come from: every one by flag, variable and key; the order of the sources as a property; one clear line
+for whatever is wrong.
+"""
 
-import inspect
 import json
 import os
 import tempfile
 import tomllib
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from cli_reference import commands, parameters
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from api.cli.commands.serve import _SWITCHES, serve
 from api.config.file import client_options
-from api.config.settings import ServerSettings
+from api.config.lora_module_path import LoraModulePath
+from api.config.settings import OPTIONS, SPELLINGS, ServerSettings, engine_options, flag
 from api.config.sources import FIELDS, Sources, expected, unknown_variables
+from lorasrv.config import EngineConfig
 from lorasrv.errors import ConfigError
 
 SOURCES = ("default", "file", "environment", "flag")
@@ -26,7 +31,7 @@ SAID: dict[str, tuple[tuple[Any, str, Any], tuple[Any, Any, Any]]] = {
     "model": (("f.gguf", "e.gguf", "x.gguf"), ("f.gguf", "e.gguf", "x.gguf")),
     "pool_bytes": (("1MiB", "2MiB", 3), (1 << 20, 2 << 20, 3)),
     "store": (("/f", "/e", "/x"), (Path("/f"), Path("/e"), Path("/x"))),
-    "policy": (("fcfs", "sjf", "mlfq"), ("fcfs", "sjf", "mlfq")),
+    "scheduling_policy": (("fcfs", "sjf", "mlfq"), ("fcfs", "sjf", "mlfq")),
     "target_itl_ms": ((7, "off", "8.5"), (7.0, None, 8.5)),
     "early_abort": ((True, "false", True), (True, False, True)),
     "enable_prefix_caching": ((False, "true", False), (False, True, False)),
@@ -36,6 +41,198 @@ SAID: dict[str, tuple[tuple[Any, str, Any], tuple[Any, Any, Any]]] = {
     ),
     "queue_timeout_s": ((1.5, "2.5", 3.5), (1.5, 2.5, 3.5)),
 }
+
+MIA = LoraModulePath("mia", Path("/mia"))
+ADAPTER, KEY = "scheduler.adapter_limits.", "scheduler.key_limits."
+# Of every option: a text that is not its default, what comes of it, and where that is in the engine's configuration.
+SAMPLES: dict[str, tuple[str, Any, str]] = {
+    "model": ("m.gguf", "m.gguf", "model.model"),
+    "served_model_name": ("house", "house", ""),
+    "quantization": ("int4", "int4", "model.quantization"),
+    "quantization_group": ("64", 64, "model.quantization_group"),
+    "quantized_weights": ("/w.st", Path("/w.st"), "model.quantized_weights"),
+    "bf16_linears": ("off", "off", "model.bf16_linears"),
+    "dtype": ("float32", "float32", "model.dtype"),
+    "device": ("cpu", "cpu", "model.device"),
+    "kernels": ("torch", "torch", "model.kernels"),
+    "load_format": ("dummy", "dummy", "model.load_format"),
+    "max_model_len": ("99", 99, "model.max_model_len"),
+    "store": ("/s", Path("/s"), ""),
+    "max_adapters": ("7", 7, ""),
+    "store_bytes": ("3GiB", 3 << 30, ""),
+    "max_lora_rank": ("8", 8, "memory.max_lora_rank"),
+    "lora_modules": ("mia=/mia", (MIA,), ""),
+    "lora_import_root": ("/usr", Path("/usr"), ""),
+    "accept_base_change": ("true", True, ""),
+    "kv_cache_dtype": ("float32", "float32", "memory.kv_dtype"),
+    "pool_bytes": ("1MiB", 1 << 20, "memory.pool_bytes"),
+    "host_cache_bytes": ("2MiB", 2 << 20, "memory.host_cache_bytes"),
+    "swap_bytes": ("3KiB", 3072, "memory.swap_bytes"),
+    "enable_prefix_caching": ("false", False, "memory.prefix_caching"),
+    "adapter_pool_fraction": ("0.5", 0.5, "memory.adapter_pool_fraction"),
+    "max_num_seqs": ("9", 9, "scheduler.max_num_seqs"),
+    "max_num_batched_tokens": ("128", 128, "scheduler.max_num_batched_tokens"),
+    "scheduling_policy": ("sjf", "sjf", "scheduler.policy"),
+    "preemption_mode": ("swap", "swap", "scheduler.preemption"),
+    "target_itl_ms": ("off", None, "scheduler.target_itl_ms"),
+    "max_wait_steps": ("5", 5, "scheduler.max_wait_steps"),
+    "queue_timeout_s": ("1.5", 1.5, "scheduler.queue_timeout_s"),
+    "early_abort": ("true", True, "scheduler.early_abort"),
+    "max_num_queued_seqs": ("11", 11, "scheduler.max_num_queued_seqs"),
+    "max_num_queued_tokens": ("12", 12, "scheduler.max_num_queued_tokens"),
+    "max_running_per_adapter": ("2", 2, ADAPTER + "max_running"),
+    "max_queued_per_adapter": ("3", 3, ADAPTER + "max_queued"),
+    "tokens_per_s_per_adapter": ("4.5", 4.5, ADAPTER + "tokens_per_s"),
+    "resident_bytes_per_adapter": ("1KiB", 1024, ADAPTER + "resident_bytes"),
+    "max_running_per_key": ("4", 4, KEY + "max_running"),
+    "max_queued_per_key": ("5", 5, KEY + "max_queued"),
+    "tokens_per_s_per_key": ("6.5", 6.5, KEY + "tokens_per_s"),
+    "resident_bytes_per_key": ("2KiB", 2048, KEY + "resident_bytes"),
+    "host": ("::1", "::1", ""),
+    "port": ("9", 9, ""),
+    "allowed_origins": ("http://a", ("http://a",), ""),
+    "api_key": ("secret-secret", "secret-secret", ""),
+    "insecure": ("true", True, ""),
+    "max_connections": ("13", 13, ""),
+    "header_timeout_s": ("1.25", 1.25, ""),
+    "body_timeout_s": ("2.25", 2.25, ""),
+    "write_timeout_s": ("3.25", 3.25, ""),
+    "keep_alive_s": ("4.25", 4.25, ""),
+    "watermark_gamma": ("0.25", 0.25, "watermark.gamma"),
+    "watermark_delta": ("3.5", 3.5, "watermark.delta"),
+    "watermark_key": ("77", 77, "watermark.key"),
+    "drain_s": ("5.5", 5.5, ""),
+    "watchdog_s": ("6.5", 6.5, ""),
+    "inject_faults": ("slow-disk:1ms", "slow-disk:1ms", ""),
+    "testing": ("true", True, ""),
+    "log_format": ("json", "json", ""),
+    "log_level": ("error", "error", ""),
+    "log_prompts": ("true", True, ""),
+    "metrics_compat": ("vllm", "vllm", ""),
+    "metrics_adapters": ("3", 3, ""),
+    "otlp_traces_endpoint": ("http://c:4318", "http://c:4318", ""),
+    "record_trace": ("/t.jsonl", Path("/t.jsonl"), ""),
+    "profile": ("/p.json", Path("/p.json"), ""),
+}
+
+
+def leaves(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of a dataclass and of those inside it, by their paths."""
+    for part in fields(config):
+        value = getattr(config, part.name)
+        yield from leaves(value, f"{path}{part.name}.") if is_dataclass(value) else [(path + part.name, value)]
+
+
+def test_every_option_has_a_sample_and_every_engine_path_exists() -> None:
+    assert list(SAMPLES) == list(FIELDS)
+    assert engine_options() == {path: name for name, (_, _, path) in SAMPLES.items() if path}
+    assert set(dict(leaves(EngineConfig()))) - set(engine_options()) == {ADAPTER + "weight", KEY + "weight"}
+
+
+@pytest.mark.parametrize("source", SOURCES[1:])
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_every_option_from_every_source(cli, monkeypatch, tmp_path: Path, spelling: str, source: str) -> None:
+    name = SPELLINGS[spelling]
+    text, value, path = SAMPLES[name]
+    command = ["serve", *(["--testing"] if name == "inject_faults" else [])]
+    if source == "flag":
+        command += [flag(f"no_{spelling}" if value is False else spelling)]
+        command += [] if isinstance(value, bool) else [text]
+    elif source == "environment":
+        monkeypatch.setenv(f"LORASRV_{spelling.upper()}", text)
+    else:
+        in_toml = [text] if isinstance(value, tuple) else value if type(value) in (bool, int, float) else text
+        command += ["--config", write(tmp_path, f"{spelling} = {json.dumps(in_toml)}")]
+    seen: list[ServerSettings] = []
+    monkeypatch.setattr("api.server.run", lambda settings, *_: seen.append(settings))
+    done = cli(*command)
+    assert done.code == 0, done.err
+    [got] = seen
+    assert (got.secret_key if name == "api_key" else getattr(got, name)) == value
+    assert dict(leaves(got.engine_config())) == dict(leaves(EngineConfig())) | ({path: value} if path else {})
+
+
+@pytest.mark.parametrize(("alias", "name"), [(alias, name) for name, o in OPTIONS.items() for alias in o.aliases])
+class TestAliases:
+    def test_both_names_in_one_source_are_an_error_that_tells_both(
+        self, cli, monkeypatch, tmp_path: Path, alias: str, name: str
+    ) -> None:
+        monkeypatch.setattr("api.server.run", lambda *_: None)
+        text = SAMPLES[name][0]
+        done = cli("serve", flag(name), text, flag(alias), text)
+        says = f"{flag(name)} and {flag(alias)} are the same option; give one of them"
+        assert (done.code, done.out, done.err) == (2, "", f"lorasrv: {says}\n")
+        path = write(tmp_path, f"{alias} = {json.dumps(text)}\n{name} = {json.dumps(text)}")
+        with pytest.raises(ConfigError, match=f"c.toml: {alias} and {name} are the same option"):
+            Sources.gather({}, path)
+        both = {f"LORASRV_{spelling.upper()}" for spelling in (alias, name)}
+        for variable in both:
+            monkeypatch.setenv(variable, text)
+        with pytest.raises(ConfigError, match=" and ".join(["(LORASRV_[A-Z_]+)"] * 2) + " are the same") as caught:
+            Sources.gather()
+        assert set(str(caught.value).split()[:3]) == {*both, "and"}
+
+    def test_sources_are_ordered_whatever_the_names(self, monkeypatch, tmp_path: Path, alias: str, name: str) -> None:
+        text, value, _ = SAMPLES[name]
+        path = write(tmp_path, f'{name} = "wrong"')
+        assert getattr(Sources.gather({alias: text}, path).settings(), name) == value
+        assert Sources.gather({alias: text}, path).origin(name).name == flag(alias)
+        monkeypatch.setenv(f"LORASRV_{alias.upper()}", text)
+        assert getattr(Sources.gather({}, path).settings(), name) == value
+        assert unknown_variables() == []
+
+    def test_complaints_have_the_name_that_was_given(self, monkeypatch, tmp_path: Path, alias: str, name: str) -> None:
+        wrong = "0" if type(SAMPLES[name][1]) is int else "nonsense"
+        for spelling in (alias, name):
+            with pytest.raises(ConfigError, match=f"^{flag(spelling)}[ :]"):
+                Sources.gather({spelling: wrong}).settings()
+            path = write(tmp_path, f"{spelling} = {json.dumps(wrong)}")
+            with pytest.raises(ConfigError, match=f"^{path}: {spelling}[ :]"):
+                Sources.gather({}, path).settings()
+            with monkeypatch.context() as patched:
+                patched.setenv(f"LORASRV_{spelling.upper()}", wrong)
+                with pytest.raises(ConfigError, match=f"^LORASRV_{spelling.upper()}[ :]"):
+                    Sources.gather().settings()
+
+
+class TestHelp:
+    @pytest.fixture
+    def helps(self) -> dict[str, str]:
+        serve = dict(commands())["serve"]
+        return {opt: param.help for param in parameters(serve) for opt in param.opts if not param.hidden}
+
+    @pytest.mark.parametrize(
+        ("name", "default"),
+        [
+            ("port", "8000"),
+            ("max_num_seqs", "64"),
+            ("scheduling_policy", "fair"),
+            ("max_num_queued_seqs", "4096"),
+            ("host_cache_bytes", "1GiB"),
+            ("swap_bytes", "256MiB"),
+            ("drain_s", "25"),
+            ("watermark_gamma", "0.5"),
+            ("log_format", "auto"),
+            ("store", "~/.local/share/lorasrv"),
+            ("pool_bytes", "25 % of free memory, 85 % on CUDA"),
+            ("max_running_per_key", "no limit"),
+        ],
+    )
+    def test_defaults(self, helps: dict[str, str], name: str, default: str) -> None:
+        assert helps[flag(name)].endswith(f" \\[default: {default}]")
+
+    def test_every_value_that_is_not_empty_is_told(self, helps: dict[str, str]) -> None:
+        given = {name for name, field in ServerSettings.model_fields.items() if field.default not in (None, ())}
+        told = {name for name in FIELDS if "[default: " in helps.get(flag(name), "")}
+        assert given - told == {name for name in FIELDS if isinstance(SAMPLES[name][1], bool)}
+
+    def test_choices_aliases_and_switches(self, helps: dict[str, str]) -> None:
+        assert helps["--device"].startswith("Device to run on: auto, cpu or cuda.")
+        assert helps["--log-level"].startswith("Lowest level of log lines: debug, info, warning or error; info:")
+        assert "Also --policy." in helps["--scheduling-policy"]
+        assert helps["--no-enable-prefix-caching"] == "Do not reuse the KV cache of prompts with a common prefix."
+        assert {"--policy", "--enable-prefix-caching", "--no-early-abort"} & set(helps) == set()
+
 
 drawn = st.dictionaries(st.sampled_from(sorted(SAID)), st.sets(st.sampled_from(SOURCES[1:])))
 
@@ -94,6 +291,7 @@ def write(folder: Path, text: str) -> Path:
         ('api_key = "s3 cret"', "{file}: api_key: takes 8 or more letters, digits and signs without spaces; "
          "lorasrv key create makes one"),
         ("api_key = 12345678", "{file}: api_key: what is given is not allowed; expected a text"),
+        ('log_level = "loud"', "{file}: log_level: 'loud' is not allowed; expected one of debug, info, warning, error"),
         ("port = 1\nport = 2", "{file}: cannot overwrite a value (at end of document)"),
         ("port = \nhost = 1", "{file}: invalid value (at line 1, column 8)"),
         ("max-queued = 1\nmax_queued = 2", "{file}: max_queued stands there twice, with - and with _"),
@@ -174,7 +372,7 @@ class TestCommands:
         rows = {name: rest for name, *rest in (line.split("\t") for line in done.out.splitlines())}
         assert rows["option"] == ["value", "from"]
         assert rows["port"] == ["5", f"file {path}"]
-        assert rows["policy"] == ["sjf", "environment LORASRV_POLICY"]
+        assert rows["scheduling_policy"] == ["sjf", "environment LORASRV_POLICY"]
         assert rows["max_num_seqs"] == ["64", "default"]
         assert rows["client.server"] == ["http://u:********@h:1", f"file {path}"]
         assert rows["client.api_key"] == rows["api_key"] == ["********", "environment LORASRV_API_KEY"]
@@ -228,7 +426,7 @@ class TestCommands:
         assert {name for name in FIELDS if f"\n# {name} = " not in text} == set()
         assert set(json.loads(cli("config", "init", "--json").out)) == set(FIELDS)
 
-    def test_serve_has_a_flag_for_every_option(self, cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_switches_both_ways(self, cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         given = []
         monkeypatch.setattr("api.server.run", lambda settings, *_: given.append(settings))
         path = write(tmp_path, "early_abort = true\nport = 5\ninsecure = true\n")
@@ -237,8 +435,6 @@ class TestCommands:
         for flags in (("--early-abort", "--no-early-abort"), ("--enable-prefix-caching", "--no-enable-prefix-caching")):
             done = cli("serve", *flags)
             assert (done.code, done.err) == (2, f"lorasrv: {flags[0]} and {flags[1]} exclude each other\n")
-        parameters = set(inspect.signature(serve).parameters)
-        assert parameters - {"config", "as_json"} == {*FIELDS, *(f"no_{name}" for name in _SWITCHES)}
 
     def test_serve_tells_of_misspelled_variables(self, cli, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("api.server.run", lambda *_: None)

@@ -128,7 +128,7 @@ def test_a_collector_gets_them(collector, make_server, make_adapter, monkeypatch
     monkeypatch.setattr(watching, "open_tracing", open_one)
     if said_by == "environment":
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
-    server = make_server(**{"otlp_endpoint": url} if said_by == "flag" else {})
+    server = make_server(**{"otlp_traces_endpoint": url} if said_by == "flag" else {})
     server.upload(make_adapter(), "mia")
     assert server.chat(model="mia").status_code == 200
     provider = opened[0]._provider

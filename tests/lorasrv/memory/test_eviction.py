@@ -27,8 +27,8 @@ class Pool:
     split: float | None = None
 
     def __post_init__(self) -> None:
-        options = MemoryOptions(adapter_floor_fraction=self.floor, adapter_pool_fraction=self.split)
-        self.books = MemoryManager.make(PoolLayout(self.pages, 4, PAGE_BYTES, 1), options)
+        options = MemoryOptions(adapter_pool_fraction=self.split)
+        self.books = MemoryManager.make(PoolLayout(self.pages, 4, PAGE_BYTES, 1), options, adapter_floor=self.floor)
         self.manager = self.books.adapter_manager
 
     def on_host(self, key: AdapterKey, layout: AdapterLayout = LAYOUT) -> None:

@@ -49,7 +49,7 @@ def _prompts(rng: random.Random, count: int) -> list[list[int]]:
 def test_every_adapter_says_its_own_token_and_no_other(model: Path, marked: dict[str, tuple[Path, Any]]) -> None:
     greedy = SamplingParams(max_tokens=storm.MAX_NEW, temperature=0.0, ignore_eos=True)
     rng = random.Random(4)
-    with LLM(str(model), storm.config(model, pages=1000)) as llm:
+    with storm.small_pages(), LLM(str(model), storm.config(model, pages=1000)) as llm:
         for name, (path, _) in marked.items():
             llm.add_adapter(name, path)
         asked = [(name, prompt) for name in (None, *marked) for prompt in _prompts(rng, 6)]
@@ -71,7 +71,7 @@ def test_transformers_and_peft_agree(model: Path, marked: dict[str, tuple[Path, 
     if name is not None:
         oracle = PeftModel.from_pretrained(oracle, marked[name][0])
     prompts = _prompts(random.Random(5), 3)
-    with LLM(str(model), storm.config(model, pages=200)) as llm:
+    with storm.small_pages(), LLM(str(model), storm.config(model, pages=200)) as llm:
         if name is not None:
             llm.add_adapter(name, marked[name][0])
         greedy = SamplingParams(max_tokens=storm.MAX_NEW, temperature=0.0, ignore_eos=True)

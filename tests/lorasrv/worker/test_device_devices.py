@@ -31,7 +31,7 @@ def test_activations() -> None:
 def test_a_pool_on_cuda_takes_what_the_device_has_free(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 4000))
-    assert build.pool_size(MemoryOptions(cuda_pool_fraction=0.5), CUDA) == 500
+    assert build.pool_size(MemoryOptions(), CUDA) == 850
     assert build.pool_size(MemoryOptions(pool_bytes=70), CUDA) == 70
     assert build.pool_size(MemoryOptions(pool_bytes=70), CPU) == 70
 

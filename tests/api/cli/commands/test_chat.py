@@ -211,6 +211,12 @@ class TestGenerate:
         }  # fmt: skip
         assert cli("generate", "hi", "--grammar", grammar, "--server", server.url).code == 130
         assert sent[1]["guided_grammar"] == "root ::= x"
+        only_here = {"--min-tokens", "--logit-bias", "-n", "--logprobs", "--json-schema"}
+        flags = [part for pair in given.items() if pair[0] not in only_here for part in pair]
+        assert cli("chat", "--server", server.url, *flags, stdin="hi\n").code == 130
+        of_generate = {"min_tokens", "ignore_eos", "logit_bias", "n", "logprobs", "top_logprobs", "response_format"}
+        sent[2].pop("messages")
+        assert sent[2] == {name: value for name, value in body.items() if name not in of_generate}
 
     def test_ends_of_lines_that_only_unicode_knows(self, cli, server, engine) -> None:
         engine.text = "a\u2028b\u2029c\u0085d"

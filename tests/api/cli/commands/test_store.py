@@ -1,4 +1,6 @@
-"""store gc, fsck, export, import: the commands; what they do is tested in tests/adapter_store/maintenance/test_offline_store.py."""
+"""store gc, fsck, export, import: the commands; what they do is tested in
+tests/adapter_store/maintenance/test_offline_store.py.
+"""
 
 import json
 from collections.abc import Callable

@@ -113,7 +113,8 @@ def test_no_trace(cli, tmp_path: Path) -> None:
     ("options", "complaint"),
     [
         (("--policy", "best"), "--policy 'best' is unknown"),
-        (("--pool-bytes", "much"), "--pool-bytes: 'much' is no size"),
+        (("--scheduling-policy", "best"), "--scheduling-policy 'best' is unknown"),
+        (("--pool-bytes", "much"), "--pool-bytes: 'much' is not allowed; expected a size: 512MiB, 2GB or bytes"),
         (("--pool-bytes", "1000"), "--pool-bytes is too small"),
         (("--max-num-seqs", "0"), "--max-num-seqs must be positive"),
         (("--p99-ttft-ms", "0"), "--p99-ttft-ms must be positive"),

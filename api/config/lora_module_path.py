@@ -1,0 +1,74 @@
+"""`--lora-modules`: adapters in folders of the server's own machine, in vLLM's spelling.
+
+An item is `name=path`, or JSON with `name`, `path` and `base_model_name`.
+"""
+
+import json
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from adapter_store.errors import show
+
+_KEYS = ("name", "path", "base_model_name")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModulePath:
+    """Name an adapter to register at the start. `base_model_name` is only compared with the base model's name."""
+
+    name: str
+    path: Path
+    base_model_name: str | None = None
+
+
+def parse_modules(value: object) -> tuple[LoraModulePath, ...]:
+    """Parse a list of items, or a text of items as a shell would split it.
+
+    Raises:
+        ValueError: an item has neither form, or a name stands twice.
+    """
+    items = _split(value) if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        raise ValueError("expected name=path, or JSON with name and path")
+    modules = tuple(item if isinstance(item, LoraModulePath) else _parse(item) for item in items if item != "")
+    names = [module.name for module in modules]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"{show(twice[0])} is given twice; a name has one folder")
+    return modules
+
+
+def _split(text: str) -> list[Any]:
+    stripped = text.strip()
+    if not stripped.startswith(("[", "{")):
+        return list(shlex.split(stripped))
+    value = _json(stripped)
+    return value if isinstance(value, list) else [value]
+
+
+def _parse(item: object) -> LoraModulePath:
+    value = _json(item) if isinstance(item, str) and item.lstrip().startswith("{") else item
+    if isinstance(value, dict):
+        return _from_json(value)
+    name, equals, path = value.partition("=") if isinstance(value, str) else ("", "", "")
+    if not (name and equals and path):
+        raise ValueError(f'{show(item)} is neither name=path nor {{"name": ..., "path": ...}}')
+    return LoraModulePath(name, Path(path))
+
+
+def _from_json(value: dict[str, Any]) -> LoraModulePath:
+    if unknown := sorted(value.keys() - set(_KEYS)):
+        raise ValueError(f"{show(unknown[0])} is unknown; known: {', '.join(_KEYS)}")
+    for key in _KEYS:
+        found = value.get(key)
+        if not (isinstance(found, str) and found) and not (key == "base_model_name" and found is None):
+            raise ValueError(f"{key} must be a text, not {show(found)}")
+    return LoraModulePath(value["name"], Path(value["path"]), value.get("base_model_name"))
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{show(text)} is no JSON: {error}") from None
