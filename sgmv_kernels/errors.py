@@ -3,3 +3,7 @@
 
 class KernelArgumentError(ValueError):
     """An argument of an op is wrong: dtype, shape, alignment or range. The message names the argument."""
+
+
+class CapacityExceeded(ValueError):
+    """A step does not fit the capacity of its buffer."""

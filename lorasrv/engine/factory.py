@@ -145,7 +145,8 @@ def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
 
 def _geometry(options: MemoryOptions, spec: ModelSpec, kv_format: KVFormat, device: torch.device) -> PoolLayout:
     pool_bytes = pool_size(options, device)
-    geometry = PoolLayout.for_model(spec, kv_format, PAGE_SIZE_TOKENS, pool_bytes)
+    page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
+    geometry = PoolLayout.of_bytes(pool_bytes, page_bytes, PAGE_SIZE_TOKENS, spec.num_layers)
     if geometry.num_pages < MIN_POOL_PAGES:
         raise ConfigError(
             f"--pool-bytes {pool_bytes} is too small: one page takes {geometry.block_bytes} bytes, "

@@ -16,9 +16,7 @@ from lorasrv.memory.eviction import EvictionLevel, Evictor
 from lorasrv.memory.kv_cache_manager import KVCacheManager, SwapSpace
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import PrefixCache
-from lorasrv.models.spec import ModelSpec
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
-from sgmv_kernels.formats.kv_format import KVFormat
 
 NO_ROOM_RETRY_S = 5.0
 """Least estimate of when an adapter is ready if running requests leave no pages for it."""
@@ -39,10 +37,11 @@ class PoolLayout:
     num_layers: int
 
     @classmethod
-    def for_model(cls, spec: ModelSpec, kv_format: KVFormat, page_size: int, pool_bytes: int) -> "PoolLayout":
-        """Return the pool of at most `pool_bytes` whose pages hold `page_size` tokens of a model's keys and values."""
-        page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, page_size)
-        return cls(pool_bytes // (page_bytes * spec.num_layers), page_size, page_bytes, spec.num_layers)
+    def of_bytes(cls, pool_bytes: int, page_bytes: int, page_size: int, num_layers: int) -> "PoolLayout":
+        """Return the largest pool of at most `pool_bytes`; `page_bytes` are those of `page_size` tokens of one
+        layer.
+        """
+        return cls(pool_bytes // (page_bytes * num_layers), page_size, page_bytes, num_layers)
 
     @property
     def block_bytes(self) -> int:

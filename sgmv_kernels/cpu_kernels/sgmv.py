@@ -36,7 +36,8 @@ from sgmv_kernels.cpu_ops.sgmv import (
 )
 from sgmv_kernels.cpu_simd.elementwise import BF16, FP16, FP32, f32, i32, itemsize, put_f32, take_next
 from sgmv_kernels.cpu_simd.matmul import axpy, make_dot, make_mul, part, unpart
-from sgmv_kernels.formats.adapter_panels import ALIGNMENT_BYTES, MAX_SLICES, PANEL_RANKS, RECORD_INTS
+from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PANEL_RANKS, RECORD_INTS
+from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 
 FETCH_BYTES = 1024
 """Bytes that a matrix is prefetched ahead of the read position."""

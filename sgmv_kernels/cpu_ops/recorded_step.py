@@ -5,30 +5,43 @@ without, and each run gets the step's own numbers (`launches`).
 """
 
 import time
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from sgmv_kernels.backend import Angles, Layers, ProgramShape, StepTables
+from sgmv_kernels.backend import Angles, AttentionPlan, Layers, ProgramShape, SgmvPlan, StepTables
 from sgmv_kernels.cpu_ops.attention import PART as ATTENTION
 from sgmv_kernels.cpu_ops.attention import sequences_part
 from sgmv_kernels.cpu_ops.pointwise import SAMPLED, TAKEN, rope_name, rope_part, taken_part
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, Words, recording
 from sgmv_kernels.cpu_runtime.openmp import team_size
-from sgmv_kernels.metadata.sgmv_tables import rankless_tables
+from sgmv_kernels.metadata.segments import Int32
+from sgmv_kernels.metadata.sgmv_tables import SgmvTables, rankless_tables
 
-if TYPE_CHECKING:
-    from sgmv_kernels.ops import Ops
+
+class Planner(Protocol):
+    """What recording needs of `sgmv_kernels.ops.Ops`: plans of empty tables and of one long sequence."""
+
+    def plan_tables(self, tables: SgmvTables, dtype: torch.dtype) -> SgmvPlan: ...
+
+    def plan_attention(
+        self,
+        page_tables: Int32,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        page_size: int,
+        num_pages: int,
+    ) -> AttentionPlan: ...
 
 
 class RecordedStep:
     """Runs `layers` from recordings, with the results of calling it."""
 
-    def __init__(self, layers: Layers, shape: ProgramShape, ops: "Ops") -> None:
-        self._layers, self._shape, self._ops = layers, shape, ops
+    def __init__(self, layers: Layers, shape: ProgramShape, planner: Planner) -> None:
+        self._layers, self._shape, self._planner = layers, shape, planner
         self._x = torch.empty((shape.max_rows, shape.hidden_size))
         widths = [(shape.max_rows, width) for width in shape.angles]
         self._angles = tuple((torch.empty(size), torch.empty(size)) for size in widths)
@@ -67,11 +80,11 @@ class RecordedStep:
     def _record(self, with_adapters: bool) -> tuple[Program, Tensor]:
         shape = self._shape
         pages = -(-shape.max_rows // shape.page_size)
-        attention = self._ops.plan_attention(
+        attention = self._planner.plan_attention(
             np.zeros((1, pages), dtype=np.int32), [shape.max_rows], [shape.max_rows], shape.page_size, shape.num_pages
         )
         tables = rankless_tables(shape.sites if with_adapters else (), shape.num_layers, shape.max_rows)
-        lora = self._ops.plan_tables(tables, shape.adapter_dtype)
+        lora = self._planner.plan_tables(tables, shape.adapter_dtype)
         sampled = torch.zeros(shape.max_samples, dtype=torch.int64)
         with recording() as recorded:
             logits = self._layers(self._x, self._angles, StepTables(attention, lora, sampled))

@@ -20,9 +20,10 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
+
 LAYOUT_VERSION = 1
 PANEL_RANKS = 16
-ALIGNMENT_BYTES = 128
 SCALE_BYTES = 4
 MAX_RANK = 256
 """Highest rank of one slice that kernels are built and tested for."""

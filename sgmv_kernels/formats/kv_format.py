@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sgmv_kernels.formats.adapter_panels import ALIGNMENT_BYTES
-
+ALIGNMENT_BYTES = 128
+"""Pages and adapter panels begin at multiples of this, so that kernels read whole cache lines."""
 Tensor = Any
 """Stands for torch.Tensor: schedulers and planners read sizes here, so torch is not imported even for types."""
 Parts = Mapping[str, Tensor]

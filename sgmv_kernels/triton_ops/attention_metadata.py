@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from sgmv_kernels.backend import AttentionPlan
+from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.triton_ops.common import host_ints, put, sections
 
@@ -35,10 +36,6 @@ FEW_ROWS = 64
 NO_SLOT = -1
 PADDING_INTS = 256
 """Room behind the page tables: a tile of keys reads the table without a mask, at most one tile past its end."""
-
-
-class CapacityExceeded(ValueError):
-    """A step does not fit the capacity of its buffer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sgmv_kernels.backend import SgmvPlan
-from sgmv_kernels.formats.adapter_panels import ALIGNMENT_BYTES, MAX_SLICES, PANEL_RANKS, SCALE_BYTES
+from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PANEL_RANKS, SCALE_BYTES
+from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
 from sgmv_kernels.triton_ops.common import as_bound, cast, dot, kernel, product_dtype
 from sgmv_kernels.triton_ops.sgmv_metadata import TritonTables

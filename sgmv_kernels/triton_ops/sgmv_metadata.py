@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.formats.adapter_panels import RECORD_INTS, SiteDims
 from sgmv_kernels.metadata.segments import Int32
 from sgmv_kernels.metadata.sgmv_tables import SgmvTables
@@ -31,10 +32,6 @@ from sgmv_kernels.triton_ops.common import host_ints, put, sections
 CHUNK_INTS = 4
 RANK_STEP = 16
 """Planes are as wide as the highest rank rounded up to this: fewer shapes to compile for, aligned rows."""
-
-
-class CapacityExceeded(ValueError):
-    """A step does not fit the capacity of its buffer."""
 
 
 @dataclass(frozen=True, slots=True)

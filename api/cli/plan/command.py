@@ -178,7 +178,8 @@ def _server(
     costs, source, memory = _costs(asked, name, tell)
     itemsize = 4 if asked.config.model.dtype == "float32" else 2
     kv_format = get_kv_format(memory.kv_dtype, asked.config.model.dtype)
-    layout = PoolLayout.for_model(spec, kv_format, PAGE_SIZE_TOKENS, pool_size(memory))
+    page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
+    layout = PoolLayout.of_bytes(pool_size(memory), page_bytes, PAGE_SIZE_TOKENS, spec.num_layers)
     if layout.num_pages < MIN_POOL_PAGES:
         raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
     layout_of = _layouts(asked, spec, itemsize, trace)

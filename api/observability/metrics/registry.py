@@ -39,11 +39,11 @@ def collected(registry: CollectorRegistry) -> list[Metric]:
 def as_text(metrics: Iterable[Metric]) -> bytes:
     """Prometheus text; any thread may write it."""
     registry = CollectorRegistry()
-    registry.register(_Given(metrics))
+    registry.register(_GivenMetrics(metrics))
     return generate_latest(registry)
 
 
-class _Given(Collector):
+class _GivenMetrics(Collector):
     def __init__(self, metrics: Iterable[Metric]) -> None:
         self._metrics = metrics
 

@@ -199,7 +199,7 @@ class _Run:
             await self._engine.warm(key, LOADS_S)
             ended = time.perf_counter()
             seconds = self._engine.metrics.snapshot().adapter_load_seconds_total - before
-            loads.append(_Load(nbytes, seconds, begun, ended))
+            loads.append(_MeasuredLoad(nbytes, seconds, begun, ended))
             if ended > ends_s and number % 2:
                 break
             await asyncio.sleep(max(0.0, LOAD_EVERY_S - (ended - begun)))
@@ -219,7 +219,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Load:
+class _MeasuredLoad:
     """An adapter that was read in `seconds`, at some time between the other two."""
 
     nbytes: int
@@ -236,7 +236,7 @@ class _Loads:
     stall_byte_s: float = 0.0
 
     @classmethod
-    def of(cls, loads: Sequence[_Load], steps: Sequence[_Step]) -> "_Loads":
+    def of(cls, loads: Sequence[_MeasuredLoad], steps: Sequence[_Step]) -> "_Loads":
         """`steps` ran meanwhile: what those beside a load took beyond the others is what it cost them."""
         each_s, byte_s = _line([(load.nbytes, load.seconds) for load in loads])
         alike = [(end - s, end, s) for end, shape, s in steps if shape.tokens == shape.requests == NUM_STREAMS]

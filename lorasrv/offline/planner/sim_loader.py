@@ -27,7 +27,7 @@ class LoadPart(Enum):
 
 
 @dataclass(slots=True, eq=False)
-class _Load:
+class _SimLoad:
     """An entry of the load queue; `setup_s` and `bytes_left` are left to be spent on it."""
 
     key: AdapterKey
@@ -51,9 +51,9 @@ class SimLoader:
         self._cache = cache
         self._size_of = size_of
         self._now = 0.0
-        self._loads: dict[AdapterKey, _Load] = {}
-        self._queue: deque[_Load] = deque()
-        self._reading: list[_Load] = []
+        self._loads: dict[AdapterKey, _SimLoad] = {}
+        self._queue: deque[_SimLoad] = deque()
+        self._reading: list[_SimLoad] = []
         self._copies: deque[AdapterKey] = deque()
         self._copy_ends_s = 0.0
         self._stall_s = 0.0
@@ -128,7 +128,7 @@ class SimLoader:
 
     def _enqueue(self, key: AdapterKey, *, is_requested: bool) -> None:
         nbytes = self._size_of(key)
-        self._loads[key] = load = _Load(key, nbytes, self._costs.load_s, float(nbytes), is_requested)
+        self._loads[key] = load = _SimLoad(key, nbytes, self._costs.load_s, float(nbytes), is_requested)
         self._queue.append(load)
         self._begin()
 
@@ -143,7 +143,7 @@ class SimLoader:
                 self._prefetched.discard(load.key)
                 self._end_load(load)
 
-    def _end_load(self, load: _Load) -> None:
+    def _end_load(self, load: _SimLoad) -> None:
         """Report an adapter that is in host memory and pinned; unpin it after a prefetch."""
         del self._loads[load.key]
         if load.is_requested:
@@ -152,7 +152,7 @@ class SimLoader:
             self._prefetched.add(load.key)
             self._cache.unpin(load.key)
 
-    def _seconds_left(self, load: _Load) -> float:
+    def _seconds_left(self, load: _SimLoad) -> float:
         """Predict when a load ends if the other loads go on meanwhile."""
         return load.setup_s + load.bytes_left * self._costs.load_byte_s * len(self._reading)
 

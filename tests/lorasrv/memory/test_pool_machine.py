@@ -24,7 +24,8 @@ from lorasrv.request import EngineCoreRequest, OnCold, RequestStatus
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, ScheduledRequest, SchedulerOutput, SwapIn, SwapOut
-from sgmv_kernels.formats.adapter_panels import ALIGNMENT_BYTES, AdapterLayout, PlacedAdapter, SiteDims
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
+from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 
 PAGE_SIZE = 4
 PAGE_BYTES = 1024

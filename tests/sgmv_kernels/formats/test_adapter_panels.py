@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sgmv_kernels.formats.adapter_panels import ALIGNMENT_BYTES, AdapterLayout, SiteDims
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
+from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 
 SITES = (SiteDims(48, (48, 16, 16)), SiteDims(48, (48,)), SiteDims(48, (96, 96)), SiteDims(96, (48,)))
 RANK = st.integers(0, 40)

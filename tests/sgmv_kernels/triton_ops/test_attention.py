@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 
 from sgmv_kernels.backend import plan_of
+from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import paged_attention_reference
 from sgmv_kernels.triton_ops import attention as attention_triton
-from sgmv_kernels.triton_ops.attention_metadata import AttentionCapacity, AttentionTables, CapacityExceeded
+from sgmv_kernels.triton_ops.attention_metadata import AttentionCapacity, AttentionTables
 from tests.helpers.float_pages import float_pages
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

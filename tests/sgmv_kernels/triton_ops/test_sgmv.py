@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from sgmv_kernels.backend import SgmvPlan
+from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.formats.adapter_panels import SiteDims
 from sgmv_kernels.metadata.segments import build_segments
 from sgmv_kernels.metadata.sgmv_tables import build_tables
@@ -20,7 +21,7 @@ from sgmv_kernels.ops import Ops
 from sgmv_kernels.reference import sgmv_reference
 from sgmv_kernels.triton_ops import block_sizes as triton_configs
 from sgmv_kernels.triton_ops import sgmv as sgmv_triton
-from sgmv_kernels.triton_ops.sgmv_metadata import Capacity, CapacityExceeded, TritonTables
+from sgmv_kernels.triton_ops.sgmv_metadata import Capacity, TritonTables
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 PAGE = 1024

@@ -49,7 +49,9 @@ def test_the_pool_counts_in_pages_of_the_format(model: Path) -> None:
 
 def test_geometry_rounds_the_pool_down() -> None:
     spec = ModelSpec("llama", 5, 64, 64, 6, 3, 64, 100, 100, 1e-5)
-    geometry = PoolLayout.for_model(spec, TOY, 16, 7 * 5 * 6528 + 4000)
+    geometry = PoolLayout.of_bytes(
+        7 * 5 * 6528 + 4000, TOY.page_bytes(spec.num_kv_heads, spec.head_dim, 16), 16, spec.num_layers
+    )
     assert geometry == PoolLayout(num_pages=7, page_size=16, page_bytes=6528, num_layers=5)
 
 
