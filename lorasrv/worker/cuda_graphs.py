@@ -22,9 +22,10 @@ from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device_pool import DevicePool
 from lorasrv.worker.forward_batch import ForwardBatch, by_adapter
+from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.metadata.segments import BASE
 from sgmv_kernels.ops import StepTables
-from sgmv_kernels.triton_ops.graph_plans import CapacityExceeded, PlanDims, StaticCapacity, StaticPlans, scratch_rows
+from sgmv_kernels.triton_ops.graph_plans import PlanDims, StaticCapacity, StaticPlans, scratch_rows
 
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 BUCKET_STEP = 32

@@ -11,16 +11,15 @@ import numpy as np
 import torch
 
 from sgmv_kernels.backend import AttentionPlan, SgmvPlan, plan_of
+from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.metadata.segments import BASE, Int32, build_segments
 from sgmv_kernels.metadata.sgmv_tables import build_tables
-from sgmv_kernels.triton_ops import attention_metadata, sgmv_metadata
 from sgmv_kernels.triton_ops.attention import shape_for
 from sgmv_kernels.triton_ops.attention_metadata import AttentionCapacity, AttentionTables
 from sgmv_kernels.triton_ops.block_sizes import attention_config, device_name
 from sgmv_kernels.triton_ops.sgmv_metadata import Capacity, TritonTables, capacity_ranks
 
-CapacityExceeded = (attention_metadata.CapacityExceeded, sgmv_metadata.CapacityExceeded)
 """Errors of `StaticPlans.update` for a step that does not fit; a tuple, for `except`."""
 CPU = torch.device("cpu")
 
@@ -97,7 +96,7 @@ class StaticPlans:
         if self._lora is not None:
             self._lora.update(tables)
         elif tables.num_segments:
-            raise sgmv_metadata.CapacityExceeded("a step has adapters, the capacity has none")
+            raise CapacityExceeded("a step has adapters, the capacity has none")
         host = torch.empty((4, rows), dtype=torch.int64, pin_memory=dims.device.type == "cuda")
         host[0] = torch.tensor(token_ids)
         host[1] = torch.tensor(kv_lens) - 1
