@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -104,7 +103,7 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
     limits = AdapterLimits(engine, store, settings.limits("adapter"))
     limits.check()
     verifier = Verifier()
-    services = Services(engine, store, settings, limits, verifier, int(time.time()))
+    services = Services.create(engine, store, settings, limits, verifier)
     watching = Observability.of(services)
     keys = KeyCache(store.root, settings.secret_key, open_without_keys=settings.serves_without_keys)
     batch_keeper = BatchManager(store.root, partial(in_process_client, services, check=partial(check_key, keys)))
@@ -186,7 +185,7 @@ def _middleware(settings: ServerSettings, keys: KeyCache, services: Services) ->
         Middleware(AuthMiddleware, keys=keys),
         Middleware(ResponseLimitMiddleware),
         Middleware(BodyLimitMiddleware),
-        Middleware(RateLimitMiddleware, allowances=services.allowances),
+        Middleware(RateLimitMiddleware, allowances=services.admission.allowances),
     ]
 
 

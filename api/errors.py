@@ -57,6 +57,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.InvalidTrace: Answer(500, "invalid_trace", SERVER, retry=False, message=INTERNAL_MESSAGE),
     engine_errors.AdapterLoadFailed: Answer(503, "adapter_load_failed", SERVER, retry=False),
     engine_errors.AdapterDeleted: Answer(404, "adapter_deleted", param="model"),
+    engine_errors.RetryLater: Answer(503, "server_busy", SERVER, retry_after_s=1.0),
     engine_errors.AdapterCold: Answer(503, "adapter_cold", SERVER, param="on_cold", retry_after_s=1.0),
     engine_errors.InvalidLimits: Answer(400, "invalid_value"),
     engine_errors.LimitExceeded: Answer(429, "limit_exceeded", "rate_limit_error", retry_after_s=1.0),
@@ -109,6 +110,15 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     ),
 }
 
+_TGI_FIELDS = {"prompt": "inputs", "max_tokens": "max_new_tokens", "ignore_eos": "ignore_eos_token"}
+FIELD_NAMES: Mapping[str, Mapping[str, str]] = {
+    "/v1/chat/completions": {"prompt": "messages"},
+    "/generate": _TGI_FIELDS,
+    "/generate_stream": _TGI_FIELDS,
+    "/": _TGI_FIELDS,
+}
+"""What the engine's fields are called in the bodies of a path, where it is something else."""
+
 
 class ApiError(HTTPException):
     """An answer that the HTTP layer itself decides on."""
@@ -139,15 +149,17 @@ class Failure:
         return JSONResponse(self.body, self.status, dict(self.headers))
 
 
-def describe(error: Exception, *, param: str | None = None) -> Failure:
-    """Any exception as an answer; `param` overrides the field that it is about."""
+def describe(error: Exception, *, path: str = "") -> Failure:
+    """Return any exception as an answer to a request of this path."""
     if isinstance(error, HTTPException):
         return _describe_http(error)
     if isinstance(error, RequestValidationError):
         return _describe_validation(error)
+    if isinstance(error, engine_errors.InvalidRequest):
+        error = error.renamed(FIELD_NAMES.get(path, {}))
     answer = answer_for(type(error))
     message = answer.message or str(error)
-    shown = param or getattr(error, "param", None) or answer.param
+    shown = getattr(error, "param", None) or answer.param
     body = error_body(message, answer.type, shown, answer.code)
     if isinstance(error, store_errors.AdapterInvalid):
         body["error"]["details"] = [problem.to_dict() for problem in error.problems]
@@ -220,12 +232,12 @@ BROKEN_OFF = "generation_failed"
 
 def describe_at(path: str, error: Exception) -> Failure:
     """Any exception as the clients of that path understand it."""
-    return describe_tgi(error) if path in TGI_PATHS else describe(error)
+    return describe_tgi(error) if path in TGI_PATHS else describe(error, path=path)
 
 
 def describe_tgi(error: Exception) -> Failure:
     """400 becomes 422; a failure of ours 424, unless to try again later helps (503) or it was too late (504)."""
-    failure = describe(error)
+    failure = describe(error, path="/generate")
     status, kind = _status_and_type(failure, error)
     body: dict[str, Any] = {"error": failure.body["error"]["message"], "error_type": kind}
     return Failure(status, body, failure.headers)

@@ -191,13 +191,12 @@ def _serve(
     progress("importing torch", 1.0)
     with ExitStack() as opened:
         check_profile_path(settings.profile)
-        recorder = _open_recorder(settings, opened)
+        observers = _open_recorder(settings, opened)
         store = opened.enter_context(_open_store(settings))
         faults.arm_store(store)
         register_modules(store, settings.lora_modules, progress)
         # One bar for the whole load, not one for each of its layers.
-        engine = AsyncEngine.build(config, store, lambda _, share: progress("loading the model", share))
-        engine.recorder = recorder
+        engine = AsyncEngine.build(config, store, lambda _, share: progress("loading the model", share), observers)
         faults.arm_engine(engine)
         app = create_app(engine, store, settings)
 
@@ -214,14 +213,14 @@ def _serve(
             _Uvicorn(app, bounds, tell_ready, watchdog).run(sockets=[listener])
 
 
-def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "TraceRecorder | None":
-    """Before the model is loaded: a file that cannot be written is told at once."""
+def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "list[TraceRecorder]":
+    """Open the file of `--record-trace`, if any: before the model is loaded, so that a failure is told at once."""
     from lorasrv.metrics.trace_recorder import TraceRecorder
 
     if settings.record_trace is None:
-        return None
+        return []
     try:
-        return opened.enter_context(TraceRecorder(settings.record_trace.expanduser()))
+        return [opened.enter_context(TraceRecorder(settings.record_trace.expanduser()))]
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(f"--record-trace {settings.record_trace} cannot be written: {why}") from None

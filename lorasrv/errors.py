@@ -13,13 +13,14 @@
     ├── InvalidTrace (ValueError)          a line of recorded traffic is malformed; names the line and the field
     ├── AdapterLoadFailed                  a registered adapter could not be brought into the pool; says why
     ├── AdapterDeleted                     the adapter was deleted while a request was on it, by who would not wait
-    ├── AdapterCold                        the adapter is not in the pool and the caller would not wait; `retry_after_s`
-    ├── LimitExceeded                      as many requests of the adapter or the key wait as may; `retry_after_s`
+    ├── RetryLater                         not now; the same may be done in `retry_after_s`
+    │   ├── AdapterCold                    the adapter is not in the pool and the caller would not wait
+    │   ├── LimitExceeded                  as many requests of the adapter or the key wait as may
+    │   ├── DeadlineUnreachable            the request would miss its deadline, so it was not begun
+    │   ├── EngineOverloaded               the queue is full
+    │   └── VerificationBusy               another adapter is being verified
     ├── RequestTimeout                     the request was not done in the time that it, or the server, allows
-    ├── DeadlineUnreachable                it would not be, so it was not begun; `retry_after_s`
-    ├── EngineOverloaded                   no room now; carries `retry_after_s`
     ├── VerificationUnavailable            an adapter cannot be verified here: a package or memory is missing
-    ├── VerificationBusy                   another adapter is being verified; `retry_after_s`
     ├── VerificationFailed                 a verification has ended without a verdict; says why
     ├── StepFailed                         the request could not be computed, though others could
     ├── OutOfMemory                        not even it alone fits into memory now; `retry_after_s`
@@ -32,6 +33,8 @@
 """
 
 import re
+from collections.abc import Mapping
+from typing import Self
 
 
 class LorasrvError(Exception):
@@ -39,11 +42,21 @@ class LorasrvError(Exception):
 
 
 class InvalidRequest(LorasrvError, ValueError):
-    """A field of the request is malformed or out of range. `param` is the field's name on the wire."""
+    """A field of the request is malformed or out of range.
+
+    Args:
+        message: what is wrong and how to mend it; `{param}` in it stands for the field's name.
+        param: the field, by the engine's name for it, or None.
+    """
 
     def __init__(self, message: str, *, param: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message.replace("{param}", param or "the field"))
         self.param = param
+        self._message = message
+
+    def renamed(self, names: Mapping[str, str]) -> Self:
+        """Return the same error in the words of a protocol that has other names for some fields."""
+        return type(self)(self._message, param=names.get(self.param or "", self.param))
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -86,6 +99,14 @@ class InvalidTrace(LorasrvError, ValueError):
     """Recorded traffic cannot be read. The message names the file, the line and the field."""
 
 
+class RetryLater(LorasrvError):
+    """What was asked cannot be done now; the same may be done in `retry_after_s`."""
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
 class AdapterLoadFailed(LorasrvError):
     """A registered adapter could not be brought into the pool. Fails its own requests only."""
 
@@ -94,52 +115,32 @@ class AdapterDeleted(LorasrvError):
     """The adapter was deleted while the request was on it, and whoever did would not wait. What came is no answer."""
 
 
-class AdapterCold(LorasrvError):
+class AdapterCold(RetryLater):
     """The adapter is not in the pool and the request would not wait. It is brought in; try again in `retry_after_s`."""
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
-
-class LimitExceeded(LorasrvError):
+class LimitExceeded(RetryLater):
     """The adapter, or the key, has as many requests waiting as it may. Says which limit, of whom."""
-
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class RequestTimeout(LorasrvError):
     """The request was not done, or not begun, in the time that it or the server allows. What came is no answer."""
 
 
-class DeadlineUnreachable(LorasrvError):
+class DeadlineUnreachable(RetryLater):
     """The request is predicted to miss its deadline, so it was refused before anything was spent on it."""
 
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
-
-class EngineOverloaded(LorasrvError):
-    """No room now; try again after `retry_after_s` seconds."""
-
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
+class EngineOverloaded(RetryLater):
+    """The queue has no place for the request now."""
 
 
 class VerificationUnavailable(LorasrvError):
     """An adapter cannot be verified here. The message says which package, or how much memory, is missing."""
 
 
-class VerificationBusy(LorasrvError):
+class VerificationBusy(RetryLater):
     """Another adapter is being verified; one at a time."""
-
-    def __init__(self, message: str, *, retry_after_s: float) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
 
 
 class VerificationFailed(LorasrvError):

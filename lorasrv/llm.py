@@ -84,6 +84,7 @@ class LLM:
         self.spec, self.tokenizer, self.chat_template = built.spec, built.tokenizer, built.chat_template
         loader = InlineLoader(built.parts.source, built.parts.runner.write_adapter)
         self.engine = EngineCore(built.parts, loader)
+        self.input_processor = built.input_processor(self.engine.poison)
         self._numbers = itertools.count()
 
     def add_adapter(self, adapter_id: str, directory: Path | str, *, allow_partial: bool = False) -> AdapterRef:
@@ -105,7 +106,7 @@ class LLM:
             sampling: one for all, or one a prompt.
             adapter_ids: a reference for each prompt, None for the base.
         Raises:
-            InvalidRequest, AdapterNotFound, AdapterLoadFailed: nothing is answered in part.
+            InvalidRequest, PoisonRequest, AdapterNotFound, AdapterLoadFailed: nothing is answered in part.
             RequestTimeout, LimitExceeded: the configuration has a queue timeout or limits, and they were met.
         """
         each = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
@@ -178,12 +179,10 @@ class LLM:
         adapter_id: str | None,
         beams: BeamOptions | None = None,
     ) -> EngineCoreRequest:
-        ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
         ref = self.store.resolve(adapter_id) if adapter_id is not None else None
         request_id = RequestId(f"offline-{next(self._numbers)}")
-        if ref is None:
-            return self.engine.admission.admit(request_id, ids, sampling, beams=beams)
-        return self.engine.admission.admit(request_id, ids, sampling, ref.key, adapter_id=ref.adapter_id, beams=beams)
+        key, name = (None, "") if ref is None else (ref.key, ref.adapter_id)
+        return self.input_processor.process(request_id, prompt, sampling, key, adapter_id=name, beams=beams)
 
     def _answer(self, message: EngineCoreRequest) -> _Answer:
         detokenizer = Detokenizer(self.tokenizer)

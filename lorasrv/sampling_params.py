@@ -155,7 +155,7 @@ def check_token_ids(p: SamplingParams, vocab_size: int) -> None:
 
 def _check(holds: bool, param: str, rule: str) -> None:
     if not holds:
-        raise InvalidRequest(f"{param} {rule}", param=param)
+        raise InvalidRequest(f"{{param}} {rule}", param=param)
 
 
 MAX_BEAMS = 8

@@ -2,7 +2,7 @@
 
 import logging
 import secrets
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -14,14 +14,11 @@ from api.batches.runner import BATCH_PRIORITY, Ask, at_priority, put_off_s
 from api.errors import Failure, describe
 from api.schemas.openai import ChatBody, CompletionBody, GenerationBody
 from api.serving.services import Services
-from api.serving.serving_openai import Generation, prepare_chat, prepare_completion
+from api.serving.serving_openai import collect, generate_openai
 from lorasrv.errors import EngineDead
 
 _LOG = logging.getLogger(__name__)
-_KINDS: Mapping[str, tuple[type[GenerationBody], Callable[[Any, Services, Caller], Awaitable[Generation]]]] = {
-    "/v1/chat/completions": (ChatBody, prepare_chat),
-    "/v1/completions": (CompletionBody, prepare_completion),
-}
+_BODIES: Mapping[str, type[GenerationBody]] = {"/v1/chat/completions": ChatBody, "/v1/completions": CompletionBody}
 
 
 def in_process_client(
@@ -35,18 +32,17 @@ def in_process_client(
 
     async def ask(url: str, body: Mapping[str, Any]) -> LineReply:
         request_id = f"req-{secrets.token_hex(12)}"
-        kind, prepare = _KINDS[url]
         try:
             check(caller.principal)
-            parsed = kind.model_validate(at_priority(body, BATCH_PRIORITY))
-            content, _ = await (await prepare(parsed, services, caller)).collect()
+            parsed = _BODIES[url].model_validate(at_priority(body, BATCH_PRIORITY))
+            content, _ = await collect(generate_openai(parsed, services, caller))
         except EngineDead:
             raise
         except ValidationError as error:
             problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
             return _reply(describe(RequestValidationError(problems)), request_id)
         except Exception as error:
-            failure = describe(error)
+            failure = describe(error, path=url)
             if failure.status == 500:
                 _LOG.exception("request %s of a batch failed", request_id)
             return _reply(failure, request_id)

@@ -35,7 +35,6 @@ _INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
 }
 # Where an uploaded adapter comes from does not matter any more: these say no more than "by its name".
 _INERT_SOURCES = (None, "", "hub", "local")
-_OUR_NAMES = {"max_tokens": "max_new_tokens"}
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Top = Annotated[int, Field(ge=0, le=MAX_TOP_TOKENS)]
 
@@ -188,13 +187,9 @@ class Parameters(Body):
             "logprobs": self.num_likeliest if with_tokens else None,
             "prompt_logprobs": 0 if self.decoder_input_details else None,
         }
-        try:
-            if self.temperature is not None and self.temperature < 0:
-                raise InvalidRequest("temperature must be between 0 and 100", param="temperature")
-            return SamplingParams(**{name: value for name, value in given.items() if value is not None})
-        except InvalidRequest as error:
-            name = _OUR_NAMES.get(error.param or "", error.param)
-            raise InvalidRequest(str(error).replace(error.param or "", name or "", 1), param=name) from None
+        if self.temperature is not None and self.temperature < 0:
+            raise InvalidRequest("temperature must be between 0 and 100", param="temperature")
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
 
 class GenerateBody(Body):

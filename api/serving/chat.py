@@ -71,7 +71,7 @@ def _prompt(body: ChatBody, engine: "AsyncEngine", template: "ChatTemplate", var
 
     # Of what the template has written: it may leave out some of what was said.
     def check(texts: Sequence[str]) -> None:
-        check_could_fit(texts, engine.tokenizer, engine.max_model_len, "messages")
+        check_could_fit(texts, engine.tokenizer, engine.max_model_len)
 
     return template.encode(messages, engine.tokenizer, body.add_generation_prompt is not False, check, **variables)
 

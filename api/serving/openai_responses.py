@@ -177,7 +177,7 @@ class ResponseBuilder:
             choice["prompt_logprobs"] = self.speller.prompt(first.prompt_logprobs or (), self.prompt_top)
         return choice
 
-    async def chunks(self, choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
+    async def events(self, choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
         """The events of a stream, whose choices take turns as they come."""
         opened: dict[int, ShownTokens] = {}
         waiting: defaultdict[int, list[PlacedToken]] = defaultdict(list)

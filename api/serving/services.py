@@ -5,10 +5,11 @@ whoever asks whether the server is ready must hold up nobody.
 """
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -23,9 +24,9 @@ from api.auth.principal import Caller, CallerDep
 from api.auth.rate_limits import RateLimiter
 from api.config.settings import ServerSettings
 from api.serving.adapter_limits import AdapterLimits
+from api.serving.admission import AdmissionController
 from api.serving.model_list import ModelList, adapter_card, base_card
 from api.serving.store_view import ScopedStore, ScopedStores
-from lorasrv.errors import EngineOverloaded
 from lorasrv.fair_lock import FairLock
 from lorasrv.metrics.usage_ledger import Ledger
 from lorasrv.offline.verify.verifier import Verifier
@@ -68,21 +69,41 @@ class Services:
     limits: AdapterLimits
     verifier: Verifier
     started_s: int
-    draining: Draining = field(default_factory=Draining)
-    connections_cut: Counter[str] = field(default_factory=no_cuts, repr=False)
-    allowances: RateLimiter = field(init=False, repr=False)
-    store_probe: StoreProbe = field(init=False, repr=False)
-    _long_texts: FairLock = field(default_factory=lambda: FairLock("long texts", MAX_LONG_TEXTS), repr=False)
-    ledger: Ledger = field(init=False, repr=False)
-    _views: ScopedStores = field(init=False, repr=False)
+    draining: Draining
+    connections_cut: Counter[str]
+    admission: AdmissionController
+    store_probe: StoreProbe
+    ledger: Ledger
+    views: ScopedStores
+    long_texts: FairLock
 
-    def __post_init__(self) -> None:
-        base = base_card(self.base_name, self.started_s, self.engine.max_model_len)
-        views = ScopedStores(self.store, partial(ModelList, base, partial(adapter_card, base)))
-        object.__setattr__(self, "_views", views)
-        object.__setattr__(self, "allowances", RateLimiter(tell=self.engine.traffic.refused))
-        object.__setattr__(self, "store_probe", StoreProbe(self.store))
-        object.__setattr__(self, "ledger", Ledger(self.engine, self.store, self.store.root))
+    @classmethod
+    def create(
+        cls,
+        engine: "AsyncEngine",
+        store: AdapterStore,
+        settings: ServerSettings,
+        limits: AdapterLimits,
+        verifier: Verifier,
+    ) -> "Services":
+        """Return the services of a server that starts now."""
+        started_s = int(time.time())
+        base = base_card(settings.served_model_name or engine.model_name, started_s, engine.max_model_len)
+        return cls(
+            engine,
+            store,
+            settings,
+            limits,
+            verifier,
+            started_s,
+            Draining(),
+            no_cuts(),
+            AdmissionController(engine, RateLimiter(on_refused=engine.observers.on_refused)),
+            StoreProbe(store),
+            Ledger(engine, store, store.root),
+            ScopedStores(store, partial(ModelList, base, partial(adapter_card, base))),
+            FairLock("long texts", MAX_LONG_TEXTS),
+        )
 
     async def in_thread(self, said: object, work: Callable[[], T], caller: Caller) -> T:
         """The result of work on texts that may be longer than any context. Long ones one at a time: eight million
@@ -92,26 +113,12 @@ class Services:
         """
         if not is_long(said):
             return await run_in_threadpool(work)
-        async with self._long_texts.turn(caller.principal):
+        async with self.long_texts.turn(caller.principal):
             return await run_in_threadpool(work)
 
     def view(self, caller: Caller) -> ScopedStore:
         """The store as the caller may know it: what routes work with."""
-        return self._views.of(caller)
-
-    def check_room(self, caller: Caller) -> None:
-        """Whether one more request could come in now: asked before anything is done for it. A dead engine says so
-        itself, later.
-
-        Raises: EngineOverloaded, LimitExceeded: not now; counted as those are that the engine refuses.
-        """
-        if self.engine.is_alive:
-            try:
-                self.engine.waiting_room.check(principal=caller.principal)
-            except EngineOverloaded as error:
-                self.engine.traffic.refused(error)
-                raise
-        self.allowances.check(caller)
+        return self.views.of(caller)
 
     @property
     def base_name(self) -> str:

@@ -1,99 +1,179 @@
-"""A body to an answer, for whoever asks: routes, and batches in this process."""
+"""A body to an admitted generation, for every protocol: OpenAI's routes, TGI's, and batches in this process."""
 
 import secrets
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
+from starlette.types import Receive
 
+from api.asgi.sse import EventStream, run_until_disconnect
 from api.auth.principal import ANYBODY, Caller, Scope
 from api.errors import ApiError
 from api.schemas.openai import ChatBody, CompletionBody, GenerationBody
 from api.schemas.tgi import Parameters
+from api.serving.admission import AddPrompt, Prompt
 from api.serving.chat import plan_chat
 from api.serving.choice_stream import ChoiceStream
 from api.serving.logprobs import LogprobsFormatter, PromptEcho
 from api.serving.model_resolver import ResolvedModel, resolve_target
-from api.serving.openai_responses import CompletionFormat, Json, ProtocolFormat, ResponseBuilder
+from api.serving.openai_responses import CompletionFormat, ProtocolFormat, ResponseBuilder
 from api.serving.services import Services
 from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import ContextLengthExceeded
-from lorasrv.outputs import OutputStream
 from lorasrv.request import OnCold
+from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.text.structured_output.grammar import Grammar
 
 if TYPE_CHECKING:
-    from api.auth.rate_limits import Add
     from lorasrv.engine.async_engine import AsyncEngine
 
-Accept = Callable[[], Coroutine[Any, Any, list[OutputStream]]]
-Prompts = Sequence[str | Sequence[int]]
+
+class Writer(Protocol):
+    """Writes one request's answer in a protocol's shape; `ResponseBuilder` and `TgiWriter` do."""
+
+    async def collect(self, choices: ChoiceStream) -> tuple[Any, dict[str, str]]:
+        """Return the whole answer and its headers. Closes the choices."""
+
+    def events(self, choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream."""
+
+    def headers(self, choices: ChoiceStream) -> dict[str, str]:
+        """Return the headers of a stream that has begun."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationPlan:
+    """What a body asks of the engine, and what writes the answer."""
+
+    writer: Writer
+    request_id: str
+    prompts: Sequence[Prompt]
+    sampling: SamplingParams
+    # Answers to each prompt.
+    width: int
+    grammar: Grammar | None = None
+    # Special tokens whose text is shown.
+    shown_token_ids: frozenset[int] = frozenset()
+    beams: BeamOptions | None = None
+    # Only the prompt is wanted.
+    unanswered: bool = False
+
+
+Planner = Callable[[ResolvedModel, Services, Caller], Coroutine[Any, Any, GenerationPlan]]
+"""How one protocol understands a body, once it is known who is to answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A request that is understood, and not yet accepted: `accept` asks limits and engine for the choices to all of its
-    prompts, `width` to each, or raises why one of them is refused; then none of them is accepted."""
+    """A request that was admitted: its choices, which must be closed, and what writes them."""
 
-    writer: ResponseBuilder
-    width: int
-    unanswered: bool
-    accept: Accept
-
-    async def collect(self) -> tuple[Json, dict[str, str]]:
-        """The whole answer and its headers.
-
-        Raises:
-            LorasrvError, AdapterError, ApiError: it is refused, or a choice has failed.
-        """
-        return await self.writer.collect(await self._accepted())
-
-    async def open(self) -> ChoiceStream:
-        """The choices, of which one has said something, so that a failure until then is told as `collect` tells it."""
-        choices = await self._accepted()
-        await choices.wait_for_first()
-        return choices
-
-    async def _accepted(self) -> ChoiceStream:
-        return ChoiceStream(await self.accept(), self.width, unanswered=self.unanswered)
+    writer: Writer
+    choices: ChoiceStream
 
 
-async def prepare_completion(body: CompletionBody, services: Services, caller: Caller) -> Generation:
-    """Raises: LorasrvError, AdapterError, ApiError: nobody answers to that name, a field is wrong, or the key has used
-    what it may."""
-    target = await _target(body, services, caller)
-    grammar = await run_in_threadpool(body.grammar)
-    return await _prepare(body, services, caller, target, body.prompts, CompletionFormat(), grammar)
+async def generate(
+    plan: Planner, model: str | None, fields: GenerationBody | Parameters, services: Services, caller: Caller
+) -> Generation:
+    """Admit a request: every protocol's only way to the engine.
 
+    Args:
+        plan: the protocol's part.
+        model: who is to answer, by the body's `model`; `fields.adapter_id` may say it too.
+        fields: those that all protocols share, such as priority and cache_salt.
 
-async def prepare_chat(body: ChatBody, services: Services, caller: Caller) -> Generation:
-    """Raises: as `prepare_completion`."""
-    target = await _target(body, services, caller)
-    said = [body.messages, body.tools, body.chat_template_kwargs]
-    plan = await services.in_thread(said, partial(plan_chat, body, services.engine), caller)
-    shown = plan.shown_token_ids
-    return await _prepare(body, services, caller, target, [plan.prompt], plan.wording, plan.grammar, shown)
-
-
-async def _target(body: GenerationBody, services: Services, caller: Caller) -> ResolvedModel:
-    services.check_room(caller)
+    Raises:
+        LorasrvError, AdapterError, ApiError: nothing answers to that name, a field is wrong, or there is no room now.
+    """
+    services.admission.check(caller)
     # In a thread: near names for one that is unknown take milliseconds with thousands of adapters.
     resolve = services.view(caller).resolve
-    return await run_in_threadpool(resolve_target, body.model, body.adapter_id, services.base_name, resolve)
+    target = await run_in_threadpool(resolve_target, model, fields.adapter_id, services.base_name, resolve)
+    planned = await plan(target, services, caller)
+    engine, shared = services.engine, _shared_options(fields, target, caller)
+
+    async def begin() -> AddPrompt:
+        grammar = planned.grammar
+        return partial(
+            engine.add_choices,
+            sampling=planned.sampling,
+            count=planned.width,
+            **shared,
+            request_id=planned.request_id,
+            constraint=await engine.grammars.compile(grammar, caller.principal) if grammar is not None else None,
+            shown_token_ids=planned.shown_token_ids,
+            beams=planned.beams,
+        )
+
+    streams = await services.admission.admit(caller, planned.prompts, planned.width, begin)
+    return Generation(planned.writer, ChoiceStream(streams, planned.width, unanswered=planned.unanswered))
 
 
-async def _prepare(
+async def generate_openai(body: GenerationBody, services: Services, caller: Caller) -> Generation:
+    """Admit what a body of one of OpenAI's routes asks for. Raises: as `generate`."""
+    return await generate(partial(_PLANNERS[type(body)], body), body.model, body, services, caller)
+
+
+async def collect(generating: Awaitable[Generation]) -> tuple[Any, dict[str, str]]:
+    """Return the whole answer of a request and its headers.
+
+    Raises:
+        LorasrvError, AdapterError, ApiError: the request is refused, or a choice has failed.
+    """
+    generation = await generating
+    return await generation.writer.collect(generation.choices)
+
+
+async def respond(receive: Receive, generating: Coroutine[Any, Any, Generation], *, streamed: bool) -> Response:
+    """Answer a request over HTTP. Whatever is done for a client that has left ends: tokenizing and compiling a grammar,
+    waiting, generating."""
+    if not streamed:
+        content, headers = await run_until_disconnect(receive, collect(generating))
+        return JSONResponse(content, headers=headers)
+
+    async def opened() -> Generation:
+        generation = await generating
+        # A failure until the first output keeps its own status.
+        await generation.choices.wait_for_first()
+        return generation
+
+    generation = await run_until_disconnect(receive, opened())
+    writer, choices = generation.writer, generation.choices
+    return EventStream(writer.events(choices), choices.aclose, writer.headers(choices))
+
+
+async def _plan_completion(
+    body: CompletionBody, target: ResolvedModel, services: Services, caller: Caller
+) -> GenerationPlan:
+    grammar = await run_in_threadpool(body.grammar)
+    return await _plan(body, target, services, caller, body.prompts, CompletionFormat(), grammar)
+
+
+async def _plan_chat(body: ChatBody, target: ResolvedModel, services: Services, caller: Caller) -> GenerationPlan:
+    said = [body.messages, body.tools, body.chat_template_kwargs]
+    plan = await services.in_thread(said, partial(plan_chat, body, services.engine), caller)
+    return await _plan(body, target, services, caller, [plan.prompt], plan.wording, plan.grammar, plan.shown_token_ids)
+
+
+_PLANNERS: dict[type[GenerationBody], Callable[..., Coroutine[Any, Any, GenerationPlan]]] = {
+    CompletionBody: _plan_completion,
+    ChatBody: _plan_chat,
+}
+
+
+async def _plan(
     body: GenerationBody,
+    target: ResolvedModel,
     services: Services,
     caller: Caller,
-    target: ResolvedModel,
-    prompts: Prompts,
+    prompts: Sequence[Prompt],
     wording: ProtocolFormat,
     grammar: Grammar | None,
     shown_token_ids: frozenset[int] = frozenset(),
-) -> Generation:
+) -> GenerationPlan:
     engine, options = services.engine, body.stream_options
     sampling = body.sampling(engine.spec.vocab_size)
     echoes = await services.in_thread(prompts, partial(_echoes, prompts, engine), caller) if body.echoes else []
@@ -104,69 +184,63 @@ async def _prepare(
         include_usage=bool(options and options.include_usage),
         usage_in_chunks=bool(options and options.continuous_usage_stats),
         shown=body.num_choices,
-        speller=_speller(body, services),
+        speller=_speller(body, engine),
         top=body.top_shown,
         prompt_top=body.prompt_logprobs,
         echoes=echoes,
     )
-    service = service_of(body, target, caller)
-
-    async def begin() -> "Add[str | Sequence[int]]":
-        return partial(
-            engine.add_choices,
-            sampling=sampling,
-            count=body.num_tried,
-            **service,
-            request_id=writer.answer_id,
-            constraint=await engine.grammars.compile(grammar, caller.principal) if grammar is not None else None,
-            shown_token_ids=shown_token_ids,
-            beams=body.beams,
-        )
-
-    wanted = [echo.token_ids for echo in echoes] or prompts
-    accept = partial(services.allowances.admit, caller, wanted, body.num_tried, begin)
-    return Generation(writer, body.num_tried, body.unanswered, accept)
+    return GenerationPlan(
+        writer,
+        writer.answer_id,
+        [echo.token_ids for echo in echoes] or prompts,
+        sampling,
+        body.num_tried,
+        grammar,
+        shown_token_ids,
+        body.beams,
+        body.unanswered,
+    )
 
 
-def service_of(body: GenerationBody | Parameters, target: ResolvedModel, caller: Caller) -> dict[str, Any]:
-    """Who asks, who is to answer, how soon, and what it may share: for `AsyncEngine.add_choices`.
+def _shared_options(fields: GenerationBody | Parameters, target: ResolvedModel, caller: Caller) -> dict[str, Any]:
+    """Return who asks, who is to answer, how soon, and what the request may share: for `AsyncEngine.add_choices`.
 
-    Raises: ApiError: 403, it wants to go before all others, and is no administrator.
+    Raises: ApiError: 403, the request wants to go before all others without a key of scope admin.
     """
-    priority = body.priority or 0
+    priority = fields.priority or 0
     if priority < 0 and not caller.may(Scope.ADMIN):
-        # Strictly before everybody of 0, whatever the shares of keys are.
+        # Strictly before every request of priority 0, whatever the shares of keys are.
         raise ApiError(403, "a priority below 0 needs a key of scope admin", code="forbidden", param="priority")
     return {
         "principal": caller.principal,
         "adapter": target.ref.key if target.ref else None,
         "adapter_id": target.ref.adapter_id if target.ref else "",
-        "on_cold": body.on_cold or OnCold.WAIT,
-        "cache_salt": _salt(body.cache_salt, caller),
+        "on_cold": fields.on_cold or OnCold.WAIT,
+        "cache_salt": _salt(fields.cache_salt, caller),
         "priority": priority,
-        "timeout_s": body.timeout_s,
+        "timeout_s": fields.timeout_s,
     }
 
 
 def _salt(given: str | None, caller: Caller) -> str:
-    """Who may share the pages of a prompt: those who have agreed on a salt, or else the requests of one key. No salt
-    that somebody sends is that of a key."""
+    """Return what requests must agree on to share the pages of a prompt: a salt that clients send, or else their key.
+    No salt that is sent equals that of a key."""
     if given:
         return f"salt:{given}"
     return "" if caller.principal == ANYBODY.principal else f"key:{caller.principal}"
 
 
-def _speller(body: GenerationBody, services: Services) -> LogprobsFormatter | None:
+def _speller(body: GenerationBody, engine: "AsyncEngine") -> LogprobsFormatter | None:
     if body.top_shown is None and body.prompt_logprobs is None:
         return None
-    return LogprobsFormatter(services.engine.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
+    return LogprobsFormatter(engine.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
 
 
-def _echoes(prompts: Prompts, engine: "AsyncEngine") -> list[PromptEcho]:
-    """Of prompts that are not too long by their length alone: those are for admission to refuse."""
+def _echoes(prompts: Sequence[Prompt], engine: "AsyncEngine") -> list[PromptEcho]:
+    """Return prompts as they are shown, those that are too long by their length alone refused."""
     for prompt in prompts:
         if isinstance(prompt, str):
-            check_could_fit([prompt], engine.tokenizer, engine.max_model_len, "prompt")
+            check_could_fit([prompt], engine.tokenizer, engine.max_model_len)
         elif len(prompt) > engine.max_model_len:
             why = f"the context holds {engine.max_model_len} tokens, but the prompt has {len(prompt)}"
             raise ContextLengthExceeded(why, param="prompt")

@@ -87,7 +87,8 @@ class TokenWriter:
 
 @dataclass(frozen=True)
 class TgiResponseBuilder:
-    """Writes one request's answer. `seed` is that of the first choice, None if nothing is drawn."""
+    """Writes one request's answer. `seed` is that of the first choice, None if nothing is drawn; `as_list` puts a whole
+    answer into a list."""
 
     figures: ResponseBuilder
     parameters: Parameters
@@ -95,8 +96,9 @@ class TgiResponseBuilder:
     prompt_ids: Sequence[int]
     seed: int | None
     tokens: TokenWriter
+    as_list: bool = False
 
-    async def collect(self, choices: ChoiceStream) -> tuple[Json, dict[str, str]]:
+    async def collect(self, choices: ChoiceStream) -> tuple[Json | list[Json], dict[str, str]]:
         """The whole answer and its headers. Closes the choices.
 
         Raises:
@@ -110,7 +112,8 @@ class TgiResponseBuilder:
             await choices.aclose()
         # In a thread: to spell a long answer's likeliest tokens takes seconds, in which nobody's stream would go on.
         body = await run_in_threadpool(self._whole, outputs)
-        return {**body, "usage": self.figures.usage(choices)}, self.headers(choices, ended=True)
+        body["usage"] = self.figures.usage(choices)
+        return [body] if self.as_list else body, self.headers(choices, ended=True)
 
     def _whole(self, outputs: Mapping[int, Sequence[RequestOutput]]) -> Json:
         best = 0 if len(outputs) == 1 else max(outputs, key=lambda index: (_mean_logprob(outputs[index]), -index))
@@ -146,7 +149,7 @@ class TgiResponseBuilder:
         except (LorasrvError, AdapterError, ApiError) as error:
             yield event(describe_tgi(error).body)
 
-    def headers(self, choices: ChoiceStream, *, ended: bool) -> dict[str, str]:
+    def headers(self, choices: ChoiceStream, *, ended: bool = False) -> dict[str, str]:
         """Ours, and LoRAX's: tokens, and times in whole milliseconds; of a stream what is known as it begins."""
         usage = self.figures.usage(choices)
         queue_ms = usage["lorasrv"]["queue_ms"]

@@ -19,7 +19,7 @@ from lorasrv.config import EngineConfig, Limits, SchedulerOptions
 from lorasrv.engine.backpressure import QueueLimiter
 from lorasrv.engine.core import EngineCore
 from lorasrv.engine.factory import BuiltModel, Progress, build
-from lorasrv.engine.input_processor import Reception, RequestOptions
+from lorasrv.engine.input_processor import RequestOptions
 from lorasrv.engine.messages import (
     AdapterStatus,
     AddRequests,
@@ -38,12 +38,12 @@ from lorasrv.engine.messages import (
     Wake,
     WarmAdapter,
 )
-from lorasrv.engine.output_processor import InFlightRequests, InFlightUse, OutputProcessor, RequestStream
+from lorasrv.engine.output_processor import InFlightRequests, OutputProcessor, RequestStream
 from lorasrv.engine.pool_snapshot import PoolMap
 from lorasrv.engine.step_retry import FaultHook
-from lorasrv.errors import EngineDead, ServerStopping
+from lorasrv.errors import EngineDead, EngineOverloaded, ServerStopping
+from lorasrv.metrics.request_observer import ENGINE_DEAD, RequestObserver, RequestObservers
 from lorasrv.metrics.request_stats import RequestStats
-from lorasrv.metrics.trace_recorder import TraceRecorder
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.outputs import AdapterTier, EngineOutput, RequestId, RequestOutput
 from lorasrv.request import EngineCoreRequest
@@ -61,11 +61,15 @@ MAX_SLEEP_S = 3600.0
 
 
 class AsyncEngine:
-    """The engine as a server sees it. Methods are for the event loop's thread. `recorder` hears of every request."""
+    """The engine as a server sees it. Methods are for the event loop's thread.
 
-    def __init__(self, model: BuiltModel, model_name: str, options: SchedulerOptions) -> None:
-        self.recorder: TraceRecorder | None = None
-        self.traffic = RequestStats()
+    Args:
+        observers: told of every request, beside the engine's own: `traffic`, `waiting_room`, `uses`.
+    """
+
+    def __init__(
+        self, model: BuiltModel, model_name: str, options: SchedulerOptions, observers: Sequence[RequestObserver] = ()
+    ) -> None:
         self.model_name = model_name
         self.quantization = model.quantization
         self.spec = model.spec
@@ -82,14 +86,14 @@ class AsyncEngine:
             write = model.parts.runner.write_adapter
             self._loader = ThreadedLoader(model.parts.source, write, lambda: self._inbox.put(Wake()))
         self._engine = EngineCore(model.parts, self._loader)
-        self._reception = Reception(
-            self._engine.admission, self.tokenizer, self.max_model_len, self._engine.poison, options.queue_timeout_s
-        )
+        self.input_processor = model.input_processor(self._engine.poison, options.queue_timeout_s)
         self.metrics, self.heartbeat = self._engine.metrics, self._engine.heartbeat
-        self.waiting_room = QueueLimiter(options, self.metrics.snapshot)
         self.profile = self._engine.profile
         self.book = self._engine.book
-        self.uses = InFlightRequests()
+        self.waiting_room = QueueLimiter(options, self.metrics.snapshot)
+        self.uses = InFlightRequests(self._break_off)
+        self.traffic = RequestStats()
+        self.observers = RequestObservers((self.waiting_room, self.uses, self.traffic, *observers))
         self._streams: dict[RequestId, RequestStream] = {}
         self._questions: dict[int, asyncio.Future[Any]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -97,14 +101,18 @@ class AsyncEngine:
 
     @classmethod
     def build(
-        cls, config: EngineConfig, store: AdapterStore | None = None, progress: Progress | None = None
+        cls,
+        config: EngineConfig,
+        store: AdapterStore | None = None,
+        progress: Progress | None = None,
+        observers: Sequence[RequestObserver] = (),
     ) -> "AsyncEngine":
         """Load the model (seconds; call it in a thread). Raises ModelError or ConfigError."""
         compute_alone()
         checkpoint = open_checkpoint(config.model.model, config.model.load_format, config.model.quantized_weights)
         try:
             built = build(checkpoint, config, store, progress)
-            return cls(built, checkpoint.name, config.scheduler)
+            return cls(built, checkpoint.name, config.scheduler, observers)
         finally:
             checkpoint.close()
 
@@ -132,7 +140,7 @@ class AsyncEngine:
             self._inbox.put(Shutdown())
             await asyncio.to_thread(self._thread.join)
         self._fail_all("the server is shutting down", ServerStopping)
-        self._reception.close()
+        self.input_processor.close()
         await self.grammars.aclose()
         await asyncio.to_thread(self._engine.close)
 
@@ -151,11 +159,9 @@ class AsyncEngine:
             sampling: `max_tokens` None takes the rest of the context, or of the pool.
             request_id: a label for logs; the engine's own id is made unique.
         Raises:
-            InvalidRequest: the prompt is empty or names a token that does not exist, or the adapter fits nowhere.
-            ContextLengthExceeded: it can never fit.
-            AdapterError: the adapter is not in the store any more, or damaged.
-            AdapterDeleted: it was deleted, and whoever did would not wait.
-            PoisonRequest: requests like it have made the engine fail.
+            InvalidRequest, ContextLengthExceeded, AdapterError, PoisonRequest: as `InputProcessor.process`.
+            RequestTimeout: the adapter's header did not come in time.
+            AdapterDeleted: the adapter was deleted by force meanwhile.
             EngineOverloaded: too many are queued.
             EngineDead: nothing is answered any more.
         """
@@ -177,29 +183,31 @@ class AsyncEngine:
         arrived_s = time.monotonic()
         label = request_id or "req"
         rids = [RequestId(f"{label}#{next(self._numbers)}") for _ in range(count)]
-        use = self.uses.begin(options.get("adapter_id", ""), options.get("adapter"))
         try:
-            messages = await self._reception.receive(rids, prompt, sampling, **options)
-            # Nothing is awaited from here on, so that no stream is registered after the last one was told of the end.
-            use.check()
-            if not self.is_alive:
-                raise EngineDead(self.error or "the engine is not running")
-            self.waiting_room.check(count, len(messages[0].prompt_token_ids), messages[0].principal)
+            with self.uses.arriving(options.get("adapter_id", ""), options.get("adapter"), rids) as use:
+                requests = await self.input_processor.process_in_thread(rids, prompt, sampling, **options)
+                # Nothing is awaited from here on: a stream that is registered is told of the engine's end.
+                use.check()
+                if not self.is_alive:
+                    raise EngineDead(self.error or "the engine is not running")
+                self.waiting_room.check(count, len(requests[0].prompt_token_ids), requests[0].principal)
+                return self._accept(requests, arrived_s)
         except BaseException as error:
-            self.uses.end(use)
-            self.traffic.refused(error)
+            self.observers.on_refused(error)
             raise
-        streams = [self._open(message, use) for message in messages]
-        self.waiting_room.enter(messages)
-        self.traffic.accepted(messages, arrived_s)
-        if self.recorder is not None:
-            self.recorder.accepted(messages, arrived_s)
-        self._inbox.put(AddRequests(tuple(messages)))
-        key = messages[0].adapter_key
-        if self._loader is not None and key is not None and messages[0].found is AdapterTier.DISK:
-            # The engine will order it when its step is over; reading it begins now.
-            self._loader.prefetch(key)
-        return streams
+
+    def check_admission(self, principal: str) -> None:
+        """Check that the queue has a place for one more request, before anything is done for it. A dead engine refuses
+        by itself, later.
+
+        Raises: EngineOverloaded.
+        """
+        if self.is_alive:
+            try:
+                self.waiting_room.check(principal=principal)
+            except EngineOverloaded as error:
+                self.observers.on_refused(error)
+                raise
 
     async def generate(
         self,
@@ -225,7 +233,7 @@ class AsyncEngine:
             AdapterLoadFailed, AdapterError: it cannot be brought in.
             EngineDead: nothing is answered any more.
         """
-        layout = await asyncio.to_thread(self._engine.admission.layout, adapter)
+        layout = await asyncio.to_thread(self.input_processor.layout, adapter)
         return await self._reached(WarmAdapter(adapter, layout, deadline_s), deadline_s)
 
     async def pin(self, adapter: AdapterKey) -> AdapterStatus:
@@ -233,7 +241,7 @@ class AsyncEngine:
 
         Raises: as `warm`; InvalidRequest also if it is one too many.
         """
-        layout = await asyncio.to_thread(self._engine.admission.layout, adapter)
+        layout = await asyncio.to_thread(self.input_processor.layout, adapter)
         return await self._reached(PinAdapter(adapter, layout), PIN_WAIT_S)
 
     async def unpin(self, adapter: AdapterKey) -> AdapterStatus:
@@ -281,28 +289,46 @@ class AsyncEngine:
             if self._questions.pop(number, None) is not None:
                 self._inbox.put(UtilityCall(number, None))
 
-    def _open(self, message: EngineCoreRequest, use: InFlightUse) -> RequestStream:
-        num_prompt_tokens = len(message.prompt_token_ids)
+    def _accept(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> list[RequestStream]:
+        """Register the choices of one request and hand them to the engine: all of them or, if it fails, none."""
+        streams = [self._stream(request) for request in requests]
+        try:
+            self._streams.update((stream.request_id, stream) for stream in streams)
+            key = requests[0].adapter_key
+            if self._loader is not None and key is not None and requests[0].found is AdapterTier.DISK:
+                # The engine will order it when its step is over; reading it begins now.
+                self._loader.prefetch(key)
+            self._inbox.put(AddRequests(tuple(requests)))
+            # What the engine says of them comes to this thread, later.
+            self.observers.on_accepted(requests, arrived_s)
+        except BaseException:
+            for request in requests:
+                self._finish(request.request_id)
+            for request in requests:
+                self._inbox.put(EndRequest(request.request_id, stopped=False))
+            raise
+        return streams
+
+    def _stream(self, request: EngineCoreRequest) -> RequestStream:
+        num_prompt_tokens = len(request.prompt_token_ids)
         # A grammar's text is exactly its tokens'.
-        detokenizer = Detokenizer(self.tokenizer, shown=message.shown_token_ids, strip_start=message.constraint is None)
-        processor = OutputProcessor(num_prompt_tokens, message.sampling, detokenizer)
-        stream = RequestStream(self, message.request_id, processor, num_prompt_tokens, use)
-        self._streams[message.request_id] = stream
-        return stream
+        detokenizer = Detokenizer(self.tokenizer, shown=request.shown_token_ids, strip_start=request.constraint is None)
+        processor = OutputProcessor(num_prompt_tokens, request.sampling, detokenizer)
+        return RequestStream(self, request.request_id, processor, num_prompt_tokens)
 
-    def forget(self, request_id: RequestId) -> None:
-        """A stream takes no more outputs."""
-        self.waiting_room.leave(request_id)
-        if (stream := self._streams.pop(request_id, None)) is not None:
-            self.uses.leave(stream.use, stream)
+    def _finish(self, request_id: RequestId, why: str = "") -> None:
+        """Forget a request: its stream takes no more outputs. Every accepted request ends here, once."""
+        if self._streams.pop(request_id, None) is not None:
+            self.observers.on_finished(request_id, why)
 
-    def end(self, request_id: RequestId, *, stopped: bool, why: str = "client") -> None:
-        """Have the engine end a request before its next step."""
-        if not stopped:
-            self.traffic.left(request_id, why)
-        if self.recorder is not None and not stopped:
-            self.recorder.left(request_id)
-        self._inbox.put(EndRequest(request_id, stopped))
+    def abort(self, request_id: RequestId, why: str = "client") -> None:
+        """Have the engine end a request before its next step. For its stream, which `why` has ended."""
+        self._finish(request_id, why)
+        self._inbox.put(EndRequest(request_id, stopped=False))
+
+    def _break_off(self, request_id: RequestId, error: Exception) -> None:
+        if (stream := self._streams.get(request_id)) is not None:
+            stream.break_off(error)
 
     # The engine thread.
 
@@ -336,8 +362,27 @@ class AsyncEngine:
             finally:
                 self.heartbeat.beat()
             wait = False
-            if not act_on(message, self._engine):
+            if not self._act_on(message):
                 return False
+        return True
+
+    def _act_on(self, message: Message) -> bool:
+        """Do what a message says; False if it is the end."""
+        match message:
+            case AddRequests():
+                for added in message.messages:
+                    self._engine.add_request(added)
+            case UtilityCall():
+                if message.question is None:
+                    self._engine.forget_question(message.number)
+                else:
+                    self._engine.ask(message.number, message.question)
+            case EndRequest():
+                (self._engine.stop if message.stopped else self._engine.abort)(message.request_id)
+            case Shutdown():
+                return False
+            case Wake():
+                pass
         return True
 
     def _post(self, outputs: list[EngineOutput], answers: list[UtilityResult]) -> None:
@@ -358,15 +403,17 @@ class AsyncEngine:
             if stream is None:
                 continue
             try:
-                self.waiting_room.leave(output.request_id)
                 result = stream.deliver(output)
-                self.traffic.heard(output.request_id, result)
-                if self.recorder is not None:
-                    self.recorder.heard(output.request_id, result)
             except Exception as error:
                 # One stream's text must not cost the others of this step their outputs.
                 _LOG.exception("request %s failed", output.request_id)
                 stream.break_off(error)
+                continue
+            self.observers.on_output(output.request_id, result)
+            if result.finished:
+                self._finish(output.request_id)
+                if output.finish_reason is None:
+                    self._inbox.put(EndRequest(output.request_id, stopped=True))
 
     def _reply(self, answer: UtilityResult) -> None:
         future = self._questions.pop(answer.number, None)
@@ -383,25 +430,4 @@ class AsyncEngine:
             self._reply(UtilityResult(number, kind(reason)))
         for stream in list(self._streams.values()):
             stream.fail(kind(reason))
-            self.forget(stream.request_id)
-            self.traffic.left(stream.request_id, "engine_dead")
-
-
-def act_on(message: Message, engine: "EngineCore") -> bool:
-    """Do what a message says, in the engine's thread; False if it is the end."""
-    match message:
-        case AddRequests():
-            for added in message.messages:
-                engine.add_request(added)
-        case UtilityCall():
-            if message.question is None:
-                engine.forget_question(message.number)
-            else:
-                engine.ask(message.number, message.question)
-        case EndRequest():
-            (engine.stop if message.stopped else engine.abort)(message.request_id)
-        case Shutdown():
-            return False
-        case Wake():
-            pass
-    return True
+            self._finish(stream.request_id, ENGINE_DEAD)

@@ -1,12 +1,7 @@
-"""How many may wait, in requests and in tokens of prompts, and when those should come back for whom there is no room.
+"""How many requests may wait, and tokens of prompts, and when to come back where there is no room for more.
 
-For the event loop's thread; no torch. Who waits and who runs, the engine says after each step; what was sent to it
-since then, and prompts that have not been computed yet, are counted here.
-
-How fast something drains, measured only while there is something to drain. No torch.
-
-Sums that fade, as in `traffic`: an amount, and the time in which it went, both count for less the longer ago they were.
-Their quotient is right from the first amount on, and an idle hour changes nothing.
+For the event loop's thread; no torch. The engine says after each step how many wait and run; what was sent to it since
+then, and prompts that have not been computed yet, are counted here.
 """
 
 import math
@@ -17,36 +12,11 @@ from adapter_store.quota import ANONYMOUS
 from lorasrv.config import SchedulerOptions
 from lorasrv.errors import EngineOverloaded
 from lorasrv.metrics.engine_stats import EngineStats
-from lorasrv.outputs import RequestId
+from lorasrv.metrics.request_observer import RequestObserver
+from lorasrv.outputs import RequestId, RequestOutput
 from lorasrv.request import EngineCoreRequest
 
 FADE_S = 10.0
-
-
-class ThroughputEstimate:
-    """An amount a second. Whoever owns it says when time has passed."""
-
-    def __init__(self) -> None:
-        self._amount = 0.0
-        self._seconds = 0.0
-
-    def passed(self, seconds: float) -> None:
-        """So long there was something to drain."""
-        fade = math.exp(-seconds / FADE_S)
-        self._amount *= fade
-        self._seconds = self._seconds * fade + FADE_S * (1.0 - fade)
-
-    def add(self, amount: float) -> None:
-        """So much has gone."""
-        self._amount += amount
-
-    def seconds_for(self, amount: float) -> float | None:
-        """How long so much will take; None: nothing was measured yet."""
-        if not self._amount or not self._seconds:
-            return None
-        return amount * self._seconds / self._amount
-
-
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 MAX_PROMISES = 256
@@ -59,7 +29,35 @@ def num_queued(num_sent: int, num_waiting: int, num_running: int, seats: int) ->
     return num_waiting + max(0, num_sent - free)
 
 
-class QueueLimiter:
+class ThroughputEstimate:
+    """How fast something drains, measured only while there is something to drain.
+
+    Two sums that fade, an amount and the time in which it went: both count for less the longer ago they were. Their
+    quotient is right from the first amount on, and an idle hour changes nothing.
+    """
+
+    def __init__(self) -> None:
+        self._amount = 0.0
+        self._seconds = 0.0
+
+    def passed(self, seconds: float) -> None:
+        """Note that for so long there was something to drain."""
+        fade = math.exp(-seconds / FADE_S)
+        self._amount *= fade
+        self._seconds = self._seconds * fade + FADE_S * (1.0 - fade)
+
+    def add(self, amount: float) -> None:
+        """Note that so much has gone."""
+        self._amount += amount
+
+    def seconds_for(self, amount: float) -> float | None:
+        """Return how long so much will take; None: nothing was measured yet."""
+        if not self._amount or not self._seconds:
+            return None
+        return amount * self._seconds / self._amount
+
+
+class QueueLimiter(RequestObserver):
     """The requests of one engine that have no token yet.
 
     Args:
@@ -99,9 +97,9 @@ class QueueLimiter:
         return num_queued(sent, waiting, engine.requests_running, self._seats)
 
     def check(self, num_requests: int = 1, num_tokens: int = 1, principal: str = ANONYMOUS) -> None:
-        """Whether so many more may come in. Nobody is too many where nobody waits.
+        """Check that so many more may come in. Where nothing waits, none is too many.
 
-        Raises: EngineOverloaded: they may not; says when a place should be free.
+        Raises: EngineOverloaded: says when a place should be free.
         """
         queued = self.num_queued()
         if queued and self.num_queued(num_requests) > self._max_requests:
@@ -112,17 +110,21 @@ class QueueLimiter:
             return
         raise EngineOverloaded(why, retry_after_s=self._retry_after_s(num_requests, num_tokens, principal))
 
-    def enter(self, messages: Sequence[EngineCoreRequest]) -> None:
-        """These are on their way to the engine."""
+    def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
         self._time_passes()
-        self._num_sent += len(messages)
-        for message in messages:
-            tokens = 0 if message.fork_of is not None else len(message.prompt_token_ids)
-            self._tokens[message.request_id] = tokens
+        self._num_sent += len(requests)
+        for request in requests:
+            tokens = 0 if request.fork_of is not None else len(request.prompt_token_ids)
+            self._tokens[request.request_id] = tokens
             self._num_tokens += tokens
 
-    def leave(self, request_id: RequestId) -> None:
-        """A request has its first token, or has ended; nothing happens if it had left before."""
+    def on_output(self, request_id: RequestId, output: RequestOutput) -> None:
+        self._leave(request_id)
+
+    def on_finished(self, request_id: RequestId, why: str = "") -> None:
+        self._leave(request_id)
+
+    def _leave(self, request_id: RequestId) -> None:
         tokens = self._tokens.get(request_id)
         if tokens is None:
             return

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 
 from adapter_store.errors import AdapterError
 from adapter_store.spec import AdapterKey
-from lorasrv.engine.input_processor import Admission
 from lorasrv.engine.messages import (
     AdapterStatus,
     DescribePool,
@@ -29,7 +28,7 @@ from lorasrv.engine.pool_snapshot import describe_pool
 from lorasrv.engine.step_failures import StepFailureHandler
 from lorasrv.engine.step_retry import StepResult, StepRetrier
 from lorasrv.engine.watchdog import Heartbeat
-from lorasrv.errors import LorasrvError
+from lorasrv.errors import InvalidRequest, LorasrvError
 from lorasrv.memory.cost_model import StepShape
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
@@ -42,8 +41,10 @@ from lorasrv.scheduler_output import AdapterOrders, DropSwap, PageOp, SchedulerO
 from lorasrv.worker.adapter_loader import Done, Loader, LoaderReport
 from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.model_runner import ModelRunner
+from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 _LOG = logging.getLogger(__name__)
+MAX_PINNED_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,6 @@ class EngineCore:
         self._scheduler = parts.scheduler
         self._books = parts.books
         self._loader = loader
-        self.admission = Admission(
-            parts.books,
-            parts.source,
-            parts.max_model_len,
-            parts.vocab_size,
-            eos_token_ids=parts.eos_token_ids,
-            watermark=parts.watermark,
-        )
         self.heartbeat = Heartbeat()
         self.poison = PoisonGuard()
         runner = parts.runner
@@ -128,7 +121,7 @@ class EngineCore:
         self._parts.runner.settle()
 
     def add_request(self, message: EngineCoreRequest) -> None:
-        """Queue a request that `Admission` has passed."""
+        """Queue a request that `InputProcessor` has made."""
         self._num_arrived += 1
         self._scheduler.add(message)
 
@@ -281,12 +274,23 @@ class EngineCore:
 
     def _pin(self, number: int, question: PinAdapter) -> None:
         manager = self._books.adapter_manager
-        error = None if manager.is_pinned(question.key) else self.admission.check_pin(question.layout)
+        error = None if manager.is_pinned(question.key) else self._why_not_pin(question.layout)
         if error is not None:
             self._answer(number, error)
             return
         manager.pin(question.key, question.layout)
         self._answer_when_there(number, question.key)
+
+    def _why_not_pin(self, layout: AdapterLayout) -> InvalidRequest | None:
+        held, pages = self._books.adapter_manager.num_pinned_pages(), self._books.adapters.pages_for(layout)
+        most = int(MAX_PINNED_SHARE * self._books.adapter_pool.num_pages)
+        if held + pages <= most:
+            return None
+        return InvalidRequest(
+            f"pinned adapters may take {most} pages, half of the pool; {held} are pinned already and this one takes "
+            f"{pages}; unpin another, or start the server with a larger --pool-bytes",
+            param="pinned",
+        )
 
     def _unpin(self, number: int, question: UnpinAdapter) -> None:
         self._books.adapter_manager.unpin(question.key)

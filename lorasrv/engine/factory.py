@@ -16,6 +16,8 @@ from lorasrv.config import (
     ModelOptions,
 )
 from lorasrv.engine.core import EngineParts
+from lorasrv.engine.input_processor import InputProcessor
+from lorasrv.engine.poison_requests import PoisonGuard
 from lorasrv.errors import ConfigError, UnsupportedFormat
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.models.loader import Checkpoint, WeightMeter
@@ -54,6 +56,20 @@ class BuiltModel:
     quantization: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+
+    def input_processor(self, poison: PoisonGuard, queue_timeout_s: float | None = None) -> InputProcessor:
+        """Return what makes requests for an engine of these parts, whose `poison` it is."""
+        return InputProcessor(
+            self.parts.books,
+            self.parts.source,
+            self.parts.max_model_len,
+            self.parts.vocab_size,
+            self.tokenizer,
+            eos_token_ids=self.parts.eos_token_ids,
+            watermark=self.parts.watermark,
+            poison=poison,
+            queue_timeout_s=queue_timeout_s,
+        )
 
 
 def build(

@@ -1,13 +1,11 @@
-"""What may enter the engine: a request that could never run is refused at the edge, with the numbers.
+"""Turn what a client asks into a request that the engine can run, or refuse it with the numbers.
 
-Any thread may ask: what is read here does not change while serving, but for the tier in which an adapter was found,
-which is a moment old when it is used.
-
-What happens to a request before it is accepted, beside the event loop: its text becomes tokens, its adapter's layout
-is found, and what can never fit is refused.
+The one way in for the server, batches and offline use: a prompt becomes tokens, an adapter its layout, fields get their
+defaults, and what could never fit is refused. Any thread may call `process`: what is read here does not change while
+serving, but for the tier in which an adapter was found, which is a moment old when it is used.
 
 A layout that is not known yet is read from a file's header, and a disk may take its time. Such requests have threads of
-their own, so that nobody else waits with them.
+their own, so that requests for other adapters do not wait with them.
 """
 
 import asyncio
@@ -29,11 +27,13 @@ from lorasrv.sampling_params import MAX_LOGPROBS, BeamOptions, SamplingParams, W
 from lorasrv.text.tokenizer import Tokenizer
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
-MAX_PINNED_SHARE = 0.5
 MAX_PRIORITY = 1000
 MAX_TIMEOUT_S = 86400.0
 MAX_BEAM_STOPS = 8
 SOME_TOKEN_CHARS = 8
+NUM_READERS = 8
+LEAST_S = 1e-3
+"""What is left at least of a request's time once it is processed: the engine says then that it is over."""
 
 
 class RequestOptions(TypedDict, total=False):
@@ -52,7 +52,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class AdapterFacts(Protocol):
-    """What is to be known of adapters before their requests enter; `AdapterSource` knows it."""
+    """Facts about stored adapters that processing needs; `AdapterSource` provides them."""
 
     @property
     def max_host_bytes(self) -> int: ...
@@ -66,58 +66,20 @@ class AdapterFacts(Protocol):
     def is_on_host(self, key: AdapterKey) -> bool: ...
 
 
-def further_choices(first: EngineCoreRequest, request_ids: Sequence[RequestId]) -> list[EngineCoreRequest]:
-    """More answers to the same prompt, each from the next seed, on the first one's pages. How likely the prompt is, the
-    first one says."""
-    seed, sampling = first.sampling.seed, replace(first.sampling, prompt_logprobs=None)
-    return [
-        replace(
-            first,
-            request_id=request_id,
-            sampling=sampling if seed is None else replace(sampling, seed=(seed + number) % 2**64),
-            fork_of=first.request_id,
-        )
-        for number, request_id in enumerate(request_ids, 1)
-    ]
+class InputProcessor:
+    """Process the requests of one engine.
 
-
-def check_could_fit(texts: Sequence[str], tokenizer: Tokenizer, max_model_len: int, param: str) -> None:
-    """Before texts are tokenized, by their length alone.
-
-    Raises:
-        ContextLengthExceeded: no tokenization of them is short enough.
+    Args:
+        books: accounts of the pool, for what could ever fit.
+        source: the stored adapters; None serves the base only.
+        max_model_len: tokens of prompt and answer together.
+        vocab_size: token ids lie below it.
+        tokenizer: None takes prompts as token ids only.
+        eos_token_ids: tokens that end an answer unless they are ignored.
+        watermark: what `watermark: true` stands for.
+        poison: requests that have made the engine fail.
+        queue_timeout_s: the server's bound on the time until the first step; None sets none.
     """
-    # In every vocabulary some token is so long: most texts need no closer look.
-    if sum(map(len, texts)) <= SOME_TOKEN_CHARS * max_model_len:
-        return
-    least = sum(map(tokenizer.least_tokens, texts))
-    if least > max_model_len:
-        raise ContextLengthExceeded(
-            f"the context holds {max_model_len} tokens, but the text has at least {least}", param=param
-        )
-
-
-def beam_sampling(sampling: SamplingParams, constraint: TokenConstraint | None) -> SamplingParams:
-    """How beams offer tokens. The likeliest answer is no draw, and nothing else changes what is likely.
-
-    Raises:
-        InvalidRequest: a field asks for that; `param` names it.
-    """
-    free = ("max_tokens", "stop_token_ids", "ignore_eos", "temperature", "top_p", "top_k", "min_p")
-    for field in fields(sampling):
-        if field.init and field.name not in free and getattr(sampling, field.name) != field.default:
-            raise InvalidRequest(f"{field.name} does not go with beam search; leave it out", param=field.name)
-    if sampling.temperature not in (0.0, 1.0):
-        raise InvalidRequest("temperature does not go with beam search; leave it out", param="temperature")
-    if constraint is not None:
-        raise InvalidRequest("beam search does not go with a grammar", param="use_beam_search")
-    if len(sampling.stop_token_ids) > MAX_BEAM_STOPS:
-        raise InvalidRequest(f"beam search takes at most {MAX_BEAM_STOPS} stop_token_ids", param="stop_token_ids")
-    return replace(sampling, temperature=0.0, logprobs=MAX_LOGPROBS)
-
-
-class Admission:
-    """The gate of one engine. `eos_token_ids` end an answer unless they are ignored."""
 
     def __init__(
         self,
@@ -125,21 +87,29 @@ class Admission:
         source: AdapterFacts | None,
         max_model_len: int,
         vocab_size: int,
+        tokenizer: Tokenizer | None = None,
         *,
         eos_token_ids: Collection[int] = (),
         watermark: Watermark | None = None,
+        poison: PoisonGuard | None = None,
+        queue_timeout_s: float | None = None,
     ) -> None:
         self._books = books
         self._source = source
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
         self._eos = tuple(sorted(token for token in eos_token_ids if token < vocab_size))
         self._watermark = watermark or Watermark()
+        self._poison = poison or PoisonGuard()
+        self._queue_timeout_s = queue_timeout_s
+        # Starts a thread when it is first needed: never offline.
+        self._readers = ThreadPoolExecutor(NUM_READERS, "lorasrv-header")
 
-    def admit(
+    def process(
         self,
         request_id: RequestId,
-        token_ids: Sequence[int],
+        prompt: str | Sequence[int],
         sampling: SamplingParams,
         adapter: AdapterKey | None = None,
         *,
@@ -153,17 +123,23 @@ class Admission:
         shown_token_ids: frozenset[int] = frozenset(),
         beams: BeamOptions | None = None,
     ) -> EngineCoreRequest:
-        """The message for `Engine.add_request`, or a refusal.
+        """Return the message for `Engine.add_request`.
 
-        `max_tokens` None takes the rest of the context or of the pool; a random request gets a seed. What the request
-        was accepted with stays in the store until it has ended.
+        The adapter's content stays in the store until the request has ended.
+
+        Args:
+            prompt: text, or token ids as they are.
+            sampling: `max_tokens` None takes the rest of the context or of the pool; a random request gets a seed.
+
         Raises:
             InvalidRequest: the prompt is empty, it or a field names a token that does not exist, the adapter fits
                 nowhere, priority, timeout or min_tokens are out of range, or sampling contradicts the constraint or
                 the beams.
-            ContextLengthExceeded: it can never fit.
+            ContextLengthExceeded: the request can never fit.
             AdapterError: the adapter is not in the store any more, or damaged.
+            PoisonRequest: requests like it have made the engine fail.
         """
+        token_ids = self._tokenize(prompt) if isinstance(prompt, str) else prompt
         if abs(priority) > MAX_PRIORITY:
             raise InvalidRequest(f"priority must lie between -{MAX_PRIORITY} and {MAX_PRIORITY}", param="priority")
         if timeout_s is not None and not 0 < timeout_s <= MAX_TIMEOUT_S:
@@ -183,12 +159,11 @@ class Admission:
         width = 1 if beams is None else beams.width
         max_tokens = sampling.max_tokens or self._max_new_tokens(len(token_ids), layout, width)
         self._check_fits(len(token_ids), max_tokens, layout, width)
-        sampling = self._completed(sampling, max_tokens)
-        return EngineCoreRequest(
+        request = EngineCoreRequest(
             request_id=request_id,
             prompt_token_ids=tuple(token_ids),
             max_tokens=max_tokens,
-            sampling=sampling,
+            sampling=self._completed(sampling, max_tokens),
             adapter_key=adapter,
             layout=layout,
             found=self._tier(adapter) if adapter is not None else None,
@@ -203,51 +178,49 @@ class Admission:
             shown_token_ids=shown_token_ids,
             beams=beams,
         )
+        self._poison.check(request)
+        return request
 
-    def _completed(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
-        """With what only the server knows."""
-        if sampling.min_tokens > max_tokens:
-            raise InvalidRequest(
-                f"min_tokens is {sampling.min_tokens}, but there is room for {max_tokens} tokens; lower it",
-                param="min_tokens",
-            )
-        known: dict[str, Any] = {}
-        if sampling.seed is None and not sampling.is_greedy:
-            known["seed"] = secrets.randbits(63)
-        if sampling.min_tokens:
-            ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos))
-            known["end_token_ids"] = tuple(dict.fromkeys(ends))
-        if sampling.watermark is True:
-            known["watermark"] = self._watermark
-        return replace(sampling, **known) if known else sampling
+    def process_choices(
+        self,
+        request_ids: Sequence[RequestId],
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        **options: Unpack[RequestOptions],
+    ) -> list[EngineCoreRequest]:
+        """Return the messages of several answers to one prompt. Raises: as `process`."""
+        first = self.process(request_ids[0], prompt, sampling, **options)
+        return [first, *further_choices(first, request_ids[1:])]
 
-    def _check_offers(self, sampling: SamplingParams, beams: BeamOptions) -> None:
-        """Every beam must find tokens to go on with among those that it offers, however many of these end an answer."""
-        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
-        most = min(MAX_LOGPROBS, self._vocab_size)
-        if beams.width + len(ends) > most:
-            raise InvalidRequest(
-                f"best_of is {beams.width} beams, but with {len(ends)} tokens that end an answer there may be "
-                f"{max(0, most - len(ends))}; lower it, or send fewer stop_token_ids",
-                param="best_of",
-            )
-
-    def _tier(self, adapter: AdapterKey) -> AdapterTier:
-        """Where an adapter was a moment ago."""
-        if self._books.adapter_manager.is_resident(adapter):
-            return AdapterTier.RESIDENT
-        on_host = self._source is not None and self._source.is_on_host(adapter)
-        return AdapterTier.HOST if on_host else AdapterTier.DISK
-
-    def knows_layout(self, adapter: AdapterKey) -> bool:
-        """Whether `layout` reads no file."""
-        return self._source is None or self._source.knows_layout(adapter)
-
-    def layout(self, adapter: AdapterKey) -> AdapterLayout:
-        """How an adapter lies in the pool, if it fits the server at all. May read a file's header.
+    async def process_in_thread(
+        self,
+        request_ids: Sequence[RequestId],
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        **options: Unpack[RequestOptions],
+    ) -> list[EngineCoreRequest]:
+        """Do what `process_choices` does, beside the event loop.
 
         Raises:
-            InvalidRequest: there is no store, or host memory or pool are too small for it.
+            RequestTimeout: the adapter's header did not come in the request's time.
+            LorasrvError, AdapterError: as `process`.
+        """
+        adapter = options.get("adapter")
+        work = partial(self.process_choices, request_ids, prompt, sampling, **options)
+        if adapter is None or self._source is None or self._source.knows_layout(adapter):
+            return await asyncio.to_thread(work)
+        reading = asyncio.get_running_loop().run_in_executor(self._readers, work)
+        return await self._in_time(reading, options.get("timeout_s"))
+
+    def close(self) -> None:
+        """Accept no more requests; those that wait for a header are not waited for."""
+        self._readers.shutdown(wait=False, cancel_futures=True)
+
+    def layout(self, adapter: AdapterKey) -> AdapterLayout:
+        """Return how an adapter lies in the pool. May read a file's header.
+
+        Raises:
+            InvalidRequest: the engine has no store, or host memory or pool are too small for the adapter.
         """
         if self._source is None:
             raise InvalidRequest("this engine has no store of adapters", param="adapter_id")
@@ -267,123 +240,145 @@ class Admission:
             )
         return layout
 
-    def check_pin(self, layout: AdapterLayout) -> InvalidRequest | None:
-        """Why one more adapter cannot be pinned, if so. For the engine's thread."""
-        held, pages = self._books.adapter_manager.num_pinned_pages(), self._books.adapters.pages_for(layout)
-        most = int(MAX_PINNED_SHARE * self._books.adapter_pool.num_pages)
-        if held + pages <= most:
-            return None
-        return InvalidRequest(
-            f"pinned adapters may take {most} pages, half of the pool; {held} are pinned already and this one takes "
-            f"{pages}; unpin another, or start the server with a larger --pool-bytes",
-            param="pinned",
-        )
-
-    def _max_new_tokens(self, num_prompt_tokens: int, layout: AdapterLayout | None, width: int) -> int:
-        """The rest of the context, or of the pool if that is smaller; at least one."""
-        room = min(self._max_model_len, self._books.max_kv_pages(layout) // width * self._books.kv.page_size)
-        return max(1, room - num_prompt_tokens)
-
-    def _check_fits(self, num_prompt_tokens: int, max_tokens: int, layout: AdapterLayout | None, width: int) -> None:
-        total = num_prompt_tokens + max_tokens
-        if total > self._max_model_len:
-            raise ContextLengthExceeded(
-                f"the context holds {self._max_model_len} tokens, but the request asks for {total}: "
-                f"{num_prompt_tokens} of the prompt and {max_tokens} to generate (max_tokens)",
-                param="max_tokens" if num_prompt_tokens < self._max_model_len else "messages",
-            )
-        kv_pages, most = width * self._books.kv.pages_for(total), self._books.max_kv_pages(layout)
-        if kv_pages > most:
-            of_adapter = self._books.kv_pool.num_pages - most
-            raise ContextLengthExceeded(
-                f"the pool has {self._books.kv_pool.num_pages} pages, but the request needs {kv_pages + of_adapter}: "
-                f"{kv_pages} for {width * total} tokens and {of_adapter} for the adapter; lower max_tokens "
-                "or start the server with a larger --pool-bytes",
-                param="max_tokens",
-            )
-
-
-def _check_constrained(sampling: SamplingParams) -> None:
-    """A grammar says where an answer ends."""
-    if sampling.ignore_eos:
-        raise InvalidRequest("ignore_eos contradicts a grammar, which says where the answer ends", param="ignore_eos")
-    if sampling.min_tokens:
-        raise InvalidRequest("min_tokens contradicts a grammar, which says where the answer ends", param="min_tokens")
-
-
-NUM_READERS = 8
-LEAST_S = 1e-3
-"""What is left at least of a request's time once it is accepted: the engine says then that it is over."""
-
-
-class Reception:
-    """For the event loop's thread. `queue_timeout_s`: the server's; None waits for ever."""
-
-    def __init__(
-        self,
-        admission: Admission,
-        tokenizer: Tokenizer,
-        max_model_len: int,
-        poison: PoisonGuard,
-        queue_timeout_s: float | None,
-    ) -> None:
-        self._admission = admission
-        self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
-        self._poison = poison
-        self._queue_timeout_s = queue_timeout_s
-        self._readers = ThreadPoolExecutor(NUM_READERS, "lorasrv-header")
-
-    async def receive(
-        self,
-        request_ids: Sequence[RequestId],
-        prompt: str | Sequence[int],
-        sampling: SamplingParams,
-        **options: Unpack[RequestOptions],
-    ) -> list[EngineCoreRequest]:
-        """The messages of all choices.
-
-        Raises: as `Admission.admit`; PoisonRequest; RequestTimeout: the disk took all of the time that there is.
-        """
-        adapter = options.get("adapter")
-        work = partial(self._understood, request_ids, prompt, sampling, options)
-        if adapter is None or self._admission.knows_layout(adapter):
-            return await asyncio.to_thread(work)
-        reading = asyncio.get_running_loop().run_in_executor(self._readers, work)
-        return await self._in_time(reading, options.get("timeout_s"))
-
-    def close(self) -> None:
-        """Nobody comes any more; who is being received is not waited for."""
-        self._readers.shutdown(wait=False, cancel_futures=True)
-
     async def _in_time(
         self, reading: Awaitable[list[EngineCoreRequest]], timeout_s: float | None
     ) -> list[EngineCoreRequest]:
-        """Its messages, with what is left of their time. A `timeout_s` that is none is for admission to refuse."""
+        """Return the messages with what is left of their time. `process` refuses a `timeout_s` out of range."""
         own_s = timeout_s if timeout_s is not None and 0 < timeout_s <= MAX_TIMEOUT_S else None
         limits = (("timeout_s,", own_s), ("the server's queue timeout of", self._queue_timeout_s))
         bounds = [(seconds, name) for name, seconds in limits if seconds is not None]
         most_s, name = min(bounds, default=(None, ""))
         began_s = time.monotonic()
         try:
-            messages = await asyncio.wait_for(reading, most_s)
+            requests = await asyncio.wait_for(reading, most_s)
         except TimeoutError:
             raise RequestTimeout(f"its adapter could not be looked up within {name} {most_s:g} s") from None
         if own_s is None:
-            return messages
+            return requests
         left_s = max(LEAST_S, own_s - (time.monotonic() - began_s))
-        return [replace(message, timeout_s=left_s) for message in messages]
+        return [replace(request, timeout_s=left_s) for request in requests]
 
-    def _understood(
-        self,
-        request_ids: Sequence[RequestId],
-        prompt: str | Sequence[int],
-        sampling: SamplingParams,
-        options: RequestOptions,
-    ) -> list[EngineCoreRequest]:
-        if isinstance(prompt, str):
-            check_could_fit([prompt], self._tokenizer, self._max_model_len, "prompt")
-        ids = self._tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
-        first = self._admission.admit(request_ids[0], ids, sampling, **options)
-        self._poison.check(first)
-        return [first, *further_choices(first, request_ids[1:])]
+    def _tokenize(self, text: str) -> Sequence[int]:
+        assert self._tokenizer is not None, "prompts are token ids here"
+        check_could_fit([text], self._tokenizer, self._max_model_len)
+        return self._tokenizer.encode(text, add_special_tokens=True)
+
+    def _completed(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
+        """Return sampling with what only the server knows."""
+        if sampling.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {sampling.min_tokens}, but there is room for {max_tokens} tokens; lower it",
+                param="min_tokens",
+            )
+        known: dict[str, Any] = {}
+        if sampling.seed is None and not sampling.is_greedy:
+            known["seed"] = secrets.randbits(63)
+        if sampling.min_tokens:
+            ends = (*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos))
+            known["end_token_ids"] = tuple(dict.fromkeys(ends))
+        if sampling.watermark is True:
+            known["watermark"] = self._watermark
+        return replace(sampling, **known) if known else sampling
+
+    def _check_offers(self, sampling: SamplingParams, beams: BeamOptions) -> None:
+        """Check that every beam offers tokens to go on with, however many of these end an answer."""
+        ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
+        most = min(MAX_LOGPROBS, self._vocab_size)
+        if beams.width + len(ends) > most:
+            raise InvalidRequest(
+                f"best_of is {beams.width} beams, but with {len(ends)} tokens that end an answer there may be "
+                f"{max(0, most - len(ends))}; lower it, or send fewer stop_token_ids",
+                param="best_of",
+            )
+
+    def _tier(self, adapter: AdapterKey) -> AdapterTier:
+        """Return where an adapter was a moment ago."""
+        if self._books.adapter_manager.is_resident(adapter):
+            return AdapterTier.RESIDENT
+        on_host = self._source is not None and self._source.is_on_host(adapter)
+        return AdapterTier.HOST if on_host else AdapterTier.DISK
+
+    def _max_new_tokens(self, num_prompt_tokens: int, layout: AdapterLayout | None, width: int) -> int:
+        """Return the rest of the context, or of the pool if that is smaller; at least one."""
+        room = min(self._max_model_len, self._books.max_kv_pages(layout) // width * self._books.kv.page_size)
+        return max(1, room - num_prompt_tokens)
+
+    def _check_fits(self, num_prompt_tokens: int, max_tokens: int, layout: AdapterLayout | None, width: int) -> None:
+        total = num_prompt_tokens + max_tokens
+        if total > self._max_model_len:
+            is_prompt = num_prompt_tokens >= self._max_model_len
+            param, hint = ("prompt", "; shorten {param}") if is_prompt else ("max_tokens", " ({param})")
+            raise ContextLengthExceeded(
+                f"the context holds {self._max_model_len} tokens, but the request asks for {total}: "
+                f"{num_prompt_tokens} of the prompt and {max_tokens} to generate{hint}",
+                param=param,
+            )
+        kv_pages, most = width * self._books.kv.pages_for(total), self._books.max_kv_pages(layout)
+        if kv_pages > most:
+            of_adapter = self._books.kv_pool.num_pages - most
+            raise ContextLengthExceeded(
+                f"the pool has {self._books.kv_pool.num_pages} pages, but the request needs {kv_pages + of_adapter}: "
+                f"{kv_pages} for {width * total} tokens and {of_adapter} for the adapter; lower {{param}} "
+                "or start the server with a larger --pool-bytes",
+                param="max_tokens",
+            )
+
+
+def further_choices(first: EngineCoreRequest, request_ids: Sequence[RequestId]) -> list[EngineCoreRequest]:
+    """Return further answers to the same prompt, each from the next seed, on the first one's pages.
+
+    Probabilities of the prompt come with the first one alone.
+    """
+    seed, sampling = first.sampling.seed, replace(first.sampling, prompt_logprobs=None)
+    return [
+        replace(
+            first,
+            request_id=request_id,
+            sampling=sampling if seed is None else replace(sampling, seed=(seed + number) % 2**64),
+            fork_of=first.request_id,
+        )
+        for number, request_id in enumerate(request_ids, 1)
+    ]
+
+
+def check_could_fit(texts: Sequence[str], tokenizer: Tokenizer, max_model_len: int) -> None:
+    """Check texts by their length alone, before they are tokenized.
+
+    Raises:
+        ContextLengthExceeded: no tokenization of them is short enough.
+    """
+    # In every vocabulary some token is so long: most texts need no closer look.
+    if sum(map(len, texts)) <= SOME_TOKEN_CHARS * max_model_len:
+        return
+    least = sum(map(tokenizer.least_tokens, texts))
+    if least > max_model_len:
+        raise ContextLengthExceeded(
+            f"the context holds {max_model_len} tokens, but the text has at least {least}", param="prompt"
+        )
+
+
+def beam_sampling(sampling: SamplingParams, constraint: TokenConstraint | None) -> SamplingParams:
+    """Return how beams offer tokens: the likeliest answer is no draw, and nothing else changes what is likely.
+
+    Raises:
+        InvalidRequest: a field asks for a draw or changes what is likely; `param` names it.
+    """
+    free = ("max_tokens", "stop_token_ids", "ignore_eos", "temperature", "top_p", "top_k", "min_p")
+    for field in fields(sampling):
+        if field.init and field.name not in free and getattr(sampling, field.name) != field.default:
+            raise InvalidRequest(f"{field.name} does not go with beam search; leave it out", param=field.name)
+    if sampling.temperature not in (0.0, 1.0):
+        raise InvalidRequest("temperature does not go with beam search; leave it out", param="temperature")
+    if constraint is not None:
+        raise InvalidRequest("beam search does not go with a grammar", param="use_beam_search")
+    if len(sampling.stop_token_ids) > MAX_BEAM_STOPS:
+        raise InvalidRequest(f"beam search takes at most {MAX_BEAM_STOPS} stop_token_ids", param="stop_token_ids")
+    return replace(sampling, temperature=0.0, logprobs=MAX_LOGPROBS)
+
+
+def _check_constrained(sampling: SamplingParams) -> None:
+    """Check that nothing but the grammar says where the answer ends."""
+    if sampling.ignore_eos:
+        raise InvalidRequest("{param} contradicts a grammar, which says where the answer ends", param="ignore_eos")
+    if sampling.min_tokens:
+        raise InvalidRequest("{param} contradicts a grammar, which says where the answer ends", param="min_tokens")

@@ -4,16 +4,12 @@ What the event loop tells the engine's thread: frozen messages without tensors.
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import Limits
 from lorasrv.outputs import AdapterTier, RequestId
 from lorasrv.request import EngineCoreRequest
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)

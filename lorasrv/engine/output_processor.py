@@ -4,92 +4,26 @@ Token ids -> the text that a caller sees. One of these for each request, in the 
 
 Text comes out in whole characters, and never a part of a stop string: a tail that may still become one is held back.
 
-Which requests have an adapter, from before they are admitted until their last choice has ended.
+Which requests have an adapter, from their arrival until their last choice has ended. For deleting it.
 
-For whoever deletes it. Everything belongs to the event loop's thread. The engine knows contents only; here it is also
-known by which id a request came, as another id may stand for the same content.
+Belongs to the event loop's thread. The engine knows contents only; here it is also known by which id a request came, as
+another id may stand for the same content.
 """
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from adapter_store.spec import AdapterKey
 from lorasrv.errors import AdapterDeleted, AdapterLoadFailed, name_of
+from lorasrv.metrics.request_observer import RequestObserver
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestOutput, refused
+from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.detokenizer import Detokenizer
-
-
-class Breakable(Protocol):
-    """One choice of a request; `RequestStream` is."""
-
-    def break_off(self, error: Exception) -> None:
-        """It is to end now, and its reader to get this."""
-
-
-class InFlightUse:
-    """One request on an adapter (`key` None: on the base), and its choices that have not ended."""
-
-    def __init__(self, adapter_id: str, key: AdapterKey | None) -> None:
-        self.adapter_id = adapter_id
-        self.key = key
-        self.choices: set[Breakable] = set()
-        self.ended_by: Exception | None = None
-
-    def check(self) -> None:
-        """Raises: AdapterDeleted: it was ended before it was admitted."""
-        if self.ended_by is not None:
-            raise self.ended_by
-
-
-class InFlightRequests:
-    """Every request that has not ended."""
-
-    def __init__(self) -> None:
-        self._uses: set[InFlightUse] = set()
-        self._has_ended = asyncio.Event()
-
-    def begin(self, adapter_id: str, key: AdapterKey | None) -> InFlightUse:
-        """A request has come."""
-        use = InFlightUse(adapter_id, key)
-        self._uses.add(use)
-        return use
-
-    def leave(self, use: InFlightUse, choice: Breakable) -> None:
-        """A choice has ended."""
-        use.choices.discard(choice)
-        if not use.choices:
-            self.end(use)
-
-    def end(self, use: InFlightUse) -> None:
-        """All of it has ended, or it was never admitted."""
-        self._uses.discard(use)
-        has_ended, self._has_ended = self._has_ended, asyncio.Event()
-        has_ended.set()
-
-    async def until_unused(self, adapter_id: str, keys: Collection[AdapterKey], timeout_s: float) -> int:
-        """Wait until no request by this id is on one of these contents, at most so long; returns how many are still."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self._of(adapter_id, keys):
-                    await self._has_ended.wait()
-        except TimeoutError:
-            pass
-        return len(self._of(adapter_id, keys))
-
-    def break_off(self, adapter_id: str, keys: Collection[AdapterKey]) -> int:
-        """End those requests before the next step; returns how many. Their readers get AdapterDeleted."""
-        doomed = self._of(adapter_id, keys)
-        for use in doomed:
-            use.ended_by = AdapterDeleted(f"adapter {adapter_id!r} was deleted, and this request ended with it")
-            for choice in list(use.choices):
-                choice.break_off(use.ended_by)
-        return len(doomed)
-
-    def _of(self, adapter_id: str, keys: Collection[AdapterKey]) -> list[InFlightUse]:
-        return [use for use in self._uses if use.adapter_id == adapter_id and use.key in keys]
 
 
 class OutputProcessor:
@@ -182,18 +116,15 @@ JOINED_TOKENS = 64
 
 
 class StreamOwner(Protocol):
-    """Who feeds a stream; `AsyncEngine` does."""
+    """What feeds a stream; `AsyncEngine` does."""
 
-    def forget(self, request_id: RequestId) -> None:
-        """The stream takes no more outputs."""
-
-    def end(self, request_id: RequestId, *, stopped: bool, why: str = "client") -> None:
-        """The request is to end before the next step; `why`, if its answer is not whole."""
+    def abort(self, request_id: RequestId, why: str = "client") -> None:
+        """End the request before the next step, and the stream with it; `why` names the reason."""
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
-    """The outputs of one accepted request, a choice of what `use` stands for. Closing it early aborts the request
-    within one step. For one reader; what waits for it is as long as the answer at most.
+    """The outputs of one accepted request. Closing it early aborts the request within one step. For one reader; what
+    waits for it is as long as the answer at most.
 
     Raises (from iteration):
         AdapterLoadFailed: the adapter could not be brought in; nothing was generated.
@@ -205,13 +136,9 @@ class RequestStream(AsyncIterator[RequestOutput]):
         EngineDead: the engine thread ended before the request did.
     """
 
-    def __init__(
-        self, engine: StreamOwner, request_id: RequestId, processor: OutputProcessor, prompt: int, use: InFlightUse
-    ) -> None:
+    def __init__(self, engine: StreamOwner, request_id: RequestId, processor: OutputProcessor, prompt: int) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = prompt
-        self.use = use
-        use.choices.add(self)
         self._engine = engine
         self._processor = processor
         self._unread: deque[RequestOutput | Exception] = deque()
@@ -241,24 +168,18 @@ class RequestStream(AsyncIterator[RequestOutput]):
         """End the request if it has not ended."""
         if not self._finished:
             self._finished = True
-            self._engine.forget(self.request_id)
-            self._engine.end(self.request_id, stopped=False)
+            self._engine.abort(self.request_id)
             self._arrived.set()
 
     def break_off(self, error: Exception) -> None:
         """End the request, and tell its reader why."""
-        self._engine.forget(self.request_id)
-        self._engine.end(self.request_id, stopped=False, why=name_of(type(error)))
+        self._engine.abort(self.request_id, name_of(type(error)))
         self.fail(error)
 
     def deliver(self, output: EngineOutput) -> RequestOutput:
         """Take one step's output, in the event loop; returns what the caller will see."""
         result = self._processor.process(output)
-        if result.finished:
-            self._finished = True
-            self._engine.forget(self.request_id)
-            if output.finish_reason is None:
-                self._engine.end(self.request_id, stopped=True)
+        self._finished = result.finished
         if (refusal := refused(result)) is not None:
             self._put(refusal)
         elif result.error is not None and not result.num_generated_tokens:
@@ -284,3 +205,83 @@ class RequestStream(AsyncIterator[RequestOutput]):
         else:
             self._unread.append(output)
         self._arrived.set()
+
+
+@dataclass(slots=True, eq=False)
+class InFlightUse:
+    """One request on an adapter."""
+
+    # "" and None: on the base.
+    adapter_id: str
+    key: AdapterKey | None
+    # Choices that have not ended.
+    open: set[RequestId]
+    is_accepted: bool = False
+    ended_by: Exception | None = None
+
+    def check(self) -> None:
+        """Raises: AdapterDeleted: the request was ended before it was accepted."""
+        if self.ended_by is not None:
+            raise self.ended_by
+
+
+class InFlightRequests(RequestObserver):
+    """Every request that has not ended.
+
+    Args:
+        abort: ends one choice before the next step and tells its reader why; ignores ids that it does not know.
+    """
+
+    def __init__(self, abort: Callable[[RequestId, Exception], object]) -> None:
+        self._abort = abort
+        self._uses: dict[RequestId, InFlightUse] = {}
+        self._has_ended = asyncio.Event()
+
+    @contextmanager
+    def arriving(
+        self, adapter_id: str, key: AdapterKey | None, request_ids: Collection[RequestId]
+    ) -> Iterator[InFlightUse]:
+        """Count a request while it is being accepted; behind the block only if it was, until it has ended."""
+        use = InFlightUse(adapter_id, key, set(request_ids))
+        self._uses.update(dict.fromkeys(request_ids, use))
+        try:
+            yield use
+        finally:
+            if not use.is_accepted:
+                for request_id in request_ids:
+                    self.on_finished(request_id)
+
+    def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
+        for request in requests:
+            self._uses[request.request_id].is_accepted = True
+
+    def on_finished(self, request_id: RequestId, why: str = "") -> None:
+        use = self._uses.pop(request_id, None)
+        if use is None:
+            return
+        use.open.discard(request_id)
+        if not use.open:
+            has_ended, self._has_ended = self._has_ended, asyncio.Event()
+            has_ended.set()
+
+    async def until_unused(self, adapter_id: str, keys: Collection[AdapterKey], timeout_s: float) -> int:
+        """Wait until no request by this id is on one of these contents, at most so long; return how many still are."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._of(adapter_id, keys):
+                    await self._has_ended.wait()
+        except TimeoutError:
+            pass
+        return len(self._of(adapter_id, keys))
+
+    def break_off(self, adapter_id: str, keys: Collection[AdapterKey]) -> int:
+        """End those requests before the next step, with AdapterDeleted for their readers; return how many."""
+        doomed = self._of(adapter_id, keys)
+        for use in doomed:
+            use.ended_by = AdapterDeleted(f"adapter {adapter_id!r} was deleted, and this request ended with it")
+            for request_id in list(use.open):
+                self._abort(request_id, use.ended_by)
+        return len(doomed)
+
+    def _of(self, adapter_id: str, keys: Collection[AdapterKey]) -> set[InFlightUse]:
+        return {use for use in self._uses.values() if use.adapter_id == adapter_id and use.key in keys}

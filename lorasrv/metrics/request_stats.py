@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from adapter_store.spec import AdapterKey
 from lorasrv.errors import name_of
 from lorasrv.metrics.histogram import Histogram
+from lorasrv.metrics.request_observer import RequestObserver
 from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming, refused
 from lorasrv.request import EngineCoreRequest
 
@@ -104,7 +105,7 @@ class _LiveRequest:
     timing: RequestTiming = field(default_factory=RequestTiming)
 
 
-class RequestStats:
+class RequestStats(RequestObserver):
     """Hears of every request. Ids that were not asked for longest are forgotten when there are too many.
 
     `rejected` and `aborted` count by reason: `name_of` the error that a client was told; `aborted` has `client` for
@@ -129,11 +130,11 @@ class RequestStats:
         self.inter_token = Histogram()
         self.request = Histogram()
 
-    def accepted(self, messages: Sequence[EngineCoreRequest], arrived_s: float) -> None:
-        """These came in at that time, on this object's clock. Whoever listens to the caller's context will be told of
-        their ends."""
+    def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
+        """Open accounts for requests that came in at `arrived_s`, on this object's clock. The listener of the caller's
+        context will be told of their ends."""
         listener = REQUEST_LISTENER.get()
-        for message in messages:
+        for message in requests:
             # The account goes to the end: those at the front have not been asked for longest.
             account = self._accounts.pop(message.adapter_id, None) or RequestTotals()
             self._accounts[message.adapter_id] = account
@@ -158,15 +159,13 @@ class RequestStats:
             while len(table) > MAX_ACCOUNTS:
                 del table[next(iter(table))]  # type: ignore[arg-type]
 
-    def refused(self, error: BaseException) -> None:
-        """A request was not accepted."""
+    def on_refused(self, error: BaseException) -> None:
         if isinstance(error, Exception):
             self.rejected[name_of(type(error))] += 1
         else:
             self.aborted["client"] += 1
 
-    def heard(self, request_id: RequestId, output: RequestOutput) -> None:
-        """An output of a request."""
+    def on_output(self, request_id: RequestId, output: RequestOutput) -> None:
         request = self._open.get(request_id)
         if request is None:
             return
@@ -187,10 +186,9 @@ class RequestStats:
                 self.request.add(now_s - request.arrived_s)
             self._over(request_id, request, output.finish_reason, _why(output), now_s)
 
-    def left(self, request_id: RequestId, why: str = "client") -> None:
-        """It was ended before its answer was: its client has gone, or `why` names the error."""
+    def on_finished(self, request_id: RequestId, why: str = "") -> None:
         request = self._open.pop(request_id, None)
-        if request is not None:
+        if request is not None and why:
             self.aborted[why] += 1
             self._over(request_id, request, FinishReason.ABORT, why, self._clock())
 

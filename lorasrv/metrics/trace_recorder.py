@@ -14,6 +14,7 @@ from io import FileIO
 from pathlib import Path
 from types import TracebackType
 
+from lorasrv.metrics.request_observer import ENGINE_DEAD, RequestObserver
 from lorasrv.metrics.trace import TraceRequest, parse_line
 from lorasrv.outputs import FinishReason, RequestId, RequestOutput
 from lorasrv.request import EngineCoreRequest
@@ -32,7 +33,7 @@ class _Open:
     latest: RequestOutput | None = None
 
 
-class TraceRecorder:
+class TraceRecorder(RequestObserver):
     """Appends to a file. One that has lines already is gone on with: its clock runs on from its last line.
 
     Args:
@@ -67,13 +68,11 @@ class TraceRecorder:
             self._file.close()
             self._file = None
 
-    def accepted(self, messages: Sequence[EngineCoreRequest], arrived_s: float) -> None:
-        """These are on their way to the engine; they came in at that time, on this recorder's clock."""
-        for message in messages:
-            self._open[message.request_id] = _Open(message, arrived_s)
+    def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
+        for request in requests:
+            self._open[request.request_id] = _Open(request, arrived_s)
 
-    def heard(self, request_id: RequestId, output: RequestOutput) -> None:
-        """An output of a request."""
+    def on_output(self, request_id: RequestId, output: RequestOutput) -> None:
         request = self._open.get(request_id)
         if request is None:
             return
@@ -83,9 +82,12 @@ class TraceRecorder:
         if output.finish_reason is not None:
             self._end(request_id, output.finish_reason)
 
-    def left(self, request_id: RequestId) -> None:
-        """Its client has gone, or it failed. What it had computed was load all the same."""
-        if request_id in self._open:
+    def on_finished(self, request_id: RequestId, why: str = "") -> None:
+        """Record an answer that its client did not wait for, or that failed: it was load all the same. What the end of
+        the engine cuts off is left out."""
+        if why == ENGINE_DEAD:
+            self._open.pop(request_id, None)
+        elif request_id in self._open:
             self._end(request_id, FinishReason.ABORT)
 
     def _end(self, request_id: RequestId, reason: FinishReason) -> None:

@@ -13,6 +13,7 @@ from lorasrv.config import Limits
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.outputs import RequestId
 from lorasrv.request import Request
+from lorasrv.token_bucket import TokenBucket
 
 BURST_S = 2.0
 """An account that was idle may compute as much at once as in so many seconds."""
@@ -22,23 +23,20 @@ _NONE = Limits()
 
 @dataclass(slots=True)
 class _QuotaAccount:
-    """`pages` that its running requests may come to hold, with the adapters that they use. `num_seated`: of those that
-    wait, those for whom there is a place in the next step, as far as limits and seats go."""
+    """What one adapter or key has now."""
 
     kind: str
     name: str
     limits: Limits
+    # Tokens to compute; None: its rate is not limited.
+    tokens: TokenBucket | None
     num_running: int = 0
     num_waiting: int = 0
+    # Of those that wait, those with a place in the next step, as far as limits and seats go.
     num_seated: int = 0
+    # Pages that its running requests may come to hold, with the adapters that they use.
     pages: int = 0
     uses: Counter[AdapterKey] = field(default_factory=Counter)
-    paid_until_s: float = 0.0
-    debt: float = 0.0
-    """Tokens above what the rate allows; negative is what may be computed at once."""
-
-    def __post_init__(self) -> None:
-        self.debt = self.least_debt
 
     @property
     def is_idle(self) -> bool:
@@ -57,18 +55,6 @@ class _QuotaAccount:
     @property
     def shown(self) -> str:
         return f"{self.kind} {self.name!r}" if self.name else "the base"
-
-    @property
-    def least_debt(self) -> float:
-        """That of an account which was idle for long."""
-        return -BURST_S * (self.limits.tokens_per_s or 0.0)
-
-    def settle(self, now_s: float) -> None:
-        """Pay off debt by the time that has passed."""
-        rate = self.limits.tokens_per_s
-        paid = 0.0 if rate is None else rate * max(0.0, now_s - self.paid_until_s)
-        self.debt = 0.0 if rate is None else max(self.least_debt, self.debt - paid)
-        self.paid_until_s = now_s
 
 
 class Quotas:
@@ -101,6 +87,11 @@ class Quotas:
             self._own[adapter_id] = limits
         if (account := self._adapters.get(adapter_id)) is not None:
             account.limits = self._limits_of(adapter_id)
+            rate = account.limits.tokens_per_s
+            if rate is None or account.tokens is None:
+                account.tokens = self._bucket(account.limits)
+            else:
+                account.tokens.resize(rate, BURST_S * rate)
             account.num_seated = min(account.num_seated, account.limits.max_running or account.num_seated)
 
     def weight(self, adapter_id: str) -> float:
@@ -145,14 +136,9 @@ class Quotas:
 
     def owes_until_s(self, request: Request) -> float | None:
         """When its adapter and its key will both have paid what they owe to their rates; None if neither owes."""
-        now, latest = self._clock(), None
-        for account in self._accounts(request):
-            if account.limits.tokens_per_s is not None:
-                account.settle(now)
-                if account.debt > 0:
-                    until_s = now + account.debt / account.limits.tokens_per_s
-                    latest = until_s if latest is None else max(latest, until_s)
-        return latest
+        buckets = [account.tokens for account in self._accounts(request) if account.tokens is not None]
+        wait_s = max((bucket.wait_s(0.0) for bucket in buckets), default=0.0)
+        return self._clock() + wait_s if wait_s > 0 else None
 
     def may_run(self, request: Request) -> bool:
         """Whether limits would let a request that waits join the batch now."""
@@ -219,11 +205,9 @@ class Quotas:
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """So many tokens were computed for it."""
-        now = self._clock()
         for account in self._accounts(request):
-            if account.limits.tokens_per_s is not None:
-                account.settle(now)
-                account.debt += num_tokens
+            if account.tokens is not None:
+                account.tokens.take(num_tokens)
 
     def check_integrity(self, running: Sequence[Request], waiting: Sequence[Request]) -> None:
         """Raises: AssertionError: counts differ from the requests that there are."""
@@ -256,11 +240,9 @@ class Quotas:
 
     def _sweep(self) -> None:
         """Forget accounts that have nothing and owe nothing."""
-        now = self._clock()
         for accounts in (self._adapters, self._keys):
             for account in list(accounts.values()):
-                account.settle(now)
-                if account.is_idle and account.debt <= account.least_debt:
+                if account.is_idle and (account.tokens is None or account.tokens.is_full):
                     del accounts[account.name]
         self._num_swept = max(MIN_SWEEP, len(self._adapters) + len(self._keys))
 
@@ -278,13 +260,18 @@ class Quotas:
     def _accounts(self, request: Request) -> tuple[_QuotaAccount, _QuotaAccount]:
         """Its adapter's and its key's; not kept if they are new."""
         message = request.message
-        adapter = self._adapters.get(message.adapter_id) or _QuotaAccount(
-            "adapter", message.adapter_id, self._limits_of(message.adapter_id), paid_until_s=self._clock()
+        adapter = self._adapters.get(message.adapter_id) or self._account(
+            "adapter", message.adapter_id, self._limits_of(message.adapter_id)
         )
-        key = self._keys.get(message.principal) or _QuotaAccount(
-            "key", message.principal, self._of_keys, paid_until_s=self._clock()
-        )
+        key = self._keys.get(message.principal) or self._account("key", message.principal, self._of_keys)
         return adapter, key
+
+    def _account(self, kind: str, name: str, limits: Limits) -> _QuotaAccount:
+        return _QuotaAccount(kind, name, limits, self._bucket(limits))
+
+    def _bucket(self, limits: Limits) -> TokenBucket | None:
+        rate = limits.tokens_per_s
+        return None if rate is None else TokenBucket(rate, BURST_S * rate, self._clock)
 
     def _open(self, request: Request) -> tuple[_QuotaAccount, _QuotaAccount]:
         adapter, key = self._accounts(request)

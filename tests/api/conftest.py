@@ -36,6 +36,7 @@ from lorasrv.engine.pool_snapshot import PoolMap
 from lorasrv.engine.watchdog import Heartbeat
 from lorasrv.errors import AdapterCold, AdapterLoadFailed, ContextLengthExceeded, EngineDead, InvalidRequest
 from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
+from lorasrv.metrics.request_observer import RequestObserver
 from lorasrv.metrics.request_stats import RequestStats
 from lorasrv.metrics.step_stats import StepProfile, StepStats
 from lorasrv.models.spec import ModelSpec
@@ -134,7 +135,7 @@ class FakeStream(AsyncIterator[RequestOutput]):
         self._served += 1
         self._finished = output.finished
         self.num_generated_tokens = output.num_generated_tokens
-        self._engine.traffic.heard(self.request_id, output)
+        self._engine.traffic.on_output(self.request_id, output)
         return output
 
     async def _suffer(self) -> None:
@@ -153,7 +154,7 @@ class FakeStream(AsyncIterator[RequestOutput]):
         if not self._finished:
             self._finished = True
             self._engine.aborted.append(self.request_id)
-            self._engine.traffic.left(self.request_id)
+            self._engine.traffic.on_finished(self.request_id, "client")
 
 
 class FakeEngine:
@@ -167,7 +168,7 @@ class FakeEngine:
         self.quantization = "int8"
         self.profile = StepProfile()
         self.traffic = RequestStats()
-        self.waiting_room = SimpleNamespace(check=lambda **_: None, num_tokens=0)
+        self.waiting_room = SimpleNamespace(num_tokens=0)
         self.book = StepStats()
         self.max_model_len = CONTEXT
         self.page_size_tokens = 16
@@ -203,8 +204,15 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.asked: list[tuple[object, ...]] = []
         self.limits: dict[str, Limits | None] = {}
-        self.uses = InFlightRequests()
+        self.uses = InFlightRequests(lambda *_: None)
         self._numbers = itertools.count()
+
+    @property
+    def observers(self) -> RequestObserver:
+        return self.traffic
+
+    def check_admission(self, principal: str) -> None:
+        assert principal
 
     async def start(self) -> None:
         self.is_alive = True
@@ -277,7 +285,7 @@ class FakeEngine:
             principal=asked.principal,
         )
         further = [replace(first, request_id=s.request_id, fork_of=first.request_id) for s in streams[1:]]
-        self.traffic.accepted([first, *further], time.monotonic())
+        self.traffic.on_accepted([first, *further], time.monotonic())
 
     def _stream(self, rid: RequestId, index: int, asked: SimpleNamespace) -> FakeStream:
         cold = asked.adapter is not None and self.cold_for_s is not None

@@ -4,8 +4,10 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 
 from adapter_store.errors import AdapterError, AdapterInvalid, Problem, StoreUnusable
-from api.errors import ANSWERS, answer_for, describe, field_name
-from lorasrv.errors import LorasrvError, ModelNotFound, StepFailed
+from api.errors import ANSWERS, FIELD_NAMES, TGI_PATHS, answer_for, describe, describe_at, field_name
+from api.schemas.openai import ChatBody
+from api.schemas.tgi import GenerateBody, Parameters
+from lorasrv.errors import ContextLengthExceeded, LorasrvError, ModelNotFound, StepFailed
 
 
 def family(root: type[Exception]) -> list[type[Exception]]:
@@ -27,6 +29,38 @@ def test_a_new_subclass_is_answered_as_its_ancestor() -> None:
         pass
 
     assert answer_for(TooManyRanks) is ANSWERS[AdapterInvalid]
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "shown"),
+    [
+        ("/v1/completions", "prompt", "prompt"),
+        ("/v1/completions", "max_tokens", "max_tokens"),
+        ("/v1/chat/completions", "prompt", "messages"),
+        ("/v1/chat/completions", "top_p", "top_p"),
+        *((path, "max_tokens", "max_new_tokens") for path in TGI_PATHS),
+        *((path, "prompt", "inputs") for path in TGI_PATHS),
+        *((path, "ignore_eos", "ignore_eos_token") for path in TGI_PATHS),
+    ],
+)
+def test_fields_are_called_as_the_paths_bodies_call_them(path: str, param: str, shown: str) -> None:
+    body = describe_at(path, ContextLengthExceeded("lower {param} by 3", param=param)).body
+    if path in TGI_PATHS:
+        assert body == {"error": f"lower {shown} by 3", "error_type": "validation"}
+    else:
+        error = {"message": f"lower {shown} by 3", "param": shown}
+        assert body["error"] == {**error, "type": "invalid_request_error", "code": "context_length_exceeded"}
+
+
+def test_names_of_fields_are_those_of_bodies() -> None:
+    fields = {
+        "/v1/chat/completions": ChatBody.model_fields.keys(),
+        **{path: Parameters.model_fields.keys() | GenerateBody.model_fields.keys() for path in TGI_PATHS},
+    }
+    assert FIELD_NAMES.keys() == fields.keys()
+    for path, names in FIELD_NAMES.items():
+        assert set(names.values()) <= fields[path]
+        assert not set(names) & fields[path], "what the path has itself keeps its name"
 
 
 def test_what_nobody_foresaw_is_a_bare_500() -> None:

@@ -254,7 +254,7 @@ def open_and_close(served: Served, count: int) -> None:
 
 @pytest.mark.long
 def test_a_full_queue_says_when_to_come_back(served) -> None:
-    """Who was let in is answered; see tests/lorasrv/engine/test_backpressure_drain_rate.py for how the time is
+    """Who was let in is answered; see tests/lorasrv/engine/test_backpressure.py for how the time is
     found.
     """
     clients = [RawClient(port_of(served)) for _ in range(SEATS + MAX_QUEUED + 30)]

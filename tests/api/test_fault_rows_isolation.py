@@ -1,7 +1,6 @@
 """Rows 25 and 26 of the list of faults: what one tenant could learn of another."""
 
 import asyncio
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from api.config.settings import ServerSettings
 from api.schemas.openai import CompletionBody
 from api.serving.adapter_limits import AdapterLimits
 from api.serving.services import Services
-from api.serving.serving_openai import prepare_completion
+from api.serving.serving_openai import collect, generate_openai
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.models.loader import open_checkpoint
@@ -56,14 +55,14 @@ def test_row_25_no_hit_across_adapters_and_tenants(tiny_model: ModelOptions, tin
         engine = AsyncEngine.build(config, tiny_store)
         settings = ServerSettings()
         limits = AdapterLimits(engine, tiny_store, settings.limits("adapter"))
-        services = Services(engine, tiny_store, settings, limits, Verifier(), started_s=int(time.time()))
+        services = Services.create(engine, tiny_store, settings, limits, Verifier())
         texts: dict[str, str] = {}
 
         async def cached(caller: Caller, name: str | None = None, salt: str | None = None) -> int:
             asked = name or engine.model_name
             fields = {"model": asked, "prompt": PROMPT, "max_tokens": 4, "temperature": 0, "cache_salt": salt}
             body = CompletionBody.model_validate(fields)
-            content, _ = await (await prepare_completion(body, services, caller)).collect()
+            content, _ = await collect(generate_openai(body, services, caller))
             assert texts.setdefault(asked, content["choices"][0]["text"]) == content["choices"][0]["text"]
             found: int = content["usage"]["prompt_tokens_details"]["cached_tokens"]
             return found

@@ -47,7 +47,7 @@ def steps_ms(llm: LLM, names: list[str | None]) -> float:
     for i, name in enumerate(names):
         key = llm.store.resolve(name).key if name else None
         prompt = [100 + i, *range(200, 200 + PROMPT_TOKENS - 1)]
-        llm.engine.add_request(llm.engine.admission.admit(RequestId(f"row{i}"), prompt, sampling, key))
+        llm.engine.add_request(llm.input_processor.process(RequestId(f"row{i}"), prompt, sampling, key))
     seconds = []
     while llm.engine.has_requests:
         begin = time.perf_counter()

@@ -56,9 +56,9 @@ def of_steps(rows: int) -> float:
 
 def of_outputs() -> float:
     traffic, rid = RequestStats(), RequestId("a")
-    traffic.accepted([EngineCoreRequest(rid, (1,), 9, SamplingParams(), adapter_id="mia")], 0.0)
+    traffic.on_accepted([EngineCoreRequest(rid, (1,), 9, SamplingParams(), adapter_id="mia")], 0.0)
     outputs = iter([RequestOutput(rid, "", (), 1, n, RequestTiming()) for n in range(1, RUNS * CALLS + 2)])
-    return best_us(lambda: traffic.heard(rid, next(outputs)))
+    return best_us(lambda: traffic.on_output(rid, next(outputs)))
 
 
 def of_ends() -> float:

@@ -29,6 +29,7 @@ from adapter_store.store import AdapterStore
 from lorasrv.config import BUILTIN_MODEL, EngineConfig, MemoryOptions
 from lorasrv.engine.core import EngineCore, EngineParts
 from lorasrv.engine.factory import build
+from lorasrv.engine.input_processor import InputProcessor
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.models.loader import open_checkpoint
@@ -80,8 +81,9 @@ class Bench:
     keys: list[AdapterKey]
 
     @contextmanager
-    def engine(self, fraction: float | None) -> Iterator[tuple[EngineCore, threading.Event]]:
-        """An engine with an empty pool, and the event that is set when a load has something to report."""
+    def engine(self, fraction: float | None) -> Iterator[tuple[EngineCore, InputProcessor, threading.Event]]:
+        """An engine with an empty pool, its requests' maker, and the event that is set when a load has something to
+        report."""
         source, options = self.parts.source, replace(self.config.memory, adapter_pool_fraction=fraction)
         assert source is not None
         books = MemoryManager.make(
@@ -92,7 +94,7 @@ class Bench:
         loader = ThreadedLoader(source, self.parts.runner.write_adapter, reported.set)
         engine = EngineCore(replace(self.parts, books=books, scheduler=scheduler), loader)
         try:
-            yield engine, reported
+            yield engine, InputProcessor(books, source, self.parts.max_model_len, self.parts.vocab_size), reported
         finally:
             engine.close()
 
@@ -129,11 +131,11 @@ def run(made: Bench, corner: Corner, fraction: float | None, new_tokens: int) ->
     rng = random.Random(0)
     sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     running: list[int] = []
-    with made.engine(fraction) as (engine, reported):
+    with made.engine(fraction) as (engine, inputs, reported):
         for number in range(corner.requests):
             prompt = [rng.randrange(100, 40_000) for _ in range(corner.prompt_tokens)]
             key = made.keys[rng.randrange(corner.adapters)]
-            engine.add_request(engine.admission.admit(RequestId(f"r{number}"), prompt, sampling, key))
+            engine.add_request(inputs.process(RequestId(f"r{number}"), prompt, sampling, key))
         begin = time.perf_counter()
         while engine.has_requests:
             reported.clear()

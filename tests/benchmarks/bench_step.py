@@ -31,7 +31,7 @@ def median_step_ms(llm: LLM, names: list[str | None]) -> float:
     for i, name in enumerate(names):
         key = llm.store.resolve(name).key if name else None
         prompt = list(range(100, 100 + PROMPT_TOKENS))
-        llm.engine.add_request(llm.engine.admission.admit(RequestId(f"row{i}"), prompt, sampling, key))
+        llm.engine.add_request(llm.input_processor.process(RequestId(f"row{i}"), prompt, sampling, key))
     seconds = []
     while llm.engine.has_requests:
         begin = time.perf_counter()

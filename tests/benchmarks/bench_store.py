@@ -111,6 +111,7 @@ class IdleEngine:
         self.metrics = EngineMetrics(EngineStats())
         self.spec = SimpleNamespace(vocab_size=256)
         self.traffic, self.book, self.heartbeat = RequestStats(), StepStats(), Heartbeat()
+        self.observers = self.traffic
         self.error: str | None = None
         self.is_alive = True
 

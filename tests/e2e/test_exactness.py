@@ -182,7 +182,7 @@ def _run_arriving(llm: LLM, work: list[tuple[str | None, list[int], int]], abort
     while waiting or llm.engine.has_requests:
         for i, (name, prompt, n) in waiting[:2] if step % 2 == 0 else []:
             key = llm.store.resolve(name).key if name else None
-            llm.engine.add_request(llm.engine.admission.admit(RequestId(f"t{i}"), prompt, _greedy(n), key))
+            llm.engine.add_request(llm.input_processor.process(RequestId(f"t{i}"), prompt, _greedy(n), key))
             waiting = waiting[1:]
         if len(tokens[aborted]) == 9:
             llm.engine.abort(RequestId(f"t{aborted}"))

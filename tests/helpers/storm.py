@@ -18,7 +18,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.engine import factory as building
 from lorasrv.engine.core import EngineCore
-from lorasrv.engine.input_processor import further_choices
+from lorasrv.engine.input_processor import InputProcessor, further_choices
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import adapter_layout
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId
@@ -37,6 +37,7 @@ class Started:
     """An engine, and what its loader threads set when an adapter has arrived."""
 
     engine: EngineCore
+    input_processor: InputProcessor
     wake: threading.Event | None
 
 
@@ -68,14 +69,15 @@ def start(model: Path, library: Any, *, threaded: bool, preemption: str = "auto"
     host = HOSTED * sum(layout.nbytes for layout in layouts) // len(layouts)
     options = config(model, int(RESIDENTS * an_adapter + SEQS * a_request), host, preemption)
     with small_pages():
-        parts = building.build(checkpoint, options, library.store).parts
+        built = building.build(checkpoint, options, library.store)
     checkpoint.close()
+    parts = built.parts
     expect_short_answers(parts.scheduler.predictor)
     assert parts.source is not None
-    if not threaded:
-        return Started(EngineCore(parts, InlineLoader(parts.source, parts.runner.write_adapter)), None)
-    wake = threading.Event()
-    return Started(EngineCore(parts, ThreadedLoader(parts.source, parts.runner.write_adapter, wake.set)), wake)
+    wake, write = threading.Event() if threaded else None, parts.runner.write_adapter
+    loader = InlineLoader(parts.source, write) if wake is None else ThreadedLoader(parts.source, write, wake.set)
+    engine = EngineCore(parts, loader)
+    return Started(engine, built.input_processor(engine.poison), wake)
 
 
 @dataclass
@@ -117,6 +119,7 @@ class Storm:
 
     def __init__(self, started: Started, library: Any, seed: int, integrity_every: int = 20) -> None:
         self.engine, self.wake, self.library = started.engine, started.wake, library
+        self.input_processor = started.input_processor
         self.integrity_every = integrity_every
         self.rng = random.Random(seed)
         self.tally = Tally()
@@ -170,7 +173,7 @@ class Storm:
         prompt = self._some_prompt()
         max_tokens = self.rng.choice((MAX_NEW, self.rng.randint(1, MAX_NEW)))
         sampling = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        first = self.engine.admission.admit(self._new_id(), prompt, sampling, key)
+        first = self.input_processor.process(self._new_id(), prompt, sampling, key)
         marker = m.marker(self.library.numbers[key] if key is not None else None)
         topics = frozenset(m.topic_of(token) for token in prompt)
         others = [self._new_id() for _ in range(self.rng.choice((0, 0, 0, 0, 1, 3)))]

@@ -1,6 +1,5 @@
 """Lines asked of an engine of one's own, without a server: the store is taken, the model loaded, and then as served."""
 
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING
@@ -33,7 +32,7 @@ def embedded(settings: ServerSettings, progress: Progress) -> Iterator[AbstractA
         engine = AsyncEngine.build(config, store, lambda _, share: progress("loading the model", share))
         limits = AdapterLimits(engine, store, settings.limits("adapter"))
         limits.check()
-        services = Services(engine, store, settings, limits, Verifier(), int(time.time()))
+        services = Services.create(engine, store, settings, limits, Verifier())
         yield _running(engine, services)
 
 

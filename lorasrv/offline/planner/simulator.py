@@ -21,7 +21,7 @@ from adapter_store.host_cache import HostCache
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions, SchedulerOptions
 from lorasrv.engine.backpressure import num_queued
-from lorasrv.engine.input_processor import Admission
+from lorasrv.engine.input_processor import InputProcessor
 from lorasrv.errors import InvalidRequest
 from lorasrv.memory.cost_model import StepShape
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
@@ -144,7 +144,7 @@ class Simulator:
         self._step_costs = self.books.costs.step
         self.scheduler = Scheduler(server.scheduler, self.books, frozenset({EOS}), self.is_on_host)
         self._loader = SimLoader(self._costs, self.cache, lambda key: self._layouts[key].nbytes)
-        self._admission = Admission(self.books, self, server.max_model_len, VOCABULARY)
+        self._inputs = InputProcessor(self.books, self, server.max_model_len, VOCABULARY)
         self._prompts = SimulatedPrompts(self._trace)
         self._outcomes = [SimulatedRequest(request) for request in self._trace]
         self._live: dict[RequestId, SimulatedRequest] = {}
@@ -156,7 +156,7 @@ class Simulator:
         self._busy_s = 0.0
         self._used_page_s = 0.0
 
-    # What `Admission` is to know of adapters.
+    # Facts about adapters for `InputProcessor`.
 
     @property
     def max_host_bytes(self) -> int:
@@ -279,7 +279,7 @@ class Simulator:
         most = max(request.output_tokens, request.max_tokens or 0)
         most = min(most, self._server.max_model_len - request.prompt_tokens)
         try:
-            return self._admission.admit(
+            return self._inputs.process(
                 rid,
                 self._prompts.of(number),
                 SamplingParams(max_tokens=most, temperature=0.0),

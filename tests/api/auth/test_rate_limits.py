@@ -20,6 +20,7 @@ from api.auth.scopes import GENERATING
 from api.batches.in_process import in_process_client
 from api.batches.input_lines import pending_lines, scan
 from api.batches.runner import LineRunner
+from api.serving.admission import AdmissionController
 from lorasrv.errors import (
     AdapterCold,
     AdapterLoadFailed,
@@ -77,22 +78,28 @@ def allowances(clock: Clock) -> RateLimiter:
     return RateLimiter(clock)
 
 
-def at_once(add: Callable[[int], Awaitable[Sequence[Any]]]) -> Callable[[], Awaitable[Any]]:
+def at_once(add: Callable[[Any], Awaitable[Sequence[Any]]]) -> Callable[[], Awaitable[Any]]:
     """With nothing to be done before."""
 
-    async def begin() -> Callable[[int], Awaitable[Sequence[Any]]]:
+    async def begin() -> Callable[[Any], Awaitable[Sequence[Any]]]:
         return add
 
     return begin
 
 
+def admission_of(allowances: RateLimiter) -> AdmissionController:
+    """Of an engine whose queue is never full."""
+    engine: Any = SimpleNamespace(check_admission=lambda _: None)
+    return AdmissionController(engine, allowances)
+
+
 async def admit(
     allowances: RateLimiter, caller: Caller, prompts: int = 1, width: int = 1, tokens: int = 3, **how: Any
 ) -> list[Any]:
-    async def add(_: int) -> Sequence[Any]:
+    async def add(_: object) -> Sequence[Any]:
         return [Stream(tokens, **how) for _ in range(width)]
 
-    return await allowances.admit(caller, range(prompts), width, at_once(add))
+    return await admission_of(allowances).admit(caller, [[n] for n in range(prompts)], width, at_once(add))
 
 
 async def read(streams: Sequence[Any], most: int = 10**9) -> None:
@@ -283,14 +290,14 @@ class TestWhatIsRefusedCostsNothing:
     def test_at_the_engines_door(self, allowances, caller, untouched) -> None:
         opened: list[Stream] = []
 
-        async def add(number: int) -> Sequence[Any]:
-            if number == 2:
+        async def add(number: list[int]) -> Sequence[Any]:
+            if number == [2]:
                 raise EngineOverloaded("full", retry_after_s=1.0)
             opened.append(Stream(3))
             return opened[-1:]
 
         with pytest.raises(EngineOverloaded):
-            asyncio.run(allowances.admit(caller, range(3), 1, at_once(add)))
+            asyncio.run(admission_of(allowances).admit(caller, [[n] for n in range(3)], 1, at_once(add)))
         assert [stream.closed for stream in opened] == [True, True]
         untouched()
 
@@ -395,7 +402,7 @@ class TestServed:
     def server(self, make_server, dispatcher, callers) -> Any:
         server = make_server()
         self.services = dispatcher[0].app.state.services
-        self.allowances = self.services.allowances
+        self.allowances = self.services.admission.allowances
         with_callers(dispatcher[0].app, callers)
         return server
 
@@ -526,9 +533,8 @@ class TestServed:
 
     def test_batches_count_and_wait(self, server, engine, callers, tmp_path) -> None:
         """A batch's line that is one too many waits as long as it was told, and is asked again."""
-        services = self.services
         clock = Clock()
-        object.__setattr__(services, "allowances", RateLimiter(clock))
+        services = replace(self.services, admission=AdmissionController(engine, RateLimiter(clock)))
         caller = replace(callers["ann"], limits=KeyLimits(requests_per_min=2))
         slept: list[float] = []
 

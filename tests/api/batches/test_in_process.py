@@ -3,7 +3,6 @@
 import asyncio
 import importlib.util
 import json
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,7 @@ def test_online_requests_go_first(model: Path, tiny_store: AdapterStore, tmp_pat
         engine = AsyncEngine.build(config(model, max_num_seqs=2), tiny_store)
         settings = ServerSettings()
         limits = AdapterLimits(engine, tiny_store, settings.limits("adapter"))
-        services = Services(engine, tiny_store, settings, limits, Verifier(), started_s=int(time.time()))
+        services = Services.create(engine, tiny_store, settings, limits, Verifier())
         ask, begun = in_process_client(services), asyncio.Event()
 
         async def counted(url: str, body: Mapping[str, Any]) -> LineReply:

@@ -203,9 +203,9 @@ def test_what_runs_on_in_its_context_is_no_part_of_a_request() -> None:
     token = REQUEST_LISTENER.set(seen.ended)
     traffic = RequestStats()
     for number in range(2):
-        traffic.accepted([EngineCoreRequest(RequestId(f"r{number}"), (1,), 1, SamplingParams())], 0.0)
+        traffic.on_accepted([EngineCoreRequest(RequestId(f"r{number}"), (1,), 1, SamplingParams())], 0.0)
     REQUEST_LISTENER.reset(token)
-    traffic.left(RequestId("r0"))
+    traffic.on_finished(RequestId("r0"), "client")
     seen.over()
-    traffic.left(RequestId("r1"))
+    traffic.on_finished(RequestId("r1"), "client")
     assert [answer.request_id for answer in seen.answers] == ["r0"]

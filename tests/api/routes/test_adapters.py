@@ -229,21 +229,20 @@ class TestRemove:
 
     def test_waiting(self, server, engine, make_adapter) -> None:
         key = server.upload(make_adapter(), "mia").json()["digest"].removeprefix("sha256:")
-        engine.uses.begin("zoe", key)
-        engine.uses.begin("mia", "another content")
-        assert server.http.delete("/v1/adapters/mia?wait=60").status_code == 200
-        server.upload(make_adapter(), "mia")
-        engine.uses.begin("mia", key)
-        response = server.http.delete("/v1/adapters/mia?wait=0.01")
-        assert (response.status_code, response.json()["requests_running"]) == (202, 1)
-        server.upload(make_adapter(), "mia")
-        response = server.http.delete("/v1/adapters/mia")
-        assert (response.status_code, response.json()["requests_running"]) == (202, 1)
+        with engine.uses.arriving("zoe", key, ["a"]), engine.uses.arriving("mia", "another content", ["b"]):
+            assert server.http.delete("/v1/adapters/mia?wait=60").status_code == 200
+            server.upload(make_adapter(), "mia")
+            with engine.uses.arriving("mia", key, ["c", "d"]):
+                response = server.http.delete("/v1/adapters/mia?wait=0.01")
+                assert (response.status_code, response.json()["requests_running"]) == (202, 1)
+                server.upload(make_adapter(), "mia")
+                response = server.http.delete("/v1/adapters/mia")
+                assert (response.status_code, response.json()["requests_running"]) == (202, 1)
 
     def test_force_ends_what_runs(self, server, engine, make_adapter) -> None:
         key = server.upload(make_adapter(), "mia").json()["digest"].removeprefix("sha256:")
-        use = engine.uses.begin("mia", key)
-        done = server.http.delete("/v1/adapters/mia?force=true").json()
+        with engine.uses.arriving("mia", key, ["a"]) as use:
+            done = server.http.delete("/v1/adapters/mia?force=true").json()
         assert done["requests_ended"] == 1
         with pytest.raises(AdapterDeleted, match="'mia' was deleted"):
             use.check()

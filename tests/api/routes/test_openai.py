@@ -10,7 +10,7 @@ import pytest
 
 from api.schemas.openai import ChatBody
 from api.schemas.unsupported import INERT_VALUES
-from lorasrv.errors import EngineDead, EngineOverloaded
+from lorasrv.errors import ContextLengthExceeded, EngineDead, EngineOverloaded
 from lorasrv.outputs import FinishReason
 
 
@@ -72,6 +72,12 @@ class TestWholeAnswers:
         body = {"model": "tiny-base", "messages": messages}
         assert server.http.post("/v1/chat/completions", json=body).status_code == 200
         assert bytes(engine.added[0].prompt) == b"system:be kind\nuser:a\nb"
+
+    def test_a_prompt_that_is_too_long_is_told_by_the_field_that_it_came_in(self, server, engine) -> None:
+        engine.add_error = ContextLengthExceeded("shorten {param}", param="prompt")
+        for response, param in ((server.chat(), "messages"), (server.complete(), "prompt")):
+            error = error_of(response)
+            assert (error["message"], error["param"]) == (f"shorten {param}", param)
 
     def test_a_base_without_chat_template(self, server, engine) -> None:
         engine.chat_template = None

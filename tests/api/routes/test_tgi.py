@@ -437,7 +437,7 @@ class TestErrors:
         assert server.http.post("/generate", json={"inputs": "hi", name: None}).status_code == 200
 
     def test_too_long_is_told_by_the_name_of_the_field(self, server, engine) -> None:
-        engine.add_error = ContextLengthExceeded("5 of the prompt and 600 to generate (max_tokens)")
+        engine.add_error = ContextLengthExceeded("5 of the prompt and 600 to generate ({param})", param="max_tokens")
         response = say(server, max_new_tokens=600)
         assert response.status_code == 422
         assert refusal(response) == "5 of the prompt and 600 to generate (max_new_tokens)"

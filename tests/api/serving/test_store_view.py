@@ -455,7 +455,7 @@ class TestFilesAndBatches:
         good, bad = asyncio.run(scenario())
         assert (good["status_code"], bad["status_code"]) == (200, 404)
         assert [(asked.principal, asked.cache_salt) for asked in engine.added] == [("ann", "key:ann")]
-        assert services.allowances.headers(caller)["x-ratelimit-remaining-requests"] == "59"
+        assert services.admission.allowances.headers(caller)["x-ratelimit-remaining-requests"] == "59"
 
 
 class TestPool:
@@ -476,7 +476,7 @@ class TestPool:
             request = EngineCoreRequest(
                 RequestId(f"r{name}"), (1,), 1, SamplingParams(max_tokens=1), key, adapter_id=name
             )
-            engine.traffic.accepted([request], 0.0)
+            engine.traffic.on_accepted([request], 0.0)
         whole, seen = filled.root.get("/v1/pool").json(), filled.ann.get("/v1/pool").json()
         assert whole == filled.nobody.get("/v1/pool").json()
         assert (len(whole["requests"]), len(whole["adapters"]), len(whole["promised"])) == (3, 3, 2)

@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,19 +16,23 @@ from adapter_store.store import AdapterStore
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.engine.input_processor import NUM_READERS
-from lorasrv.engine.output_processor import JOINED_TOKENS, MAX_SINGLE
+from lorasrv.engine.output_processor import JOINED_TOKENS, MAX_SINGLE, RequestStream
 from lorasrv.errors import (
+    AdapterDeleted,
     AdapterLoadFailed,
     ContextLengthExceeded,
     EngineDead,
     EngineOverloaded,
     InvalidRequest,
+    PoisonRequest,
     RequestTimeout,
 )
 from lorasrv.llm import LLM
+from lorasrv.metrics.request_observer import RequestObserver
 from lorasrv.metrics.trace import read_trace
 from lorasrv.metrics.trace_recorder import TraceRecorder
-from lorasrv.outputs import AdapterTier, FinishReason, RequestOutput
+from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput
+from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.adapter_loader import ThreadedLoader
 from lorasrv.worker.device import ENGINE_THREADS
@@ -48,9 +53,14 @@ def _config(model: Path, pool_bytes: int = 4 << 20) -> EngineConfig:
 def serve(model: Path, store: AdapterStore) -> Callable[..., None]:
     """serve(scenario) runs `await scenario(engine)` with a live engine, then checks that nothing is held any more."""
 
-    def run(scenario: Callable[[AsyncEngine], Awaitable[None]], *, settles: bool = True) -> None:
+    def run(
+        scenario: Callable[[AsyncEngine], Awaitable[None]],
+        *,
+        settles: bool = True,
+        observers: Sequence[RequestObserver] = (),
+    ) -> None:
         async def main() -> None:
-            engine = AsyncEngine.build(_config(model), store)
+            engine = AsyncEngine.build(_config(model), store, observers=observers)
             await engine.start()
             try:
                 await scenario(engine)
@@ -283,7 +293,7 @@ def test_a_slow_disk_holds_up_nobody_else(serve, store: AdapterStore, monkeypatc
             assert len(_tokens(await _collect(engine, GREEDY, None))) == 12
         with pytest.raises(RequestTimeout, match=r"timeout_s, 0\.05 s"):
             await engine.add(PROMPT, GREEDY, adapter=key, adapter_id="one", timeout_s=0.05)
-        engine._reception._queue_timeout_s = 0.01
+        engine.input_processor._queue_timeout_s = 0.01
         for timeout_s in (None, 5.0):
             with pytest.raises(RequestTimeout, match=r"the server's queue timeout of 0\.01 s"):
                 await engine.add(PROMPT, GREEDY, adapter=key, adapter_id="one", timeout_s=timeout_s)
@@ -300,20 +310,20 @@ def test_a_death_while_a_request_is_admitted_is_told(serve, monkeypatch: pytest.
     """The engine dies between the first look and the inbox: the request must not wait for ever."""
 
     async def scenario(engine: AsyncEngine) -> None:
-        admit = engine._reception._understood
+        admit = engine.input_processor.process_choices
 
-        def die(*arguments: object) -> object:
+        def die(*arguments: object, **options: object) -> object:
             engine.error = "died meanwhile"
-            return admit(*arguments)
+            return admit(*arguments, **options)
 
-        monkeypatch.setattr(engine._reception, "_understood", die)
+        monkeypatch.setattr(engine.input_processor, "process_choices", die)
         with pytest.raises(EngineDead, match="meanwhile"):
             await engine.add(PROMPT, GREEDY)
 
     serve(scenario, settles=False)
 
 
-def test_more_requests_than_may_be_queued_are_told_to_come_back(model: Path) -> None:
+def test_more_requests_than_may_be_queued_are_told_to_come_back(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that run are not queued."""
     config = replace(_config(model), scheduler=SchedulerOptions(max_num_seqs=1, max_num_queued_seqs=1))
     engine = AsyncEngine.build(config)
@@ -328,6 +338,12 @@ def test_more_requests_than_may_be_queued_are_told_to_come_back(model: Path) -> 
             await engine.add(PROMPT, GREEDY, principal="ann")
         assert caught.value.retry_after_s >= 1.0
         assert list(engine.waiting_room._promised_s) == ["ann"], "what it was told is its own"
+        with pytest.raises(EngineOverloaded, match="1 may be"):
+            engine.check_admission("bob")
+        assert engine.traffic.rejected == {"engine_overloaded": 2}, "refused early, and counted all the same"
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "error", "died")
+            engine.check_admission("bob")
         await second.aclose()
         await first.aclose()
         await _settled(engine)
@@ -338,7 +354,9 @@ def test_more_requests_than_may_be_queued_are_told_to_come_back(model: Path) -> 
     asyncio.run(main())
 
 
-def test_a_text_that_can_never_fit_is_not_tokenized(serve, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_that_can_never_fit_is_not_tokenized(serve, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Online and offline."""
+
     async def scenario(engine: AsyncEngine) -> None:
         # Of this many characters none is left out, and the longest token has fewer than they would need.
         longest = max(len(engine.tokenizer.token(i) or "") for i in range(engine.tokenizer.vocab_size))
@@ -346,6 +364,10 @@ def test_a_text_that_can_never_fit_is_not_tokenized(serve, monkeypatch: pytest.M
             patch.setattr(engine.tokenizer, "encode", _broken)
             with pytest.raises(ContextLengthExceeded, match=f"{engine.max_model_len} tokens, .* at least"):
                 await engine.add("a" * (4 * longest * (engine.max_model_len + 1)), GREEDY)
+            with LLM(str(model), _config(model)) as llm:
+                patch.setattr(llm.tokenizer, "encode", _broken)
+                with pytest.raises(ContextLengthExceeded, match="tokens, but the text has at least"):
+                    llm.generate(["a" * (4 * longest * (engine.max_model_len + 1))], GREEDY)
         assert engine.tokenizer.least_tokens("aaaa") <= len(engine.tokenizer.encode("aaaa", add_special_tokens=False))
 
     serve(scenario)
@@ -373,6 +395,10 @@ def test_offline_refuses_what_the_server_refuses_and_survives_it(model: Path) ->
             llm.generate([[384]], GREEDY)
         with pytest.raises(InvalidRequest, match="empty"):
             llm.generate([PROMPT, []], GREEDY)
+        for _ in range(2):
+            llm.engine.poison.note([llm.input_processor.process(RequestId("bad"), PROMPT[1:], GREEDY)])
+        with pytest.raises(PoisonRequest, match="2 times"):
+            llm.generate([PROMPT, PROMPT[1:]], GREEDY)
         assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 12
         llm.engine.check_integrity()
 
@@ -409,18 +435,17 @@ def test_what_is_served_is_recorded(serve, store, tmp_path) -> None:
     key = store.resolve("one").key
 
     async def scenario(engine: AsyncEngine) -> None:
-        with TraceRecorder(tmp_path / "trace.jsonl") as recorder:
-            engine.recorder = recorder
-            streams = await engine.add_choices(PROMPT, GREEDY, 2, adapter=key, adapter_id="one", principal="me")
-            for stream in streams:
-                assert [output async for output in stream][-1].finished
-            leaving = await engine.add(PROMPT, replace(GREEDY, max_tokens=200))
-            await anext(leaving)
-            await leaving.aclose()
-            stopping = replace(GREEDY, stop=("e", "a", " "), max_tokens=60)
-            ended = [output async for output in engine.generate(PROMPT, stopping)][-1]
-            await _settled(engine)
-            engine.recorder = None
+        streams = await engine.add_choices(PROMPT, GREEDY, 2, adapter=key, adapter_id="one", principal="me")
+        for stream in streams:
+            assert [output async for output in stream][-1].finished
+        leaving = await engine.add(PROMPT, replace(GREEDY, max_tokens=200))
+        await anext(leaving)
+        await leaving.aclose()
+        stopping = replace(GREEDY, stop=("e", "a", " "), max_tokens=60)
+        ended = [output async for output in engine.generate(PROMPT, stopping)][-1]
+        # Cut off by the end of the engine: left out.
+        await anext(await engine.add(PROMPT, replace(GREEDY, max_tokens=400)))
+        engine.break_off("over")
         first, second, left, stopped = read_trace(tmp_path / "trace.jsonl")
         for choice in (first, second):
             assert (choice.adapter, choice.key, choice.finish) == ("one", "me", "length")
@@ -432,7 +457,8 @@ def test_what_is_served_is_recorded(serve, store, tmp_path) -> None:
         assert (stopped.finish, stopped.output_tokens) == (ended.finish_reason, ended.num_generated_tokens)
         assert first.arrival_s <= left.arrival_s <= stopped.arrival_s
 
-    serve(scenario)
+    with TraceRecorder(tmp_path / "trace.jsonl") as recorder:
+        serve(scenario, settles=False, observers=[recorder])
 
 
 def test_what_is_asked_is_counted(serve, store) -> None:
@@ -458,6 +484,127 @@ def test_what_is_asked_is_counted(serve, store) -> None:
         assert not traffic._open
 
     serve(scenario)
+
+
+class Ends(RequestObserver):
+    """Notes what it is told, by the labels of requests."""
+
+    def __init__(self) -> None:
+        self.accepted: list[str] = []
+        self.finished: list[tuple[str, str]] = []
+        self.refused: list[str] = []
+        self.late: list[str] = []
+
+    def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
+        self.accepted += [request.request_id.partition("#")[0] for request in requests]
+
+    def on_output(self, request_id: RequestId, output: RequestOutput) -> None:
+        name = request_id.partition("#")[0]
+        self.late += [name for ended, _ in self.finished if ended == name]
+
+    def on_finished(self, request_id: RequestId, why: str = "") -> None:
+        self.finished.append((request_id.partition("#")[0], why))
+
+    def on_refused(self, error: BaseException) -> None:
+        self.refused.append(type(error).__name__)
+
+
+def test_each_accepted_request_ends_once_for_those_who_look_on(serve, store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However it ends, and after its last output; one that is not accepted is told once."""
+    ends, key = Ends(), store.resolve("one").key
+    long = replace(GREEDY, max_tokens=400)
+
+    async def scenario(engine: AsyncEngine) -> None:
+        whole = await engine.add(PROMPT, GREEDY, request_id="whole")
+        assert len(_tokens([output async for output in whole])) == 12
+        await whole.aclose()
+        text = "".join([output.text async for output in engine.generate(PROMPT, GREEDY, request_id="again")])
+        stopping = replace(GREEDY, stop=(text[2:4],))
+        assert [o async for o in engine.generate(PROMPT, stopping, request_id="stopped")][-1].stop_reason == text[2:4]
+        left = await engine.add(PROMPT, long, request_id="left")
+        await anext(left)
+        await left.aclose()
+        await left.aclose()
+        deleted = await engine.add(PROMPT, long, request_id="deleted", adapter=key, adapter_id="one")
+        assert engine.uses.break_off("one", [key]) == 1
+        with pytest.raises(AdapterDeleted):
+            await anext(deleted)
+        garbled = await engine.add(PROMPT, long, request_id="garbled")
+        monkeypatch.setattr(garbled._processor, "process", _broken)
+        with pytest.raises(RuntimeError, match="forced"):
+            await anext(garbled)
+        with pytest.raises(InvalidRequest):
+            await engine.add([], GREEDY, request_id="refused")
+        cut = await engine.add_choices(PROMPT, long, 2, request_id="cut")
+        engine.break_off("over")
+        with pytest.raises(EngineDead):
+            await engine.add(PROMPT, GREEDY, request_id="dead")
+        for stream in cut:
+            await stream.aclose()
+        assert ends.finished == [
+            ("whole", ""),
+            ("again", ""),
+            ("stopped", ""),
+            ("left", "client"),
+            ("deleted", "adapter_deleted"),
+            ("garbled", "runtime_error"),
+            ("cut", "engine_dead"),
+            ("cut", "engine_dead"),
+        ]
+        assert ends.accepted == [name for name, _ in ends.finished]
+        assert ends.refused == ["InvalidRequest", "EngineDead"]
+        assert ends.late == []
+        assert engine.traffic.aborted == {"client": 1, "adapter_deleted": 1, "runtime_error": 1, "engine_dead": 2}
+
+    serve(scenario, settles=False, observers=[ends])
+
+
+@pytest.mark.parametrize("point", ["stream", "registry", "observer", "prefetch", "inbox"])
+def test_a_request_that_fails_on_its_way_to_the_engine_leaves_nothing(serve, store, monkeypatch, point: str) -> None:
+    """Wherever it fails, and whatever is thrown: deleting its adapter does not wait, and no queue counts it."""
+    key, ends = store.resolve("one").key, Ends()
+
+    async def scenario(engine: AsyncEngine) -> None:
+        def fail(*_: object, **__: object) -> None:
+            raise KeyboardInterrupt
+
+        opened, stream = iter([0, 1]), engine._stream
+        with monkeypatch.context() as patch:
+            match point:
+                case "stream":
+                    # The second choice of two.
+                    patch.setattr(engine, "_stream", lambda request: fail() if next(opened) else stream(request))
+                case "registry":
+                    patch.setattr(engine, "_streams", Unwritable())
+                case "observer":
+                    patch.setattr(engine.traffic, "on_accepted", fail)
+                case "prefetch":
+                    patch.setattr(engine._loader, "prefetch", fail)
+                case "inbox":
+                    patch.setattr(
+                        engine, "_inbox", SimpleNamespace(put=fail, get=engine._inbox.get, empty=engine._inbox.empty)
+                    )
+            with pytest.raises(KeyboardInterrupt):
+                await engine.add_choices(PROMPT, GREEDY, 2, adapter=key, adapter_id="one")
+            assert await engine.uses.until_unused("one", [key], 0.0) == 0
+            assert not engine._streams
+        assert not engine.traffic._open
+        assert engine.waiting_room.num_tokens == 0
+        assert ends.refused == ["KeyboardInterrupt"]
+        assert len(_tokens(await _collect(engine, GREEDY, key))) == 12
+        await _settled(engine)
+        assert engine.waiting_room._num_sent == engine.metrics.snapshot().requests_arrived_total
+        assert engine.waiting_room.num_queued() == 0
+
+    serve(scenario, observers=[ends])
+
+
+class Unwritable(dict[RequestId, RequestStream]):
+    """Takes one stream, and fails."""
+
+    def update(self, streams: Iterable[tuple[RequestId, RequestStream]]) -> None:  # type: ignore[override]
+        self.__setitem__(*next(iter(streams)))
+        raise KeyboardInterrupt
 
 
 def test_a_reader_who_is_late_finds_everything_in_few_outputs(serve) -> None:

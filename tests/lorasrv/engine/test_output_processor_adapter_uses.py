@@ -79,16 +79,16 @@ def test_one_that_is_still_being_admitted_is_ended_too(
 
     async def scenario() -> None:
         await engine.start()
-        loop, admit = asyncio.get_running_loop(), engine._reception._understood
+        loop, admit = asyncio.get_running_loop(), engine.input_processor.process_choices
 
-        def slow(*args: object) -> object:
+        def slow(*args: object, **options: object) -> object:
             asyncio.run_coroutine_threadsafe(end(), loop).result()
-            return admit(*args)  # type: ignore[arg-type]
+            return admit(*args, **options)  # type: ignore[arg-type]
 
         async def end() -> None:
             assert engine.uses.break_off("one", [key]) == 1
 
-        monkeypatch.setattr(engine._reception, "_understood", slow)
+        monkeypatch.setattr(engine.input_processor, "process_choices", slow)
         with pytest.raises(AdapterDeleted):
             await engine.add(PROMPT, SHORT, adapter=key, adapter_id="one")
         assert await engine.uses.until_unused("one", [key], 0.0) == 0

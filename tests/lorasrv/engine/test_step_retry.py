@@ -92,7 +92,7 @@ def work(llm: LLM) -> list[EngineCoreRequest]:
     ]
     drawn = SamplingParams(**PLAIN, temperature=1.2, seed=5)
     ref = llm.store.resolve("two")
-    admit = llm.engine.admission.admit
+    admit = llm.input_processor.process
     ruled = replace(drawn, ignore_eos=False)
     messages.append(
         admit(

@@ -186,7 +186,7 @@ def test_pages_that_move_under_running_requests_change_nothing(model, adapter_di
         answers: dict[str, list[int]] = {}
         for i, name in enumerate(names):
             key = llm.store.resolve(name).key if name else None
-            llm.engine.add_request(llm.engine.admission.admit(RequestId(f"r{i}"), PROMPT, GREEDY, key))
+            llm.engine.add_request(llm.input_processor.process(RequestId(f"r{i}"), PROMPT, GREEDY, key))
         number = 0
         while llm.engine.has_requests:
             _throw_about(llm.engine, number)
@@ -254,7 +254,7 @@ def test_an_adapter_larger_than_half_the_pool_and_one_more_than_fit(serve, store
 
     async def scenario(engine: AsyncEngine) -> None:
         books = engine._engine._books
-        sizes = [books.adapters.pages_for(engine._engine.admission.layout(store.resolve(n).key)) for n in names[:3]]
+        sizes = [books.adapters.pages_for(engine.input_processor.layout(store.resolve(n).key)) for n in names[:3]]
         assert max(sizes) > books.layout.num_pages / 2
         for _ in range(2):
             keys = [store.resolve(n).key if n else None for n in names]

@@ -26,7 +26,7 @@ def traffic(now: SimpleNamespace) -> RequestStats:
 
 def accept(traffic: RequestStats, number: int, adapter_id: str = "", arrived_s: float = 1000.0) -> RequestId:
     rid = RequestId(f"r{number}")
-    traffic.accepted([EngineCoreRequest(rid, (1,), 9, SamplingParams(), adapter_id=adapter_id)], arrived_s)
+    traffic.on_accepted([EngineCoreRequest(rid, (1,), 9, SamplingParams(), adapter_id=adapter_id)], arrived_s)
     return rid
 
 
@@ -37,11 +37,11 @@ def output(rid: RequestId, tokens: int, *, last: bool = False) -> RequestOutput:
 def test_tokens_count_once_and_durations_when_they_are_over(traffic: RequestStats, now: SimpleNamespace) -> None:
     rid = accept(traffic, 0, "mia")
     now.s += 0.5
-    traffic.heard(rid, output(rid, 1))
+    traffic.on_output(rid, output(rid, 1))
     now.s += 2.0
-    traffic.heard(rid, output(rid, 4))
-    traffic.heard(rid, output(rid, 5, last=True))
-    traffic.heard(rid, output(rid, 9))
+    traffic.on_output(rid, output(rid, 4))
+    traffic.on_output(rid, output(rid, 5, last=True))
+    traffic.on_output(rid, output(rid, 9))
     account = traffic.of("mia")
     assert (account.requests, account.tokens, traffic.total.tokens) == (1, 5, 5)
     assert (traffic.first_token.sum, traffic.inter_token.sum, traffic.request.sum) == (0.5, 2.0, 2.5)
@@ -51,10 +51,10 @@ def test_tokens_count_once_and_durations_when_they_are_over(traffic: RequestStat
 
 def test_who_left_is_no_answer(traffic: RequestStats) -> None:
     rid = accept(traffic, 0)
-    traffic.left(rid)
-    traffic.heard(rid, output(rid, 1, last=True))
+    traffic.on_finished(rid, "client")
+    traffic.on_output(rid, output(rid, 1, last=True))
     other = accept(traffic, 1)
-    traffic.heard(other, output(other, 0, last=True))  # nothing was generated
+    traffic.on_output(other, output(other, 0, last=True))  # nothing was generated
     assert sum(traffic.request.counts) == sum(traffic.first_token.counts) == 0
     assert traffic.total.requests == 2
     assert not traffic._open
@@ -64,7 +64,7 @@ def test_a_steady_rate_is_that_rate_and_fades(traffic: RequestStats, now: Simple
     rid = accept(traffic, 0, "mia")
     for tokens in range(1, 2001):
         now.s += 0.05
-        traffic.heard(rid, output(rid, tokens))
+        traffic.on_output(rid, output(rid, tokens))
     assert traffic.rate(traffic.of("mia")) == pytest.approx(20.0, rel=0.01)
     now.s += FADE_S
     assert traffic.rate(traffic.of("mia")) == pytest.approx(20.0 / math.e, rel=0.01)
@@ -73,7 +73,7 @@ def test_a_steady_rate_is_that_rate_and_fades(traffic: RequestStats, now: Simple
 def test_the_hottest_come_first(traffic: RequestStats, now: SimpleNamespace) -> None:
     for number, (name, tokens) in enumerate((("cold", 1), ("hot", 50), ("", 9))):
         rid = accept(traffic, number, name)
-        traffic.heard(rid, output(rid, tokens))
+        traffic.on_output(rid, output(rid, tokens))
     assert [name for name, _ in traffic.hottest(2)] == ["hot", ""]
     assert traffic.of("nobody").requests == 0
 
@@ -81,16 +81,16 @@ def test_the_hottest_come_first(traffic: RequestStats, now: SimpleNamespace) -> 
 def test_it_does_not_grow_for_ever(traffic: RequestStats, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_ACCOUNTS", 3)
     for number, name in enumerate(("a", "b", "c", "a", "d")):
-        traffic.left(accept(traffic, number, name))
+        traffic.on_finished(accept(traffic, number, name), "client")
     assert [name for name, _ in traffic.hottest(9)] == ["c", "a", "d"]
 
 
 def test_who_has_a_token_and_who_has_not(traffic: RequestStats) -> None:
     first, second = accept(traffic, 0, "mia"), accept(traffic, 1, "tom")
-    traffic.heard(first, output(first, 1))
+    traffic.on_output(first, output(first, 1))
     assert dict(traffic.open()) == {"mia": True, "tom": False}
-    traffic.left(second)
-    traffic.heard(first, output(first, 2, last=True))
+    traffic.on_finished(second, "client")
+    traffic.on_output(first, output(first, 2, last=True))
     assert not list(traffic.open())
     assert traffic.aborted == {"client": 1}
 
@@ -109,13 +109,13 @@ def test_whoever_listens_hears_of_the_end(traffic: RequestStats, now: SimpleName
     other = accept(traffic, 1, "tom")
     now.s += 3.0
     timing = RequestTiming(queue_ms=500.0, load_ms=1500.0, num_cached_tokens=7, tier=AdapterTier.DISK)
-    traffic.heard(rid, RequestOutput(rid, "", (), 1, 1, timing))
+    traffic.on_output(rid, RequestOutput(rid, "", (), 1, 1, timing))
     now.s += 2.0
-    traffic.heard(rid, RequestOutput(rid, "", (), 1, 4, timing, finish_reason=FinishReason.STOP))
+    traffic.on_output(rid, RequestOutput(rid, "", (), 1, 4, timing, finish_reason=FinishReason.STOP))
     refused = RequestOutput(
         other, "", (), 1, 0, RequestTiming(), FinishReason.REFUSED, error="no", refusal=Refusal.COLD, retry_after_s=1.0
     )
-    traffic.heard(other, refused)
+    traffic.on_output(other, refused)
     ended, unanswered = heard
     assert own == [ended]
     assert (ended.adapter_id, ended.reason, ended.why, ended.tier) == ("mia", "stop", "", "disk")
@@ -132,7 +132,7 @@ def test_what_was_not_accepted_is_counted_by_its_error(traffic: RequestStats) ->
         ContextLengthExceeded("long"),
         KeyboardInterrupt(),
     ):
-        traffic.refused(error)
+        traffic.on_refused(error)
     assert traffic.rejected == {"engine_overloaded": 2, "context_length_exceeded": 1}
     assert traffic.aborted == {"client": 1}
 
@@ -143,5 +143,5 @@ def test_who_asked_last_is_remembered(traffic: RequestStats, monkeypatch: pytest
         message = EngineCoreRequest(
             RequestId(f"r{number}"), (1,), 9, SamplingParams(), AdapterKey(key), adapter_id=name
         )
-        traffic.accepted([message], 0.0)
+        traffic.on_accepted([message], 0.0)
     assert traffic.askers == {"k2": "eva", "k3": "kim"}

@@ -109,12 +109,12 @@ def test_a_request_is_recorded_when_it_ends(tmp_path: Path) -> None:
     clock = _Clock()
     with TraceRecorder(tmp_path / "t", clock) as recorder:
         clock.now = 101.0
-        recorder.accepted([_message("a"), _message("b")], 100.5)
-        recorder.heard(RequestId("a"), _output("a", 1))
+        recorder.on_accepted([_message("a"), _message("b")], 100.5)
+        recorder.on_output(RequestId("a"), _output("a", 1))
         clock.now = 102.0
-        recorder.heard(RequestId("a"), _output("a", 2, FinishReason.STOP))
+        recorder.on_output(RequestId("a"), _output("a", 2, FinishReason.STOP))
         assert len((tmp_path / "t").read_text().splitlines()) == 1, "it is there before the recorder ends"
-        recorder.heard(RequestId("unknown"), _output("unknown", 1, FinishReason.STOP))
+        recorder.on_output(RequestId("unknown"), _output("unknown", 1, FinishReason.STOP))
     [line] = read_trace(tmp_path / "t")
     assert line == TraceRequest(
         0.5, 3, 2, "mia", 16, 2, key="me", ttft_ms=500.0, total_ms=1500.0, queue_ms=2.0, load_ms=1.0,
@@ -124,11 +124,11 @@ def test_a_request_is_recorded_when_it_ends(tmp_path: Path) -> None:
 
 def test_who_leaves_is_marked_and_who_got_nothing_left_out(tmp_path: Path) -> None:
     with TraceRecorder(tmp_path / "t", _Clock()) as recorder:
-        recorder.accepted([_message("leaves"), _message("refused")], 100.0)
-        recorder.heard(RequestId("leaves"), _output("leaves", 4))
-        recorder.left(RequestId("leaves"))
-        recorder.left(RequestId("leaves"))
-        recorder.heard(RequestId("refused"), _output("refused", 0, FinishReason.REFUSED))
+        recorder.on_accepted([_message("leaves"), _message("refused")], 100.0)
+        recorder.on_output(RequestId("leaves"), _output("leaves", 4))
+        recorder.on_finished(RequestId("leaves"), "client")
+        recorder.on_finished(RequestId("leaves"), "client")
+        recorder.on_output(RequestId("refused"), _output("refused", 0, FinishReason.REFUSED))
     [line] = read_trace(tmp_path / "t")
     assert (line.finish, line.output_tokens) == ("abort", 4)
 
@@ -136,9 +136,9 @@ def test_who_leaves_is_marked_and_who_got_nothing_left_out(tmp_path: Path) -> No
 def test_a_second_start_goes_on_after_the_first(tmp_path: Path) -> None:
     for _ in range(2):
         with TraceRecorder(tmp_path / "t", clock := _Clock()) as recorder:
-            recorder.accepted([_message("a")], clock.now + 3)
+            recorder.on_accepted([_message("a")], clock.now + 3)
             clock.now += 5
-            recorder.heard(RequestId("a"), _output("a", 1, FinishReason.LENGTH))
+            recorder.on_output(RequestId("a"), _output("a", 1, FinishReason.LENGTH))
     first, second = read_trace(tmp_path / "t")
     assert first.arrival_s == 3
     assert 8 <= second.arrival_s < 60, "after the end of the first, by the time that lay between"
@@ -156,9 +156,9 @@ def test_what_is_no_trace_is_not_written_to(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = TraceRecorder(Path("/dev/full"), _Clock())
-    recorder.accepted([_message("a"), _message("b")], 100.0)
+    recorder.on_accepted([_message("a"), _message("b")], 100.0)
     for name in "ab":
-        recorder.heard(RequestId(name), _output(name, 1, FinishReason.STOP))
+        recorder.on_output(RequestId(name), _output(name, 1, FinishReason.STOP))
     assert caplog.text.count("cannot be written any more") == 1
 
 

@@ -62,7 +62,7 @@ def test_everything_adds_up_and_is_kept(model: Path, store: AdapterStore) -> Non
             )
             shown = {name: await stats(http, name) for name in ("one", "two", "three", "base")}
             by_name, steps = await metrics(http), engine.book.step_seconds
-            layout = engine._engine.admission.layout(store.resolve("one").key)
+            layout = engine.input_processor.layout(store.resolve("one").key)
             kept.update(await stats(http, "one"))
 
         assert (shown["one"]["requests"], shown["two"]["requests"], shown["base"]["requests"]) == (3, 1, 1)

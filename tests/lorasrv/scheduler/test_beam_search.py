@@ -240,7 +240,7 @@ def test_a_deadline_ends_each_beam_once(llm: LLM) -> None:
     key = llm.store.resolve("two").key
     sampling = SamplingParams(max_tokens=60, ignore_eos=True)
     options = {"beams": BeamOptions(3), "timeout_s": 0.05, "adapter_id": "two"}
-    first = llm.engine.admission.admit(RequestId("late"), PROMPTS[0], sampling, key, **options)
+    first = llm.input_processor.process(RequestId("late"), PROMPTS[0], sampling, key, **options)
     group = [first, *further_choices(first, [RequestId("late.1"), RequestId("late.2")])]
     for message in group:
         llm.engine.add_request(message)
@@ -287,7 +287,7 @@ def test_beams_that_fill_the_pool_get_on_after_another_request_has_taken_pages(w
 def test_many_ends_leave_fewer_beams(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """A model may name many tokens that end answers; a beam offers twenty, and not all may be ends."""
     sampling = SamplingParams(max_tokens=3, stop_token_ids=tuple(range(8)))
-    monkeypatch.setattr(llm.engine.admission, "_eos", tuple(range(8, 16)))
+    monkeypatch.setattr(llm.input_processor, "_eos", tuple(range(8, 16)))
     with pytest.raises(InvalidRequest, match="there may be 4; lower it") as caught:
         llm._message(PROMPTS[0], sampling, None, BeamOptions(5))
     assert caught.value.param == "best_of"

@@ -30,10 +30,10 @@ def busy(server, engine, make_adapter):
     for number, (name, tokens) in enumerate((("mia", 40), ("tom", 20), ("", 10))):
         rid = RequestId(f"r{number}")
         message = EngineCoreRequest(rid, (1,), 99, SamplingParams(), adapter_key=keys.get(name), adapter_id=name)
-        engine.traffic.accepted([message], now.s - 0.03)
-        engine.traffic.heard(rid, RequestOutput(rid, "x", (1,), 1, 1, RequestTiming()))
+        engine.traffic.on_accepted([message], now.s - 0.03)
+        engine.traffic.on_output(rid, RequestOutput(rid, "x", (1,), 1, 1, RequestTiming()))
         now.s += 1.0
-        engine.traffic.heard(
+        engine.traffic.on_output(
             rid, RequestOutput(rid, "x", (1,), 1, tokens, RequestTiming(), finish_reason=FinishReason.STOP)
         )
     return server

@@ -78,7 +78,7 @@ class TestRequests:
         assert dict(figures._keys) == {"a": 2, "b": 1, "other": 2}
 
     def test_what_clients_wait_for(self, server, engine) -> None:
-        engine.traffic.refused(ValueError())
+        engine.traffic.on_refused(ValueError())
         server.chat()
         shown = samples(server)
         for name in ("queue", "time_to_first_token", "e2e"):
@@ -212,7 +212,7 @@ class TestVllmNames:
         )
         for number, name in enumerate(("tom", "mia", "", "eva")):
             message = EngineCoreRequest(RequestId(f"r{number}"), (1,), 9, SamplingParams(), adapter_id=name)
-            engine.traffic.accepted([message], 0.0)
+            engine.traffic.on_accepted([message], 0.0)
         engine.traffic._open[RequestId("r0")].first_s = engine.traffic._open[RequestId("r1")].first_s = 0.0
         shown = samples(server)
         model = 'model_name="tiny-base"'
@@ -234,7 +234,7 @@ class TestDashboard:
         server.upload(make_adapter(), "mia")
         server.chat(model="mia")
         engine.book.failed("disk")
-        engine.traffic.refused(ValueError())
+        engine.traffic.on_refused(ValueError())
         engine.traffic.aborted["client"] += 1
         found = {
             sample.name

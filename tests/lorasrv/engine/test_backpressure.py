@@ -1,4 +1,4 @@
-"""The queue's bounds and what those hear who find no room: by a clock that the test holds."""
+"""The queue's bounds, and when to come back where there is no room: by a clock that the test holds."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from lorasrv.config import SchedulerOptions
 from lorasrv.engine.backpressure import FADE_S, MAX_PROMISES, MAX_RETRY_S, QueueLimiter, ThroughputEstimate, num_queued
 from lorasrv.errors import EngineOverloaded
 from lorasrv.metrics.engine_stats import EngineStats
-from lorasrv.outputs import RequestId
+from lorasrv.outputs import RequestId, RequestOutput, RequestTiming
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 
@@ -95,7 +95,7 @@ class TestRoom:
         bench = Bench()
         for number in range(5):
             bench.room.check()
-            bench.room.enter(messages(1, first=number))
+            bench.room.on_accepted(messages(1, first=number), 0.0)
         assert bench.refused() == 1.0
         # The engine has seen them all and runs one: the other seat is nobody's while there are no pages for it.
         bench.snapshot = EngineStats(requests_arrived_total=5, requests_running=1, requests_waiting=4)
@@ -107,7 +107,7 @@ class TestRoom:
     def test_choices_come_in_together_or_not(self) -> None:
         bench = Bench()
         bench.room.check(5)
-        bench.room.enter(messages(1, 1, 1))
+        bench.room.on_accepted(messages(1, 1, 1), 0.0)
         bench.refused(3)
         bench.room.check(2)
 
@@ -116,42 +116,47 @@ class TestRoom:
 
     def test_those_that_wait_for_adapters_are_queued_though_seats_are_free(self) -> None:
         bench = Bench()
-        bench.room.enter(messages(1, 1, 1))
+        bench.room.on_accepted(messages(1, 1, 1), 0.0)
         bench.snapshot = EngineStats(requests_arrived_total=3, requests_waiting_for_adapter=3)
         bench.refused()
 
     def test_prompts_are_bounded_in_tokens(self) -> None:
         bench = Bench()
-        bench.room.enter(messages(80))
-        bench.room.enter(messages(80, first=1, fork_of="r0"))
+        bench.room.on_accepted(messages(80), 0.0)
+        bench.room.on_accepted(messages(80, first=1, fork_of="r0"), 0.0)
         assert bench.room.num_tokens == 80
         bench.room.check(1, 20)
         bench.refused(1, 21)
-        bench.room.leave(RequestId("r0"))
+        bench.room.on_finished(RequestId("r0"))
         bench.room.check(1, 1000)  # longer than may wait, but nobody does
         assert bench.room.num_tokens == 0
 
-    def test_leaving_twice_is_leaving_once(self) -> None:
+    @pytest.mark.parametrize("with_outputs", [False, True])
+    def test_a_request_leaves_with_its_first_output_or_its_end_and_once(self, with_outputs: bool) -> None:
         bench = Bench()
-        bench.room.enter(messages(10, 5))
+        bench.room.on_accepted(messages(10, 5), 0.0)
+        first = RequestId("r0")
+        for number in range(2 * with_outputs):
+            bench.room.on_output(first, RequestOutput(first, "x", (1,), 10, number + 1, RequestTiming()))
+            assert bench.room.num_tokens == 5
         for _ in range(2):
-            bench.room.leave(RequestId("r0"))
+            bench.room.on_finished(first)
         assert bench.room.num_tokens == 5
 
 
 class TestWhenToComeBack:
     def drained(self, bench: Bench, rate: float, tokens: int = 1) -> None:
         """The room drains for a while at so many requests a second, and is full at its end."""
-        bench.room.enter(messages(*[tokens] * 40))
+        bench.room.on_accepted(messages(*[tokens] * 40), 0.0)
         for number in range(40):
             bench.now += 1 / rate
-            bench.room.leave(RequestId(f"r{number}"))
-        bench.room.enter(messages(*[1] * 5, first=100))
+            bench.room.on_finished(RequestId(f"r{number}"))
+        bench.room.on_accepted(messages(*[1] * 5, first=100), 0.0)
         bench.snapshot = EngineStats(requests_arrived_total=40)
 
     def test_before_anything_was_measured_it_is_a_second(self) -> None:
         bench = Bench()
-        bench.room.enter(messages(*[1] * 5))
+        bench.room.on_accepted(messages(*[1] * 5), 0.0)
         assert [bench.refused() for _ in range(3)] == [1.0, 1.0, 1.0]
 
     def test_each_is_told_a_time_of_its_own_at_the_rate_of_draining(self) -> None:
@@ -193,9 +198,9 @@ class TestWhenToComeBack:
         self.drained(bench, rate=0.5)
         for number in range(100, 105):
             bench.now += 2.0
-            bench.room.leave(RequestId(f"r{number}"))
+            bench.room.on_finished(RequestId(f"r{number}"))
         bench.now += 3600.0
-        bench.room.enter(messages(*[1] * 5, first=200))
+        bench.room.on_accepted(messages(*[1] * 5, first=200), 0.0)
         bench.snapshot = EngineStats(requests_arrived_total=45)
         assert 1.0 < bench.refused() < 3.0
 

@@ -1,0 +1,74 @@
+"""What happens to requests, told to whatever keeps a record of them: statistics, traces, queue bounds. No torch.
+
+Everything in here belongs to the event loop's thread. For each request that was accepted `on_finished` comes exactly
+once, after its last `on_output`, however it ends.
+"""
+
+import logging
+from collections.abc import Sequence
+
+from lorasrv.outputs import RequestId, RequestOutput
+from lorasrv.request import EngineCoreRequest
+
+_LOG = logging.getLogger(__name__)
+ENGINE_DEAD = "engine_dead"
+"""Why a request has finished whose engine has ended before it."""
+
+
+class RequestObserver:
+    """Observe the requests of one engine. Methods do nothing unless they are overridden."""
+
+    def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
+        """Note the choices of one request, which are on their way to the engine.
+
+        Args:
+            arrived_s: when the request came in, in monotonic seconds.
+        """
+
+    def on_output(self, request_id: RequestId, output: RequestOutput) -> None:
+        """Note what the client is told, which may be the last of it."""
+
+    def on_finished(self, request_id: RequestId, why: str = "") -> None:
+        """Forget a request. Ids that are not known are ignored.
+
+        Args:
+            why: what ended it before its answer was whole: `client`, or an error as `name_of` spells it.
+        """
+
+    def on_refused(self, error: BaseException) -> None:
+        """Note that a request was not accepted. Cancellation means that the client has left."""
+
+
+class RequestObservers(RequestObserver):
+    """Tell several observers in turn. One that fails costs no client its answer, and the others are told as well."""
+
+    def __init__(self, observers: Sequence[RequestObserver]) -> None:
+        self._observers = tuple(observers)
+
+    def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
+        for observer in self._observers:
+            try:
+                observer.on_accepted(requests, arrived_s)
+            except Exception:
+                _LOG.exception("an accepted request was not recorded")
+
+    def on_output(self, request_id: RequestId, output: RequestOutput) -> None:
+        for observer in self._observers:
+            try:
+                observer.on_output(request_id, output)
+            except Exception:
+                _LOG.exception("an output of request %s was not recorded", request_id)
+
+    def on_finished(self, request_id: RequestId, why: str = "") -> None:
+        for observer in self._observers:
+            try:
+                observer.on_finished(request_id, why)
+            except Exception:
+                _LOG.exception("the end of request %s was not recorded", request_id)
+
+    def on_refused(self, error: BaseException) -> None:
+        for observer in self._observers:
+            try:
+                observer.on_refused(error)
+            except Exception:
+                _LOG.exception("a refused request was not recorded")

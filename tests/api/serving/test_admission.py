@@ -1,0 +1,73 @@
+"""Whether a request may come in is asked twice, of the queue and of the key, and what is refused is counted once."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_llama
+
+from api.auth.principal import Caller, KeyLimits, Scope
+from api.auth.rate_limits import RateLimiter
+from api.serving.admission import AdmissionController
+from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.engine.async_engine import AsyncEngine
+from lorasrv.errors import EngineOverloaded, InvalidRequest, LimitExceeded
+from lorasrv.sampling_params import SamplingParams
+
+ANN = Caller("ann", frozenset({Scope.INFER}), ("*",), KeyLimits(requests_per_min=2, tokens_per_min=1000))
+LONG = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
+
+
+def test_both_are_asked_at_both_times_and_each_refusal_counts_once(tmp_path: Path) -> None:
+    """On a real engine of one seat and one place in its queue."""
+    tiny_llama.write_config(tmp_path / "tiny")
+    config = EngineConfig(
+        model=ModelOptions(model=str(tmp_path / "tiny"), load_format="dummy", quantization="none", kernels="torch"),
+        memory=MemoryOptions(pool_bytes=4 << 20),
+        scheduler=SchedulerOptions(max_num_seqs=1, max_num_queued_seqs=1),
+    )
+
+    async def scenario() -> None:
+        engine = AsyncEngine.build(config)
+        await engine.start()
+        admission = AdmissionController(engine, RateLimiter(on_refused=engine.observers.on_refused))
+
+        async def admit(caller: Caller, prompts: Sequence[Sequence[int]] = ([1, 2, 3],), width: int = 1) -> list[Any]:
+            async def begin() -> Any:
+                return lambda prompt: engine.add_choices(prompt, LONG, width, principal=caller.principal)
+
+            return await admission.admit(caller, prompts, width, begin)
+
+        def left() -> str:
+            return admission.allowances.headers(ANN)["x-ratelimit-remaining-requests"]
+
+        streams = await admit(ANN)
+        await anext(streams[0])
+        assert left() == "1"
+        # The queue: its one place is taken. What it refuses costs the key nothing.
+        streams += await admit(replace(ANN, principal="bob"))
+        with pytest.raises(EngineOverloaded):
+            admission.check(ANN)
+        with pytest.raises(EngineOverloaded):
+            await admit(ANN)
+        assert left() == "1"
+        # The key: with the queue empty again.
+        for stream in streams:
+            await stream.aclose()
+        while engine.waiting_room.num_queued():
+            await asyncio.sleep(0.01)
+        streams = await admit(ANN)
+        with pytest.raises(LimitExceeded, match="2 requests a minute"):
+            admission.check(ANN)
+        with pytest.raises(LimitExceeded, match="2 requests a minute"):
+            await admit(ANN)
+        with pytest.raises(InvalidRequest, match="these are 3 prompts"):
+            await admit(ANN, [[1]] * 3)
+        assert engine.traffic.rejected == Counter(engine_overloaded=2, limit_exceeded=2, invalid_request=1)
+        await engine.shutdown()
+
+    asyncio.run(scenario())

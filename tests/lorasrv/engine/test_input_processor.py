@@ -1,0 +1,259 @@
+"""What may become a request, and what it becomes: by one processor, without a model."""
+
+import asyncio
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from adapter_store.spec import AdapterKey
+from lorasrv.config import MemoryOptions
+from lorasrv.engine.input_processor import MAX_PRIORITY, MAX_TIMEOUT_S, InputProcessor, further_choices
+from lorasrv.engine.poison_requests import PoisonGuard
+from lorasrv.errors import ContextLengthExceeded, InvalidRequest, PoisonRequest, RequestTimeout
+from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
+from lorasrv.outputs import AdapterTier, RequestId
+from lorasrv.request import EngineCoreRequest
+from lorasrv.sampling_params import BeamOptions, SamplingParams, Watermark
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
+
+VOCAB, CONTEXT, PAGE = 384, 256, 16
+EOS = 7
+RID = RequestId("r")
+PROMPT = list(range(10, 30))
+KEY = AdapterKey("0" * 64)
+SITES = (SiteDims(8, (8,)),)
+SMALL, LARGE = AdapterLayout(SITES, (((2,),),), 4), AdapterLayout(SITES, (((512,),),), 4)
+
+
+class Words:
+    """A token a character, at most eight characters a token."""
+
+    num_encoded = 0
+
+    def least_tokens(self, text: str) -> int:
+        return len(text) // 8
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        assert add_special_tokens
+        self.num_encoded += 1
+        return [ord(character) for character in text]
+
+
+class Adapters:
+    """One adapter in a store."""
+
+    def __init__(self, layout: AdapterLayout, max_host_bytes: int = 1 << 20) -> None:
+        self._layout = layout
+        self.max_host_bytes = max_host_bytes
+        self.is_hosted = False
+        self.is_known = True
+        self.delay: Any = lambda: None
+
+    def hold(self, key: AdapterKey, /) -> object:
+        return ("held", key)
+
+    def layout(self, _: AdapterKey, /) -> AdapterLayout:
+        self.delay()
+        return self._layout
+
+    def knows_layout(self, key: AdapterKey) -> bool:
+        return self.is_known
+
+    def is_on_host(self, key: AdapterKey) -> bool:
+        return self.is_hosted
+
+
+def processor(pages: int = 100, adapters: Adapters | None = None, **options: Any) -> InputProcessor:
+    books = MemoryManager.make(PoolLayout(pages, PAGE, 1 << 12, 1), MemoryOptions())
+    options = {"tokenizer": Words(), "eos_token_ids": (EOS, VOCAB + 1), **options}
+    return InputProcessor(books, adapters, CONTEXT, VOCAB, **options)
+
+
+def process(
+    prompt: Any = PROMPT, sampling: SamplingParams | None = None, key: AdapterKey | None = None, **options: Any
+) -> EngineCoreRequest:
+    return processor(adapters=Adapters(SMALL)).process(RID, prompt, sampling or SamplingParams(), key, **options)
+
+
+class TestDefaults:
+    def test_an_answer_takes_the_rest_of_the_context_or_of_the_pool(self) -> None:
+        assert process().max_tokens == CONTEXT - len(PROMPT)
+        small = processor(pages=5).process(RID, PROMPT, SamplingParams())
+        assert small.max_tokens == 5 * PAGE - len(PROMPT)
+        beams = processor(pages=8).process(RID, PROMPT, SamplingParams(temperature=0.0), beams=BeamOptions(3))
+        assert beams.max_tokens == 2 * PAGE - len(PROMPT)
+
+    def test_a_random_request_has_a_seed_and_a_greedy_one_needs_none(self) -> None:
+        assert process().sampling.seed != process().sampling.seed
+        assert process(sampling=SamplingParams(seed=5)).sampling.seed == 5
+        assert process(sampling=SamplingParams(temperature=0.0)).sampling.seed is None
+
+    def test_what_may_end_an_answer_is_known_where_a_least_length_is_asked_for(self) -> None:
+        asked = SamplingParams(min_tokens=3, stop_token_ids=(9, EOS))
+        assert process(sampling=asked).sampling.end_token_ids == (9, EOS)
+        assert process(sampling=replace(asked, ignore_eos=True, stop_token_ids=(9,))).sampling.end_token_ids == (9,)
+
+    def test_a_watermark_is_the_servers(self) -> None:
+        mark = Watermark(gamma=0.4, delta=6.0, key=77)
+        request = processor(watermark=mark).process(RID, PROMPT, SamplingParams(watermark=True))
+        assert request.sampling.watermark == mark
+
+    def test_text_becomes_tokens(self) -> None:
+        assert process("hello").prompt_token_ids == tuple(b"hello")
+
+    def test_an_adapter_is_held_and_its_layout_and_place_are_known(self) -> None:
+        adapters = Adapters(SMALL)
+        made = processor(adapters=adapters)
+        request = made.process(RID, PROMPT, SamplingParams(), KEY, adapter_id="mia")
+        assert (request.adapter_key, request.adapter_id, request.layout) == (KEY, "mia", SMALL)
+        assert (request.hold, request.found) == (("held", KEY), AdapterTier.DISK)
+        adapters.is_hosted = True
+        assert made.process(RID, PROMPT, SamplingParams(), KEY).found is AdapterTier.HOST
+
+    def test_choices_share_a_prompt_and_count_the_seed_up(self) -> None:
+        sampling = SamplingParams(seed=2**64 - 1, prompt_logprobs=2)
+        first, *others = processor().process_choices([RequestId(c) for c in "abc"], PROMPT, sampling)
+        assert [other.sampling.seed for other in others] == [0, 1]
+        assert [other.fork_of for other in others] == ["a", "a"]
+        assert [r.sampling.prompt_logprobs for r in (first, *others)] == [2, None, None]
+        assert further_choices(process(sampling=SamplingParams(temperature=0.0)), [RID])[0].sampling.seed is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"prompt": []}, "prompt", "the prompt is empty"),
+        ({"prompt": ""}, "prompt", "the prompt is empty"),
+        ({"prompt": [5, VOCAB]}, "prompt", r"\[0, 384\)"),
+        ({"prompt": [-1]}, "prompt", r"\[0, 384\)"),
+        ({"priority": MAX_PRIORITY + 1}, "priority", "between -1000 and 1000"),
+        ({"timeout_s": 0.0}, "timeout_s", "above 0"),
+        ({"timeout_s": MAX_TIMEOUT_S + 1}, "timeout_s", "at most 86400"),
+        ({"sampling": SamplingParams(min_tokens=5000)}, "min_tokens", "min_tokens is 5000, but there is room for 236"),
+        (
+            {"sampling": SamplingParams(ignore_eos=True), "constraint": object()},
+            "ignore_eos",
+            "^ignore_eos contradicts",
+        ),
+        ({"sampling": SamplingParams(min_tokens=1), "constraint": object()}, "min_tokens", "^min_tokens contradicts"),
+        ({"sampling": SamplingParams(logit_bias=((VOCAB, 1.0),))}, "logit_bias", r"token ids in \[0, 384\)"),
+        ({"sampling": SamplingParams(logit_bias=((2**30, 1.0),))}, "logit_bias", r"token ids in \[0, 384\)"),
+        ({"sampling": SamplingParams(stop_token_ids=(VOCAB,))}, "stop_token_ids", r"token ids in \[0, 384\)"),
+        ({"sampling": SamplingParams(stop_token_ids=(-1,))}, "stop_token_ids", r"token ids in \[0, 384\)"),
+        (
+            {"sampling": SamplingParams(logit_bias=tuple((token, -100.0) for token in range(VOCAB)))},
+            "logit_bias",
+            "bans every token",
+        ),
+        ({"sampling": SamplingParams(seed=1), "beams": BeamOptions(2)}, "seed", "does not go with beam search"),
+        ({"beams": BeamOptions(2), "constraint": object()}, "use_beam_search", "with a grammar"),
+    ],
+)
+def test_refusals_name_the_field(fields: dict[str, Any], param: str, words: str) -> None:
+    with pytest.raises(InvalidRequest, match=words) as caught:
+        process(**fields)
+    assert caught.value.param == param
+
+
+class TestWhatCanNeverFit:
+    @pytest.mark.parametrize(
+        ("prompt", "tokens", "param", "words"),
+        [
+            (PROMPT, 237, "max_tokens", r"holds 256 tokens.* 257: 20 of the prompt and 237 to generate \(max_tokens\)"),
+            ([1] * 256, 1, "prompt", "257: 256 of the prompt and 1 to generate; shorten prompt"),
+            ([1] * 300, None, "prompt", "301: 300 of the prompt and 1 to generate; shorten prompt"),
+        ],
+    )
+    def test_the_context(self, prompt: list[int], tokens: int | None, param: str, words: str) -> None:
+        with pytest.raises(ContextLengthExceeded, match=words) as caught:
+            process(prompt, SamplingParams(max_tokens=tokens))
+        assert caught.value.param == param
+        assert process(PROMPT, SamplingParams(max_tokens=236)).max_tokens == 236
+
+    def test_the_pool_beside_the_adapter(self) -> None:
+        made = processor(pages=6, adapters=Adapters(SMALL))
+        assert made.process(RID, PROMPT, SamplingParams(max_tokens=5 * PAGE - 20), KEY)
+        words = "pool has 6 pages, but the request needs 7: 6 for 96 tokens and 1 for the adapter; lower max_tokens or"
+        with pytest.raises(ContextLengthExceeded, match=words) as caught:
+            made.process(RID, PROMPT, SamplingParams(max_tokens=6 * PAGE - 20), KEY)
+        assert caught.value.param == "max_tokens"
+
+    def test_a_text_is_not_tokenized_that_is_too_long_by_its_length(self) -> None:
+        words = Words()
+        made = processor(tokenizer=words)
+        with pytest.raises(ContextLengthExceeded, match="256 tokens, but the text has at least 257") as caught:
+            made.process(RID, "x" * 8 * 257, SamplingParams())
+        assert (caught.value.param, words.num_encoded) == ("prompt", 0)
+
+    @pytest.mark.parametrize(
+        ("layout", "host_bytes", "words"),
+        [
+            (SMALL, SMALL.nbytes - 1, "host memory for adapters is .* --host-cache-bytes"),
+            (LARGE, 1 << 20, r"takes \d+ pages, but the pool has 4 for adapters; .* --pool-bytes"),
+        ],
+    )
+    def test_the_adapter(self, layout: AdapterLayout, host_bytes: int, words: str) -> None:
+        with pytest.raises(InvalidRequest, match=words) as caught:
+            processor(4, Adapters(layout, host_bytes)).process(RID, PROMPT, SamplingParams(), KEY)
+        assert caught.value.param == "adapter_id"
+
+    def test_an_adapter_where_there_is_no_store(self) -> None:
+        with pytest.raises(InvalidRequest, match="no store of adapters"):
+            processor().process(RID, PROMPT, SamplingParams(), KEY)
+
+
+def test_what_has_made_the_engine_fail_twice_is_refused() -> None:
+    poison = PoisonGuard()
+    made = processor(poison=poison)
+    for _ in range(2):
+        poison.note([made.process(RID, PROMPT, SamplingParams())])
+    with pytest.raises(PoisonRequest, match="2 times"):
+        made.process(RID, PROMPT, SamplingParams())
+    assert made.process(RID, PROMPT[1:], SamplingParams())
+
+
+class TestBesideTheLoop:
+    def make(
+        self, adapters: Adapters, timeout_s: float | None, queue_s: float | None = None
+    ) -> list[EngineCoreRequest]:
+        made = processor(adapters=adapters, queue_timeout_s=queue_s)
+
+        async def scenario() -> list[EngineCoreRequest]:
+            options: Any = {"adapter": KEY, "timeout_s": timeout_s}
+            return await made.process_in_thread([RID], PROMPT, SamplingParams(), **options)
+
+        try:
+            return asyncio.run(scenario())
+        finally:
+            made.close()
+
+    def test_time_spent_on_a_header_is_the_requests_own(self) -> None:
+        adapters = Adapters(SMALL)
+        adapters.is_known, adapters.delay = False, lambda: time.sleep(0.05)
+        [request] = self.make(adapters, 30.0)
+        assert request.timeout_s is not None
+        assert 0 < request.timeout_s <= 30.0 - 0.04
+        adapters.is_known = True
+        [request] = self.make(adapters, 30.0)
+        assert request.timeout_s == 30.0, "a layout that is known is not waited for"
+
+    @pytest.mark.parametrize(
+        ("own_s", "queue_s", "words"),
+        [(0.01, None, r"timeout_s, 0\.01 s"), (5.0, 0.01, r"queue timeout of 0\.01 s"), (None, 0.01, "queue timeout")],
+    )
+    def test_a_header_that_does_not_come(self, own_s: float | None, queue_s: float | None, words: str) -> None:
+        go_on = threading.Event()
+        adapters = Adapters(SMALL)
+        adapters.is_known, adapters.delay = False, lambda: go_on.wait(30)
+        with pytest.raises(RequestTimeout, match=words):
+            self.make(adapters, own_s, queue_s)
+        go_on.set()
+
+    def test_a_time_that_is_none_is_refused_as_such(self) -> None:
+        adapters = Adapters(SMALL)
+        adapters.is_known = False
+        with pytest.raises(InvalidRequest, match="timeout_s must be above 0"):
+            self.make(adapters, -1.0)
