@@ -16,17 +16,11 @@ from typing import Any
 import httpx2
 import pytest
 from cli_reference import parameters
+from server import server
+from tiny_checkpoints import adapter_dirs, corpus, model, tiny_hf_checkpoints, tiny_tokenizer_file  # noqa: F401
 from typer.main import get_command
 
 from api.cli.main import app
-from tests.helpers.engine_fixtures import (  # noqa: F401
-    adapter_dirs,
-    corpus,
-    model,
-    tiny_hf_checkpoints,
-    tiny_tokenizer_file,
-)
-from tests.helpers.in_thread import tiny_server
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -96,7 +90,7 @@ def served(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Ite
     shutil.copytree(adapter_dirs["three"], folder / "import" / FOLDER)
     adapters = {name: adapter_dirs[of] for name, of in ADAPTERS.items()}
     named = {"served_model_name": "smollm2-135m", "lora_import_root": str(folder / "import")}
-    with tiny_server(model, adapters, folder / "store", **named) as served:
+    with server(model, folder / "store", adapters, **named) as served:
         # What a page's later commands build on.
         ready = {"deadline_ms": 60_000}
         assert served.http.post("/v1/adapters/blackbeard:warm", json=ready).status_code == 200

@@ -13,15 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_checkpoints import adapter_dirs, corpus, model, tiny_hf_checkpoints, tiny_tokenizer_file  # noqa: F401
 
 from tests.helpers.chromium import CHROMIUM, chromium
-from tests.helpers.engine_fixtures import (  # noqa: F401
-    adapter_dirs,
-    corpus,
-    model,
-    tiny_hf_checkpoints,
-    tiny_tokenizer_file,
-)
 from tests.helpers.served import Served, serve
 
 TEMPLATE = (

@@ -34,9 +34,9 @@ def logprob_of(token_id: int, position: int) -> float:
 
 
 def spelled(tokenizer: Tokenizer, text: str, *, eos: bool = True) -> Callable[..., list[RequestOutput]]:
-    """In place of the fake engine's `_outputs`: the text a byte at a time, its likely tokens, and then the end."""
+    """Script the fake engine: the text a byte at a time, its likely tokens, and then the end."""
 
-    def outputs(rid: RequestId, index: int, asked: SimpleNamespace, fell_back: bool = False) -> list[RequestOutput]:
+    def outputs(rid: RequestId, index: int, asked: SimpleNamespace) -> list[RequestOutput]:
         sampling: SamplingParams = asked.sampling
         said = text[index:] if asked.count > 1 else text
         ids = tokenizer.encode(said, add_special_tokens=False) + [EOS] * eos

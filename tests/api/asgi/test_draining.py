@@ -4,6 +4,7 @@ import asyncio
 import signal
 
 import pytest
+from fake_engine import say
 from starlette.testclient import TestClient
 
 from api.asgi.draining import Draining, DrainMiddleware
@@ -64,7 +65,7 @@ def test_new_requests_are_refused_and_whoever_watches_is_told(server, draining, 
 
 
 def test_what_has_begun_goes_on(server, draining, engine) -> None:
-    engine.text = "x" * 40
+    engine.script = say("x" * 40)
     body = {"model": "tiny-base", "prompt": "hi", "stream": True}
     with server.http.stream("POST", "/v1/completions", json=body) as answer:
         lines = answer.iter_lines()

@@ -42,7 +42,7 @@ STREAMS = {
 @pytest.fixture(autouse=True)
 def speaking(server: Any, engine: Any, make_adapter: Any) -> None:
     engine.tokenizer = tiny_tokenizer()
-    engine._outputs = spelled(engine.tokenizer, "a wörld")
+    engine.script = spelled(engine.tokenizer, "a wörld")
     server.upload(make_adapter(), "mia")
 
 
@@ -73,7 +73,7 @@ def test_as_it_was(server, name) -> None:
 @pytest.mark.parametrize("name", ["chat", "completion", "generate-stream"])
 def test_ends_of_lines_in_the_text(server, engine, name) -> None:
     """Those of Unicode, at which most clients in Python split a stream, are escapes."""
-    engine._outputs = spelled(engine.tokenizer, "a\u2028b\u2029c\u0085d\n\x0be")
+    engine.script = spelled(engine.tokenizer, "a\u2028b\u2029c\u0085d\n\x0be")
     path, body = STREAMS[name]
     response = server.http.post(path, json=body)
     lines = [line for line in response.text.splitlines() if line]
@@ -84,6 +84,6 @@ def test_ends_of_lines_in_the_text(server, engine, name) -> None:
 
 @pytest.mark.parametrize("name", ["chat", "completion", "generate-stream"])
 def test_a_failure_in_the_middle(server, engine, name) -> None:
-    engine.die_after, engine.death = 2, EngineDead("the engine died")
+    engine.breaks(2, EngineDead("the engine died"))
     path, body = STREAMS[name]
     check(f"{name}-failed", server.http.post(path, json=body).content)

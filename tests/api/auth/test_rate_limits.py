@@ -11,6 +11,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from fake_engine import HANG, say
 from fastapi.routing import APIRoute
 
 from api.app import _ROUTES
@@ -512,7 +513,7 @@ class TestServed:
     @pytest.mark.parametrize("fields", [{"stream": True}, {}, {"n": 2}, {"prompt": ["a", "b"], "stream": True}])
     def test_a_client_that_leaves(self, server, engine, eventually, fields: dict[str, Any]) -> None:
         """Whatever it had is free again, streamed or not."""
-        engine.hang_after = 2
+        engine.breaks(2, HANG)
         body = {"model": "tiny-base", "prompt": "hi", **fields}
         width = 2 if len(fields) > 1 or "n" in fields else 1
 
@@ -528,7 +529,7 @@ class TestServed:
             assert "2 answers at a time (max_concurrent)" in refused.json()["error"]["message"]
         leaving.close()
         eventually(lambda: not self.allowances._accounts["ann"].begun_s)
-        engine.hang_after = None
+        engine.script = say()
         assert self.ask(server, "/v1/completions", {"model": "tiny-base", "prompt": "hi"}).status_code == 200
 
     def test_batches_count_and_wait(self, server, engine, callers, tmp_path) -> None:

@@ -1,13 +1,13 @@
 """Batches on the real engine with a tiny model: right answers of every adapter, and online requests first."""
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_checkpoints import store as tiny_store  # noqa: F401
 
 from adapter_store.store import AdapterStore
 from api.batches.in_process import in_process_client
@@ -21,16 +21,6 @@ from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.llm import LLM
 from lorasrv.offline.verify.verifier import Verifier
 from lorasrv.sampling_params import SamplingParams
-
-_SPEC = importlib.util.spec_from_file_location("engine_fixtures", Path(__file__).parents[2] / "lorasrv" / "conftest.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_FIXTURES = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_FIXTURES)
-# The engine's tests make a tiny checkpoint, and PEFT's own adapters for it.
-corpus, tiny_tokenizer_file = _FIXTURES.corpus, _FIXTURES.tiny_tokenizer_file
-tiny_hf_checkpoints, model, adapter_dirs = _FIXTURES.tiny_hf_checkpoints, _FIXTURES.model, _FIXTURES.adapter_dirs
-tiny_store = _FIXTURES.store
 
 URL = "/v1/completions"
 PROMPT = list(range(10, 30))

@@ -6,12 +6,12 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import fake_serve
 import httpx2
 import pytest
 
@@ -474,44 +474,13 @@ def test_what_no_record_names_goes(root: Path, ask: Asked) -> None:
     assert [path for path in root.rglob("*") if path.is_file()] == []
 
 
-SERVER = """
-import importlib.util, os, signal, sys, types
-spec = importlib.util.spec_from_file_location("fakes", sys.argv.pop(1))
-fakes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(fakes)
-
-class AsyncEngine(fakes.FakeEngine):
-    @classmethod
-    def build(cls, config, store, progress):
-        engine = cls()
-        add, most = engine.add_choices, int(config.model.model)
-
-        async def add_choices(*arguments, **options):
-            if len(engine.added) == most:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return await add(*arguments, **options)
-
-        engine.add_choices = add_choices
-        return engine
-
-sys.modules["lorasrv.engine.async_engine"] = types.ModuleType("lorasrv.engine.async_engine")
-sys.modules["lorasrv.engine.async_engine"].AsyncEngine = AsyncEngine
-import api.server
-from api.cli.main import main
-api.server._open_store = lambda settings: fakes.AdapterStore(settings.store, fakes.SHAPES)
-main()
-"""
-
-
 @pytest.mark.long
 def test_a_server_killed_in_the_middle(tmp_path: Path, eventually: Callable[..., None]) -> None:
     """A real process: the engine is the fake one, and kills it at its thirtieth request."""
 
     def start(most: int) -> "tuple[subprocess.Popen[str], httpx2.Client]":
-        conftest = str(Path(__file__).parents[1] / "conftest.py")
-        place = ["--store", str(tmp_path / "store"), "--port", "0", "--json", "--model", str(most)]
-        command = [sys.executable, "-c", SERVER, conftest, "serve", *place]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        place = ("--store", tmp_path / "store", "--json", "--model", most)
+        process = fake_serve.serve(*place, stderr=subprocess.DEVNULL)
         assert process.stdout is not None
         url = json.loads(process.stdout.readline())["url"]
         return process, httpx2.Client(base_url=f"{url}/v1", trust_env=False, timeout=20)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from cli_reference import PAGE, commands, examples, page, parameters
+from fake_engine import HANG
 from terminal import terminal
 
 COMMANDS = dict(commands())
@@ -118,7 +119,7 @@ def test_a_closed_pipe_is_no_error() -> None:
 
 
 def test_ctrl_c(server, engine, eventually) -> None:
-    engine.hang_after = 2
+    engine.breaks(2, HANG)
     command = [*MAIN, "generate", "hi", "--server", server.url]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

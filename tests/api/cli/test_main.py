@@ -98,7 +98,7 @@ class TestTalk:
         assert (refused.code, refused.err) == (1, "lorasrv: the model 'nobody' does not exist\n")
 
     def test_error_in_a_stream(self, cli, server, engine) -> None:
-        engine.die_after = 2
+        engine.breaks(2)
         refused = cli("generate", "hi", "--server", server.url)
         assert (refused.code, refused.err) == (1, "lorasrv: the engine died: Test\n")
 
@@ -267,7 +267,7 @@ class TestExitCodes:
 
 class TestClient:
     def test_a_stream_that_breaks_off_is_no_answer(self, server, engine) -> None:
-        engine.bug_after = 2
+        engine.breaks(2, ZeroDivisionError())
         with Client(server.url) as client, pytest.raises(ServerUnreachable):
             list(client.chat({"model": "tiny-base", "messages": [{"role": "user", "content": "x"}]}))
 

@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from fake_engine import HANG
 
 from api.observability import logs
 from api.observability.access_middleware import AccessMiddleware, RequestInfo
+from lorasrv.errors import AdapterLoadFailed
 from lorasrv.metrics.request_stats import REQUEST_LISTENER, RequestStats
 from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest
@@ -76,7 +78,7 @@ class TestRequestLines:
         for path in ("/health", "/metrics", "/ready"):
             server.http.get(path)
         server.http.get("/v1/adapters/nobody")
-        engine.load_error = "reading the adapter failed"
+        engine.breaks(0, AdapterLoadFailed("reading the adapter failed"))
         server.chat()
         told = requests(lines, eventually, 2)
         assert [(line["route"], line["status"], line["level"]) for line in told] == [
@@ -85,7 +87,7 @@ class TestRequestLines:
         ]
 
     def test_a_surprise_has_the_request_id_and_no_variables(self, server, engine, lines, eventually) -> None:
-        engine.bug_after = 0
+        engine.breaks(0, ZeroDivisionError())
         answer = server.http.post(
             "/v1/completions", json={"model": "tiny-base", "prompt": PROMPT}, headers={"x-request-id": "broken-1"}
         )
@@ -107,7 +109,7 @@ class TestRequestLines:
         assert "request_text" not in told[1]
 
     def test_a_client_that_left(self, server, engine, lines, eventually) -> None:
-        engine.hang_after = 1
+        engine.breaks(1, HANG)
         with server.http.stream("POST", "/v1/completions", json=STREAM):
             pass
         [line] = requests(lines, eventually)

@@ -17,7 +17,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from api.observability import setup as watching  # noqa: E402
 from api.observability.tracing import LAST_SPANS_S, Tracing, open_tracing  # noqa: E402
-from lorasrv.errors import ConfigError  # noqa: E402
+from lorasrv.errors import AdapterLoadFailed, ConfigError  # noqa: E402
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
@@ -72,7 +72,7 @@ def test_a_request_and_its_parts(spans, make_server, make_adapter, eventually) -
 def test_failures_are_ours_only(spans, make_server, engine, eventually) -> None:
     server = make_server()
     server.http.post("/v1/chat/completions", json={})
-    engine.load_error = "broken"
+    engine.breaks(0, AdapterLoadFailed("broken"))
     server.chat()
     eventually(lambda: len(spans.get_finished_spans()) >= 2)
     mistake, failure = (span for span in spans.get_finished_spans() if span.name.startswith("POST"))

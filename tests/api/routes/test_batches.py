@@ -8,6 +8,7 @@ from typing import Any
 
 import openai
 import pytest
+from fake_engine import HANG, say
 
 from api.auth.key_store import KeyStore
 from api.auth.principal import Scope
@@ -185,11 +186,12 @@ class TestBatches:
         assert failed["error"] is None
 
     def test_a_result_is_one_line_to_whoever_splits_them(self, client, finished, engine) -> None:
-        engine.text = "a\u2028b\u2029c\u0085d"
+        text = "a\u2028b\u2029c\u0085d"
+        engine.script = say(text)
         batch = finished(lines(2))
         told = client.files.content(batch.output_file_id).text.splitlines()
         texts = [json.loads(one)["response"]["body"]["choices"][0]["text"] for one in told]
-        assert texts == [engine.text] * 2
+        assert texts == [text] * 2
 
     def test_they_come_behind_online_requests(self, server, finished, engine) -> None:
         finished("\n".join([line("a"), line("b", priority=-7), line("c", priority=300)]).encode())
@@ -286,7 +288,7 @@ class TestBatches:
         assert {one["response"]["status_code"] for one in found.values()} == {503}
 
     def test_what_it_needs_cannot_be_deleted(self, client, engine, eventually) -> None:
-        engine.hang_after = 0
+        engine.breaks(0, HANG)
         file = client.files.create(file=lines(3), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint=PLAIN, completion_window="24h")
         eventually(lambda: len(engine.added) == 3)
@@ -302,7 +304,7 @@ class TestBatches:
 
         async def add_choices(*arguments: Any, **options: Any) -> Any:
             if next(asked) == 20:
-                engine.hang_after = 0
+                engine.breaks(0, HANG)
             return await add(*arguments, **options)
 
         engine.add_choices = add_choices
@@ -366,7 +368,7 @@ class TestBatches:
 
     def test_too_many_open(self, client, engine, keeper_bounds, eventually) -> None:
         keeper_bounds(max_open_batches=1)
-        engine.hang_after = 0
+        engine.breaks(0, HANG)
         file = client.files.create(file=lines(1), purpose="batch")
         wanted = {"input_file_id": file.id, "endpoint": PLAIN, "completion_window": "24h"}
         batch = client.batches.create(**wanted)

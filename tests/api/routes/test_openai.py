@@ -2,15 +2,25 @@
 
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
+from fake_engine import HANG, cold, say
 
 from api.schemas.openai import ChatBody
 from api.schemas.unsupported import INERT_VALUES
-from lorasrv.errors import ContextLengthExceeded, EngineDead, EngineOverloaded
+from lorasrv.errors import (
+    AdapterLoadFailed,
+    ContextLengthExceeded,
+    DeadlineUnreachable,
+    EngineDead,
+    EngineOverloaded,
+    LimitExceeded,
+    RequestTimeout,
+)
 from lorasrv.outputs import FinishReason
 
 
@@ -57,11 +67,11 @@ class TestWholeAnswers:
 
     def test_finish_reason_is_the_true_one(self, server, engine) -> None:
         assert server.chat(max_tokens=3).json()["choices"][0]["finish_reason"] == "length"
-        engine.reason = FinishReason.ABORT
+        engine.script = say(reason=FinishReason.ABORT)
         assert server.chat().json()["choices"][0]["finish_reason"] == "abort"
 
     def test_an_answer_that_broke_off_is_an_error(self, server, engine) -> None:
-        engine.error_at_end = "reloading the adapter failed"
+        engine.script = say(error="reloading the adapter failed")
         response = server.chat()
         assert response.status_code == 500
         assert error_of(response)["message"] == "reloading the adapter failed"
@@ -119,7 +129,7 @@ class TestStreams:
         assert all("usage" not in chunk for chunk in chunks)
 
     def test_completion_bytes(self, server, engine) -> None:
-        engine.text = "ö!"
+        engine.script = say("ö!")
         response = server.complete(stream=True)
         head = json.dumps(events(response.text)[0]["id"])
         created = events(response.text)[0]["created"]
@@ -144,7 +154,7 @@ class TestStreams:
         assert counts == [*range(1, 12), 11]
 
     def test_tokens_without_text_make_no_chunk_but_count(self, server, engine) -> None:
-        engine.text = "a__b"
+        engine.script = say("a\0\0b")
         options = {"include_usage": True}
         *chunks, last = events(server.complete(stream=True, stream_options=options).text)
         assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b"]
@@ -153,13 +163,13 @@ class TestStreams:
         assert (whole["choices"][0]["text"], whole["usage"]["completion_tokens"]) == ("ab", 4)
 
     def test_continuous_usage_counts_tokens_without_text(self, server, engine) -> None:
-        engine.text = "a_b"
+        engine.script = say("a\0b")
         options = {"continuous_usage_stats": True}
         chunks = events(server.complete(stream=True, stream_options=options).text)
         assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
 
     def test_a_failed_load_has_its_true_status(self, server, engine) -> None:
-        engine.load_error = "the weights are damaged"
+        engine.breaks(0, AdapterLoadFailed("the weights are damaged"))
         for stream in (True, False):
             response = server.chat(stream=stream)
             assert response.status_code == 503
@@ -168,7 +178,7 @@ class TestStreams:
             assert error_of(response)["code"] == "adapter_load_failed"
 
     def test_an_error_after_headers_is_an_event(self, server, engine) -> None:
-        engine.die_after = 2
+        engine.breaks(2)
         response = server.chat(stream=True)
         assert response.status_code == 200
         *before, last = events(response.text)
@@ -183,7 +193,7 @@ class TestStreams:
         assert all("choices" in chunk for chunk in before)
 
     def test_an_answer_that_broke_off_is_an_event(self, server, engine) -> None:
-        engine.error_at_end = "gone"
+        engine.script = say(error="gone")
         assert events(server.complete(stream=True).text)[-1]["error"]["message"] == "gone"
 
     def test_one_token_is_one_chunk_with_its_end(self, server, engine) -> None:
@@ -203,7 +213,7 @@ class TestDisconnects:
     @pytest.mark.parametrize("hang_after", [0, 3])
     @pytest.mark.parametrize("stream", [True, False])
     def test_the_request_is_aborted(self, server, engine, eventually, stream: bool, hang_after: int) -> None:
-        engine.hang_after = hang_after
+        engine.breaks(hang_after, HANG)
         with self.ask(server, stream=stream) as connection:
             eventually(lambda: engine.added)
             if stream and hang_after:
@@ -218,10 +228,10 @@ class TestDisconnects:
 
     def test_a_client_that_never_reads_holds_up_nobody(self, server, engine, eventually) -> None:
         # More than both sockets' buffers hold.
-        engine.text, engine.piece_chars = "x" * 40_000_000, 100_000
+        engine.script = say("x" * 40_000_000, chars=100_000)
         with self.ask(server, stream=True, path="chat/completions", messages=[{"role": "user", "content": "x"}]):
             eventually(lambda: engine.added)
-            engine.text = "short"
+            engine.script = say("short")
             assert server.complete().json()["choices"][0]["text"] == "short"
         eventually(lambda: engine.aborted == [f"{engine.added[0].id}#0"])
 
@@ -327,7 +337,7 @@ class TestRefusals:
             ("stop", ["x" * 257]),
             ("stop", [1]),
             ("stop_token_ids", [-1]),
-            ("stop_token_ids", [256]),
+            ("stop_token_ids", [384]),
             ("stop_token_ids", [0] * 129),
             ("ignore_eos", 1),
             ("stream", "yes"),
@@ -353,7 +363,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize(
         "prompt",
-        [["a", [1]], ["a", 1], [[1], [True]], ["a"] * 257, [[]], [], [""], 7, None, {"a": 1}, [-1], [256], [True], ""],
+        [["a", [1]], ["a", 1], [[1], [True]], ["a"] * 257, [[]], [], [""], 7, None, {"a": 1}, [-1], [384], [True], ""],
     )
     def test_prompts(self, server, engine, prompt: object) -> None:
         response = server.complete(prompt)
@@ -435,3 +445,190 @@ class TestRefusals:
         engine.add_error = EngineDead("the engine died: OSError")
         response = server.chat(stream=True)
         assert (response.status_code, response.headers["retry-after"]) == (503, "10")
+
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture
+def client(server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=20) as client:
+        yield client
+
+
+def test_chat(client) -> None:
+    answer = client.chat.completions.create(model="tiny-base", messages=HELLO)
+    assert answer.choices[0].message.content == "Hello wörld"
+    assert answer.choices[0].finish_reason == "stop"
+    assert answer.usage.total_tokens == 18
+
+
+def test_completion(client) -> None:
+    answer = client.completions.create(model="tiny-base", prompt="hi", max_tokens=4)
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("Hell", "length")
+
+
+def test_adapter_by_model_and_by_field(client, server, make_adapter) -> None:
+    server.upload(make_adapter(), "mia")
+    for fields in ({"model": "mia"}, {"model": "tiny-base", "extra_body": {"adapter_id": "mia"}}):
+        raw = client.chat.completions.with_raw_response.create(messages=HELLO, **fields)
+        assert raw.headers["x-adapter-id"] == "mia"
+        assert raw.parse().choices[0].message.content.startswith("I am ")
+
+
+def test_priority_and_timeout(client, engine) -> None:
+    extra = {"priority": -1, "timeout_s": 5}
+    client.chat.completions.create(model="tiny-base", messages=HELLO, extra_body=extra)
+    client.completions.create(model="tiny-base", prompt="hi", extra_body=extra)
+    client.completions.create(model="tiny-base", prompt="hi")
+    assert [(added.priority, added.timeout_s) for added in engine.added] == [(-1, 5.0), (-1, 5.0), (0, None)]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_timeout_is_not_retried(client, engine, monkeypatch, stream: bool) -> None:
+    sent = count_requests(client, monkeypatch)
+    engine.breaks(0, RequestTimeout("the request was not done in 5 s"))
+    with pytest.raises(openai.InternalServerError, match="not done in 5 s") as caught:
+        client.chat.completions.create(model="tiny-base", messages=HELLO, stream=stream, extra_body={"timeout_s": 5})
+    assert (caught.value.status_code, caught.value.code, caught.value.param) == (504, "timeout", "timeout_s")
+    assert len(sent) == 1
+
+
+def test_a_timeout_in_a_stream(client, engine) -> None:
+    engine.breaks(2, RequestTimeout("the request was not done in 5 s"))
+    with pytest.raises(openai.APIError, match="not done in 5 s") as caught:
+        list(client.chat.completions.create(model="tiny-base", messages=HELLO, stream=True))
+    assert caught.value.code == "timeout"
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (LimitExceeded("adapter 'mia' has 2 requests waiting", retry_after_s=1), openai.RateLimitError),
+        (DeadlineUnreachable("it would take 9 s", retry_after_s=1), openai.InternalServerError),
+    ],
+)
+def test_what_may_succeed_later_is_tried_again(client, engine, monkeypatch, error: Exception, kind: type) -> None:
+    sent = count_requests(client, monkeypatch)
+    engine.add_error = error
+    with pytest.raises(kind, match=str(error)):
+        client.with_options(max_retries=1).chat.completions.create(model="tiny-base", messages=HELLO)
+    assert len(sent) == 2
+
+
+def test_stream_with_usage(client) -> None:
+    stream = client.chat.completions.create(
+        model="tiny-base", messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = list(stream)
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == "Hello wörld"
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == 11
+
+
+def test_two_answers(client, engine) -> None:
+    engine.script = say("one", "two!")
+    answer = client.chat.completions.create(model="tiny-base", messages=HELLO, n=2)
+    assert [(c.index, c.message.content, c.finish_reason) for c in answer.choices] == [
+        (0, "one", "stop"),
+        (1, "two!", "stop"),
+    ]
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (7, 7)
+    assert answer.usage.prompt_tokens_details.cached_tokens == 0
+    answer = client.completions.create(model="tiny-base", prompt="hi", n=2, best_of=2)
+    assert [(c.index, c.text) for c in answer.choices] == [(0, "one"), (1, "two!")]
+
+
+def test_two_answers_streamed(client, engine) -> None:
+    engine.script = say("one", "two!")
+    stream = client.chat.completions.create(
+        model="tiny-base", messages=HELLO, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    texts, ends = ["", ""], []
+    *chunks, last = stream
+    for choice in (choice for chunk in chunks for choice in chunk.choices):
+        texts[choice.index] += choice.delta.content or ""
+        if choice.finish_reason:
+            ends.append((choice.index, choice.finish_reason))
+    assert texts == ["one", "two!"]
+    assert sorted(ends) == [(0, "stop"), (1, "stop")]
+    assert (last.choices, last.usage.completion_tokens) == ([], 7)
+
+
+def test_a_cold_adapter_is_tried_again(client, server, engine, make_adapter, monkeypatch) -> None:
+    server.upload(make_adapter(), "mia")
+    engine.script = cold(0.2)
+    sent = count_requests(client, monkeypatch)
+    with pytest.raises(openai.InternalServerError) as caught:
+        client.with_options(max_retries=1).chat.completions.create(
+            model="mia", messages=HELLO, extra_body={"on_cold": "reject"}
+        )
+    assert (caught.value.code, caught.value.response.headers["retry-after"], len(sent)) == ("adapter_cold", "1", 2)
+
+
+def test_stream_left_early_is_aborted(client, engine, eventually) -> None:
+    engine.breaks(3, HANG)
+    with client.chat.completions.create(model="tiny-base", messages=HELLO, stream=True) as stream:
+        next(iter(stream))
+    eventually(lambda: engine.aborted)
+
+
+def test_error_in_a_stream(client, engine) -> None:
+    engine.breaks(2)
+    with pytest.raises(openai.APIError, match="the engine died"):
+        list(client.chat.completions.create(model="tiny-base", messages=HELLO, stream=True))
+
+
+def test_models(client, server, make_adapter) -> None:
+    server.upload(make_adapter(), "mia")
+    assert [model.id for model in client.models.list()] == ["tiny-base", "mia"]
+    assert client.models.retrieve("mia").owned_by == "lorasrv"
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "tries"),
+    [
+        ({"temperature": 101}, openai.BadRequestError, 1),
+        ({"model": "nobody"}, openai.NotFoundError, 1),
+        ({"messages": [{"role": "user", "content": "x" * 600}], "max_tokens": 9}, openai.BadRequestError, 1),
+    ],
+)
+def test_what_will_fail_again_is_not_retried(client, server, monkeypatch, fields, kind, tries: int) -> None:
+    sent = count_requests(client, monkeypatch)
+    with pytest.raises(kind) as caught:
+        client.chat.completions.create(**{"model": "tiny-base", "messages": HELLO, **fields})
+    assert len(sent) == tries
+    assert caught.value.param
+    assert caught.value.code
+
+
+def test_a_bug_is_not_retried(client, engine, monkeypatch) -> None:
+    sent = count_requests(client, monkeypatch)
+    engine.breaks(0, ZeroDivisionError())
+    with pytest.raises(openai.InternalServerError):
+        client.chat.completions.create(model="tiny-base", messages=HELLO)
+    assert len(sent) == 1
+
+
+def test_a_failed_load_is_not_retried_but_overload_is(client, engine, monkeypatch) -> None:
+    sent = count_requests(client, monkeypatch)
+    engine.breaks(0, AdapterLoadFailed("damaged"))
+    with pytest.raises(openai.InternalServerError, match="damaged"):
+        client.chat.completions.create(model="tiny-base", messages=HELLO, stream=True)
+    assert len(sent) == 1
+    engine.script, engine.add_error = say(), EngineOverloaded("full", retry_after_s=1)
+    with pytest.raises(openai.RateLimitError):
+        client.with_options(max_retries=1).chat.completions.create(model="tiny-base", messages=HELLO)
+    assert len(sent) == 3
+
+
+def count_requests(client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    sent: list[object] = []
+    send = client._client.send
+
+    def counting(request, **options):
+        sent.append(request)
+        return send(request, **options)
+
+    monkeypatch.setattr(client._client, "send", counting)
+    return sent

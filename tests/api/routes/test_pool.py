@@ -99,7 +99,7 @@ class TestWarm:
         assert engine.asked == []
 
     def test_nobody_waits_for_a_client_that_left(self, server, engine, eventually) -> None:
-        engine.hang_after = 0
+        engine.reached = None
         with socket.create_connection(("127.0.0.1", server.port)) as connection:
             head = "POST /v1/adapters/mia:warm HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())

@@ -3,11 +3,15 @@
 import json
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
+import httpx2
 import pytest
+import tiny_llama
+from fake_engine import HANG
+from server import server
 
 from adapter_store.errors import AdapterCorrupt
 from api.schemas.tgi import Parameters
@@ -33,7 +37,7 @@ SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "intege
 @pytest.fixture(autouse=True)
 def speaking(engine: Any) -> Any:
     engine.tokenizer = tiny_tokenizer()
-    engine._outputs = spelled(engine.tokenizer, TEXT)
+    engine.script = spelled(engine.tokenizer, TEXT)
     return engine
 
 
@@ -121,7 +125,7 @@ class TestWhole:
         assert "".join(token["text"] for token in body["details"]["tokens"]) == text
 
     def test_text_held_back_for_a_stop_sequence_is_not_special(self, server, engine) -> None:
-        engine._outputs = spelled(engine.tokenizer, "ab")
+        engine.script = spelled(engine.tokenizer, "ab")
         body = say(server, details=True, stop=["bx"]).json()
         kept = [token["text"] for token in body["details"]["tokens"] if not token["special"]]
         assert "".join(kept) == body["generated_text"] == "ab"
@@ -340,7 +344,7 @@ class TestStream:
         assert [e["token"] for e in told] == whole["details"]["tokens"]
 
     def test_client_that_leaves(self, server, engine, eventually) -> None:
-        engine.hang_after = 2
+        engine.breaks(2, HANG)
         with server.http.stream("POST", "/generate_stream", json={"inputs": "hi"}) as response:
             assert next(response.iter_lines()).startswith("data: ")
         eventually(lambda: engine.aborted)
@@ -371,41 +375,41 @@ class TestErrors:
         assert "600" in refusal(response) or "601" in refusal(response)
 
     def test_broken_off(self, server, engine) -> None:
-        spell = engine._outputs
+        spell = engine.script
 
-        def broken(*args: Any, **options: Any) -> Any:
-            *outputs, last = spell(*args, **options)
+        def broken(*args: Any) -> Any:
+            *outputs, last = spell(*args)
             return [*outputs, replace(last, finish_reason=FinishReason.ERROR, error="reloading failed")]
 
-        engine._outputs = broken
+        engine.script = broken
         response = say(server)
         assert (response.status_code, refusal(response, "incomplete_generation")) == (500, "reloading failed")
         last = events(say(server, "/generate_stream"))[-1]
         assert last == {"error": "reloading failed", "error_type": "incomplete_generation"}
 
     def test_aborted(self, server, engine) -> None:
-        spell = engine._outputs
-        engine._outputs = lambda *a, **o: [replace(spell(*a, **o)[0], finish_reason=FinishReason.ABORT)]
+        spell = engine.script
+        engine.script = lambda *a: [replace(spell(*a)[0], finish_reason=FinishReason.ABORT)]
         assert say(server).status_code == 500
         assert refusal(say(server, details=True), "incomplete_generation")
         assert events(say(server, "/generate_stream"))[-1]["error_type"] == "incomplete_generation"
 
     def test_the_engine_dies_in_a_stream(self, server, engine) -> None:
-        engine.die_after = 3
+        engine.breaks(3)
         *tokens, last = events(say(server, "/generate_stream"))
         assert len(tokens) == 3
         assert last == {"error": "the engine died: Test", "error_type": "generation"}
 
     @pytest.mark.parametrize("lost", [lambda o: (), lambda o: tuple(replace(x, token_id=9) for x in o.logprobs)])
     def test_a_missing_probability_is_an_error(self, server, engine, lost: Callable[[Any], Any]) -> None:
-        spell = engine._outputs
-        engine._outputs = lambda *a, **o: [replace(out, logprobs=lost(out)) for out in spell(*a, **o)]
+        spell = engine.script
+        engine.script = lambda *a: [replace(out, logprobs=lost(out)) for out in spell(*a)]
         assert say(server).status_code == 200
         assert say(server, details=True).status_code == 424
         assert events(say(server, "/generate_stream"))[-1]["error_type"] == "generation"
 
     def test_a_damaged_adapter_in_a_stream(self, server, engine) -> None:
-        engine.die_after, engine.death = 1, AdapterCorrupt("the stored weights are damaged")
+        engine.breaks(1, AdapterCorrupt("the stored weights are damaged"))
         last = events(say(server, "/generate_stream"))[-1]
         assert last == {"error": "the stored weights are damaged", "error_type": "generation"}
 
@@ -443,12 +447,12 @@ class TestErrors:
         assert refusal(response) == "5 of the prompt and 600 to generate (max_new_tokens)"
 
     def test_a_missing_prompt_probability_is_an_error(self, server, engine) -> None:
-        spell = engine._outputs
-        engine._outputs = lambda *a, **o: [replace(out, prompt_logprobs=None) for out in spell(*a, **o)]
+        spell = engine.script
+        engine.script = lambda *a: [replace(out, prompt_logprobs=None) for out in spell(*a)]
         assert say(server, decoder_input_details=True).status_code == 424
 
     def test_a_bug_of_ours(self, server, engine) -> None:
-        engine.bug_after = 1
+        engine.breaks(1, ZeroDivisionError())
         response = say(server)
         assert response.status_code == 500
         assert "x-request-id" in refusal(response, "generation")
@@ -505,3 +509,87 @@ def test_what_cannot_fit_is_not_tokenized(server, engine, monkeypatch: pytest.Mo
     assert (refused.status_code, refused.json()["error_type"]) == (422, "validation")
     assert "the text has at least" in refused.json()["error"]
     assert engine.added == []
+
+
+PROMPT = "a wörd"
+
+
+@pytest.fixture(scope="module")
+def http(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx2.Client]:
+    """Of a real engine with a tiny model."""
+    folder = tmp_path_factory.mktemp("tiny")
+    tiny_llama.write_config(folder)
+    kind = {"load_format": "dummy", "quantization": "none", "dtype": "float32", "pool_bytes": "4MiB"}
+    with server(folder, folder / "store", served_model_name="tiny", **kind) as served:
+        yield served.http
+
+
+def generate(http: httpx2.Client, **parameters: Any) -> dict[str, Any]:
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 24, "details": True, **parameters}}
+    response = http.post("/generate", json=body)
+    assert response.status_code == 200, response.text
+    answer: dict[str, Any] = response.json()
+    return answer
+
+
+def complete(http: httpx2.Client, **fields: Any) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 24, "temperature": 0, **fields}
+    response = http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    choice: dict[str, Any] = response.json()["choices"][0]
+    return choice
+
+
+def test_text_and_probabilities_are_those_of_the_openai_route(http) -> None:
+    expected = complete(http, logprobs=0)
+    answer = generate(http, decoder_input_details=True)
+    assert answer["generated_text"] == expected["text"]
+    tokens = answer["details"]["tokens"]
+    assert [token["logprob"] for token in tokens] == expected["logprobs"]["token_logprobs"]
+    assert "".join(token["text"] for token in tokens) == expected["text"]
+
+
+def test_prompt_s_probabilities(http) -> None:
+    prefill = generate(http, decoder_input_details=True)["details"]["prefill"]
+    echoed = complete(http, logprobs=0, echo=True, max_tokens=1)["logprobs"]["token_logprobs"]
+    assert [token["logprob"] for token in prefill] == echoed[: len(prefill)]
+    tokens = http.post("/tokenize", json={"prompt": PROMPT}).json()["tokens"]
+    assert [token["id"] for token in prefill] == tokens
+    assert (
+        "".join(token["text"] for token in prefill)
+        == http.post("/detokenize", json={"tokens": tokens}).json()["prompt"]
+    )
+
+
+def test_top_tokens(http) -> None:
+    details = generate(http, top_n_tokens=3)["details"]
+    # Greedy: what was chosen is the likeliest, with the very same probability.
+    for token, top in zip(details["tokens"], details["top_tokens"], strict=True):
+        assert len(top) == 3
+        assert (token["id"], token["logprob"]) == (top[0]["id"], top[0]["logprob"])
+
+
+def test_stream_is_the_whole_answer_in_tokens(http) -> None:
+    parameters = {"do_sample": True, "seed": 5, "stop": ["\x00never"]}
+    whole = generate(http, **parameters)
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 24, "details": True, **parameters}}
+    parts = http.post("/generate_stream", json=body).text.split("\n\n")[:-1]
+    events = [json.loads(part.removeprefix("data: ")) for part in parts]
+    assert [event["token"] for event in events] == whole["details"]["tokens"]
+    assert events[-1]["generated_text"] == whole["generated_text"]
+    assert events[-1]["details"]["seed"] == whole["details"]["seed"] == 5
+
+
+def test_a_seed_that_was_told_gives_the_same_answer(http) -> None:
+    first = generate(http, do_sample=True)
+    assert generate(http, do_sample=True, seed=first["details"]["seed"])["generated_text"] == first["generated_text"]
+
+
+def test_best_of(http) -> None:
+    details = generate(http, do_sample=True, best_of=4, decoder_input_details=True)["details"]
+    mean = lambda tokens: sum(token["logprob"] for token in tokens) / len(tokens)  # noqa: E731
+    others = details["best_of_sequences"]
+    assert mean(details["tokens"]) == max(
+        mean(tokens) for tokens in (details["tokens"], *(o["tokens"] for o in others))
+    )
+    assert len(details["prefill"]) == details["prompt_tokens"]

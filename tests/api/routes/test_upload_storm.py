@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import json
 import os
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,17 +17,11 @@ from typing import Any
 import httpx2
 import pytest
 import tiny_llama
-import uvicorn
+from server import server
 
 from adapter_store.registry.index import Index
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
-from api.app import create_app
-from api.config.settings import ServerSettings
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
-from lorasrv.engine.async_engine import AsyncEngine
-from lorasrv.models.loader.hf import read_spec
-from lorasrv.models.lora_sites import base_shapes
 
 NUM_UPLOADS = 200
 NUM_STREAMS = 4
@@ -54,18 +47,9 @@ class Live:
 def live(tmp_path: Path) -> Iterator[Live]:
     model, folder = tmp_path / "tiny", tmp_path / "store"
     tiny_llama.write_config(model)
-    options = ModelOptions(model=str(model), load_format="dummy", quantization="none", dtype="float32", kernels="torch")
-    config = EngineConfig(model=options, memory=MemoryOptions(pool_bytes=4 << 20))
-    with AdapterStore(folder, base_shapes(read_spec(model))) as store:
-        app = create_app(AsyncEngine.build(config, store), store, ServerSettings())
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, name=LOOP)
-        thread.start()
-        yield Live(f"http://127.0.0.1:{listener.getsockname()[1]}", store, folder)
-        server.should_exit = True
-        thread.join(30)
-        assert not thread.is_alive()
+    kind = {"load_format": "dummy", "quantization": "none", "dtype": "float32", "pool_bytes": "4MiB"}
+    with server(model, folder, **kind) as served:
+        yield Live(served.url, served.store, folder)
 
 
 async def upload(http: httpx2.AsyncClient, name: str, number: int) -> tuple[str, int, str, str]:

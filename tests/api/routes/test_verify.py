@@ -7,15 +7,19 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from server import server
 
 from api.auth.key_store import KeyStore
 from api.auth.principal import Scope
-from lorasrv.offline.verify.verifier import Verifier
+from lorasrv.offline.verify.verifier import COMMAND, LIBRARY_BYTES, Verifier
 
 RESULT: dict[str, Any] = {
     "verdict": "within",
@@ -351,3 +355,72 @@ class TestCommand:
         done = cli("verify", "mia", "--prompts", tmp_path / "none.txt")
         assert done.code == 2
         assert "none.txt" in done.err
+
+
+TWICE_AS_STRONG = """
+from dataclasses import replace
+from adapter_store.formats.weights import AdapterWeights
+from lorasrv.offline.verify import served, worker
+pack = served.pack_adapter
+def wrong(spec, layout, weights, dtype):
+    twice = {site: replace(weights[site], scaling=2 * weights[site].scaling) for site in weights}
+    return pack(spec, layout, AdapterWeights(weights.spec, twice), dtype)
+served.pack_adapter = wrong
+worker.main()
+"""
+
+
+@contextmanager
+def serving(
+    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...] = COMMAND, **settings: Any
+) -> Iterator[SimpleNamespace]:
+    """A real server of the model, with an adapter `mia` that PEFT has made."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora)
+    with torch.no_grad():
+        for name, parameter in peft.named_parameters():
+            if "lora_B" in name:
+                parameter.mul_(0.3)
+    peft.save_pretrained(folder / "mia")
+    monkeypatch.setattr("api.app.Verifier", lambda: Verifier(command))
+    with server(model, folder / "store", {"mia": folder / "mia"}, **{"kernels": "auto", **settings}) as served:
+        yield served
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("family", "settings", "verdict"),
+    [
+        ("llama", {"quantization": "int8"}, "within"),
+        ("gemma3", {"quantization": "none", "dtype": "float32", "kernels": "torch"}, "exact"),
+    ],
+)
+def test_an_adapter_is_verified(
+    tiny_hf_checkpoints, cli, tmp_path: Path, monkeypatch, family: str, settings: dict[str, str], verdict: str
+) -> None:
+    with serving(tiny_hf_checkpoints[family](), tmp_path, monkeypatch, **settings) as served:
+        done = cli("verify", "mia", "--server", served.url)
+        assert done.code == 0, done.err
+        stored = served.http.get("/v1/adapters/mia").json()["verified"]
+    assert verdict in done.out
+    assert "computing with PEFT" in done.err
+    assert stored["verdict"] == verdict
+    assert stored["adapter_error"]["positions"] == 4 * 9
+    assert stored["computed_with"]["quantization"] == settings["quantization"]
+    assert stored["effect"]["shows_in_logits"]
+    assert stored["cpu_seconds"] > 0
+    assert 100 << 20 < stored["peak_bytes"] < LIBRARY_BYTES
+
+
+@pytest.mark.long
+def test_sabotage_in_the_process_is_found(tiny_hf_checkpoints, cli, tmp_path: Path, monkeypatch) -> None:
+    wrong = (sys.executable, "-P", "-c", TWICE_AS_STRONG)
+    with serving(tiny_hf_checkpoints["llama"](), tmp_path, monkeypatch, wrong, quantization="int8") as served:
+        done = cli("verify", "mia", "--server", served.url)
+    assert done.code == 1
+    assert "differs" in done.out
+    assert "linears are off" in done.err

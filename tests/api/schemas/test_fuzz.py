@@ -24,17 +24,10 @@ from schemathesis.specs.openapi.checks import (
     response_schema_conformance,
     status_code_conformance,
 )
+from server import server
+from tiny_checkpoints import VOCAB
 
 from api.app import _ROUTES
-from tests.helpers.engine_fixtures import (  # noqa: F401
-    VOCAB,
-    adapter_dirs,
-    corpus,
-    model,
-    tiny_hf_checkpoints,
-    tiny_tokenizer_file,
-)
-from tests.helpers.in_thread import tiny_server
 
 FEW, MANY = 2, 40
 CONTEXT = 64
@@ -65,10 +58,10 @@ def quickly(examples: int) -> settings:
 
 
 @pytest.fixture(scope="module")
-def served(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:  # noqa: F811
+def served(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     folder = tmp_path_factory.mktemp("fuzz") / "store"
     adapters = {name: adapter_dirs[name] for name in ("one", "two")}
-    with tiny_server(model, adapters, folder, served_model_name="tiny", max_model_len=CONTEXT) as served:
+    with server(model, folder, adapters, served_model_name="tiny", max_model_len=CONTEXT) as served:
         yield served
 
 

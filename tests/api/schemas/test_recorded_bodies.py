@@ -12,15 +12,8 @@ from typing import Any
 
 import httpx2
 import pytest
-
-from tests.helpers.engine_fixtures import (  # noqa: F401
-    adapter_dirs,
-    corpus,
-    model,
-    tiny_hf_checkpoints,
-    tiny_tokenizer_file,
-)
-from tests.helpers.in_thread import tiny_server
+from fake_engine import say
+from server import server
 
 FOLDER = Path(__file__).parents[1] / "data" / "clients"
 RECORDED = {path.stem: json.loads(path.read_text("utf-8")) for path in sorted(FOLDER.glob("*.json"))}
@@ -33,9 +26,9 @@ NAMES = {"$BASE": "tiny", "$ADAPTER": "mia"}
 
 
 @pytest.fixture(scope="module")
-def served(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:  # noqa: F811
+def served(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
     folder = tmp_path_factory.mktemp("recorded") / "store"
-    with tiny_server(model, {"mia": adapter_dirs["two"]}, folder, served_model_name="tiny") as served:
+    with server(model, folder, {"mia": adapter_dirs["two"]}, served_model_name="tiny") as served:
         yield served
 
 
@@ -79,7 +72,7 @@ def test_the_adapter_answers(served) -> None:
 
 def test_the_load_script_reads_texts_with_unicode_s_ends_of_lines(server, engine) -> None:
     [body] = [r["body"] for r in RECORDED["load-script"]["requests"] if r["body"]["model"] == "$BASE"]
-    engine.text = "a\u2028b\u2029c\u0085d"
+    engine.script = say("a\u2028b\u2029c\u0085d")
     load_script(server.http.post("/v1/completions", json={**body, "model": "tiny-base"}), body)
 
 

@@ -7,6 +7,7 @@ import openai
 import pydantic
 import pytest
 import tool_templates as templates
+from fake_engine import say
 
 from lorasrv.text.chat_template import ChatTemplate
 
@@ -42,7 +43,7 @@ class Bytes:
 def with_template(engine):
     def use(template: str) -> None:
         engine.tokenizer, engine.chat_template = Bytes(), ChatTemplate(template)
-        engine.max_model_len, engine.held = 4096, "\0"
+        engine.max_model_len = 4096
 
     return use
 
@@ -146,7 +147,7 @@ class TestTools:
         assert [added.constraint for added in engine.added] == [None] * 3
 
     def test_calls_of_a_whole_answer(self, server, engine) -> None:
-        engine.texts = (f"Let me see.\n{CALL}", "no call", CALL)
+        engine.script = say(f"Let me see.\n{CALL}", "no call", CALL)
         choices = self.ask(server, n=3).json()["choices"]
         assert [choice["finish_reason"] for choice in choices] == ["tool_calls", "stop", "tool_calls"]
         assert [choice["message"]["content"] for choice in choices] == ["Let me see.", "no call", None]
@@ -158,7 +159,7 @@ class TestTools:
         assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
 
     def test_calls_of_a_stream(self, server, engine) -> None:
-        engine.text = f"Hm.\n{CALL}\n{CALL}"
+        engine.script = say(f"Hm.\n{CALL}\n{CALL}")
         chunks = chunks_of(self.ask(server, stream=True))
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         assert "".join(delta.get("content") or "" for delta in deltas) == "Hm."
@@ -171,19 +172,19 @@ class TestTools:
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
 
     def test_a_call_that_is_cut_stays_content(self, server, engine) -> None:
-        engine.text = CALL
+        engine.script = say(CALL)
         whole = self.ask(server, max_tokens=30).json()["choices"][0]
         assert (whole["message"]["content"], whole["finish_reason"]) == (CALL[:30], "length")
         chunks = chunks_of(self.ask(server, max_tokens=30, stream=True))
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == CALL[:30]
 
     def test_without_tools_nothing_is_read(self, server, engine) -> None:
-        engine.text = CALL
+        engine.script = say(CALL)
         assert server.chat().json()["choices"][0]["message"]["content"] == CALL
         assert self.ask(server, tool_choice="none").json()["choices"][0]["message"]["content"] == CALL
 
     def test_one_call_if_they_may_not_be_parallel(self, server, engine) -> None:
-        engine.text = CALL + CALL
+        engine.script = say(CALL + CALL)
         message = self.ask(server, parallel_tool_calls=False).json()["choices"][0]["message"]
         assert len(message["tool_calls"]) == 1
 
@@ -204,7 +205,7 @@ class TestTools:
         class Weather(pydantic.BaseModel):
             city: str
 
-        engine.text = '<tool_call>\n{"name": "Weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+        engine.script = say('<tool_call>\n{"name": "Weather", "arguments": {"city": "Paris"}}\n</tool_call>')
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=20, max_retries=0) as client:
             answer = client.chat.completions.parse(
                 model="tiny-base",
@@ -220,7 +221,7 @@ class TestTools:
 
     def test_special_markers_are_shown(self, server, engine, with_template) -> None:
         with_template(templates.MISTRAL)
-        engine.text = '[TOOL_CALLS] [{"name": "clock", "arguments": {}}]'
+        engine.script = say('[TOOL_CALLS] [{"name": "clock", "arguments": {}}]')
         call = self.ask(server).json()["choices"][0]["message"]["tool_calls"][0]
         assert engine.added[0].shown_token_ids == {255}
         assert len(call["id"]) == 9, "Mistral's template refuses any other id"

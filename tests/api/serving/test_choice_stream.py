@@ -7,8 +7,10 @@ from collections import defaultdict
 from typing import Any
 
 import pytest
+from fake_engine import HANG, say
 
 from api.serving.choice_stream import ChoiceStream
+from lorasrv.errors import AdapterLoadFailed
 from lorasrv.outputs import RequestId, RequestOutput, RequestTiming
 
 TEXTS = ("Hello", "wörld, how are you?", "x")
@@ -31,7 +33,7 @@ def by_index(chunks: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
 
 @pytest.fixture(autouse=True)
 def three_texts(engine) -> None:
-    engine.texts = TEXTS
+    engine.script = say(*TEXTS)
 
 
 class TestWhole:
@@ -51,7 +53,7 @@ class TestWhole:
         ]
 
     def test_the_prompt_counts_once(self, server, engine) -> None:
-        engine.cached_tokens = 4
+        engine.script = say(*TEXTS, cached=4)
         usage = server.chat("hi", n=3).json()["usage"]
         prompt, completion = len("user:hi"), sum(map(len, TEXTS))
         assert (usage["prompt_tokens"], usage["completion_tokens"]) == (prompt, completion)
@@ -65,13 +67,13 @@ class TestWhole:
         assert engine.added[0].count == 1
 
     def test_one_that_breaks_off_fails_the_answer(self, server, engine, eventually) -> None:
-        engine.unlucky_choice, engine.error_at_end = 2, "no numbers"
+        engine.script = say(*TEXTS, error="no numbers", choice=2)
         response = server.chat(n=3)
         assert (response.status_code, response.json()["error"]["message"]) == (500, "no numbers")
         assert sorted(engine.aborted) == [f"{engine.added[0].id}#{i}" for i in (0, 1)]
 
     def test_one_that_fails_fails_the_answer(self, server, engine) -> None:
-        engine.unlucky_choice, engine.die_after = 1, 3
+        engine.breaks(3, choice=1)
         response = server.complete(n=3)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "engine_dead")
 
@@ -118,25 +120,25 @@ class TestStreamed:
         assert counts[-1] == len(TEXTS[0]) + 16 + len(TEXTS[2])
 
     def test_an_error_is_the_last_event(self, server, engine, eventually) -> None:
-        engine.unlucky_choice, engine.die_after = 0, 2
+        engine.breaks(2, choice=0)
         *before, last = chunks_of(server.chat(n=2, stream=True))
         assert last["error"]["code"] == "engine_dead"
         assert all("choices" in chunk for chunk in before)
         eventually(lambda: engine.aborted == [f"{engine.added[0].id}#1"])
 
     def test_a_choice_that_breaks_off_is_an_event(self, server, engine) -> None:
-        engine.unlucky_choice, engine.error_at_end = 0, "no numbers"
+        engine.script = say(*TEXTS, error="no numbers", choice=0)
         *before, last = chunks_of(server.chat(n=2, stream=True))
         assert last["error"]["message"] == "no numbers"
         assert all(chunk["choices"][0]["finish_reason"] is None for chunk in before)
 
     def test_a_failed_load_has_its_true_status(self, server, engine) -> None:
-        engine.load_error = "damaged"
+        engine.breaks(0, AdapterLoadFailed("damaged"))
         response = server.chat(n=2, stream=True)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "adapter_load_failed")
 
     def test_one_that_hangs_holds_up_nobody(self, server, engine, eventually) -> None:
-        engine.unlucky_choice, engine.hang_after = 0, 2
+        engine.breaks(2, HANG, choice=0)
         with ask(server, n=2, stream=True) as connection:
             received = b""
             while b'"finish_reason":"length"' not in received:
@@ -149,7 +151,8 @@ class TestDisconnects:
     @pytest.mark.parametrize("hang_after", [0, 3])
     @pytest.mark.parametrize("stream", [True, False])
     def test_every_choice_is_aborted(self, server, engine, eventually, stream: bool, hang_after: int) -> None:
-        engine.texts, engine.hang_after = ("a long text",) * 4, hang_after
+        engine.script = say("a long text")
+        engine.breaks(hang_after, HANG)
         with ask(server, n=4, stream=stream) as connection:
             eventually(lambda: engine.added)
             if stream and hang_after:
@@ -159,10 +162,10 @@ class TestDisconnects:
         assert sorted(engine.aborted) == [f"{engine.added[0].id}#{i}" for i in range(4)]
 
     def test_a_client_that_never_reads_is_not_read_ahead_for(self, server, engine, eventually) -> None:
-        engine.texts, engine.piece_chars = ("x" * 40_000_000,) * 2, 100_000
+        engine.script = say("x" * 40_000_000, chars=100_000)
         with ask(server, n=2, stream=True, max_tokens=None, path="chat/completions"):
             eventually(lambda: engine.added)
-            engine.texts = ("short",)
+            engine.script = say("short")
             assert server.complete().json()["choices"][0]["text"] == "short"
         eventually(lambda: len(engine.aborted) == 2)
 
@@ -177,7 +180,7 @@ class TestRefusals:
         assert engine.added == []
 
     def test_as_many_as_allowed(self, server, engine) -> None:
-        engine.texts = ("a",) * 8
+        engine.script = say("a")
         assert len(server.chat(n=8).json()["choices"]) == 8
 
     @pytest.mark.parametrize(("n", "best_of"), [(None, 1), (1, 1), (2, 2), (2, None)])

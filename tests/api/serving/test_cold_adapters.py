@@ -4,6 +4,7 @@ import json
 from typing import Any
 
 import pytest
+from fake_engine import cold, say
 
 from lorasrv.outputs import AdapterTier
 from lorasrv.request import OnCold
@@ -28,7 +29,7 @@ class TestReject:
     @pytest.mark.parametrize("n", [1, 2])
     @pytest.mark.parametrize(("seconds", "header"), [(0.01, "1"), (1.0, "1"), (1.2, "2"), (7.0, "7")])
     def test_says_when_to_come_back(self, server, engine, stream: bool, n: int, seconds: float, header: str) -> None:
-        engine.cold_for_s = seconds
+        engine.script = cold(seconds)
         response = server.chat(model="mia", on_cold="reject", stream=stream, n=n)
         assert (response.status_code, response.headers["retry-after"]) == (503, header)
         assert response.headers["content-type"] == "application/json"
@@ -45,7 +46,7 @@ class TestReject:
 class TestFallback:
     @pytest.mark.parametrize("fields", [{}, {"n": 2}, USAGE])
     def test_the_answer_says_so(self, server, engine, digest: str, fields: dict[str, Any]) -> None:
-        engine.cold_for_s = 1.0
+        engine.script = cold(1.0)
         response = server.chat(model="mia", on_cold="fallback_base", **fields)
         assert response.headers["x-adapter-fallback"] == "base"
         assert (response.headers["x-adapter-id"], response.headers["x-adapter-digest"]) == ("mia", digest)
@@ -61,7 +62,7 @@ class TestFallback:
         assert engine.added[0].on_cold is OnCold.FALLBACK_BASE
 
     def test_web_pages_may_read_it(self, make_server, engine) -> None:
-        engine.cold_for_s = 1.0
+        engine.script = cold(1.0)
         server = make_server(allowed_origins="https://app.example")
         headers = {"origin": "https://app.example"}
         body = {"model": "mia", "prompt": "x", "on_cold": "fallback_base"}
@@ -71,7 +72,7 @@ class TestFallback:
 
 @pytest.mark.parametrize("given", [{}, {"on_cold": None}, {"on_cold": "wait"}])
 def test_waiting_is_the_default(server, engine, given: dict[str, Any]) -> None:
-    engine.cold_for_s = 1.0
+    engine.script = cold(1.0)
     response = server.complete(model="mia", **given)
     assert response.json()["choices"][0]["text"].startswith("I am ")
     assert engine.added[0].on_cold is OnCold.WAIT
@@ -79,7 +80,7 @@ def test_waiting_is_the_default(server, engine, given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("on_cold", list(OnCold))
 def test_the_base_is_never_cold(server, engine, on_cold: str) -> None:
-    engine.cold_for_s = 1.0
+    engine.script = cold(1.0)
     response = server.chat(on_cold=on_cold)
     assert response.status_code == 200
     assert "x-adapter-fallback" not in response.headers
@@ -99,7 +100,7 @@ class TestCachedTokens:
     @pytest.mark.parametrize("fields", [{}, USAGE])
     def test_always_there(self, server, engine, fields: dict[str, Any]) -> None:
         assert usage_of(server.chat(**fields))["prompt_tokens_details"] == {"cached_tokens": 0}
-        engine.cached_tokens = 5
+        engine.script = say(cached=5)
         assert usage_of(server.chat(**fields))["prompt_tokens_details"] == {"cached_tokens": 5}
 
     @pytest.mark.parametrize(

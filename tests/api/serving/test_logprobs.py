@@ -1,42 +1,21 @@
 """Probabilities, echoed prompts and several prompts over HTTP: a tiny model in a real server beside transformers."""
 
-import asyncio
-import importlib.util
 import json
-import socket
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx2
 import openai
 import pytest
 import torch
-import uvicorn
+from answers import events
+from server import server
 
-from adapter_store.formats.peft_dir import read_peft_dir
-from adapter_store.store import AdapterStore
-from api.app import create_app
-from api.config.settings import ServerSettings
 from api.serving import logprobs as logprobs_module
 from api.serving.logprobs import LogprobsFormatter, PlacedToken, ShownTokens
-from lorasrv.engine.async_engine import AsyncEngine
-from lorasrv.models.loader import open_checkpoint
-from lorasrv.models.lora_sites import base_shapes
 from lorasrv.outputs import FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs
 from tests.helpers.spelled_engine import tiny_tokenizer
-
-_SPEC = importlib.util.spec_from_file_location("engine_fixtures", Path(__file__).parents[2] / "lorasrv" / "conftest.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_FIXTURES = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_FIXTURES)
-# The engine's tests make tiny checkpoints.
-corpus, tiny_tokenizer_file = _FIXTURES.corpus, _FIXTURES.tiny_tokenizer_file
-tiny_hf_checkpoints = _FIXTURES.tiny_hf_checkpoints
-model, adapter_dirs = _FIXTURES.model, _FIXTURES.adapter_dirs
 
 CLOSE = 2e-4
 TEXT = "The blue 🦜 says Grüße."
@@ -44,37 +23,20 @@ TEXT = "The blue 🦜 says Grüße."
 
 @pytest.fixture(scope="module")
 def served(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
-    """A server of the tiny llama in float32 with adapter `two`; `post(path, body)`, `engine`, `url`."""
-    folder = tmp_path_factory.mktemp("served")
-    options = ServerSettings(
-        model=str(model), pool_bytes="8MiB", store=folder / "store", quantization="none", dtype="float32"
-    )
-    checkpoint = open_checkpoint(str(model))
-    checkpoint.close()
-    store = AdapterStore(folder / "store", base_shapes(checkpoint.spec))
-    peft = read_peft_dir(adapter_dirs["two"])
-    store.register("two", peft.config, store.add_blob(peft.weights_path))
-    engine = AsyncEngine.build(options.engine_config(), store)
-    app = create_app(engine, store, options)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
-    listener = socket.create_server(("127.0.0.1", 0))
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
-    thread.start()  # connections wait in the listener until it is ready
-    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    with httpx2.Client(base_url=url, trust_env=False, timeout=30) as http:
+    """A server of the tiny llama in float32 with adapter `two`; `post(path, body)` returns what came of it."""
+    folder, kind = tmp_path_factory.mktemp("served"), {"quantization": "none", "dtype": "float32", "kernels": "auto"}
+    with server(model, folder / "store", {"two": adapter_dirs["two"]}, **kind) as served:
 
         def post(path: str = "completions", **body: Any) -> Any:
-            body["model"] = body.get("model") or engine.model_name
-            answer = http.post(f"/v1/{path}", json={"temperature": 0, "ignore_eos": True, "max_tokens": 5} | body)
+            body["model"] = body.get("model") or served.engine.model_name
+            body = {"temperature": 0, "ignore_eos": True, "max_tokens": 5} | body
+            answer = served.http.post(f"/v1/{path}", json=body)
             if body.get("stream"):
-                return _events(answer.text)
+                return events(answer)
             return answer.json() if answer.status_code == 200 else (answer.status_code, answer.json()["error"])
 
-        yield SimpleNamespace(post=post, engine=engine, url=url, tokenizer=engine.tokenizer, loop=thread)
-    server.should_exit = True
-    thread.join(60)
-    store.close()
-    listener.close()
+        served.post, served.tokenizer = post, served.engine.tokenizer
+        yield served
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +53,6 @@ def oracle(model, adapter_dirs) -> Any:
             return (tuned if adapter else base)(torch.tensor([ids])).logits[0].log_softmax(-1)
 
     return logprobs
-
-
-def _events(text: str) -> list[dict[str, Any]]:
-    parts = text.split("\n\n")
-    assert parts[-2:] == ["data: [DONE]", ""]
-    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
 
 
 def _merged(chunks: list[dict[str, Any]], name: str, index: int = 0) -> list[Any]:
@@ -434,7 +390,7 @@ def test_tokens_are_spelled_beside_the_event_loop(served, monkeypatch: pytest.Mo
     served.post(prompt="The", logprobs=2)
     served.post("chat/completions", messages=[{"role": "user", "content": "a"}], logprobs=True, top_logprobs=2)
     assert threads
-    assert served.loop.ident not in threads
+    assert served.thread.ident not in threads
 
 
 @pytest.mark.parametrize("prompt", ["x" * 1_000_000, ["a", "x" * 1_000_000], [1] * 1000])

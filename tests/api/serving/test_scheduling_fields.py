@@ -55,7 +55,7 @@ class TestRefusals:
     ) -> None:
         """At the gate, or in the queue: both keep their status, also if a stream was asked for."""
         if late:
-            engine.die_after, engine.death = 0, error
+            engine.breaks(0, error)
         else:
             engine.add_error = error
         response = ask(stream=stream, timeout_s=5)
@@ -67,13 +67,13 @@ class TestRefusals:
         assert response.headers.get("x-should-retry") == retry
 
     def test_in_the_middle_of_an_answer(self, ask, engine) -> None:
-        engine.die_after, engine.death = 2, RequestTimeout("5 s are over")
+        engine.breaks(2, RequestTimeout("5 s are over"))
         whole = ask(timeout_s=5)
         assert (whole.status_code, whole.json()["error"]["code"]) == (504, "timeout")
         assert "choices" not in whole.json()
 
     def test_in_the_middle_of_a_stream(self, ask, engine) -> None:
-        engine.die_after, engine.death = 2, RequestTimeout("5 s are over")
+        engine.breaks(2, RequestTimeout("5 s are over"))
         streamed = ask(stream=True, timeout_s=5)
         assert streamed.status_code == 200
         *pieces, last, done = streamed.text.strip().split("\n\n")

@@ -1,6 +1,5 @@
 """`lorasrv bench` that starts its own server: the real engine on a tiny model, adapters made for it, a clean end."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -15,15 +14,6 @@ import pytest
 
 from adapter_store.store import AdapterStore
 from api.cli.bench import server as bench_server
-
-_SPEC = importlib.util.spec_from_file_location("engine_fixtures", Path(__file__).parents[3] / "lorasrv" / "conftest.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-_FIXTURES = importlib.util.module_from_spec(_SPEC)
-_SPEC.loader.exec_module(_FIXTURES)
-# The engine's tests make tiny checkpoints.
-corpus, tiny_tokenizer_file = _FIXTURES.corpus, _FIXTURES.tiny_tokenizer_file
-tiny_hf_checkpoints = _FIXTURES.tiny_hf_checkpoints
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import HANG, say
 from proxy import proxied
 
 from api.batches import runner
@@ -196,7 +197,7 @@ class TestGoingOn:
 
     def test_restart(self, batch, files, engine) -> None:
         batch([line("a")])
-        engine.text = "other"
+        engine.script = say("other")
         assert batch(None, "--restart").code == 0
         assert results(files[1])["a"]["response"]["body"]["choices"][0]["text"] == "other"
 
@@ -278,7 +279,7 @@ class TestGoingOn:
         async def add_and_interrupt(*arguments: Any, **options: Any) -> Any:
             asked.append(1)
             if len(asked) == 40:
-                engine.hang_after = 0
+                engine.breaks(0, HANG)
                 # To the thread that waits in its loop: another, and nothing would wake it.
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
             return await add(*arguments, **options)
@@ -289,7 +290,7 @@ class TestGoingOn:
         assert "the same command goes on from there" in done.err
         some = len(results(files[1]))
         assert 0 < some < 100
-        engine.hang_after, engine.add_choices = None, add
+        engine.script, engine.add_choices = say(), add
         assert batch(None).code == 0
         assert len(results(files[1])) == 100
 

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from fake_engine import HANG, say
 from terminal import terminal
 
 
@@ -56,7 +57,7 @@ class TestAtATerminal:
         assert {added.sampling.seed for added in engine.added} == {7}
 
     def test_ctrl_c_ends_the_answer(self, server, engine, eventually) -> None:
-        engine.hang_after = 5
+        engine.breaks(5, HANG)
         with terminal("chat", "--server", server.url) as seen:
             seen.until("tiny-base>")
             seen.send("never sent")
@@ -68,7 +69,7 @@ class TestAtATerminal:
             seen.interrupt()
             seen.until("[stopped]\ntiny-base>")
             eventually(lambda: len(engine.aborted) == 1)
-            engine.hang_after = None
+            engine.script = say()
             seen.enter("again")
             seen.until("again\nHello wörld")
             assert seen.leave() == 0
@@ -78,10 +79,10 @@ class TestAtATerminal:
     def test_errors_do_not_end_it(self, server, engine, dispatcher) -> None:
         with terminal("chat", "--server", server.url) as seen:
             seen.until("tiny-base>")
-            engine.die_after = 2
+            engine.breaks(2)
             seen.enter("one")
             seen.until("He\nlorasrv: the engine died: Test")
-            engine.die_after = None
+            engine.script = say()
             app, dispatcher[0].app = dispatcher[0].app, gone
             seen.enter("two")
             seen.until("lorasrv: the server answered 500")
@@ -106,7 +107,7 @@ class TestAtATerminal:
             assert seen.leave() == 0
 
     def test_an_answer_cannot_command_the_terminal(self, server, engine) -> None:
-        engine.text = "a\x1b]0;owned\x07b\x1b[2Jc"
+        engine.script = say("a\x1b]0;owned\x07b\x1b[2Jc")
         with terminal("chat", "--server", server.url) as seen:
             seen.until("tiny-base>")
             seen.enter("hi")
@@ -141,7 +142,7 @@ class TestPiped:
         assert [json.loads(line)["text"] for line in done.out.splitlines()] == ["Hello wörld"] * 2
 
     def test_the_first_error_ends(self, cli, server, engine) -> None:
-        engine.die_after = 2
+        engine.breaks(2)
         done = cli("chat", "--server", server.url, stdin="one\ntwo\n")
         assert (done.code, done.out, done.err) == (1, "He", "lorasrv: the engine died: Test\n")
         assert len(engine.added) == 1
@@ -219,13 +220,14 @@ class TestGenerate:
         assert sent[2] == {name: value for name, value in body.items() if name not in of_generate}
 
     def test_ends_of_lines_that_only_unicode_knows(self, cli, server, engine) -> None:
-        engine.text = "a\u2028b\u2029c\u0085d"
-        assert cli("generate", "hi", "--server", server.url).out == "a\u2028b\u2029c\u0085d\n"
+        text = "a\u2028b\u2029c\u0085d"
+        engine.script = say(text)
+        assert cli("generate", "hi", "--server", server.url).out == text + "\n"
         [line] = cli("generate", "hi", "--json", "--server", server.url).out.splitlines()
-        assert json.loads(line)["text"] == engine.text
+        assert json.loads(line)["text"] == text
 
     def test_several_answers(self, cli, server, engine) -> None:
-        engine.texts = ("one", "two")
+        engine.script = say("one", "two")
         done = cli("generate", "hi", "-n", 2, "--server", server.url)
         assert done.out == "--- 1 of 2 (stop)\none\n--- 2 of 2 (stop)\ntwo\n"
         answer = json.loads(cli("generate", "hi", "-n", 2, "--json", "--server", server.url).out)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from fake_engine import base_only, say
 
 from api.cli.commands import demo
 
@@ -57,16 +58,16 @@ def test_table_on_a_terminal(personas: Path, capsys, monkeypatch: pytest.MonkeyP
 
 
 def test_an_adapter_that_changes_nothing_fails(cli, personas: Path, engine) -> None:
-    engine.ignores_adapters = True
+    engine.script = base_only(say())
     done = cli("demo", "--personas", personas)
     assert done.code == 1
     assert "answered as the base does" in done.err
 
 
 def test_an_answer_that_fails_fails(cli, personas: Path, engine) -> None:
-    engine.die_after = 3
+    engine.breaks(3)
     assert cli("demo", "--personas", personas).code == 1
-    engine.die_after, engine.text = None, " "
+    engine.script = say(" ")
     assert "answered nothing" in cli("demo", "--personas", personas).err
 
 

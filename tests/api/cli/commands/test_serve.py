@@ -4,41 +4,13 @@ import json
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_serve
 import httpx2
 import pytest
-
-# The real command; only the model is replaced, which would bring torch and seconds.
-SCRIPT = """
-import importlib.util, sys, time, types
-spec = importlib.util.spec_from_file_location("fakes", sys.argv.pop(1))
-fakes = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(fakes)
-
-class AsyncEngine(fakes.FakeEngine):
-    @classmethod
-    def build(cls, config, store, progress):
-        for layer in range(8):
-            progress(f"layer {layer}", layer / 8)
-        if config.model.model == "slow":
-            time.sleep(60)
-        progress("loaded", 1.0)
-        engine = cls()
-        engine.hang_after = 2 if config.model.model == "hanging" else None
-        return engine
-
-sys.modules["lorasrv.engine.async_engine"] = types.ModuleType("lorasrv.engine.async_engine")
-sys.modules["lorasrv.engine.async_engine"].AsyncEngine = AsyncEngine
-import api.server
-from api.cli.main import main
-api.server.GRACE_S = 1
-api.server._open_store = lambda settings: fakes.AdapterStore(settings.store, fakes.SHAPES)
-main()
-"""
 
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -49,18 +21,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     running: list[subprocess.Popen[str]] = []
 
     def run(*options: object) -> "subprocess.Popen[str]":
-        conftest = str(Path(__file__).parents[2] / "conftest.py")
-        command = [
-            sys.executable,
-            "-c",
-            SCRIPT,
-            conftest,
-            "serve",
-            "--store",
-            str(tmp_path / "store"),
-            *map(str, options),
-        ]
-        running.append(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
+        running.append(fake_serve.serve("--store", tmp_path / "store", *options))
         return running[-1]
 
     yield run
@@ -78,7 +39,7 @@ def ready(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
 def test_ready_line_and_a_clean_end(start: Start, how: signal.Signals) -> None:
-    process = start("--port", 0, "--json")
+    process = start("--json")
     told = ready(process)
     assert (told["event"], told["model"], told["quantization"], told["pages"]) == ("ready", "tiny-base", "int8", 10)
     assert httpx2.get(told["url"] + "/ready").status_code == 200
@@ -96,7 +57,7 @@ def test_ready_line_and_a_clean_end(start: Start, how: signal.Signals) -> None:
 
 @pytest.mark.long
 def test_plain_ready_line(start: Start) -> None:
-    process = start("--port", 0, "--served-model-name", "house")
+    process = start("--served-model-name", "house")
     assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("ready: http://127.0.0.1:")
@@ -105,7 +66,7 @@ def test_plain_ready_line(start: Start) -> None:
 
 
 def test_a_stream_does_not_keep_the_server(start: Start) -> None:
-    process = start("--port", 0, "--json", "--model", "hanging", "--drain-s", 0.5)
+    process = start("--json", "--model", "hanging", "--drain-s", 0.5)
     url = ready(process)["url"]
     body = {"model": "tiny-base", "prompt": "x", "stream": True}
     with httpx2.stream("POST", url + "/v1/completions", json=body) as response:
@@ -116,7 +77,7 @@ def test_a_stream_does_not_keep_the_server(start: Start) -> None:
 
 @pytest.mark.long
 def test_told_to_stop_while_loading(start: Start) -> None:
-    process = start("--port", 0, "--model", "slow")
+    process = start("--model", "slow")
     assert process.stderr is not None
     while "75 %" not in process.stderr.readline():
         assert process.poll() is None
@@ -162,8 +123,8 @@ def test_a_model_that_is_not_there_is_not_blamed_on_the_port(cli, tmp_path: Path
 
 @pytest.mark.long
 def test_a_store_in_use(start: Start) -> None:
-    ready(start("--port", 0, "--json"))
-    second = start("--port", 0)
+    ready(start("--json"))
+    second = start()
     out, err = second.communicate(timeout=20)
     assert (second.returncode, out) == (1, "")
     assert "Traceback" not in err
@@ -175,7 +136,7 @@ def test_a_store_in_use(start: Start) -> None:
 def test_lora_modules_are_served(start: Start, make_adapter) -> None:
     mia, tom = make_adapter("mia"), make_adapter("tom", seed=1)
     spelled = json.dumps({"name": "tom", "path": str(tom), "base_model_name": "tiny-base"})
-    process = start("--port", 0, "--json", "--lora-modules", f"mia={mia}", spelled)
+    process = start("--json", "--lora-modules", f"mia={mia}", spelled)
     url = ready(process)["url"]
     assert [card["id"] for card in httpx2.get(url + "/v1/models").json()["data"]] == ["tiny-base", "mia", "tom"]
     answer = httpx2.post(url + "/v1/completions", json={"model": "tom", "prompt": "x"})
@@ -187,7 +148,7 @@ def test_lora_modules_are_served(start: Start, make_adapter) -> None:
 
 @pytest.mark.long
 def test_a_refused_lora_module_ends_the_start(start: Start, make_adapter) -> None:
-    process = start("--port", 0, "--lora-modules", f"mia={make_adapter()}", f"tom={make_adapter('tom', r=0)}")
+    process = start("--lora-modules", f"mia={make_adapter()}", f"tom={make_adapter('tom', r=0)}")
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (1, "")
     assert "lorasrv: --lora-modules: refused: tom" in err.splitlines()

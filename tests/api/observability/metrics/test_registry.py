@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fake_engine import TEXT
 from prometheus_client.parser import text_string_to_metric_families
 
 from adapter_store.spec import AdapterKey
@@ -83,7 +84,7 @@ class TestRequests:
         shown = samples(server)
         for name in ("queue", "time_to_first_token", "e2e"):
             assert shown[f"lorasrv_{name}_seconds_count"] == 1, name
-        assert shown["lorasrv_inter_token_seconds_count"] == len(engine.text) - 1
+        assert shown["lorasrv_inter_token_seconds_count"] == len(TEXT) - 1
         assert shown['lorasrv_rejected_total{reason="value_error"}'] == 1
         assert shown["lorasrv_tokens_waiting"] == 0
         engine.waiting_room.num_tokens = 7

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import fake_serve
+
 from api.auth.key_store import KeyStore
 from api.auth.principal import Scope
-from tests.api.cli.commands.test_serve import SCRIPT
 from tests.helpers.served import ROOT, Served, url_of
 
 # `{key}`: of a key that may infer. Each of them without it, too.
@@ -32,10 +33,10 @@ HOSTS = ("x/health?", "x/health#", "127.0.0.1/health", "/health", "evil.example"
 @contextmanager
 def running(folder: Path, *flags: str) -> Iterator[Served]:
     """The real command on sockets of its own; only the engine is a fake one, which asks for no keys either."""
-    conftest, log = Path(__file__).with_name("conftest.py"), folder / "log"
-    command = [sys.executable, "-c", SCRIPT, str(conftest), "serve", "--store", str(folder / "store"), "--port", "0"]
+    log = folder / "log"
     with log.open("wb") as lines:
-        process = subprocess.Popen([*command, *flags], stdout=lines, stderr=subprocess.STDOUT, cwd=ROOT)
+        how = {"stdout": lines, "stderr": subprocess.STDOUT, "cwd": ROOT, "text": False}
+        process = fake_serve.serve("--store", folder / "store", *flags, **how)
     try:
         served = Served(process, url_of(process, log), log)
         yield served

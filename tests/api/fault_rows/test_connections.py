@@ -10,13 +10,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.helpers.engine_fixtures import (  # noqa: F401
-    adapter_dirs,
-    corpus,
-    model,
-    tiny_hf_checkpoints,
-    tiny_tokenizer_file,
-)
 from tests.helpers.raw_client import RawClient, head_of, json_request, pieces
 from tests.helpers.served import Served, serve
 
@@ -36,12 +29,12 @@ SCHEMA = {"type": "object", "properties": {f"p{i}": {"enum": [f"{i} {j}" for j i
 
 
 @pytest.fixture(scope="module")
-def flags(model) -> tuple[object, ...]:  # noqa: F811
+def flags(model) -> tuple[object, ...]:
     return ("--model", model, "--served-model-name", "tiny", "--pool-bytes", "16MiB", "--kernels", "torch")
 
 
 @pytest.fixture(scope="module")
-def process(flags, adapter_dirs) -> Iterator[Served]:  # noqa: F811
+def process(flags, adapter_dirs) -> Iterator[Served]:
     few = ("--max-num-seqs", SEATS, "--max-num-batched-tokens", 16, "--max-queued", MAX_QUEUED)
     short = ("--header-timeout-s", 0.5, "--body-timeout-s", 0.5, "--write-timeout-s", 0.5, "--keep-alive-s", 30)
     with serve(*flags, *few, *short, adapters={"mia": adapter_dirs["two"]}) as served:
@@ -201,7 +194,7 @@ def test_row_38_clients_that_leave(served) -> None:
 
 
 @pytest.mark.long
-def test_row_38_clients_that_leave_while_their_adapter_is_loading(flags, adapter_dirs) -> None:  # noqa: F811
+def test_row_38_clients_that_leave_while_their_adapter_is_loading(flags, adapter_dirs) -> None:
     """The load goes with them; who comes next has it begin anew, or go on."""
     slow = ("--testing", "--inject-faults", "slow-disk:2s")
     with serve(*flags, *slow, adapters=adapter_dirs) as served:

@@ -166,7 +166,7 @@ class TestFigures:
         assert re.fullmatch(r"\d+\.\d+\.\d+", server.http.get("/version").json()["version"])
         info = server.http.get("/info").json()
         assert (info["model_id"], info["max_total_tokens"]) == ("tiny-base", 512)
-        assert info["operations"]["sampled_token"] == 2 * 8 * 256
+        assert info["operations"]["sampled_token"] == 2 * 8 * 384
         assert {"weight_bytes", "kv_token_bytes"} <= info.keys()
 
 

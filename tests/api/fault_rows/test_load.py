@@ -35,7 +35,7 @@ from process_watch import Figures, held_by
 
 from tests.helpers.served import Served, serve
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SEATS, MOST_QUEUED = 8, 140
 STREAMED, LONGEST = 280, 336
 """Tokens of the streams that last while everything else happens, and of them with their prompts."""

@@ -19,13 +19,6 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.helpers.engine_fixtures import (  # noqa: F401
-    adapter_dirs,
-    corpus,
-    model,
-    tiny_hf_checkpoints,
-    tiny_tokenizer_file,
-)
 from tests.helpers.served import ROOT, Served, serve
 
 FAULTS = (
@@ -36,12 +29,12 @@ POISON = 7
 PROMPT = list(range(20, 50))
 
 
-def _flags(model: Path) -> tuple[object, ...]:  # noqa: F811
+def _flags(model: Path) -> tuple[object, ...]:
     return ("--model", model, "--served-model-name", "tiny", "--pool-bytes", "16MiB", "--kernels", "torch")
 
 
 @pytest.fixture(scope="module")
-def process(model, adapter_dirs) -> Iterator[Served]:  # noqa: F811
+def process(model, adapter_dirs) -> Iterator[Served]:
     flags = (*_flags(model), "--testing", "--inject-faults", ",".join(FAULTS))
     with serve(*flags, adapters={"mia": adapter_dirs["two"]}, ends=0) as served:
         yield served
@@ -119,7 +112,7 @@ def upload(served: Served, folder: Path, name: str) -> httpx2.Response:
     return served.post("/v1/adapters", id=name, config=config, weights=digest)
 
 
-def test_row_20_a_disk_that_refuses_uploads(process: Served, adapter_dirs) -> None:  # noqa: F811
+def test_row_20_a_disk_that_refuses_uploads(process: Served, adapter_dirs) -> None:
     """ENOSPC 507, EIO, EROFS and EMFILE 503; nothing of them stays, answers go on, and the fifth upload is taken."""
     before = text(complete(process, model="mia"))  # the adapter is read, and lies in memory
     for status, code in ((507, "store_full"), *[(503, "store_unusable")] * 3):
@@ -164,7 +157,7 @@ def test_row_40_sigterm_in_the_middle_of_a_stream(process: Served) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_row_40_a_second_signal_ends_at_once(model, second: signal.Signals) -> None:  # noqa: F811
+def test_row_40_a_second_signal_ends_at_once(model, second: signal.Signals) -> None:
     """With an error event; without it the stream would have gone on for a minute."""
     flags = ("--testing", "--inject-faults", "step-hangs:200ms@1x1000", "--drain-s", 300)
     with serve(*_flags(model), *flags, ends=0) as served, stream_of(served, 300) as answer:
@@ -181,7 +174,7 @@ def test_row_40_a_second_signal_ends_at_once(model, second: signal.Signals) -> N
 
 
 @pytest.mark.long
-def test_row_40_the_time_to_drain_is_over(model) -> None:  # noqa: F811
+def test_row_40_the_time_to_drain_is_over(model) -> None:
     flags = ("--testing", "--inject-faults", "step-hangs:200ms@1x1000", "--drain-s", 1.5)
     with serve(*_flags(model), *flags, ends=0) as served, stream_of(served, 300) as answer:
         lines = answer.iter_lines()
@@ -195,7 +188,7 @@ def test_row_40_the_time_to_drain_is_over(model) -> None:  # noqa: F811
 
 
 @pytest.mark.long
-def test_row_40_a_step_that_hangs(model) -> None:  # noqa: F811
+def test_row_40_a_step_that_hangs(model) -> None:
     """An error event to each stream, /health 503, all stacks in the log, and an exit code that a supervisor sees."""
     flags = ("--testing", "--inject-faults", "step-hangs@4", "--watchdog-s", 1)
     with serve(*_flags(model), *flags, ends=70) as served:
@@ -217,7 +210,7 @@ def test_row_40_a_step_that_hangs(model) -> None:  # noqa: F811
 
 
 @pytest.mark.long
-def test_row_40_an_interpreter_that_hangs(model) -> None:  # noqa: F811
+def test_row_40_an_interpreter_that_hangs(model) -> None:
     """Nothing in Python can be done any more: the timer of faulthandler ends it."""
     flags = ("--testing", "--inject-faults", "interpreter-hangs@3", "--watchdog-s", 1)
     with serve(*_flags(model), *flags, ends=1) as served:
@@ -230,7 +223,7 @@ def test_row_40_an_interpreter_that_hangs(model) -> None:  # noqa: F811
 
 
 @pytest.mark.long
-def test_row_40_a_process_that_is_killed_and_a_second_server(model, adapter_dirs, tmp_path: Path) -> None:  # noqa: F811
+def test_row_40_a_process_that_is_killed_and_a_second_server(model, adapter_dirs, tmp_path: Path) -> None:
     """The second on the same store, or port, says so in one line; after kill -9 the store is free again."""
     store = tmp_path / "store"
     with serve(*_flags(model), "--store", store, ends=-signal.SIGKILL) as served:
@@ -251,7 +244,7 @@ def test_row_40_a_process_that_is_killed_and_a_second_server(model, adapter_dirs
 
 
 @pytest.mark.long
-def test_row_20_no_more_descriptors(model, adapter_dirs) -> None:  # noqa: F811
+def test_row_20_no_more_descriptors(model, adapter_dirs) -> None:
     """Of the system's own making: uploads end with 503 while there are none, and are taken when there are again."""
     with serve(*_flags(model)) as served:
         assert complete(served).status_code == 200

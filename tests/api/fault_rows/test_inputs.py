@@ -13,15 +13,8 @@ from typing import Any
 
 import httpx2
 import pytest
+from tiny_checkpoints import VOCAB
 
-from tests.helpers.engine_fixtures import (  # noqa: F401
-    VOCAB,
-    adapter_dirs,
-    corpus,
-    model,
-    tiny_hf_checkpoints,
-    tiny_tokenizer_file,
-)
 from tests.helpers.served import Served, serve
 
 CONTEXT = 512
@@ -45,7 +38,7 @@ TOOL = {
 
 
 @pytest.fixture(scope="module")
-def process(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:  # noqa: F811
+def process(model, adapter_dirs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     folder = tmp_path_factory.mktemp("faults") / "tiny"
     shutil.copytree(model, folder)
     config = json.loads((folder / "tokenizer_config.json").read_text())
@@ -320,6 +313,6 @@ def test_row_34_templates_from_outside(served) -> None:
     assert chat(served, chat_template_kwargs=None, chat_template=None).status_code == 200
 
 
-def test_what_is_written_here_is_what_is_served(model: Path) -> None:  # noqa: F811
+def test_what_is_written_here_is_what_is_served(model: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     assert (config["max_position_embeddings"], config["vocab_size"]) == (CONTEXT, VOCAB)

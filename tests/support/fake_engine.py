@@ -1,0 +1,297 @@
+"""A double of `AsyncEngine` for tests of HTTP: answers by a script of outputs, and remembers what was asked.
+
+tests/api/test_fake_engine.py holds its public names and signatures to those of the real one.
+"""
+
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, Unpack
+
+from tiny_adapter import BASE, FFN, HIDDEN, LAYERS
+
+from adapter_store.errors import AdapterError
+from adapter_store.spec import AdapterKey
+from lorasrv.config import Limits
+from lorasrv.engine.input_processor import RequestOptions
+from lorasrv.engine.messages import AdapterStatus
+from lorasrv.engine.output_processor import InFlightRequests
+from lorasrv.engine.pool_snapshot import PoolMap
+from lorasrv.engine.watchdog import Heartbeat
+from lorasrv.errors import AdapterCold, ContextLengthExceeded, EngineDead, InvalidRequest, LorasrvError
+from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
+from lorasrv.metrics.request_stats import RequestStats
+from lorasrv.metrics.step_stats import StepProfile, StepStats
+from lorasrv.models.spec import ModelSpec
+from lorasrv.outputs import AdapterTier, FinishReason, RequestId, RequestOutput, RequestTiming
+from lorasrv.request import EngineCoreRequest, OnCold
+from lorasrv.sampling_params import SamplingParams
+
+VOCAB, CONTEXT = 384, 512
+SPEC = ModelSpec("llama", LAYERS, HIDDEN, FFN, 2, 1, 4, VOCAB, CONTEXT, 1e-5)
+EMPTY_POOL = PoolMap(10, 10, 0, 0, 0, 16, 1024, 1, 10, 0, (), (), 0)
+TEXT = "Hello wörld"
+DEAD = EngineDead("the engine died: Test")
+HANG = None
+"""In place of an output: nothing comes any more."""
+
+Asked = SimpleNamespace
+"""A request's `id`, `prompt`, `sampling`, `count` and options."""
+Script = Callable[[RequestId, int, Asked], Sequence[RequestOutput | Exception | None]]
+"""(id, choice, request) -> its outputs; an exception is raised in place of one."""
+DEFAULTS: RequestOptions = {
+    "adapter": None,
+    "principal": "anonymous",
+    "on_cold": OnCold.WAIT,
+    "cache_salt": "",
+    "adapter_id": "",
+    "priority": 0,
+    "timeout_s": None,
+    "constraint": None,
+    "shown_token_ids": frozenset(),
+    "beams": None,
+}
+
+
+def say(
+    *texts: str,
+    chars: int = 1,
+    reason: FinishReason = FinishReason.STOP,
+    error: str | None = None,
+    choice: int | None = None,
+    cached: int = 0,
+) -> Script:
+    """Script texts, one a choice or one for all, a token every `chars` characters; an adapter tells its key instead.
+
+    A NUL is a token whose text is held back, as that of half a character is. `error` ends `choice`, or all of them.
+    """
+
+    def script(rid: RequestId, index: int, asked: Asked) -> Sequence[RequestOutput]:
+        text = (texts or (TEXT,))[index if len(texts) > 1 else 0]
+        text = text if asked.adapter is None else f"I am {asked.adapter[:12]}"
+        cut = text[: asked.sampling.max_tokens or None]
+        prompt = len(asked.prompt)
+        # As the real one: further choices share all of the prompt but its last token.
+        timing = RequestTiming(1.5, num_preemptions=index, num_cached_tokens=prompt - 1 if index else cached)
+        if asked.adapter is not None:
+            timing = replace(timing, tier=AdapterTier.DISK, load_ms=2.5)
+        outputs = [
+            RequestOutput(rid, cut[at : at + chars].replace("\0", ""), (number,), prompt, number + 1, timing)
+            for number, at in enumerate(range(0, len(cut), chars))
+        ]
+        end = reason if cut == text else FinishReason.LENGTH
+        fails = error is not None and choice in (None, index)
+        ending = {"finish_reason": FinishReason.ERROR, "error": error} if fails else {"finish_reason": end}
+        return [*outputs[:-1], replace(outputs[-1], **ending)]
+
+    return script
+
+
+def base_only(script: Script) -> Script:
+    """Script what the base would say, whatever adapter is asked."""
+    return lambda rid, index, asked: script(rid, index, Asked(**vars(asked) | {"adapter": None}))
+
+
+def cold(retry_after_s: float) -> Script:
+    """Script a pool without any adapter: `on_cold` decides."""
+
+    def script(rid: RequestId, index: int, asked: Asked) -> Sequence[RequestOutput | Exception]:
+        if asked.adapter is None or asked.on_cold is OnCold.WAIT:
+            return say()(rid, index, asked)
+        if asked.on_cold is OnCold.REJECT:
+            return [AdapterCold("the adapter is not in the pool yet", retry_after_s=retry_after_s)]
+        fell = {"tier": AdapterTier.DISK, "load_ms": 2.5, "fell_back": True}
+        return [replace(out, timing=replace(out.timing, **fell)) for out in base_only(say())(rid, index, asked)]
+
+    return script
+
+
+class FakeTemplate:
+    """Renders a conversation as `role:content` lines; one token a byte."""
+
+    source = ""
+    variables: frozenset[str] = frozenset()
+
+    def checked_variables(self, given: dict[str, Any]) -> dict[str, Any]:
+        return given
+
+    def encode(self, messages: Sequence[dict[str, str]], tokenizer: object, *_: object, **__: object) -> list[int]:
+        return list("\n".join(f"{m['role']}:{m['content']}" for m in messages).encode())
+
+
+class FakeGrammars:
+    """Compiles nothing: a grammar is its own constraint."""
+
+    async def compile(self, grammar: object, principal: str) -> object:
+        return grammar
+
+
+class FakeStream(AsyncIterator[RequestOutput]):
+    """One choice, as it was scripted."""
+
+    def __init__(self, engine: "FakeEngine", request_id: RequestId, index: int, asked: Asked) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = len(asked.prompt)
+        self.num_generated_tokens = 0
+        self._engine = engine
+        self._script = iter(engine.script(request_id, index, asked))
+        self._finished = False
+
+    async def __anext__(self) -> RequestOutput:
+        await asyncio.sleep(0)
+        try:
+            output = next(self._script)
+        except StopIteration:
+            raise StopAsyncIteration from None
+        if output is HANG:
+            await asyncio.Event().wait()
+        if isinstance(output, Exception):
+            # A bug of ours ends no request.
+            self._finished = isinstance(output, LorasrvError | AdapterError)
+            raise output
+        self._finished = output.finished
+        self.num_generated_tokens = output.num_generated_tokens
+        self._engine.traffic.on_output(self.request_id, output)
+        return output
+
+    async def aclose(self) -> None:
+        if not self._finished:
+            self._finished = True
+            self._engine.aborted.append(self.request_id)
+            self._engine.traffic.on_finished(self.request_id, "client")
+
+
+class FakeEngine:
+    """What HTTP needs of an engine. `script` answers, `add_error` refuses requests, `ask_error` everything else.
+
+    `reached` is where adapters are said to be; None has who warms one wait for ever.
+    """
+
+    CONTROLS = frozenset({"script", "breaks", "add_error", "ask_error", "reached", "pool", "resident"})
+    RECORDS = frozenset({"added", "aborted", "asked", "limits"})
+
+    def __init__(self) -> None:
+        self.script: Script = say()
+        self.add_error: Exception | None = None
+        self.ask_error: Exception | None = None
+        self.reached: AdapterStatus | None = AdapterStatus(AdapterTier.RESIDENT, 12.34)
+        self.pool = EMPTY_POOL
+        self.resident: list[tuple[AdapterKey, int]] = []
+        self.added: list[Asked] = []
+        self.aborted: list[str] = []
+        self.asked: list[tuple[object, ...]] = []
+        self.limits: dict[str, Limits | None] = {}
+        # The rest is the real one's.
+        self.model_name = BASE
+        self.quantization = "int8"
+        self.spec = SPEC
+        self.max_model_len = CONTEXT
+        self.page_size_tokens = 16
+        self.tokenizer: Any = object()
+        self.chat_template: Any = FakeTemplate()
+        self.grammars = FakeGrammars()
+        self.metrics = EngineMetrics(EngineStats(pages_total=10, pages_free=7, requests_finished_total={"stop": 3}))
+        self.heartbeat = Heartbeat()
+        self.profile = StepProfile()
+        self.book = StepStats()
+        self.waiting_room = SimpleNamespace(num_tokens=0)
+        self.uses = InFlightRequests(lambda *_: None)
+        self.traffic = self.observers = RequestStats()
+        self.is_alive = False
+        self.error: str | None = None
+        self._numbers = itertools.count()
+
+    def breaks(self, after: int, then: Exception | None = DEAD, choice: int | None = None) -> None:
+        """From now on, `choice` or every one has only so many outputs; in place of the next, `then`."""
+        script = self.script
+        self.script = lambda rid, index, asked: (
+            [*script(rid, index, asked)[:after], then] if choice in (None, index) else script(rid, index, asked)
+        )
+
+    def check_admission(self, principal: str) -> None:
+        assert principal
+
+    async def start(self) -> None:
+        self.is_alive = True
+
+    async def shutdown(self) -> None:
+        self.is_alive = False
+
+    def break_off(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
+        self.error = why
+
+    async def add_choices(
+        self,
+        prompt: str | Sequence[int],
+        sampling: SamplingParams,
+        count: int,
+        *,
+        request_id: str | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> list[FakeStream]:
+        if self.add_error is not None:
+            raise self.add_error
+        ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
+        if not ids:
+            raise InvalidRequest("the prompt is empty", param="prompt")
+        if not all(0 <= token < VOCAB for token in ids):
+            raise InvalidRequest(f"token ids must lie in [0, {VOCAB})", param="prompt")
+        tokens = sampling.max_tokens or 1
+        if len(ids) + tokens > self.max_model_len:
+            raise ContextLengthExceeded(f"{len(ids)} + {tokens} > {self.max_model_len}", param="max_tokens")
+        label = request_id or f"req-{next(self._numbers)}"
+        asked = Asked(id=label, prompt=ids, sampling=sampling, count=count, **DEFAULTS | options)
+        streams = [FakeStream(self, RequestId(f"{label}#{index}"), index, asked) for index in range(count)]
+        self.added.append(asked)
+        first = EngineCoreRequest(
+            streams[0].request_id,
+            tuple(ids),
+            tokens,
+            sampling,
+            adapter_key=asked.adapter,
+            adapter_id=asked.adapter_id,
+            principal=asked.principal,
+        )
+        further = [replace(first, request_id=s.request_id, fork_of=first.request_id) for s in streams[1:]]
+        self.traffic.on_accepted([first, *further], time.monotonic())
+        return streams
+
+    async def warm(self, adapter: AdapterKey, deadline_s: float) -> AdapterStatus:
+        self.asked.append(("warm", adapter, deadline_s))
+        if self.reached is None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                self.aborted.append("warm")
+        return self._reply()
+
+    async def pin(self, adapter: AdapterKey) -> AdapterStatus:
+        self.asked.append(("pin", adapter, True))
+        return self._reply()
+
+    async def unpin(self, adapter: AdapterKey) -> AdapterStatus:
+        self.asked.append(("pin", adapter, False))
+        return self._reply()
+
+    async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
+        assert self.is_alive
+        self.limits[adapter_id] = limits
+
+    async def tier(self, adapter: AdapterKey) -> AdapterTier:
+        return self._reply().tier
+
+    async def residents(self) -> list[tuple[AdapterKey, int]]:
+        return self.resident
+
+    async def pool_map(self) -> PoolMap:
+        self._reply()
+        return self.pool
+
+    def _reply(self) -> AdapterStatus:
+        if self.ask_error is not None:
+            raise self.ask_error
+        assert self.reached is not None
+        return self.reached

@@ -1,0 +1,69 @@
+"""The real `lorasrv` command; only the engine is the double, as a model would bring torch and seconds.
+
+`--model` says what it does: "slow" loads for a minute, "hanging" stops after two tokens, a number kills the process
+at that request.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+
+def command(*arguments: object) -> list[str]:
+    """Return the command line of `lorasrv` with these arguments."""
+    return [sys.executable, __file__, *map(str, arguments)]
+
+
+def serve(*options: object, **how: Any) -> "subprocess.Popen[str]":
+    """Start `lorasrv serve` on a free port; its lines come through pipes unless `how` says otherwise."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command("serve", "--port", 0, *options), **pipes | how)
+
+
+def main() -> None:
+    """Run the command, with the double in place of the engine's module."""
+    root = Path(__file__).parents[2]
+    sys.path[:0] = [str(root), str(root / "tests" / "support")]
+    from fake_engine import HANG, FakeEngine
+    from tiny_adapter import SHAPES
+
+    import api.server
+    from adapter_store.store import AdapterStore
+    from api.cli.main import main
+
+    class AsyncEngine(FakeEngine):
+        kill_at = -1
+
+        @classmethod
+        def build(cls, config: Any, store: AdapterStore, progress: Any) -> "AsyncEngine":
+            for layer in range(8):
+                progress(f"layer {layer}", layer / 8)
+            engine, does = cls(), config.model.model
+            if does == "slow":
+                time.sleep(60)
+            elif does == "hanging":
+                engine.breaks(2, HANG)
+            elif does.isdigit():
+                engine.kill_at = int(does)
+            progress("loaded", 1.0)
+            return engine
+
+        async def add_choices(self, *arguments: Any, **options: Any) -> Any:
+            if len(self.added) == self.kill_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return await super().add_choices(*arguments, **options)
+
+    module = sys.modules["lorasrv.engine.async_engine"] = types.ModuleType("lorasrv.engine.async_engine")
+    module.AsyncEngine = AsyncEngine  # type: ignore[attr-defined]
+    api.server.GRACE_S = 1
+    api.server._open_store = lambda settings: AdapterStore(settings.store, SHAPES)
+    main()
+
+
+if __name__ == "__main__":
+    main()

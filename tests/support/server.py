@@ -1,0 +1,78 @@
+"""A real engine on a tiny model behind a real uvicorn in a thread of the test: quicker to have than a process."""
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import uvicorn
+
+from adapter_store.formats.peft_dir import read_peft_dir
+from adapter_store.store import AdapterStore
+from api.app import create_app
+from api.config.settings import ServerSettings
+from lorasrv.engine.async_engine import AsyncEngine
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import base_shapes
+
+CALM_SECONDS = 30.0
+
+
+def eventually(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    """Wait until `condition` holds. Raises: AssertionError: it does not in time."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.005)
+
+
+@contextmanager
+def server(
+    model: Path, folder: Path, adapters: Mapping[str, Path] | None = None, **settings: Any
+) -> Iterator[SimpleNamespace]:
+    """Serve `model` with a store in `folder` and these PEFT folders by id.
+
+    Yields:
+        `http` a client, `url`, `engine`, `store`, `thread` of the event loop; `post(path, **body)`; `held()`, what
+        requests have in the pool; `calm_down()`, which waits until that is nothing.
+    """
+    given = {"model": str(model), "pool_bytes": "16MiB", "store": folder, "kernels": "torch", **settings}
+    options = ServerSettings(**given)
+    with contextlib.closing(open_checkpoint(options.model, options.load_format)) as checkpoint:
+        shapes = base_shapes(checkpoint.spec)
+    with AdapterStore(folder, shapes, reserved_ids=frozenset({"tiny"})) as store:
+        for name, adapter in (adapters or {}).items():
+            peft = read_peft_dir(adapter)
+            store.register(name, peft.config, store.add_blob(peft.weights_path))
+        engine = AsyncEngine.build(options.engine_config(), store)
+        app = create_app(engine, store, options)
+        running = uvicorn.Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=1))
+        listener = socket.create_server(("127.0.0.1", 0))
+        thread = threading.Thread(target=lambda: asyncio.run(running.serve([listener])), name="event loop")
+        thread.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with httpx2.Client(base_url=url, trust_env=False, timeout=60) as http:
+
+            def held() -> dict[str, Any]:
+                pool = http.get("/v1/pool").json()
+                pinned = [adapter["ids"] for adapter in pool["adapters"] if adapter["requests"]]
+                return {"pages": pool["pages_kv"], "pinned": pinned, "requests": pool["requests"]}
+
+            served = SimpleNamespace(http=http, url=url, engine=engine, store=store, thread=thread, held=held)
+            served.post = lambda path, **body: http.post(path, json=body)
+            served.calm_down = lambda: eventually(lambda: not any(held().values()), CALM_SECONDS)
+            try:
+                eventually(lambda: running.started, CALM_SECONDS)
+                yield served
+            finally:
+                running.should_exit = True
+                thread.join(60)
+                listener.close()
+                assert not thread.is_alive()
