@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_checkpoints import store as tiny_store  # noqa: F401
+import tiny_checkpoints
 
 from adapter_store.store import AdapterStore
 from api.batches.in_process import in_process_client
@@ -22,6 +22,7 @@ from lorasrv.llm import LLM
 from lorasrv.offline.verify.verifier import Verifier
 from lorasrv.sampling_params import SamplingParams
 
+tiny_store = tiny_checkpoints.store
 URL = "/v1/completions"
 PROMPT = list(range(10, 30))
 

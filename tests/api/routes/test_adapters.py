@@ -177,25 +177,6 @@ class TestRegister:
         response = server.http.post("/v1/adapters", json=body)
         assert (response.status_code, response.json()["error"]["param"]) == (404, "weights")
 
-    @pytest.mark.parametrize(
-        ("fields", "param"),
-        [
-            ({"weights": "sha256:zz"}, "digest"),
-            ({"weights": 7}, "weights"),
-            ({"config": None}, "config"),
-            ({"config": []}, "config"),
-            ({"id": 5}, "id"),
-            ({"if_not_exist": True}, "if_not_exist"),
-            ({"alias": "Prod"}, "alias"),
-            ({"alias": 7}, "alias"),
-            ({"defaults": {"temperature": 1}}, "defaults"),
-        ],
-    )
-    def test_malformed(self, server, fields: dict[str, Any], param: str) -> None:
-        body = {"id": "mia", "config": {}, "weights": f"sha256:{'0' * 64}", **fields}
-        response = server.http.post("/v1/adapters", json=body)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-
     def test_empty_extras_are_inert(self, server, make_adapter) -> None:
         assert server.upload(make_adapter(), "mia", alias=None, defaults={}).status_code == 201
 

@@ -212,51 +212,6 @@ class TestSampling:
         assert "no chat template" in refusal(say(server, apply_chat_template=True))
 
     @pytest.mark.parametrize(
-        ("name", "value"),
-        [
-            ("max_new_tokens", 0),
-            ("max_new_tokens", "8"),
-            ("temperature", -1),
-            ("top_p", 0),
-            ("top_p", 1.5),
-            ("top_k", -1),
-            ("seed", -1),
-            ("stop", [""]),
-            ("stop", [str(i) for i in range(17)]),
-            ("best_of", 0),
-            ("best_of", 10**9),
-            ("top_n_tokens", 10**6),
-            ("truncate", 0),
-            ("grammar", {"type": "json", "value": 3}),
-            ("grammar", {"type": "regex", "value": ""}),
-            ("grammar", {"type": "lark", "value": "start: A"}),
-            ("response_format", {"type": "xml"}),
-            ("schema", "{}"),
-            ("merged_adapters", {"ids": ["a"], "weights": [1.0]}),
-            ("adapter_source", "s3"),
-            ("adapter_source", "pbase"),
-            ("num_beams", 2),
-        ],
-    )
-    def test_refused_by_name(self, server, engine, name, value) -> None:
-        response = say(server, **{name: value})
-        assert response.status_code == 422
-        assert name in refusal(response)
-        assert engine.added == []
-
-    @pytest.mark.parametrize(
-        ("parameters", "name"),
-        [
-            ({"best_of": 2}, "best_of"),
-            ({"best_of": 2, "do_sample": True, "seed": 1}, "seed"),
-            ({"best_of": 2, "do_sample": True, "stream": True}, "best_of"),
-            ({"decoder_input_details": True, "stream": True}, "decoder_input_details"),
-        ],
-    )
-    def test_what_does_not_go_together(self, server, parameters, name) -> None:
-        assert name in refusal(say(server, "/", **parameters))
-
-    @pytest.mark.parametrize(
         ("fields", "expected"),
         [
             ({"grammar": {"type": "json", "value": SCHEMA}}, source.json_of(SCHEMA, "grammar")),
@@ -278,10 +233,6 @@ class TestSampling:
     def test_grammars(self, server, engine, fields, expected, path) -> None:
         assert say(server, path, **fields).status_code == 200
         assert engine.added[-1].constraint == expected
-
-    def test_one_grammar(self, server) -> None:
-        both = {"grammar": {"type": "regex", "value": "a"}, "response_format": {"type": "json_object"}}
-        assert "exclude" in refusal(say(server, **both))
 
     def test_inert_values(self, server) -> None:
         """As lorax-client and InferenceClient send what was not set."""

@@ -296,25 +296,6 @@ class TestRefused:
         assert response.status_code == 404
         assert "mia" in response.json()["error"]["message"]
 
-    @pytest.mark.parametrize(
-        ("body", "param"),
-        [
-            ({"prompts": []}, "prompts"),
-            ({"prompts": [""]}, "prompts[0]"),
-            ({"prompts": ["x"] * 17}, "prompts"),
-            ({"prompts": ["x", "y" * 600]}, "prompts[1]"),
-            ({"prompts": "x"}, "prompts"),
-            ({"timeout_s": 0}, "timeout_s"),
-            ({"timeout_s": 3601}, "timeout_s"),
-            ({"stream": "yes"}, "stream"),
-            ({"promts": ["x"]}, "promts"),
-        ],
-    )
-    def test_fields_are_named(self, verified_by, children: Children, body: dict[str, Any], param: str) -> None:
-        response = verify(verified_by("answers"), **body)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-        assert children.jobs() == []
-
 
 class TestCommand:
     def test_a_verdict(self, verified_by, cli, children: Children, tmp_path: Path) -> None:

@@ -52,27 +52,6 @@ class TestAliases:
         assert (body["version"], body["alias"]) == (4, "prod")
         assert shown(server)["aliases"] == {"prod": 4}
 
-    @pytest.mark.parametrize(
-        ("aliases", "param"),
-        [
-            ({"Prod": 1}, "aliases.Prod"),
-            ({"3": 1}, "aliases.3"),
-            ({"prod": 0}, "aliases.prod"),
-            ({"prod": "1"}, "aliases.prod"),
-            ({"prod": True}, "aliases.prod"),
-            ({"prod": [1]}, "aliases.prod"),
-            ({"prod": {}}, "aliases.prod"),
-            ({"prod": {"1": 0.5}}, "aliases.prod"),
-            ({"prod": {"1": 0.5, "2": 0.4}}, "aliases.prod"),
-            ({"next": 1, "prod": {"1": 1.0, "2": 0}}, "aliases.prod"),
-        ],
-    )
-    def test_what_is_none(self, server, engine, aliases: dict[str, Any], param: str) -> None:
-        response = patch(server, aliases=aliases, pinned=True, limits={"weight": 2})
-        error = response.json()["error"]
-        assert (response.status_code, error["code"], error["param"]) == (400, "invalid_value", param)
-        assert (shown(server)["aliases"], shown(server)["limits"], engine.asked) == ({}, {}, [])
-
     def test_versions_that_are_not_there(self, server, engine) -> None:
         for body in ({"version": 9}, {"aliases": {"prod": 9}}, {"version": 1, "aliases": {"prod": 9}}):
             response = patch(server, **body)

@@ -92,41 +92,6 @@ class TestStructuredFields:
         assert server.chat(**fields).status_code == 200
         assert engine.added[0].constraint is None
 
-    @pytest.mark.parametrize(
-        ("fields", "param", "why"),
-        [
-            ({"response_format": {"type": "xml"}}, "response_format.type", "json_schema"),
-            ({"response_format": {"type": "json_schema"}}, "response_format", "schema is missing"),
-            ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, "response_format", "missing"),
-            ({"response_format": "json"}, "response_format", "valid"),
-            ({"guided_json": 5}, "guided_json", "valid"),
-            ({"guided_json": "{"}, "guided_json", "not JSON"),
-            ({"guided_choice": [1]}, "guided_choice[0]", "string"),
-            ({"guided_choice": ["a", ""]}, "guided_choice", "empty"),
-            ({"guided_regex": "(a{0,500}){0,500}"}, "guided_regex", "250000"),
-            ({"structured_outputs": {"regex": "a", "choice": ["a"]}}, "structured_outputs", "one of"),
-            ({"structured_outputs": {"structural_tag": "{}"}}, "structured_outputs", "structural_tag"),
-            (
-                {"structured_outputs": {"json": {}, "whitespace_pattern": " "}},
-                "structured_outputs",
-                "whitespace_pattern",
-            ),
-            (
-                {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
-                "structured_outputs",
-                "not supported",
-            ),
-            ({"guided_json": {}, "guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "not supported"),
-            ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "exclude each other"),
-            ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex", "exclude"),
-        ],
-    )
-    def test_refusals(self, server, engine, fields: dict[str, Any], param: str, why: str) -> None:
-        status, named, message = error_of(server.chat(**fields))
-        assert (status, named) == (400, param)
-        assert why in message
-        assert engine.added == []
-
 
 class TestTools:
     TOOLS = (templates.WEATHER, templates.CLOCK)
@@ -276,8 +241,3 @@ class TestTools:
         prompts = [bytes(added.prompt).decode() for added in engine.added]
         assert prompts[0].endswith("<|im_start|>assistant\n<think>\n\n</think>\n\n")
         assert prompts[1].endswith("<|im_end|>\n")
-
-
-def test_tools_on_plain_completions_are_refused_by_name(server, engine) -> None:
-    assert error_of(server.complete(tools=[templates.CLOCK]))[:2] == (400, "tools")
-    assert engine.added == []

@@ -171,34 +171,14 @@ class TestDisconnects:
 
 
 class TestRefusals:
-    @pytest.mark.parametrize("n", [0, -1, 9, 10**9, True, 1.5, "2", [1]])
-    def test_out_of_range(self, server, engine, n: object) -> None:
-        for ask_for in (server.chat, server.complete):
-            response = ask_for(n=n)
-            assert (response.status_code, response.json()["error"]["param"]) == (400, "n")
-            assert response.json()["error"]["message"].startswith("n: ")
-        assert engine.added == []
-
     def test_as_many_as_allowed(self, server, engine) -> None:
         engine.script = say("a")
         assert len(server.chat(n=8).json()["choices"]) == 8
 
     @pytest.mark.parametrize(("n", "best_of"), [(None, 1), (1, 1), (2, 2), (2, None)])
     def test_best_of_as_many_is_no_choice(self, server, n: int | None, best_of: int | None) -> None:
-        assert server.complete(n=n, best_of=best_of).status_code == 200
-
-    @pytest.mark.parametrize(("n", "best_of"), [(2, 1), (1, 0), (1, 9), (1, 10**9), (1, True), (2, "2")])
-    def test_best_of_out_of_range(self, server, engine, n: int | None, best_of: object) -> None:
-        for ask_for in (server.chat, server.complete):
-            response = ask_for(n=n, best_of=best_of)
-            assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
-        assert engine.added == []
-
-    def test_the_best_of_more_are_not_streamed(self, server, engine) -> None:
-        response = server.complete(n=1, best_of=2, stream=True)
-        assert (response.status_code, response.json()["error"]["param"]) == (400, "best_of")
-        assert server.complete(n=2, best_of=2, stream=True).status_code == 200
-        assert len(engine.added) == 1
+        for stream in (False, True):
+            assert server.complete(n=n, best_of=best_of, stream=stream).status_code == 200
 
 
 def ask(server: Any, path: str = "completions", **fields: Any) -> socket.socket:

@@ -279,48 +279,6 @@ def test_openai_python_reads_both_shapes(served) -> None:
         assert {chunk.choices[0].index for chunk in chunks} == {0, 1}
 
 
-@pytest.mark.parametrize(
-    ("path", "fields", "param"),
-    [
-        ("chat/completions", {"top_logprobs": 3}, "top_logprobs"),
-        ("chat/completions", {"top_logprobs": 3, "logprobs": False}, "top_logprobs"),
-        ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ("chat/completions", {"logprobs": True, "top_logprobs": 10**6}, "top_logprobs"),
-        ("chat/completions", {"logprobs": True, "top_logprobs": True}, "top_logprobs"),
-        ("chat/completions", {"logprobs": 1}, "logprobs"),
-        ("chat/completions", {"echo": True}, "echo"),
-        ("completions", {"logprobs": 6}, "logprobs"),
-        ("completions", {"logprobs": -1}, "logprobs"),
-        ("completions", {"logprobs": True}, "logprobs"),
-        ("completions", {"top_logprobs": 2}, "top_logprobs"),
-        ("completions", {"prompt_logprobs": 21}, "prompt_logprobs"),
-        ("completions", {"prompt_logprobs": -1}, "prompt_logprobs"),
-        ("completions", {"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
-        ("completions", {"echo": 1}, "echo"),
-        ("completions", {"echo": True, "logprobs": 1, "n": 2, "stream": True}, "echo"),
-        ("completions", {"use_beam_search": True, "stream": True}, "stream"),
-        ("completions", {"use_beam_search": True, "temperature": 0.5}, "temperature"),
-        ("completions", {"use_beam_search": True, "temperature": 1}, "temperature"),
-        ("completions", {"use_beam_search": True, "logprobs": 1}, "logprobs"),
-        ("completions", {"use_beam_search": True, "length_penalty": 11}, "length_penalty"),
-        ("completions", {"use_beam_search": True, "early_stopping": "always"}, "early_stopping"),
-        ("completions", {"use_beam_search": True, "n": 3, "best_of": 2}, "best_of"),
-        ("completions", {"use_beam_search": 1}, "use_beam_search"),
-        ("completions", {"length_penalty": 2}, "length_penalty"),
-        ("completions", {"early_stopping": True}, "early_stopping"),
-        ("completions", {"max_tokens": 0}, "max_tokens"),
-        ("completions", {"prompt": ["a"] * 257}, "prompt"),
-        ("completions", {"n": 10**9}, "n"),
-        ("completions", {"best_of": 10**9}, "best_of"),
-    ],
-)
-def test_refused_by_name(server, engine, path: str, fields: dict[str, Any], param: str) -> None:
-    ask = server.chat if path == "chat/completions" else server.complete
-    response = ask(**fields)
-    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
-    assert engine.added == []
-
-
 def test_one_refused_prompt_refuses_all(server, engine) -> None:
     response = server.complete(["fine", "x" * 600, "never asked"])
     assert (response.status_code, response.json()["error"]["code"]) == (400, "context_length_exceeded")
