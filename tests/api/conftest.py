@@ -75,14 +75,18 @@ class Server:
         body = {"id": adapter_id, "config": config, "weights": f"sha256:{digest}", **fields}
         return self.http.post("/v1/adapters", json=body)
 
+    def patch(self, reference: str = "mia", if_match: str | None = None, **body: Any) -> httpx2.Response:
+        headers = {} if if_match is None else {"if-match": if_match}
+        return self.http.patch(f"/v1/adapters/{reference}", json=body, headers=headers)
+
     def complete(self, prompt: Any = "hi", **fields: Any) -> httpx2.Response:
         return self.http.post("/v1/completions", json={"model": BASE, "prompt": prompt, **fields})
 
-    def leaving(self, path: str = "/v1/completions", **fields: Any) -> RawClient:
-        """A connection whose request has been sent, and whose answer is not read."""
+    def leaving(self, path: str = "/v1/completions", *headers: str, **fields: Any) -> RawClient:
+        """A connection whose request has been sent, and whose answer is not read. `headers`: further lines of it."""
         prompts = {"/v1/completions": {"prompt": "x"}, "/v1/chat/completions": {"messages": MESSAGES}}
         body = {"model": BASE, **prompts[path]} if path in prompts else {}
-        return RawClient(self.port).send(json_request(path, **body | fields))
+        return RawClient(self.port).send(json_request(path, *headers, **body | fields))
 
 
 class Dispatcher:

@@ -1,10 +1,8 @@
 """A base of which there is only the shape, and adapters that fit it, for what reads no more of a base."""
 
-import json
 from pathlib import Path
 
-import numpy as np
-from safetensors.numpy import save_file
+from tiny_adapter import tiny_adapter
 
 TINY_LLAMA = {
     "architectures": ["LlamaForCausalLM"],
@@ -22,14 +20,6 @@ TINY_LLAMA = {
 
 
 def write_adapter(folder: Path, layers: int, n_in: int, n_out: int) -> Path:
-    folder.mkdir()
-    random = np.random.default_rng(0)
-    tensors = {}
-    for layer in range(layers):
-        stem = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{stem}.lora_A.weight"] = random.standard_normal((2, n_in)).astype(np.float32)
-        tensors[f"{stem}.lora_B.weight"] = random.standard_normal((n_out, 2)).astype(np.float32)
-    save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    """Write an adapter of every q projection of a base of this shape, which it does not name."""
+    q = "self_attn.q_proj"
+    return tiny_adapter(folder, layers=layers, shapes={q: (n_in, n_out)}, modules=(q,), base_model_name_or_path=None)

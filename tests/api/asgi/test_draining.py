@@ -4,6 +4,7 @@ import asyncio
 import signal
 
 import pytest
+from clock import Clock
 from fake_engine import say
 from starlette.testclient import TestClient
 
@@ -11,13 +12,6 @@ from api.asgi.draining import Draining, DrainMiddleware
 from api.asgi.limits import ConnectionLimits
 from api.server import GRACE_S, _Uvicorn
 from lorasrv.engine.watchdog import Watchdog
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_time_is_shortened_never_lengthened() -> None:

@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-import socket
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from clock import Clock
 from fake_engine import HANG, say
 from fastapi.routing import APIRoute
 
@@ -37,13 +37,6 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}], "model": "tiny-base"}
 
 def key(name: str = "ann", **limits: int) -> Caller:
     return Caller(name, frozenset({Scope.INFER}), ("*",), KeyLimits(**limits))
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Stream:
@@ -517,17 +510,14 @@ class TestServed:
         body = {"model": "tiny-base", "prompt": "hi", **fields}
         width = 2 if len(fields) > 1 or "n" in fields else 1
 
-        text = json.dumps(body)
-        head = f"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\nx-caller: ann\r\ncontent-length: {len(text)}\r\n"
-        leaving = socket.create_connection(("127.0.0.1", server.port))
-        leaving.sendall(f"{head}content-type: application/json\r\n\r\n{text}".encode())
+        leaving = server.leaving("/v1/completions", "x-caller: ann", **body)
         eventually(lambda: self.allowances._accounts.get("ann") and self.allowances._accounts["ann"].begun_s)
         assert len(self.allowances._accounts["ann"].begun_s) == width
         if width == 2:
             refused = self.ask(server, "/v1/completions", body)
             assert refused.status_code == 429
             assert "2 answers at a time (max_concurrent)" in refused.json()["error"]["message"]
-        leaving.close()
+        leaving.socket.close()
         eventually(lambda: not self.allowances._accounts["ann"].begun_s)
         engine.script = say()
         assert self.ask(server, "/v1/completions", {"model": "tiny-base", "prompt": "hi"}).status_code == 200

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from api.client import Client, Refused, ServerUnreachable
-from lorasrv.config import Limits, MemoryOptions, SchedulerOptions
 
 
 class TestAdapters:
@@ -171,57 +170,6 @@ class TestExitCodes:
         assert (done.code, done.out, lines[-1][: len(says) + 9]) == (1, "", f"lorasrv: {says}")
         assert "Traceback" not in done.err
         assert [line for line in lines if line.startswith("lorasrv: ")] == lines[-1:]
-
-    @pytest.mark.parametrize(
-        ("options", "memory"),
-        [
-            ([], MemoryOptions()),
-            (["--no-enable-prefix-caching"], MemoryOptions(prefix_caching=False)),
-            (
-                ["--swap-bytes", "0", "--adapter-pool-fraction", "0.5"],
-                MemoryOptions(swap_bytes=0, adapter_pool_fraction=0.5),
-            ),
-        ],
-    )
-    def test_options_of_serve(self, cli, monkeypatch, options: list[str], memory: MemoryOptions) -> None:
-        configs = []
-        monkeypatch.setattr("api.server.run", lambda settings, *_: configs.append(settings.engine_config()))
-        assert cli("serve", "--preemption", "recompute", *options).code == 0
-        [config] = configs
-        assert (config.memory, config.scheduler.preemption) == (memory, "recompute")
-
-    def test_scheduling_and_limits_of_serve(self, cli, monkeypatch) -> None:
-        configs = []
-        monkeypatch.setattr("api.server.run", lambda settings, *_: configs.append(settings.engine_config().scheduler))
-        options = {
-            "policy": "fcfs",
-            "target-itl-ms": "off",
-            "max-wait-steps": 3,
-            "queue-timeout-s": 1.5,
-            "max-queued": 70,
-            "max-running-per-adapter": 1,
-            "max-queued-per-adapter": 2,
-            "tokens-per-s-per-adapter": 3.5,
-            "resident-bytes-per-adapter": "4KiB",
-            "max-running-per-key": 5,
-            "max-queued-per-key": 6,
-            "tokens-per-s-per-key": 7.5,
-            "resident-bytes-per-key": "8MiB",
-        }
-        flags = [part for name, value in options.items() for part in (f"--{name}", value)]
-        assert cli("serve", "--early-abort", *flags).code == 0
-        assert configs == [
-            SchedulerOptions(
-                max_num_queued_seqs=70,
-                policy="fcfs",
-                target_itl_ms=None,
-                max_wait_steps=3,
-                queue_timeout_s=1.5,
-                early_abort=True,
-                adapter_limits=Limits(1, 2, 3.5, 4096),
-                key_limits=Limits(5, 6, 7.5, 8 << 20),
-            )
-        ]
 
     @pytest.mark.parametrize("url", ["http://127.0.0.1:1", "http://nowhere.invalid", "gopher://x", "127.0.0.1:1", ""])
     def test_unreachable(self, cli, url: str, tmp_path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 from answers import error_of, events, refused
-from refused_fields import ENGINE
+from refused_fields import ENGINE, ROUTES
 from tiny_checkpoints import VOCAB
 
 from tests.helpers.served import Served, serve

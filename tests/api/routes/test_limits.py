@@ -27,10 +27,6 @@ def mia(server, make_adapter) -> str:
     return [server.upload(make_adapter(str(seed), seed=seed), "mia").json()["digest"] for seed in (1, 2)][1]
 
 
-def patch(server: Any, reference: str = "mia", **body: Any) -> Any:
-    return server.http.patch(f"/v1/adapters/{reference}", json=body)
-
-
 def shown(server: Any) -> dict[str, Any]:
     [listed] = server.http.get("/v1/adapters").json()["data"]
     one = server.http.get("/v1/adapters/mia").json()
@@ -41,7 +37,7 @@ def shown(server: Any) -> dict[str, Any]:
 class TestPatch:
     def test_all_of_them(self, server, engine, mia: str) -> None:
         assert shown(server) == {}
-        response = patch(server, limits=ALL)
+        response = server.patch(limits=ALL)
         assert response.status_code == 200
         assert response.json() == {"object": "adapter", "id": "mia", "digest": mia, "limits": ALL}
         assert shown(server) == ALL
@@ -49,41 +45,41 @@ class TestPatch:
         assert engine.asked == []
 
     def test_new_ones_replace_the_old(self, server, engine) -> None:
-        patch(server, limits=ALL)
-        patch(server, limits={"weight": 3, "max_running": None})
+        server.patch(limits=ALL)
+        server.patch(limits={"weight": 3, "max_running": None})
         assert shown(server) == {"weight": 3}
         assert engine.limits == {"mia": Limits(weight=3)}
 
     @pytest.mark.parametrize("nothing", [{}, None, {"weight": None}])
     def test_none(self, server, engine, nothing: object) -> None:
-        patch(server, limits=ALL)
-        assert patch(server, limits=nothing).json()["limits"] == {}
+        server.patch(limits=ALL)
+        assert server.patch(limits=nothing).json()["limits"] == {}
         assert shown(server) == {}
         assert engine.limits == {"mia": None}
 
     def test_what_is_not_said_is_the_servers(self, make_server, engine) -> None:
         server = make_server(max_queued_per_adapter=7, max_running_per_adapter=5, max_queued_per_key=1)
-        patch(server, limits={"max_running": 9})
+        server.patch(limits={"max_running": 9})
         assert engine.limits == {"mia": Limits(max_running=9, max_queued=7)}
         assert shown(server) == {"max_running": 9}
-        patch(server, limits={})
+        server.patch(limits={})
         assert engine.limits == {"mia": None}
 
     def test_with_a_pin(self, server, engine, mia: str) -> None:
-        body = patch(server, pinned=True, limits={"weight": 2}).json()
+        body = server.patch(pinned=True, limits={"weight": 2}).json()
         assert (body["pinned"], body["tier"], body["limits"]) == (True, "resident", {"weight": 2})
         assert engine.asked == [("pin", mia.removeprefix("sha256:"), True)]
         assert engine.limits == {"mia": Limits(weight=2)}
 
     def test_a_pin_alone_leaves_them(self, server, engine) -> None:
-        patch(server, limits=ALL)
+        server.patch(limits=ALL)
         engine.limits.clear()
-        assert "limits" not in patch(server, pinned=False).json()
+        assert "limits" not in server.patch(pinned=False).json()
         assert (shown(server), engine.limits) == (ALL, {})
 
     def test_a_refused_pin_changes_nothing(self, server, engine) -> None:
         engine.ask_error = InvalidRequest("one too many", param="pinned")
-        assert patch(server, pinned=True, limits=ALL).status_code == 400
+        assert server.patch(pinned=True, limits=ALL).status_code == 400
         engine.ask_error = None
         assert (shown(server), engine.limits) == ({}, {})
 
@@ -103,16 +99,16 @@ class TestPatch:
 
             with monkeypatch.context() as patched:
                 patched.setattr(store, "change", refuse)
-                assert patch(server, pinned=pinned, limits=ALL).status_code == status
+                assert server.patch(pinned=pinned, limits=ALL).status_code == status
             assert [was_pinned, *(to for _, _, to in engine.asked)][-1] == was_pinned
         assert (shown(server), engine.limits) == ({}, {})
-        assert patch(server, pinned=pinned, limits=ALL).status_code == 200
+        assert server.patch(pinned=pinned, limits=ALL).status_code == 200
         assert engine.asked[-1] == ("pin", key, pinned)
 
     def test_a_refused_one_leaves_those_before(self, server, engine) -> None:
-        patch(server, limits={"weight": 7})
+        server.patch(limits={"weight": 7})
         for body in ({"limits": {"weight": 0}}, {"limits": {"weight": 0}, "pinned": True}):
-            response = patch(server, **body)
+            response = server.patch(**body)
             assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_value")
         assert (shown(server), engine.limits, engine.asked) == ({"weight": 7}, {"mia": Limits(weight=7)}, [])
 
@@ -127,12 +123,12 @@ class TestPatch:
 
     def test_a_version_has_none_of_its_own(self, server, engine, mia: str) -> None:
         for reference in ("mia@1", f"mia@{mia}"):
-            response = patch(server, reference, limits=ALL, pinned=True)
+            response = server.patch(reference, limits=ALL, pinned=True)
             assert (response.status_code, response.json()["error"]["param"]) == (400, "limits")
         assert (engine.limits, engine.asked) == ({}, [])
 
     def test_unknown(self, server, engine) -> None:
-        response = patch(server, "mio", limits=ALL)
+        response = server.patch("mio", limits=ALL)
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
     def test_what_the_disk_refuses_does_not_reach_the_engine(self, server, engine, store, monkeypatch) -> None:
@@ -140,7 +136,7 @@ class TestPatch:
             raise StoreFull("x")
 
         monkeypatch.setattr(store._index, "change", full)
-        assert patch(server, limits=ALL).status_code == 507
+        assert server.patch(limits=ALL).status_code == 507
         assert (shown(server), engine.limits) == ({}, {})
 
     def test_the_body_has_every_limit_there_is(self) -> None:
@@ -149,7 +145,7 @@ class TestPatch:
 
 class TestRemoval:
     def test_they_go_with_the_id(self, server, engine, make_adapter) -> None:
-        patch(server, limits=ALL)
+        server.patch(limits=ALL)
         server.http.delete("/v1/adapters/mia@1")
         assert (shown(server), engine.limits) == (ALL, {"mia": Limits(**ALL)})
         server.http.delete("/v1/adapters/mia")
@@ -158,13 +154,13 @@ class TestRemoval:
         assert shown(server) == {}
 
     def test_with_its_last_version(self, server, engine) -> None:
-        patch(server, limits=ALL)
+        server.patch(limits=ALL)
         for version in (1, 2):
             server.http.delete(f"/v1/adapters/mia@{version}")
         assert engine.limits == {"mia": None}
 
     def test_a_later_version_has_them(self, server, engine, make_adapter) -> None:
-        patch(server, limits=ALL)
+        server.patch(limits=ALL)
         server.upload(make_adapter("3", seed=3), "mia")
         assert (shown(server), engine.limits) == (ALL, {"mia": Limits(**ALL)})
 
@@ -176,8 +172,8 @@ class TestStart:
     def test_the_engine_knows_them_before_the_first_request(self, server, engine, store, make_adapter) -> None:
         server.upload(make_adapter("3", seed=3), "zoe")
         server.upload(make_adapter("4", seed=4), "bob")
-        patch(server, limits={"max_running": 2})
-        patch(server, "zoe", limits=ALL)
+        server.patch(limits={"max_running": 2})
+        server.patch("zoe", limits=ALL)
         engine.limits.clear()
         engine.is_alive = False
         app = self.start(engine, store, max_queued_per_adapter=6)

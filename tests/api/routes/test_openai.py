@@ -1,13 +1,13 @@
 """Both completion routes: what goes to the engine, and what comes back, whole and streamed."""
 
 import json
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
+from answers import error_of, events
 from fake_engine import HANG, cold, say
 
 from api.schemas.openai import ChatBody
@@ -22,20 +22,6 @@ from lorasrv.errors import (
     RequestTimeout,
 )
 from lorasrv.outputs import FinishReason
-
-
-def events(text: str) -> list[dict[str, Any]]:
-    """Parsed `data:` events; the stream must end with [DONE] and hold nothing else."""
-    parts = text.split("\n\n")
-    assert parts[-2:] == ["data: [DONE]", ""]
-    assert all(part.startswith("data: ") for part in parts[:-2])
-    return [json.loads(part.removeprefix("data: ")) for part in parts[:-2]]
-
-
-def error_of(response: Any) -> dict[str, Any]:
-    error = response.json()["error"]
-    assert set(error) >= {"message", "type", "param", "code"}
-    return error
 
 
 class TestWholeAnswers:
@@ -117,7 +103,7 @@ class TestWholeAnswers:
 class TestStreams:
     def test_chat(self, server) -> None:
         response = server.chat(stream=True)
-        chunks = events(response.text)
+        chunks = events(response)
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         assert response.headers["cache-control"] == "no-cache"
         assert response.headers["x-accel-buffering"] == "no"
@@ -131,8 +117,8 @@ class TestStreams:
     def test_completion_bytes(self, server, engine) -> None:
         engine.script = say("ö!")
         response = server.complete(stream=True)
-        head = json.dumps(events(response.text)[0]["id"])
-        created = events(response.text)[0]["created"]
+        head = json.dumps(events(response)[0]["id"])
+        created = events(response)[0]["created"]
         start = f'data: {{"id":{head},"object":"text_completion","created":{created},"model":"tiny-base","choices":'
         assert response.content.decode() == (
             f'{start}[{{"index":0,"text":"ö","logprobs":null,"finish_reason":null}}]}}\n\n'
@@ -141,7 +127,7 @@ class TestStreams:
         )
 
     def test_usage_comes_last_without_choices(self, server) -> None:
-        chunks = events(server.chat(stream=True, stream_options={"include_usage": True}).text)
+        chunks = events(server.chat(stream=True, stream_options={"include_usage": True}))
         assert all(chunk["usage"] is None for chunk in chunks[:-1])
         assert chunks[-1]["choices"] == []
         assert chunks[-1]["usage"]["completion_tokens"] == 11
@@ -149,14 +135,14 @@ class TestStreams:
 
     def test_continuous_usage(self, server) -> None:
         options = {"include_usage": True, "continuous_usage_stats": True}
-        chunks = events(server.complete(stream=True, stream_options=options).text)
+        chunks = events(server.complete(stream=True, stream_options=options))
         counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
         assert counts == [*range(1, 12), 11]
 
     def test_tokens_without_text_make_no_chunk_but_count(self, server, engine) -> None:
         engine.script = say("a\0\0b")
         options = {"include_usage": True}
-        *chunks, last = events(server.complete(stream=True, stream_options=options).text)
+        *chunks, last = events(server.complete(stream=True, stream_options=options))
         assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a", "b"]
         assert last["usage"]["completion_tokens"] == 4
         whole = server.complete().json()
@@ -165,7 +151,7 @@ class TestStreams:
     def test_continuous_usage_counts_tokens_without_text(self, server, engine) -> None:
         engine.script = say("a\0b")
         options = {"continuous_usage_stats": True}
-        chunks = events(server.complete(stream=True, stream_options=options).text)
+        chunks = events(server.complete(stream=True, stream_options=options))
         assert [chunk["usage"]["completion_tokens"] for chunk in chunks] == [1, 2, 3]
 
     def test_a_failed_load_has_its_true_status(self, server, engine) -> None:
@@ -181,7 +167,7 @@ class TestStreams:
         engine.breaks(2)
         response = server.chat(stream=True)
         assert response.status_code == 200
-        *before, last = events(response.text)
+        *before, last = events(response)
         assert last == {
             "error": {
                 "message": "the engine died: Test",
@@ -194,30 +180,22 @@ class TestStreams:
 
     def test_an_answer_that_broke_off_is_an_event(self, server, engine) -> None:
         engine.script = say(error="gone")
-        assert events(server.complete(stream=True).text)[-1]["error"]["message"] == "gone"
+        assert events(server.complete(stream=True))[-1]["error"]["message"] == "gone"
 
     def test_one_token_is_one_chunk_with_its_end(self, server, engine) -> None:
-        [chunk] = events(server.complete(stream=True, max_tokens=1).text)
+        [chunk] = events(server.complete(stream=True, max_tokens=1))
         assert chunk["choices"][0] | {"text": "H", "finish_reason": "length"} == chunk["choices"][0]
 
 
 class TestDisconnects:
-    def ask(self, server, path: str = "completions", **fields: Any) -> socket.socket:
-        body = json.dumps({"model": "tiny-base", "prompt": "x", **fields}).encode()
-        connection = socket.create_connection(("127.0.0.1", server.port))
-        head = f"POST /v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        head += f"Content-Length: {len(body)}"
-        connection.sendall(head.encode() + b"\r\n\r\n" + body)
-        return connection
-
     @pytest.mark.parametrize("hang_after", [0, 3])
     @pytest.mark.parametrize("stream", [True, False])
     def test_the_request_is_aborted(self, server, engine, eventually, stream: bool, hang_after: int) -> None:
         engine.breaks(hang_after, HANG)
-        with self.ask(server, stream=stream) as connection:
+        with server.leaving(stream=stream) as connection:
             eventually(lambda: engine.added)
             if stream and hang_after:
-                assert b"200 OK" in connection.recv(10_000)
+                assert b"200 OK" in connection.read_until(b"\r\n")
             assert engine.aborted == []
         eventually(lambda: engine.aborted == [f"{engine.added[0].id}#0"])
 
@@ -229,7 +207,7 @@ class TestDisconnects:
     def test_a_client_that_never_reads_holds_up_nobody(self, server, engine, eventually) -> None:
         # More than both sockets' buffers hold.
         engine.script = say("x" * 40_000_000, chars=100_000)
-        with self.ask(server, stream=True, path="chat/completions", messages=[{"role": "user", "content": "x"}]):
+        with server.leaving("/v1/chat/completions", stream=True):
             eventually(lambda: engine.added)
             engine.script = say("short")
             assert server.complete().json()["choices"][0]["text"] == "short"
@@ -303,7 +281,7 @@ class TestNaming:
             assert response.headers["x-adapter-tier"] == "disk"
             assert float(response.headers["x-queue-ms"]) == 1.5
             assert float(response.headers["x-load-ms"]) == 2.5
-            body = events(response.text)[-1] if stream else response.json()
+            body = events(response)[-1] if stream else response.json()
             figures = body["usage"]["lorasrv"]
             assert body["model"] == "mia@1"
             assert (figures["adapter_id"], figures["adapter_version"]) == ("mia", 1)

@@ -1,7 +1,6 @@
 """Warming, pinning, and the map of the pool."""
 
 import json
-import socket
 from dataclasses import fields, replace
 from typing import Any
 
@@ -24,10 +23,6 @@ def keys(server, make_adapter) -> list[str]:
 
 def warm(server: Any, reference: str = "mia", **body: Any) -> Any:
     return server.http.post(f"/v1/adapters/{reference}:warm", json=body)
-
-
-def patch(server: Any, reference: str = "mia", **body: Any) -> Any:
-    return server.http.patch(f"/v1/adapters/{reference}", json=body)
 
 
 FAILURES = [
@@ -92,9 +87,7 @@ class TestWarm:
 
     def test_nobody_waits_for_a_client_that_left(self, server, engine, eventually) -> None:
         engine.reached = None
-        with socket.create_connection(("127.0.0.1", server.port)) as connection:
-            head = "POST /v1/adapters/mia:warm HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            connection.sendall(f"{head}Content-Length: 2\r\n\r\n{{}}".encode())
+        with server.leaving("/v1/adapters/mia:warm"):
             eventually(lambda: engine.asked)
             assert engine.aborted == []
         eventually(lambda: engine.aborted == ["warm"])
@@ -104,7 +97,7 @@ class TestPin:
     @pytest.mark.parametrize("pinned", [True, False])
     def test_the_content_is_what_the_id_names_now(self, server, engine, keys: list[str], pinned: bool) -> None:
         engine.reached = AdapterStatus(AdapterTier.HOST)
-        response = patch(server, pinned=pinned)
+        response = server.patch(pinned=pinned)
         assert response.status_code == 200
         assert response.json() == {
             "object": "adapter",
@@ -116,16 +109,16 @@ class TestPin:
         assert engine.asked == [("pin", keys[1], pinned)]
 
     def test_an_older_version_is_let_go_by_its_own_name(self, server, engine, keys: list[str]) -> None:
-        assert patch(server, "mia@1", pinned=False).json()["digest"] == f"sha256:{keys[0]}"
+        assert server.patch("mia@1", pinned=False).json()["digest"] == f"sha256:{keys[0]}"
         assert engine.asked == [("pin", keys[0], False)]
 
     def test_unknown(self, server, engine) -> None:
-        response = patch(server, "mio", pinned=True)
+        response = server.patch("mio", pinned=True)
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
 
     def test_one_too_many(self, server, engine) -> None:
         engine.ask_error = InvalidRequest("pinned adapters may take 5 pages", param="pinned")
-        response = patch(server, pinned=True)
+        response = server.patch(pinned=True)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "pinned")
 
     def test_web_pages_that_are_allowed_may(self, make_server) -> None:
@@ -302,5 +295,5 @@ def test_deleting_lets_go_of_pins_that_no_name_is_left_for(server, engine, keys:
 
 def test_a_pin_that_crosses_a_delete_is_taken_back(server, engine, store, keys: list[str], monkeypatch) -> None:
     monkeypatch.setattr(store, "is_named", lambda key: False)
-    assert patch(server, pinned=True).status_code == 404
+    assert server.patch(pinned=True).status_code == 404
     assert engine.asked == [("pin", keys[1], True), ("pin", keys[1], False)]

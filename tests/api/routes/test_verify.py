@@ -4,7 +4,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -206,10 +205,7 @@ class TestEnds:
     @pytest.mark.parametrize("stream", [False, True])
     def test_the_client_leaves(self, verified_by, children: Children, eventually, stream: bool) -> None:
         server = verified_by("hangs")
-        body = json.dumps({"stream": stream}).encode()
-        with socket.create_connection(("127.0.0.1", server.port)) as connection:
-            head = "POST /v1/adapters/mia:verify HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-            connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        with server.leaving("/v1/adapters/mia:verify", stream=stream):
             eventually(children.jobs)
             assert children.alive()
         eventually(lambda: children.alive() == [])

@@ -18,18 +18,13 @@ def digests(server, make_adapter) -> list[str]:
     return [server.upload(make_adapter(str(seed), seed=seed), "mia").json()["digest"] for seed in (1, 2, 3)]
 
 
-def patch(server: Any, reference: str = "mia", if_match: str | None = None, **body: Any) -> Any:
-    headers = {} if if_match is None else {"if-match": if_match}
-    return server.http.patch(f"/v1/adapters/{reference}", json=body, headers=headers)
-
-
 def shown(server: Any) -> Any:
     return server.http.get("/v1/adapters/mia").json()
 
 
 class TestAliases:
     def test_set_ask_move_remove(self, server, engine, digests: list[str]) -> None:
-        response = patch(server, aliases={"prod": 1, "next": 3})
+        response = server.patch(aliases={"prod": 1, "next": 3})
         assert response.json() == {
             "object": "adapter", "id": "mia", "digest": digests[2], "aliases": {"next": 3, "prod": 1},
         }  # fmt: skip
@@ -38,7 +33,7 @@ class TestAliases:
         assert (answer.headers["x-adapter-id"], answer.headers["x-adapter-digest"]) == ("mia", digests[0])
         assert answer.json()["model"] == "mia:prod"
         assert f"sha256:{engine.added[-1].adapter}" == digests[0]
-        patch(server, aliases={"prod": 2, "next": None})
+        server.patch(aliases={"prod": 2, "next": None})
         assert shown(server)["aliases"] == {"prod": 2}
         assert server.chat(adapter_id="mia:prod").headers["x-adapter-version"] == "2"
         [listed] = server.http.get("/v1/adapters").json()["data"]
@@ -54,7 +49,7 @@ class TestAliases:
 
     def test_versions_that_are_not_there(self, server, engine) -> None:
         for body in ({"version": 9}, {"aliases": {"prod": 9}}, {"version": 1, "aliases": {"prod": 9}}):
-            response = patch(server, **body)
+            response = server.patch(**body)
             error = response.json()["error"]
             assert (response.status_code, error["code"]) == (404, "version_not_found")
             assert "it has 1, 2, 3" in error["message"]
@@ -62,13 +57,13 @@ class TestAliases:
 
     @pytest.mark.parametrize("body", [{"version": 1}, {"aliases": {"prod": 1}}])
     def test_they_are_of_all_versions(self, server, body: dict[str, Any]) -> None:
-        patch(server, aliases={"old": 1})
+        server.patch(aliases={"old": 1})
         for reference in ("mia@2", "mia:old"):
-            response = patch(server, reference, **body)
+            response = server.patch(reference, **body)
             assert (response.status_code, response.json()["error"]["param"]) == (400, next(iter(body)))
 
     def test_removal_needs_force(self, server, engine, digests: list[str]) -> None:
-        patch(server, aliases={"prod": 1})
+        server.patch(aliases={"prod": 1})
         response = server.http.delete("/v1/adapters/mia@1")
         assert (response.status_code, response.headers["x-should-retry"]) == (409, "false")
         error = response.json()["error"]
@@ -83,18 +78,18 @@ class TestAliases:
         assert response.status_code == 404
 
     def test_an_alias_is_not_deleted_as_a_version(self, server) -> None:
-        patch(server, aliases={"prod": 1})
+        server.patch(aliases={"prod": 1})
         response = server.http.delete("/v1/adapters/mia:prod?force=true")
         assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_alias")
         assert shown(server)["aliases"] == {"prod": 1}
 
     def test_warm_and_pin_by_alias(self, server, engine, digests: list[str]) -> None:
-        patch(server, aliases={"prod": 1, "both": {"1": 0.5, "2": 0.5}})
-        patch(server, "mia:prod", pinned=True)
+        server.patch(aliases={"prod": 1, "both": {"1": 0.5, "2": 0.5}})
+        server.patch("mia:prod", pinned=True)
         assert engine.asked == [("pin", digests[0].removeprefix("sha256:"), True)]
         assert server.http.post("/v1/adapters/mia:prod:warm", json={}).json()["digest"] == digests[0]
         for response in (
-            patch(server, "mia:both", pinned=True),
+            server.patch("mia:both", pinned=True),
             server.http.post("/v1/adapters/mia:both:warm", json={}),
         ):
             assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_alias")
@@ -103,15 +98,13 @@ class TestAliases:
 
 class TestRollback:
     def test_back(self, server, digests: list[str]) -> None:
-        response = patch(server, version=1)
+        response = server.patch(version=1)
         assert response.json() == {"object": "adapter", "id": "mia", "digest": digests[0], "version": 1}
         assert server.chat(model="mia").headers["x-adapter-digest"] == digests[0]
         assert [v["version"] for v in shown(server)["versions"]] == [1, 2, 3]
 
     def test_everything_at_once(self, server, engine, digests: list[str]) -> None:
-        body = patch(
-            server, version=2, aliases={"prod": {"1": 0.9, "2": 0.1}}, limits={"weight": 2}, pinned=True
-        ).json()
+        body = server.patch(version=2, aliases={"prod": {"1": 0.9, "2": 0.1}}, limits={"weight": 2}, pinned=True).json()
         assert (body["version"], body["aliases"], body["limits"]) == (2, {"prod": {"1": 0.9, "2": 0.1}}, {"weight": 2})
         assert body["digest"] == digests[1]
         assert engine.asked == [("pin", digests[1].removeprefix("sha256:"), True)]
@@ -120,7 +113,7 @@ class TestRollback:
 
 class TestCanary:
     def test_each_request_draws(self, server, store, monkeypatch) -> None:
-        patch(server, aliases={"prod": {"1": 0.9, "2": 0.1}})
+        server.patch(aliases={"prod": {"1": 0.9, "2": 0.1}})
         numbers = iter([0.0, 0.95, 0.5, 0.9])
         monkeypatch.setattr(store._names, "_draw", lambda: next(numbers))
         answers = [server.chat(model="mia:prod", n=2) for _ in range(4)]
@@ -129,7 +122,7 @@ class TestCanary:
 
     def test_as_a_model_it_is_shown_and_not_drawn(self, server, store, digests: list[str], monkeypatch) -> None:
         monkeypatch.setattr(store._names, "_draw", lambda: pytest.fail("drawn"))
-        patch(server, aliases={"prod": {"1": 0.9, "2": 0.1}, "next": 3})
+        server.patch(aliases={"prod": {"1": 0.9, "2": 0.1}, "next": 3})
         cards = {
             name: server.http.get(f"/v1/models/{name}").json() for name in ("mia:prod", "mia:next", "mia@2", "mia")
         }
@@ -156,20 +149,20 @@ class TestIfMatch:
         first = server.http.get("/v1/adapters/mia")
         seen = first.headers["etag"]
         assert seen == f'"{first.json()["etag"]}"'
-        moved = patch(server, if_match=seen, version=1)
+        moved = server.patch(if_match=seen, version=1)
         assert moved.status_code == 200
         assert moved.headers["etag"] == server.http.get("/v1/adapters/mia").headers["etag"] != seen
         for stale in (seen, "", '"x"', '"*"', f"W/{moved.headers['etag']}", f'"{digests[2]}"'):
             for response in (
-                patch(server, if_match=stale, version=2),
-                patch(server, if_match=stale, pinned=True),
+                server.patch(if_match=stale, version=2),
+                server.patch(if_match=stale, pinned=True),
                 server.http.delete("/v1/adapters/mia@2", headers={"if-match": stale}),
             ):
                 error = response.json()["error"]
                 assert (response.status_code, error["code"]) == (412, "precondition_failed")
                 assert "has changed since you looked" in error["message"]
         for good in (moved.headers["etag"], f'"x", {moved.headers["etag"]}', "*", f'"{digests[0]}"'):
-            assert patch(server, if_match=good, version=1).status_code == 200
+            assert server.patch(if_match=good, version=1).status_code == 200
         assert server.http.delete("/v1/adapters/mia@3", headers={"if-match": "*"}).status_code == 202
 
     def test_uploads(self, server, make_adapter) -> None:
@@ -215,7 +208,7 @@ class TestVerdict:
         assert shown(server)["verified"] is None
         store.uploads.record_verdict(store.resolve("mia"), {"ok": True, "max_error": 0.01})
         assert shown(server)["verified"] == {"ok": True, "max_error": 0.01}
-        patch(server, version=1)
+        server.patch(version=1)
         assert shown(server)["verified"] is None
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from answers import events
 from fake_engine import say
 from server import server
 
@@ -81,13 +82,6 @@ def _ok(answer: httpx2.Response) -> Any:
     return answer.json()
 
 
-def _events(answer: httpx2.Response) -> list[dict[str, Any]]:
-    assert answer.status_code == 200, answer.text[:500]
-    lines = [line for line in answer.text.split("\n") if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
-
-
 def status(answer: httpx2.Response, _: Any) -> None:
     assert answer.status_code == 200
 
@@ -102,12 +96,12 @@ def listed(answer: httpx2.Response, _: Any) -> None:
 
 def guidellm(answer: httpx2.Response, body: dict[str, Any]) -> None:
     """Text of the first choice, usage in any chunk, the id; counts what it asked for."""
-    events = _events(answer)
-    assert all(event["id"] == events[0]["id"] for event in events)
-    text = "".join((c.get("text") or c.get("delta", {}).get("content") or "") for e in events for c in e["choices"][:1])
-    usages = [event["usage"] for event in events if event.get("usage")]
+    told = events(answer)
+    assert all(event["id"] == told[0]["id"] for event in told)
+    text = "".join((c.get("text") or c.get("delta", {}).get("content") or "") for e in told for c in e["choices"][:1])
+    usages = [event["usage"] for event in told if event.get("usage")]
     assert text
-    assert len(usages) == len(events)
+    assert len(usages) == len(told)
     assert usages[-1]["completion_tokens"] == body.get("max_tokens", body.get("max_completion_tokens"))
     assert usages[-1]["prompt_tokens"] > 0
 
@@ -116,7 +110,7 @@ def vllm_bench(answer: httpx2.Response, body: dict[str, Any]) -> None:
     """Usage only of a chunk without choices; a first chunk with one; `delta` in every chunk of a chat."""
     wanted = body.get("max_tokens", body.get("max_completion_tokens"))
     seen, tokens = 0, None
-    for event in _events(answer):
+    for event in events(answer):
         if choices := event.get("choices"):
             seen += 1
             if "messages" in body:
@@ -148,7 +142,7 @@ def load_script(answer: httpx2.Response, body: dict[str, Any]) -> None:
 
 def inference_perf(answer: httpx2.Response, body: dict[str, Any]) -> None:
     """As for vLLM; its parser takes the last usage and survives a chunk without choices."""
-    usage = [event["usage"] for event in _events(answer) if event.get("usage")][-1]
+    usage = [event["usage"] for event in events(answer) if event.get("usage")][-1]
     assert usage["completion_tokens"] == body["max_tokens"]
 
 
@@ -162,7 +156,7 @@ def text(answer: httpx2.Response, body: dict[str, Any]) -> None:
 
 
 def text_stream(answer: httpx2.Response, _: Any) -> None:
-    assert all(isinstance(choice["text"], str) for event in _events(answer) for choice in event["choices"])
+    assert all(isinstance(choice["text"], str) for event in events(answer) for choice in event["choices"])
 
 
 def chat(answer: httpx2.Response, _: Any) -> None:
@@ -172,10 +166,10 @@ def chat(answer: httpx2.Response, _: Any) -> None:
 
 
 def chat_stream(answer: httpx2.Response, body: dict[str, Any]) -> None:
-    events = _events(answer)
-    assert events[0]["choices"][0]["delta"]["role"] == "assistant"
-    assert all(len(event["choices"]) <= 1 for event in events)
-    assert ("usage" in events[-1] and events[-1]["choices"] == []) == bool(body.get("stream_options"))
+    told = events(answer)
+    assert told[0]["choices"][0]["delta"]["role"] == "assistant"
+    assert all(len(event["choices"]) <= 1 for event in told)
+    assert ("usage" in told[-1] and told[-1]["choices"] == []) == bool(body.get("stream_options"))
 
 
 def structured(answer: httpx2.Response, _: Any) -> None:

@@ -7,6 +7,7 @@ import openai
 import pydantic
 import pytest
 import tool_templates as templates
+from answers import events
 from fake_engine import say
 
 from lorasrv.text.chat_template import ChatTemplate
@@ -18,12 +19,6 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 def error_of(response: Any) -> tuple[int, str, str]:
     error = response.json()["error"]
     return response.status_code, error["param"], error["message"]
-
-
-def chunks_of(response: Any) -> list[dict[str, Any]]:
-    events = response.text.split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
 
 
 class Bytes:
@@ -125,7 +120,7 @@ class TestTools:
 
     def test_calls_of_a_stream(self, server, engine) -> None:
         engine.script = say(f"Hm.\n{CALL}\n{CALL}")
-        chunks = chunks_of(self.ask(server, stream=True))
+        chunks = events(self.ask(server, stream=True))
         deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
         assert "".join(delta.get("content") or "" for delta in deltas) == "Hm."
         calls = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
@@ -140,7 +135,7 @@ class TestTools:
         engine.script = say(CALL)
         whole = self.ask(server, max_tokens=30).json()["choices"][0]
         assert (whole["message"]["content"], whole["finish_reason"]) == (CALL[:30], "length")
-        chunks = chunks_of(self.ask(server, max_tokens=30, stream=True))
+        chunks = events(self.ask(server, max_tokens=30, stream=True))
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == CALL[:30]
 
     def test_without_tools_nothing_is_read(self, server, engine) -> None:

@@ -1,12 +1,11 @@
 """Several answers to one prompt (`n`): whole and streamed, each with its own text and end."""
 
 import asyncio
-import json
-import socket
 from collections import defaultdict
 from typing import Any
 
 import pytest
+from answers import events
 from fake_engine import HANG, say
 
 from api.serving.choice_stream import ChoiceStream
@@ -14,12 +13,6 @@ from lorasrv.errors import AdapterLoadFailed
 from lorasrv.outputs import RequestId, RequestOutput, RequestTiming
 
 TEXTS = ("Hello", "wörld, how are you?", "x")
-
-
-def chunks_of(response: Any) -> list[dict[str, Any]]:
-    *events, done, rest = response.text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    return [json.loads(event.removeprefix("data: ")) for event in events]
 
 
 def by_index(chunks: list[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
@@ -80,7 +73,7 @@ class TestWhole:
 
 class TestStreamed:
     def test_chat(self, server) -> None:
-        *chunks, last = chunks_of(server.chat(n=3, stream=True, stream_options={"include_usage": True}))
+        *chunks, last = events(server.chat(n=3, stream=True, stream_options={"include_usage": True}))
         choices = by_index(chunks)
         assert sorted(choices) == [0, 1, 2]
         for index, text in enumerate(TEXTS):
@@ -95,40 +88,40 @@ class TestStreamed:
         assert len({chunk["id"] for chunk in chunks}) == 1
 
     def test_completion(self, server) -> None:
-        choices = by_index(chunks_of(server.complete(n=2, stream=True, max_tokens=100)))
+        choices = by_index(events(server.complete(n=2, stream=True, max_tokens=100)))
         assert {index: "".join(c["text"] for c in pieces) for index, pieces in choices.items()} == {
             0: TEXTS[0],
             1: TEXTS[1],
         }
 
     def test_choices_take_turns(self, server) -> None:
-        chunks = chunks_of(server.complete(n=2, stream=True, max_tokens=100))
+        chunks = events(server.complete(n=2, stream=True, max_tokens=100))
         order = [chunk["choices"][0]["index"] for chunk in chunks]
         assert order != sorted(order)
         assert order.index(1) < len(TEXTS[0]), "the second does not wait for the first one's end"
 
     def test_the_end_of_one_is_not_the_end_of_others(self, server) -> None:
-        chunks = chunks_of(server.complete(n=2, stream=True, max_tokens=100))
+        chunks = events(server.complete(n=2, stream=True, max_tokens=100))
         ended = [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in chunks]
         assert [pair for pair in ended if pair[1]] == [(0, "stop"), (1, "stop")]
         assert len(ended) - ended.index((0, "stop")) > len(TEXTS[1]) - len(TEXTS[0])
 
     def test_continuous_usage_sums(self, server) -> None:
         response = server.complete(n=3, stream=True, stream_options={"continuous_usage_stats": True})
-        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks_of(response)]
+        counts = [chunk["usage"]["completion_tokens"] for chunk in events(response)]
         assert counts == sorted(counts)
         assert counts[-1] == len(TEXTS[0]) + 16 + len(TEXTS[2])
 
     def test_an_error_is_the_last_event(self, server, engine, eventually) -> None:
         engine.breaks(2, choice=0)
-        *before, last = chunks_of(server.chat(n=2, stream=True))
+        *before, last = events(server.chat(n=2, stream=True))
         assert last["error"]["code"] == "engine_dead"
         assert all("choices" in chunk for chunk in before)
         eventually(lambda: engine.aborted == [f"{engine.added[0].id}#1"])
 
     def test_a_choice_that_breaks_off_is_an_event(self, server, engine) -> None:
         engine.script = say(*TEXTS, error="no numbers", choice=0)
-        *before, last = chunks_of(server.chat(n=2, stream=True))
+        *before, last = events(server.chat(n=2, stream=True))
         assert last["error"]["message"] == "no numbers"
         assert all(chunk["choices"][0]["finish_reason"] is None for chunk in before)
 
@@ -139,10 +132,8 @@ class TestStreamed:
 
     def test_one_that_hangs_holds_up_nobody(self, server, engine, eventually) -> None:
         engine.breaks(2, HANG, choice=0)
-        with ask(server, n=2, stream=True) as connection:
-            received = b""
-            while b'"finish_reason":"length"' not in received:
-                received += connection.recv(10_000)
+        with server.leaving(n=2, stream=True) as connection:
+            received = connection.read_until(b'"finish_reason":"length"')
             assert received.count(b'"index":0') == 2
         eventually(lambda: engine.aborted == [f"{engine.added[0].id}#0"])
 
@@ -153,17 +144,17 @@ class TestDisconnects:
     def test_every_choice_is_aborted(self, server, engine, eventually, stream: bool, hang_after: int) -> None:
         engine.script = say("a long text")
         engine.breaks(hang_after, HANG)
-        with ask(server, n=4, stream=stream) as connection:
+        with server.leaving(n=4, stream=stream) as connection:
             eventually(lambda: engine.added)
             if stream and hang_after:
-                assert b"200 OK" in connection.recv(10_000)
+                assert b"200 OK" in connection.read_until(b"\r\n")
             assert engine.aborted == []
         eventually(lambda: len(engine.aborted) == 4)
         assert sorted(engine.aborted) == [f"{engine.added[0].id}#{i}" for i in range(4)]
 
     def test_a_client_that_never_reads_is_not_read_ahead_for(self, server, engine, eventually) -> None:
         engine.script = say("x" * 40_000_000, chars=100_000)
-        with ask(server, n=2, stream=True, max_tokens=None, path="chat/completions"):
+        with server.leaving("/v1/chat/completions", n=2, stream=True):
             eventually(lambda: engine.added)
             engine.script = say("short")
             assert server.complete().json()["choices"][0]["text"] == "short"
@@ -179,16 +170,6 @@ class TestRefusals:
     def test_best_of_as_many_is_no_choice(self, server, n: int | None, best_of: int | None) -> None:
         for stream in (False, True):
             assert server.complete(n=n, best_of=best_of, stream=stream).status_code == 200
-
-
-def ask(server: Any, path: str = "completions", **fields: Any) -> socket.socket:
-    """A connection whose request has been sent and whose answer nobody reads."""
-    given = {"prompt": "x"} if path == "completions" else {"messages": [{"role": "user", "content": "x"}]}
-    body = json.dumps({"model": "tiny-base", **given, **fields}).encode()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
-    head = f"POST /v1/{path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-    connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-    return connection
 
 
 class Endless:
