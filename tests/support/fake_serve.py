@@ -40,7 +40,7 @@ def main() -> None:
         kill_at = -1
 
         @classmethod
-        def build(cls, config: Any, store: AdapterStore, progress: Any) -> "AsyncEngine":
+        def build(cls, config: Any, store: AdapterStore, progress: Any, observers: Any = ()) -> "AsyncEngine":
             for layer in range(8):
                 progress(f"layer {layer}", layer / 8)
             engine, does = cls(), config.model.model

@@ -47,12 +47,10 @@ def test_nothing_is_fetched() -> None:
     assert found == CLIENTS
     # The operator's own base, when the server starts: what opens it is not asked by any route.
     assert [path for path, text in sources().items() if FETCHERS.search(text)] == ["lorasrv/models/loader/locate.py"]
-    opens = re.compile(r"\blorasrv\.loaders(?:\.hub)?\b")
+    opens = re.compile(r"\blorasrv\.models\.loader\b")
     assert [path for path, text in sources().items() if path.startswith("api/routes/") and opens.search(text)] == []
-    importers = re.compile(r"^from api\.(?:client|batches\.remote|bench)\b|^import api\.(?:client|bench)\b", re.M)
-    serving = {
-        path for path in sources() if path.startswith("api/") and not path.startswith(("api/cli/", "api/bench/"))
-    }
+    importers = re.compile(r"^(?:from|import) api\.(?:client|batches\.remote|cli)\b", re.M)
+    serving = {path for path in sources() if path.startswith("api/") and not path.startswith("api/cli/")}
     # At their tops; the file of batches that asks a server is for the command.
     assert {path for path in serving if importers.search(sources()[path])} <= {"api/batches/remote.py"}
 
