@@ -35,7 +35,8 @@ GUESS = (10e-3, 1e-3, 0.2e-3, 0.2e-9, 20e-9)
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """What a step has in it. `adapter_bytes`: its distinct adapters. `pairs`: of a token and one that it attends to."""
+    """What a step has in it. `adapter_bytes`: its distinct adapters. `pairs`: of a token and one that it attends to.
+    A draft token is one of the `tokens`, and counts as a request: its row's logits are wanted, too."""
 
     tokens: int
     requests: int
@@ -46,7 +47,7 @@ class StepShape:
     def of(cls, step: SchedulerOutput) -> "StepShape":
         return cls(
             tokens=step.num_tokens,
-            requests=len(step.scheduled),
+            requests=len(step.scheduled) + step.num_draft_tokens,
             adapter_bytes=sum(placed.layout.nbytes for placed in step.placements.values()),
             pairs=sum(len(s.token_ids) * (s.start + (len(s.token_ids) + 1) // 2) for s in step.scheduled),
         )

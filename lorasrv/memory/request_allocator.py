@@ -57,7 +57,7 @@ class RequestAllocator:
         self, request: Request, need: EvictionLevel, keep_free: int = 0, ahead: Set[AdapterKey] = frozenset()
     ) -> bool:
         """Take the pages that all known tokens of a request need; False if others do not give way so far."""
-        rid, computed = request.request_id, request.num_computed_tokens
+        rid, computed = request.request_id, request.num_scheduled_tokens
         missing = self._kv.missing_pages(rid, computed, request.num_tokens)
         if missing and not self._books.reclaimer.make_room(missing + keep_free, need, ahead.__contains__):
             return False
@@ -66,6 +66,24 @@ class RequestAllocator:
         if copies:
             self._ops.append(CopyPages(copies))
         return True
+
+    def grow_for_drafts(self, request: Request, num_drafts: int, keep_free: int) -> int:
+        """Take pages for draft tokens behind all known tokens of a request, which have theirs; returns for how many.
+
+        Nothing is evicted for a guess, and `keep_free` pages stay free.
+        """
+        rid, known = request.request_id, request.num_tokens
+        free = max(0, self._books.kv_pool.num_free - keep_free)
+        room = self._kv.num_writable_tokens(rid) + free * self._kv.page_size - known
+        count = min(num_drafts, room)
+        if count > 0:
+            copies = self._kv.allocate(rid, known - 1, known + count)
+            assert copies == (), "the page of the last known token is the request's own already"
+        return count
+
+    def trim(self, request: Request) -> None:
+        """Give back pages that only draft tokens were in, which are not the answer's."""
+        self._kv.truncate(request.request_id, request.num_computed_tokens)
 
     def _can_grow(self, request: Request, growth: int, need: EvictionLevel, ahead: Set[AdapterKey]) -> bool:
         if not growth:
@@ -117,6 +135,8 @@ class RequestAllocator:
         if request.num_swapped_pages:
             self._forget_swap(request)
         request.num_computed_tokens = 0
+        if request.status is RequestStatus.RUNNING:
+            self._kv.truncate(request.request_id, request.num_tokens)
 
     def note_moves(self) -> None:
         """Put the copies that moves have made due behind what is noted already."""

@@ -5,11 +5,13 @@ import random
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import markers as m
+from late_executor import LateExecutor
 from mispredict import expect_short_answers
 
 from adapter_store.errors import AdapterNotFound
@@ -21,8 +23,11 @@ from lorasrv.engine.input_processor import further_choices
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import adapter_layout
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId
+from lorasrv.request import Request
 from lorasrv.sampling_params import SamplingParams
+from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.worker.adapter_loader import InlineLoader, ThreadedLoader
+from lorasrv.worker.executor import InProcessExecutor
 
 PAGE_SIZE = 4
 PAGE_BYTES = 2 * m.KV_HEADS * m.HEAD_DIM * PAGE_SIZE * 4
@@ -54,24 +59,52 @@ def config(
     )
 
 
-def start(model: Path, library: Any, *, threaded: bool, preemption: str = "auto") -> Started:
-    """An engine whose pool and host cache are too small for what comes."""
+class EchoDrafter:
+    """Guesses that a text goes on as it did behind the same token before; else anything."""
+
+    def __init__(self) -> None:
+        self.num_right = 0
+        self._rng = random.Random(0)
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        drafts = []
+        for ask in asks:
+            ids = ask.request.token_ids
+            before = next((at for at in range(len(ids) - 2, -1, -1) if ids[at] == ids[-1]), None)
+            found = ids[before + 1 :] if before is not None else self._rng.sample(ids, min(3, len(ids)))
+            drafts.append(Draft(tuple(found[: ask.max_tokens])))
+        return drafts
+
+    def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
+        self.num_right += len(new_token_ids) - 1
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+def start(
+    model: Path, library: Any, *, threaded: bool, preemption: str = "auto", drafter: Drafter | None = None
+) -> Started:
+    """An engine whose pool and host cache are too small for what comes. With a drafter, its steps are collected late,
+    too."""
     checkpoint = open_checkpoint(str(model))
     keys = [library.store.resolve(name).key for name in library.names[: 4 * len(m.VARIETIES)]]
     layouts = [adapter_layout(checkpoint.spec, library.store.spec(key), 4) for key in keys]
     an_adapter = sum(layout.num_pages(PAGE_BYTES) for layout in layouts) / len(layouts)
     a_request = (MAX_PROMPT + MAX_NEW) / 4 / PAGE_SIZE
     host = HOSTED * sum(layout.nbytes for layout in layouts) // len(layouts)
-    parts = build(
-        checkpoint, config(model, int(RESIDENTS * an_adapter + SEQS * a_request), host, preemption), library.store
-    ).parts
+    options = config(model, int(RESIDENTS * an_adapter + SEQS * a_request), host, preemption)
+    parts = build(checkpoint, options, library.store, drafter=drafter).parts
+    if drafter is not None:
+        assert isinstance(parts.executor, InProcessExecutor)
+        parts = replace(parts, executor=LateExecutor(parts.executor))
     checkpoint.close()
     expect_short_answers(parts.scheduler.predictor)
     assert parts.source is not None
     if not threaded:
-        return Started(EngineCore(parts, InlineLoader(parts.source, parts.runner.write_adapter)), None)
+        return Started(EngineCore(parts, InlineLoader(parts.source, parts.executor.write_adapter)), None)
     wake = threading.Event()
-    return Started(EngineCore(parts, ThreadedLoader(parts.source, parts.runner.write_adapter, wake.set)), wake)
+    return Started(EngineCore(parts, ThreadedLoader(parts.source, parts.executor.write_adapter, wake.set)), wake)
 
 
 @dataclass
