@@ -83,8 +83,19 @@ class SamplingMetadata(NamedTuple):
 
     @classmethod
     def of(cls, share: ScheduledRequest) -> "SamplingMetadata":
-        """The row of a request's last token."""
+        """Return the row of a request's last known token."""
         return cls(share.sampling, share.num_generated, share.history, share.constraint)
+
+    @classmethod
+    def after(
+        cls, share: ScheduledRequest, path: Sequence[int], constraint: ConstraintState | None
+    ) -> "SamplingMetadata":
+        """Return the row of a draft token, before which this step has chosen `path`, that token last.
+
+        Args:
+            constraint: a state that has followed `path`.
+        """
+        return cls(share.sampling, share.num_generated + len(path), [*share.history, *path], constraint)
 
     @property
     def is_early(self) -> bool:

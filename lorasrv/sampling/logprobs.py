@@ -14,15 +14,35 @@ ROWS_AT_ONCE = 16
 
 
 def chosen_logprobs(
-    logits: Tensor, shares: Sequence[ScheduledRequest], chosen: Mapping[RequestId, int]
-) -> dict[RequestId, TokenLogprobs]:
-    """Of the tokens that were chosen, for the requests that ask. `logits`: [at least S, V], a row a share first."""
-    rows = [i for i, s in enumerate(shares) if s.sampling.logprobs is not None and s.request_id in chosen]
+    logits: Tensor, shares: Sequence[ScheduledRequest], chosen: Mapping[RequestId, Sequence[int]]
+) -> dict[RequestId, tuple[TokenLogprobs, ...]]:
+    """Of the tokens that were chosen, for the requests that ask.
+
+    Args:
+        logits: [at least S, V], the `num_logit_rows` of each share first.
+        chosen: tokens of the first of these rows.
+    """
+    rows: list[int] = []
+    tokens: list[int] = []
+    tops: list[int] = []
+    first = 0
+    for share in shares:
+        if share.sampling.logprobs is not None and (said := chosen.get(share.request_id)):
+            rows += range(first, first + len(said))
+            tokens += said
+            tops += [share.sampling.logprobs] * len(said)
+        first += share.num_logit_rows
     if not rows:
         return {}
-    asking = [shares[i] for i in rows]
-    found = token_logprobs(logits[rows], [chosen[s.request_id] for s in asking], [_top(s) for s in asking])
-    return {s.request_id: one for s, one in zip(asking, found, strict=True) if one is not None}
+    found = token_logprobs(logits[rows], tokens, tops)
+    answers: dict[RequestId, tuple[TokenLogprobs, ...]] = {}
+    for share in shares:
+        if share.sampling.logprobs is not None and (said := chosen.get(share.request_id)):
+            known = tuple(one for one in found[: len(said)] if one is not None)
+            found = found[len(said) :]
+            if len(known) == len(said):
+                answers[share.request_id] = known
+    return answers
 
 
 def prompt_logprobs(logits: Tensor, shares: Sequence[ScheduledRequest]) -> dict[RequestId, tuple[TokenLogprobs, ...]]:
@@ -38,10 +58,6 @@ def prompt_logprobs(logits: Tensor, shares: Sequence[ScheduledRequest]) -> dict[
         if len(known) == len(targets):
             answers[share.request_id] = known
     return answers
-
-
-def _top(share: ScheduledRequest) -> int:
-    return share.sampling.logprobs or 0
 
 
 def token_logprobs(logits: Tensor, token_ids: Sequence[int], tops: Sequence[int]) -> list[TokenLogprobs | None]:

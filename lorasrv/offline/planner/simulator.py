@@ -292,13 +292,13 @@ class Simulator:
         except InvalidRequest:
             return None
 
-    def _sampled(self, step: SchedulerOutput) -> dict[RequestId, int]:
+    def _sampled(self, step: SchedulerOutput) -> dict[RequestId, tuple[int]]:
         """The last token of an answer ends it, unless its length does."""
         tokens = {}
         for share in step.scheduled:
             if share.samples:
                 is_last = share.num_generated + 1 >= self._live[share.request_id].request.output_tokens
-                tokens[share.request_id] = EOS if is_last else OTHER_TOKEN
+                tokens[share.request_id] = (EOS if is_last else OTHER_TOKEN,)
         return tokens
 
     def _hear(self, outputs: Sequence[EngineOutput]) -> None:

@@ -165,6 +165,7 @@ class GrammarState:
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, ends: tuple[int, ...]) -> None:
         self.error: str | None = None
         self._matcher = matcher
+        self._vocab_size = vocab_size
         self._ends = ends
         self._mask = np.zeros(-(-vocab_size // BITS), np.int32)
         self._address, self._nbytes = self._mask.ctypes.data, self._mask.nbytes
@@ -177,6 +178,11 @@ class GrammarState:
     def advance(self, token_id: int) -> None:
         if self.error is None and not self._matcher.consume_token(token_id):
             self._fail()
+
+    def copy(self) -> "GrammarState":
+        copied = GrammarState(self._matcher.deep_copy(), self._vocab_size, self._ends)
+        copied.error = self.error
+        return copied
 
     def allowed(self) -> npt.NDArray[np.int32]:
         if self.error is None:
