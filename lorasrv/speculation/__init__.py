@@ -1,1 +1,1 @@
-"""Guesses of what answers go on with, which a step verifies: several tokens of a request in one step. No torch."""
+"""Drafters: they propose the next tokens of an answer, which a step verifies. Torch-free."""

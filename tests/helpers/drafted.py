@@ -6,14 +6,15 @@ from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from late_executor import LateExecutor
 
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.engine import factory
 from lorasrv.engine.core import EngineCore
-from lorasrv.engine.factory import build
 from lorasrv.engine.input_processor import further_choices
 from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.models.loader import open_checkpoint
@@ -150,13 +151,13 @@ class Drafted:
         given = {"max_num_seqs": 64, "target_itl_ms": None, "policy": "fcfs", **scheduler}
         config = EngineConfig(
             model=ModelOptions(model=str(model), quantization=quantization, dtype="float32", kernels="numba"),
-            memory=MemoryOptions(pool_bytes=pages * BLOCK, page_size_tokens=PAGE_SIZE, **(memory or {})),
+            memory=MemoryOptions(pool_bytes=pages * BLOCK, **(memory or {})),
             scheduler=SchedulerOptions(**given),
         )
         self.drafter = ScriptedDrafter()
         self.store = store
-        with closing(open_checkpoint(str(model))) as checkpoint:
-            built = build(checkpoint, config, store, drafter=self.drafter)
+        with closing(open_checkpoint(str(model))) as checkpoint, patch.object(factory, "PAGE_SIZE_TOKENS", PAGE_SIZE):
+            built = factory.build(checkpoint, config, store, drafter=self.drafter)
         assert built.parts.source is not None
         assert isinstance(built.parts.executor, InProcessExecutor)
         self.runner = built.parts.executor.runner
@@ -164,6 +165,7 @@ class Drafted:
         parts = replace(built.parts, executor=self.late or built.parts.executor)
         self.built, self.tokenizer = built, built.tokenizer
         self.engine = EngineCore(parts, InlineLoader(built.parts.source, self.runner.write_adapter))
+        self.processor = built.input_processor(self.engine.poison)
         self.scheduler = built.parts.scheduler
         self.checks = True
         self.num_runs = 0
@@ -182,7 +184,7 @@ class Drafted:
         groups = []
         for number, ask in enumerate(asks):
             options = {"cache_salt": salt, "adapter_id": ask.adapter or "", **ask.options}
-            first = self.engine.admission.admit(
+            first = self.processor.process(
                 RequestId(f"{number}.0"),
                 ask.prompt,
                 ask.sampling,

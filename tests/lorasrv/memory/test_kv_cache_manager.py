@@ -157,5 +157,5 @@ def test_what_is_given_back_stays_with_others_that_hold_it(kv: KVCacheManager) -
     assert kv.page_table(B)[:2] == kv.page_table(A)
     kv.free(B)
     assert kv._prefixes is not None
-    assert kv._prefixes.num_resting == 1
+    assert kv._prefixes.num_cached == 1
     _check(kv)

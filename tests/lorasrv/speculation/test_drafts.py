@@ -441,7 +441,7 @@ def _accepts_anything(patch: pytest.MonkeyPatch) -> None:
 
 
 def _keeps_pages(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(RequestAllocator, "trim", lambda *_: None)
+    patch.setattr(RequestAllocator, "truncate_drafts", lambda *_: None)
 
 
 def _row_after(patch: pytest.MonkeyPatch, **wrong: Any) -> None:
@@ -450,7 +450,7 @@ def _row_after(patch: pytest.MonkeyPatch, **wrong: Any) -> None:
     def changed(share: ScheduledRequest, path: Sequence[int], constraint: Any) -> SamplingMetadata:
         return after(share, path, constraint)._replace(**{name: of(share) for name, of in wrong.items()})
 
-    patch.setattr(draft_verification.SamplingRow, "after", staticmethod(changed))
+    patch.setattr(draft_verification.SamplingMetadata, "after", staticmethod(changed))
 
 
 def _draws_the_first_ones_chance(patch: pytest.MonkeyPatch) -> None:
