@@ -17,6 +17,9 @@ from lorasrv.engine import factory
 from lorasrv.engine.core import EngineCore
 from lorasrv.engine.input_processor import further_choices
 from lorasrv.engine.output_processor import OutputProcessor
+from lorasrv.engine.poison_requests import PoisonGuard
+from lorasrv.memory import memory_manager
+from lorasrv.memory.memory_manager import ADAPTER_FLOOR
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.outputs import RequestId, RequestOutput, TokenLogprobs
 from lorasrv.request import EngineCoreRequest, Request, TokenConstraint
@@ -144,19 +147,23 @@ class Drafted:
         *,
         pages: int = 600,
         quantization: str = "int4",
-        memory: dict[str, Any] | None = None,
+        adapter_floor: float = ADAPTER_FLOOR,
         late: bool = False,
         **scheduler: Any,
     ) -> None:
         given = {"max_num_seqs": 64, "target_itl_ms": None, "policy": "fcfs", **scheduler}
         config = EngineConfig(
             model=ModelOptions(model=str(model), quantization=quantization, dtype="float32", kernels="numba"),
-            memory=MemoryOptions(pool_bytes=pages * BLOCK, **(memory or {})),
+            memory=MemoryOptions(pool_bytes=pages * BLOCK),
             scheduler=SchedulerOptions(**given),
         )
         self.drafter = ScriptedDrafter()
         self.store = store
-        with closing(open_checkpoint(str(model))) as checkpoint, patch.object(factory, "PAGE_SIZE_TOKENS", PAGE_SIZE):
+        with (
+            closing(open_checkpoint(str(model))) as checkpoint,
+            patch.object(factory, "PAGE_SIZE_TOKENS", PAGE_SIZE),
+            patch.object(memory_manager, "ADAPTER_FLOOR", adapter_floor),
+        ):
             built = factory.build(checkpoint, config, store, drafter=self.drafter)
         assert built.parts.source is not None
         assert isinstance(built.parts.executor, InProcessExecutor)
@@ -165,7 +172,7 @@ class Drafted:
         parts = replace(built.parts, executor=self.late or built.parts.executor)
         self.built, self.tokenizer = built, built.tokenizer
         self.engine = EngineCore(parts, InlineLoader(built.parts.source, self.runner.write_adapter))
-        self.processor = built.input_processor(self.engine.poison)
+        self.processor = built.input_processor(PoisonGuard())
         self.scheduler = built.parts.scheduler
         self.checks = True
         self.num_runs = 0

@@ -72,9 +72,8 @@ def wide(model: Path, library: AdapterStore) -> Iterator[Drafted]:
 @pytest.fixture(scope="module", params=["recompute", "swap"])
 def tight(request: pytest.FixtureRequest, model: Path, library: AdapterStore) -> Iterator[Drafted]:
     """A pool that is too small for what it lets in, and prompts in chunks."""
-    memory = {"adapter_floor_fraction": 0.0}
     with closing(
-        Drafted(model, library, pages=40, memory=memory, preemption=request.param, max_num_batched_tokens=64)
+        Drafted(model, library, pages=40, adapter_floor=0.0, preemption=request.param, max_num_batched_tokens=64)
     ) as drafted:
         expect_short_answers(drafted.scheduler.predictor)
         yield drafted
