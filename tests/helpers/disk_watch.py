@@ -204,7 +204,7 @@ def _site(disk: ForgetfulDisk, node: int) -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = Path(frame.f_code.co_filename)
-        if name.parent.name == "adapter_store" and frame.f_code.co_name not in _NO_SITES:
+        if "adapter_store" in name.parent.parts and "tests" not in name.parts and frame.f_code.co_name not in _NO_SITES:
             folder = disk.folder_path(node)
             return f"{name.stem}.{frame.f_code.co_qualname}" + (f" of {folder}" if folder is not None else "")
         frame = frame.f_back

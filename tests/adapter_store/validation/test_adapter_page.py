@@ -31,7 +31,7 @@ def test_a_changed_table_is_noticed() -> None:
 
 def test_commands_on_the_page_exist() -> None:
     """Options that the page names are options that the command line has."""
-    sources = "".join(path.read_text("utf-8") for path in (Path(PAGE).parents[1] / "api" / "cli").glob("*.py"))
+    sources = "".join(path.read_text("utf-8") for path in (Path(PAGE).parents[1] / "api" / "cli").rglob("*.py"))
     options = set(re.findall(r"--[a-z-]{3,}", re.sub(r"<!--.*?-->", "", PAGE.read_text("utf-8"))))
     assert len(options) >= 3
     assert [option for option in sorted(options) if f'"{option}"' not in sources] == []
