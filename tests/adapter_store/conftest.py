@@ -15,7 +15,7 @@ from safetensors.torch import save
 from adapter_store.errors import AdapterInvalid, Problem
 from adapter_store.quota import ANONYMOUS
 from adapter_store.spec import BaseShapes
-from adapter_store.storage.pending_uploads import Sender
+from adapter_store.storage.pending_uploads import Uploader
 from adapter_store.store import AdapterStore
 
 HIDDEN, INNER, KV = 32, 48, 16
@@ -117,7 +117,7 @@ def put() -> Callable[..., str]:
 
     def put_bytes(store: AdapterStore, data: bytes, principal: str = ANONYMOUS) -> str:
         digest = hashlib.sha256(data).hexdigest()
-        with store.open_blob(digest, len(data), Sender(principal)) as upload:
+        with store.open_blob(digest, len(data), Uploader(principal)) as upload:
             upload.write(data)
             upload.commit()
         return digest

@@ -83,7 +83,7 @@ class Ledger:
         self._file.with_suffix(".new").write_text(text)
         self._file.with_suffix(".new").replace(self._file)
 
-    def settle(self, name: str, shown: State) -> None:
+    def discard_failed_commit(self, name: str, shown: State) -> None:
         """After a kill. Raises: AssertionError: `shown` is neither what was acknowledged nor that plus what was under
         way.
         """
@@ -241,7 +241,7 @@ class Campaign:
         with AdapterStore(self._copy, self._shapes) as store:
             records = {str(record.adapter_id): record for record in store.list_adapters()}
             for name in {*records, *self._ledger.states, *self._ledger.pending}:
-                self._ledger.settle(name, self._shown(store, name) if name in records else {})
+                self._ledger.discard_failed_commit(name, self._shown(store, name) if name in records else {})
             assert not list((self._copy / "tmp").iterdir())
             named = {store.spec(v.key).weights_digest for record in records.values() for v in record.versions}
             stored = {path.name for path in (self._copy / "blobs" / "sha256").iterdir()}

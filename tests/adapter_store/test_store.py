@@ -71,7 +71,7 @@ def test_upload_register_resolve_load(store: AdapterStore, put: Put, build: Any,
     spec = store.spec(ref.key)
     assert spec.key == ref.key
     assert spec.weights_digest == digest
-    assert store.uploads.report(ref) == registration.report
+    assert store.version_history.report(ref) == registration.report
     weights = store.load(ref.key)
     assert weights.spec == spec
     name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
@@ -162,7 +162,7 @@ def test_two_ids_share_one_content(store: AdapterStore, put: Put, build: Any, tm
     for call in (store.load, store.spec):
         with pytest.raises(AdapterNotFound):
             call(key)
-    for ask in (store.uploads.report, store.uploads.peft):
+    for ask in (store.version_history.report, store.version_history.peft_dir):
         for ref in refs:
             with pytest.raises(AdapterNotFound, match=f"{ref.adapter_id}@1"):
                 ask(ref)
@@ -180,21 +180,21 @@ def test_what_is_not_of_the_content_is_of_one_version(
     assert ann.ref.key == bob.ref.key
     assert ann.report != bob.report
     for sent, done in ((whole, ann), (part, bob)):
-        assert store.uploads.report(done.ref) == done.report
-        assert store.uploads.peft(done.ref).config == sent
+        assert store.version_history.report(done.ref) == done.report
+        assert store.version_history.peft_dir(done.ref).config == sent
     for name in ("cyd", "dan"):
-        store.uploads.record_verdict(store.register(name, whole, digest).ref, {"of": name})
-    store.uploads.record_verdict(bob.ref, {"of": "bob"})
-    assert store.uploads.verdict(ann.ref) is None
-    assert store.uploads.verdict(store.resolve("cyd")) == {"of": "cyd"}
+        store.version_history.record_verdict(store.register(name, whole, digest).ref, {"of": name})
+    store.version_history.record_verdict(bob.ref, {"of": "bob"})
+    assert store.version_history.verdict(ann.ref) is None
+    assert store.version_history.verdict(store.resolve("cyd")) == {"of": "cyd"}
     for name in ("ann", "cyd", "dan"):
         store.delete(name)
     root, base = store.root, store.base
     store.close()
     assert b"secret" not in dump(root)
     with AdapterStore(root, base) as again:
-        assert again.uploads.report(bob.ref) == bob.report
-        assert again.uploads.verdict(bob.ref) == {"of": "bob"}
+        assert again.version_history.report(bob.ref) == bob.report
+        assert again.version_history.verdict(bob.ref) == {"of": "bob"}
         assert again.load(bob.ref.key).spec.key == bob.ref.key
 
 
@@ -376,8 +376,8 @@ def test_a_header_that_was_read_wrongly_once_is_not_believed(
     digest = put(store, data)
     key = store.register("mia", build.config(), digest).ref.key
     whole = store.load(key)
-    checked = store._contents._newest[key]
-    store._contents._newest[key] = replace(checked, header_bytes=b"\xff" + checked.header_bytes[1:], spec=None)
+    checked = store._content_reader._newest[key]
+    store._content_reader._newest[key] = replace(checked, header_bytes=b"\xff" + checked.header_bytes[1:], spec=None)
     again = store.load(key)
     assert again.spec == whole.spec
     assert all((again[site].a == whole[site].a).all() for site in whole)

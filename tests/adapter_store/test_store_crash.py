@@ -32,8 +32,8 @@ SITES = {
     "blobs.BlobDirectory.__init__ of data/store/blobs/sha256",
     "blobs.BlobDirectory.__init__ of data/store/blobs",
     "blobs.BlobDirectory.__init__ of data/store",
-    "root_lock._make_durably of data",
-    "root_lock._make_durably of .",
+    "root_lock._create_durably of data",
+    "root_lock._create_durably of .",
 }
 # SQLite syncs this folder as well, when it makes its first log: only without both is something lost.
 ALSO_BY_SQLITE = {"blobs.BlobDirectory.__init__ of data/store": {"sqlite folder"}}

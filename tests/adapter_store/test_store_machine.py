@@ -259,9 +259,9 @@ class StoreMachine(RuleBasedStateMachine):
         ref = AdapterRef(AdapterId(name), version, self.keys[model.versions.get(version, 0)])
         if version not in model.versions:
             with pytest.raises(AdapterNotFound):
-                self.store.uploads.record_verdict(ref, {"value": value})
+                self.store.version_history.record_verdict(ref, {"value": value})
             return
-        self.store.uploads.record_verdict(ref, {"value": value})
+        self.store.version_history.record_verdict(ref, {"value": value})
         self.verdicts[name, version] = value
 
     @rule()
@@ -301,7 +301,7 @@ class StoreMachine(RuleBasedStateMachine):
         for record in self.store.list_adapters():
             for v in record.versions:
                 at = str(record.adapter_id), v.version
-                verdict = self.store.uploads.verdict(record.ref(v.version))
+                verdict = self.store.version_history.verdict(record.ref(v.version))
                 assert verdict == ({"value": self.verdicts[at]} if at in self.verdicts else None)
 
 

@@ -140,10 +140,10 @@ def test_weights_being_registered_are_not_removed_by_others(
     """The other's delete (or refusal) happens while this registration is checking the same weights."""
     digest = put(store, build.file())
     store.register("old", build.config(), digest)
-    check = store._contents.check
+    check = store._content_reader.check
 
     def slow_check(*arguments: Any) -> Any:
-        monkeypatch.setattr(store._contents, "check", check)
+        monkeypatch.setattr(store._content_reader, "check", check)
         checked = check(*arguments)
         store.delete("old")
         if action == "invalid":
@@ -151,7 +151,7 @@ def test_weights_being_registered_are_not_removed_by_others(
                 store.register("bad", build.config(r=0), digest)
         return checked
 
-    monkeypatch.setattr(store._contents, "check", slow_check)
+    monkeypatch.setattr(store._content_reader, "check", slow_check)
     key = store.register("new", build.config(), digest).ref.key
     assert store.load(key).spec.key == key
 
@@ -280,5 +280,5 @@ def test_a_hold_wins_or_is_refused_and_never_loses_its_bytes(store: AdapterStore
     assert sum(held for held, _ in counts) > 0
     store.delete("mia")
     store.collect()
-    assert store._holds._counts == {}
+    assert store._refcounts._counts == {}
     assert not store.blob_exists(hashlib.sha256(data).hexdigest())

@@ -21,9 +21,9 @@ def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def _fields(decision: Decision) -> str:
     rules = sorted((name, rule) for name, rule in FIELD_RULES.items() if rule.decision is decision)
     if decision is Decision.REFUSED:
-        rows = ((f"`{name}`", rule.what, rule.way_out) for name, rule in rules)
+        rows = ((f"`{name}`", rule.description, rule.remedy) for name, rule in rules)
         return _table(("field", "why", "what to do"), rows)
-    return _table(("field", "what it does"), ((f"`{name}`", rule.what) for name, rule in rules))
+    return _table(("field", "what it does"), ((f"`{name}`", rule.description) for name, rule in rules))
 
 
 def _inits() -> str:

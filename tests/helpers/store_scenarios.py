@@ -259,7 +259,7 @@ def observe(store: AdapterStore) -> State:
         str(record.adapter_id): {
             "current": record.current_version,
             "versions": [(version.version, str(version.key)) for version in record.versions],
-            "reports": [store.uploads.report(record.ref(v.version)).digest for v in record.versions],
+            "reports": [store.version_history.report(record.ref(v.version)).digest for v in record.versions],
             "limits": dict(record.limits),
             "aliases": {alias: dict(shares) for alias, shares in record.aliases.items()},
         }

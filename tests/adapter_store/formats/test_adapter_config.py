@@ -16,7 +16,7 @@ from adapter_store.formats.adapter_config import (
     AdapterConfig,
     Decision,
     parse_config,
-    read_manifest,
+    read_adapter_config,
 )
 from adapter_store.spec import BaseShapes
 from adapter_store.validation.validate import check_adapter, max_names
@@ -24,34 +24,34 @@ from adapter_store.validation.validate import check_adapter, max_names
 
 def refusals(config: Any) -> dict[str, str]:
     problems = ProblemList()
-    assert read_manifest(config, problems) is None
+    assert read_adapter_config(config, problems) is None
     return {p.field: p.message for p in problems.problems()}
 
 
 def accepted(config: Any) -> AdapterConfig:
     problems = ProblemList()
-    manifest = read_manifest(config, problems)
-    assert manifest is not None, problems.problems()
-    return manifest
+    adapter_config = read_adapter_config(config, problems)
+    assert adapter_config is not None, problems.problems()
+    return adapter_config
 
 
 def test_a_config_as_peft_saves_it(build: Any) -> None:
-    manifest = accepted(build.config())
-    assert (manifest.r, manifest.lora_alpha, manifest.scaling("model.layers.0.mlp.up_proj")) == (4, 8, 2.0)
+    adapter_config = accepted(build.config())
+    assert (adapter_config.r, adapter_config.lora_alpha, adapter_config.scaling("model.layers.0.mlp.up_proj")) == (4, 8, 2.0)
 
 
 def test_scaling_of_rslora_and_patterns(build: Any) -> None:
-    manifest = accepted(
+    adapter_config = accepted(
         build.config(
             use_rslora=True,
             rank_pattern={"layers.1.self_attn.q_proj": 2, "q_proj": 9},
             alpha_pattern={"^model.layers.0.self_attn.q_proj": 3.5},
         )
     )
-    assert manifest.rank("model.layers.1.self_attn.q_proj") == 2
-    assert manifest.rank("model.layers.11.self_attn.q_proj") == 9
-    assert manifest.scaling("model.layers.0.self_attn.q_proj") == 3.5 / math.sqrt(9)
-    assert manifest.scaling("model.layers.0.self_attn.v_proj") == 8 / math.sqrt(4)
+    assert adapter_config.rank("model.layers.1.self_attn.q_proj") == 2
+    assert adapter_config.rank("model.layers.11.self_attn.q_proj") == 9
+    assert adapter_config.scaling("model.layers.0.self_attn.q_proj") == 3.5 / math.sqrt(9)
+    assert adapter_config.scaling("model.layers.0.self_attn.v_proj") == 8 / math.sqrt(4)
 
 
 REFUSED_VALUES: dict[str, Any] = {
@@ -81,7 +81,7 @@ def test_refused_fields_say_what_was_found_and_the_way_out(field: str, build: An
     found = refusals(build.config(**{field: REFUSED_VALUES[field]}))
     assert list(found) == [field]
     assert str(REFUSED_VALUES[field])[:10] in found[field]
-    assert FIELD_RULES[field].way_out[1:] in found[field]
+    assert FIELD_RULES[field].remedy[1:] in found[field]
     accepted(build.config(**{field: None}))
 
 
@@ -219,11 +219,11 @@ JSON = st.recursive(
 def test_any_object_is_a_manifest_or_a_list_of_problems(changes: dict[str, Any]) -> None:
     problems = ProblemList()
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8} | changes
-    manifest = read_manifest(config, problems)
-    assert (manifest is None) == (len(problems) > 0)
+    adapter_config = read_adapter_config(config, problems)
+    assert (adapter_config is None) == (len(problems) > 0)
     for problem in problems.problems():
         problem.message.encode()
         problem.field.encode()
-    if manifest is not None:
-        assert manifest.rank("model.layers.0.self_attn.q_proj") >= 1
+    if adapter_config is not None:
+        assert adapter_config.rank("model.layers.0.self_attn.q_proj") >= 1
         json.dumps(config, allow_nan=False)  # what is accepted is what the index can store

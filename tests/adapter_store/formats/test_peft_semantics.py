@@ -1,4 +1,4 @@
-"""Scaling, ranks and names against PEFT itself, on a tiny model: what PEFT computes is what the manifest means."""
+"""Scaling, ranks and names against PEFT itself, on a tiny model: what PEFT computes is what the adapter_config means."""
 
 import io
 import json
@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from adapter_store.errors import AdapterInvalid, ProblemList
-from adapter_store.formats.adapter_config import FIELD_RULES, read_manifest
+from adapter_store.formats.adapter_config import FIELD_RULES, read_adapter_config
 from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.formats.weights import load_weights
 from adapter_store.spec import BaseShapes
@@ -212,10 +212,10 @@ def test_what_the_config_targets_is_what_peft_targets(
     }  # fmt: skip
     theirs = bool(check_target_module_exists(LoraConfig(**fields), name))
     problems = ProblemList()
-    manifest = read_manifest({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **fields}, problems)
-    assert manifest is not None
+    adapter_config = read_adapter_config({"peft_type": "LORA", "r": 4, "lora_alpha": 8, **fields}, problems)
+    assert adapter_config is not None
     layer = None if name == "lm_head" else int(name.split(".")[2])
-    assert manifest.targets(layer, name) == theirs
+    assert adapter_config.targets(layer, name) == theirs
 
 
 def test_peft_drops_what_the_config_leaves_out(save: Save, base: BaseShapes) -> None:

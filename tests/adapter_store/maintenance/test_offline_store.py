@@ -22,8 +22,8 @@ from adapter_store.errors import (
     StoreLocked,
     StoreUnusable,
 )
-from adapter_store.maintenance.archive import Moved, export_store, import_store
-from adapter_store.maintenance.offline_store import Collected, OfflineStore
+from adapter_store.maintenance.archive import ArchiveSummary, export_store, import_store
+from adapter_store.maintenance.offline_store import CollectSummary, OfflineStore
 from adapter_store.quota import ANONYMOUS, StoreQuota
 from adapter_store.registry.records import Change
 from adapter_store.spec import BaseShapes
@@ -84,11 +84,11 @@ class TestCollect:
         orphan = digest_of(build.file(seed=8))
         num_bytes = blobs(root)[orphan].stat().st_size
         with OfflineStore(root) as closed:
-            assert closed.collect() == Collected(0, 0, 0, 1), "it is younger than a day"
+            assert closed.collect() == CollectSummary(0, 0, 0, 1), "it is younger than a day"
             assert orphan in blobs(root)
-            assert closed.collect(age_s=-1.0) == Collected(0, 1, num_bytes, 0)
+            assert closed.collect(age_s=-1.0) == CollectSummary(0, 1, num_bytes, 0)
             assert orphan not in blobs(root)
-            assert closed.collect(age_s=-1.0) == Collected(0, 0, 0, 0)
+            assert closed.collect(age_s=-1.0) == CollectSummary(0, 0, 0, 0)
             assert closed.check() == []
 
     def test_contents_that_were_held_when_the_server_died(self, root: Path, build: Any) -> None:
@@ -107,7 +107,7 @@ class TestCollect:
             for path in blobs(root).values():
                 if path.name != young:
                     os.utime(path, (past, past))
-            with store._leases.lease(old), store.staging.using(ANONYMOUS, old):
+            with store._leases.lease(old), store.pending_uploads.using(ANONYMOUS, old):
                 assert store.remove_orphans().num_blobs == 0
                 assert old in blobs(root)
             assert old not in blobs(root), "the last to leave removes it"
@@ -122,9 +122,9 @@ class TestCheck:
         """Somebody's folders and links: no reason not to start, and nothing to remove."""
         mine = tmp_path / "mine"
         mine.write_bytes(b"x")
-        strangers = [root / "tmp" / "lost+found", root / "blobs" / "sha256" / ("0" * 64)]
+        foreign_paths = [root / "tmp" / "lost+found", root / "blobs" / "sha256" / ("0" * 64)]
         links = [root / "tmp" / "link", root / "blobs" / "sha256" / "link"]
-        for path in strangers:
+        for path in foreign_paths:
             (path / "notes").mkdir(parents=True)
         for path in links:
             path.symlink_to(mine)
@@ -135,8 +135,8 @@ class TestCheck:
         with OfflineStore(root) as closed:
             assert closed.collect(age_s=-1.0).blobs == 0
             findings = {(f.kind, f.what) for f in closed.check()}
-        assert findings == {("foreign", f"'{path.parent.name}/{path.name}'") for path in [*strangers, *links]}
-        assert all((path / "notes").is_dir() for path in strangers)
+        assert findings == {("foreign", f"'{path.parent.name}/{path.name}'") for path in [*foreign_paths, *links]}
+        assert all((path / "notes").is_dir() for path in foreign_paths)
         assert all(path.is_symlink() for path in links)
 
     def test_everything_is_found(self, root: Path, build: Any) -> None:
@@ -210,8 +210,8 @@ class TestArchive:
         return exported(root)
 
     @pytest.fixture
-    def take(self, tmp_path: Path, base: BaseShapes) -> Callable[[bytes], Moved]:
-        def run(data: bytes) -> Moved:
+    def take(self, tmp_path: Path, base: BaseShapes) -> Callable[[bytes], ArchiveSummary]:
+        def run(data: bytes) -> ArchiveSummary:
             with OfflineStore(tmp_path / "new", create=True) as closed:
                 return import_store(closed, io.BytesIO(data), base, 16)
 
@@ -234,8 +234,8 @@ class TestArchive:
             for record in old.list_adapters():
                 for version in record.versions:
                     ref = record.ref(version.version)
-                    assert new.uploads.report(ref) == old.uploads.report(ref)
-                    assert new.uploads.peft(ref).config == old.uploads.peft(ref).config
+                    assert new.version_history.report(ref) == old.version_history.report(ref)
+                    assert new.version_history.peft_dir(ref).config == old.version_history.peft_dir(ref).config
                     assert new.spec(version.key) == old.spec(version.key)
                     a, b = old.load(version.key), new.load(version.key)
                     assert all((a[site].b == b[site].b).all() for site in a)
@@ -259,7 +259,7 @@ class TestArchive:
             take(rebuilt(data, lambda m: first_version(m).pop("partial")))
         assert take(data).versions == 1
         with AdapterStore(tmp_path / "new", base) as store:
-            assert "partial: 2 of 6" in store.uploads.report(store.resolve("mia")).warnings[0]
+            assert "partial: 2 of 6" in store.version_history.report(store.resolve("mia")).warnings[0]
 
     def test_versions_of_one_content_keep_what_is_their_own(
         self, tmp_path: Path, base: BaseShapes, put: Put, build: Any, take: Any
@@ -271,11 +271,11 @@ class TestArchive:
         with AdapterStore(tmp_path / "both", base) as store:
             digest = put(store, build.file())
             done = {who: store.register(who, config, digest, allow_partial=True) for who, config in configs.items()}
-        assert take(exported(tmp_path / "both")) == Moved(2, 2, 1, len(build.file()))
+        assert take(exported(tmp_path / "both")) == ArchiveSummary(2, 2, 1, len(build.file()))
         with AdapterStore(tmp_path / "new", base) as store:
             for who, config in configs.items():
-                assert store.uploads.report(done[who].ref) == done[who].report
-                assert store.uploads.peft(done[who].ref).config == config
+                assert store.version_history.report(done[who].ref) == done[who].report
+                assert store.version_history.peft_dir(done[who].ref).config == config
 
     def test_the_first_format(self, data: bytes, take: Any, tmp_path: Path, base: BaseShapes) -> None:
         """There a content had one config: whose, nobody knows, so nobody is told what that one trained on."""
@@ -291,7 +291,7 @@ class TestArchive:
         with AdapterStore(tmp_path / "new", base) as store:
             for record in store.list_adapters():
                 for version in record.versions:
-                    assert store.uploads.report(record.ref(version.version)).warnings == ()
+                    assert store.version_history.report(record.ref(version.version)).warnings == ()
                     store.load(version.key)
         assert b"secret" not in (tmp_path / "new" / "index.sqlite3").read_bytes()
 
@@ -336,7 +336,7 @@ class TestArchive:
 
     def test_an_empty_store(self, tmp_path: Path, base: BaseShapes, take: Any) -> None:
         AdapterStore(tmp_path / "empty", base).close()
-        assert take(exported(tmp_path / "empty")) == Moved(0, 0, 0, 0)
+        assert take(exported(tmp_path / "empty")) == ArchiveSummary(0, 0, 0, 0)
 
     def test_damaged_weights_are_not_exported(self, root: Path, build: Any) -> None:
         blob = blobs(root)[digest_of(build.file(seed=0))]

@@ -19,7 +19,7 @@ from adapter_store.errors import (
 )
 from adapter_store.quota import StoreQuota, Usage
 from adapter_store.registry.records import Change
-from adapter_store.registry.references import drawn, target_from_json, target_to_json
+from adapter_store.registry.references import draw_version, target_from_json, target_to_json
 from adapter_store.spec import AdapterKey, BaseShapes
 from adapter_store.store import AdapterStore
 
@@ -164,7 +164,7 @@ class TestCanary:
             assert store.resolve("mia:prod").version == version
 
     def test_rounding_leaves_no_gap(self) -> None:
-        assert drawn({1: 0.1, 2: 0.9 - 1e-9}, 1 - 2**-53) == 2
+        assert draw_version({1: 0.1, 2: 0.9 - 1e-9}, 1 - 2**-53) == 2
 
     @pytest.mark.parametrize(
         "shares", [{}, {1: 0.5}, {1: 0.5, 2: 0.6}, {1: 1.0, 2: 0.0}, {1: 1.5, 2: -0.5}, {1: 0.4, 2: 0.3, 3: 0.3}]
@@ -242,14 +242,14 @@ class TestExpectedState:
         self, store: AdapterStore, mia: list[AdapterKey], put: Put, build: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Somebody else flips the id while an upload is being checked."""
-        check, etag = store._contents.check, store.get("mia").etag
+        check, etag = store._content_reader.check, store.get("mia").etag
 
         def slow_check(*arguments: Any) -> Any:
             checked = check(*arguments)
             store.change("mia", Change(version=1))
             return checked
 
-        monkeypatch.setattr(store._contents, "check", slow_check)
+        monkeypatch.setattr(store._content_reader, "check", slow_check)
         with pytest.raises(AdapterChanged):
             store.register("mia", build.config(), put(store, build.file(seed=9)), if_match={etag})
         assert (store.resolve("mia").version, len(store.get("mia").versions)) == (1, 3)
@@ -340,18 +340,18 @@ class TestQuotas:
 class TestVerdicts:
     def test_they_go_with_the_version(self, store: AdapterStore, mia: list[AdapterKey], put: Put, build: Any) -> None:
         first = store.resolve("mia@1")
-        assert store.uploads.verdict(first) is None
-        store.uploads.record_verdict(first, {"ok": False, "max_error": 1.0})
-        store.uploads.record_verdict(first, {"ok": True, "max_error": 1e-3, "prompts": ["a"]})
-        assert store.uploads.verdict(first) == {"ok": True, "max_error": 1e-3, "prompts": ["a"]}
+        assert store.version_history.verdict(first) is None
+        store.version_history.record_verdict(first, {"ok": False, "max_error": 1.0})
+        store.version_history.record_verdict(first, {"ok": True, "max_error": 1e-3, "prompts": ["a"]})
+        assert store.version_history.verdict(first) == {"ok": True, "max_error": 1e-3, "prompts": ["a"]}
         with pytest.raises(ValueError, match="JSON"):
-            store.uploads.record_verdict(first, {"max_error": float("nan")})
-        assert store.uploads.verdict(first)["ok"] is True  # type: ignore[index]
+            store.version_history.record_verdict(first, {"max_error": float("nan")})
+        assert store.version_history.verdict(first)["ok"] is True  # type: ignore[index]
         hold = store.hold(mia[0])
         store.delete("mia@1")
-        assert store.uploads.verdict(first) is None
+        assert store.version_history.verdict(first) is None
         with pytest.raises(AdapterNotFound, match="mia@1"):
-            store.uploads.record_verdict(first, {})
+            store.version_history.record_verdict(first, {})
         again = store.register("mia", build.config(), put(store, build.file(seed=0))).ref
         assert again.key == first.key == hold.key
-        assert store.uploads.verdict(again) is None
+        assert store.version_history.verdict(again) is None

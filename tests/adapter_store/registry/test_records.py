@@ -191,20 +191,20 @@ def test_what_was_kept_with_a_content_goes_to_whose_it_was(
             store.register(who, config, put(store, build.file()), principal=who, allow_partial=True).ref
             for who in ("ann", "bob")
         ]
-        anns = store.uploads.report(refs[0])
+        anns = store.version_history.report(refs[0])
     make_layout(3, root)
     with database(root) as db:
         verdict = {"id": "bob", "version": 1, "verdict": "exact"}
         db.execute("INSERT INTO verdicts VALUES (?, ?, ?)", (refs[0].key, json.dumps(verdict), 1.0))
     with AdapterStore(root, base) as store:
-        assert [store.uploads.verdict(ref) for ref in refs] == [None, verdict]
-        assert store.uploads.report(refs[0]) == anns
+        assert [store.version_history.verdict(ref) for ref in refs] == [None, verdict]
+        assert store.version_history.report(refs[0]) == anns
         assert "secret-13b" in " ".join(anns.warnings)
-        assert store.uploads.peft(refs[0]).config == config
-        bobs = store.uploads.report(refs[1])
+        assert store.version_history.peft_dir(refs[0]).config == config
+        bobs = store.version_history.report(refs[1])
         assert bobs == replace(anns, warnings=anns.warnings[:1])
         assert bobs.is_partial
-        assert store.uploads.peft(refs[1]).config == {k: v for k, v in config.items() if k not in trained_on}
+        assert store.version_history.peft_dir(refs[1]).config == {k: v for k, v in config.items() if k not in trained_on}
         store.load(refs[1].key)
     with database(root) as db:
         assert "secret" not in db.execute("SELECT config FROM contents").fetchone()[0]

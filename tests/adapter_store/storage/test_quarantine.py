@@ -83,7 +83,7 @@ def test_a_repair_while_it_is_read_is_not_undone(
     store: AdapterStore, damaged: tuple[AdapterKey, bytes], put: Put, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, data = damaged
-    load, reading, repaired = store._contents.load, threading.Event(), threading.Event()
+    load, reading, repaired = store._content_reader.load, threading.Event(), threading.Event()
 
     def slow_load(*arguments: Any) -> Any:
         try:
@@ -92,7 +92,7 @@ def test_a_repair_while_it_is_read_is_not_undone(
             reading.set()
             assert repaired.wait(10)
 
-    monkeypatch.setattr(store._contents, "load", slow_load)
+    monkeypatch.setattr(store._content_reader, "load", slow_load)
     errors: list[Exception] = []
 
     def read() -> None:

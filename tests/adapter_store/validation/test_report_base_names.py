@@ -2,7 +2,7 @@
 
 import pytest
 
-from adapter_store.validation.report import MAX_CHARS, BaseName, other_base
+from adapter_store.validation.report import MAX_CHARS, BaseName, base_warnings
 
 SAME, QUANTIZATION, NAME = "", "another quantization", "check that it is the same base"
 
@@ -33,7 +33,7 @@ SAME, QUANTIZATION, NAME = "", "another quantization", "check that it is the sam
     ],
 )
 def test_names(trained_on: str, served: str, says: str) -> None:
-    warnings = other_base(trained_on, served)
+    warnings = base_warnings(trained_on, served)
     assert len(warnings) == bool(says)
     assert says in "".join(warnings)
 
@@ -42,4 +42,4 @@ def test_names(trained_on: str, served: str, says: str) -> None:
 def test_of_a_long_name_little_is_read(text: str) -> None:
     name = BaseName.of(text)
     assert len(name.model) + len("".join(name.quantization)) <= MAX_CHARS
-    assert len("".join(other_base(text, "tiny-llama"))) < 400
+    assert len("".join(base_warnings(text, "tiny-llama"))) < 400

@@ -418,7 +418,7 @@ def test_a_partial_adapter_stays_accepted(
         store.delete("whole")
     with AdapterStore(tmp_path / "store", base, max_lora_rank=16) as store:
         assert len(store.load(store.resolve("mia").key)) == 4
-        assert "partial: 2 of 6" in store.uploads.report(ref).warnings[0]
+        assert "partial: 2 of 6" in store.version_history.report(ref).warnings[0]
         assert "partial_adapter" in problems_of(lambda: store.register("poet", config, put(store, data)))
 
 

@@ -234,7 +234,7 @@ class TestQuota:
 class TestVerdict:
     def test_it_is_shown(self, server, store) -> None:
         assert shown(server)["verified"] is None
-        store.uploads.record_verdict(store.resolve("mia"), {"ok": True, "max_error": 0.01})
+        store.version_history.record_verdict(store.resolve("mia"), {"ok": True, "max_error": 0.01})
         assert shown(server)["verified"] == {"ok": True, "max_error": 0.01}
         patch(server, version=1)
         assert shown(server)["verified"] is None

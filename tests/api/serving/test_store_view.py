@@ -513,7 +513,7 @@ def test_what_others_verify(filled, store, make_adapter, monkeypatch) -> None:
     refs = [store.resolve(name) for name in (HIDDEN, "mia-same")]
     assert refs[0].key == refs[1].key
     for ref in refs:
-        store.uploads.record_verdict(ref, {"id": ref.adapter_id, "version": 1})
+        store.version_history.record_verdict(ref, {"id": ref.adapter_id, "version": 1})
         assert filled.bob.get(f"/v1/adapters/{HIDDEN}").json()["verified"]["id"] == HIDDEN
         anns = filled.ann.get("/v1/adapters/mia-same").json()["verified"]
         assert anns == (None if ref is refs[0] else {"id": "mia-same", "version": 1})
