@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from store_kit import add, blobs, build, put
 
 from adapter_store.errors import AdapterCorrupt
 from adapter_store.spec import AdapterKey
@@ -15,20 +16,20 @@ Put = Callable[[AdapterStore, bytes], str]
 
 
 @pytest.fixture
-def damaged(store: AdapterStore, put: Put, build: Any, tmp_path: Path) -> tuple[AdapterKey, bytes]:
+def damaged(store: AdapterStore, tmp_path: Path) -> tuple[AdapterKey, bytes]:
     """A content whose last byte has flipped, and its file as it was uploaded."""
     data = build.file()
     digest = put(store, data)
     key = store.register("mia", build.config(), digest).ref.key
-    (tmp_path / "store" / "blobs" / "sha256" / digest).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    (blobs(store)[digest]).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     return key, data
 
 
 def test_the_disk_is_read_once(
-    store: AdapterStore, damaged: tuple[AdapterKey, bytes], put: Put, build: Any, monkeypatch: pytest.MonkeyPatch
+    store: AdapterStore, damaged: tuple[AdapterKey, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, data = damaged
-    other = store.register("zoe", build.config(), put(store, build.file(seed=1))).ref.key
+    other = add(store, "zoe", 1).ref.key
     assert store.quarantined() == frozenset()
     store.hold(key)
     with pytest.raises(AdapterCorrupt, match="upload the same file again"):
@@ -50,7 +51,7 @@ def test_the_disk_is_read_once(
 
 
 def test_a_twin_with_the_same_weights_is_judged_by_its_own_read(
-    store: AdapterStore, put: Put, build: Any, damaged: tuple[AdapterKey, bytes], tmp_path: Path
+    store: AdapterStore, damaged: tuple[AdapterKey, bytes], tmp_path: Path
 ) -> None:
     key, data = damaged
     put(store, data)
@@ -67,9 +68,7 @@ def test_a_twin_with_the_same_weights_is_judged_by_its_own_read(
     assert store.quarantined() == frozenset()
 
 
-def test_a_content_that_goes_is_not_in_quarantine(
-    store: AdapterStore, damaged: tuple[AdapterKey, bytes], put: Put, build: Any
-) -> None:
+def test_a_content_that_goes_is_not_in_quarantine(store: AdapterStore, damaged: tuple[AdapterKey, bytes]) -> None:
     key, data = damaged
     with pytest.raises(AdapterCorrupt):
         store.load(key)
@@ -80,7 +79,7 @@ def test_a_content_that_goes_is_not_in_quarantine(
 
 
 def test_a_repair_while_it_is_read_is_not_undone(
-    store: AdapterStore, damaged: tuple[AdapterKey, bytes], put: Put, monkeypatch: pytest.MonkeyPatch
+    store: AdapterStore, damaged: tuple[AdapterKey, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, data = damaged
     load, reading, repaired = store._content_reader.load, threading.Event(), threading.Event()
