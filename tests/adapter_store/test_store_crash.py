@@ -1,7 +1,7 @@
 """Power loss, failed calls and kills: what was acknowledged is there, everything else old or new.
 
-`store_scenarios.py` says what is done, `store_runner.py` how it is disturbed, docs/reliability.md what is promised. Each
-disturbance is sampled here and exhaustive in `make test-crash`.
+`store_scenarios.py` says what is done, `store_runner.py` how it is disturbed, docs/reliability.md what is promised.
+Each disturbance is sampled here, and exhaustive in `make test-crash`.
 """
 
 import errno
@@ -141,8 +141,8 @@ class FailingIndex:
     "step",
     [
         *up("mia", 3, 1), *up("new", 3), delete("mia@2"), delete("mia"),
-        change("mia", version=1, aliases={"prod": 2}, limits={"weight": 2.0}),
-    ],
+        change("mia", version=1, aliases={"prod": 2}, limits={"weight": 2.0})
+    ]
 )  # fmt: skip
 def test_memory_and_disk_agree_whichever_statement_fails(step: Any, own_scratch: Path) -> None:
     """What is refused is not done, and what is done is not refused: nothing is read after a change is durable."""

@@ -1,5 +1,4 @@
-"""Files that are made to cost the store something, and what it has to answer; run as a script, it prints what each of
-them costs to refuse."""
+"""Files built to be expensive to refuse, and the expected answers. Run as a script, it prints the cost of each refusal."""
 
 import io
 import json
@@ -14,10 +13,7 @@ from adapter_store.spec import BaseShapes
 from adapter_store.validation.validate import check_adapter
 
 BASE = BaseShapes(
-    family="llama",
-    num_layers=2,
-    modules={"self_attn.q_proj": (32, 32), "self_attn.v_proj": (32, 16)},
-    name="tiny",
+    family="llama", num_layers=2, modules={"self_attn.q_proj": (32, 32), "self_attn.v_proj": (32, 16)}, name="tiny"
 )
 CAP_BYTES = header_cap_bytes(BASE)
 CONFIG: Mapping[str, object] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
@@ -38,8 +34,7 @@ class CountingFile(io.BytesIO):
 
 @dataclass(frozen=True)
 class Hostile:
-    """`make` gives the file; `code` is the problem that has to be among those found; at most `read_bytes` may be read
-    of it, and `peak_bytes` allocated on the way."""
+    """Describe a file: `code` must be among the problems found, within `read_bytes` read and `peak_bytes` allocated."""
 
     what: str
     make: Callable[[], bytes]
@@ -51,7 +46,7 @@ class Hostile:
 
 @dataclass(frozen=True)
 class Cost:
-    """What refusing one came to."""
+    """Hold the cost of a refusal."""
 
     problems: tuple[Problem, ...]
     file_bytes: int
@@ -61,10 +56,7 @@ class Cost:
 
 
 def measure(case: Hostile) -> Cost:
-    """Check the file twice, as counting allocations takes many times what is counted.
-
-    Raises: AssertionError: it is not refused.
-    """
+    """Check the file twice, since counting allocations distorts the time; raise AssertionError if it is accepted."""
     data = case.make()
     file = CountingFile(data)
     started = time.perf_counter()
@@ -87,13 +79,13 @@ def _refuse(case: Hostile, file: CountingFile, file_bytes: int) -> tuple[Problem
 
 
 def with_header(header: object, data: bytes = b"") -> bytes:
-    """A file with any header: bytes as they are, anything else as JSON."""
+    """Return a file with any header: bytes as they are, anything else as JSON."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 
 def tensors(**shapes: list[int]) -> dict[str, object]:
-    """Header entries of F32 tensors that tile the data."""
+    """Return header entries of F32 tensors that tile the data."""
     entries: dict[str, object] = {}
     at = 0
     for name, shape in shapes.items():
@@ -136,36 +128,14 @@ HOSTILE = (
     Hostile("header length 2^64 - 1", lambda: (2**64 - 1).to_bytes(8, "little") + b"{}", "header_too_large"),
     Hostile("header one byte over the cap", lambda: with_header(b" " * (CAP_BYTES + 1)), "header_too_large"),
     Hostile("as many empty tensors as fit", lambda: _as_many_as_fit(_EMPTY), "too_many_tensors", _WHOLE, _PARSED),
-    Hostile(
-        "as many unknown types as fit",
-        lambda: _as_many_as_fit(b'"%d":{"dtype":"Q","shape":[1],"data_offsets":[0,0]}'),
-        "too_many_tensors",
-        _WHOLE,
-        _PARSED,
-    ),
+    Hostile("as many unknown types as fit", lambda: _as_many_as_fit(b'"%d":{"dtype":"Q","shape":[1],"data_offsets":[0,0]}'), "too_many_tensors", _WHOLE, _PARSED),
     Hostile("a million brackets", lambda: with_header(b"[" * (CAP_BYTES - 8)), "malformed_header", _WHOLE, _PARSED),
-    Hostile(
-        "one number of a million digits",
-        lambda: with_header(b"9" * (CAP_BYTES - 8)),
-        "malformed_header",
-        _WHOLE,
-        _PARSED,
-    ),
+    Hostile("one number of a million digits", lambda: with_header(b"9" * (CAP_BYTES - 8)), "malformed_header", _WHOLE, _PARSED),
     Hostile("a key twice", lambda: with_header(b'{"a":1,"a":2}'), "malformed_header", _SMALL),
     Hostile("a pickle", lambda: b"\x80\x04\x95" + bytes(1 << 20), "not_safetensors"),
     Hostile("a zip archive", lambda: b"PK\x03\x04" + bytes(1 << 20), "not_safetensors"),
-    Hostile(
-        "zero-size tensors",
-        lambda: with_header({A: {"dtype": "F32", "shape": [0, 32], "data_offsets": [0, 0]}}),
-        "empty_tensor",
-        _SMALL,
-    ),
-    Hostile(
-        "a shape of 2^62 by 2^62",
-        lambda: with_header({A: {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 8]}}, bytes(8)),
-        "malformed_header",
-        _SMALL,
-    ),
+    Hostile("zero-size tensors", lambda: with_header({A: {"dtype": "F32", "shape": [0, 32], "data_offsets": [0, 0]}}), "empty_tensor", _SMALL),
+    Hostile("a shape of 2^62 by 2^62", lambda: with_header({A: {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 8]}}, bytes(8)), "malformed_header", _SMALL),
     Hostile("../ as a name", lambda: _named("../../../etc/passwd"), "unknown_tensor", _SMALL),
     Hostile("NUL in a name", lambda: _named(f"{STEM}\0.lora_A.weight"), "unknown_tensor", _SMALL),
     Hostile("a name of a MiB", lambda: _named("x" * (CAP_BYTES - 1024)), "unknown_tensor", 2 * _WHOLE, _PARSED),
@@ -174,18 +144,12 @@ HOSTILE = (
     Hostile("NaN in the data", lambda: _good(b"\0\0\xc0\x7f" * 128), "non_finite", _SMALL),
     Hostile("infinity in the data", lambda: _good(b"\0\0\x80\x7f" * 128), "non_finite", _SMALL),
     Hostile("an infinite alpha", _good, "malformed_config", _SMALL, config={"lora_alpha": float("inf")}),
-    Hostile(
-        "a pattern that runs for years",
-        _good,
-        "unsupported_rank_pattern",
-        _SMALL,
-        config={"rank_pattern": {"(.*a){20}x": 4}, "target_modules": "(.*a){20}x"},
-    ),
-)
+    Hostile("a pattern that runs for years", _good, "unsupported_rank_pattern", _SMALL, config={"rank_pattern": {"(.*a){20}x": 4}, "target_modules": "(.*a){20}x"}),
+)  # fmt: skip
 
 
 def main() -> None:
-    """A Markdown table of the costs."""
+    """Print a Markdown table of the costs."""
     print("| file | bytes | read | allocated | ms | refused as |\n|---|---|---|---|---|---|")
     for case in HOSTILE:
         cost = measure(case)

@@ -1,11 +1,11 @@
 """A disk for crash tests: a model of what survives a power loss, and a watch that feeds it from a real folder.
 
-In the model, file data is safe after an fsync of the file, and a name (created, replaced, removed) after an fsync of its
-folder. Anything else may survive completely, partly or not at all; a `Loss` chooses. Enumerating the states that a crash
-may leave follows ALICE (Pillai et al., OSDI 2014) and SQLite's own crash tests.
+In the model, file data is safe after an fsync of the file, and a name (created, replaced, removed) after an fsync of
+its folder. Anything else may survive completely, partly or not at all; a `Loss` chooses. Enumerating the states that a
+crash may leave follows ALICE (Pillai et al., OSDI 2014) and SQLite's own crash tests.
 
-The watch replaces functions of `os` while it is active and sees SQLite's files through `sqlite_watch.py`. Each call is a
-turn, which may raise OSError for the caller or end the process.
+The watch replaces functions of `os` while it is active and sees SQLite's files through `sqlite_watch.py`. Each call is
+a turn, which may raise OSError for the caller or end the process.
 """
 
 import contextlib
@@ -303,7 +303,7 @@ class DiskWatch:
 
         replaced: dict[str, Callable[..., Any]] = {
             "open": self._open, "write": self._write, "fsync": self._fsync, "fdatasync": self._fsync,
-            "close": self._close, "fdopen": self._fdopen,
+            "close": self._close, "fdopen": self._fdopen
         }  # fmt: skip
         replaced |= {name: self._by_path(getattr(os, name), kind) for name, kind in _CHANGES.items()}
         replaced |= {name: self._by_path(getattr(os, name), None, name) for name in _LOOKS}

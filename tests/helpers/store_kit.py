@@ -1,6 +1,7 @@
 """Factories for adapter store tests: a tiny base, adapters for it, good and bad, and stores filled with them."""
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from adapter_store.registry.records import Registration
 from adapter_store.spec import BaseShapes
 from adapter_store.storage.pending_uploads import Uploader
 from adapter_store.store import AdapterStore
+from adapter_store.validation.validate import CheckedAdapter, check_adapter
 
 HIDDEN, INNER, KV = 32, 48, 16
 MODULES = {
@@ -38,7 +40,7 @@ CONFIG: Mapping[str, Any] = {
     "lora_alpha": 8, "use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}, "bias": "none", "lora_bias": False,
     "lora_dropout": 0.05, "fan_in_fan_out": False, "use_dora": False, "modules_to_save": None,
     "init_lora_weights": True, "target_modules": ["v_proj", "q_proj"], "megatron_core": "megatron.core",
-    "loftq_config": {}, "qalora_group_size": 16,
+    "loftq_config": {}, "qalora_group_size": 16
 }  # fmt: skip
 
 
@@ -127,3 +129,16 @@ def problems_of(refused: Callable[[], object]) -> dict[str, Problem]:
 def widen(array: np.ndarray, dtype: str) -> np.ndarray:
     """Return a host array of a dtype as float32."""
     return (array.astype("<u4") << 16).view("<f4") if dtype == "BF16" else array.astype("<f4")
+
+
+def check(config: Mapping[str, object], data: bytes, max_rank: int = 16, **options: bool) -> CheckedAdapter:
+    """Check an adapter for the tiny base."""
+    return check_adapter(config, io.BytesIO(data), len(data), BASE, max_rank, **options)
+
+
+def warnings(checked: CheckedAdapter) -> str:
+    return " | ".join(checked.report.warnings)
+
+
+def norm_of_b(tensors: Tensors) -> float:
+    return float(sum(t.double().norm() for name, t in tensors.items() if "lora_B" in name))

@@ -2,8 +2,8 @@
 
     python store_runner.py FOLDER [EVERY]
 
-As a program it kills real processes: for every scenario and every k (or each EVERY-th) a child is forked (the program has
-no threads, so forking is safe) that ends without clean-up just before its k-th call. It prints the number of kills.
+As a program it kills real processes: for every scenario and every k (or each EVERY-th) a child is forked (the program
+has no threads, so forking is safe) that ends without clean-up before its k-th call. It prints the number of kills.
 """
 
 import contextlib
@@ -61,7 +61,7 @@ class Run:
     def unplug(
         self, folder: Path, losses: Iterable[Loss], dropped_sites: frozenset[str] = frozenset()
     ) -> tuple[int, str | None]:
-        """Crash after each change; return how many different disks were checked, and what is wrong with the first bad one."""
+        """Crash after each change; return how many different disks were checked, and the first failure."""
         checked = 0
         for done, tree in crash_states(copy.deepcopy(self.before), self.ops, losses, dropped_sites):
             state = hash((done, frozenset(tree.items())))

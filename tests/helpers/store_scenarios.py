@@ -1,7 +1,7 @@
 """What is done to a store while it is killed, refused and unplugged: a table. A new operation is one more entry.
 
-A scenario is a list of steps, each acknowledged when it returns. The state after each step is found by an undisturbed run;
-a disturbed store must show the state before or after the step that was interrupted (`Outcome.check`).
+A scenario is a list of steps, each acknowledged when it returns. An undisturbed run finds the state after each step; a
+disturbed store must show the state before or after the step that was interrupted (`Outcome.check`).
 """
 
 import contextlib
@@ -182,23 +182,23 @@ SCENARIOS: dict[str, Scenario] = {
     "delete": Scenario(
         (*up("mia", 1, 2, 3), *up("zoe", 1), *up("gone", 4), change("gone", limits={"weight": 2.0})),
         # zoe shares the weights of mia@1; the second upload of gone is version 2.
-        (delete("mia@1"), delete("mia@3"), delete("gone"), *up("gone", 5), delete("zoe")),
+        (delete("mia@1"), delete("mia@3"), delete("gone"), *up("gone", 5), delete("zoe"))
     ),
     "hold and collect": Scenario(
         (*up("mia", 1), *up("zoe", 2)),
-        (lambda h: h.hold("mia"), lambda h: h.hold("zoe"), delete("mia"), delete("zoe"), *up("zoe", 2), Hand.release),
+        (lambda h: h.hold("mia"), lambda h: h.hold("zoe"), delete("mia"), delete("zoe"), *up("zoe", 2), Hand.release)
     ),
     "aliases and rollback": Scenario(
         up("mia", 1, 2, 3),
         (
             change("mia", aliases={"prod": 3, "old": 1}),
             change("mia", version=2, aliases={"prod": {2: 0.5, 3: 0.5}, "old": None}),
-            delete("mia@3", force=True),
-        ),
+            delete("mia@3", force=True)
+        )
     ),
     "gc": Scenario(
         (*up("mia", 1), put(2), put(3)),
-        (lambda h: h.store.remove_orphans(age_s=-1.0), put(4), Hand.collect_offline),
+        (lambda h: h.store.remove_orphans(age_s=-1.0), put(4), Hand.collect_offline)
     ),
     "limits": Scenario(
         up("mia", 1), tuple(change("mia", limits=of) for of in ({"max_running": 2}, {"tokens_per_s": 1.5}, {}))
@@ -209,12 +209,12 @@ SCENARIOS: dict[str, Scenario] = {
     "restart": Scenario(
         up("mia", 1),
         (
-            Hand.checkpoint_often, *up("mia", 2), *up("zoe", 3), Hand.reopen, delete("mia"), Hand.reopen, *up("mia", 4),
-        ),
+            Hand.checkpoint_often, *up("mia", 2), *up("zoe", 3), Hand.reopen, delete("mia"), Hand.reopen, *up("mia", 4)
+        )
     ),
     "found by the next server": Scenario(
         up("mia", 1), (Hand.upload_killed_after_rename, Hand.reopen, Hand.upload_what_is_missing)
-    ),
+    )
 }  # fmt: skip
 
 

@@ -117,8 +117,8 @@ def test_refused_fields_say_what_was_found_and_the_way_out(field: str) -> None:
         ("init_lora_weights", "pissa"), ("init_lora_weights", "pissa_niter_16"), ("init_lora_weights", "olora"),
         ("init_lora_weights", "corda"), ("init_lora_weights", "lora_ga"), ("init_lora_weights", "loftq"),
         ("init_lora_weights", "next_year"), ("init_lora_weights", 3),
-        ("rank_pattern", [1]), ("alpha_pattern", "x"), ("peft_version", 2**70),
-    ],
+        ("rank_pattern", [1]), ("alpha_pattern", "x"), ("peft_version", 2**70)
+    ]
 )  # fmt: skip
 def test_bad_values_name_the_field(field: str, value: Any) -> None:
     found = refusals(build.config(**{field: value}))
@@ -136,8 +136,8 @@ def test_bad_values_name_the_field(field: str, value: Any) -> None:
         ("target_modules", None),
         ("layers_to_transform", [0]), ("exclude_modules", ["k_proj"]), ("eva_config", {"rho": 2.0}),
         ("future_key", None),
-        ("future_key", []), ("future_key", False), ("base_model_name_or_path", None),
-    ],
+        ("future_key", []), ("future_key", False), ("base_model_name_or_path", None)
+    ]
 )  # fmt: skip
 def test_harmless_values(field: str, value: Any) -> None:
     accepted(build.config(**{field: value}))
@@ -255,7 +255,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 def tiny_llama() -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2,
+        num_key_value_heads=2
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
@@ -320,7 +320,7 @@ def lora_layers(model: Any) -> dict[str, LoraLayer]:
 @pytest.mark.parametrize("case", CASES)
 def test_ranks_scalings_and_deltas_are_pefts(case: str, save: Save) -> None:
     model, folder = save(**CASES[case])
-    result, path = checked(folder, BASE)
+    result, path = checked(folder)
     theirs = lora_layers(model)
     assert {f"model.layers.{m.layer}.{m.module}" for m in result.spec.modules} == set(theirs)
     for (layer, module), lora in load_weights(path, result.spec).items():
@@ -337,7 +337,7 @@ def test_ranks_scalings_and_deltas_are_pefts(case: str, save: Save) -> None:
 
 def test_scalings_of_the_pattern_cases_vary(save: Save) -> None:
     _, folder = save(**CASES["patterns"])
-    result, _ = checked(folder, BASE)
+    result, _ = checked(folder)
     assert len({(m.rank, m.scaling) for m in result.spec.modules}) > 3
 
 
@@ -350,7 +350,7 @@ def test_the_patterns_first_match_is_pefts(save: Save) -> None:
     """PEFT saves patterns sorted, and what it loads is that order: so do we."""
     _, folder = save(r=4, target_modules=["q_proj"], alpha_pattern={"q_proj": 3, "0.self_attn.q_proj": 5})
     config = json.loads((folder / "adapter_config.json").read_text())
-    result, _ = checked(folder, BASE)
+    result, _ = checked(folder)
     for m in result.spec.modules:
         key = get_pattern_key(config["alpha_pattern"].keys(), f"model.layers.{m.layer}.{m.module}")
         assert m.scaling == config["alpha_pattern"][key] / 4
@@ -377,27 +377,27 @@ def test_what_peft_saves_and_we_refuse(case: str, save: Save) -> None:
     options, code = REFUSED[case]
     _, folder = save(**{"r": 4, "target_modules": ["q_proj", "v_proj"]} | options)
     with pytest.raises(AdapterInvalid) as caught:
-        checked(folder, BASE)
+        checked(folder)
     assert code in {problem.code for problem in caught.value.problems}
 
 
 def test_a_named_adapter_is_saved_one_level_down(save: Save) -> None:
     _, folder = save(adapter_name="pirate", r=4, target_modules=["q_proj"])
     assert read_peft_dir(folder).subdirectory == "pirate"
-    assert checked(folder, BASE)[0].report.modules_matched == 2
+    assert checked(folder)[0].report.modules_matched == 2
 
 
 @pytest.mark.parametrize("wrapped", [True, pytest.param(False, marks=pytest.mark.long)])
 def test_a_state_dict_as_in_memory_is_read_as_the_saved_one(wrapped: bool, save: Save) -> None:
     """Names by torch itself: PEFT's model, compiled and given to data parallelism."""
     model, folder = save(r=4, target_modules=["q_proj"], lora_alpha=6)
-    as_saved, _ = checked(folder, BASE)
+    as_saved, _ = checked(folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's compiler, while it is imported
         whole = torch.nn.DataParallel(torch.compile(model)) if wrapped else model
     state = {name: tensor for name, tensor in whole.state_dict().items() if "lora_" in name}
     save_file(state, folder / "adapter_model.safetensors")
-    result, path = checked(folder, BASE)
+    result, path = checked(folder)
     assert [(m.layer, m.module, m.rank, m.scaling) for m in result.spec.modules] == [
         (m.layer, m.module, m.rank, m.scaling) for m in as_saved.spec.modules
     ]
@@ -430,7 +430,7 @@ def test_what_the_config_targets_is_what_peft_targets(
         pattern = None  # PEFT refuses such a config
     fields = {
         "target_modules": targets, "exclude_modules": excluded, "layers_to_transform": layers,
-        "layers_pattern": pattern,
+        "layers_pattern": pattern
     }  # fmt: skip
     theirs = bool(check_target_module_exists(LoraConfig(**fields), name))
     problems = ProblemList()
@@ -450,7 +450,7 @@ def test_peft_drops_what_the_config_leaves_out(save: Save) -> None:
         loaded = PeftModel.from_pretrained(tiny_llama(), folder)
     assert {name.rpartition(".")[2] for name in lora_layers(loaded)} == {"q_proj"}
     with pytest.raises(AdapterInvalid) as caught:
-        checked(folder, BASE)
+        checked(folder)
     assert [problem.code for problem in caught.value.problems] == ["untargeted_modules"]
 
 
@@ -461,7 +461,7 @@ def test_a_torch_file_renamed_to_safetensors_is_never_unpickled(save: Save) -> N
         torch.save({"a": torch.ones(2)}, buffer, _use_new_zipfile_serialization=not legacy)
         (folder / "adapter_model.safetensors").write_bytes(buffer.getvalue())
         with pytest.raises(AdapterInvalid) as caught:
-            checked(folder, BASE)
+            checked(folder)
         assert caught.value.problems[0].code == "not_safetensors"
 
 

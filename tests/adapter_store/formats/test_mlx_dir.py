@@ -76,7 +76,7 @@ def opened(folder: Path) -> tuple[CheckedAdapter, AdapterWeights, tuple[str, ...
 def test_matrices_and_scaling_are_the_originals(dtype: torch.dtype, scale: float, write_mlx: MlxWriter) -> None:
     tensors = build.tensors(modules=tuple(BASE.modules), dtype=dtype)
     folder = write_mlx(as_mlx(tensors), lora_parameters={"rank": 4, "scale": scale})
-    checked, weights, notices = opened(folder, BASE)
+    checked, weights, notices = opened(folder)
     assert notices == (f"converted from MLX: 28 tensors transposed, r=4, scaling {scale:g}",)
     assert len(weights) == 14
     assert not checked.report.notices
@@ -90,7 +90,7 @@ def test_matrices_and_scaling_are_the_originals(dtype: torch.dtype, scale: float
 
 def test_it_is_mlx_lms_formula(write_mlx: MlxWriter) -> None:
     mlx = as_mlx(build.tensors())
-    _, weights, _ = opened(write_mlx(mlx), BASE)
+    _, weights, _ = opened(write_mlx(mlx))
     x = np.random.default_rng(0).standard_normal((3, 32))
     for (layer, module), lora in weights.items():
         a, b = (mlx[f"model.layers.{layer}.{module}.lora_{half}"].double().numpy() for half in "ab")
@@ -103,11 +103,11 @@ def test_it_is_mlx_lms_formula(write_mlx: MlxWriter) -> None:
 def test_last_layers_only_is_whole_and_a_hole_is_partial(write_mlx: MlxWriter) -> None:
     """num_layers counts from the end; which they are, the names say."""
     last = {n: t for n, t in as_mlx(build.tensors()).items() if ".layers.1." in n}
-    checked, _, _ = opened(write_mlx(last), BASE)
+    checked, _, _ = opened(write_mlx(last))
     assert (checked.report.layers, checked.report.modules_expected) == (1, 2)
     hole = {n: t for n, t in as_mlx(build.tensors()).items() if "1.self_attn.v_proj" not in n}
     with pytest.raises(AdapterInvalid, match=r"first: model.layers.1.self_attn.v_proj"):
-        opened(write_mlx(hole, "hole"), BASE)
+        opened(write_mlx(hole, "hole"))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_what_the_run_trained_and_the_file_lacks_is_partial(
     folder = write_mlx(tensors, **run)
     if first:
         with pytest.raises(AdapterInvalid, match=f"first: {first}"):
-            opened(folder, BASE)
+            opened(folder)
     with open_adapter_dir(folder) as found:
         report = check_files(found.config, found.weights_path, BASE, 16, allow_partial=True).report
     assert (report.modules_matched, report.modules_expected) == (2 * len(layers), expected)
@@ -151,7 +151,7 @@ def test_it_is_found_one_level_down_beside_its_checkpoints(write_mlx: MlxWriter)
 
 def test_the_language_part_of_a_vlm(write_mlx: MlxWriter) -> None:
     tensors = {f"language_model.{n}": t for n, t in as_mlx(build.tensors()).items()}
-    checked, _, _ = opened(write_mlx(tensors), BASE)
+    checked, _, _ = opened(write_mlx(tensors))
     assert "language_model." in checked.report.notices[0]
     assert "multimodal" in " ".join(checked.report.warnings)
 
@@ -202,10 +202,10 @@ def test_a_hostile_header_is_refused_before_anything_is_written(write_mlx: MlxWr
     folder = write_mlx(as_mlx(build.tensors()))
     (folder / "adapters.safetensors").write_bytes((2**63).to_bytes(8, "little") + b"{}")
     with pytest.raises(AdapterInvalid, match="header of 9223372036854775808 bytes"):
-        opened(folder, BASE)
+        opened(folder)
     (folder / "adapters.safetensors").unlink()
     with pytest.raises(AdapterInvalid, match="is missing beside MLX's"):
-        opened(folder, BASE)
+        opened(folder)
 
 
 def test_who_does_not_convert_is_told_who_does(write_mlx: MlxWriter) -> None:

@@ -1,12 +1,9 @@
-import io
 import json
 import math
-import time
-import tracemalloc
 from typing import Any
 
 import pytest
-from hostile_files import CAP_BYTES, HOSTILE, Hostile, measure
+from hostile_files import CAP_BYTES, HOSTILE, CountingFile, Hostile, measure
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
@@ -19,17 +16,6 @@ from adapter_store.spec import BaseShapes
 
 CAP = 1 << 20
 F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
-
-
-class CountingFile(io.BytesIO):
-    """Counts the bytes handed out."""
-
-    taken = 0
-
-    def read(self, size: int | None = -1) -> bytes:
-        data = super().read(size)
-        self.taken += len(data)
-        return data
 
 
 def test_reads_what_the_library_writes() -> None:
@@ -126,23 +112,6 @@ def test_a_header_whose_length_looks_like_a_pickle(length: int) -> None:
     assert list(parse_header(build.raw(text, bytes(8)), CAP).tensors) == ["t"]
 
 
-def test_a_million_tensor_header_is_refused_after_eight_bytes() -> None:
-    part = b'"%07d":{"dtype":"F32","shape":[0],"data_offsets":[0,0]},'
-    body = b"{" + b"".join(part % i for i in range(1_000_000))[:-1] + b"}"
-    file = CountingFile(len(body).to_bytes(8, "little") + body)
-    tracemalloc.start()
-    started = time.perf_counter()
-    with pytest.raises(AdapterInvalid):
-        read_header(file, 8 + len(body), CAP)
-    elapsed = time.perf_counter() - started
-    peak_bytes = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(body) > 50e6
-    assert file.taken == 8
-    assert elapsed < 0.05
-    assert peak_bytes < 1e6
-
-
 def test_no_file_makes_us_read_more_than_the_cap() -> None:
     file = CountingFile(build.raw(b"{" + b" " * (2 * CAP)))
     with pytest.raises(AdapterInvalid):
@@ -178,14 +147,11 @@ ENTRY = st.fixed_dictionaries(
 
 @given(st.dictionaries(st.text(max_size=3), ENTRY, min_size=1, max_size=3), st.integers(0, 24))
 def test_what_we_accept_the_library_accepts(header: dict[str, Any], data_bytes: int) -> None:
-
-    text = json.dumps(header).encode()
-    data = len(text).to_bytes(8, "little") + text + bytes(data_bytes)
+    data = build.raw(header, bytes(data_bytes))
     try:
         ours = parse_header(data, CAP)
     except AdapterInvalid:
         return
-
     try:
         theirs = dict(deserialize(data))  # type: ignore[no-untyped-call]
     except SafetensorError as error:
@@ -207,8 +173,7 @@ def test_tilings_that_are_nearly_right(tensors: list[tuple[list[int], int]], ext
         start = max(at + gap, 0)
         at = start + 4 * math.prod(shape)
         header[f"t{len(header)}"] = {"dtype": "F32", "shape": shape, "data_offsets": [start, at]}
-    text = json.dumps(header).encode()
-    data = len(text).to_bytes(8, "little") + text + bytes(max(at + extra, 0))
+    data = build.raw(header, bytes(max(at + extra, 0)))
     try:
         theirs = len(deserialize(data))  # type: ignore[no-untyped-call]
     except SafetensorError:
@@ -223,6 +188,7 @@ def test_tilings_that_are_nearly_right(tensors: list[tuple[list[int], int]], ext
 @pytest.mark.parametrize("case", HOSTILE, ids=lambda case: case.what)
 def test_refusing_it_is_cheap(case: Hostile) -> None:
     cost = measure(case)
+    assert case.read_bytes > 8 or cost.ms < 50
     assert case.code in {problem.code for problem in cost.problems}
     assert cost.read_bytes <= case.read_bytes
     assert cost.peak_bytes <= case.peak_bytes

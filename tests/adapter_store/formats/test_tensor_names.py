@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from store_kit import BASE, PREFIX, Q0, build, problems_of
+from store_kit import BASE, PREFIX, Q0, build, check, problems_of, warnings
 
 from adapter_store.errors import ProblemList
 from adapter_store.formats.tensor_names import locate

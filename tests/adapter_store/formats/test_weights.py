@@ -45,7 +45,7 @@ def test_values_and_layout(dtype: str, tmp_path: Path) -> None:
 
 def test_arrays_go_to_torch_without_a_copy_or_a_warning(tmp_path: Path) -> None:
     tensors = build.tensors(dtype=torch.bfloat16)
-    weights = load(tmp_path / "w", build.config(), build.file(tensors), BASE)
+    weights = load(tmp_path / "w", build.config(), build.file(tensors))
     a = torch.from_numpy(weights[0, "self_attn.q_proj"].a).view(torch.bfloat16)
     assert torch.equal(a, tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"])
 
@@ -54,7 +54,7 @@ def test_mixed_types_are_widened_exactly(tmp_path: Path) -> None:
     tensors = build.tensors(dtype=torch.bfloat16)
     name = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
     tensors[name] = tensors[name].half()
-    weights = load(tmp_path / "w", build.config(), build.file(tensors), BASE)
+    weights = load(tmp_path / "w", build.config(), build.file(tensors))
     assert weights.dtype == "F32"
     for (layer, module), lora in weights.items():
         stem = f"base_model.model.model.layers.{layer}.{module}"
@@ -72,7 +72,7 @@ def test_unaligned_data_is_copied_into_place(tmp_path: Path) -> None:
         data += raw
     for padding in range(4):
         header["__metadata__"] = {"pad": "x" * padding}
-        weights = load(tmp_path / "w", build.config(), build.raw(header, data), BASE)
+        weights = load(tmp_path / "w", build.config(), build.raw(header, data))
         assert all(lora.a.flags.aligned and lora.b.flags.aligned for lora in weights.values())
         expected = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].numpy()
         np.testing.assert_array_equal(weights[0, "self_attn.q_proj"].a, expected)
@@ -82,7 +82,7 @@ def test_unaligned_data_is_copied_into_place(tmp_path: Path) -> None:
 def test_damage_is_found(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "w"
     data = build.file()
-    weights = load(path, build.config(), data, BASE)
+    weights = load(path, build.config(), data)
     flipped = bytearray(data)
     flipped[-3] ^= 1
     path.write_bytes({"flip": bytes(flipped), "cut": data[:-1], "grow": data + b"x"}[damage])

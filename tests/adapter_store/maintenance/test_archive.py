@@ -9,13 +9,7 @@ from typing import Any
 import pytest
 from store_kit import BASE, add, blobs, build, digest_of, flip, put
 
-from adapter_store.errors import (
-    AdapterCorrupt,
-    AdapterError,
-    AdapterInvalid,
-    DigestMismatch,
-    InvalidArchive,
-)
+from adapter_store.errors import AdapterCorrupt, AdapterError, AdapterInvalid, DigestMismatch, InvalidArchive
 from adapter_store.maintenance.archive import ArchiveSummary, export_store, import_store
 from adapter_store.maintenance.offline_store import OfflineStore
 from adapter_store.store import AdapterStore
@@ -143,7 +137,7 @@ class TestArchive:
             if "tokens_per_s" in limits:
                 raise ValueError("tokens_per_s is too much")
 
-        why = "limits of 'mia' that are none: tokens_per_s is too much"
+        why = "invalid limits for 'mia': tokens_per_s is too much"
         with OfflineStore(tmp_path / "new", create=True) as closed, pytest.raises(InvalidArchive, match=why):
             import_store(closed, io.BytesIO(data), BASE, 16, check_limits=refuse)
         self.assert_nothing_came(tmp_path)
@@ -185,7 +179,7 @@ class TestArchive:
         with pytest.raises(AdapterCorrupt, match=r"mia@1, zoe@1 are damaged"):
             exported(root)
         blob.unlink()
-        with pytest.raises(AdapterCorrupt, match=r"mia@1, zoe@1 are gone"):
+        with pytest.raises(AdapterCorrupt, match=r"mia@1, zoe@1 are missing"):
             exported(root)
 
     @pytest.mark.parametrize("position", [0, 200, 600, -4000, -3000])
@@ -215,7 +209,7 @@ class TestArchive:
         ("change", "says"),
         [
             (lambda m: m.update(format=3), "has format 3; this lorasrv reads 2 and older"),
-            (lambda m: m.update(format=True, kind="x"), "no archive of an adapter store"),
+            (lambda m: m.update(format=True, kind="x"), "not an archive of an adapter store"),
             (lambda m: m.pop("contents"), "contents of the archive's manifest"),
             (lambda m: m["adapters"]["mia"].update(version=2), r"adapters.'mia'.version .*no such version"),
             (lambda m: m["adapters"]["mia"]["aliases"].update(prod=2), "no such version"),
@@ -224,8 +218,8 @@ class TestArchive:
             (lambda m: m["adapters"]["mia"]["limits"].update(weight="x"), "limits"),
             (lambda m: m["adapters"]["mia"]["limits"].update(weight=10**400), "limits"),
             (lambda m: m["adapters"]["mia"].update(created="x"), "created"),
-            (lambda m: m["adapters"]["mia"]["versions"].update({"01": {}}), "no version number"),
-            (lambda m: m["adapters"]["mia"]["versions"].update({"-1": {}}), "no version number"),
+            (lambda m: m["adapters"]["mia"]["versions"].update({"01": {}}), "not a version number"),
+            (lambda m: m["adapters"]["mia"]["versions"].update({"-1": {}}), "not a version number"),
             (lambda m: m["adapters"]["mia"]["versions"].clear(), "no such version"),
             (lambda m: m["adapters"]["mia"]["versions"]["1"].update(content="0" * 64), "no such content"),
             (lambda m: m["adapters"].update({"../x": m["adapters"]["mia"]}), r"'\.\./x' is not allowed"),
@@ -233,10 +227,10 @@ class TestArchive:
             (lambda m: m["last_versions"].update(mia=-1), "last_versions"),
             (lambda m: next(iter(m["contents"].values())).update(weights="../../etc/passwd"), "is not a digest"),
             (lambda m: next(iter(m["contents"].values())).update(bytes=-1), "bytes"),
-            (lambda m: next(iter(m["contents"].values())).update(bytes=5), "is not one that its manifest announces"),
-            (lambda m: first_version(m)["config"].update(lora_alpha=77), "another than its config"),
+            (lambda m: next(iter(m["contents"].values())).update(bytes=5), "is not announced by its manifest"),
+            (lambda m: first_version(m)["config"].update(lora_alpha=77), "does not match its config"),
             (lambda m: first_version(m)["config"].update(use_dora=True), "use_dora"),
-            (lambda m: m["contents"].update({"f" * 64: next(iter(m["contents"].values()))}), "no version names it"),
+            (lambda m: m["contents"].update({"f" * 64: next(iter(m["contents"].values()))}), "no version refers to it"),
             (lambda m: first_version(m).update(config=[]), r"versions.'1'.config .*wrong type"),
             (lambda m: first_version(m).pop("config"), r"contents.*.config .*missing"),
             (lambda m: first_version(m).update(partial=1), "partial"),
@@ -248,10 +242,10 @@ class TestArchive:
                 for text in (
                     "x y", "\ud800", "<shapes> x", "<shapes> 5", "<shapes> {}", "<shapes> [null, 1]", "<shapes> [true]",
                     "<shapes> [NaN]", "<shapes> [1e999]", f"<shapes> {[0.5] * 513}", f"<shapes> [1{400 * '0'}]",
-                    "<shapes> " + "[" * 100_000, 'x [1]',
+                    "<shapes> " + "[" * 100_000, 'x [1]'
                 )
-            ),
-        ],
+            )
+        ]
     )  # fmt: skip
     def test_manifests_that_lie(self, data: bytes, take: Any, tmp_path: Path, change: Any, says: str) -> None:
         with pytest.raises((InvalidArchive, AdapterInvalid, AdapterError), match=says):

@@ -7,10 +7,7 @@ from pathlib import Path
 import pytest
 from store_kit import BASE, add, blobs, build, digest_of, flip, put
 
-from adapter_store.errors import (
-    StoreLocked,
-    StoreUnusable,
-)
+from adapter_store.errors import StoreLocked, StoreUnusable
 from adapter_store.maintenance.offline_store import CollectSummary, OfflineStore
 from adapter_store.quota import ANONYMOUS, StoreQuota
 from adapter_store.store import AdapterStore

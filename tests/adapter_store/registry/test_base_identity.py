@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from store_kit import BASE, add
 
-from adapter_store.errors import (
-    StoreUnusable,
-)
+from adapter_store.errors import StoreUnusable
 from adapter_store.registry.base_identity import MAX_SAMPLES, BaseIdentity
 from adapter_store.store import AdapterStore
 
@@ -39,7 +37,7 @@ class TestSample:
             pass
         with closing(sqlite3.connect(tmp_path / "store" / "index.sqlite3")) as db, db:
             db.execute("UPDATE BASE SET fingerprint = fingerprint || ?", ("x",))
-        with pytest.raises(StoreUnusable, match="index is damaged where it says which base"):
+        with pytest.raises(StoreUnusable, match="record of its base is damaged"):
             AdapterStore(tmp_path / "store", BASE, base_sample=NORM)
 
     @pytest.mark.parametrize(
@@ -120,7 +118,7 @@ class TestStore:
             add(store, "zoe", 1)
             store.delete("zoe")  # what is gone need not fit
         shallower = replace(BASE, num_layers=1)
-        with pytest.raises(StoreUnusable, match=r"1 adapters do not fit this BASE.*mia.*layer"):
+        with pytest.raises(StoreUnusable, match=r"1 adapters do not fit this base.*mia.*layer"):
             AdapterStore(root, shallower, accept_base_change=True)
         AdapterStore(root, BASE, base_sample=NORM).close()
 

@@ -5,16 +5,12 @@ from pathlib import Path
 import pytest
 from store_kit import BASE, add, blobs, build, put
 
-from adapter_store.errors import (
-    AdapterCorrupt,
-    AdapterInvalid,
-    AdapterNotFound,
-)
+from adapter_store.errors import AdapterCorrupt, AdapterInvalid, AdapterNotFound
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 
 
-def test_a_bit_flip_is_found_and_uploading_again_repairs_it(store: AdapterStore, tmp_path: Path) -> None:
+def test_a_bit_flip_is_found_and_uploading_again_repairs_it(store: AdapterStore) -> None:
     data = build.file()
     digest = put(store, data)
     key = store.register("mia", build.config(), digest).ref.key
@@ -36,7 +32,7 @@ def test_a_bit_flip_is_found_and_uploading_again_repairs_it(store: AdapterStore,
     assert store.load(key).spec == store.spec(key)
 
 
-def test_a_header_that_was_read_wrongly_once_is_not_believed(store: AdapterStore, tmp_path: Path) -> None:
+def test_a_header_that_was_read_wrongly_once_is_not_believed(store: AdapterStore) -> None:
     """The spec of a content is kept; weights that come with another header than it was read from are read anew."""
     data = build.file()
     digest = put(store, data)
@@ -49,20 +45,20 @@ def test_a_header_that_was_read_wrongly_once_is_not_believed(store: AdapterStore
     assert all((again[site].a == whole[site].a).all() for site in whole)
 
 
-def test_a_damaged_header_is_found_by_whoever_reads_it_first(store: AdapterStore, tmp_path: Path) -> None:
+def test_a_damaged_header_is_found_by_whoever_reads_it_first(store: AdapterStore) -> None:
     data = build.file()
     digest = put(store, data)
     key = store.register("mia", build.config(), digest).ref.key
-    (blobs(store)[digest]).write_bytes(b"\xff" + data[1:])
+    blobs(store)[digest].write_bytes(b"\xff" + data[1:])
     with pytest.raises(AdapterCorrupt):
         store.spec(key)
 
 
-def test_a_flip_between_upload_and_registration(store: AdapterStore, tmp_path: Path) -> None:
+def test_a_flip_between_upload_and_registration(store: AdapterStore) -> None:
     data = bytearray(build.file())
     digest = put(store, bytes(data))
     data[-1] ^= 1
-    (blobs(store)[digest]).write_bytes(data)
+    blobs(store)[digest].write_bytes(data)
     with pytest.raises(AdapterCorrupt):
         store.register("mia", build.config(), digest)
     assert store.list_adapters() == []

@@ -8,11 +8,7 @@ from pathlib import Path
 import pytest
 from store_kit import BASE, add, blobs, build, put
 
-from adapter_store.errors import (
-    AdapterNotFound,
-    StoreFull,
-    StoreUnusable,
-)
+from adapter_store.errors import AdapterNotFound, StoreFull, StoreUnusable
 from adapter_store.registry.database import SCHEMA_VERSION
 from adapter_store.registry.records import Change
 from adapter_store.store import AdapterStore
@@ -148,7 +144,7 @@ def test_an_id_that_is_not_there(opened: AdapterStore) -> None:
             opened.change(name, Change(limits=LIMITS))
 
 
-def test_what_is_refused_changes_nothing(opened: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_refused_changes_nothing(opened: AdapterStore) -> None:
     opened.change("mia", Change(limits=LIMITS))
     with pytest.raises(ValueError, match="JSON"):
         opened.change("mia", Change(limits={"max_running": float("nan")}))
@@ -248,7 +244,7 @@ def test_a_layout_that_nobody_knows(root: Path, version: int) -> None:
         AdapterStore(root, BASE)
 
 
-def test_a_full_disk_while_registering_changes_nothing(store: AdapterStore, tmp_path: Path) -> None:
+def test_a_full_disk_while_registering_changes_nothing(store: AdapterStore) -> None:
     add(store, "mia")
     before = store.list_adapters()
     digest = put(store, build.file(seed=1))

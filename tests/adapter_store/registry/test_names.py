@@ -6,9 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from store_kit import add, build, put
 
-from adapter_store.errors import (
-    AdapterNotFound,
-)
+from adapter_store.errors import AdapterNotFound
 from adapter_store.registry.names import NUM_COMPARED, Names, near_names
 from adapter_store.store import AdapterStore
 

@@ -4,9 +4,7 @@ from typing import Any
 import pytest
 from store_kit import add, build, put
 
-from adapter_store.errors import (
-    AdapterChanged,
-)
+from adapter_store.errors import AdapterChanged
 from adapter_store.registry.records import Change
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore

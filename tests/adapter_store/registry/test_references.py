@@ -32,12 +32,6 @@ from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 
 
-@pytest.fixture
-def mia(store: AdapterStore) -> list[AdapterKey]:
-    """Keys of mia@1, mia@2 and mia@3."""
-    return [add(store, "mia", seed).ref.key for seed in range(3)]
-
-
 def aliases(store: AdapterStore) -> dict[str, dict[int, float]]:
     return {alias: dict(shares) for alias, shares in store.get("mia").aliases.items()}
 
@@ -263,7 +257,7 @@ def test_references() -> None:
 @pytest.mark.parametrize(
     "text",
     ["mia@", "mia@0", "mia@-1", "mia@03", "mia@x", "mia@3@4", "mia@sha256:abc", "mia@sha256:" + "g" * 12, "Mia", "",
-     "@3", "mia@" + "9" * 5000, "mia@sha256:" + "a" * 65, "mia@٣"],
+     "@3", "mia@" + "9" * 5000, "mia@sha256:" + "a" * 65, "mia@٣"]
 )  # fmt: skip
 def test_bad_references_name_nothing(text: str) -> None:
     with pytest.raises(AdapterNotFound):

@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 from store_kit import add, build, put
 
-from adapter_store.errors import (
-    AdapterNotFound,
-)
+from adapter_store.errors import AdapterNotFound
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 
@@ -38,7 +36,7 @@ def dump(root: Path) -> bytes:
         return "\n".join(db.iterdump()).encode()
 
 
-def test_what_is_not_of_the_content_is_of_one_version(store: AdapterStore, tmp_path: Path) -> None:
+def test_what_is_not_of_the_content_is_of_one_version(store: AdapterStore) -> None:
     """Two uploaders of one content: each is shown what it sent and was told, also after the other is gone."""
     digest = put(store, build.file())
     whole = build.config(base_model_name_or_path="acme/secret-13b", auto_mapping={"note": "secret"})

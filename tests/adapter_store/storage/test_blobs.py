@@ -22,7 +22,7 @@ from adapter_store.storage.blobs import fsync_directory
 from adapter_store.store import AdapterStore
 
 
-def test_blob_uploads_that_fail_leave_nothing(store: AdapterStore, tmp_path: Path) -> None:
+def test_blob_uploads_that_fail_leave_nothing(store: AdapterStore) -> None:
     data = build.file()
     wrong = "0" * 64
     with store.open_blob(wrong, len(data)) as upload:
@@ -38,14 +38,14 @@ def test_blob_uploads_that_fail_leave_nothing(store: AdapterStore, tmp_path: Pat
     upload = store.open_blob(wrong, 10)
     with pytest.raises(BlobLengthMismatch, match="at least 11 came"):
         upload.write(bytes(11))
-    with pytest.raises(ValueError, match="over"):
+    with pytest.raises(ValueError, match="closed"):
         upload.write(b"x")
     with store.open_blob(wrong, 10) as upload:
         upload.write(b"half")
         assert len(litter(store)) == 1
     upload.abort()
     assert not litter(store)
-    assert set(blobs(store)) == set()
+    assert not blobs(store)
     with pytest.raises(BlobTooLarge) as too_large:
         store.open_blob(wrong, store.max_blob_bytes + 1)
     assert too_large.value.limit == store.max_blob_bytes
@@ -65,12 +65,7 @@ def test_blob_uploads_that_fail_leave_nothing(store: AdapterStore, tmp_path: Pat
 )
 @pytest.mark.parametrize("operation", ["open", "write", "fsync", "replace"])
 def test_a_disk_that_refuses_an_upload(
-    operation: str,
-    number: int,
-    error: type[Exception],
-    store: AdapterStore,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    operation: str, number: int, error: type[Exception], store: AdapterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = build.file()
 
@@ -82,13 +77,13 @@ def test_a_disk_that_refuses_an_upload(
         with pytest.raises(error) as caught:
             put(store, data)
     assert "secret" not in str(caught.value)
-    assert set(blobs(store)) == set()
+    assert not blobs(store)
     assert not litter(store)
     store.register("mia", build.config(), put(store, data))
 
 
 def test_a_folder_that_cannot_be_made_durable_shows_no_blob(
-    store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(path: Path) -> None:
         raise OSError(errno.EIO, "I/O error")
@@ -97,12 +92,10 @@ def test_a_folder_that_cannot_be_made_durable_shows_no_blob(
         patch.setattr("adapter_store.storage.blobs.fsync_directory", fail)
         with pytest.raises(StoreUnusable):
             put(store, build.file())
-    assert set(blobs(store)) == set()
+    assert not blobs(store)
 
 
-def test_an_upload_that_fails_takes_no_other_ones_weights(
-    store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_upload_that_fails_takes_no_other_ones_weights(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two clients bring the same weights; the first one's folder cannot be made durable, after the second has come."""
     data, first_fails, calls = build.file(), threading.Event(), []
     real = fsync_directory
@@ -131,10 +124,10 @@ def test_an_upload_that_fails_takes_no_other_ones_weights(
 
 
 def test_what_is_uploaded_again_while_orphans_are_listed_stays(
-    store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     digest = put(store, build.file())
-    [name] = set(blobs(store))
+    [name] = blobs(store)
     day_ago = time.time() - 90_000
     os.utime(blobs(store)[name], (day_ago, day_ago))
     older_than = store._blobs.older_than
@@ -146,7 +139,7 @@ def test_what_is_uploaded_again_while_orphans_are_listed_stays(
 
     monkeypatch.setattr(store._blobs, "older_than", meanwhile)
     assert store.remove_orphans().num_blobs == 0
-    assert set(blobs(store)) == {digest}
+    assert blobs(store).keys() == {digest}
 
 
 def test_orphans_are_listed_while_requests_go_on(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,7 +156,7 @@ def test_orphans_are_listed_while_requests_go_on(store: AdapterStore, monkeypatc
     store.remove_orphans()
 
 
-def test_many_versions_go_with_one_fsync(store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_versions_go_with_one_fsync(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each would keep everybody else from changing anything; a file that stays keeps none of the others."""
     digests = [put(store, build.file(seed=seed)) for seed in range(12)]
     for digest in digests:
@@ -187,5 +180,5 @@ def test_many_versions_go_with_one_fsync(store: AdapterStore, tmp_path: Path, mo
     assert store.delete("mia").num_versions == 12
     assert sorted(done[:-1]) == sorted(set(digests) - {digests[3]})
     assert done[-1] == "fsync"
-    assert set(blobs(store)) == {digests[3], digests[7]}
+    assert blobs(store).keys() == {digests[3], digests[7]}
     store.load(kept)

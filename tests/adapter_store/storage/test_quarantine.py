@@ -21,7 +21,7 @@ def damaged(store: AdapterStore, tmp_path: Path) -> tuple[AdapterKey, bytes]:
     data = build.file()
     digest = put(store, data)
     key = store.register("mia", build.config(), digest).ref.key
-    (blobs(store)[digest]).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    blobs(store)[digest].write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     return key, data
 
 

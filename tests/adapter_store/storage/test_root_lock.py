@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 from store_kit import BASE
 
-from adapter_store.errors import (
-    StoreLocked,
-    StoreUnusable,
-)
+from adapter_store.errors import StoreLocked, StoreUnusable
 from adapter_store.store import AdapterStore
 
 

@@ -3,12 +3,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from store_kit import BASE, Q0, build
+from store_kit import BASE, Q0, build, check, warnings
 
 from adapter_store.validation.report import MAX_CHARS, BaseName, base_warnings
-from adapter_store.validation.validate import (
-    check_adapter,
-)
+from adapter_store.validation.validate import check_adapter
 
 SAME, QUANTIZATION, NAME = "", "another quantization", "check that it is the same base"
 

@@ -2,38 +2,35 @@ import io
 from typing import Any
 
 import pytest
-from store_kit import BASE, build, problems_of, put
+from store_kit import BASE, build, check, problems_of, put, warnings
 
 from adapter_store.store import AdapterStore
-from adapter_store.validation.validate import (
-    CheckedAdapter,
-    check_adapter,
-)
+from adapter_store.validation.validate import CheckedAdapter, check_adapter
 
 MLP = ("gate_proj", "up_proj", "down_proj")
 PARTIAL: dict[str, tuple[dict[str, Any], int, str]] = {
     "a module more": ({"target_modules": ["q_proj", "v_proj", "o_proj"]}, 2, "model.layers.0.self_attn.o_proj"),
     "in one layer": ({"target_modules": ["q_proj", "v_proj", "1.mlp.up_proj"]}, 1, "model.layers.1.mlp.up_proj"),
     "by its full name": (
-        {"target_modules": ["q_proj", "v_proj", "model.layers.1.mlp.up_proj"]}, 1, "model.layers.1.mlp.up_proj",
+        {"target_modules": ["q_proj", "v_proj", "model.layers.1.mlp.up_proj"]}, 1, "model.layers.1.mlp.up_proj"
     ),
     "a full name is in every layer's stead": (
         {"target_modules": ["model.layers.0.mlp.up_proj", "q_proj", "v_proj"], "layers_to_transform": [0, 1]}, 1,
-        "model.layers.0.mlp.up_proj",
+        "model.layers.0.mlp.up_proj"
     ),
     "the head": ({"target_modules": ["q_proj", "v_proj", "lm_head"]}, 1, "lm_head"),
     "the head whatever the layers": (
-        {"target_modules": ["q_proj", "v_proj", "lm_head"], "layers_to_transform": [0, 1]}, 1, "lm_head",
+        {"target_modules": ["q_proj", "v_proj", "lm_head"], "layers_to_transform": [0, 1]}, 1, "lm_head"
     ),
     "embeddings": ({"target_modules": ["q_proj", "v_proj", "embed_tokens"]}, 1, "model.embed_tokens"),
     "all linear ones": ({"target_modules": "all-linear"}, 10, "model.layers.0.self_attn.k_proj"),
     "all linear ones whatever the layers": (
-        {"target_modules": "All-Linear", "layers_to_transform": [1]}, 10, "model.layers.0.self_attn.k_proj",
+        {"target_modules": "All-Linear", "layers_to_transform": [1]}, 10, "model.layers.0.self_attn.k_proj"
     ),
     "all but some": (
         {"target_modules": "all-linear", "exclude_modules": ["k_proj", "o_proj", "gate_proj", "up_proj"]}, 2,
-        "model.layers.0.mlp.down_proj",
-    ),
+        "model.layers.0.mlp.down_proj"
+    )
 }  # fmt: skip
 
 
@@ -49,7 +46,7 @@ def test_a_partial_adapter_is_refused_unless_allowed(case: str) -> None:
     [problem] = problems_of(run).values()
     assert (problem.code, problem.field) == ("partial_adapter", "target_modules")
     assert (
-        f"names {4 + missing} modules of this BASE, and {missing} have no tensors (first: {first})" in problem.message
+        f"names {4 + missing} modules of this base, and {missing} have no tensors (first: {first})" in problem.message
     )
     assert "--allow-partial" in problem.message
     checked = run(allow_partial=True)

@@ -2,11 +2,9 @@ import io
 
 import pytest
 import torch
-from store_kit import BASE, PREFIX, Q0, build, digest_of, problems_of
+from store_kit import BASE, PREFIX, Q0, build, check, digest_of, norm_of_b, problems_of
 
-from adapter_store.validation.validate import (
-    check_adapter,
-)
+from adapter_store.validation.validate import check_adapter
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -53,10 +51,6 @@ def test_a_file_that_becomes_shorter_while_it_is_read(dtype: torch.dtype, missin
     data = build.file(dtype=dtype)
     found = problems_of(lambda: check_adapter(build.config(), io.BytesIO(data[:-missing]), len(data), BASE, 16))
     assert set(found) == {"truncated"}
-
-
-def norm_of_b(tensors: dict[str, torch.Tensor]) -> float:
-    return float(sum(t.double().norm() for name, t in tensors.items() if "lora_B" in name))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -2,15 +2,11 @@ from typing import Any
 
 import pytest
 import torch
-from store_kit import BASE, PREFIX, Q0, build, digest_of, problems_of
+from store_kit import BASE, PREFIX, Q0, build, check, digest_of, norm_of_b, problems_of
 
 from adapter_store.errors import AdapterInvalid
 from adapter_store.formats.safetensors_file import parse_header
-from adapter_store.validation.validate import (
-    check_files,
-    max_adapter_bytes,
-    validate_adapter,
-)
+from adapter_store.validation.validate import check_files, max_adapter_bytes, validate_adapter
 
 
 def test_a_good_adapter() -> None:
@@ -26,7 +22,7 @@ def test_a_good_adapter() -> None:
     assert report.to_dict() == {
         "modules_matched": 4, "modules_expected": 4, "layers": 2, "rank_min": 4, "rank_max": 4, "scaling_min": 2.0,
         "scaling_max": 2.0, "dtype": "F32", "weights_bytes": spec.weights_bytes, "digest": spec.key, "warnings": [],
-        "norm_b": pytest.approx(norm_of_b(build.tensors())), "notices": [],
+        "norm_b": pytest.approx(norm_of_b(build.tensors())), "notices": []
     }  # fmt: skip
     assert type(report).from_dict(report.to_dict()) == report
     header = parse_header(data, 1 << 20)
