@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from store_kit import BASE, blobs, build, digest_of, litter, put
+from store_kit import BASE, blobs, build, digest_of, litter, put, registered
 
 from adapter_store.errors import AdapterExists, AdapterInvalid, AdapterNotFound, InvalidAdapterId, StoreUnusable
 from adapter_store.store import AdapterStore
@@ -146,8 +146,7 @@ def test_everything_survives_a_restart(tmp_path: Path) -> None:
 
 
 def test_a_closed_store_says_so(store: AdapterStore) -> None:
-    digest = put(store, build.file())
-    key = store.register("mia", build.config(), digest).ref.key
+    key, digest = registered(store)
     store.close()
     for call in (lambda: store.load(key), lambda: store.delete("mia"), lambda: store.open_blob(digest, 1),
                  lambda: store.register("zoe", build.config(), digest)):  # fmt: skip

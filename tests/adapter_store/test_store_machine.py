@@ -1,4 +1,4 @@
-"""Random sequences of operations on a store, compared with a model made of plain dictionaries; reopened now and then."""
+"""Random sequences of operations on a store, compared with a model made of plain dictionaries; reopened at times."""
 
 import shutil
 import tempfile

@@ -1,4 +1,4 @@
-"""Files built to be expensive to refuse, and the expected answers. Run as a script, it prints the cost of each refusal."""
+"""Files built to be expensive to refuse, and the expected answers. As a script, it prints the cost of each refusal."""
 
 import io
 import json
@@ -128,14 +128,36 @@ HOSTILE = (
     Hostile("header length 2^64 - 1", lambda: (2**64 - 1).to_bytes(8, "little") + b"{}", "header_too_large"),
     Hostile("header one byte over the cap", lambda: with_header(b" " * (CAP_BYTES + 1)), "header_too_large"),
     Hostile("as many empty tensors as fit", lambda: _as_many_as_fit(_EMPTY), "too_many_tensors", _WHOLE, _PARSED),
-    Hostile("as many unknown types as fit", lambda: _as_many_as_fit(b'"%d":{"dtype":"Q","shape":[1],"data_offsets":[0,0]}'), "too_many_tensors", _WHOLE, _PARSED),
+    Hostile(
+        "as many unknown types as fit",
+        lambda: _as_many_as_fit(b'"%d":{"dtype":"Q","shape":[1],"data_offsets":[0,0]}'),
+        "too_many_tensors",
+        _WHOLE,
+        _PARSED,
+    ),
     Hostile("a million brackets", lambda: with_header(b"[" * (CAP_BYTES - 8)), "malformed_header", _WHOLE, _PARSED),
-    Hostile("one number of a million digits", lambda: with_header(b"9" * (CAP_BYTES - 8)), "malformed_header", _WHOLE, _PARSED),
+    Hostile(
+        "one number of a million digits",
+        lambda: with_header(b"9" * (CAP_BYTES - 8)),
+        "malformed_header",
+        _WHOLE,
+        _PARSED,
+    ),
     Hostile("a key twice", lambda: with_header(b'{"a":1,"a":2}'), "malformed_header", _SMALL),
     Hostile("a pickle", lambda: b"\x80\x04\x95" + bytes(1 << 20), "not_safetensors"),
     Hostile("a zip archive", lambda: b"PK\x03\x04" + bytes(1 << 20), "not_safetensors"),
-    Hostile("zero-size tensors", lambda: with_header({A: {"dtype": "F32", "shape": [0, 32], "data_offsets": [0, 0]}}), "empty_tensor", _SMALL),
-    Hostile("a shape of 2^62 by 2^62", lambda: with_header({A: {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 8]}}, bytes(8)), "malformed_header", _SMALL),
+    Hostile(
+        "zero-size tensors",
+        lambda: with_header({A: {"dtype": "F32", "shape": [0, 32], "data_offsets": [0, 0]}}),
+        "empty_tensor",
+        _SMALL,
+    ),
+    Hostile(
+        "a shape of 2^62 by 2^62",
+        lambda: with_header({A: {"dtype": "F32", "shape": [2**62, 2**62], "data_offsets": [0, 8]}}, bytes(8)),
+        "malformed_header",
+        _SMALL,
+    ),
     Hostile("../ as a name", lambda: _named("../../../etc/passwd"), "unknown_tensor", _SMALL),
     Hostile("NUL in a name", lambda: _named(f"{STEM}\0.lora_A.weight"), "unknown_tensor", _SMALL),
     Hostile("a name of a MiB", lambda: _named("x" * (CAP_BYTES - 1024)), "unknown_tensor", 2 * _WHOLE, _PARSED),
@@ -144,8 +166,14 @@ HOSTILE = (
     Hostile("NaN in the data", lambda: _good(b"\0\0\xc0\x7f" * 128), "non_finite", _SMALL),
     Hostile("infinity in the data", lambda: _good(b"\0\0\x80\x7f" * 128), "non_finite", _SMALL),
     Hostile("an infinite alpha", _good, "malformed_config", _SMALL, config={"lora_alpha": float("inf")}),
-    Hostile("a pattern that runs for years", _good, "unsupported_rank_pattern", _SMALL, config={"rank_pattern": {"(.*a){20}x": 4}, "target_modules": "(.*a){20}x"}),
-)  # fmt: skip
+    Hostile(
+        "a pattern that runs for years",
+        _good,
+        "unsupported_rank_pattern",
+        _SMALL,
+        config={"rank_pattern": {"(.*a){20}x": 4}, "target_modules": "(.*a){20}x"},
+    ),
+)
 
 
 def main() -> None:

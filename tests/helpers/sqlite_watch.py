@@ -85,7 +85,7 @@ def is_possible() -> bool:
 
 
 class _WatchingVfs:
-    """Report calls for files below the watch's top, in front of the default VFS. Built once: open files point into it."""
+    """Report calls for files below the top, in front of the default VFS. Built once, as open files point into it."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.watch: DiskWatch | None = None

@@ -15,7 +15,7 @@ from safetensors.torch import save
 from adapter_store.errors import AdapterInvalid, Problem
 from adapter_store.quota import ANONYMOUS
 from adapter_store.registry.records import Registration
-from adapter_store.spec import BaseShapes
+from adapter_store.spec import AdapterKey, BaseShapes
 from adapter_store.storage.pending_uploads import Uploader
 from adapter_store.store import AdapterStore
 from adapter_store.validation.validate import CheckedAdapter, check_adapter
@@ -95,6 +95,11 @@ def put(store: AdapterStore, data: bytes, principal: str = ANONYMOUS) -> str:
 def add(store: AdapterStore, name: str, seed: int = 0, **options: Any) -> Registration:
     """Upload the adapter of a seed and register it."""
     return store.register(name, build.config(), put(store, build.file(seed=seed)), **options)
+
+
+def registered(store: AdapterStore) -> tuple[AdapterKey, str]:
+    """Register the default adapter as mia; return its key and the digest of its weights."""
+    return add(store, "mia").ref.key, digest_of(build.file())
 
 
 def digest_of(data: bytes) -> str:

@@ -127,7 +127,7 @@ ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 ATTENTION_MODULES = tuple(f"self_attn.{name}" for name in ATTENTION)
 TRL_OTHERS = (
     "README.md", "chat_template.jinja", "optimizer.pt", "rng_state.pth", "scheduler.pt", "tokenizer.json",
-    "trainer_state.json", "training_args.bin",
+    "trainer_state.json", "training_args.bin"
 )  # fmt: skip
 FULL_COPIES = build.config(modules_to_save=["embed_tokens", "lm_head"])
 EMBEDDING = {"base_model.model.model.embed_tokens.weight": torch.ones(8, 32)}
@@ -135,10 +135,10 @@ HEAD = {"base_model.model.lm_head.weight": torch.ones(8, 32)}
 PAIR = {"lora_A.weight": torch.ones(4, 32), "lora_B.weight": torch.ones(32, 4)}
 MLX_TENSORS = renamed(
     {n: t.T.contiguous() for n, t in build.tensors().items()},
-    ("lora_A.weight", "lora_a"), ("lora_B.weight", "lora_b"), ("base_model.model.", ""),
+    ("lora_A.weight", "lora_a"), ("lora_B.weight", "lora_b"), ("base_model.model.", "")
 )  # fmt: skip
 MLX_CONFIG = {
-    "fine_tune_type": "lora", "lora_parameters": {"rank": 4, "scale": 2.0}, "num_layers": 2, "model": "x/tiny-llama",
+    "fine_tune_type": "lora", "lora_parameters": {"rank": 4, "scale": 2.0}, "num_layers": 2, "model": "x/tiny-llama"
 }  # fmt: skip
 
 
@@ -157,56 +157,56 @@ TRAINERS: dict[str, tuple[Files, Taken | Refused]] = {
             build.tensors(),
             base_model_name_or_path="unsloth/tiny-llama-unsloth-bnb-4bit",
             target_modules=r"(?:.*?(?:language|text).*?(?:self_attn|attention|mlp).*?(?:q_proj|v_proj).*?)|(?:\bmodel\.x)",
-            auto_mapping={"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True},
+            auto_mapping={"base_model_class": "LlamaForCausalLM", "unsloth_fixed": True}
         ),
-        Taken(warnings=("trained on 'tiny-llama-unsloth-bnb-4bit', served on 'tiny-llama': another",)),
+        Taken(warnings=("trained on 'tiny-llama-unsloth-bnb-4bit', served on 'tiny-llama': another",))
     ),
     # embed_tokens and lm_head among the targets are moved to modules_to_save: whole copies in the file.
     "unsloth, new words": (
         files(FULL_COPIES, build.tensors() | HEAD | EMBEDDING),
-        refused("train again with modules_to_save=null", "unsupported_modules_to_save"),
+        refused("train again with modules_to_save=null", "unsupported_modules_to_save")
     ),
     "unsloth, vlm": (
         of(
             renamed(build.tensors(), ("model.model.layers", "model.model.language_model.layers")),
-            target_modules=r".*language_model.*\.(q_proj|v_proj)",
+            target_modules=r".*language_model.*\.(q_proj|v_proj)"
         ),
         Taken(
             notices=("names had language_model. removed (the language part of a multimodal model)",),
-            warnings=("trained on the language part of a multimodal model",),
-        ),
+            warnings=("trained on the language part of a multimodal model",)
+        )
     ),
     "unsloth, vlm with vision": (
         of(
             build.tensors()
             | with_stem("base_model.model.model.vision_tower.vision_model.encoder.layers.0.self_attn.q_proj")
         ),
-        refused("finetune_vision_layers=False", "unsupported_vision"),
+        refused("finetune_vision_layers=False", "unsupported_vision")
     ),
     "axolotl": (
         of(
             build.tensors(dict.fromkeys(ATTENTION_MODULES, 4) | {"self_attn.k_proj": 2}, ATTENTION_MODULES),
             target_modules=ATTENTION, rank_pattern={"k_proj": 2}, alpha_pattern={"k_proj": 3}, use_rslora=True,
-            peft_version="0.21.2",
+            peft_version="0.21.2"
         ),
-        Taken(modules=8),
+        Taken(modules=8)
     ),
     "axolotl, added tokens": (
         files(FULL_COPIES, build.tensors() | EMBEDDING) | {"added_tokens.json": b'{"<|im_start|>": 32000}'},
-        refused("Merge it into the base", "unsupported_modules_to_save"),
+        refused("Merge it into the base", "unsupported_modules_to_save")
     ),
     # The last state beside its checkpoints, each an adapter of its own.
     "llama factory": (
         {**OWN, **below("checkpoint-100", OWN), **below("checkpoint-200", OWN), "train_results.json": b"{}"},
-        Taken(ignored=("checkpoint-100", "checkpoint-200", "train_results.json")),
+        Taken(ignored=("checkpoint-100", "checkpoint-200", "train_results.json"))
     ),
     "llama factory, interrupted": (
         below("checkpoint-100", OWN) | below("checkpoint-200", OWN),
-        refused("'checkpoint-100', 'checkpoint-200'; give one of them", "several_adapters"),
+        refused("'checkpoint-100', 'checkpoint-200'; give one of them", "several_adapters")
     ),
     "llama factory, switches": (
         of(build.tensors(), use_dora=True, init_lora_weights="pissa_niter_16"),
-        refused("path_initial_model_for_weight_conversion", "unsupported_use_dora", "unsupported_init"),
+        refused("path_initial_model_for_weight_conversion", "unsupported_use_dora", "unsupported_init")
     ),
     "peft, named": (below("pirate", OWN), Taken(subdirectory="pirate")),
     # A state dict gathered from FSDP around a compiled model, saved by hand.
@@ -216,73 +216,73 @@ TRAINERS: dict[str, tuple[Files, Taken | Refused]] = {
                 build.tensors(),
                 ("base_model.model.", "_orig_mod.base_model.model."),
                 (".self_attn.", "._fsdp_wrapped_module.self_attn."),
-                (".weight", ".default.weight"),
+                (".weight", ".default.weight")
             )
         ),
         Taken(
             notices=(
                 "names had _orig_mod. removed (torch.compile)",
                 "names had _fsdp_wrapped_module. removed (FSDP)",
-                "names had the adapter's own name 'default' removed (a state dict as in memory)",
+                "names had the adapter's own name 'default' removed (a state dict as in memory)"
             )
-        ),
+        )
     ),
     "mlx": (
         files(MLX_CONFIG, MLX_TENSORS, "adapters.safetensors") | {"0000100_adapters.safetensors": b""},
-        Taken(converted=True, ignored=("0000100_adapters.safetensors",)),
+        Taken(converted=True, ignored=("0000100_adapters.safetensors",))
     ),
     "mlx without config": (
         files(None, build.tensors(), "adapters.safetensors"),
-        refused("without it the scale is not known", "mlx_adapter"),
+        refused("without it the scale is not known", "mlx_adapter")
     ),
     # Its Hugging Face checkpointer writes PEFT's names and a short config without the base.
     "torchtune": (
         files({"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "peft_type": "LORA"}, build.tensors())
         | {"adapter_model.pt": pickled(), "recipe_state.pt": pickled()},
-        Taken(ignored=("adapter_model.pt", "recipe_state.pt")),
+        Taken(ignored=("adapter_model.pt", "recipe_state.pt"))
     ),
     "torchtune, own names": (
         of(
             renamed(
                 build.tensors(),
-                (PREFIX, "layers."), ("self_attn", "attn"), ("lora_A", "lora_a"), ("lora_B", "lora_b"),
+                (PREFIX, "layers."), ("self_attn", "attn"), ("lora_A", "lora_a"), ("lora_B", "lora_b")
             )
         ),
-        refused("exporter to Hugging Face", "trainer_names", "no_modules"),
+        refused("exporter to Hugging Face", "trainer_names", "no_modules")
     ),
     "mistral-finetune": (
         files(None, {"norm.weight": torch.ones(32)}, "lora.safetensors") | {"params.json": b"{}"},
-        refused("mistral-finetune saved under its own names", "trainer_names"),
+        refused("mistral-finetune saved under its own names", "trainer_names")
     ),
     "mistral-finetune, renamed": (
-        of(with_stem("layers.0.attention.wq")), refused("exporter to Hugging Face", "trainer_names", "no_modules"),
+        of(with_stem("layers.0.attention.wq")), refused("exporter to Hugging Face", "trainer_names", "no_modules")
     ),
     "gguf": ({"Mia-F16-LoRA.gguf": b"GGUF"}, refused("upload the PEFT folder it was made from", "gguf_adapter")),
     "gguf, renamed": (
         files(build.config(), None) | {WEIGHTS: b"GGUF\3\0\0\0" + bytes(64)},
-        refused("is a GGUF file, not safetensors", "not_safetensors"),
+        refused("is a GGUF file, not safetensors", "not_safetensors")
     ),
     "kohya": (
         of({f"lora_unet_down_blocks_0_proj_in.{part}": torch.ones(4) for part in ("lora_down.weight", "alpha")}),
-        refused("image model's adapter", "not_a_language_model", "no_modules"),
+        refused("image model's adapter", "not_a_language_model", "no_modules")
     ),
     "diffusers": (
         files(None, {"unet.x.to_q.lora_A.weight": torch.ones(4, 32)}, "pytorch_lora_weights.safetensors"),
-        refused("adapter of an image model", "not_a_language_model"),
+        refused("adapter of an image model", "not_a_language_model")
     ),
     "mergekit": (
         of(
             build.tensors(rank=16)
             | {f"base_model.model.model.embed_tokens.lora_embedding_{half}": torch.ones(16, 16) for half in "AB"},
-            r=16, lora_alpha=16, target_modules=["q_proj", "v_proj", "embed_tokens", "lm_head"],
+            r=16, lora_alpha=16, target_modules=["q_proj", "v_proj", "embed_tokens", "lm_head"]
         ),
-        refused("train again without embed_tokens and lm_head", "unsupported_embedding", "partial_adapter"),
+        refused("train again without embed_tokens and lm_head", "unsupported_embedding", "partial_adapter")
     ),
     # Before safetensors were the default.
     "old peft": (
         files(build.config(), None) | {"adapter_model.bin": pickled()},
-        refused("Pickles are never opened here", "not_safetensors"),
-    ),
+        refused("Pickles are never opened here", "not_safetensors")
+    )
 }  # fmt: skip
 
 

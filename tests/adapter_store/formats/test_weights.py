@@ -28,7 +28,6 @@ def test_values_and_layout(dtype: str, tmp_path: Path) -> None:
         tmp_path / "w",
         build.config(rank_pattern={"down_proj": 3}, target_modules=["q_proj", "down_proj"]),
         build.file(tensors),
-        BASE,
     )
     assert weights.dtype == dtype
     assert list(weights) == [(m.layer, m.module) for m in weights.spec.modules]

@@ -14,6 +14,12 @@ from adapter_store.maintenance.archive import ArchiveSummary, export_store, impo
 from adapter_store.maintenance.offline_store import OfflineStore
 from adapter_store.store import AdapterStore
 
+KINDS = {"link": tarfile.SYMTYPE, "hardlink": tarfile.LNKTYPE, "folder": tarfile.DIRTYPE, "device": tarfile.BLKTYPE}
+
+
+def opened(data: bytes) -> tarfile.TarFile:
+    return tarfile.open(fileobj=io.BytesIO(data))
+
 
 def exported(root: Path) -> bytes:
     file = io.BytesIO()
@@ -23,7 +29,7 @@ def exported(root: Path) -> bytes:
 
 
 def manifest_of(data: bytes) -> dict[str, Any]:
-    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+    with opened(data) as tar:
         return json.load(tar.extractfile("lorasrv-store.json"))  # type: ignore[arg-type,no-any-return]
 
 
@@ -37,7 +43,7 @@ def rebuilt(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
     manifest = manifest_of(data)
     change(manifest)
     out = io.BytesIO()
-    with tarfile.open(fileobj=io.BytesIO(data)) as old, tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as new:  # fmt: skip
+    with opened(data) as old, tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as new:
         for member in old.getmembers():
             content = old.extractfile(member).read()  # type: ignore[union-attr]
             if member.name == "lorasrv-store.json":
@@ -146,7 +152,7 @@ class TestArchive:
         assert exported(root) == data
 
     def test_other_programs_can_read_it(self, data: bytes) -> None:
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        with opened(data) as tar:
             for member in tar.getmembers()[1:]:
                 content = tar.extractfile(member).read()  # type: ignore[union-attr]
                 assert member.name == f"blobs/sha256/{digest_of(content)}"
@@ -197,7 +203,7 @@ class TestArchive:
             self.assert_nothing_came(tmp_path)
 
     def test_a_flip_in_weights(self, data: bytes, take: Any, tmp_path: Path) -> None:
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        with opened(data) as tar:
             last = tar.getmembers()[-1]
         damaged = bytearray(data)
         damaged[last.offset_data + last.size - 1] ^= 1
@@ -257,13 +263,12 @@ class TestArchive:
     )
     def test_members_that_are_none(self, data: bytes, take: Any, tmp_path: Path, trick: str) -> None:
         out = io.BytesIO()
-        with tarfile.open(fileobj=io.BytesIO(data)) as old, tarfile.open(fileobj=out, mode="w") as new:
+        with opened(data) as old, tarfile.open(fileobj=out, mode="w") as new:
             members = old.getmembers()
             for member in [*members, *([members[-1]] if trick == "twice" else [])]:
                 new.addfile(member, old.extractfile(member))
             info = tarfile.TarInfo(trick if "/" in trick else members[1].name)
-            kinds = {"link": tarfile.SYMTYPE, "hardlink": tarfile.LNKTYPE, "folder": tarfile.DIRTYPE, "device": tarfile.BLKTYPE}  # fmt: skip
-            info.type = kinds.get(trick, tarfile.REGTYPE)
+            info.type = KINDS.get(trick, tarfile.REGTYPE)
             info.linkname = "/etc/passwd"
             if trick != "twice":
                 new.addfile(info)

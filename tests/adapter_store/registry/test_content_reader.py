@@ -3,7 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_kit import BASE, add, blobs, build, put
+from store_kit import BASE, add, blobs, build, put, registered
 
 from adapter_store.errors import AdapterCorrupt, AdapterInvalid, AdapterNotFound
 from adapter_store.spec import AdapterKey
@@ -12,8 +12,7 @@ from adapter_store.store import AdapterStore
 
 def test_a_bit_flip_is_found_and_uploading_again_repairs_it(store: AdapterStore) -> None:
     data = build.file()
-    digest = put(store, data)
-    key = store.register("mia", build.config(), digest).ref.key
+    key, digest = registered(store)
     other = add(store, "zoe", 1).ref.key
     path = blobs(store)[digest]
     for position in (3, 200, len(data) - 1):
@@ -34,9 +33,7 @@ def test_a_bit_flip_is_found_and_uploading_again_repairs_it(store: AdapterStore)
 
 def test_a_header_that_was_read_wrongly_once_is_not_believed(store: AdapterStore) -> None:
     """The spec of a content is kept; weights that come with another header than it was read from are read anew."""
-    data = build.file()
-    digest = put(store, data)
-    key = store.register("mia", build.config(), digest).ref.key
+    key, _ = registered(store)
     whole = store.load(key)
     checked = store._content_reader._newest[key]
     store._content_reader._newest[key] = replace(checked, header_bytes=b"\xff" + checked.header_bytes[1:], spec=None)
@@ -47,8 +44,7 @@ def test_a_header_that_was_read_wrongly_once_is_not_believed(store: AdapterStore
 
 def test_a_damaged_header_is_found_by_whoever_reads_it_first(store: AdapterStore) -> None:
     data = build.file()
-    digest = put(store, data)
-    key = store.register("mia", build.config(), digest).ref.key
+    key, digest = registered(store)
     blobs(store)[digest].write_bytes(b"\xff" + data[1:])
     with pytest.raises(AdapterCorrupt):
         store.spec(key)

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from store_kit import add, blobs, build, litter, put
+from store_kit import add, blobs, build, digest_of, litter, put
 
 from adapter_store.errors import (
     BlobLengthMismatch,
@@ -93,6 +93,23 @@ def test_a_folder_that_cannot_be_made_durable_shows_no_blob(
         with pytest.raises(StoreUnusable):
             put(store, build.file())
     assert not blobs(store)
+
+
+def test_weights_cannot_be_registered_before_their_name_is_durable(
+    store: AdapterStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another client may ask for them between the rename and the fsync of the folder."""
+    data, found = build.file(), []
+
+    def look(path: Path) -> None:
+        found.append(store.blob_exists(digest_of(data)))
+        with pytest.raises(BlobNotFound):
+            store.register("mia", build.config(), digest_of(data))
+
+    monkeypatch.setattr("adapter_store.storage.blobs.fsync_directory", look)
+    put(store, data)
+    assert found == [False]
+    assert store.register("mia", build.config(), digest_of(data)).ref.version == 1
 
 
 def test_an_upload_that_fails_takes_no_other_ones_weights(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:

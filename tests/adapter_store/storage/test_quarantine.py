@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_kit import add, blobs, build, put
+from store_kit import add, blobs, build, put, registered
 
 from adapter_store.errors import AdapterCorrupt
 from adapter_store.spec import AdapterKey
@@ -19,8 +19,7 @@ Put = Callable[[AdapterStore, bytes], str]
 def damaged(store: AdapterStore, tmp_path: Path) -> tuple[AdapterKey, bytes]:
     """A content whose last byte has flipped, and its file as it was uploaded."""
     data = build.file()
-    digest = put(store, data)
-    key = store.register("mia", build.config(), digest).ref.key
+    key, digest = registered(store)
     blobs(store)[digest].write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     return key, data
 

@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from store_kit import add, blobs, build, digest_of, put
+from store_kit import add, blobs, build, digest_of, put, registered
 
 from adapter_store.errors import AdapterNotFound, StoreUnusable
 from adapter_store.registry.records import Change
@@ -12,8 +12,7 @@ from adapter_store.store import AdapterStore
 
 
 def test_what_is_held_outlives_its_deletion(store: AdapterStore) -> None:
-    digest = put(store, build.file())
-    key = store.register("mia", build.config(), digest).ref.key
+    key, digest = registered(store)
     first, second = store.hold(key), store.hold(key)
     assert store.delete("mia").unnamed == (key,)
     assert not store.is_named(key)
