@@ -1,7 +1,7 @@
 from pathlib import Path
 
 import pytest
-from store_kit import BASE, add, build, put
+from store_kit import BASE, add, blobs, build, put
 
 from adapter_store.errors import QuotaExceeded
 from adapter_store.quota import StoreQuota, Usage
@@ -12,9 +12,6 @@ class TestQuotas:
     def open(self, tmp_path: Path, **quota: int) -> AdapterStore:
         return AdapterStore(tmp_path / "quota", BASE, quota=StoreQuota(**quota))
 
-    def blobs(self, tmp_path: Path) -> int:
-        return len(list((tmp_path / "quota" / "blobs" / "sha256").iterdir()))
-
     def test_versions(self, tmp_path: Path) -> None:
         with self.open(tmp_path, max_adapters=2) as store:
             for name in ("mia", "zoe"):
@@ -22,7 +19,7 @@ class TestQuotas:
             with pytest.raises(QuotaExceeded, match=r"2 adapter versions are stored, 1 more would be 3, 2 are allowed"):
                 add(store, "mia", 1, alias="prod")
             assert (len(store.get("mia").versions), dict(store.get("mia").aliases)) == (1, {})
-            assert self.blobs(tmp_path) == 1, "the weights are not kept"
+            assert len(blobs(store)) == 1, "the weights are not kept"
             with pytest.raises(QuotaExceeded):
                 add(store, "new", 0)
             assert not add(store, "mia", 0).created
@@ -48,7 +45,7 @@ class TestQuotas:
             assert add(store, "bob", 1).created, "costs nothing"
 
     def test_what_is_sent_and_never_registered(self, tmp_path: Path) -> None:
-        """It counts by itself, on the disk or on its way there; what is there already may be sent again."""
+        """Pending uploads have their own limit, stored or in progress; stored weights may be sent again."""
         files = [build.file(seed=seed) for seed in range(6)]
         size = len(files[0])
         with self.open(tmp_path, store_bytes=3 * size) as store:

@@ -1,17 +1,18 @@
+import contextlib
 import json
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from store_kit import BASE, blobs, build, digest_of, litter, put, registered
+from store_kit import BASE, add, blobs, build, digest_of, litter, put, registered
 
 from adapter_store.errors import AdapterExists, AdapterInvalid, AdapterNotFound, InvalidAdapterId, StoreUnusable
+from adapter_store.registry.records import Change
 from adapter_store.store import AdapterStore
 
 
@@ -52,58 +53,28 @@ def test_a_local_file_is_copied_in(store: AdapterStore, tmp_path: Path) -> None:
     assert store.load(store.register("mia", build.config(), digest).ref.key).spec.weights_digest == digest
 
 
-def test_versions(store: AdapterStore) -> None:
-    first, second = (put(store, build.file(seed=seed)) for seed in (1, 2))
-    store.register("mia", build.config(), first)
-    again = store.register("mia", build.config(lora_dropout=0.5), first)
-    assert (again.created, again.ref.version) == (False, 1)
-    new = store.register("mia", build.config(), second)
-    assert (new.created, new.ref.version) == (True, 2)
-    other_scale = store.register("mia", build.config(lora_alpha=16), second)
-    assert other_scale.ref.version == 3
-    assert len({v.key for v in store.get("mia").versions}) == 3
-    back = store.register("mia", build.config(), first)
-    assert (back.created, back.ref.version) == (False, 1)
-    assert store.resolve("mia").version == 1
-    assert store.resolve("mia@2") == new.ref
+def test_versions_and_their_deletion(store: AdapterStore) -> None:
+    """Random sequences of these are in test_store_machine.py."""
+    first, second = add(store, "mia", 1).ref, add(store, "mia", 2).ref
+    same = store.register("mia", build.config(lora_dropout=0.5), put(store, build.file(seed=1)))
+    assert (same.created, same.ref) == (False, first)
+    other_scale = store.register("mia", build.config(lora_alpha=16), put(store, build.file(seed=2))).ref
+    assert (other_scale.version, len({v.key for v in store.get("mia").versions})) == (3, 3)
     with pytest.raises(AdapterExists, match="mia"):
-        store.register("mia", build.config(), second, if_not_exists=True)
-    assert store.resolve("mia").version == 1
-
-
-def test_two_ids_share_one_content(store: AdapterStore) -> None:
-    digest = put(store, build.file())
-    refs = [store.register(name, build.config(), digest).ref for name in ("a", "b")]
-    keys = {ref.key for ref in refs}
-    assert len(keys) == 1
-    assert store.delete("a").num_versions == 1
-    assert blobs(store).keys() == {digest}
-    key = keys.pop()
-    store.load(key)
-    assert store.delete("b").num_versions == 1
-    assert not blobs(store)
-    for call in (store.load, store.spec):
-        with pytest.raises(AdapterNotFound):
-            call(key)
-    for ask in (store.version_history.report, store.version_history.peft_dir):
-        for ref in refs:
-            with pytest.raises(AdapterNotFound, match=f"{ref.adapter_id}@1"):
-                ask(ref)
-
-
-def test_delete_of_a_version_moves_the_id_and_its_number_is_not_used_again(store: AdapterStore) -> None:
-    digests = [put(store, build.file(seed=seed)) for seed in range(4)]
-    keys = [store.register("mia", build.config(), digest).ref.key for digest in digests[:3]]
+        add(store, "mia", 2, if_not_exists=True)
     assert store.delete("mia@3").num_versions == 1
-    assert store.resolve("mia").version == 2
     with pytest.raises(AdapterNotFound, match=r"mia@3.*did you mean mia"):
         store.resolve("mia@3")
-    assert store.delete(f"mia@sha256:{keys[0]}").num_versions == 1
-    assert store.resolve("mia").version == 2
-    assert store.register("mia", build.config(), digests[3]).ref.version == 4
-    assert store.delete("mia").num_versions == 2
-    digest = put(store, build.file(seed=0))
-    assert store.register("mia", build.config(), digest).ref.version == 5
+    assert store.delete(f"mia@sha256:{first.key}").num_versions == 1
+    assert store.resolve("mia") == second == store.resolve("mia@2")
+    store.delete("mia")
+    for call in (store.load, store.spec):
+        with pytest.raises(AdapterNotFound):
+            call(first.key)
+    for ask in (store.version_history.report, store.version_history.peft_dir):
+        with pytest.raises(AdapterNotFound, match="mia@2"):
+            ask(second)
+    assert add(store, "mia", 1).ref.version == 4
 
 
 @pytest.mark.parametrize("adapter_id", ["Mia", "../x", "tiny-llama", "warm", "verify", "", "a@1", "a\n"])
@@ -137,9 +108,13 @@ def test_everything_survives_a_restart(tmp_path: Path) -> None:
     with AdapterStore(root, BASE) as store:
         refs = [store.register("mia", config, put(store, build.file(seed=seed))).ref for seed in range(3)]
         store.delete("mia@2")
+        store.change(
+            "mia", Change(version=1, aliases={"prod": {1: 0.25, 3: 0.75}}, limits={"max_running": 2, "weight": 2.5})
+        )
         before = store.list_adapters()
     with AdapterStore(root, BASE) as store:
         assert store.list_adapters() == before
+        assert isinstance(store.limits("mia")["max_running"], int)
         assert store.resolve("mia@1") == refs[0]
         assert store.load(refs[2].key).spec.modules[0].scaling == 3 / 4
         assert store.register("mia", config, put(store, build.file(seed=9))).ref.version == 4
@@ -228,35 +203,26 @@ def test_readers_see_whole_states_while_writers_replace_and_delete(store: Adapte
     files = [build.file(seed=seed) for seed in range(4)]
     store.register("keep", build.config(), put(store, files[0]))
     stop = threading.Event()
-    failures: list[BaseException] = []
-
-    def guarded(work: Callable[[], object]) -> None:
-        try:
-            while not stop.is_set():
-                work()
-        except BaseException as error:
-            failures.append(error)
 
     def read() -> None:
-        kept = store.resolve("keep")
-        assert store.load(kept.key).spec.key == kept.key
-        for record in store.list_adapters():
-            assert record.current_version in {v.version for v in record.versions}
-        try:
-            ref = store.resolve("churn")
-            assert store.load(ref.key).spec.key == ref.key
-        except AdapterNotFound:
-            pass  # deleted at this moment
+        while not stop.is_set():
+            kept = store.resolve("keep")
+            assert store.load(kept.key).spec.key == kept.key
+            for record in store.list_adapters():
+                assert record.current_version in {v.version for v in record.versions}
+            with contextlib.suppress(AdapterNotFound):  # deleted at this moment
+                ref = store.resolve("churn")
+                assert store.load(ref.key).spec.key == ref.key
 
-    readers = [threading.Thread(target=guarded, args=(read,)) for _ in range(4)]
-    for reader in readers:
-        reader.start()
-    for turn in range(12):
-        store.register("churn", build.config(), put(store, files[1 + turn % 3]))
-        store.register("keep", build.config(), put(store, files[turn % 4]))
-        if turn % 3 == 2:
-            store.delete("churn")
-    stop.set()
-    for reader in readers:
-        reader.join()
-    assert failures == []
+    with ThreadPoolExecutor(4) as pool:
+        readers = [pool.submit(read) for _ in range(4)]
+        try:
+            for turn in range(12):
+                store.register("churn", build.config(), put(store, files[1 + turn % 3]))
+                store.register("keep", build.config(), put(store, files[turn % 4]))
+                if turn % 3 == 2:
+                    store.delete("churn")
+        finally:
+            stop.set()
+        for reader in readers:
+            reader.result()

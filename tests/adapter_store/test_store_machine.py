@@ -183,6 +183,9 @@ class StoreMachine(RuleBasedStateMachine):
             del self.model[name]
         elif model.current in deleted:
             model.current = max(model.versions)
+        named = {self.keys[file] for model in self.model.values() for file in model.versions.values()}
+        assert set(gone.unnamed) == set(gone.contents) - named
+        assert all(self.store.is_named(key) == (key in named) for key in gone.contents)
         self.collected()
 
     @rule(file=files)

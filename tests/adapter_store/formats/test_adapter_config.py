@@ -4,7 +4,6 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -248,7 +247,6 @@ def test_any_object_is_a_manifest_or_a_list_of_problems(changes: dict[str, Any])
         json.dumps(config, allow_nan=False)  # what is accepted is what the index can store
 
 
-Save = Callable[..., tuple[Any, Path]]
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -260,51 +258,37 @@ def tiny_llama() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-@pytest.fixture
-def save(tmp_path: Path) -> Save:
-    """Make a PEFT model with random A and B, save it: (model, folder)."""
-
-    def save_adapter(adapter_name: str = "default", **options: Any) -> tuple[Any, Path]:
-        torch.manual_seed(0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            model = get_peft_model(
-                tiny_llama(), LoraConfig(task_type="CAUSAL_LM", **options), adapter_name=adapter_name
-            )
-            for name, parameter in model.named_parameters():
-                if "lora_" in name:
-                    torch.nn.init.normal_(parameter)
-            model.save_pretrained(tmp_path)
-        return model, tmp_path
-
-    return save_adapter
+def save(folder: Path, adapter_name: str = "default", **options: Any) -> Any:
+    """Save a PEFT model with random A and B, and return it."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = LoraConfig(task_type="CAUSAL_LM", **{"r": 4, "target_modules": ["q_proj"]} | options)
+        model = get_peft_model(tiny_llama(), config, adapter_name=adapter_name)
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter)
+        model.save_pretrained(folder)
+    return model
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "plain": {"r": 4, "lora_alpha": 7, "target_modules": ["q_proj", "v_proj"]},
+    "plain": {"lora_alpha": 7, "target_modules": ["q_proj", "v_proj"]},
     "all": {"r": 3, "lora_alpha": 8, "target_modules": "all-linear"},
     "rslora": {"r": 5, "lora_alpha": 3, "use_rslora": True, "target_modules": ALL},
     "patterns": {
-        "r": 4,
-        "lora_alpha": 8,
-        "target_modules": ALL,
+        "lora_alpha": 8, "target_modules": ALL,
         "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 6, "^model.layers.0.self_attn.o_proj": 5, "_proj": 9},
         "alpha_pattern": {"layers.0.self_attn.q_proj": 3, "q_proj": 5, r"mlp\.down_proj": 1},
     },
     "rslora patterns": {
-        "r": 4,
-        "lora_alpha": 8,
-        "use_rslora": True,
-        "target_modules": ALL,
-        "rank_pattern": {"self_attn.k_proj": 2},
+        "lora_alpha": 8, "use_rslora": True, "target_modules": ALL, "rank_pattern": {"self_attn.k_proj": 2},
         "alpha_pattern": {"self_attn.k_proj": 5, "mlp.gate.proj": 11},
     },
-    "one layer": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "layers_to_transform": [1]},
-    "regex targets": {"r": 4, "lora_alpha": 8, "target_modules": r".*layers\.0\..*(up|down)_proj"},
-    "gaussian": {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "gaussian"},
-    "orthogonal": {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
-    "mica": {"r": 4, "target_modules": ["q_proj"], "init_lora_weights": "mica"},
-}
+    "one layer": {"lora_alpha": 8, "layers_to_transform": [1]},
+    "regex targets": {"lora_alpha": 8, "target_modules": r".*layers\.0\..*(up|down)_proj"},
+    **{init: {"init_lora_weights": init} for init in ("gaussian", "orthogonal", "mica")},
+}  # fmt: skip
 
 
 def checked(folder: Path) -> tuple[CheckedAdapter, Path]:
@@ -318,9 +302,9 @@ def lora_layers(model: Any) -> dict[str, LoraLayer]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_ranks_scalings_and_deltas_are_pefts(case: str, save: Save) -> None:
-    model, folder = save(**CASES[case])
-    result, path = checked(folder)
+def test_ranks_scalings_and_deltas_are_pefts(case: str, tmp_path: Path) -> None:
+    model = save(tmp_path, **CASES[case])
+    result, path = checked(tmp_path)
     theirs = lora_layers(model)
     assert {f"model.layers.{m.layer}.{m.module}" for m in result.spec.modules} == set(theirs)
     for (layer, module), lora in load_weights(path, result.spec).items():
@@ -335,9 +319,9 @@ def test_ranks_scalings_and_deltas_are_pefts(case: str, save: Save) -> None:
     assert result.report.modules_expected == len(theirs)
 
 
-def test_scalings_of_the_pattern_cases_vary(save: Save) -> None:
-    _, folder = save(**CASES["patterns"])
-    result, _ = checked(folder)
+def test_scalings_of_the_pattern_cases_vary(tmp_path: Path) -> None:
+    save(tmp_path, **CASES["patterns"])
+    result, _ = checked(tmp_path)
     assert len({(m.rank, m.scaling) for m in result.spec.modules}) > 3
 
 
@@ -346,11 +330,11 @@ def test_every_field_of_pefts_config_has_a_decision() -> None:
     assert {field.name for field in fields(LoraConfig)} - FIELD_RULES.keys() == set()
 
 
-def test_the_patterns_first_match_is_pefts(save: Save) -> None:
+def test_the_patterns_first_match_is_pefts(tmp_path: Path) -> None:
     """PEFT saves patterns sorted, and what it loads is that order: so do we."""
-    _, folder = save(r=4, target_modules=["q_proj"], alpha_pattern={"q_proj": 3, "0.self_attn.q_proj": 5})
-    config = json.loads((folder / "adapter_config.json").read_text())
-    result, _ = checked(folder)
+    save(tmp_path, alpha_pattern={"q_proj": 3, "0.self_attn.q_proj": 5})
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    result, _ = checked(tmp_path)
     for m in result.spec.modules:
         key = get_pattern_key(config["alpha_pattern"].keys(), f"model.layers.{m.layer}.{m.module}")
         assert m.scaling == config["alpha_pattern"][key] / 4
@@ -373,29 +357,29 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_peft_saves_and_we_refuse(case: str, save: Save) -> None:
+def test_what_peft_saves_and_we_refuse(case: str, tmp_path: Path) -> None:
     options, code = REFUSED[case]
-    _, folder = save(**{"r": 4, "target_modules": ["q_proj", "v_proj"]} | options)
-    assert code in problems_of(lambda: checked(folder))
+    save(tmp_path, **{"r": 4, "target_modules": ["q_proj", "v_proj"]} | options)
+    assert code in problems_of(lambda: checked(tmp_path))
 
 
-def test_a_named_adapter_is_saved_one_level_down(save: Save) -> None:
-    _, folder = save(adapter_name="pirate", r=4, target_modules=["q_proj"])
-    assert read_peft_dir(folder).subdirectory == "pirate"
-    assert checked(folder)[0].report.modules_matched == 2
+def test_a_named_adapter_is_saved_one_level_down(tmp_path: Path) -> None:
+    save(tmp_path, "pirate")
+    assert read_peft_dir(tmp_path).subdirectory == "pirate"
+    assert checked(tmp_path)[0].report.modules_matched == 2
 
 
 @pytest.mark.parametrize("wrapped", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_a_state_dict_as_in_memory_is_read_as_the_saved_one(wrapped: bool, save: Save) -> None:
+def test_a_state_dict_as_in_memory_is_read_as_the_saved_one(wrapped: bool, tmp_path: Path) -> None:
     """Names by torch itself: PEFT's model, compiled and given to data parallelism."""
-    model, folder = save(r=4, target_modules=["q_proj"], lora_alpha=6)
-    as_saved, _ = checked(folder)
+    model = save(tmp_path, lora_alpha=6)
+    as_saved, _ = checked(tmp_path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's compiler, while it is imported
         whole = torch.nn.DataParallel(torch.compile(model)) if wrapped else model
     state = {name: tensor for name, tensor in whole.state_dict().items() if "lora_" in name}
-    save_file(state, folder / "adapter_model.safetensors")
-    result, path = checked(folder)
+    save_file(state, tmp_path / "adapter_model.safetensors")
+    result, path = checked(tmp_path)
     assert [(m.layer, m.module, m.rank, m.scaling) for m in result.spec.modules] == [
         (m.layer, m.module, m.rank, m.scaling) for m in as_saved.spec.modules
     ]
@@ -438,25 +422,25 @@ def test_what_the_config_targets_is_what_peft_targets(
     assert adapter_config.targets(layer, name) == theirs
 
 
-def test_peft_drops_what_the_config_leaves_out(save: Save) -> None:
+def test_peft_drops_what_the_config_leaves_out(tmp_path: Path) -> None:
     """The reason for refusing it: the same file would be another adapter there."""
-    _, folder = save(r=4, target_modules=["q_proj", "v_proj"])
-    config = json.loads((folder / "adapter_config.json").read_text())
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+    save(tmp_path, target_modules=["q_proj", "v_proj"])
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loaded = PeftModel.from_pretrained(tiny_llama(), folder)
+        loaded = PeftModel.from_pretrained(tiny_llama(), tmp_path)
     assert {name.rpartition(".")[2] for name in lora_layers(loaded)} == {"q_proj"}
-    assert list(problems_of(lambda: checked(folder))) == ["untargeted_modules"]
+    assert list(problems_of(lambda: checked(tmp_path))) == ["untargeted_modules"]
 
 
-def test_a_torch_file_renamed_to_safetensors_is_never_unpickled(save: Save) -> None:
-    _, folder = save(r=4, target_modules=["q_proj"])
+def test_a_torch_file_renamed_to_safetensors_is_never_unpickled(tmp_path: Path) -> None:
+    save(tmp_path)
     for legacy in (False, True):
         buffer = io.BytesIO()
         torch.save({"a": torch.ones(2)}, buffer, _use_new_zipfile_serialization=not legacy)
-        (folder / "adapter_model.safetensors").write_bytes(buffer.getvalue())
-        assert next(iter(problems_of(lambda: checked(folder)))) == "not_safetensors"
+        (tmp_path / "adapter_model.safetensors").write_bytes(buffer.getvalue())
+        assert next(iter(problems_of(lambda: checked(tmp_path)))) == "not_safetensors"
 
 
 def test_the_page_is_up_to_date() -> None:

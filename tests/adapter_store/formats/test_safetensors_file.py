@@ -90,7 +90,6 @@ def test_every_tensor_with_a_problem_is_counted() -> None:
         (b"PK\x03\x04" + bytes(100), "not_safetensors"),
         (b"GGUF" + bytes(100), "not_safetensors"),
         ((2**63).to_bytes(8, "little") + b"{}", "header_too_large"),
-        ((2**64 - 1).to_bytes(8, "little") + b"{}", "header_too_large"),
         ((100).to_bytes(8, "little") + b"{}", "truncated"),
     ],
 )

@@ -1,23 +1,20 @@
-import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from store_kit import BASE, build, widen
+from store_kit import BASE, Q0, build, check, flip, widen
 
 from adapter_store.errors import AdapterCorrupt
 from adapter_store.formats.weights import AdapterWeights, load_weights
-from adapter_store.validation.validate import check_adapter
 
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def load(path: Path, config: Any, data: bytes) -> AdapterWeights:
     path.write_bytes(data)
-    spec = check_adapter(config, io.BytesIO(data), len(data), BASE, 16).spec
-    return load_weights(path, spec)
+    return load_weights(path, check(config, data).spec)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,7 +43,7 @@ def test_arrays_go_to_torch_without_a_copy_or_a_warning(tmp_path: Path) -> None:
     tensors = build.tensors(dtype=torch.bfloat16)
     weights = load(tmp_path / "w", build.config(), build.file(tensors))
     a = torch.from_numpy(weights[0, "self_attn.q_proj"].a).view(torch.bfloat16)
-    assert torch.equal(a, tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"])
+    assert torch.equal(a, tensors[f"{Q0}.lora_A.weight"])
 
 
 def test_mixed_types_are_widened_exactly(tmp_path: Path) -> None:
@@ -73,7 +70,7 @@ def test_unaligned_data_is_copied_into_place(tmp_path: Path) -> None:
         header["__metadata__"] = {"pad": "x" * padding}
         weights = load(tmp_path / "w", build.config(), build.raw(header, data))
         assert all(lora.a.flags.aligned and lora.b.flags.aligned for lora in weights.values())
-        expected = tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].numpy()
+        expected = tensors[f"{Q0}.lora_A.weight"].numpy()
         np.testing.assert_array_equal(weights[0, "self_attn.q_proj"].a, expected)
 
 
@@ -82,9 +79,9 @@ def test_damage_is_found(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "w"
     data = build.file()
     weights = load(path, build.config(), data)
-    flipped = bytearray(data)
-    flipped[-3] ^= 1
-    path.write_bytes({"flip": bytes(flipped), "cut": data[:-1], "grow": data + b"x"}[damage])
+    path.write_bytes({"flip": data, "cut": data[:-1], "grow": data + b"x"}[damage])
+    if damage == "flip":
+        flip(path, -3)
     with pytest.raises(AdapterCorrupt, match="damaged") as caught:
         load_weights(path, weights.spec)
     assert str(tmp_path) not in str(caught.value)

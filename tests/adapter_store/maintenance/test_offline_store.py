@@ -1,5 +1,3 @@
-"""Work on a store without a server: garbage collection, checks, archives."""
-
 import os
 import time
 from pathlib import Path
@@ -69,7 +67,7 @@ class TestCollect:
 
 class TestCheck:
     def test_what_is_no_plain_file(self, root: Path, tmp_path: Path) -> None:
-        """Somebody's folders and links: no reason not to start, and nothing to remove."""
+        """Foreign folders and links neither prevent the start nor are removed."""
         mine = tmp_path / "mine"
         mine.write_bytes(b"x")
         foreign_paths = [root / "tmp" / "lost+found", root / "blobs" / "sha256" / ("0" * 64)]

@@ -3,7 +3,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from store_kit import BASE, add, blobs, build, put, registered
+from store_kit import BASE, add, blobs, build, flip, put, registered
 
 from adapter_store.errors import AdapterCorrupt, AdapterInvalid, AdapterNotFound
 from adapter_store.spec import AdapterKey
@@ -16,9 +16,7 @@ def test_a_bit_flip_is_found_and_uploading_again_repairs_it(store: AdapterStore)
     other = add(store, "zoe", 1).ref.key
     path = blobs(store)[digest]
     for position in (3, 200, len(data) - 1):
-        damaged = bytearray(data)
-        damaged[position] ^= 4
-        path.write_bytes(damaged)
+        flip(path, position, 4)
         with pytest.raises(AdapterCorrupt, match="upload the same file again"):
             store.load(key)
         store.load(other)

@@ -1,6 +1,5 @@
 import json
 import sqlite3
-from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -8,7 +7,7 @@ from pathlib import Path
 import pytest
 from store_kit import BASE, add, blobs, build, put
 
-from adapter_store.errors import AdapterNotFound, StoreFull, StoreUnusable
+from adapter_store.errors import StoreFull, StoreUnusable
 from adapter_store.registry.database import SCHEMA_VERSION
 from adapter_store.registry.records import Change
 from adapter_store.store import AdapterStore
@@ -69,12 +68,6 @@ def root(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.fixture
-def opened(root: Path) -> Iterator[AdapterStore]:
-    with AdapterStore(root, BASE) as store:
-        yield store
-
-
 def database(root: Path) -> "closing[sqlite3.Connection]":
     return closing(sqlite3.connect(root / "index.sqlite3", isolation_level=None))
 
@@ -95,63 +88,6 @@ def make_layout(version: int, root: Path) -> None:
                 continue
             db.executemany(f"INSERT INTO {table} VALUES ({','.join('?' * len(values[0]))})", values)
         db.execute(f"PRAGMA user_version = {version}")
-
-
-def test_they_stay_over_restarts_and_versions(root: Path) -> None:
-    with AdapterStore(root, BASE) as store:
-        assert store.limits("mia") == store.get("mia").limits == {}
-        store.change("mia", Change(limits=LIMITS))
-        assert store.limits("mia") == store.get("mia").limits == LIMITS
-        add(store, "mia", 3)
-        store.delete("mia@3")
-    with AdapterStore(root, BASE) as store:
-        assert [dict(record.limits) for record in store.list_adapters()] == [LIMITS, {}]
-        assert isinstance(store.limits("mia")["max_running"], int)
-        store.change("mia", Change(limits={"weight": 2.0}))
-        assert store.limits("mia") == {"weight": 2.0}, "the new ones replace all of the old"
-        store.change("mia", Change(limits={}))
-        store.change("zoe", Change(limits={}))
-    with AdapterStore(root, BASE) as store:
-        assert [dict(record.limits) for record in store.list_adapters()] == [{}, {}]
-
-
-def test_they_go_with_the_id(root: Path) -> None:
-    with AdapterStore(root, BASE) as store:
-        for name in ("mia", "zoe"):
-            store.change(name, Change(limits=LIMITS))
-        store.delete("mia")
-        assert store.limits("mia") == {}
-        add(store, "mia", 4)
-        assert store.limits("mia") == {}
-        assert store.limits("zoe") == LIMITS
-    with database(root) as db:
-        assert db.execute("SELECT adapter_id FROM adapter_limits").fetchall() == [("zoe",)]
-
-
-def test_a_record_is_no_way_to_change_them(opened: AdapterStore) -> None:
-    given = dict(LIMITS)
-    opened.change("mia", Change(limits=given))
-    given["max_running"] = 9
-    with pytest.raises(TypeError):
-        opened.limits("mia")["max_running"] = 9  # type: ignore[index]
-    assert opened.limits("mia") == LIMITS
-
-
-def test_an_id_that_is_not_there(opened: AdapterStore) -> None:
-    assert opened.limits("nobody") == {}
-    for name in ("nobody", "mia@1"):
-        with pytest.raises(AdapterNotFound):
-            opened.change(name, Change(limits=LIMITS))
-
-
-def test_what_is_refused_changes_nothing(opened: AdapterStore) -> None:
-    opened.change("mia", Change(limits=LIMITS))
-    with pytest.raises(ValueError, match="JSON"):
-        opened.change("mia", Change(limits={"max_running": float("nan")}))
-    assert opened.limits("mia") == LIMITS
-    opened.close()
-    with pytest.raises(StoreUnusable):
-        opened.change("mia", Change(limits={}))
 
 
 @pytest.mark.parametrize("layout", [1, 2, 3])

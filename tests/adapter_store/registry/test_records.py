@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 from store_kit import add, build, put
 
-from adapter_store.errors import AdapterChanged
+from adapter_store.errors import AdapterChanged, AdapterNotFound, StoreUnusable
 from adapter_store.registry.records import Change
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
@@ -54,7 +54,7 @@ class TestExpectedState:
     def test_it_is_compared_when_it_is_done(
         self, store: AdapterStore, mia: list[AdapterKey], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Somebody else flips the id while an upload is being checked."""
+        """Another client changes the id while an upload is being checked."""
         check, etag = store._content_reader.check, store.get("mia").etag
 
         def slow_check(*arguments: Any) -> Any:
@@ -66,3 +66,31 @@ class TestExpectedState:
         with pytest.raises(AdapterChanged):
             add(store, "mia", 9, if_match={etag})
         assert (store.resolve("mia").version, len(store.get("mia").versions)) == (1, 3)
+
+
+class TestLimits:
+    def test_they_replace_the_old_ones_and_go_with_the_id(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
+        assert store.limits("mia") == store.limits("nobody") == {}
+        given: dict[str, float] = {"max_running": 2, "tokens_per_s": 12.5}
+        store.change("mia", Change(limits=given))
+        given["max_running"] = 9
+        with pytest.raises(TypeError):
+            store.limits("mia")["max_running"] = 9  # type: ignore[index]
+        assert store.limits("mia") == store.get("mia").limits == {"max_running": 2, "tokens_per_s": 12.5}
+        add(store, "mia", 9)
+        store.change("mia", Change(limits={"weight": 2.0}))
+        assert store.limits("mia") == {"weight": 2.0}
+        store.delete("mia")
+        add(store, "mia")
+        assert store.limits("mia") == {}
+
+    def test_what_is_refused_changes_nothing(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
+        with pytest.raises(ValueError, match="JSON"):
+            store.change("mia", Change(limits={"max_running": float("nan")}))
+        for name in ("nobody", "mia@1"):
+            with pytest.raises(AdapterNotFound):
+                store.change(name, Change(limits={"weight": 2.0}))
+        assert store.limits("mia") == {}
+        store.close()
+        with pytest.raises(StoreUnusable):
+            store.change("mia", Change(limits={}))

@@ -38,25 +38,14 @@ def aliases(store: AdapterStore) -> dict[str, dict[int, float]]:
 
 class TestAliases:
     def test_set_move_and_remove(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
-        record = store.change("mia", Change(aliases={"prod": 1, "next": 3}))
-        assert record == store.get("mia")
-        assert aliases(store) == {"next": {3: 1.0}, "prod": {1: 1.0}}
+        store.change("mia", Change(aliases={"prod": 1, "next": 3}))
+        assert store.change("mia", Change(aliases={"prod": 2, "next": None, "never": None})) == store.get("mia")
+        assert aliases(store) == {"prod": {2: 1.0}}
         ref = store.resolve("mia:prod")
-        assert (ref.adapter_id, ref.version, ref.key) == ("mia", 1, mia[0])
-        store.change("mia", Change(aliases={"prod": 2, "old": 1, "next": None, "never": None}))
-        assert aliases(store) == {"old": {1: 1.0}, "prod": {2: 1.0}}
-        assert store.resolve("mia:prod").key == mia[1]
+        assert (ref.adapter_id, ref.version, ref.key) == ("mia", 2, mia[1])
         with pytest.raises(AdapterNotFound, match=r"mia:prodd.*did you mean mia:prod"):
             store.resolve("mia:prodd")
         assert store.resolve("mia").version == 3
-
-    def test_they_stay_over_restarts(self, store: AdapterStore, mia: list[AdapterKey], tmp_path: Path) -> None:
-        store.change("mia", Change(version=1, aliases={"prod": {2: 0.25, 3: 0.75}}))
-        before = store.get("mia")
-        store.close()
-        with AdapterStore(tmp_path / "store", BASE) as again:
-            assert again.get("mia") == before
-            assert again.get("mia").etag == before.etag
 
     def test_an_upload_moves_one(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
         add(store, "mia", 9, alias="prod")
@@ -100,7 +89,7 @@ class TestAliases:
         with pytest.raises(AdapterNotFound):
             store.resolve(reference)
 
-    def test_a_version_that_one_names_stays(self, store: AdapterStore, mia: list[AdapterKey], tmp_path: Path) -> None:
+    def test_a_version_that_one_names_stays(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
         store.change("mia", Change(aliases={"prod": {1: 0.5, 2: 0.5}, "old": 1, "next": 3}))
         before = store.get("mia")
         for reference in ("mia@1", f"mia@sha256:{mia[0]}"):
@@ -111,11 +100,6 @@ class TestAliases:
         assert store.get("mia") == before
         gone = store.delete("mia@1", force=True)
         assert (gone.aliases, gone.num_versions) == (("old", "prod"), 1)
-        assert aliases(store) == {"next": {3: 1.0}}
-        assert store.delete("mia", force=True).aliases == ("next",)
-        store.close()
-        with AdapterStore(tmp_path / "store", BASE) as again:
-            assert again.list_adapters() == []
 
     def test_an_alias_is_no_version_to_delete(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
         store.change("mia", Change(aliases={"prod": 1}))
@@ -124,18 +108,6 @@ class TestAliases:
         with pytest.raises(AdapterNotFound):
             store.delete("mia:other")
         assert aliases(store) == {"prod": {1: 1.0}}
-
-
-class TestRollback:
-    def test_back_and_forth(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
-        store.change("mia", Change(aliases={"prod": 3}))
-        assert store.change("mia", Change(version=1)).key == mia[0]
-        assert (store.resolve("mia").version, store.resolve("mia:prod").version) == (1, 3)
-        assert add(store, "mia", 7).ref.version == 4
-        assert store.resolve("mia").version == 4
-        store.change("mia", Change(version=2))
-        assert store.delete("mia@4").num_versions == 1
-        assert store.resolve("mia").version == 2
 
 
 class TestCanary:

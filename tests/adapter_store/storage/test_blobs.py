@@ -113,7 +113,7 @@ def test_weights_cannot_be_registered_before_their_name_is_durable(
 
 
 def test_an_upload_that_fails_takes_no_other_ones_weights(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two clients bring the same weights; the first one's folder cannot be made durable, after the second has come."""
+    """Of two uploads of the same weights, the first cannot be made durable, after the second has arrived."""
     data, first_fails, calls = build.file(), threading.Event(), []
     real = fsync_directory
 
@@ -160,7 +160,7 @@ def test_what_is_uploaded_again_while_orphans_are_listed_stays(
 
 
 def test_orphans_are_listed_while_requests_go_on(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of names take long to list; whoever begins a request needs the store's lock."""
+    """Listing thousands of names takes long, and every new request needs the store's lock."""
     key = add(store, "mia").ref.key
     older_than = store._blobs.older_than
 
@@ -174,7 +174,7 @@ def test_orphans_are_listed_while_requests_go_on(store: AdapterStore, monkeypatc
 
 
 def test_many_versions_go_with_one_fsync(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One for each would keep everybody else from changing anything; a file that stays keeps none of the others."""
+    """One fsync per file would block other changes; a file that cannot be removed keeps none of the others."""
     digests = [put(store, build.file(seed=seed)) for seed in range(12)]
     for digest in digests:
         store.register("mia", build.config(), digest)

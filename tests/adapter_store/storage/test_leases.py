@@ -9,7 +9,7 @@ from adapter_store.store import AdapterStore
 
 
 def test_a_bad_config_does_not_take_a_good_ones_weights(store: AdapterStore) -> None:
-    """Same weights, half of the configs refused: whoever fails cleans up, but never what another is registering."""
+    """A refused registration cleans up, but never weights that another one is registering."""
     data = build.file()
 
     def upload(number: int) -> bool:

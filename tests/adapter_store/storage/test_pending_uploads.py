@@ -9,7 +9,7 @@ from adapter_store.store import AdapterStore
 
 @pytest.mark.parametrize("other", ["bob", "alice"])
 def test_weights_that_were_taken_are_there_whatever_others_do(store: AdapterStore, other: str) -> None:
-    """Two send the same bytes, perhaps with one key or none; what becomes of the one's takes nothing from the other."""
+    """Two uploads of the same bytes, by one principal or two: the end of one does not affect the other."""
     data = build.file()
     digest = digest_of(data)
     for principal in ("alice", other):
@@ -27,7 +27,7 @@ def test_weights_that_were_taken_are_there_whatever_others_do(store: AdapterStor
 def test_weights_that_become_visible_while_others_end_are_there(
     store: AdapterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A registration fails between the rename and what is noted of it."""
+    """A registration fails between the rename and its record."""
     data = build.file()
     digest = put(store, data)
     adopt = store._blobs.adopt

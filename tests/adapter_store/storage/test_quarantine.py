@@ -1,27 +1,23 @@
 """A flipped bit stops its own content only, is not looked for twice, and goes with the next upload of the file."""
 
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from store_kit import add, blobs, build, put, registered
+from store_kit import add, blobs, build, flip, put, registered
 
 from adapter_store.errors import AdapterCorrupt
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 
-Put = Callable[[AdapterStore, bytes], str]
-
 
 @pytest.fixture
-def damaged(store: AdapterStore, tmp_path: Path) -> tuple[AdapterKey, bytes]:
+def damaged(store: AdapterStore) -> tuple[AdapterKey, bytes]:
     """A content whose last byte has flipped, and its file as it was uploaded."""
-    data = build.file()
     key, digest = registered(store)
-    blobs(store)[digest].write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    return key, data
+    flip(blobs(store)[digest])
+    return key, build.file()
 
 
 def test_the_disk_is_read_once(
@@ -50,13 +46,13 @@ def test_the_disk_is_read_once(
 
 
 def test_a_twin_with_the_same_weights_is_judged_by_its_own_read(
-    store: AdapterStore, damaged: tuple[AdapterKey, bytes], tmp_path: Path
+    store: AdapterStore, damaged: tuple[AdapterKey, bytes]
 ) -> None:
     key, data = damaged
     put(store, data)
     twin = store.register("twin", build.config(lora_alpha=3), put(store, data)).ref.key
-    [file] = (tmp_path / "store" / "blobs" / "sha256").iterdir()
-    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    [file] = blobs(store).values()
+    flip(file)
     with pytest.raises(AdapterCorrupt):
         store.load(key)
     store.hold(twin)
@@ -91,21 +87,13 @@ def test_a_repair_while_it_is_read_is_not_undone(
             assert repaired.wait(10)
 
     monkeypatch.setattr(store._content_reader, "load", slow_load)
-    errors: list[Exception] = []
-
-    def read() -> None:
-        try:
-            store.load(key)
-        except AdapterCorrupt as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    assert reading.wait(10)
-    put(store, data)
-    repaired.set()
-    thread.join()
-    assert len(errors) == 1
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(store.load, key)
+        assert reading.wait(10)
+        put(store, data)
+        repaired.set()
+        with pytest.raises(AdapterCorrupt):
+            read.result()
     assert store.quarantined() == frozenset()
     store.load(key)
 

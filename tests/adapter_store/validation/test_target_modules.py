@@ -99,7 +99,7 @@ def test_tensors_that_peft_would_drop_are_refused(changes: dict[str, Any]) -> No
 
 
 def test_a_partial_adapter_stays_accepted(tmp_path: Any) -> None:
-    """Loading checks the content once more; that modules are missing was settled at the upload."""
+    """Loading checks the content again, but missing modules were accepted at the upload."""
     config, data = build.config(target_modules=["q_proj", "v_proj", "o_proj"]), build.file()
     with AdapterStore(tmp_path / "store", BASE, max_lora_rank=16) as store:
         assert "partial_adapter" in problems_of(lambda: store.register("mia", config, put(store, data)))

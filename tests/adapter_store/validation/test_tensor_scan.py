@@ -47,7 +47,7 @@ def test_nan_beyond_the_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("missing", [1, 2, 3, 4, 200, 1001])
 def test_a_file_that_becomes_shorter_while_it_is_read(dtype: torch.dtype, missing: int) -> None:
-    """Somebody writes to the folder meanwhile; the end need not be that of a value."""
+    """The end need not be that of a value."""
     data = build.file(dtype=dtype)
     found = problems_of(lambda: check_adapter(build.config(), io.BytesIO(data[:-missing]), len(data), BASE, 16))
     assert set(found) == {"truncated"}
