@@ -35,8 +35,7 @@ class HostCache(Generic[V]):
     """Cache values by key, evicting the least recently used unpinned ones when the bytes exceed `max_bytes`.
 
     A caller pins an entry while using it, and must itself bound what it pins. Safe to use from many threads. Keys
-    carry
-    everything that makes two packings differ: (AdapterKey, layout version).
+    carry everything that makes two packings differ: (AdapterKey, layout version).
     """
 
     def __init__(self, max_bytes: int) -> None:

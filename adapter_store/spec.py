@@ -10,8 +10,8 @@ from typing import NewType
 AdapterId = NewType("AdapterId", str)
 """A name chosen by a person; it points to a current version that can change."""
 AdapterKey = NewType("AdapterKey", str)
-"""64 hex digits that identify one immutable content: SHA-256 over the config fields that change the result and the weights'
-digest. Keys residency, host copies and KV reuse."""
+"""64 hex digits that identify one immutable content: SHA-256 over the config fields that change the result and the
+weights' digest. Keys residency, host copies and KV reuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,8 +19,7 @@ class BaseShapes:
     """Describe what an adapter must fit: the linear modules of every decoder layer, by their Hugging Face names.
 
     `modules` maps a module's path inside its layer (`self_attn.q_proj`) to (in_features, out_features). `name` is
-    what
-    clients call the base, `checkpoint` the name of its file or folder; both serve warnings only.
+    what clients call the base, `checkpoint` the name of its file or folder; both serve warnings only.
     """
 
     family: str

@@ -5,8 +5,7 @@
     root/blobs, root/tmp   weights by digest (`storage/blobs.py`)
 
 Weights are read and hashed outside the lock. The index changes under it, in one transaction that makes the whole
-change
-visible at once. Resolving a name reads a dictionary and never waits for a disk.
+change visible at once. Resolving a name reads a dictionary and never waits for a disk.
 """
 
 import contextlib
@@ -175,8 +174,7 @@ class AdapterStore:
         alias.
 
         A content that the id already has keeps its version number; the id moves to it. If the check or the disk
-        refuses,
-        nothing is stored, and the weights are removed unless a version or another upload needs them.
+        refuses, nothing is stored, and the weights are removed unless a version or another upload needs them.
 
         Args:
             adapter_id: the id to create or to add a version to.
@@ -269,8 +267,7 @@ class AdapterStore:
         """Apply a change to an id, completely or not at all, and return the new record.
 
         A change moves the id to another of its versions, sets, moves or removes aliases, and replaces limits.
-        Requests resolved
-        earlier keep their version.
+        Requests resolved earlier keep their version.
 
         Raises:
             AdapterNotFound: there is no such id.
@@ -299,8 +296,7 @@ class AdapterStore:
         """Remove an id, or the version or content that the reference pins.
 
         The id moves to its highest remaining version. Weights that no version refers to are removed once nothing
-        holds them; what
-        is in memory stays usable. Version numbers are never reused.
+        holds them; what is in memory stays usable. Version numbers are never reused.
 
         Raises:
             AdapterNotFound: there is nothing of that name.

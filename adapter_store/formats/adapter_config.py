@@ -1,11 +1,9 @@
 """adapter_config.json: what each field means for serving, and the few numbers that decide the result.
 
 `FIELD_RULES` is the one table: a field is honoured, harmless, or refused with a remedy. A field that is not in the
-table is
-refused unless it is empty, so that a future LoRA variant is never served as plain LoRA. Checked against the fields
-and
-semantics of PEFT's LoraConfig, 0.21. Before any field is interpreted, the JSON itself is bounded in size, depth and
-types.
+table is refused unless it is empty, so that a future LoRA variant is never served as plain LoRA. Checked against the
+fields and semantics of PEFT's LoraConfig, 0.21. Before any field is interpreted, the JSON itself is bounded in size,
+depth and types.
 """
 
 import json
@@ -168,8 +166,7 @@ class AdapterConfig:
     """Hold the fields that serving reads, with PEFT's meaning. Of several patterns the first match counts.
 
     `target_modules` is None if the config does not name modules literally: then the tensors alone say which modules
-    are
-    adapted, unless `all_linear` selects every linear module of the layers.
+    are adapted, unless `all_linear` selects every linear module of the layers.
     """
 
     r: int

@@ -166,8 +166,7 @@ def _targets(names: Iterable[str], keys: Collection[str], num_layers: object) ->
     """Return the modules and layers that the run trained, so that missing tensors are noticed.
 
     The modules are those of the file and of the keys, the layers those of the file and the last `num_layers`. The
-    highest layer
-    of the file is taken for the model's last.
+    highest layer of the file is taken for the model's last.
     """
     modules, layers = set(keys), set()
     for name in names:

@@ -1,10 +1,8 @@
-r"""Module names in rank_pattern and alpha_pattern, matched as PEFT does but without a regular expression engine.
+"""Module names in rank_pattern and alpha_pattern, matched as PEFT does but without a regular expression engine.
 
-PEFT treats a key as a regular expression: `re.match(rf"(.*\.)?({key})$", module_name)`. An uploaded expression could
-run
-for years, so only simple keys are accepted: letters, digits, `_`, `.` (which matches any one character), `\.` (a
-literal
-dot), and `^` or `$` at the ends.
+PEFT treats a key as a regular expression: `re.match(rf"(.*\\.)?({key})$", module_name)`. An uploaded expression could
+run for years, so only simple keys are accepted: letters, digits, `_`, `.` (which matches any one character), `\\.` (a
+literal dot), and `^` or `$` at the ends.
 """
 
 import string

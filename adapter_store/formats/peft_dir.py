@@ -55,8 +55,7 @@ class PeftDir:
     """Describe the adapter found in a folder.
 
     `subdirectory` is the folder it was found in, if not the one given; `ignored_files` are the other files there,
-    sorted;
-    `notices` say what was converted.
+    sorted; `notices` say what was converted.
     """
 
     config: dict[str, object]

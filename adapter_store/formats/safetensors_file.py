@@ -1,12 +1,9 @@
 """Strict, bounded reader of a safetensors header.
 
 The safetensors library (0.8, measured) accepts a repeated key, zero-size tensors, and a 58 MB header of a million
-empty
-tensors, the last taking 20 s and 1.9 GB. Here the length is limited by the base model before anything is read, and
-the
-rest is checked: unique names, integers, known types, offsets that tile the data exactly. Layout: u64 little-endian
-header
-length, JSON header, data. bf16 has no NumPy type, so its values are kept as their bits.
+empty tensors, the last taking 20 s and 1.9 GB. Here the length is limited by the base model before anything is read,
+and the rest is checked: unique names, integers, known types, offsets that tile the data exactly. Layout: u64
+little-endian header length, JSON header, data. bf16 has no NumPy type, so its values are kept as their bits.
 """
 
 import io

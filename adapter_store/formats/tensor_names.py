@@ -66,9 +66,8 @@ class PlainName:
     """Hold a tensor's name in PEFT's saved form.
 
     `adapter_name` stood before `.weight`, as in a state dict in memory. `notices` say what was changed.
-    `saved_module` is the
-    module's name as PEFT may have seen it in training, with wrappers: patterns written for it may not match the plain
-    name.
+    `saved_module` is the module's name as PEFT may have seen it in training, with wrappers: patterns written for it
+    may not match the plain name.
     """
 
     text: str

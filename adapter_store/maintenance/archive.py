@@ -2,8 +2,7 @@
 
 The archive is a plain tar (ustar) of regular files, and members are never extracted to the names they give. Python's
 `tarfile` packs and parses the 512 byte headers; its handling of extended headers and links, which an untrusted
-archive
-could exploit, is not used.
+archive could exploit, is not used.
 """
 
 import hashlib
@@ -168,8 +167,7 @@ def import_store(
     """Add the contents of an archive to a store.
 
     Every digest is verified and every adapter validated against the base again. Ids, versions, aliases and limits
-    become
-    visible together, or not at all.
+    become visible together, or not at all.
 
     Args:
         store: the store to add to.

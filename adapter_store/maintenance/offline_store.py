@@ -80,8 +80,7 @@ class OfflineStore:
         """Remove what nothing refers to.
 
         Contents and their weights are removed at once, weights that were never registered if older than `age_s`, and
-        unfinished
-        uploads always.
+        unfinished uploads always.
         """
         before = self.blobs.sizes()
         unnamed = self.index.unreferenced_contents()

@@ -1,14 +1,10 @@
 """Identity of the base that a store was filled for: its shapes and a sample of weights that survives quantization.
 
 The shapes that adapters are checked against (family, layers, linears) are compared exactly. Of the weights, only
-numbers
-that every file of one model contains can be compared: quantization rounds linears and embeddings differently each
-time,
-but leaves norms in floating point, at worst in bfloat16. The caller therefore samples a norm, and two samples agree
-if no
-number differs by more than that rounding. Training that changes a norm by one unit of bfloat16 is noticed; training
-of
-linears alone (a merged adapter) is not.
+numbers that every file of one model contains can be compared: quantization rounds linears and embeddings differently
+each time, but leaves norms in floating point, at worst in bfloat16. The caller therefore samples a norm, and two
+samples agree if no number differs by more than that rounding. Training that changes a norm by one unit of bfloat16 is
+noticed; training of linears alone (a merged adapter) is not.
 """
 
 import hashlib

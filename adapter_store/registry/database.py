@@ -45,8 +45,8 @@ CREATE TABLE verdicts (
     PRIMARY KEY (adapter_id, version), FOREIGN KEY (adapter_id, version) REFERENCES versions ON DELETE CASCADE
 ) STRICT;
 """
-# Up to layout 3, config and report were the first uploader's, whose version is as old as the content. Every other version
-# gets them without the name of that uploader's base. A verdict names the version it was found for.
+# Up to layout 3, config and report were the first uploader's, whose version is as old as the content. Every other
+# version gets them without the name of that uploader's base. A verdict names the version it was found for.
 _SHARE_OUT = f"""
 ALTER TABLE verdicts RENAME TO verdicts_of_contents;
 {_UPLOADS_VERDICTS}
@@ -162,8 +162,7 @@ class Database:
         """Make sure that a failed transaction stays undone, before anything it referred to is removed.
 
         If the disk failed to make a COMMIT durable, the complete transaction may be in the log, and a crash would
-        restore it; the
-        next transaction overwrites it.
+        restore it; the next transaction overwrites it.
         """
         if self._commit_failed:
             with self._transaction():

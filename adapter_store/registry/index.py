@@ -1,10 +1,9 @@
 """The store's index: versions, aliases and limits of every id, and the content and origin of each version.
 
 A content (one AdapterKey) is written once and shared by every version that refers to it. Everything else belongs to
-the
-one version it was uploaded with: the config as sent, the report, the verdict. Version numbers are never reused, not
-even
-after an id was deleted, so `mia@3` always means the same. Not thread-safe: the caller holds the store's lock.
+the one version it was uploaded with: the config as sent, the report, the verdict. Version numbers are never reused,
+not even after an id was deleted, so `mia@3` always means the same. Not thread-safe: the caller holds the store's
+lock.
 """
 
 import json
@@ -80,8 +79,7 @@ class Index(Database):
     """Read and write the index through one connection.
 
     Every writing method is one transaction: complete when it returns, undone when it raises. Return values are read
-    before the
-    commit, since nothing that can fail may come after it.
+    before the commit, since nothing that can fail may come after it.
     """
 
     def base(self) -> str | None:

@@ -1,8 +1,7 @@
 """Name table in memory: resolving a reference reads a dictionary and never waits for a disk or a lock.
 
 The dictionary is replaced, never changed; the caller that replaces it holds the store's lock. Similar names are
-offered in
-the error for a name that does not exist.
+offered in the error for a name that does not exist.
 """
 
 import difflib
@@ -23,8 +22,7 @@ def near_names(name: str, known: Iterable[str]) -> tuple[str, ...]:
     """Return up to three of the known names, the most similar first.
 
     Comparing with difflib takes tens of microseconds a name, too long for thousands: of more than `NUM_COMPARED`,
-    only those
-    with the most character pairs in common with the name are compared.
+    only those with the most character pairs in common with the name are compared.
     """
     wanted = name.lower()
     names = list(known)

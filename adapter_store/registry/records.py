@@ -29,10 +29,8 @@ class AdapterRecord:
     """Describe an id and its versions, oldest first. `key` is the current version's.
 
     `limits` maps names to numbers, which the callers interpret. `aliases` are sorted by name. `etag` is 32 hex digits
-    over
-    everything but the times. Version numbers are never reused, so an id that is deleted and created again never
-    repeats an
-    etag.
+    over everything but the times. Version numbers are never reused, so an id that is deleted and created again never
+    repeats an etag.
     """
 
     adapter_id: AdapterId

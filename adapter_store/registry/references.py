@@ -1,8 +1,7 @@
 """Ids, references to an adapter, and aliases.
 
 A reference names an id, an alias, a version or a content. An alias names a version inside an id (`mia:prod`) and may
-be
-split between two versions by shares (a canary).
+be split between two versions by shares (a canary).
 """
 
 import math

@@ -4,8 +4,7 @@
     root/tmp/<uuid>                      uploads in progress; removed when the store opens
 
 Order of an upload: temporary file, verify, fsync, rename, fsync of the folder. Every change of the disk is one call
-of an
-`os` function, so that a test can fail or kill each of them.
+of an `os` function, so that a test can fail or kill each of them.
 """
 
 import contextlib
@@ -172,8 +171,7 @@ class BlobDirectory:
 
     The disk holds the state, except which names are not durable yet and the announced lengths of uploads in progress.
     Operations on one digest are serialized: a failing upload must not remove what another has just stored, nor a
-    removal
-    a file that was replaced after it was examined.
+    removal a file that was replaced after it was examined.
     """
 
     def __init__(self, root: Path) -> None:
@@ -292,8 +290,7 @@ class BlobDirectory:
         """Remove unfinished uploads, and unreferenced blobs older than `age_s`.
 
         The age spares blobs that are still to be registered, even across a restart. Only for the holder of the
-        store's lock
-        file, before it accepts uploads.
+        store's lock file, before it accepts uploads.
         """
         with disk_errors("removing unfinished uploads"):
             unfinished = _paths(self._temporary)

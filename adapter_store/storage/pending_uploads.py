@@ -29,8 +29,7 @@ class Uploader:
     """Identify a principal that uploads.
 
     `max_bytes` limits its bytes without a version. Weights that exist may be sent again even if the store is full,
-    but only
-    if `is_known`: to other principals that would reveal that they exist.
+    but only if `is_known`: to other principals that would reveal that they exist.
     """
 
     principal: str = ANONYMOUS

@@ -2,8 +2,7 @@
 
 Every request takes a hold, so taking one must not wait for a disk: the store's lock is held while SQLite commits, the
 lock in here never is. `mark_deleted` decides between a hold and a deletion. It is called once no version refers to
-the
-contents any more: an earlier hold keeps the content for as long as the hold lives, even if it was taken while the
+the contents any more: an earlier hold keeps the content for as long as the hold lives, even if it was taken while the
 deletion was being committed; a later one is refused before the first byte is removed.
 """
 
@@ -32,8 +31,7 @@ class ContentRefcounts:
     """Count holds by content.
 
     Safe to use from many threads. A hold may end in any thread at any moment, even in one that is executing a method
-    of
-    this class: `__del__` only queues the release, and the next call counts it.
+    of this class: `__del__` only queues the release, and the next call counts it.
 
     Args:
         keys: the contents in the index.

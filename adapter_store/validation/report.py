@@ -1,8 +1,7 @@
 """Report about an accepted adapter, including warnings about another base model or quantization.
 
 Base models are compared by name: the last part of a hub id or path. Suffixes behind the model's own name say how the
-file
-is encoded (`-GPTQ-Int8`, `-unsloth-bnb-4bit`, `.Q4_K_M`); the rest must be equal: Llama-3.2-1B is not
+file is encoded (`-GPTQ-Int8`, `-unsloth-bnb-4bit`, `.Q4_K_M`); the rest must be equal: Llama-3.2-1B is not
 Llama-3.2-1B-Instruct.
 """
 
@@ -67,10 +66,8 @@ class UploadReport:
     """Report what was matched, and its strength. `layers` counts the layers touched; `digest` is the AdapterKey.
 
     `modules_expected` counts the matched modules and those that target_modules names besides, none of which are known
-    if it is
-    a pattern. `norm_b` is the sum of the Frobenius norms of lora_B, None in old reports; `notices` say which names
-    were read
-    differently than written.
+    if it is a pattern. `norm_b` is the sum of the Frobenius norms of lora_B, None in old reports; `notices` say which
+    names were read differently than written.
     """
 
     modules_matched: int

@@ -1,11 +1,9 @@
 """Comparison of the modules that the config names with those that the file has tensors for.
 
 PEFT adapts what the config names and loads from the file what fits: a named module without tensors stays as
-initialized,
-and tensors for an unnamed one are dropped with a warning. Here both are reported. `all-linear` names every linear
-module of
-the layers. If the config names modules by a pattern, or not at all, the tensors are the only list and nothing can be
-missing.
+initialized, and tensors for an unnamed one are dropped with a warning. Here both are reported. `all-linear` names
+every linear module of the layers. If the config names modules by a pattern, or not at all, the tensors are the only
+list and nothing can be missing.
 """
 
 from collections.abc import Collection

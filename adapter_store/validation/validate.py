@@ -2,8 +2,7 @@
 
 `check_adapter` is the whole check, shared by the store and by `lorasrv check`: config, header, names, shapes, ranks,
 completeness and every value of the data, in one pass over the file. `validate_adapter` is repeated when a stored
-adapter is
-loaded; it does not check completeness, which was decided, and perhaps waived, at the upload.
+adapter is loaded; it does not check completeness, which was decided, and perhaps waived, at the upload.
 """
 
 import hashlib
@@ -284,8 +283,7 @@ def adapter_key(modules: tuple[LoraModule, ...], weights_digest: str) -> Adapter
     """Return the SHA-256 over the resolved config and the weights' digest.
 
     r, lora_alpha, use_rslora and both patterns act only through each module's rank and scaling, and every other field
-    changes
-    nothing or is refused; so two configs of equal meaning have one key. The scaling is written as an exact
+    changes nothing or is refused; so two configs of equal meaning have one key. The scaling is written as an exact
     hexadecimal float.
     """
     resolved = [[m.layer, m.module, m.rank, float(m.scaling).hex()] for m in modules]

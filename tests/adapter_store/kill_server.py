@@ -234,7 +234,7 @@ class Campaign:
         with AdapterStore(self._copy, self._shapes) as store:
             records = {str(record.adapter_id): record for record in store.list_adapters()}
             for name in {*records, *self._ledger.states, *self._ledger.pending}:
-                self._ledger.discard_failed_commit(name, self._shown(store, name) if name in records else {})
+                self._ledger.settle(name, self._shown(store, name) if name in records else {})
             assert not list((self._copy / "tmp").iterdir())
             named = {store.spec(v.key).weights_digest for record in records.values() for v in record.versions}
             stored = {path.name for path in (self._copy / "blobs" / "sha256").iterdir()}

@@ -134,7 +134,7 @@ class TestAnswer:
             record(*arguments)
 
         server, ref = verified_by("answers"), store.resolve("mia")
-        monkeypatch.setattr(store.uploads, "record_verdict", deleted_first)
+        monkeypatch.setattr(store.version_history, "record_verdict", deleted_first)
         response = verify(server)
         assert (response.status_code, response.json()["id"]) == (200, "mia")
         assert store.version_history.verdict(ref) is None

@@ -302,5 +302,5 @@ class TestCommands:
         assert shown(server)["aliases"] == {"prod": 4}
         done = run("rm", "mia@4")
         assert done.code == 1
-        assert "named by mia:prod" in done.err
+        assert "while mia:prod points to it" in done.err
         assert run("rm", "mia@4", "--force").out == "removed mia@4 (1 version)\nremoved mia:prod\n"

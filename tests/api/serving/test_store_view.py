@@ -584,8 +584,8 @@ class TestViews:
 def test_routes_know_the_store_through_a_view() -> None:
     """What names of adapters mean is never asked of the store itself, but where it cannot be told to anybody."""
     allowed = {
-        "adapters.py": {"quarantined", "uploads", "hold", "is_named"},
-        "verify.py": {"hold", "uploads", "load", "max_lora_rank"},
+        "adapters.py": {"quarantined", "version_history", "hold", "is_named"},
+        "verify.py": {"hold", "version_history", "load", "max_lora_rank"},
         "operate.py": {"is_writable"},
     }
     for path in (path for folder in ("api", "api/routes", "api/batches") for path in (ROOT / folder).glob("*.py")):
