@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import AdapterNotFound
-from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_state
+from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions
 from adapter_store.spec import AdapterKey
 from adapter_store.storage.blobs import BlobUpload
 from api.asgi.json_body import JsonRoute
@@ -100,8 +100,8 @@ async def show_adapter(adapter_id: str, services: ServicesDep, view: ViewDep) ->
     to (null: it was not)."""
     record = await run_in_threadpool(view.get, adapter_id)
     current = record.ref(record.current_version)
-    report = await run_in_threadpool(services.store.uploads.report, current)
-    verified = await run_in_threadpool(services.store.uploads.verdict, current)
+    report = await run_in_threadpool(services.store.version_history.report, current)
+    verified = await run_in_threadpool(services.store.version_history.verdict, current)
     shown = adapter_json(record, services.store.quarantined()) | await _used(services, record)
     return JSONResponse({**shown, "report": report.to_dict(), "verified": verified}, headers=etag_header(record))
 
@@ -154,7 +154,7 @@ async def change_adapter(
     _check_may_share_out(body, view.caller)
     ref = await run_in_threadpool(view.resolve_one, reference)
     record = await run_in_threadpool(view.get, ref.adapter_id)
-    check_state(ref.adapter_id, record, if_match)
+    check_preconditions(ref.adapter_id, record, if_match)
     if change is not None:
         _check_is_of_all(change, reference, record)
     if change is not None and change.version is not None:

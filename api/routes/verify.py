@@ -56,7 +56,7 @@ async def verify_adapter(
         }
         # Deleted meanwhile: there is nothing to keep it with, but who has waited for it may have it.
         with contextlib.suppress(AdapterNotFound):
-            await run_in_threadpool(services.store.uploads.record_verdict, ref, verdict)
+            await run_in_threadpool(services.store.version_history.record_verdict, ref, verdict)
         return verdict
 
     if body.stream:
@@ -69,7 +69,7 @@ def _make_job(services: Services, ref: AdapterRef, body: VerifyBody) -> VerifyJo
     """In a thread: it asks the disk, and tokenizes."""
     config, store = services.settings.engine_config(), services.store
     # Read whole, so that damaged weights are refused as everywhere, and not taken for a verification that failed.
-    peft, spec = store.uploads.peft(ref), store.load(ref.key).spec
+    peft, spec = store.version_history.peft_dir(ref), store.load(ref.key).spec
     if not body.ignore_memory:
         weight_bytes = services.engine.metrics.snapshot().weight_bytes
         check_memory(needed_bytes(services.engine.spec, weight_bytes, spec.weights_bytes))

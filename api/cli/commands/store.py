@@ -17,7 +17,7 @@ from api.cli.common.terminal import CliError, note, print_json, print_table, pro
 from lorasrv.config import BUILTIN_MODEL, Limits, MemoryOptions, default_store_dir
 
 if TYPE_CHECKING:
-    from adapter_store.maintenance.archive import Moved
+    from adapter_store.maintenance.archive import ArchiveSummary
     from adapter_store.maintenance.offline_store import Finding, OfflineStore
 
 ARCHIVE_NAME = "lorasrv-store.tar"
@@ -137,7 +137,7 @@ def _written(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def _print_moved(what: str, moved: "Moved", path: Path, as_json: bool) -> None:
+def _print_moved(what: str, moved: "ArchiveSummary", path: Path, as_json: bool) -> None:
     if as_json:
         print_json({"path": str(path), **asdict(moved)})
         return

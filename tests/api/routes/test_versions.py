@@ -234,7 +234,7 @@ class TestQuota:
 class TestVerdict:
     def test_it_is_shown(self, server, store) -> None:
         assert shown(server)["verified"] is None
-        store.uploads.record_verdict(store.resolve("mia"), {"ok": True, "max_error": 0.01})
+        store.version_history.record_verdict(store.resolve("mia"), {"ok": True, "max_error": 0.01})
         assert shown(server)["verified"] == {"ok": True, "max_error": 0.01}
         patch(server, version=1)
         assert shown(server)["verified"] is None
@@ -302,5 +302,5 @@ class TestCommands:
         assert shown(server)["aliases"] == {"prod": 4}
         done = run("rm", "mia@4")
         assert done.code == 1
-        assert "named by mia:prod" in done.err
+        assert "while mia:prod points to it" in done.err
         assert run("rm", "mia@4", "--force").out == "removed mia@4 (1 version)\nremoved mia:prod\n"

@@ -130,7 +130,7 @@ class TestUpload:
             refused = cli("upload", tree, "--all", "--server", server.url, *more)
             assert (refused.code, refused.err.count("partial_adapter")) == (1, 1), refused.err
             assert cli("upload", tree, "--all", "--allow-partial", "--server", server.url, *more).code == 0
-        assert store.uploads.report(store.resolve("bot-1")).is_partial
+        assert store.version_history.report(store.resolve("bot-1")).is_partial
 
     def test_an_alias_of_each(self, cli, server, tree: Path, store: AdapterStore) -> None:
         assert cli("upload", tree, "--all", "--alias", "prod", "--server", server.url).code == 0
