@@ -1,13 +1,11 @@
-"""Recorded traffic: one line of JSON for each request that has ended. No torch.
+"""Record traffic as a trace file, one line of JSON per finished request, and read it back. Torch-free.
 
 A request needs `arrival_s`, `prompt_tokens` and `output_tokens`; `adapter` names one, or is null for the base. The
-other fields make a replay closer to what happened; those that end in `_ms`, and `tier`, are what a server measured.
-Unknown fields are somebody else's.
+other fields make a replay more precise; those that end in `_ms`, and `tier`, are measurements of the server. Unknown
+fields are ignored.
 
-Writes a server's traffic to a file while it serves: a line for each answer that ends, each choice for itself.
-
-Belongs to the event loop's thread, no torch. A line is some 300 bytes, written when an answer is over:
-microseconds. If the disk fails, recording ends with a word in the log, and serving goes on.
+The recorder belongs to the event loop's thread. Writing a line of some 300 bytes when an answer ends takes
+microseconds. If the disk fails, recording stops with a log message, and serving goes on.
 """
 
 import errno
@@ -34,18 +32,20 @@ MAX_SHOWN_CHARS = 60
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. `arrival_s` counts from the start of the trace; `max_tokens` is what it might have had, None: what
-    it got. `cached_tokens` of its prompt were known from an earlier one. `key` is who asked. `finish`: how it ended.
-    """
+    """Describe one request of a trace."""
 
+    # Seconds since the start of the trace.
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
     adapter: str | None = None
+    # The request's bound; None: as many as it got.
     max_tokens: int | None = None
+    # Prompt tokens found in the prefix cache.
     cached_tokens: int = 0
     priority: int = 0
     timeout_s: float | None = None
+    # The principal.
     key: str | None = None
     adapter_bytes: int | None = None
     ttft_ms: float | None = None
@@ -53,10 +53,11 @@ class TraceRequest:
     queue_ms: float | None = None
     load_ms: float | None = None
     tier: AdapterTier | None = None
+    # Finish reason.
     finish: str | None = None
 
     def line(self) -> str:
-        """As it stands in a file, without what is not known."""
+        """Return the request as a line of a file, without fields that have their defaults."""
         known = {name: getattr(self, name) for name in _DEFAULTS}
         return json.dumps({name: value for name, value in known.items() if value != _DEFAULTS[name]})
 
@@ -65,10 +66,10 @@ _DEFAULTS = {f.name: f.default for f in fields(TraceRequest)}
 
 
 def read_trace(path: Path) -> tuple[TraceRequest, ...]:
-    """All requests of a file, in order of arrival.
+    """Read all requests of a file, in order of arrival.
 
     Raises:
-        InvalidTrace: a line is malformed, with its number and the field; or there is none.
+        InvalidTrace: a line is malformed (names the line and the field), or the file is empty.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
@@ -79,12 +80,16 @@ def read_trace(path: Path) -> tuple[TraceRequest, ...]:
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """Write a whole trace; an existing file is replaced."""
+    """Write a whole trace, replacing an existing file."""
     path.write_text("".join(request.line() + "\n" for request in requests), "utf-8")
 
 
 def parse_line(line: str | bytes, where: str) -> TraceRequest:
-    """One request. Raises: InvalidTrace: it is malformed; the message begins with `where`."""
+    """Parse one request.
+
+    Raises:
+        InvalidTrace: the line is malformed; the message begins with `where`.
+    """
     try:
         facts = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError):
@@ -127,7 +132,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
 
 
 def _no_number(text: str) -> object:
-    """NaN and infinities are not JSON, and no rule below accepts them; a string of theirs shows which it was."""
+    """Wrap NaN and infinities, which are not JSON, so that each check rejects them and the message shows them."""
     return _NotANumber(text)
 
 
@@ -190,7 +195,7 @@ MAX_LINE_BYTES = 1 << 16
 
 @dataclass(slots=True)
 class _TracedRequest:
-    """A request that has not ended."""
+    """Track a request that has not ended."""
 
     message: EngineCoreRequest
     arrived_s: float
@@ -199,18 +204,19 @@ class _TracedRequest:
 
 
 class TraceRecorder:
-    """Appends to a file. One that has lines already is gone on with: its clock runs on from its last line.
+    """Append requests to a file; for a file with lines, continue the clock from its last line.
 
     Args:
         clock: monotonic seconds.
+
     Raises:
         OSError: the file cannot be written.
-        InvalidTrace: it is something else than a trace.
+        InvalidTrace: the file exists and is not a trace.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # Without a buffer of Python's: every line is the kernel's at once, and nothing is left for `close` to fail on.
+        # Unbuffered: each line goes to the kernel at once, and `close` has nothing left that could fail.
         self._file: FileIO | None = path.open("a+b", buffering=0)
         try:
             self._start_s = clock() - _seconds_recorded(self._file, path.name)
@@ -228,18 +234,18 @@ class TraceRecorder:
         self.close()
 
     def close(self) -> None:
-        """Requests that have not ended are left out."""
+        """Close the file, leaving out requests that have not ended."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def accepted(self, messages: Sequence[EngineCoreRequest], arrived_s: float) -> None:
-        """These are on their way to the engine; they came in at that time, on this recorder's clock."""
+        """Track requests sent to the engine, which arrived at `arrived_s` on this recorder's clock."""
         for message in messages:
             self._open[message.request_id] = _TracedRequest(message, arrived_s)
 
     def heard(self, request_id: RequestId, output: RequestOutput) -> None:
-        """An output of a request."""
+        """Take an output of a request."""
         request = self._open.get(request_id)
         if request is None:
             return
@@ -250,7 +256,7 @@ class TraceRecorder:
             self._end(request_id, output.finish_reason)
 
     def left(self, request_id: RequestId) -> None:
-        """Its client has gone, or it failed. What it had computed was load all the same."""
+        """Record a request whose client disconnected, or that failed: its computed tokens were load as well."""
         if request_id in self._open:
             self._end(request_id, FinishReason.ABORT)
 
@@ -298,7 +304,7 @@ def _line(
 
 
 def _seconds_recorded(file: FileIO, name: str) -> float:
-    """How long ago, by the last line, the trace began: the file was written last when that request ended."""
+    """Return how long ago the trace began by its last line, as the file was last written when that request ended."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - MAX_LINE_BYTES))
     lines = (file.read(MAX_LINE_BYTES) or b"").splitlines() if size else []
