@@ -84,12 +84,12 @@ class SamplingMetadata(NamedTuple):
 
     @property
     def is_early(self) -> bool:
-        """Whether the answer may not end yet."""
+        """Return whether the answer may not end yet."""
         return self.num_generated < self.params.min_tokens
 
     @property
     def changes_logits(self) -> bool:
-        """Whether this module has to change the row's logits."""
+        """Return whether this module has to change the row's logits."""
         return self.params.changes_logits or self.constraint is not None or self.is_early
 
     @property
