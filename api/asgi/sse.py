@@ -1,10 +1,8 @@
-"""Event streams, and work that ends when the client goes away.
+"""Stream server-sent events, cancel work when the client disconnects, and write JSON as one line.
 
-JSON as one line, for whoever reads lines: of an event stream, of a batch's results, of our output, of the log.
-
-Text stays as it is, but for the three characters beyond ASCII that end a line to Unicode, and so to `str.splitlines`
-and to httpx, on which most Python clients read: written as escapes they are the same JSON. Below U+0020 JSON itself
-has nothing raw.
+One-line JSON is used for event streams, batch results, command output and the log. Text stays unescaped, except for
+the three characters beyond ASCII that end a line in Unicode, and so in `str.splitlines` and in httpx, with which most
+Python clients read; as escapes they are the same JSON. JSON itself escapes control characters below U+0020.
 """
 
 import asyncio
@@ -21,7 +19,7 @@ _LINE_ENDS = re.compile("[\x85\u2028\u2029]")
 
 
 def one_line(value: Any, **options: Any) -> str:
-    """`options` as of `json.dumps`."""
+    """Serialise a value as one line; `options` are those of `json.dumps`."""
     return _LINE_ENDS.sub(lambda end: f"\\u{ord(end[0]):04x}", json.dumps(value, ensure_ascii=False, **options))
 
 
@@ -31,17 +29,17 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type
 
 
 class ClientDisconnected(Exception):
-    """The client closed its connection; nobody reads the answer."""
+    """Signal that the client closed its connection."""
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client goes away.
+    """Return the result of `work`, or cancel it as soon as the client disconnects. Call once the body has been read.
 
-    Starlette watches only streaming answers, and only below ASGI 2.4; a plain handler would generate to the end for
-    nobody. To be called once the body has been read.
+    Starlette watches only streaming responses, and only below ASGI 2.4; a plain handler would generate to the end for a
+    client that is gone.
 
     Raises:
-        ClientGone: after `work` has ended.
+        ClientDisconnected: after `work` has ended.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
@@ -63,7 +61,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends byte chunks as they come. `close` is called however it ends: done, disconnected or cancelled."""
+    """Send byte chunks as they arrive, and call `close` at the end, whether done, disconnected or cancelled."""
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]], headers: Mapping[str, str]
@@ -90,5 +88,5 @@ class EventStream(Response):
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
-    """One `data:` event."""
+    """Format one `data:` event."""
     return format_sse_event(data_str=one_line(payload, separators=(",", ":")))
