@@ -1,7 +1,4 @@
-"""An example of every route, for /openapi.json. A test asks a server each of them and compares what comes back.
-
-The example of /v1/adapters/{id}/stats.
-"""
+"""Provide an example of each route for /openapi.json. A test sends each to a server and compares the response."""
 
 from collections.abc import Mapping
 from typing import Any
