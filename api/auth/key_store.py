@@ -1,8 +1,8 @@
-"""The key book: keys of one store, in an SQLite file of their own beside the adapters.
+"""Store the keys of an adapter store, in a separate SQLite file beside the adapters.
 
-Commands write it with a server running or without one, and the server reads it when it has changed. What is in it opens
-nothing: of each secret it has the SHA-256. Keys are never deleted, so that no name is used twice, and so that a store
-which once had keys is never open again by accident.
+Commands write it with or without a running server, and the server reads it when it has changed. It contains only the
+SHA-256 of each secret. Keys are never deleted, so that no name is reused, and a store that once had keys never becomes
+open again by accident.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class InvalidKey(Exception):
-    """A key cannot be made so, or is not there; `option` is the flag to mend."""
+    """Report a key that cannot be created, or does not exist; `option` is the option to correct."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)
@@ -44,9 +44,10 @@ class InvalidKey(Exception):
 
 
 def has_keys(root: Path) -> bool:
-    """Whether the store in this folder has ever had a key. Makes nothing.
+    """Return whether the store in this folder has ever had a key, without creating anything.
 
-    Raises: StoreUnusable: there is a book, and it cannot be read.
+    Raises:
+        StoreUnusable: the key store exists and cannot be read.
     """
     if not (root / FILE).exists():
         return False
@@ -55,9 +56,9 @@ def has_keys(root: Path) -> bool:
 
 
 class KeyStore:
-    """One connection to the book of a store's folder, which is made if it is not there; readable by its owner only.
+    """Connect to the key store in a store's folder, which is created if missing; readable by its owner only.
 
-    Every change is one transaction, durable when the method returns. Threads may take turns.
+    Each change is one transaction, durable when the method returns. Threads may take turns.
 
     Raises (all methods): StoreUnusable, StoreFull.
     """
@@ -66,7 +67,7 @@ class KeyStore:
         self.path = root / FILE
         with _errors():
             _secure(self.path)
-            # Autocommit: transactions are begun by name.
+            # Autocommit: transactions are started explicitly.
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         self._close = weakref.finalize(self, self._db.close)
         try:
@@ -96,12 +97,12 @@ class KeyStore:
         self._close()
 
     def changes(self) -> int:
-        """Another number whenever another connection has changed the book; asks no disk (6 microseconds)."""
+        """Return a number that changes when another connection changes the store; reads no disk (6 microseconds)."""
         with _errors():
             return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
     def all(self) -> list[Key]:
-        """All there ever were, oldest first."""
+        """Return all keys there ever were, oldest first."""
         with _errors():
             rows = self._db.execute(
                 "SELECT name, scopes, adapters, limits, created_s, expires_s, revoked_s, last_used_s "
@@ -119,7 +120,7 @@ class KeyStore:
             ]
 
     def by_digest(self) -> dict[bytes, tuple[Key, float | None]]:
-        """By the SHA-256 of every secret there ever was, its key, and when it ends though the key goes on."""
+        """Map the SHA-256 of each secret there ever was to its key, and to the secret's own end if there is one."""
         with _errors(), self._reading():
             keys = {key.name: key for key in self.all()}
             secrets = self._db.execute("SELECT sha256, name, ends_s FROM secrets").fetchall()
@@ -133,9 +134,10 @@ class KeyStore:
         limits: KeyLimits = NO_LIMITS,
         expires_s: float | None = None,
     ) -> tuple[Key, str]:
-        """A new key and its secret, which is nowhere afterwards.
+        """Create a key and return it with its secret, which is not stored.
 
-        Raises: InvalidKey: no key can be called so, or one is; or it could do nothing.
+        Raises:
+            InvalidKey: the name is invalid or in use, or the key would have no permissions.
         """
         _check(name, scopes, adapters)
         key, secret = Key(name, scopes, adapters, limits, time.time(), expires_s), new_secret()
@@ -153,9 +155,10 @@ class KeyStore:
         return key, secret
 
     def rotate(self, name: str, grace_s: float = 0.0) -> tuple[Key, str]:
-        """Another secret for a key, which stays what it is; those of before end after so many seconds.
+        """Create a new secret for a key; the earlier ones end after so many seconds.
 
-        Raises: InvalidKey: there is none of that name, or it has ended.
+        Raises:
+            InvalidKey: there is no such key, or it is no longer valid.
         """
         secret, now_s = new_secret(), time.time()
         with _errors(), self._transaction():
@@ -170,7 +173,11 @@ class KeyStore:
         return key, secret
 
     def revoke(self, name: str) -> bool:
-        """End a key for good; whether it was not revoked before. Raises: InvalidKey: there is none of that name."""
+        """Revoke a key permanently; return False if it was already revoked.
+
+        Raises:
+            InvalidKey: there is no key of that name.
+        """
         with _errors(), self._transaction():
             row = self._db.execute("SELECT revoked_s FROM keys WHERE name = ?", (name,)).fetchone()
             if row is None:
@@ -179,14 +186,14 @@ class KeyStore:
             return row[0] is None
 
     def note_uses(self, used_s: Mapping[str, float]) -> None:
-        """Remember when keys were last used, by their names."""
+        """Store when keys were last used, by their names."""
         with _errors(), self._transaction():
             query = "UPDATE keys SET last_used_s = max(coalesce(last_used_s, 0), ?) WHERE name = ?"
             self._db.executemany(query, [(when, name) for name, when in used_s.items()])
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """One state of the book, whoever changes it meanwhile."""
+        """Read a consistent state, whatever other connections change."""
         self._db.execute("BEGIN")
         try:
             yield
@@ -203,7 +210,7 @@ class KeyStore:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
-        # Into the file itself, so that a copy of it alone has all of it.
+        # Checkpoint into the file itself, so that a copy of it alone is complete.
         with contextlib.suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
@@ -221,9 +228,9 @@ def _check(name: str, scopes: frozenset[Scope], adapters: tuple[str, ...]) -> No
 
 
 def _secure(path: Path) -> None:
-    """See to it that there is a file, and that only its owner may read it; SQLite gives its other files the same mode.
+    """Create the file if missing and make it readable by its owner only; SQLite's other files get the same mode.
 
-    An existing one is not opened here: closing it would end the locks of this process's other connections (POSIX).
+    An existing file is not opened here: closing it would drop the locks of this process's other connections (POSIX).
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -236,13 +243,13 @@ def _secure(path: Path) -> None:
         path.chmod(0o600)
     folder = path.parent.stat()
     if os.geteuid() == 0 and status.st_uid != folder.st_uid:
-        # `sudo lorasrv key create` beside a server that is another user's.
+        # For `sudo lorasrv key create` beside a server of another user.
         os.chown(path, folder.st_uid, folder.st_gid)
 
 
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
-    """Turn what SQLite and the disk say into StoreFull or StoreUnusable."""
+    """Convert errors of SQLite and the disk to StoreFull or StoreUnusable."""
     try:
         yield
     except sqlite3.Error as error:
