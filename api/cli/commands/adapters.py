@@ -1,7 +1,4 @@
-"""upload, list, show, rm: adapters of a running server.
-
-What an adapter was asked and what it cost, as lines of `lorasrv show`.
-"""
+"""Upload, list, show and delete adapters of a running server (upload, list, show, rm)."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -31,7 +28,7 @@ MIB = 2**20
 
 
 def stats_lines(stats: dict[str, Any]) -> Iterator[str]:
-    """Of an answer of `GET /v1/adapters/{id}/stats`; one line if nothing was ever asked."""
+    """Format a response of `GET /v1/adapters/{id}/stats`; one line without requests."""
     if not stats["requests"]:
         yield "never asked"
         return
@@ -75,7 +72,7 @@ def upload(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Send an adapter to the server, which checks it against its base and reports what matched."""
+    """Upload an adapter to the server, which validates it against its base and reports what matched."""
     from api.cli.commands import bulk_upload
 
     if every == (adapter_id is not None) or ((prefix or dry_run) and not every):
@@ -112,7 +109,7 @@ def upload(
 
 
 def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
-    """Adapters of the server."""
+    """List the server's adapters."""
     with connected(server) as client:
         adapters = client.adapters()
     if as_json:
@@ -131,7 +128,7 @@ def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = F
 
 
 def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
-    """One adapter: its versions, its aliases, the report of the current version, what it was asked and what it cost."""
+    """Show an adapter: versions, aliases, the current version's report, usage and cost."""
     with connected(server) as client:
         stats = client.stats(adapter_id)
         adapter = client.adapter(adapter_id) if stats["versions"] else None
@@ -173,7 +170,7 @@ def rm(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove an adapter, or one version; running requests finish on what they started with."""
+    """Delete an adapter, or one version; running requests finish with the version they started with."""
     with connected(server) as client:
         done = client.delete(reference, force=force, wait_s=wait)
     if as_json:

@@ -1,7 +1,4 @@
-"""alias, rollback: which version of an adapter answers to which name, on a running server.
-
-limit: how much of a running server one adapter may have at a time.
-"""
+"""Move names to versions (alias, rollback) and limit adapters (limit) on a running server."""
 
 from typing import Annotated, Any
 
@@ -35,7 +32,7 @@ def alias(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Point an alias to a version; requests for ID:NAME get that one from then on. Without a version: show."""
+    """Point an alias to a version, which then answers requests for ID:NAME. Without a version: show."""
     adapter_id, colon, label = name.partition(":")
     if remove and versions:
         raise CliError("give a version or --remove, not both", code=ExitCode.USAGE)
@@ -66,12 +63,12 @@ def rollback(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Make an older version the current one: requests for ID get it from then on. Aliases stay where they are."""
+    """Make an older version the current one, which then answers requests for ID. Aliases are not changed."""
     with connected(server) as client:
         shown = client.adapter(adapter_id)
         current: int = shown["version"]
         version = to if to is not None else _version_before(adapter_id, current, shown["versions"])
-        # With what was seen: if somebody moved the id meanwhile, "the one before" may be another.
+        # With the ETag that was read: if the id was moved meanwhile, its previous version may be another one.
         client.change(adapter_id, {"version": version}, etag=shown["etag"])
     if as_json:
         print_json({"id": adapter_id, "version": version, "version_before": current})
@@ -139,9 +136,9 @@ def limit(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Limit an adapter, all its versions together; what is not named stays. Without options: show its limits.
+    """Limit an adapter, all its versions together; limits not given stay. Without options: show its limits.
 
-    Where an adapter has no limit of its own, that of every adapter holds, which the server was started with.
+    Limits that an adapter does not have are the server's defaults for all adapters.
     """
     options = {
         "max_running": max_running,
@@ -162,7 +159,7 @@ def limit(
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    """Here and not only by the server: JSON has no word for some numbers that a flag may be given."""
+    """Check here as well as in the server: JSON cannot represent some numbers that an option accepts."""
     try:
         Limits(**given)
     except InvalidLimits as error:

@@ -1,6 +1,6 @@
-"""batch: a file of requests to a file of answers, of a running server or of an engine of its own.
+"""Answer a file of requests with a running server or an engine in this process (batch).
 
-How far a batch is: a bar with rate and time left on a terminal, elsewhere a line at every tenth.
+Progress is a bar with rate and remaining time on a terminal, and otherwise a line per tenth.
 """
 
 import asyncio
@@ -52,10 +52,10 @@ def batch(
     load_format: Annotated[str | None, _own("auto, or dummy: random weights of the model's shape.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer a file of requests, adapters mixed freely. The same command goes on where it was stopped.
+    """Answer a file of requests with any mix of adapters. The same command resumes where it was stopped.
 
-    With any option of an engine of its own, no server is asked; further options of serve are taken from LORASRV_NAME in
-    the environment or a configuration file. A line that fails, or is none, has its reason in OUT.
+    Any option of the local engine selects it instead of a server; its other options come from LORASRV_NAME in the
+    environment or a configuration file. Failed and malformed lines have their reason in OUT.
     """
     own = {
         "model": model,
@@ -112,7 +112,7 @@ def _remote(
 
     at_a_time = concurrency or DEFAULT_CONCURRENCY
     with connected(server) as client:
-        client.base_name()  # a server that is not there is told before anything else
+        client.base_name()  # fails early if the server does not respond
         yield remote(server, priority, at_a_time, client_key(server)), at_a_time
 
 
@@ -169,7 +169,7 @@ LINES = 10
 
 @contextmanager
 def watching(job: "Job") -> Iterator[Callable[["Job"], None]]:
-    """To be told whenever results have been written."""
+    """Yield a function to call whenever results have been written."""
     if sys.stderr.isatty():
         with _bar(job) as tell:
             yield tell
@@ -199,7 +199,7 @@ def _bar(job: "Job") -> Iterator[Callable[["Job"], None]]:
 
 
 class _ProgressLines:
-    """Progress for logs."""
+    """Write progress as lines for logs."""
 
     def __init__(self, job: "Job") -> None:
         self._begun = time.monotonic()
@@ -213,7 +213,7 @@ class _ProgressLines:
 
 
 def figures(job: "Job", seconds: float) -> str:
-    """Failures if there are any, lines a second in this run, and the time that the rest will take at that rate."""
+    """Format failures if there are any, lines per second in this run, and the remaining time at that rate."""
     failed = f"{job.tally.failed} failed, " if job.tally.failed else ""
     if not job.done_now or not seconds:
         return f"{failed}waiting for the first"

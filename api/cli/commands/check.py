@@ -1,4 +1,4 @@
-"""check: the server's validator without a server."""
+"""Run the server's validation without a server (check)."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,10 +32,10 @@ def check(
     store: ClosedStoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether a server with this base would take the adapter, and every reason why not.
+    """Check whether a server with this base would accept the adapter, and list all problems.
 
-    Nothing is sent, and of the base only the configuration is read. With --store it must be the base that the store
-    was filled for, and versions that are this adapter already are named.
+    Nothing is sent, and only the base's configuration is read. With --store, the base must be the store's own, and
+    versions with the same content are listed.
     """
     from adapter_store.validation.validate import check_files
 
@@ -57,7 +57,10 @@ def check(
 
 
 def shapes_of(model: str) -> BaseShapes:
-    """What an adapter of this base must fit, from the model's header alone. Raises: LorasrvError."""
+    """Return the shapes that an adapter of this base must fit, from the model's header alone.
+
+    Raises: LorasrvError.
+    """
     from lorasrv.models.loader.locate import own_name, read_model_shape
     from lorasrv.models.lora_sites import base_shapes
 
@@ -66,7 +69,12 @@ def shapes_of(model: str) -> BaseShapes:
 
 
 def _versions(root: Path, base: BaseShapes) -> dict[AdapterKey, list[str]]:
-    """Which versions of a store each content is. Raises: CliError: it was filled for another base. AdapterError."""
+    """Map each content of a store to its versions.
+
+    Raises:
+        CliError: the store belongs to another base.
+        AdapterError.
+    """
     from adapter_store.maintenance.offline_store import OfflineStore
     from adapter_store.registry.base_identity import BaseIdentity, stored_base
 

@@ -1,4 +1,4 @@
-"""key create, list, rotate, revoke: who may use a server. They work on the store, with or without a running server."""
+"""Manage the keys of a store, with or without a running server (key create, list, rotate, revoke)."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -56,9 +56,10 @@ def create(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a key and print its secret: once, and never again. The first one closes the server to all without a key.
+    """Create a key and print its secret, which cannot be shown again. The first key closes the server to clients
+    without one.
 
-    A running server takes it from its next request on.
+    A running server accepts it from the next request.
     """
     from api.auth.key_store import InvalidKey
     from api.auth.principal import KeyLimits, new_name
@@ -86,7 +87,7 @@ def create(
 
 
 def list_keys(store: StoreOption = None, as_json: JsonOption = False) -> None:
-    """Every key there was, with what it may do; secrets are nowhere."""
+    """List all keys there ever were, with their permissions; secrets are not stored."""
     with _book(store, must_be=True) as book:
         keys = book.all()
     if as_json:
@@ -106,10 +107,10 @@ def rotate(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Give a key another secret and print it: once, and never again. What the key may do, its limits, its files and its
+    """Replace a key's secret and print the new one, which cannot be shown again. Permissions, limits, files and
     batches stay.
 
-    A running server takes it from its next request on.
+    A running server accepts it from the next request.
     """
     grace_s = 0.0 if grace is None else duration("--grace", grace)
     with _book(store, must_be=True) as book, _told_near(book, name):
@@ -129,9 +130,9 @@ def revoke(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """End a key for good. A running server refuses it from its next request on; what runs goes on to its end.
+    """Revoke a key permanently. A running server refuses it from the next request; running requests finish.
 
-    The server stays closed after the last one, too.
+    The server stays closed to clients without a key, even after the last one.
     """
     with _book(store, must_be=True) as book, _told_near(book, name):
         done = book.revoke(name)
@@ -155,7 +156,7 @@ def _book(store: Path | None, *, must_be: bool = False) -> Iterator["KeyStore"]:
 
 @contextmanager
 def _told_near(book: "KeyStore", name: str) -> Iterator[None]:
-    """Why nothing can be done to the key of that name, and which one may be meant."""
+    """Report why the key cannot be changed, and a similar name."""
     from api.auth.key_store import InvalidKey
 
     try:
@@ -167,7 +168,7 @@ def _told_near(book: "KeyStore", name: str) -> Iterator[None]:
 
 
 def _configured_store() -> Path:
-    """Where `serve` would have it: a key in another store would open nothing, and close nothing."""
+    """Return the store that `serve` would use: keys in another store would have no effect."""
     from api.config.file import find, read
 
     path = find()
@@ -197,7 +198,7 @@ def _bytes(text: str) -> int:
     return count
 
 
-# How a key is shown.
+# Formatting of keys.
 def _plain(key: "Key") -> Mapping[str, Any]:
     return {
         "name": key.name,

@@ -1,4 +1,4 @@
-"""quantize: a model's linears in 4 or 3.5 bits, rounded with care, for serve --quantized-weights."""
+"""Quantize a model's linears to 4 or 3.5 bits for serve --quantized-weights (quantize)."""
 
 import os
 import time
@@ -34,7 +34,7 @@ def quantize(
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Round a model's linears so that what they compute changes least (GPTQ), which takes minutes.
+    """Quantize a model's linears so that their outputs change least (GPTQ); takes minutes.
 
     Example: lorasrv quantize llama-int4.safetensors --model ./Llama-3.2-1B;
     lorasrv serve --model ./Llama-3.2-1B --quantized-weights llama-int4.safetensors
@@ -59,7 +59,7 @@ def quantize(
 
 
 def _check_output(output: Path, force: bool) -> None:
-    """Before minutes go into what cannot be written."""
+    """Check that the file can be written before spending minutes."""
     folder = output.absolute().parent
     if output.exists() and not force:
         raise CliError(f"{output} exists; --force replaces it", code=ExitCode.USAGE)
@@ -70,7 +70,7 @@ def _check_output(output: Path, force: bool) -> None:
 
 
 def _plain(what: str) -> str:
-    """One bar for all layers."""
+    """Return one label for loading all layers."""
     return "loading weights" if what.startswith("load") else what
 
 

@@ -1,4 +1,4 @@
-"""watermark detect: whether a text was made with a server's watermark. No server, no torch."""
+"""Detect a server's watermark in a text (watermark detect), without a server and without torch."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -21,7 +21,7 @@ _SAYS = {"watermarked": "watermarked", "not_watermarked": "no watermark found", 
 
 @app.callback()
 def _group() -> None:
-    """Keeps `detect` a command of its own."""
+    """Keep `detect` a separate command."""
 
 
 def detect_watermark(
@@ -41,7 +41,7 @@ def detect_watermark(
     ] = DEFAULT_THRESHOLD,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how many tokens are green, how unlikely that is by chance (z-score and p-value), and what follows."""
+    """Report how many tokens are green, the probability of that by chance (z-score and p-value), and the verdict."""
     watermark = Watermark(gamma=gamma, key=key)
     written = _read(text)
 
