@@ -1,4 +1,4 @@
-"""What `lorasrv bench` prints for people: a table of its load points, and what went wrong or was left out."""
+"""Print the results of `lorasrv bench` as a table of load points, with failures and missing values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from api.cli.bench.stats import Result
 from api.cli.common.terminal import note, print_table, say
 
 Cells = list[tuple[str, str]]
-"""Titles and texts of one row."""
+"""Title and text of each cell of one row."""
 
 
 def print_results(results: Sequence[Result]) -> None:

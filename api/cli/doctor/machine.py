@@ -1,4 +1,4 @@
-"""doctor's checks of the machine: libraries, processor, threads, device, compiled kernels."""
+"""Check the machine for doctor: libraries, processor, threads, device, compiled kernels."""
 
 import importlib.metadata
 import os
@@ -21,15 +21,16 @@ FEATURES = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16", "n
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a check has found. `fix`: what to do about it."""
+    """Hold the result of a check."""
 
     status: Status
     text: str
+    # What to do about it; "" if nothing.
     fix: str = ""
 
 
 def libraries() -> Check:
-    """Versions of what is imported, and of what only some commands need."""
+    """Report versions of required packages, and of those that only some commands need."""
     versions = {name: _version(name) for name in (*NEEDED, *OPTIONAL)}
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     text = f"Python {platform.python_version()}, lorasrv {_version('lorasrv') or 'from its source'}, {found}"
@@ -42,7 +43,7 @@ def libraries() -> Check:
 
 
 def processor() -> Check:
-    """What it is, and which of its vector units are known."""
+    """Report the processor and its known vector instructions."""
     import llvmlite.binding as llvm
 
     from lorasrv.offline.planner.machine_profile import cpu_model
@@ -56,7 +57,7 @@ def processor() -> Check:
 
 
 def threads() -> Check:
-    """How many processors may be used, and whether more threads would run than that."""
+    """Report the usable processors, and warn if more threads would run."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota()
     wanted = os.environ.get("OMP_NUM_THREADS", "")
@@ -71,7 +72,7 @@ def threads() -> Check:
 
 
 def device(settings: ServerSettings) -> Check:
-    """Where the model would compute."""
+    """Report the device that would run the model."""
     import torch
 
     from lorasrv.errors import ConfigError
@@ -90,7 +91,7 @@ def device(settings: ServerSettings) -> Check:
 
 
 def kernels(settings: ServerSettings) -> Check:
-    """Whether compiled kernels are kept, and whether there are any yet."""
+    """Report whether compiled kernels are cached."""
     from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory
 
     if settings.kernels == "torch":
@@ -114,7 +115,7 @@ def _version(name: str) -> str | None:
 
 
 def _quota() -> float | None:
-    """Processors that the container may use at a time; None: no limit that we see."""
+    """Return the container's limit of processors; None if there is none."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if limit == "max" else int(limit) / int(period)

@@ -1,4 +1,4 @@
-"""doctor's checks of what serve would be given: settings, model, memory, store, disk, port."""
+"""Check the inputs of serve for doctor: settings, model, memory, store, disk, port."""
 
 import errno
 import fcntl
@@ -24,14 +24,14 @@ ASK_S = 2.0
 LITTLE_DISK, NO_DISK = 1 << 30, 64 << 20
 MIN_PAGES = 4
 _OF_KEYS = frozenset({"missing_api_key", "invalid_api_key", "forbidden"})
-# Bits a weight with its scales, about; the embedding and the head keep eight bits where layers have fewer.
+# Approximate bits per weight, scales included; embedding and head keep eight bits where layers have fewer.
 _BITS = {"int8": 8.5, "int4": 4.5, "q3h": 4.0, "fp8": 8.0}
 _FOUR_BITS = 0.7
-"""Bytes a weight below which a file has 4-bit codes."""
+"""Bytes per weight below which a file contains 4-bit weights."""
 
 
 def configuration(sources: "Sources") -> Check:
-    """Where options come from; they are sound, or nobody would have come here."""
+    """Report where options come from; invalid ones have failed before this check."""
     from api.config.file import default_path
     from api.config.sources import FIELDS, unknown_variables
 
@@ -47,7 +47,7 @@ def configuration(sources: "Sources") -> Check:
 
 
 def model(settings: ServerSettings) -> Check:
-    """Whether the base is there and of a known family, by its header."""
+    """Check by its header that the base exists and is of a known family."""
     try:
         shape = _shape(settings.model)
     except LorasrvError as error:
@@ -60,7 +60,7 @@ def model(settings: ServerSettings) -> Check:
 
 
 def memory(settings: ServerSettings, rank: int) -> Check:
-    """Base, pool and host cache against what is free, and how many adapters of a rank fit where."""
+    """Compare base, pool and host cache with the free memory, and count the adapters of a rank that fit."""
     from lorasrv.worker.device import free_device_bytes, resolve_device
     from lorasrv.worker.host_memory import free_bytes
 
@@ -73,7 +73,7 @@ def memory(settings: ServerSettings, rank: int) -> Check:
     options = settings.engine_config().memory
     base = _base_bytes(settings, shape)
     free = free_device_bytes(where) if on_gpu else free_bytes()
-    # As serve does: a share of what is free once the base is loaded.
+    # As in serve: a share of what is free after loading the base.
     share = options.cuda_pool_fraction if on_gpu else options.pool_fraction
     pool = options.pool_bytes or int(max(0, free - base) * share)
     block, pages, packed = _adapter(settings, shape, rank)
@@ -97,7 +97,7 @@ def memory(settings: ServerSettings, rank: int) -> Check:
 
 
 def store(settings: ServerSettings) -> Check:
-    """Whether the folder can be used, by whom it may be read, and whether a server has it."""
+    """Check that the folder is usable and private, and whether a server uses it."""
     root = settings.store.expanduser()
     if not root.exists():
         above = next(path for path in root.absolute().parents if path.exists())
@@ -117,7 +117,7 @@ def store(settings: ServerSettings) -> Check:
 
 
 def disk(settings: ServerSettings, rank: int) -> Check:
-    """Room for adapters below the store."""
+    """Check the disk space for adapters."""
     root = settings.store.expanduser().absolute()
     there = next(path for path in (root, *root.parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -136,7 +136,7 @@ def disk(settings: ServerSettings, rank: int) -> Check:
 
 
 def port(settings: ServerSettings) -> Check:
-    """Whether the address can be had, or who has it; and whether serve would take it without a key."""
+    """Check that the address is free, or report its user, and that serve would accept it without a key."""
     from api.server import check_guarded
 
     place = f"{settings.host}:{settings.port}"
@@ -155,7 +155,7 @@ def port(settings: ServerSettings) -> Check:
     return Check("ok", f"{place} is free")
 
 
-# What they have in common.
+# Shared helpers.
 @cache
 def _shape(name: str) -> "ModelShape":
     from lorasrv.models.loader.locate import read_model_shape
@@ -173,7 +173,7 @@ def _linear_weights(shape: "ModelShape") -> int:
 
 
 def _table_weights(shape: "ModelShape") -> int:
-    """Of the embedding, and of the head if it is another."""
+    """Count the weights of the embedding, and of the head if it is separate."""
     spec = shape.spec
     return spec.vocab_size * spec.hidden_size * (1 if spec.tied_head else 2)
 
@@ -193,7 +193,7 @@ def _base_bytes(settings: ServerSettings, shape: "ModelShape") -> int:
 
 
 def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[int, int, int]:
-    """Bytes of a page through all layers; pages and packed bytes of an adapter of this rank on every linear."""
+    """Return bytes of a page in all layers, and pages and packed bytes of an adapter of this rank on every linear."""
     from lorasrv.models.lora_sites import site_dims
     from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
@@ -209,14 +209,14 @@ def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[
 
 
 def _adapter_weights(shape: "ModelShape", rank: int) -> int:
-    """Numbers in the file of an adapter of this rank on every linear."""
+    """Count the numbers in the file of an adapter of this rank on every linear."""
     spec = shape.spec
     rows = sum(site.in_features + out for site in spec.sites() for out in site.out_features)
     return spec.num_layers * rank * rows
 
 
 def _is_locked(root: Path) -> bool:
-    """Whether a server has the store; the lock is taken for a moment, and nothing is made."""
+    """Return whether a server uses the store, by trying its lock without creating anything."""
     try:
         fd = os.open(root / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -240,7 +240,10 @@ def _url(settings: ServerSettings) -> str:
 
 
 def _try_address(settings: ServerSettings) -> None:
-    """Take the address as serve would, and give it back. Raises: OSError."""
+    """Bind the address as serve would, and release it.
+
+    Raises: OSError.
+    """
     found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
     family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as listener:
@@ -249,7 +252,7 @@ def _try_address(settings: ServerSettings) -> None:
 
 
 def _who(settings: ServerSettings) -> str | None:
-    """What a lorasrv that answers at the address says of itself."""
+    """Describe the lorasrv server that responds at the address, if there is one."""
     from api.cli.common.options import client_key
     from api.client import Client, Refused, ServerUnreachable
 
