@@ -133,9 +133,7 @@ def _check_logit_fields(p: SamplingParams) -> None:
         _check(p.min_tokens <= p.max_tokens, "min_tokens", f"must be at most max_tokens, which is {p.max_tokens}")
     _check(0.0 <= p.fsd_alpha <= 1.0, "fsd_alpha", "must be between 0 (off) and 1")
     _check(1 <= p.fsd_ngram <= MAX_FSD_NGRAM, "fsd_ngram", f"must be between 1 and {MAX_FSD_NGRAM}")
-    _check(
-        p.fsd_alpha == 0.0 or p.is_greedy, "fsd_alpha", "needs temperature 0: it chooses the next token without chance"
-    )
+    _check(p.fsd_alpha == 0.0 or p.is_greedy, "fsd_alpha", "needs temperature 0: it is deterministic")
     _check_bias(p)
 
 
@@ -143,7 +141,7 @@ def _check_bias(p: SamplingParams) -> None:
     _check(len(p.logit_bias) <= MAX_BIASED_TOKENS, "logit_bias", f"must have at most {MAX_BIASED_TOKENS} tokens")
     ids = {token for token, _ in p.logit_bias}
     _check(len(ids) == len(p.logit_bias), "logit_bias", "must name each token once")
-    _check(all(0 <= token < 2**31 for token in ids), "logit_bias", "must be of token ids, which are not negative")
+    _check(all(0 <= token < 2**31 for token in ids), "logit_bias", "must contain token ids, which are not negative")
     _check(all(abs(bias) <= MAX_BIAS for _, bias in p.logit_bias), "logit_bias", "must be between -100 and 100")
 
 
@@ -153,7 +151,7 @@ def check_token_ids(p: SamplingParams, vocab_size: int) -> None:
     Raises:
         InvalidRequest: a token does not exist, or no token is left; `param` names the field.
     """
-    in_range = f"must be of token ids in [0, {vocab_size})"
+    in_range = f"must contain token ids in [0, {vocab_size})"
     _check(all(0 <= token < vocab_size for token in p.stop_token_ids), "stop_token_ids", in_range)
     _check(all(token < vocab_size for token, _ in p.logit_bias), "logit_bias", in_range)
     banned = sum(bias == -MAX_BIAS for _, bias in p.logit_bias)

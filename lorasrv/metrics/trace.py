@@ -274,7 +274,7 @@ class TraceRecorder:
             if self._file.write(data) != len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
-            _LOG.exception("the trace cannot be written any more; recording ends here")
+            _LOG.exception("cannot write the trace; recording stops")
             self.close()
 
 

@@ -88,7 +88,9 @@ class LedgerFile:
             if isinstance(error, sqlite3.OperationalError):
                 raise
             aside = self.path.with_name(f"{self.path.name}.unreadable")
-            _LOG.error("the ledger %s cannot be read (%s); it is now %s, and a new one begins", self.path, error, aside)
+            _LOG.error(
+                "cannot read the ledger %s (%s); renamed it to %s and started a new one", self.path, error, aside
+            )
             self.path.replace(aside)
             return self._connect_to()
 
@@ -140,5 +142,5 @@ def _histogram(text: str) -> Histogram:
             return found
     except (TypeError, ValueError):
         pass
-    _LOG.error("times in the ledger are damaged, and counted anew: %.80r", text)
+    _LOG.error("a histogram in the ledger is damaged and restarts from zero: %.80r", text)
     return Histogram()

@@ -93,7 +93,7 @@ class Ledger:
                 try:
                     await self._settle()
                 except Exception:
-                    _LOG.exception("the ledger was not kept this time; it goes on")
+                    _LOG.exception("the ledger was not updated; trying again at the next interval")
 
     async def stats(self, adapter_id: str, keys: Collection[AdapterKey]) -> dict[AdapterKey, Usage]:
         """Return the usage of an id by content, for these contents; id "" is the base, with the key `BASE_KEY`.
@@ -115,7 +115,7 @@ class Ledger:
                 await asyncio.to_thread(self._file.drop, adapter_id, keys)
             except (sqlite3.Error, OSError) as error:
                 # Pruned at the next start; until then shown only for the same contents.
-                _LOG.warning("the ledger of deleted adapters stays for now: %s", error)
+                _LOG.warning("cannot remove deleted adapters from the ledger now: %s", error)
 
     async def close(self) -> None:
         """Write the remaining usage; the engine may have ended."""
@@ -135,7 +135,7 @@ class Ledger:
                 self._keep(unwritten)
                 if not self._is_failing:
                     self._is_failing = True
-                    why = "the ledger cannot be written, and is kept in memory for now: %s"
+                    why = "cannot write the ledger; it stays in memory for now: %s"
                     _LOG.error(why, error, exc_info=None if isinstance(error, sqlite3.Error | OSError) else error)
 
     def _write(self, usages: Mapping[Account, Usage]) -> None:

@@ -133,6 +133,6 @@ def _nucleus(probs: Tensor, candidates: Tensor | None, top_p: float) -> tuple[Te
 
 
 def _uniform(seed: int | None, count: int) -> float:
-    assert seed is not None, "a random request is given a seed when it is admitted"
+    assert seed is not None, "a random request gets a seed at admission"
     key = np.array([seed % 2**64, count], dtype=np.uint64)
     return float(np.random.Generator(np.random.Philox(key=key)).random())

@@ -79,7 +79,7 @@ class PromptGuard:
             return {self.mark_tokens(k, mark): self.mark_tokens(v, mark) for k, v in value.items()}
         if isinstance(value, list | tuple):
             return [self.mark_tokens(item, mark) for item in value]
-        raise InvalidRequest(f"messages hold a {type(value).__name__}, which is no JSON", param="messages")
+        raise InvalidRequest(f"messages hold a {type(value).__name__}, which is not JSON", param="messages")
 
     def pieces(self, text: str, mark: str) -> list[str]:
         """Remove the marks from rendered text and cut it so that no piece holds a whole marked control token."""
@@ -178,7 +178,7 @@ class ChatTemplate:
                 )
             if not isinstance(value, bool | int | float | str):
                 raise InvalidRequest(
-                    f"chat_template_kwargs: {name} must be true, false, a number or a text",
+                    f"chat_template_kwargs: {name} must be true, false, a number or a string",
                     param="chat_template_kwargs",
                 )
         return dict(given)

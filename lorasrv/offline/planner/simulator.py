@@ -237,7 +237,7 @@ class Simulator:
             ends_s += self._loader.take_stall_s()
 
     def _move_to(self, time_s: float) -> None:
-        assert time_s < math.inf, "requests wait for nothing"
+        assert time_s < math.inf, "requests wait, but there is no event"
         self.now = max(self.now, time_s)
         self._loader.advance(self.now)
         while self._arrival_s() <= self.now:

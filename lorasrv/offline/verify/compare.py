@@ -171,7 +171,7 @@ def verify(job: VerifyJob, progress: Progress) -> Verified:
     try:
         with_adapter, without = adapted.errors(), plain.errors()
     except ValueError:
-        raise CannotVerify("the logits are infinite or no numbers: the adapter overflows on these prompts") from None
+        raise CannotVerify("the logits are infinite or NaN: the adapter overflows on these prompts") from None
     linears = linear_errors(_deltas(served, oracle, progress), LINEAR_LIMITS[model.dtype])
     figures = ComparisonStats(model.dtype, with_adapter, without, effect.effect(), linears)
     return Verified(judge(figures), served.quantization, served.ops.name)

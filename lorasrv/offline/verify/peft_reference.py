@@ -92,19 +92,19 @@ def _fill(model: Any, checkpoint: Checkpoint, weights: ModelWeights, progress: P
     gemma = spec.family.startswith("gemma")
     parameters = dict(model.named_parameters())
     for i, (name, parameter) in enumerate(parameters.items()):
-        progress("filling the oracle's base", i / len(parameters))
+        progress("filling the reference model", i / len(parameters))
         try:
             value = checkpoint.tensor(name).float() if name.endswith(".bias") else weights.dequantized(name)
         except KeyError:
-            raise CannotVerify(f"the {spec.family} model of transformers has {name}, which this base has not") from None
+            raise CannotVerify(f"the {spec.family} model of transformers has {name}, which this base lacks") from None
         if gemma and "norm" in name:
             # Served norms are the factors themselves; gemma's modules add 1 to theirs.
             value = value - 1
         parameter.copy_(value)
-    progress("filling the oracle's base", 1.0)
+    progress("filling the reference model", 1.0)
     tied = {"lm_head.weight"} if spec.tied_head else set()
     if missing := sorted(set(checkpoint.names()) - parameters.keys() - tied):
-        raise CannotVerify(f"the {spec.family} model of transformers has no {missing[0]}, which this base has")
+        raise CannotVerify(f"the {spec.family} model of transformers lacks {missing[0]}, which this base has")
 
 
 def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights) -> None:

@@ -175,8 +175,8 @@ async def _keep_last(stderr: asyncio.StreamReader, last_words: deque[str]) -> No
 
 def _how(code: int) -> str:
     if code >= 0:
-        return f"its process ended with exit code {code}; the server's log has its last words"
-    return f"its process was ended by signal {-code}, as the system does where memory runs out"
+        return f"its process ended with exit code {code}; the server's log has its last output"
+    return f"its process was ended by signal {-code}, as the system does when memory runs out"
 
 
 LIBRARY_BYTES = 1280 << 20
@@ -206,7 +206,7 @@ def check_memory(needed: int) -> None:
     if needed > free:
         raise VerificationUnavailable(
             f"verifying takes about {_gib(needed)} beside the server, most of it the base in float32; {_gib(free)} are "
-            "free. Verify on a machine with more, or try nevertheless with ignore_memory (--ignore-memory)"
+            "free. Verify on a machine with more, or override this check with ignore_memory (--ignore-memory)"
         )
 
 

@@ -118,14 +118,14 @@ def grammar_of(text: str, param: str) -> Grammar:
     if text.lstrip().startswith("{"):
         parsed = _parsed(text, param)
         if not isinstance(parsed, dict) or "grammars" not in parsed:
-            raise InvalidRequest(f"{param} is JSON, but no llguidance grammar: `grammars` is missing", param=param)
+            raise InvalidRequest(f"{param} is JSON, but not an llguidance grammar: `grammars` is missing", param=param)
         _check_depth(parsed, param)
         return _checked(json.dumps(parsed), param)
     if "::=" in text:
         raise InvalidRequest(f"{param} is GBNF or EBNF (::=); send a Lark grammar (start: ...)", param=param)
     _checked(text, param)
     if not lark_can_end(text):
-        raise InvalidRequest(f"{param} never ends: every sentence of `start` needs another one", param=param)
+        raise InvalidRequest(f"{param} has no finite sentence: `start` always contains itself", param=param)
     return lark_of(text, param)
 
 

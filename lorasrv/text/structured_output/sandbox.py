@@ -19,8 +19,8 @@ COMMAND = (sys.executable, "-P", "-m", "lorasrv.text.structured_output.sandbox_w
 WALL_SECONDS = 20.0
 """Reached only when the machine is overloaded: the process's own limit is less than a second of CPU time."""
 FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-NO_START = "the process that compiles grammars does not start; this machine may have no memory or time for it"
-TOO_COSTLY = "compiling it takes more time, memory or depth than a grammar may"
+NO_START = "the grammar compiler does not start; this machine may be short of memory or CPU time"
+TOO_COSTLY = "compiling it exceeds the limits of time, memory or depth"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class GrammarSandbox:
                 line = await _asked(process, text.encode())
         except TimeoutError:
             await self._end()
-            raise EngineOverloaded("this machine has no time to compile a grammar now", retry_after_s=5.0) from None
+            raise EngineOverloaded("this machine is too busy to compile a grammar now", retry_after_s=5.0) from None
         except BaseException:
             await self._end()
             raise
@@ -66,7 +66,7 @@ class GrammarSandbox:
         ended_by = await _ended(process, patience_s=5.0)
         self._process, self._starting = None, asyncio.create_task(self._started())
         if -ended_by in FOREIGN_SIGNALS:
-            raise EngineOverloaded("the process that compiles grammars was ended from outside", retry_after_s=1.0)
+            raise EngineOverloaded("the grammar compiler was killed by the system", retry_after_s=1.0)
         return GrammarVerdict(TOO_COSTLY)
 
     async def aclose(self) -> None:
