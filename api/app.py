@@ -157,7 +157,7 @@ async def _collect(store: AdapterStore) -> None:
             await run_in_threadpool(store.collect)
             await run_in_threadpool(store.remove_orphans)
         except AdapterError as error:
-            _LOG.warning("deleted adapters stay on the disk for now: %s", error)
+            _LOG.warning("cannot remove deleted adapters from the disk now: %s", error)
 
 
 def _middleware(settings: ServerSettings, keys: KeyCache, services: Services) -> list[Middleware]:

@@ -347,7 +347,7 @@ class _reaching:  # noqa: N801 - used as a statement
         if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
             raise ServerUnreachable(f"no server answers at {self._url}; start one with: lorasrv serve") from None
         if isinstance(error, httpx2.InvalidURL | httpx2.UnsupportedProtocol):
-            raise ServerUnreachable(f"{self._url} is no server address; expected http://HOST:PORT") from None
+            raise ServerUnreachable(f"{self._url} is not a server address; expected http://HOST:PORT") from None
         if isinstance(error, httpx2.HTTPError):
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(f"the server at {self._url} stopped answering: {reason}") from None

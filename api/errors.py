@@ -21,7 +21,7 @@ from lorasrv import errors as engine_errors
 MAX_SHOWN_PROBLEMS = 3
 INVALID = "invalid_request_error"
 SERVER = "server_error"
-INTERNAL_MESSAGE = "internal error; the server's log tells more under this request's x-request-id"
+INTERNAL_MESSAGE = "internal error; see the server's log for this request's x-request-id"
 
 
 @dataclass(frozen=True, slots=True)

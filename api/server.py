@@ -155,7 +155,7 @@ def check_guarded(settings: ServerSettings) -> None:
     if settings.serves_without_keys or settings.api_key is not None or has_keys(settings.store.expanduser()):
         return
     raise ConfigError(
-        f"--host {settings.host} opens the server to other machines without any key; make one with lorasrv key create "
+        f"--host {settings.host} opens the server to other machines without a key; create one with lorasrv key create "
         "or --api-key, add --insecure if that is what you want, or leave --host at 127.0.0.1"
     )
 

@@ -145,7 +145,7 @@ def _too_large(most: int) -> ApiError:
 def _too_many() -> ApiError:
     return ApiError(
         503,
-        "the bodies of other requests fill the memory that there is for them; send this one again",
+        "the bodies of other requests use all of their memory; retry this request",
         code="server_busy",
         headers={**_CLOSE, "retry-after": "1"},
     )

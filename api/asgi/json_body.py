@@ -119,7 +119,7 @@ def _check_text(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise _malformed("the body holds a lone surrogate (\\ud800 to \\udfff), which is no text") from None
+        raise _malformed("the body holds a lone surrogate (\\ud800 to \\udfff), which is not text") from None
 
 
 def _children(value: Any) -> list[Any]:
@@ -135,7 +135,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:

@@ -80,7 +80,7 @@ class LoopbackGuard:
             # section 6.3).
             return ApiError(
                 400,
-                "the body's length is said twice, by Content-Length and by Transfer-Encoding",
+                "the body's length is given twice, by Content-Length and by Transfer-Encoding",
                 code="invalid_http",
                 headers={"connection": "close"},
             )

@@ -137,7 +137,7 @@ class _Reader:
         elif b"filename" in options:
             raise _malformed(f"only the part named {self._file_field!r} may be a file")
         elif self._name in self._form.fields:
-            raise _malformed("it has two parts of one name")
+            raise _malformed("it has two parts of the same name")
 
     def _take(self, data: bytes, start: int, end: int) -> None:
         if self._value is None:

@@ -187,12 +187,12 @@ class LimitedProtocol(H11Protocol):
             case _Waiting.FOR_HEAD if not self.conn.trailing_data[0]:
                 self._close()
             case _Waiting.FOR_HEAD:
-                self._refuse(408, "header_timeout", "the headers did not come in time")
+                self._refuse(408, "header_timeout", "the headers did not arrive in time")
             case _Waiting.FOR_BODY if self.flow.read_paused or self._num_received >= seconds * MIN_BYTES_PER_S:
                 # Paused by our own flow control: the client is not to blame.
                 self._wait(_Waiting.FOR_BODY, seconds)
             case _Waiting.FOR_BODY:
-                why = f"the body came with less than {MIN_BYTES_PER_S} bytes a second for {seconds:g} s"
+                why = f"the body arrived with less than {MIN_BYTES_PER_S} bytes per second for {seconds:g} s"
                 self._refuse(408, "body_timeout", why)
             case _:
                 self._close()

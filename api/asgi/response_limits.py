@@ -87,7 +87,7 @@ def _is_large(start: Message) -> bool:
 def _too_much() -> ApiError:
     return ApiError(
         503,
-        "answers that are not read yet fill the memory that there is for them; read those, then ask for this one again",
+        "responses that are not read yet use all of their memory; read them, then retry this request",
         code="server_busy",
         headers={"retry-after": "1"},
     )

@@ -215,7 +215,7 @@ class FileManager:
             raise _full(f"this key's files have {own} bytes, and {limit} are allowed (max_stored_bytes)")
         most_files, most_bytes = (most_of(n, who) for n in (self.bounds.max_files, self.bounds.max_total_bytes))
         if len(sizes) >= most_files:
-            raise _full(f"there are {len(sizes)} files already, as many as may be")
+            raise _full(f"there are {len(sizes)} files already, which is the most allowed")
         if own + size > most_bytes:
             raise _full(f"files have {own} bytes, and {most_bytes} are allowed")
         # The message does not reveal the usage of others.

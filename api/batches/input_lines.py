@@ -121,7 +121,7 @@ def duplicates(path: Path, found: Scan) -> list[MalformedLine]:
         if key not in repeated or len(told) == MAX_SHOWN_PROBLEMS:
             continue
         if key in first:
-            why = f"custom_id {_show(line.custom_id)} is that of line {first[key]} too"
+            why = f"custom_id {_show(line.custom_id)} is also that of line {first[key]}"
             told.append(MalformedLine(line.number, line.custom_id, why, "custom_id", "duplicate_custom_id"))
         first.setdefault(key, line.number)
     return told
@@ -150,10 +150,10 @@ def parse_line(number: int, data: bytes, endpoint: str | None = None) -> Line:
     except ApiError as error:
         return MalformedLine(number, None, str(error.detail).replace("the body", "the line", 1))
     if not isinstance(fields, dict):
-        return MalformedLine(number, None, "the line is no JSON object")
+        return MalformedLine(number, None, "the line is not a JSON object")
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS:
-        message = f"custom_id must be a text of 1 to {MAX_ID_CHARS} characters"
+        message = f"custom_id must be a string of 1 to {MAX_ID_CHARS} characters"
         return MalformedLine(number, None, message, "custom_id")
     url, body = fields.get("url"), fields.get("body")
     wrong = _wrong(fields.get("method"), url, body, endpoint)

@@ -114,7 +114,7 @@ def prepared(source: Path, target: Path, *, restart: bool, retry_failed: bool = 
     """
     lines = _checked(source)
     if target.exists() and target.samefile(source):
-        raise JobRefused("the two files are one; name another file for the results")
+        raise JobRefused("the two files are the same; name another file for the results")
     with ExitStack() as held:
         _lock(_opened(target, held), target)
         found = ScannedResults.nothing() if restart else _found(target).of(lines.keys)
@@ -135,7 +135,7 @@ def _checked(source: Path) -> Scan:
     if not lines.total:
         raise JobRefused(f"{source} has no lines")
     if repeated := duplicates(source, lines):
-        raise JobRefused("custom_ids must differ; nothing was asked", list(map(_told, repeated)))
+        raise JobRefused("custom_ids must differ; nothing was sent", list(map(_told, repeated)))
     return lines
 
 

@@ -32,7 +32,7 @@ _LOG = logging.getLogger(__name__)
 FOLDER = "batches"
 RETRY_DISK_S = 60.0
 TIDY_EVERY_S = 60.0
-EXPIRED = "the completion window was over before this request was answered"
+EXPIRED = "the completion window ended before this request was answered"
 
 
 class BatchManager:
@@ -98,7 +98,7 @@ class BatchManager:
         """
         record = self.records.get(batch_id)
         if record is None:
-            message = "there is no such batch; it may have been forgotten after its time"
+            message = "there is no such batch; it may have expired"
             raise ApiError(404, message, code="batch_not_found", param="batch_id")
         return record
 
@@ -190,7 +190,7 @@ class BatchManager:
         """
         self.files.get(file_id)
         if file_id in self._needed():
-            message = "a batch that is not over needs the file; cancel it first, or wait"
+            message = "an open batch needs the file; cancel the batch first, or wait"
             never = {"x-should-retry": "false"}
             raise ApiError(409, message, code="file_in_use", param="file_id", headers=never)
         await self.files.delete(file_id)
@@ -241,14 +241,14 @@ class BatchManager:
             try:
                 await self._steps[record.state](record)
             except EngineDead:
-                _LOG.warning("batch %s stands still: the engine has ended", batch_id)
+                _LOG.warning("batch %s is paused: the engine has ended", batch_id)
                 return
             except (OSError, AdapterError) as error:
                 _LOG.warning("batch %s waits for the disk: %s", batch_id, error)
                 await asyncio.sleep(RETRY_DISK_S)
             except Exception:
                 _LOG.exception("batch %s failed", batch_id)
-                await self._fail(batch_id, [problem("internal error; the server's log tells more", "internal_error")])
+                await self._fail(batch_id, [problem("internal error; see the server's log", "internal_error")])
 
     async def _validate(self, record: BatchRecord) -> None:
         path = self.files.path(record.input_file_id)
@@ -340,7 +340,7 @@ class BatchManager:
             await self._change(batch_id, BatchStatus.FAILED, errors=tuple(problems))
         except AdapterError:
             # Not retried before the next start; shown in its current state.
-            _LOG.exception("batch %s failed, and the disk does not take that", batch_id)
+            _LOG.exception("batch %s failed, and its state cannot be written to disk", batch_id)
             self.records[batch_id] = replace(record, status=BatchStatus.FAILED.value, errors=tuple(problems))
 
     async def _publish(self, record: BatchRecord) -> None:

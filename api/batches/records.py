@@ -108,7 +108,7 @@ class BatchRecord(_Record):
         try:
             limits = KeyLimits(**self.limits)
         except TypeError:
-            raise StoreUnusable("the record of a batch has limits that are not known") from None
+            raise StoreUnusable("the record of a batch has unknown limits") from None
         return Caller(self.principal, frozenset({Scope.INFER}), tuple(self.adapters), limits)
 
     @property

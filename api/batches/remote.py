@@ -74,6 +74,6 @@ def _reply(response: httpx2.Response) -> LineReply:
         raise _Gateway(response)
     if body is None:
         shown = response.text[:MAX_SHOWN_CHARS]
-        body = error_body(f"the server's answer is no JSON: {shown}", SERVER, None, "invalid_answer")
+        body = error_body(f"the server's response is not JSON: {shown}", SERVER, None, "invalid_answer")
         return LineReply(502, body, request_id)
     return LineReply(status, body, request_id, put_off_s(status, response.headers, body))

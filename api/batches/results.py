@@ -177,7 +177,7 @@ def _read_result(data: bytes, where: str) -> tuple[int, bool]:
         if not isinstance(custom_id, str | None) or not isinstance(number, int):
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ResultsUnreadable(f"{where} is no result of a batch") from None
+        raise ResultsUnreadable(f"{where} is not a result of a batch") from None
     return line_key(custom_id, number), ok
 
 
@@ -196,7 +196,7 @@ def _cut_torn_line(path: Path) -> None:
         file.seek(whole)
         start = file.read(len(LINE_START))
         if start != LINE_START[: len(start)]:
-            raise ResultsUnreadable(f"the end of {path.name} is no result of a batch")
+            raise ResultsUnreadable(f"the end of {path.name} is not a result of a batch")
         file.truncate(whole)
         os.fsync(file.fileno())
 

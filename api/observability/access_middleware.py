@@ -130,7 +130,7 @@ class AccessMiddleware:
                 sink(seen)
             except Exception:
                 # A failing observer must not cost a client its response.
-                _LOG.exception("seeing request %s failed", seen.request_id)
+                _LOG.exception("observing request %s failed", seen.request_id)
 
 
 def _keep(kept: bytearray, more: bytes) -> None:

@@ -46,7 +46,7 @@ def open_tracing(endpoint: str | None, environment: Mapping[str, str] = os.envir
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigError(f"{asker} needs packages that are not here: pip install 'lorasrv[otel]'") from error
+        raise ConfigError(f"{asker} needs packages that are not installed: pip install 'lorasrv[otel]'") from error
     known = {"service.name": "lorasrv", "service.version": __version__}
     resource = Resource.create(known if "OTEL_SERVICE_NAME" not in environment else {})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)

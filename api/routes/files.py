@@ -125,7 +125,9 @@ def page_after(oldest_first: list[T], after: str | None, limit: int, *, newest_f
     if after is not None:
         begin = next((i for i, record in enumerate(records, 1) if record.id == after), 0)
         if not begin:
-            raise ApiError(400, "after names nothing that is there; begin anew", code="invalid_value", param="after")
+            raise ApiError(
+                400, "after names nothing that exists; start again without it", code="invalid_value", param="after"
+            )
     return records[begin : begin + limit], len(records) > begin + limit
 
 

@@ -96,7 +96,7 @@ class AdapterPatch(ClosedBody):
         if change != Change():
             return change
         if self.pinned is None:
-            raise InvalidRequest("nothing is to change; send pinned, limits, aliases or version", param="pinned")
+            raise InvalidRequest("the body changes nothing; send pinned, limits, aliases or version", param="pinned")
         return None
 
 

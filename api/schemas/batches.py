@@ -59,7 +59,7 @@ def file_purpose(fields: Mapping[str, str]) -> str:
     if purpose is None:
         raise InvalidRequest("the form needs a field purpose, which must be batch", param="purpose")
     if purpose not in PURPOSES:
-        raise InvalidRequest("purpose must be batch: files for anything else are not kept here", param="purpose")
+        raise InvalidRequest("purpose must be batch: other files are not supported", param="purpose")
     return purpose
 
 

@@ -185,9 +185,9 @@ class GenerationBody(StructuredFields):
     def _check_beams(self) -> None:
         """Check the fields that `SamplingParams` does not show; admission refuses the others."""
         if self.temperature not in (None, 0.0):
-            raise InvalidRequest("temperature does not go with beam search; leave it out", param="temperature")
+            raise InvalidRequest("temperature cannot be used with beam search; leave it out", param="temperature")
         if self.top_shown is not None:
-            raise InvalidRequest("logprobs does not go with beam search; leave it out", param="logprobs")
+            raise InvalidRequest("logprobs cannot be used with beam search; leave it out", param="logprobs")
 
     def wanted_tokens(self) -> int | None:
         """Return the most tokens to generate; None is the rest of the context.
@@ -275,7 +275,7 @@ def bias_of_tokens(bias: Mapping[str, float] | None) -> tuple[tuple[int, float],
         if not (token.isascii() and token.isdigit() and len(token) < MAX_ID_DIGITS):
             shown = f"{token[:MAX_ID_DIGITS]!r}"
             raise InvalidRequest(
-                f'logit_bias must have token ids as its keys, such as "42"; {shown} is none', param="logit_bias"
+                f'logit_bias must have token ids as its keys, such as "42"; {shown} is not one', param="logit_bias"
             )
     return tuple((int(token), value) for token, value in bias.items())
 

@@ -17,7 +17,7 @@ _TEXT = {"type": "string"}
 _MAYBE_TEXT = {"type": ["string", "null"]}
 _ERROR = {
     "type": "object",
-    "description": "What went wrong, as OpenAI words it: `param` names the field, `code` the case.",
+    "description": "Error in OpenAI's format: `param` names the field, `code` the case.",
     "required": ["error"],
     "properties": {
         "error": {
@@ -37,7 +37,7 @@ _ERROR = {
 }
 _TGI_ERROR = {
     "type": "object",
-    "description": "What went wrong, as TGI and LoRAX word it.",
+    "description": "Error in the format of TGI and LoRAX.",
     "required": ["error", "error_type"],
     "properties": {
         "error": _TEXT,

@@ -56,7 +56,7 @@ class TgiGrammar(Body):
         """
         if self.type == "regex":
             if not isinstance(self.value, str):
-                raise InvalidRequest("grammar.value must be text", param="grammar")
+                raise InvalidRequest("grammar.value must be a string", param="grammar")
             return source.regex_of(self.value, "grammar")
         named = self.type == "json_schema" and isinstance(self.value, dict) and "schema" in self.value
         return source.json_of(self.value["schema"] if named else self.value, "grammar")
@@ -171,7 +171,7 @@ class Parameters(Body):
             self._check_best_of(stream)
         if stream and self.decoder_input_details:
             raise InvalidRequest(
-                "decoder_input_details is not told in a stream; send it without stream", param="decoder_input_details"
+                "decoder_input_details cannot be streamed; leave out stream", param="decoder_input_details"
             )
 
     def _check_best_of(self, stream: bool) -> None:
@@ -235,7 +235,7 @@ class GenerateBody(Body):
         for name, value in (self.model_extra or {}).items():
             if value is not None and name in Parameters.model_fields:
                 # If it were ignored, the base would answer in place of an adapter, or at any length.
-                raise InvalidRequest(f"{name} belongs into parameters", param=name)
+                raise InvalidRequest(f"{name} must be inside parameters", param=name)
         parameters = self.parameters or Parameters()
         parameters.check(stream)
         return parameters

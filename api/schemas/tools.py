@@ -165,5 +165,5 @@ def _object(arguments: str | dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise InvalidRequest("messages: arguments of a tool call are no JSON object", param="messages")
+        raise InvalidRequest("messages: arguments of a tool call are not a JSON object", param="messages")
     return value

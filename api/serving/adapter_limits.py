@@ -32,7 +32,9 @@ class AdapterLimits:
             try:
                 self._merged(record.limits)
             except (InvalidLimits, TypeError) as error:
-                raise StoreUnusable(f"the store keeps limits of {record.adapter_id!r} that are none: {error}") from None
+                raise StoreUnusable(
+                    f"the store keeps limits of {record.adapter_id!r} that are invalid: {error}"
+                ) from None
 
     async def tell_all(self) -> None:
         """Apply all limits at the start, before the first request.

@@ -83,10 +83,11 @@ def _prompt(body: ChatBody, engine: "AsyncEngine", template: "ChatTemplate", var
 
 def _format_of(template: "ChatTemplate", param: str) -> ToolFormat:
     if "tools" not in template.variables:
-        raise InvalidRequest(f"{param}: this base's chat template has no place for tools; leave them out", param=param)
+        raise InvalidRequest(f"{param}: this base's chat template does not support tools; leave them out", param=param)
     form = detect_format(template.source)
     if form is None:
         raise InvalidRequest(
-            f"{param}: this base's chat template writes tool calls in a way that this server cannot read", param=param
+            f"{param}: this base's chat template writes tool calls in a format that this server cannot parse",
+            param=param,
         )
     return form

@@ -45,7 +45,7 @@ def resolve_target(
         raise InvalidRequest("model and adapter_id name two different adapters; send one", param="adapter_id")
     if name := adapter_id or model:
         return ResolvedModel(name, _resolve(name, "adapter_id" if adapter_id else "model", base_name, resolve))
-    raise InvalidRequest(f"name a model: {base_name!r} is the base, an adapter id is an adapter", param="model")
+    raise InvalidRequest(f"model is missing: send {base_name!r} for the base, or an adapter id", param="model")
 
 
 def _resolve(name: str, param: str, base_name: str, resolve: Callable[[str], AdapterRef]) -> AdapterRef | None:

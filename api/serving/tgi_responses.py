@@ -248,8 +248,8 @@ def _mean_logprob(outputs: Sequence[RequestOutput]) -> float:
 
 
 def _no_probability() -> ApiError:
-    return ApiError(500, "a token came without its probability, which this answer needs", code="logprobs_missing")
+    return ApiError(500, "a token has no log-probability, which this response needs", code="logprobs_missing")
 
 
 def _broken_off() -> ApiError:
-    return ApiError(500, "the generation ended before its end", code=BROKEN_OFF)
+    return ApiError(500, "the generation ended early", code=BROKEN_OFF)
