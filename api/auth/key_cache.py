@@ -128,7 +128,7 @@ class KeyCache:
             with closing(KeyStore(self._root)) as book:
                 book.note_uses(used_s)
         except AdapterError as error:
-            _LOG.warning("when keys were last used is not written down: %s", error)
+            _LOG.warning("cannot write when keys were last used: %s", error)
 
     def close(self) -> None:
         """Close the store; afterwards all keys are refused."""

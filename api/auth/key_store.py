@@ -88,7 +88,9 @@ class KeyStore:
                             self._db.execute(table)
                         self._db.execute(f"PRAGMA user_version = {VERSION}")
             if (found := self._version()) != VERSION:
-                raise StoreUnusable(f"{FILE} was written by another lorasrv (layout {found}, this one reads {VERSION})")
+                raise StoreUnusable(
+                    f"{FILE} was written by another version of lorasrv (layout {found}, this one reads {VERSION})"
+                )
 
     def _version(self) -> int:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])
@@ -148,7 +150,7 @@ class KeyStore:
         with _errors(), self._transaction():
             if self._db.execute("SELECT 1 FROM keys WHERE name = ?", (name,)).fetchone() is not None:
                 raise InvalidKey(
-                    "--name", f"there is or was a key named {name}; a name is used once, so choose another"
+                    "--name", f"there is or was a key named {name}; names are not reused, so choose another"
                 )
             self._db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, NULL, NULL)", row)
             self._db.execute("INSERT INTO secrets VALUES (?, ?, NULL)", (digest_of(secret), name))
@@ -166,7 +168,7 @@ class KeyStore:
             if key is None:
                 raise InvalidKey("NAME", f"there is no key named {name!r}")
             if (state := key.state(now_s)) != "active":
-                raise InvalidKey("NAME", f"key {name} is {state}, and stays so; make another: lorasrv key create")
+                raise InvalidKey("NAME", f"key {name} is {state}; create another: lorasrv key create")
             query = "UPDATE secrets SET ends_s = min(coalesce(ends_s, ?1), ?1) WHERE name = ?2"
             self._db.execute(query, (now_s + grace_s, name))
             self._db.execute("INSERT INTO secrets VALUES (?, ?, NULL)", (digest_of(secret), name))
@@ -217,14 +219,18 @@ class KeyStore:
 
 def _check(name: str, scopes: frozenset[Scope], adapters: tuple[str, ...]) -> None:
     if not is_name(name):
-        raise InvalidKey("--name", f"{name!r} is no name for a key: {NAME_RULE}; anonymous and api-key are taken")
+        raise InvalidKey(
+            "--name", f"{name!r} is not a valid name of a key: {NAME_RULE}; anonymous and api-key are taken"
+        )
     if not scopes:
         raise InvalidKey("--scope", f"a key needs one of the scopes {', '.join(Scope)}")
     if not adapters:
         raise InvalidKey("--adapters", "a key needs a pattern of adapter ids, such as 'mia*' or '*'")
     for pattern in adapters:
         if not is_pattern(pattern):
-            raise InvalidKey("--adapters", f"{pattern!r} is no pattern of adapter ids; expected such as 'mia*' or '*'")
+            raise InvalidKey(
+                "--adapters", f"{pattern!r} is not a pattern of adapter ids; expected a pattern such as 'mia*' or '*'"
+            )
 
 
 def _secure(path: Path) -> None:
@@ -237,9 +243,9 @@ def _secure(path: Path) -> None:
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
-        raise StoreUnusable(f"{path} is no file")
+        raise StoreUnusable(f"{path} is not a regular file")
     if stat.S_IMODE(status.st_mode) & 0o077:
-        _LOG.warning("%s was open to other users; it is not any more", path)
+        _LOG.warning("%s was accessible to other users; its mode is now 0600", path)
         path.chmod(0o600)
     folder = path.parent.stat()
     if os.geteuid() == 0 and status.st_uid != folder.st_uid:
@@ -255,8 +261,8 @@ def _errors() -> Iterator[None]:
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
             raise StoreFull(f"no room on the store's disk for {FILE}; nothing changed. Free some and retry") from error
-        raise StoreUnusable(f"the key book {FILE} cannot be used: {error}") from error
+        raise StoreUnusable(f"the key store {FILE} cannot be used: {error}") from error
     except OSError as error:
-        raise StoreUnusable(f"the key book {error.filename} cannot be used: {error.strerror}") from error
+        raise StoreUnusable(f"the key store {error.filename} cannot be used: {error.strerror}") from error
     except (ValueError, TypeError) as error:
-        raise StoreUnusable(f"the key book {FILE} holds what this lorasrv did not write") from error
+        raise StoreUnusable(f"the key store {FILE} contains data that this version did not write") from error

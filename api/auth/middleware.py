@@ -120,7 +120,7 @@ def _secret(scope: Scope) -> str:
     if kind.lower() == "bearer" and secret.strip():
         return secret.strip()
     if given:
-        raise _unauthorized(f"the Authorization header holds no bearer token; {BEARER}", "invalid_api_key")
+        raise _unauthorized(f"the Authorization header contains no bearer token; {BEARER}", "invalid_api_key")
     if any(name in headers for name in _OTHER_HEADERS):
         raise _unauthorized(f"this header is not read; {BEARER}", "missing_api_key")
     if _IN_QUERY & set(_query_names(scope)):

@@ -65,7 +65,7 @@ class _Group(TyperGroup):
 app = typer.Typer(
     name="lorasrv",
     cls=_Group,
-    help="One base model, many LoRA adapters, every request in one batch.",
+    help="Serve one base model with many LoRA adapters, every request in one batch.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -170,9 +170,9 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     ctx: typer.Context,
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print it."),
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """One base model, many LoRA adapters, every request in one batch."""
+    """Serve one base model with many LoRA adapters, every request in one batch."""
     ctx.default_map = ServerDefaults()
 
 

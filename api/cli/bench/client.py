@@ -191,11 +191,11 @@ def _take_usage(outcome: RequestOutcome, usage: dict[str, Any]) -> None:
 
 def _check(outcome: RequestOutcome, wanted: int) -> None:
     if outcome.prompt_tokens == 0:
-        outcome.fail("no usage", "the stream does not tell usage, without which tokens cannot be counted")
+        outcome.fail("no usage", "the stream does not report usage, so tokens cannot be counted")
     elif outcome.output_tokens != wanted:
         outcome.fail("wrong token count", f"{outcome.output_tokens} tokens instead of {wanted}")
     elif not outcome.arrivals_s:
-        outcome.fail("no text", "no event brought a choice")
+        outcome.fail("no text", "no event contained a choice")
 
 
 def _message(text: str) -> str:

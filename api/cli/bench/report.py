@@ -58,10 +58,10 @@ def _left_out(result: Result) -> list[str]:
     if figures["mbu"] is not None and figures["mfu"] is not None:
         return []
     if result["machine"]["measured"] is None:
-        return ["MBU and MFU are left out: --measure-machine measures what they are shares of"]
+        return ["MBU and MFU are left out: they need --measure-machine"]
     missing = [("MBU", "mbu", "--model-bytes"), ("MFU", "mfu", "--model-ops")]
     return [
-        f"{title} is left out: the server does not tell what its model costs; {option} does"
+        f"{title} is left out: the server does not report the costs of its model; give {option}"
         for title, name, option in missing
         if figures[name] is None and figures["failed"] < figures["requests"]
     ]

@@ -44,9 +44,9 @@ class Bench:
 
     def run(self) -> Iterator[Result]:
         with progress() as step:
-            step("asking the server", 0.0, 1.0)
+            step("querying the server", 0.0, 1.0)
             ruler = self._ruler()
-            step("asking the server", 1.0, 1.0)
+            step("querying the server", 1.0, 1.0)
             for point in self._points():
                 done = self._point(point, ruler, step)
                 yield done

@@ -18,7 +18,7 @@ def check_flags(flags: Sequence[str]) -> None:
     Raises: CliError.
     """
     if flags and not flags[0].startswith("-"):
-        raise CliError(f"unexpected argument {flags[0]!r}; flags of serve stand after --", code=ExitCode.USAGE)
+        raise CliError(f"unexpected argument {flags[0]!r}; options of serve go after --", code=ExitCode.USAGE)
     for flag in flags:
         if flag.partition("=")[0] in OWN_FLAGS:
             name = flag.partition("=")[0]

@@ -45,7 +45,7 @@ def amount(option: str, text: str) -> float:
     except (ValueError, KeyError):
         value = math.nan
     if not 0 < value < math.inf:
-        raise InvalidOption(f"{option} {text!r} is no positive number; write 134M, 1.2GB or 512MiB")
+        raise InvalidOption(f"{option} {text!r} is not a positive number; write 134M, 1.2GB or 512MiB")
     return value
 
 

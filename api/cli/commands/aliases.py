@@ -28,7 +28,7 @@ def alias(
         list[str] | None,
         typer.Argument(metavar="VERSION", help="Point it to a version (3), or split it between two (3=0.9 4=0.1)."),
     ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Take the alias away; its version stays.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the alias; its version stays.")] = False,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
@@ -90,13 +90,13 @@ def _target(label: str, texts: list[str]) -> AliasTarget:
         pairs = [text.partition("=") for text in texts]
         target = {_version(version): float(share) for version, _, share in pairs}
         if len(target) < len(texts):
-            raise CliError("one version is named twice", code=ExitCode.USAGE)
+            raise CliError("a version is named twice", code=ExitCode.USAGE)
         check_shares(label, target)
     except InvalidAlias as error:
         raise CliError(str(error), code=ExitCode.USAGE) from None
     except ValueError:
         raise CliError(
-            f"{' '.join(texts)!r} is no version; expected 3, or two with shares: 3=0.9 4=0.1", code=ExitCode.USAGE
+            f"{' '.join(texts)!r} is not a version; expected 3, or two with shares: 3=0.9 4=0.1", code=ExitCode.USAGE
         ) from None
     return target
 
@@ -123,16 +123,16 @@ def _show(adapter_id: str, label: str | None, aliases: dict[str, Any], as_json: 
 
 def limit(
     adapter_id: IdArgument,
-    max_running: Annotated[int | None, typer.Option(help="Most of its requests in a step.")] = None,
-    max_queued: Annotated[int | None, typer.Option(help="Most of its requests that wait.")] = None,
-    tokens_per_s: Annotated[float | None, typer.Option(help="Most tokens in a second, on average.")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Maximum number of its requests in a step.")] = None,
+    max_queued: Annotated[int | None, typer.Option(help="Maximum number of its waiting requests.")] = None,
+    tokens_per_s: Annotated[float | None, typer.Option(help="Maximum average of tokens per second.")] = None,
     resident_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most of the pool for it and its requests, e.g. 64MiB.")
+        str | None, typer.Option(metavar="SIZE", help="Maximum part of the pool for it and its requests, e.g. 64MiB.")
     ] = None,
     weight: Annotated[
-        float | None, typer.Option(help="Share of the service among those that wait; 1 is usual.")
+        float | None, typer.Option(help="Its share relative to other waiting adapters; the default is 1.")
     ] = None,
-    none: Annotated[bool, typer.Option("--none", help="Take away all limits that are not named beside it.")] = False,
+    none: Annotated[bool, typer.Option("--none", help="Remove all limits that are not given with it.")] = False,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
@@ -176,5 +176,5 @@ def _bytes(text: str) -> int:
         return int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
         raise CliError(
-            f"--resident-bytes {text!r} is no size; expected 64MiB, 2GB or bytes", code=ExitCode.USAGE
+            f"--resident-bytes {text!r} is not a size; expected 64MiB, 2GB or bytes", code=ExitCode.USAGE
         ) from None

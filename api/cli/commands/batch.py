@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from api.batches.job import Job
     from api.batches.runner import Ask
 
-_ENGINE = "An engine of its own, without a server"
+_ENGINE = "Local engine, without a server"
 
 
 def _own(text: str) -> Any:
@@ -31,24 +31,27 @@ def _own(text: str) -> Any:
 def batch(
     ctx: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="IN", help="OpenAI batch lines: custom_id, method, url, body.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Results, a line each; gone on with if it is there.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Results, one per line; an existing file is continued.")
+    ],
     concurrency: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Most lines asked at a time. [default: 16, or --max-num-seqs]")
+        int | None,
+        typer.Option(min=1, max=1024, help="Maximum number of lines in progress. [default: 16, or --max-num-seqs]"),
     ] = None,
-    priority: Annotated[int, typer.Option(min=0, max=1000, help="Of the requests; online ones have 0.")] = 100,
+    priority: Annotated[int, typer.Option(min=0, max=1000, help="Priority of the requests; online ones have 0.")] = 100,
     ordered: Annotated[
-        bool, typer.Option("--ordered", help="Results in the order of the lines, not as they come.")
+        bool, typer.Option("--ordered", help="Write results in the order of the lines, not as they arrive.")
     ] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Begin anew: drop what OUT holds.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Start again: drop the results in OUT.")] = False,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Ask lines again whose result in OUT is an error, and replace it.")
+        bool, typer.Option("--retry-failed", help="Retry lines whose result in OUT is an error, and replace it.")
     ] = False,
     server: ServerOption = DEFAULT_SERVER,
     model: Annotated[str | None, _own("Built-in name, .gguf file, Hugging Face folder or hf:org/name.")] = None,
     store: Annotated[Path | None, _own("Folder of adapters.")] = None,
-    quantization: Annotated[str | None, _own("Format of the base's weights, as of serve.")] = None,
+    quantization: Annotated[str | None, _own("Format of the base's weights, as for serve.")] = None,
     device: Annotated[str | None, _own("auto, cpu or cuda.")] = None,
-    pool_bytes: Annotated[str | None, _own("Memory of KV and adapters, e.g. 2GiB.")] = None,
+    pool_bytes: Annotated[str | None, _own("Memory for KV cache and adapters, e.g. 2GiB.")] = None,
     load_format: Annotated[str | None, _own("auto, or dummy: random weights of the model's shape.")] = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -69,9 +72,11 @@ def batch(
     given = ctx.get_parameter_source("server")
     if own and given is not None and given.name == "COMMANDLINE":
         flags = ", ".join(f"--{name}".replace("_", "-") for name in own)
-        raise CliError(f"--server is asked, or an engine of its own ({flags}): give one of them", code=ExitCode.USAGE)
+        raise CliError(
+            f"--server and the local engine ({flags}) exclude each other: give one of them", code=ExitCode.USAGE
+        )
     if restart and retry_failed:
-        raise CliError("--restart asks every line again, --retry-failed some: give one of them", code=ExitCode.USAGE)
+        raise CliError("--restart and --retry-failed exclude each other: give one of them", code=ExitCode.USAGE)
     _check_paths(source, target)
     with _prepared(source, target, restart, retry_failed) as job:
         begun = time.monotonic()
@@ -135,7 +140,7 @@ def _run(job: "Job", asking: AbstractAsyncContextManager["Ask"], concurrency: in
             asyncio.run(job.run(asking, concurrency, ordered=ordered, tell=tell))
     finally:
         if job.tally.done < job.total:
-            note(f"{job.tally.done} of {job.total} lines have results; the same command goes on from there")
+            note(f"{job.tally.done} of {job.total} lines have results; run the same command to resume")
 
 
 def _report(job: "Job", seconds: float, as_json: bool) -> None:
@@ -161,7 +166,9 @@ def _report(job: "Job", seconds: float, as_json: bool) -> None:
         tokens = f", {tally.completion_tokens / seconds:.0f} tokens/s" if seconds and tally.completion_tokens else ""
         say(f"{tally.completed} of {job.total} lines answered in {seconds:.1f} s ({rate:.1f} lines/s{tokens})")
     if tally.failed:
-        raise CliError(f"{tally.failed} of {job.total} lines failed; {job.target} says why, --retry-failed asks again")
+        raise CliError(
+            f"{tally.failed} of {job.total} lines failed; {job.target} says why, --retry-failed retries them"
+        )
 
 
 LINES = 10

@@ -68,7 +68,7 @@ def adapter_id_of(wanted: str, slugify: bool) -> str:
         return wanted
     slug = suggest_id(wanted, VERBS)
     if slug is None:
-        raise CliError(f"no id can be made of {show(wanted)}; give one with --id", code=ExitCode.USAGE)
+        raise CliError(f"no id can be derived from {show(wanted)}; give one with --id", code=ExitCode.USAGE)
     if slug != wanted:
         note(f"{show(wanted)} becomes {slug!r}")
     return slug
@@ -145,7 +145,7 @@ def check_all(tree: Tree, model: str, allow_partial: bool, as_json: bool) -> Non
             print_json(outcomes[-1].to_dict())
         elif not outcomes[-1].reasons:
             say(f"ok {one.adapter_id}{_from(one)}")
-    _end(outcomes, "would be taken; nothing was sent")
+    _end(outcomes, "would be accepted; nothing was sent")
 
 
 def _folders(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
@@ -168,13 +168,13 @@ def _check_ids(ids: Mapping[Path, str], wanted: Mapping[Path, str]) -> None:
         except InvalidAdapterId as error:
             bad.append(str(error))
     if bad:
-        message = "some ids are not allowed: rename the folders, or have ids made with --slugify"
+        message = "some ids are not allowed: rename the folders, or convert the ids with --slugify"
         raise CliError(message, details=_few(bad), code=ExitCode.USAGE)
     owners: dict[str, list[str]] = {}
     for folder, name in ids.items():
         owners.setdefault(name, []).append(show(wanted[folder]))
     if double := [f"{name}: {', '.join(names)}" for name, names in owners.items() if len(names) > 1]:
-        message = "several folders would have one id: rename all but one of each"
+        message = "several folders would have the same id: rename all but one of each"
         raise CliError(message, details=_few(double), code=ExitCode.USAGE)
 
 
@@ -220,7 +220,7 @@ def _each(found: Sequence[FoundAdapter], work: Callable[[FoundAdapter], UploadOu
                 yield future.result()
         except ServerUnreachable as error:
             done = sum(f.done() and not f.cancelled() and f.exception() is None for f in futures)
-            message = f"{error}; {done} of {len(found)} were done, the same command goes on from there"
+            message = f"{error}; {done} of {len(found)} are done; run the same command to resume"
             raise ServerUnreachable(message) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

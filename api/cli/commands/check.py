@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def check(
     directory: DirectoryArgument,
-    model: Annotated[str, typer.Option(help="Base that it must fit.")] = BUILTIN_MODEL,
+    model: Annotated[str, typer.Option(help="Base that the adapter must fit.")] = BUILTIN_MODEL,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
     allow_partial: PartialOption = False,
     store: ClosedStoreOption = None,
@@ -82,7 +82,7 @@ def _versions(root: Path, base: BaseShapes) -> dict[AdapterKey, list[str]]:
         filled_for = stored_base(closed.index)
         records = closed.index.records()
     if filled_for.shapes and not filled_for.has_shapes_of(BaseIdentity.of(base)):
-        raise CliError(f"{root} was filled for a base of other shapes than {base.name}; name that one with --model")
+        raise CliError(f"{root} belongs to a base of other shapes than {base.name}; name that base with --model")
     found: dict[AdapterKey, list[str]] = {}
     for _, record in sorted(records.items()):
         for version in record.versions:

@@ -118,7 +118,7 @@ def _check(replies: Sequence[PersonaReply]) -> None:
     base = {reply.question: reply for reply in replies if reply.asked == BASE}
     for reply in replies:
         if not reply.text:
-            raise CliError(f"{reply.asked} answered nothing to: {reply.question}")
+            raise CliError(f"{reply.asked} gave no answer to: {reply.question}")
         expected = None if reply.asked == BASE else reply.asked
         if reply.adapter != expected:
             raise CliError(f"{reply.asked} was asked, but {reply.adapter or 'the base'} answered")

@@ -22,36 +22,38 @@ if TYPE_CHECKING:
 StoreOption = Annotated[
     Path | None,
     typer.Option("--store", envvar="LORASRV_STORE", metavar="DIR", show_default=False,
-                 help=r"The server's store. \[default: as serve has it]"),
+                 help=r"The server's store. \[default: as for serve]"),
 ]  # fmt: skip
-app = typer.Typer(help="Keys: who may use the server, for what, and how much.", no_args_is_help=True)
+app = typer.Typer(help="Manage API keys, their permissions and limits.", no_args_is_help=True)
 
 
 def create(
-    name: Annotated[str | None, typer.Option(help="What to call it, once and for all.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the key, which cannot be changed.", show_default=False)
+    ] = None,
     scope: Annotated[
         list[str] | None,
         typer.Option(
-            help=r"What it may do: infer, upload or admin; may be repeated. \[default: infer]", show_default=False
+            help=r"Permission: infer, upload or admin; may be repeated. \[default: infer]", show_default=False
         ),
     ] = None,
     adapters: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help=r"Adapters that it sees, e.g. 'mia*'; a,b or repeated. \[default: *]",
+            help=r"Adapters that the key may see, e.g. 'mia*'; a,b or repeated. \[default: *]",
             show_default=False,
         ),
     ] = None,
-    rpm: Annotated[int | None, typer.Option(min=1, help="Most requests in a minute.")] = None,
-    tpm: Annotated[int | None, typer.Option(min=1, help="Most tokens in a minute.")] = None,
-    concurrent: Annotated[int | None, typer.Option(min=1, help="Most requests at a time.")] = None,
+    rpm: Annotated[int | None, typer.Option(min=1, help="Maximum requests per minute.")] = None,
+    tpm: Annotated[int | None, typer.Option(min=1, help="Maximum tokens per minute.")] = None,
+    concurrent: Annotated[int | None, typer.Option(min=1, help="Maximum concurrent requests.")] = None,
     stored_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most weights of its adapters in the store, e.g. 2GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Maximum size of its adapters' weights in the store, e.g. 2GiB.")
     ] = None,
     expires_in: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help=r"It ends by itself after 12h, 30d. \[default: never]", show_default=False),
+        typer.Option(metavar="AGE", help=r"Lifetime, e.g. 12h, 30d. \[default: never]", show_default=False),
     ] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
@@ -81,8 +83,8 @@ def create(
         return
     note(f"key {key.name}: {_told(key)}; in {place}")
     if first:
-        note("From now on a server of this store answers nobody without a key.")
-    note("This is shown once; nobody can show it again:")
+        note("Servers of this store now require a key.")
+    note("This secret is shown only once:")
     say(secret)
 
 
@@ -99,10 +101,10 @@ def list_keys(store: StoreOption = None, as_json: JsonOption = False) -> None:
 
 
 def rotate(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As key list has it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, as in key list.")],
     grace: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help=r"The old secret opens for 1h, 7d more. \[default: not at all]"),
+        typer.Option(metavar="AGE", help=r"How long the old secret stays valid, e.g. 1h, 7d. \[default: not at all]"),
     ] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
@@ -119,14 +121,14 @@ def rotate(
     if as_json:
         print_json({"key": secret, "old_ends_s": round(ends_s, 3), **_plain(key)})
         return
-    until = f"until {_day(ends_s)}" if grace_s else "nothing any more"
-    note(f"key {name} has a new secret; those of before open {until}")
-    note("This is shown once; nobody can show it again:")
+    until = f"are valid until {_day(ends_s)}" if grace_s else "are invalid now"
+    note(f"key {name} has a new secret; earlier ones {until}")
+    note("This secret is shown only once:")
     say(secret)
 
 
 def revoke(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As key list has it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, as in key list.")],
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -194,7 +196,7 @@ def _bytes(text: str) -> int:
     except ValidationError:
         count = 0
     if count < 1:
-        raise CliError(f"--stored-bytes {text!r} is no size; expected 512MiB, 2GB or bytes", code=ExitCode.USAGE)
+        raise CliError(f"--stored-bytes {text!r} is not a size; expected 512MiB, 2GB or bytes", code=ExitCode.USAGE)
     return count
 
 

@@ -27,7 +27,7 @@ def list_adapters(
         return
     given = ctx.get_parameter_source("server")
     if given is not None and given.name == "COMMANDLINE":
-        raise CliError("--server is asked, or --store is read: give one of them", code=ExitCode.USAGE)
+        raise CliError("--server and --store exclude each other: give one of them", code=ExitCode.USAGE)
     from adapter_store.maintenance.offline_store import OfflineStore
     from api.serving.model_list import adapter_json
 

@@ -28,7 +28,7 @@ Reference = Annotated[
 def warm(
     reference: Reference,
     deadline_ms: Annotated[
-        int | None, typer.Option(min=0, help=r"How long to wait; 0 only begins. \[default: 10000]")
+        int | None, typer.Option(min=0, help=r"How long to wait; 0 only starts loading. \[default: 10000]")
     ] = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
@@ -41,9 +41,9 @@ def warm(
     elif done["reached"]:
         say(f"{done['id']} is in the pool  {short_digest(done['digest'])}  loaded in {done['load_ms']:.1f} ms")
     elif deadline_ms == 0:
-        say(f"{done['id']} is on its way from {done['tier']}  {short_digest(done['digest'])}")
+        say(f"{done['id']} is loading from {done['tier']}  {short_digest(done['digest'])}")
     if not done["reached"] and deadline_ms != 0:
-        raise CliError(f"{done['id']} was not in the pool in time ({done['tier']}); allow more with --deadline-ms")
+        raise CliError(f"{done['id']} was not loaded in time ({done['tier']}); allow more with --deadline-ms")
 
 
 def pin(reference: Reference, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:

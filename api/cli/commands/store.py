@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ARCHIVE_NAME = "lorasrv-store.tar"
 StoreOption = Annotated[
     Path | None,
-    typer.Option("--store", envvar="LORASRV_STORE", metavar="DIR", help=r"The store. \[default: as serve has it]",
+    typer.Option("--store", envvar="LORASRV_STORE", metavar="DIR", help=r"The store. \[default: as for serve]",
                  show_default=False),
 ]  # fmt: skip
 app = typer.Typer(help="Clean, check and move an adapter store. No server may be using it.", no_args_is_help=True)
@@ -33,7 +33,7 @@ def gc(
     store: StoreOption = None,
     older_than: Annotated[
         str,
-        typer.Option(metavar="AGE", help="Spare weights without a version that are younger: 90s, 30m, 12h, 7d."),
+        typer.Option(metavar="AGE", help="Keep unused weights that are younger: 90s, 30m, 12h, 7d."),
     ] = f"{UNREFERENCED_BLOB_AGE_S / 3600:g}h",
     as_json: JsonOption = False,
 ) -> None:
@@ -84,7 +84,7 @@ def export(
 
 
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="DIR_OR_TAR", help="What export wrote.")],
+    source: Annotated[Path, typer.Argument(metavar="DIR_OR_TAR", help="File written by export.")],
     model: Annotated[str, typer.Option(help="Base that its adapters must fit.")] = BUILTIN_MODEL,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
     store: StoreOption = None,

@@ -19,11 +19,13 @@ def verify(
         ),
     ],
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help=r"Prompts, one a line. \[default: four built-in ones]")
+        Path | None, typer.Option(metavar="FILE", help=r"Prompts, one per line. \[default: four built-in ones]")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=r"When to give up. \[default: 300]")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help=r"Give up after this time. \[default: 300]")
+    ] = None,
     ignore_memory: Annotated[
-        bool, typer.Option("--ignore-memory", help="Begin also where memory is likely to run out.")
+        bool, typer.Option("--ignore-memory", help="Start even if memory is likely to run out.")
     ] = False,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,

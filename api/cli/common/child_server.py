@@ -55,7 +55,7 @@ def _wait_until_ready(process: "subprocess.Popen[str]") -> str:
     finally:
         too_late.cancel()
     if not line:
-        raise CliError("the server did not start; its last words are above")
+        raise CliError("the server did not start; its last output is above")
     ready = json.loads(line)
     note(f"server ready at {ready['url']} after {ready['seconds']:.1f} s: {ready['model']}, {ready['quantization']}")
     return str(ready["url"])

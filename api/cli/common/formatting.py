@@ -85,10 +85,10 @@ def _range(low: object, high: object) -> str:
 
 
 DirectoryArgument = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Folder that PEFT's save_pretrained(), or MLX, wrote.")
+    Path, typer.Argument(metavar="DIR", help="Folder written by PEFT's save_pretrained(), or by MLX.")
 ]
 PartialOption = Annotated[
-    bool, typer.Option("--allow-partial", help="Take it though modules that its config names have no tensors.")
+    bool, typer.Option("--allow-partial", help="Accept it although modules named in its config have no tensors.")
 ]
 
 # Not from the environment, where the variable means serve's store: list calls the server unless --store is given.

@@ -30,13 +30,13 @@ class Report:
 
 
 def doctor(
-    model: Annotated[str | None, typer.Option(help="As of serve.")] = None,
-    store: Annotated[Path | None, typer.Option(help="As of serve.")] = None,
-    host: Annotated[str | None, typer.Option(help="As of serve.")] = None,
-    port: Annotated[int | None, typer.Option(help="As of serve.")] = None,
-    device: Annotated[str | None, typer.Option(help="As of serve.")] = None,
-    pool_bytes: Annotated[str | None, typer.Option(help="As of serve.")] = None,
-    rank: Annotated[int, typer.Option(min=1, max=256, help="Of the adapters that are counted.")] = 16,
+    model: Annotated[str | None, typer.Option(help="As for serve.")] = None,
+    store: Annotated[Path | None, typer.Option(help="As for serve.")] = None,
+    host: Annotated[str | None, typer.Option(help="As for serve.")] = None,
+    port: Annotated[int | None, typer.Option(help="As for serve.")] = None,
+    device: Annotated[str | None, typer.Option(help="As for serve.")] = None,
+    pool_bytes: Annotated[str | None, typer.Option(help="As for serve.")] = None,
+    rank: Annotated[int, typer.Option(min=1, max=256, help="Rank of the adapters to count.")] = 16,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -68,7 +68,7 @@ def _reports(flags: Mapping[str, Any], config: Path | None, rank: int) -> Iterat
         sources = Sources.gather(flags, config)
         settings = sources.settings()
     except ConfigError as error:
-        yield Report("settings", "fail", str(error), "the other checks need settings: put this right first")
+        yield Report("settings", "fail", str(error), "the other checks need valid settings: correct this first")
         return
     yield _run("settings", lambda: doctor_serving.configuration(sources))
     yield _run("processor", doctor_machine.processor)

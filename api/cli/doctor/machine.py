@@ -50,9 +50,9 @@ def processor() -> Check:
 
     features = llvm.get_host_cpu_features()
     known = [name for name in FEATURES if features.get(name)]
-    text = f"{cpu_model()} ({llvm.get_host_cpu_name()}): {', '.join(known) or 'no vector unit that is known'}"
+    text = f"{cpu_model()} ({llvm.get_host_cpu_name()}): {', '.join(known) or 'no known vector instructions'}"
     if platform.machine() in ("x86_64", "AMD64") and "avx2" not in known:
-        return Check("warn", text, "kernels are much slower without AVX2; another machine would serve better")
+        return Check("warn", text, "kernels are much slower without AVX2; use another machine if possible")
     return Check("ok", text)
 
 
@@ -81,12 +81,12 @@ def device(settings: ServerSettings) -> Check:
     try:
         found = resolve_device(settings.device)
     except ConfigError as error:
-        return Check("fail", str(error), "leave out --device to take what there is")
+        return Check("fail", str(error), "leave out --device to use the available device")
     if found.type == "cuda":
         free, total = torch.cuda.mem_get_info(found)
         return Check("ok", f"{torch.cuda.get_device_name(found)}: {size(free)} of {size(total)} free")
     unused = Path("/proc/driver/nvidia").exists() and not torch.cuda.is_available()
-    fix = "there is an NVIDIA driver that torch does not use: install a torch for CUDA" if unused else ""
+    fix = "torch does not use the NVIDIA driver of this machine: install torch with CUDA" if unused else ""
     return Check("warn" if unused else "ok", f"cpu, torch {torch.__version__}", fix)
 
 
@@ -95,12 +95,12 @@ def kernels(settings: ServerSettings) -> Check:
     from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory
 
     if settings.kernels == "torch":
-        return Check("ok", "plain torch, as --kernels asks: slow, and nothing to compile")
+        return Check("ok", "plain torch, as set by --kernels: slow, nothing to compile")
     directory = cache_directory()
     if directory is None:
         where = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        fix = f"make {where}/lorasrv yours alone (chmod -R go-w), or set XDG_CACHE_HOME to a folder that is"
-        return Check("warn", "compiled kernels cannot be kept: every start compiles them anew, 15 to 30 s", fix)
+        fix = f"make {where}/lorasrv writable by you only (chmod -R go-w), or set XDG_CACHE_HOME to such a folder"
+        return Check("warn", "compiled kernels cannot be cached: each start compiles them again, 15 to 30 s", fix)
     files = [path for path in directory.iterdir() if path.is_file() and path.suffix != ".json"]
     if not files:
         return Check("ok", f"none in {directory} yet: the first start compiles them, 15 to 30 s")

@@ -36,13 +36,13 @@ def configuration(sources: "Sources") -> Check:
     from api.config.sources import FIELDS, unknown_variables
 
     given = [name for name in FIELDS if sources.origin(name).kind != "default"]
-    where = str(sources.file.path) if sources.file is not None else f"no file ({default_path()} is not there)"
+    where = str(sources.file.path) if sources.file is not None else f"no file ({default_path()} does not exist)"
     text = f"{where}; {len(given)} options set: {', '.join(given)}" if given else f"{where}; all defaults"
     if unknown := unknown_variables():
-        return Check("warn", f"{text}; {'; '.join(unknown)}", "rename or unset what nothing reads")
+        return Check("warn", f"{text}; {'; '.join(unknown)}", "rename or unset the unknown variables")
     file = sources.file
     if file is not None and "api_key" in (*file.client, *file.serve) and _others_may_read(file.path):
-        return Check("warn", f"{text}; others may read the key in it", f"chmod 600 {file.path}")
+        return Check("warn", f"{text}; other users may read the key in it", f"chmod 600 {file.path}")
     return Check("ok", f"{text} (lorasrv config show --origin)")
 
 
@@ -53,7 +53,7 @@ def model(settings: ServerSettings) -> Check:
     except LorasrvError as error:
         text = str(error)
         install = text.rpartition(": ")[2] if "pip install" in text else ""
-        return Check("fail", text, install or "give another --model, or put the file right")
+        return Check("fail", text, install or "give another --model, or repair the file")
     spec = shape.spec
     text = f"{shape.name}: {spec.family}, {_weights(shape) / 1e6:.0f} M weights, {spec.num_layers} layers"
     return Check("ok", f"{text}, context {spec.max_position}")
@@ -102,18 +102,18 @@ def store(settings: ServerSettings) -> Check:
     if not root.exists():
         above = next(path for path in root.absolute().parents if path.exists())
         if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
-            return Check("ok", f"{root} is not there yet; serve makes it")
-        return Check("fail", f"{root} cannot be made: no right to write to {above}", "another --store")
+            return Check("ok", f"{root} does not exist yet; serve creates it")
+        return Check("fail", f"{root} cannot be created: {above} is not writable", "another --store")
     if not root.is_dir() or not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-        return Check("fail", f"{root} is no folder that can be written to", "chown it, or another --store")
+        return Check("fail", f"{root} is not a writable folder", "chown it, or another --store")
     if _is_locked(root):
         answers = _who(settings)
         who = f"the server at {_url(settings)}" if answers else "a server or a command"
         fix = "" if answers else "stop it before serve starts, or give another --store"
         return Check("ok" if answers else "warn", f"{root} is in use by {who}", fix)
     if _others_may_read(root):
-        return Check("warn", f"{root} may be read by other users", f"chmod 700 {root}")
-    return Check("ok", f"{root}, yours alone, in use by nobody")
+        return Check("warn", f"{root} is readable by other users", f"chmod 700 {root}")
+    return Check("ok", f"{root}, private and not in use")
 
 
 def disk(settings: ServerSettings, rank: int) -> Check:
@@ -131,7 +131,7 @@ def disk(settings: ServerSettings, rank: int) -> Check:
         pass
     text += f", {size(quota)} allowed by --store-bytes" if quota is not None else ""
     if free < NO_DISK:
-        return Check("fail", text, "make room: uploads would be refused")
+        return Check("fail", text, "free some space: uploads would be refused")
     return Check("warn", text, "make room") if free < LITTLE_DISK else Check("ok", text)
 
 
@@ -151,7 +151,7 @@ def port(settings: ServerSettings) -> Check:
             return Check("fail", f"{place}: {error.strerror or error}", "another --host or --port")
         if (about := _who(settings)) is not None:
             return Check("ok", f"{place}: {about}")
-        return Check("fail", f"{place} is taken by another program", "another --port; 0 takes a free one")
+        return Check("fail", f"{place} is in use by another program", "another --port; 0 selects a free one")
     return Check("ok", f"{place} is free")
 
 
@@ -261,7 +261,7 @@ def _who(settings: ServerSettings) -> str | None:
         with Client(url, settings.secret_key or client_key(url), wait_s=ASK_S) as client:
             about = client.get("/info")
     except Refused as error:
-        return "lorasrv answers, and wants another key" if error.error.get("code") in _OF_KEYS else None
+        return "a lorasrv server that requires another key" if error.error.get("code") in _OF_KEYS else None
     except ServerUnreachable:
         return None
     return f"lorasrv {about['version']} answers, with {about['model_id']}" if about.get("router") == "lorasrv" else None

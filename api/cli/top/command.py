@@ -25,9 +25,9 @@ LOOK_S = 0.2
 
 
 def top(
-    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks.")] = 2.0,
-    count: Annotated[int | None, typer.Option("--count", min=1, help="End after so many looks.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="One look, as plain lines.")] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Time between two samples.")] = 2.0,
+    count: Annotated[int | None, typer.Option("--count", min=1, help="Stop after so many samples.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one sample as plain lines.")] = False,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
