@@ -98,9 +98,9 @@ def describe(profile: "StepProfile", wall_s: float, loop_s: float) -> dict[str, 
 
 
 GRACE_S = 5
-"""How long requests may go on after Ctrl-C, for a user who waits at a terminal."""
+"""Time for requests to finish after Ctrl-C, for a user who waits at a terminal."""
 LAST_WORDS_S = 2
-"""How long aborted requests then have to send their last response."""
+"""Time that aborted requests then have to send their last response."""
 Progress = Callable[[str, float], None]
 """Called with the current activity and the share of it that is done, from 0 to 1."""
 

@@ -23,7 +23,7 @@ from api.auth.principal import API_KEY, Caller, Key, Scope, SecretState, digest_
 BUSY_MS = 50
 """Readers only wait to recover the log of a crashed writer."""
 STALE_S = 2.0
-"""How long cached keys stay valid while the store cannot be read."""
+"""Time for which cached keys stay valid while the store cannot be read."""
 NOTE_EVERY_S = 60.0
 _LOG = logging.getLogger(__name__)
 

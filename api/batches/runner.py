@@ -19,8 +19,8 @@ AHEAD = 8
 MAX_PAUSE_S = 30.0
 USUAL_PAUSE_S = 1.0
 MAX_PUT_OFF_S = {429: 24 * 3600.0, 503: 3600.0}
-"""How long a line is retried, by status: 429, other requests go first; 503, the server has a problem. Afterwards the
-last reply is its result."""
+"""Time for which a line is retried, by status: 429, other requests go first; 503, the server has a problem. Afterwards
+the last reply is its result."""
 Ask = Callable[[str, Mapping[str, Any]], Awaitable[LineReply]]
 """Sends a body to a URL. Raises only what ends the whole batch."""
 Sleep = Callable[[float], Awaitable[object]]

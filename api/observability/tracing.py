@@ -26,7 +26,7 @@ OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completio
 GENERATION = "generate_content"
 MAX_CHOICES_SHOWN = 8
 LAST_SPANS_S = 2.0
-"""How long shutdown may wait for a collector: draining (`--drain-s`) leaves that much time."""
+"""Time for which shutdown may wait for a collector: draining (`--drain-s`) leaves that much time."""
 
 
 def open_tracing(endpoint: str | None, environment: Mapping[str, str] = os.environ) -> "Tracing | None":

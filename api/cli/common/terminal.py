@@ -36,7 +36,7 @@ class CliError(Exception):
 
 
 def out() -> "Console":
-    """Return a console for results, created anew each time as tests and pipes replace sys.stdout."""
+    """Return a console for results, created on each call, as tests and pipes replace sys.stdout."""
     from rich.console import Console
 
     return Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), highlight=False)

@@ -29,7 +29,7 @@ class MachineProfile:
         ConfigError: a value is missing, negative or not a number.
     """
 
-    # By `step_costs.PARTS`, of the whole of `Engine.step`.
+    # Seconds per part of `cost_model.PARTS`, for the whole of `EngineCore.step`.
     step: Mapping[str, float]
     # From the end of a step to the begin of the next while there is work.
     between_steps_s: float = 0.0

@@ -31,7 +31,7 @@ Part = str | ToolCall
 
 
 class ToolReader(Protocol):
-    """Read one answer as it streams; anything that turns out not to be a call is returned as text."""
+    """Read one answer as it streams; anything that is not a call is returned as text."""
 
     def push(self, text: str) -> list[Part]:
         """Add text of the answer and return the parts that are now certain."""
