@@ -318,7 +318,7 @@ class TestRefused:
         done = batch([line("a"), line("b"), line("a"), line("b")])
         assert (done.code, engine.added, files[1].exists()) == (2, [], False)
         assert "line 3: custom_id 'a' is also that of line 1" in done.err
-        assert "line 4: custom_id 'b' is that of line 2 too" in done.err
+        assert "line 4: custom_id 'b' is also that of line 2" in done.err
 
     def test_paths(self, cli, server, files, tmp_path: Path) -> None:
         source, target = files
