@@ -263,11 +263,11 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("arguments", "code", "says"),
         [
-            (("mia:prod", "three"), 2, "'three' is no version"),
+            (("mia:prod", "three"), 2, "'three' is not a version"),
             (("mia:prod", "1=0.5"), 2, "add up to 1"),
             (("mia:prod", "1=0.5", "1=0.5"), 2, "twice"),
-            (("mia:prod", "1=x", "2=y"), 2, "no version"),
-            (("mia:prod", "1", "2"), 2, "no version"),
+            (("mia:prod", "1=x", "2=y"), 2, "not a version"),
+            (("mia:prod", "1", "2"), 2, "not a version"),
             (("mia:prod", "1", "--remove"), 2, "not both"),
             (("mia", "1"), 2, "name the alias: mia:NAME"),
             (("mia", "--remove"), 2, "name the alias"),
