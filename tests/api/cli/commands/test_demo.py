@@ -68,7 +68,7 @@ def test_an_answer_that_fails_fails(cli, personas: Path, engine) -> None:
     engine.breaks(3)
     assert cli("demo", "--personas", personas).code == 1
     engine.script = say(" ")
-    assert "answered nothing" in cli("demo", "--personas", personas).err
+    assert "gave no answer" in cli("demo", "--personas", personas).err
 
 
 def test_no_personas(cli, tmp_path: Path) -> None:
