@@ -192,3 +192,9 @@ def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
         return SimpleNamespace(code=int(exit_.value.code or 0), out=out, err=err)
 
     return run
+
+
+@pytest.fixture
+def run(cli: Callable[..., SimpleNamespace], server: Server) -> Callable[..., SimpleNamespace]:
+    """Runs a command that asks the server."""
+    return lambda *arguments: cli(*arguments, "--server", server.url)

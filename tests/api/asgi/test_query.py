@@ -50,6 +50,7 @@ def test_an_id_that_has_gone_is_no_end(full) -> None:
 
 
 @pytest.mark.parametrize("limit", ["0", "-1", "many", "100001"])
-def test_limits(full, limit: str) -> None:
-    response = full.http.get("/v1/adapters", params={"limit": limit})
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
+def test_limits(server, limit: str) -> None:
+    for route in ("adapters", "models"):
+        response = server.http.get(f"/v1/{route}", params={"limit": limit})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")

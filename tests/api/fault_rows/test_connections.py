@@ -29,11 +29,6 @@ SCHEMA = {"type": "object", "properties": {f"p{i}": {"enum": [f"{i} {j}" for j i
 
 
 @pytest.fixture(scope="module")
-def flags(model) -> tuple[object, ...]:
-    return ("--model", model, "--served-model-name", "tiny", "--pool-bytes", "16MiB", "--kernels", "torch")
-
-
-@pytest.fixture(scope="module")
 def process(flags, adapter_dirs) -> Iterator[Served]:
     few = ("--max-num-seqs", SEATS, "--max-num-batched-tokens", 16, "--max-queued", MAX_QUEUED)
     short = ("--header-timeout-s", 0.5, "--body-timeout-s", 0.5, "--write-timeout-s", 0.5, "--keep-alive-s", 30)

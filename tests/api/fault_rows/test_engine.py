@@ -29,14 +29,10 @@ POISON = 7
 PROMPT = list(range(20, 50))
 
 
-def _flags(model: Path) -> tuple[object, ...]:
-    return ("--model", model, "--served-model-name", "tiny", "--pool-bytes", "16MiB", "--kernels", "torch")
-
-
 @pytest.fixture(scope="module")
-def process(model, adapter_dirs) -> Iterator[Served]:
-    flags = (*_flags(model), "--testing", "--inject-faults", ",".join(FAULTS))
-    with serve(*flags, adapters={"mia": adapter_dirs["two"]}, ends=0) as served:
+def process(flags, adapter_dirs) -> Iterator[Served]:
+    faults = ("--testing", "--inject-faults", ",".join(FAULTS))
+    with serve(*flags, *faults, adapters={"mia": adapter_dirs["two"]}, ends=0) as served:
         yield served
 
 
@@ -157,10 +153,10 @@ def test_row_40_sigterm_in_the_middle_of_a_stream(process: Served) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_row_40_a_second_signal_ends_at_once(model, second: signal.Signals) -> None:
+def test_row_40_a_second_signal_ends_at_once(flags, second: signal.Signals) -> None:
     """With an error event; without it the stream would have gone on for a minute."""
-    flags = ("--testing", "--inject-faults", "step-hangs:200ms@1x1000", "--drain-s", 300)
-    with serve(*_flags(model), *flags, ends=0) as served, stream_of(served, 300) as answer:
+    more = ("--testing", "--inject-faults", "step-hangs:200ms@1x1000", "--drain-s", 300)
+    with serve(*flags, *more, ends=0) as served, stream_of(served, 300) as answer:
         lines = answer.iter_lines()
         next(lines)
         served.signal(signal.SIGTERM)
@@ -174,9 +170,9 @@ def test_row_40_a_second_signal_ends_at_once(model, second: signal.Signals) -> N
 
 
 @pytest.mark.long
-def test_row_40_the_time_to_drain_is_over(model) -> None:
-    flags = ("--testing", "--inject-faults", "step-hangs:200ms@1x1000", "--drain-s", 1.5)
-    with serve(*_flags(model), *flags, ends=0) as served, stream_of(served, 300) as answer:
+def test_row_40_the_time_to_drain_is_over(flags) -> None:
+    more = ("--testing", "--inject-faults", "step-hangs:200ms@1x1000", "--drain-s", 1.5)
+    with serve(*flags, *more, ends=0) as served, stream_of(served, 300) as answer:
         lines = answer.iter_lines()
         next(lines)
         served.signal(signal.SIGTERM)
@@ -188,10 +184,10 @@ def test_row_40_the_time_to_drain_is_over(model) -> None:
 
 
 @pytest.mark.long
-def test_row_40_a_step_that_hangs(model) -> None:
+def test_row_40_a_step_that_hangs(flags) -> None:
     """An error event to each stream, /health 503, all stacks in the log, and an exit code that a supervisor sees."""
-    flags = ("--testing", "--inject-faults", "step-hangs@4", "--watchdog-s", 1)
-    with serve(*_flags(model), *flags, ends=70) as served:
+    more = ("--testing", "--inject-faults", "step-hangs@4", "--watchdog-s", 1)
+    with serve(*flags, *more, ends=70) as served:
         assert complete(served, max_tokens=2).status_code == 200
         with stream_of(served, 50) as answer, httpx2.Client(base_url=served.url, trust_env=False) as other:
             statuses = set()
@@ -210,10 +206,10 @@ def test_row_40_a_step_that_hangs(model) -> None:
 
 
 @pytest.mark.long
-def test_row_40_an_interpreter_that_hangs(model) -> None:
+def test_row_40_an_interpreter_that_hangs(flags) -> None:
     """Nothing in Python can be done any more: the timer of faulthandler ends it."""
-    flags = ("--testing", "--inject-faults", "interpreter-hangs@3", "--watchdog-s", 1)
-    with serve(*_flags(model), *flags, ends=1) as served:
+    more = ("--testing", "--inject-faults", "interpreter-hangs@3", "--watchdog-s", 1)
+    with serve(*flags, *more, ends=1) as served:
         assert complete(served, max_tokens=2).status_code == 200
         with pytest.raises(httpx2.TransportError):
             complete(served)
@@ -223,15 +219,15 @@ def test_row_40_an_interpreter_that_hangs(model) -> None:
 
 
 @pytest.mark.long
-def test_row_40_a_process_that_is_killed_and_a_second_server(model, adapter_dirs, tmp_path: Path) -> None:
+def test_row_40_a_process_that_is_killed_and_a_second_server(flags, adapter_dirs, tmp_path: Path) -> None:
     """The second on the same store, or port, says so in one line; after kill -9 the store is free again."""
     store = tmp_path / "store"
-    with serve(*_flags(model), "--store", store, ends=-signal.SIGKILL) as served:
+    with serve(*flags, "--store", store, ends=-signal.SIGKILL) as served:
         port = served.url.rsplit(":", 1)[1]
-        for flags, why in ((("--port", 0), f"store {store} is in use by another server"), (("--port", port), "listen")):
-            command = [sys.executable, "-c", "from api.cli.main import main; main()", "serve", "--store", store, *flags]
+        for own, why in ((("--port", 0), f"store {store} is in use by another server"), (("--port", port), "listen")):
+            command = [sys.executable, "-c", "from api.cli.main import main; main()", "serve", "--store", store, *own]
             environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-            command += _flags(model)
+            command += flags
             done = subprocess.run(list(map(str, command)), capture_output=True, text=True, env=environment, timeout=120)
             assert (done.returncode, done.stdout) == (1, "")
             assert why in done.stderr.splitlines()[-1]
@@ -239,14 +235,14 @@ def test_row_40_a_process_that_is_killed_and_a_second_server(model, adapter_dirs
         assert complete(served).status_code == 200
         served.signal(signal.SIGKILL)
         served.ended()
-    with serve(*_flags(model), "--store", store) as again:
+    with serve(*flags, "--store", store) as again:
         assert complete(again).status_code == 200
 
 
 @pytest.mark.long
-def test_row_20_no_more_descriptors(model, adapter_dirs) -> None:
+def test_row_20_no_more_descriptors(flags, adapter_dirs) -> None:
     """Of the system's own making: uploads end with 503 while there are none, and are taken when there are again."""
-    with serve(*_flags(model)) as served:
+    with serve(*flags) as served:
         assert complete(served).status_code == 200
         pid = served.pid
         limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)

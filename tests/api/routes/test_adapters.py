@@ -76,10 +76,6 @@ class TestBlobs:
         eventually(lambda: stored_files(tmp_path) == [])
         assert server.http.get("/health").status_code == 200
 
-    def test_compressed(self, server) -> None:
-        headers = {"content-encoding": "gzip"}
-        assert server.http.put(f"/v1/blobs/sha256:{'0' * 64}", content=b"x", headers=headers).status_code == 415
-
     @pytest.mark.parametrize(("error", "status"), [(StoreFull("x"), 507), (StoreUnusable("at /srv/x"), 503)])
     def test_disk_trouble(self, server, store: AdapterStore, monkeypatch, error: Exception, status: int) -> None:
         def fail(*_: object) -> None:

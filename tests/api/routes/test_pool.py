@@ -207,10 +207,6 @@ class TestMap:
 
 
 class TestCommands:
-    @pytest.fixture
-    def run(self, cli, server):
-        return lambda *arguments: cli(*arguments, "--server", server.url)
-
     def test_warm(self, run, engine, keys: list[str]) -> None:
         done = run("warm", "mia")
         assert (done.code, done.out) == (0, f"mia is in the pool  {keys[1][:12]}  loaded in 12.3 ms\n")

@@ -213,10 +213,6 @@ class TestVerdict:
 
 
 class TestCommands:
-    @pytest.fixture
-    def run(self, cli, server):
-        return lambda *arguments: cli(*arguments, "--server", server.url)
-
     def test_alias(self, run, server) -> None:
         assert run("alias", "mia").out == "mia: no aliases; add one with: lorasrv alias mia:NAME VERSION\n"
         assert run("alias", "mia:prod", 3).out == "mia:prod -> mia@3\n"
