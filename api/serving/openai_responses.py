@@ -1,8 +1,7 @@
-"""From the engine's outputs to OpenAI's answers: whole ones, and streams of chunks.
+"""Convert the engine's outputs to OpenAI's responses, whole or as streams of chunks.
 
-One writer serves both routes; what differs between chat and plain completions is in the two `ProtocolFormat`s.
-
-Chat answers that may hold tool calls: as OpenAI words them, whole and in deltas.
+One builder serves chat and plain completions; a `ProtocolFormat` contains the differences. `ToolCallFormat` adds tool
+calls to chat, whole and as deltas.
 """
 
 import secrets
@@ -30,110 +29,110 @@ Json = dict[str, Any]
 
 
 class ProtocolFormat(Protocol):
-    """How one route words its choices."""
+    """Format the choices of one route."""
 
     id_prefix: str
     whole_object: str
     chunk_object: str
 
-    def opening(self) -> Json | None:
-        """What the first chunk says before any text, None if nothing."""
+    def first_delta(self) -> Json | None:
+        """Return the content of the first chunk, before any text; None if there is none."""
 
-    def logprobs(self, speller: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
-        """How likely tokens are; None if there are none."""
+    def logprobs(self, logprobs_formatter: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+        """Format log-probabilities; None if there are none."""
 
-    def piece(self, text: str) -> Json:
-        """A piece of text, in a chunk."""
+    def delta(self, text: str) -> Json:
+        """Format a piece of text in a chunk."""
 
-    def whole(self, text: str) -> Json:
-        """All of the text."""
+    def full_content(self, text: str) -> Json:
+        """Format the whole text."""
 
-    def pieces(self, index: int, output: RequestOutput) -> list[Json]:
-        """What one output of a choice says, in as many chunks."""
+    def deltas(self, index: int, output: RequestOutput) -> list[Json]:
+        """Format one output of a choice as one or more chunks."""
 
-    def reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
-        """Why a choice ended, whose last words are `content`."""
+    def finish_reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
+        """Return the finish reason of a choice whose last content is `content`."""
 
 
 class _PlainText(ABC):
-    """An answer that is read for nothing."""
+    """Format answers without parsing them."""
 
     @abstractmethod
-    def piece(self, text: str) -> Json: ...
+    def delta(self, text: str) -> Json: ...
 
-    def pieces(self, index: int, output: RequestOutput) -> list[Json]:
-        return [self.piece(output.text)]
+    def deltas(self, index: int, output: RequestOutput) -> list[Json]:
+        return [self.delta(output.text)]
 
-    def reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
+    def finish_reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
         return ended.finish_reason
 
 
 class ChatFormat(_PlainText):
-    """Messages and deltas."""
+    """Format messages and deltas."""
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def opening(self) -> Json | None:
+    def first_delta(self) -> Json | None:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def logprobs(self, speller: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
-        return speller.chat(tokens)
+    def logprobs(self, logprobs_formatter: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+        return logprobs_formatter.chat(tokens)
 
-    def piece(self, text: str) -> Json:
+    def delta(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def whole(self, text: str) -> Json:
+    def full_content(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
 class CompletionFormat(_PlainText):
-    """Bare text."""
+    """Format bare text."""
 
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def opening(self) -> Json | None:
+    def first_delta(self) -> Json | None:
         return None
 
-    def logprobs(self, speller: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
-        return speller.completion(tokens, top)
+    def logprobs(self, logprobs_formatter: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+        return logprobs_formatter.completion(tokens, top)
 
-    def piece(self, text: str) -> Json:
+    def delta(self, text: str) -> Json:
         return {"text": text}
 
-    def whole(self, text: str) -> Json:
+    def full_content(self, text: str) -> Json:
         return {"text": text}
 
 
 @dataclass(frozen=True)
 class ResponseBuilder:
-    """Writes one request's answer, of one choice or many; `include_usage` and `usage_in_chunks` are stream options.
-
-    `shown`: so many of the choices to each prompt, the best by mean logarithm of their tokens' probabilities. With a
-    `speller`, probabilities are shown: of the likeliest `top` tokens beside each of the answer, of `prompt_top` beside
-    each of the prompt. `echoes`: the prompts, where they come back.
-    """
+    """Build one request's response, with one choice or many."""
 
     answer_id: str
     target: ResolvedModel
-    wording: ProtocolFormat
+    protocol_format: ProtocolFormat
+    # Stream options.
     include_usage: bool = False
     usage_in_chunks: bool = False
+    # Number of choices returned per prompt, the best by mean log-probability; None: all.
     shown: int | None = None
-    speller: LogprobsFormatter | None = None
+    # Set to return log-probabilities.
+    logprobs_formatter: LogprobsFormatter | None = None
+    # Number of likeliest tokens beside each token of the answer, and of the prompt.
     top: int | None = None
     prompt_top: int | None = None
+    # The prompts, if they are returned.
     echoes: Sequence[PromptEcho] = ()
     created_s: int = field(default_factory=lambda: int(time.time()))
     started_s: float = field(default_factory=time.monotonic)
 
     async def collect(self, choices: ChoiceStream) -> tuple[Json, dict[str, str]]:
-        """The whole answer and its headers. Closes the choices.
+        """Return the whole response and its headers, and close the choices.
 
         Raises:
-            LorasrvError, ApiError: one of them failed; what came before is dropped.
+            LorasrvError, ApiError: a choice failed; partial outputs are dropped.
         """
         outputs: defaultdict[int, list[RequestOutput]] = defaultdict(list)
         try:
@@ -141,19 +140,21 @@ class ResponseBuilder:
                 outputs[index].append(output)
         finally:
             await choices.aclose()
-        if self.speller is None:
-            wholes = self._wholes(outputs, choices.width)
+        if self.logprobs_formatter is None:
+            wholes = self._full_choices(outputs, choices.width)
         else:
-            # In a thread: to spell a long answer's probabilities takes seconds, in which nobody's stream would go on.
-            wholes = await run_in_threadpool(self._wholes, outputs, choices.width)
-        body = self._envelope(self.wording.whole_object, wholes)
+            # In a thread: formatting a long answer's log-probabilities takes seconds, which would stop all streams.
+            wholes = await run_in_threadpool(self._full_choices, outputs, choices.width)
+        body = self._envelope(self.protocol_format.whole_object, wholes)
         return {**body, "usage": self.usage(choices)}, self.headers(choices)
 
-    def _wholes(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[Json]:
-        return [self._whole(number, index, width, outputs) for number, index in enumerate(self._best(outputs, width))]
+    def _full_choices(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[Json]:
+        return [
+            self._full_choice(number, index, width, outputs) for number, index in enumerate(self._best(outputs, width))
+        ]
 
     def _best(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[int]:
-        """Which choices are shown, prompt by prompt."""
+        """Return the indices of the returned choices, prompt by prompt."""
         shown = self.shown or width
         best: list[int] = []
         for first in range(0, len(outputs), width):
@@ -161,24 +162,24 @@ class ResponseBuilder:
             best += tried if shown == width else sorted(tried, key=lambda i: -mean_logprob(outputs[i]))[:shown]
         return best
 
-    def _whole(self, number: int, index: int, width: int, outputs: Mapping[int, Sequence[RequestOutput]]) -> Json:
-        """A whole choice; its prompt is told by the first of those that were tried."""
+    def _full_choice(self, number: int, index: int, width: int, outputs: Mapping[int, Sequence[RequestOutput]]) -> Json:
+        """Format a whole choice; its prompt is in the outputs of the first one that was tried."""
         own, first = outputs[index], outputs[index - index % width][0]
         echo = self.echoes[index // width] if self.echoes else None
         text = (echo.text if echo else "") + "".join(output.text for output in own)
-        content = self.wording.whole(text)
+        content = self.protocol_format.full_content(text)
         tokens: list[PlacedToken] = []
         if self.top is not None:
             shown = ShownTokens(len(echo.text) if echo else 0)
             tokens += echo.placed(first.prompt_logprobs or ()) if echo else ()
             tokens += [placed for output in own for placed in shown.take(output)]
         choice = self._choice(number, content, own[-1], tokens)
-        if self.prompt_top is not None and self.speller is not None:
-            choice["prompt_logprobs"] = self.speller.prompt(first.prompt_logprobs or (), self.prompt_top)
+        if self.prompt_top is not None and self.logprobs_formatter is not None:
+            choice["prompt_logprobs"] = self.logprobs_formatter.prompt(first.prompt_logprobs or (), self.prompt_top)
         return choice
 
     async def events(self, choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, whose choices take turns as they come."""
+        """Yield the events of a stream, with choices interleaved as they arrive."""
         opened: dict[int, ShownTokens] = {}
         waiting: defaultdict[int, list[PlacedToken]] = defaultdict(list)
         try:
@@ -192,28 +193,28 @@ class ResponseBuilder:
                 if output.finished or output.text or self.usage_in_chunks:
                     ended = output if output.finished else None
                     waiting[index] += tokens
-                    pieces = self.wording.pieces(index, output)
+                    pieces = self.protocol_format.deltas(index, output)
                     for left, piece in zip(range(len(pieces) - 1, -1, -1), pieces, strict=True):
-                        told = waiting.pop(index, ())
-                        yield self._chunk(choices, self._choice(index, piece, None if left else ended, told))
+                        due_tokens = waiting.pop(index, ())
+                        yield self._chunk(choices, self._choice(index, piece, None if left else ended, due_tokens))
             if self.include_usage:
-                body = self._envelope(self.wording.chunk_object, [])
+                body = self._envelope(self.protocol_format.chunk_object, [])
                 yield event({**body, "usage": self.usage(choices)})
         except (LorasrvError, AdapterError, ApiError) as error:
             yield event(describe(error).body)
         yield DONE
 
     def _opening(self, index: int, output: RequestOutput, echo: PromptEcho | None) -> Json | None:
-        """The first chunk of a choice, before any text of its answer; None if there is nothing to say."""
+        """Return the first chunk of a choice, before any text of its answer; None if there is none."""
         if echo is not None:
             tokens = echo.placed(output.prompt_logprobs or ()) if self.top is not None else ()
-            return self._choice(index, self.wording.piece(echo.text), None, tokens)
-        opening = self.wording.opening()
+            return self._choice(index, self.protocol_format.delta(echo.text), None, tokens)
+        opening = self.protocol_format.first_delta()
         return None if opening is None else self._choice(index, opening)
 
     def headers(self, choices: ChoiceStream) -> dict[str, str]:
-        """Who was asked and who answered, where the adapter was found, and how long that took."""
-        timing = choices.firsts()[0].timing
+        """Return headers with the requested and the answering model, the adapter's tier and the times."""
+        timing = choices.first_outputs()[0].timing
         known = {
             **self.target.headers,
             "x-queue-ms": f"{timing.queue_ms:.1f}",
@@ -226,12 +227,12 @@ class ResponseBuilder:
         return known
 
     def usage(self, choices: ChoiceStream) -> Json:
-        """OpenAI's counts so far, and under `lorasrv` who answered and where the time went (ms).
+        """Return OpenAI's counts so far, and under `lorasrv` the answering model and times in ms.
 
-        A prompt counts once: the first choice computes it, the others share its pages. Choices that were not the best
+        A prompt counts once: the first choice computes it, the others share its pages. Choices that are not returned
         count.
         """
-        firsts = choices.firsts()
+        firsts = choices.first_outputs()
         prompt = sum(first.num_prompt_tokens for first in firsts)
         completion = sum(output.num_generated_tokens for output in choices.latest.values())
         return {
@@ -258,7 +259,7 @@ class ResponseBuilder:
         }
 
     def _chunk(self, choices: ChoiceStream, choice: Json) -> bytes:
-        body = self._envelope(self.wording.chunk_object, [choice])
+        body = self._envelope(self.protocol_format.chunk_object, [choice])
         if self.usage_in_chunks:
             body["usage"] = self.usage(choices)
         elif self.include_usage:
@@ -272,8 +273,10 @@ class ResponseBuilder:
         ended: RequestOutput | None = None,
         tokens: Sequence[PlacedToken] = (),
     ) -> Json:
-        known = self.speller and self.wording.logprobs(self.speller, tokens, self.top or 0)
-        reason = ended and self.wording.reason(index, content, ended)
+        known = self.logprobs_formatter and self.protocol_format.logprobs(
+            self.logprobs_formatter, tokens, self.top or 0
+        )
+        reason = ended and self.protocol_format.finish_reason(index, content, ended)
         choice = {"index": index, **content, "logprobs": known, "finish_reason": reason}
         return choice if ended is None else {**choice, "stop_reason": ended.stop_reason}
 
@@ -288,7 +291,7 @@ class ResponseBuilder:
 
 
 def _fallback(choices: ChoiceStream) -> str | None:
-    """`base` if that answered in the adapter's place."""
+    """Return `base` if the base answered in place of the adapter."""
     return "base" if any(output.timing.fell_back for output in choices.latest.values()) else None
 
 
@@ -296,7 +299,7 @@ TOOL_CALLS = "tool_calls"
 
 
 class ToolCallFormat(ChatFormat):
-    """One request's answers. Each choice has a reader of its own.
+    """Format one request's answers with tool calls, with a tool parser per choice.
 
     Args:
         names: the tools that may be called.
@@ -310,18 +313,20 @@ class ToolCallFormat(ChatFormat):
         self._readers: dict[int, ToolReader] = {}
         self._num_calls: dict[int, int] = {}
 
-    def pieces(self, index: int, output: RequestOutput) -> list[Json]:
-        """A call takes two deltas: its id and name, then its arguments. The last output has at least one delta."""
+    def deltas(self, index: int, output: RequestOutput) -> list[Json]:
+        """Format an output. A call takes two deltas: its id and name, then its arguments. The last output has at
+        least one.
+        """
         reader = self._readers.get(index)
         if reader is None:
             reader = self._readers[index] = self._reader()
         parts = reader.push(output.text)
         if output.finished:
             parts += reader.flush()
-        deltas = [{"delta": delta} for part in parts for delta in self._deltas(index, part)]
+        deltas = [{"delta": delta} for part in parts for delta in self._part_deltas(index, part)]
         return deltas or ([{"delta": {}}] if output.finished or not output.text else [])
 
-    def whole(self, text: str) -> Json:
+    def full_content(self, text: str) -> Json:
         reader = self._reader()
         parts = [*reader.push(text), *reader.flush()]
         content = "".join(part for part in parts if isinstance(part, str))
@@ -329,14 +334,14 @@ class ToolCallFormat(ChatFormat):
         message = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         return {"message": {**message, TOOL_CALLS: calls} if calls else message}
 
-    def reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
+    def finish_reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
         called = self._num_calls.get(index) or content.get("message", {}).get(TOOL_CALLS)
         return TOOL_CALLS if called and ended.finish_reason is FinishReason.STOP else ended.finish_reason
 
     def _reader(self) -> ToolReader:
         return self._form.reader(self._names, self._parallel)
 
-    def _deltas(self, index: int, part: Part) -> list[Json]:
+    def _part_deltas(self, index: int, part: Part) -> list[Json]:
         if isinstance(part, str):
             return [{"content": part}]
         number = self._num_calls.get(index, 0)

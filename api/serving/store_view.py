@@ -1,8 +1,7 @@
-"""The adapter store as one caller may know it. Routes have no other way to it.
+"""Restrict the adapter store to what one caller may see. Routes have no other access to it.
 
-What a caller may not see is left out of the names that its references are looked up in: an id of another's is not
-there, as one that nobody has is not, by the very same steps. So nothing has to be hidden in answers, near names and
-times.
+Ids that a caller may not see are left out of the names in which its references are looked up: they are missing in
+exactly the same way as ids that do not exist. Hence nothing has to be hidden in responses, similar names and timing.
 """
 
 import random
@@ -28,14 +27,14 @@ from api.errors import ApiError
 from api.serving.model_list import ModelList
 
 Records = Mapping[AdapterId, AdapterRecord]
-MAX_KEPT = 64
-"""Sets of patterns of which is kept what they match."""
+MAX_CACHED = 64
+"""Number of pattern sets whose matches are cached."""
 
 
 class ScopedStore:
-    """What one caller knows of the store. Cheap to make; as live as the store, and as thread-safe.
+    """Present the store to one caller. Cheap to create; as current and thread-safe as the store.
 
-    Methods that the store has too do and raise what they do there.
+    Methods that the store also has behave and raise as there.
     """
 
     def __init__(self, views: "ScopedStores", caller: Caller) -> None:
@@ -44,12 +43,12 @@ class ScopedStore:
         self._store = views.store
 
     @property
-    def is_whole(self) -> bool:
-        """Nothing is hidden: neither adapters, nor what others do."""
+    def is_unrestricted(self) -> bool:
+        """Return whether the caller sees everything, including the usage of others."""
         return self.caller.sees_all and self.caller.may(Scope.ADMIN)
 
     def sees(self, adapter_id: str) -> bool:
-        """Whether there may be such an id, as far as the caller is to know."""
+        """Return whether the caller may see this id, if it exists."""
         return self.caller.may_see(adapter_id)
 
     # Names.
@@ -67,32 +66,38 @@ class ScopedStore:
         return self._names.get(adapter_id)
 
     def records(self) -> Records:
-        """As `AdapterStore.records`: the same object as long as nothing changes."""
-        return self._seen().records
+        """Return the visible records; as with `AdapterStore.records`, the same object until something changes."""
+        return self._visible().records
 
     def list_adapters(self) -> list[AdapterRecord]:
         records = self.records()
         return [records[name] for name in sorted(records)]
 
     def models(self, search: str, limit: int | None, after: str | None) -> bytes:
-        """A page of `ModelList`."""
-        seen = self._seen()
-        return seen.models.page(seen.records, search, limit, after)
+        """Return a page of `ModelList`."""
+        visible = self._visible()
+        return visible.models.page(visible.records, search, limit, after)
 
     # Changes.
 
     def register(self, adapter_id: str, config: Mapping[str, object], digest: str, **options: Any) -> Registration:
-        """As `AdapterStore.register`, for the caller.
+        """Register a version for the caller, as `AdapterStore.register` does.
 
-        Raises: ApiError: 403, it may not use such ids.
+        Raises:
+            ApiError: 403, the caller may not use such ids.
         """
         self.check_may_name(adapter_id)
         options |= self.owner
-        with self.own_figures():
+        with self.hide_usage_of_others():
             return self._store.register(adapter_id, config, digest, is_known=self._knows(digest), **options)
 
     def check_may_name(self, adapter_id: str, param: str = "id") -> None:
-        """Raises: InvalidAdapterId. ApiError: 403, the caller may not use such ids."""
+        """Check that the caller may use an id.
+
+        Raises:
+            InvalidAdapterId: malformed.
+            ApiError: 403, the caller may not use such ids.
+        """
         check_adapter_id(adapter_id, VERBS)
         if not self.sees(adapter_id):
             globs = ", ".join(self.caller.adapters) or "none at all"
@@ -101,16 +106,20 @@ class ScopedStore:
 
     @property
     def owner(self) -> dict[str, Any]:
-        """Whose a version becomes, and how much may be stored, for `AdapterStore.register`."""
+        """Return the owner of a new version and its quota, for `AdapterStore.register`."""
         return {"principal": self.caller.principal, "max_bytes": self.caller.limits.max_stored_bytes}
 
     @contextmanager
-    def own_figures(self) -> Iterator[None]:
-        """Whoever is refused is not told how much others have stored. Raises: ApiError: 507, in that one's place."""
+    def hide_usage_of_others(self) -> Iterator[None]:
+        """Replace quota errors that would reveal how much others have stored.
+
+        Raises:
+            ApiError: 507, in place of such an error.
+        """
         try:
             yield
         except QuotaExceeded as error:
-            if self.is_whole or error.quota not in OF_ALL:
+            if self.is_unrestricted or error.quota not in OF_ALL:
                 raise
             message = f"quota exceeded: there is no room for it among the adapters of all keys ({error.quota})"
             never = {"x-should-retry": "false"}
@@ -118,47 +127,50 @@ class ScopedStore:
 
     def change(self, adapter_id: str, change: Change, *, if_match: Collection[str] | None = None) -> AdapterRecord:
         self.get(adapter_id)
-        with _as_seen():
+        with _without_suggestions():
             return self._store.change(adapter_id, change, if_match=if_match)
 
     def delete(self, reference: str, *, force: bool = False, if_match: Collection[str] | None = None) -> Deletion:
         if not self.caller.sees_all:
-            self._seen().names.select(reference)
-        with _as_seen():
+            self._visible().names.select(reference)
+        with _without_suggestions():
             return self._store.delete(reference, force=force, if_match=if_match)
 
     # Weights and what is known of them.
 
     def open_blob(self, digest: str, length: int) -> tuple[BlobUpload, bool]:
-        """As `AdapterStore.open_blob`; and whether they are there already, as far as the caller is to know."""
+        """Open an upload as `AdapterStore.open_blob` does, and return whether the caller may know that the weights
+        exist.
+        """
         is_known = self._knows(digest)
         exists = self._store.blob_exists(digest) and is_known
         sender = Sender(self.caller.principal, self.caller.limits.max_stored_bytes, is_known)
-        with self.own_figures():
+        with self.hide_usage_of_others():
             return self._store.open_blob(digest, length, sender), exists
 
     def _knows(self, digest: str) -> bool:
-        """Whether the caller may know that weights are there: it can read an id that has them, or has sent them."""
+        """Return whether the caller may know that weights exist: it can read an id that has them, or has sent them."""
         try:
             hex_digest = check_digest(digest)
         except InvalidDigest:
             return True
         is_sent = self._store.staging.has_sent(self.caller.principal, hex_digest)
-        return self.is_whole or is_sent or hex_digest in self._seen().digests
+        return self.is_unrestricted or is_sent or hex_digest in self._visible().digests
 
-    def _seen(self) -> "_Visible":
-        return self._views.seen(self.caller)
+    def _visible(self) -> "_VisibleNames":
+        return self._views.visible_to(self.caller)
 
     @property
     def _names(self) -> AdapterStore | Names:
-        return self._store if self.caller.sees_all else self._seen().names
+        return self._store if self.caller.sees_all else self._visible().names
 
 
 @dataclass(frozen=True)
-class _Visible:
-    """One state of the store's names, as far as some patterns match them. `of` is the whole state."""
+class _VisibleNames:
+    """Cache the visible part of one state of the store's names."""
 
-    of: Records
+    # The whole state.
+    source: Records
     records: Records
     models: ModelList
 
@@ -168,50 +180,50 @@ class _Visible:
 
     @cached_property
     def digests(self) -> frozenset[str]:
-        """Of all weights that a version here has."""
+        """Return the digests of the weights of all visible versions."""
         return frozenset(version.weights_digest for record in self.records.values() for version in record.versions)
 
 
 class ScopedStores:
-    """Makes the views of a store. What patterns match is found once for each state of the names, and of a new state
-    only for the ids that are new."""
+    """Create the views of a store, caching pattern matches for each state; for a new state only new ids are matched."""
 
     def __init__(self, store: AdapterStore, make_list: Callable[[], ModelList]) -> None:
         self.store = store
         self._make_list = make_list
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, ...], _Visible] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, ...], _VisibleNames] = OrderedDict()
 
     def of(self, caller: Caller) -> ScopedStore:
+        """Return the store as visible to a caller."""
         return ScopedStore(self, caller)
 
-    def seen(self, caller: Caller) -> _Visible:
-        """What the caller's patterns match now."""
+    def visible_to(self, caller: Caller) -> _VisibleNames:
+        """Return what the caller's patterns match now."""
         patterns = ("*",) if caller.sees_all else caller.adapters
         records = self.store.records()
         with self._lock:
-            kept = self._kept.get(patterns)
-            if kept is None or kept.of is not records:
-                kept = self._kept[patterns] = self._match(caller, records, kept)
-            self._kept.move_to_end(patterns)
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-            return kept
+            cached = self._cached.get(patterns)
+            if cached is None or cached.source is not records:
+                cached = self._cached[patterns] = self._match(caller, records, cached)
+            self._cached.move_to_end(patterns)
+            while len(self._cached) > MAX_CACHED:
+                self._cached.popitem(last=False)
+            return cached
 
-    def _match(self, caller: Caller, records: Records, known: _Visible | None) -> _Visible:
+    def _match(self, caller: Caller, records: Records, known: _VisibleNames | None) -> _VisibleNames:
         if caller.sees_all:
-            return _Visible(records, records, known.models if known is not None else self._make_list())
+            return _VisibleNames(records, records, known.models if known is not None else self._make_list())
         if known is None:
-            return _Visible(records, {k: r for k, r in records.items() if caller.may_see(k)}, self._make_list())
-        seen, of = known.records, known.of
-        found = {k: r for k, r in records.items() if (k in seen if k in of else caller.may_see(k))}
-        # What others do changes nothing here: not even the very object, by which lists are known to be the same.
-        return _Visible(records, seen if found == seen else found, known.models)
+            return _VisibleNames(records, {k: r for k, r in records.items() if caller.may_see(k)}, self._make_list())
+        visible, source = known.records, known.source
+        found = {k: r for k, r in records.items() if (k in visible if k in source else caller.may_see(k))}
+        # Changes of others must not even replace the object, whose identity marks a list as unchanged.
+        return _VisibleNames(records, visible if found == visible else found, known.models)
 
 
 @contextmanager
-def _as_seen() -> Iterator[None]:
-    """Whatever goes between looking and doing: the store's near names are of all ids."""
+def _without_suggestions() -> Iterator[None]:
+    """Remove similar names from the store's errors for races between lookup and action, as those cover all ids."""
     try:
         yield
     except VersionNotFound:

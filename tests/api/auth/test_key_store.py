@@ -312,7 +312,7 @@ class TestCommands:
             (["--adapters", ","], "--adapters: a key needs a pattern"),
             (["--stored-bytes", "lots"], "--stored-bytes 'lots' is no size"),
             (["--stored-bytes", "-1"], "--stored-bytes '-1' is no size"),
-            (["--expires-in", "soon"], "--expires-in 'soon' is no age"),
+            (["--expires-in", "soon"], "--expires-in 'soon' is not an age"),
             (["--rpm", "0"], "--rpm"),
         ],
     )

@@ -118,7 +118,7 @@ class TestAnyServer:
         assert done["figures"]["mfu"] == pytest.approx(4 * 47 * 2e6 / wall / 1e9, rel=1e-3)
         assert done["machine"]["measured"]["read_bytes_per_s"] == 1e9
         bare = cli("bench", "--url", healthy.url, *FEW, "--measure-machine")
-        assert "MBU is left out: the server does not tell what its model costs; --model-bytes does" in bare.err
+        assert "MBU is left out: the server does not report the costs of its model; give --model-bytes" in bare.err
 
     def test_table_and_lines(self, cli, healthy: BrokenServer) -> None:
         done = cli("bench", "--url", healthy.url, *FEW, "--concurrency", "1,2", "--slo", "ttft=1000")
@@ -128,7 +128,7 @@ class TestAnyServer:
         assert two.startswith("concurrency 2, 2 adapters\t")
         assert about == "nobody 9.9 base: 43 + 5 tokens a request, law distinct, seed 0"
         assert "concurrency 2, 2 adapters done" in done.err
-        assert "MBU and MFU are left out: --measure-machine measures" in done.err
+        assert "MBU and MFU are left out: they need --measure-machine" in done.err
 
     def test_a_picture(self, cli, healthy: BrokenServer, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
@@ -157,7 +157,7 @@ class TestFailures:
             ("cut", "cut stream", ""),
             ("no done", "cut stream", "without its last event"),
             ("error event", "error event", "the engine died"),
-            ("no usage", "no usage", "does not tell usage"),
+            ("no usage", "no usage", "does not report usage"),
             ("no json", "malformed event", "{oops"),
             ("silent", "timeout", ""),
         ],
@@ -212,7 +212,7 @@ class TestFailures:
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=90)
         assert process.returncode == 130
-        assert err.splitlines()[-1] == "lorasrv: interrupted; the figures are those until then"
+        assert err.splitlines()[-1] == "lorasrv: interrupted; the figures are partial"
         assert "Traceback" not in err
         [done] = [json.loads(line) for line in out.splitlines()]
         assert done["interrupted"] is True
@@ -234,8 +234,8 @@ class TestUsage:
             (("--models", "a,,b"), "--models 'a,,b'"),
             (("--models", "a", "--adapters", "2"), "--adapters 2: --models names only 1"),
             (("--model-bytes", "big"), "--model-bytes 'big'"),
-            (("--plot", "nowhere/at/all.png"), "--plot: there is no folder"),
-            (("--", "--policy", "fair"), "--url: flags of serve are for a server that is started"),
+            (("--plot", "nowhere/at/all.png"), "--plot: the folder"),
+            (("--", "--policy", "fair"), "--url and flags of serve exclude each other"),
         ],
     )
     def test_one_line_names_the_option(self, cli, options: tuple[str, ...], says: str) -> None:
@@ -256,7 +256,10 @@ class TestUsage:
     def test_a_trace_says_lengths(self, cli, tmp_path: Path) -> None:
         write_trace(tmp_path / "t.jsonl", [TraceRequest(0, 1, 1)])
         done = cli("bench", "--trace", tmp_path / "t.jsonl", "--law", "uniform")
-        assert (done.code, done.err) == (2, "lorasrv: --law: --trace says it for each request\n")
+        assert (done.code, done.err) == (
+            2,
+            "lorasrv: --law and --trace exclude each other: the trace has it for each request\n",
+        )
 
     def test_unknown_names(self, cli, healthy: BrokenServer) -> None:
         done = cli("bench", "--url", healthy.url, "--models", "a,mia")
