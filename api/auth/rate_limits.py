@@ -260,9 +260,9 @@ class RateLimiter:
 
 
 class RateLimitMiddleware:
-    """Charge requests that change or compute something, except on routes that do so themselves, and add headers with
-    the
-    rates to every response. Must be inside the middleware that authenticates the caller.
+    """Charge requests that change or compute something, and add headers with the key's rates to all responses.
+
+    Routes that charge requests themselves are exempt. Must be inside the middleware that authenticates the caller.
     """
 
     def __init__(self, app: ASGIApp, rate_limiter: RateLimiter) -> None:

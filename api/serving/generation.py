@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Writer(Protocol):
-    """Write one request's response in a protocol's format; implemented by `ResponseBuilder` and `TgiResponseBuilder`."""
+    """Write the response in a protocol's format; implemented by `ResponseBuilder` and `TgiResponseBuilder`."""
 
     async def collect(self, choices: ChoiceStream) -> tuple[Any, dict[str, str]]:
         """Return the whole response and its headers, and close the choices."""

@@ -1,4 +1,4 @@
-"""Rotary embedding settings of a checkpoint as a `RopeSpec`."""
+"""Read the rotary embedding settings of a checkpoint into a `RopeSpec`."""
 
 import math
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ def rope_from_config(config: Values, max_position: int, head_dim: int, rules: Va
 
 
 class _Reader:
-    """A table of RoPE parameters, with the rest of config.json for defaults."""
+    """Read a table of RoPE parameters, with defaults from the rest of config.json."""
 
     def __init__(self, config: Values, max_position: int, head_dim: int, rules: Values) -> None:
         self._config, self._max_position, self._head_dim, self._rules = config, max_position, head_dim, rules

@@ -1,6 +1,6 @@
-"""Numba kernel of paged attention: the work of one thread on the tasks of `attention_cpu`.
+"""Compute paged attention on the CPU: the Numba kernel that runs one thread's tasks of `cpu_ops.attention`.
 
-While a page of keys is computed with, the next one is prefetched; the last one prefetches the first values.
+While a page of keys is processed, the next one is prefetched; the last one prefetches the first values.
 """
 
 from typing import Any
@@ -134,9 +134,9 @@ def _attend(args, scale, softcap, scratch, sequence, head, begin, end, kind):  #
 
 @njit
 def _soften(args, scores, sums, maximum, total, position, at, stop, softcap):  # type: ignore[no-untyped-def]
-    """Turn one row's scores into weights, and rescale its sums to the new maximum.
+    """Convert one row's scores to weights, and rescale its sums to the new maximum.
 
-    Scores beyond the end of the block count as masked, so that the sum has the same order wherever the block ends.
+    Scores beyond the end of the block count as masked, so that the order of the sum does not depend on the block's end.
     """
     padded = min(args[BLOCK], (stop - at + 31) // 32 * 32)
     low = max(0, position - args[WINDOW] + 1 - at) if args[WINDOW] else np.int64(0)
@@ -154,7 +154,7 @@ def _soften(args, scores, sums, maximum, total, position, at, stop, softcap):  #
     before = f32(maximum, 0)
     now = max(before, row_max(scores, padded))
     if now == np.float32(-np.inf):
-        # Every score is NaN, which a maximum does not see, or -inf; what follows keeps a NaN.
+        # Every score is -inf, or NaN, which the maximum ignores and the following code propagates.
         now = np.float32(0)
     added = exp_sum(scores, padded, now)
     if now != before:

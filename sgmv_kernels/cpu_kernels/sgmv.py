@@ -1,7 +1,7 @@
-"""Numba kernel of SGMV: the work of one thread on the tasks of `sgmv_cpu`.
+"""Compute SGMV on the CPU: the Numba kernel that runs one thread's tasks of `cpu_ops.sgmv`.
 
-Weights of single rows are read in one stream, front to back, A as dot products and B as scaled rows that are added up,
-each fetched a little ahead: 25 GB/s where tiles over sixteen rows at a time reach 19 (docs/benchmarks.md).
+Weights of single rows are read front to back in one stream, A for dot products and B for scaled rows that are added up,
+with a short prefetch: 25 GB/s, compared with 19 for tiles over sixteen rows at a time (docs/benchmarks.md).
 """
 
 from typing import Any
@@ -116,7 +116,7 @@ def _column_of(args, slice_):  # type: ignore[no-untyped-def]
 
 @njit
 def _run_of(permutation, place, end):  # type: ignore[no-untyped-def]
-    """Return how many rows from a place on are neighbours and make a tile: 3, or 1."""
+    """Return the number of consecutive rows from a place on that form a tile: 3, or 1."""
     row = i32(permutation, place)
     if place + 2 < end and i32(permutation, place + 1) == row + 1 and i32(permutation, place + 2) == row + 2:
         return 3

@@ -33,14 +33,15 @@ ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclass(frozen=True, slots=True)
 class CpuTables:
-    """A step as the kernel reads it: `parts[site]`, and the arrays that their addresses point to.
+    """Hold a step in the kernel's form."""
 
-    `ranks[layer][site]` is the highest number of rank rows of a segment; `v` [T, highest of all] is fp32 scratch.
-    """
-
+    # [site].
     parts: list[Part]
+    # [layer][site], the highest number of rank rows of a segment.
     ranks: list[list[int]]
+    # [T, highest rank of all] fp32 scratch.
     v: Tensor
+    # Arrays that the parts point to.
     kept: tuple[object, ...]
 
 

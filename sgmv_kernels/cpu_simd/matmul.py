@@ -1,8 +1,8 @@
-"""Products for Numba kernels: vectors with the rows of a bf16, fp16 or fp32 matrix, or with its columns.
+"""Define products for Numba kernels: vectors with the rows of a bf16, fp16 or fp32 matrix, or with its columns.
 
-Numba's own loops over bf16 reach a quarter of the memory's speed, as LLVM finds no vectors in them; so they are spelled
-out (`simd_ir`). All functions take addresses and byte strides as int64; vectors and results are fp32. Every result is
-summed in an order that depends on its own length only, so that it is the same whatever is computed beside it.
+Numba's own loops over bf16 reach a quarter of the memory's speed, because LLVM does not vectorize them; so they are
+written out (`cpu_simd.vector_ir`). All functions take addresses and byte strides as int64; vectors and results are
+fp32. The order of a sum depends on its own length only, so that a result does not depend on the others in its batch.
 """
 
 from collections.abc import Callable
@@ -54,8 +54,7 @@ def make_dot(rows: int, fetch: bool = False) -> Intrinsic:
 
     `xs` and `os` are the bytes from row to row; x in the order of `part`. `a`, of `kind`, is read front to back: one
     stream reaches the memory's speed, eight rows of a matrix side by side half of it. With `fetch`, as many bytes as
-    `a`
-    has are prefetched from `ahead` on meanwhile.
+    `a` has are prefetched from `ahead` on meanwhile.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -141,10 +140,8 @@ def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, parted: bool
 
     i < `rows` rows of a and c (fp32, `as_` and `cs` bytes apart), k < n rows of m (of `kind`, `ms` bytes apart), o <
     columns, taken `pairs` pairs of vectors at a time, then one, then number by number. With `add` the products are
-    added to
-    c, else they replace it; with `parted`, c is and stays in the order of `part`. With `fetch`, as many bytes as m has
-    are
-    prefetched from `ahead` on meanwhile.
+    added to c, else they replace it; with `parted`, c is and stays in the order of `part`. With `fetch`, as many bytes
+    as m has are prefetched from `ahead` on meanwhile.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:

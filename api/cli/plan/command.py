@@ -242,7 +242,7 @@ def _costs(
 
 
 def _learnt(samples: dict[str, float], cached: "MachineProfile | None") -> tuple["MachineProfile", int | None]:
-    """Return the costs that a server has learnt, completed by those measured here if there are any, and its pool size."""
+    """Return the costs that a server has learnt, completed by costs measured here, and its pool size."""
     from lorasrv.memory.cost_model import PARTS
     from lorasrv.offline.planner.machine_profile import MachineProfile
 

@@ -1,4 +1,4 @@
-"""Rounding of weights to codes, group by group.
+"""Round weights to codes, group by group.
 
 Rows are rounded in chunks, so that temporaries stay small beside a large tensor.
 """
@@ -51,7 +51,7 @@ def round_symmetric(weight: Tensor, group: int) -> GroupQuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The step and the smallest weight of each group, fp16."""
+    """Hold the step and the smallest weight of each group, fp16."""
 
     scale: Tensor
     minimum: Tensor

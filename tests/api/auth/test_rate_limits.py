@@ -475,7 +475,7 @@ class TestServed:
 
     @pytest.mark.parametrize("path", ["/v1/chat/completions", "/generate"])
     def test_grammars_count_while_they_are_compiled(self, server, engine, monkeypatch, path: str) -> None:
-        """Who may have two concurrent answers has no third grammar compiled meanwhile; and refused ones cost nothing."""
+        """Who may have two answers at a time has no third grammar compiled meanwhile; and refused ones cost nothing."""
         seen: list[Any] = []
 
         async def compile_(*_: object) -> None:
