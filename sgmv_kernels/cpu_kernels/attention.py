@@ -49,10 +49,12 @@ from sgmv_kernels.cpu_simd.elementwise import (
     scaled,
     take_next,
 )
-from sgmv_kernels.cpu_simd.matmul import make_mul, unpart
+from sgmv_kernels.cpu_simd.matmul import interleave, make_mul
 
 _keys_1, _keys_2, _keys_3, _keys_6 = (make_mul(n, 1, add=False, fetch=True) for n in (1, 2, 3, 6))
-_values_1, _values_2, _values_3, _values_6 = (make_mul(n, 1, add=True, fetch=True, parted=True) for n in (1, 2, 3, 6))
+_values_1, _values_2, _values_3, _values_6 = (
+    make_mul(n, 1, add=True, fetch=True, deinterleaved=True) for n in (1, 2, 3, 6)
+)
 
 
 def bf16(raw: Any) -> None:
@@ -127,7 +129,7 @@ def _attend(args, scale, softcap, scratch, sequence, head, begin, end, kind):  #
             i = (r - begin) * group + g
             total = f32(totals, i)
             factor = np.float32(1) / total if total > 0 else np.float32(0)
-            unpart(
+            interleave(
                 sums + 4 * dim * i, dim, factor, args[OUT] + 4 * dim * ((start + r) * heads + head * group + g), kind
             )
 

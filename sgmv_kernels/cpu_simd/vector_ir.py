@@ -76,14 +76,14 @@ class Emitter:
         odd = self.b.and_(both, self.const_int(0xFFFF0000))
         return self.b.bitcast(even, self.float), self.b.bitcast(odd, self.float)
 
-    def parted(self, first: Value, second: Value, kind: Any) -> tuple[Value, Value]:
+    def deinterleaved(self, first: Value, second: Value, kind: Any) -> tuple[Value, Value]:
         """Return two vectors of consecutive numbers in the order of `load_pair`."""
         if kind != types.uint16:
             return first, second
         return self._shuffled(first, second, 0, 2), self._shuffled(first, second, 1, 2)
 
-    def joined(self, first: Value, second: Value, kind: Any) -> tuple[Value, Value]:
-        """Undo `parted`."""
+    def interleaved(self, first: Value, second: Value, kind: Any) -> tuple[Value, Value]:
+        """Return two vectors in the order of `load_pair` as consecutive numbers."""
         if kind != types.uint16:
             return first, second
         order = [i // 2 + (i % 2) * self.lanes for i in range(2 * self.lanes)]

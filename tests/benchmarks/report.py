@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from api.cli.bench.stats import NothingAnswered, Result, read_results
+from api.cli.bench.stats import InvalidResults, Result, read_results
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
@@ -175,10 +175,10 @@ def main() -> None:
     try:
         results = read_results(a.files)
         if not results:
-            raise NothingAnswered(f"{a.files[0].name}: no results")
+            raise InvalidResults(f"{a.files[0].name}: no results")
         new = section(a.name, results)
         text = replace_section(a.document.read_text("utf-8"), a.name, new, a.title)
-    except (NothingAnswered, NoSection) as error:
+    except (InvalidResults, NoSection) as error:
         raise SystemExit(f"report.py: {error}") from None
     except OSError as error:
         raise SystemExit(f"report.py: {error.filename}: {error.strerror}") from None

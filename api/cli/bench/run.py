@@ -15,7 +15,7 @@ from api.cli.bench.prompts import Ruler
 from api.cli.bench.roofline import MachineRates, Work
 from api.cli.bench.server_info import Served, read_server_info, work_of
 from api.cli.bench.stats import Result, figures, result
-from api.cli.bench.sweep import Point, Settings, Unserved, make_asks, measure_ruler, run_point, trace_names
+from api.cli.bench.sweep import NoAnswer, Point, Settings, make_asks, measure_ruler, run_point, trace_names
 from api.cli.bench.workload import hidden_key, spelled
 from api.cli.common.options import connected
 from api.cli.common.terminal import CliError, ExitCode, Steps, progress
@@ -70,9 +70,10 @@ class Bench:
 
         try:
             return asyncio.run(measure())
-        except Unserved as error:
+        except NoAnswer as error:
             code = ExitCode.UNREACHABLE if error.failure == "unreachable" else ExitCode.REFUSED
-            raise CliError(f"{self._url} does not answer one token of {model!r}: {error}", code=code) from None
+            message = f"the server at {self._url} does not generate one token with {model!r}: {error}"
+            raise CliError(message, code=code) from None
 
     def _point(self, point: Point, ruler: Ruler, step: Steps) -> Result:
         asks = make_asks(point, self._settings, ruler)
@@ -141,7 +142,7 @@ def _check_names(client: Client, served: Served, names: tuple[str, ...], option:
         except Refused:
             listed = [served.base, *served.adapters]
             shown = ", ".join(listed[:MAX_NAMED]) + (", …" if len(listed) > MAX_NAMED else "")
-            raise CliError(f"{option}: {name!r} is unknown at {client.url}; it has {shown}") from None
+            raise CliError(f"{option}: {name!r} is unknown at {client.url}; known: {shown}") from None
 
 
 def _work(options: "BenchOptions", reported: Work | None) -> Work | None:

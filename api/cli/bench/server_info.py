@@ -38,7 +38,7 @@ def read_server_info(client: Client) -> Served:
     """
     cards = client.models()
     if not cards:
-        raise ServerUnreachable(f"what answers at {client.url} lists no models at /v1/models")
+        raise ServerUnreachable(f"the server at {client.url} lists no models at /v1/models")
     # Servers with adapters report the parent of each.
     adapters = tuple(str(card["id"]) for card in cards if card.get("parent"))
     bases = [str(card["id"]) for card in cards if not card.get("parent")]

@@ -105,18 +105,18 @@ async def measure_ruler(ask: ScheduledCall, model: str) -> Ruler:
     """Measure a server's tokenizer by letting it count two texts.
 
     Raises:
-        Unserved: it does not answer; says what was returned instead.
+        NoAnswer: it does not answer; says what was returned instead.
     """
     counts = []
     for text in counted_texts():
         outcome = await ask(Ask(model, text, 1))
         if outcome.failure is not None:
-            raise Unserved(outcome.failure, outcome.detail)
+            raise NoAnswer(outcome.failure, outcome.detail)
         counts.append(outcome.prompt_tokens)
     return Ruler.of(*counts)
 
 
-class Unserved(Exception):
+class NoAnswer(Exception):
     """Report a server that does not answer even one token: the kind of failure, and its detail."""
 
     def __init__(self, failure: str, detail: str) -> None:

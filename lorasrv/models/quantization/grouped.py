@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lorasrv.models.quantization.base import Acceptance, Embedding, Fit, Linear, QuantFormat, StoredWeights
-from lorasrv.models.quantization.rounding import check_group, round_asymmetric, round_symmetric, why_undivided
+from lorasrv.models.quantization.rounding import check_group, indivisible_reason, round_asymmetric, round_symmetric
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, Ops, PackedLinear
 
 INT8_GROUP = 32
@@ -81,7 +81,7 @@ class GroupQuantFormat(QuantFormat):
         keeps_finer = codes is not None and codes.levels != INT8_LEVELS
         for site in stored.spec.sites():
             if site.in_features % chosen:
-                return Acceptance(Fit.REFUSED, why_undivided(site.in_features, chosen), chosen, keeps_finer)
+                return Acceptance(Fit.REFUSED, indivisible_reason(site.in_features, chosen), chosen, keeps_finer)
         if own and codes is not None and codes.group == chosen:
             return Acceptance(Fit.EXACT, f"the file holds codes of {cls.levels} levels", chosen, keeps_finer)
         return Acceptance(cls.fit_of_rounding, f"weights are rounded to {cls.levels} levels", chosen, keeps_finer)

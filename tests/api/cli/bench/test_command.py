@@ -13,7 +13,7 @@ from broken_server import BrokenServer, broken_server
 
 from api.cli.bench import machine as probe
 from api.cli.bench.roofline import MachineRates
-from api.cli.bench.stats import NothingAnswered, read_results
+from api.cli.bench.stats import InvalidResults, read_results
 from lorasrv.metrics.trace import TraceRequest, write_trace
 
 
@@ -142,7 +142,7 @@ class TestAnyServer:
         assert [r["settings"]["concurrency"] for r in read_results([file])] == [1, 2]
         for bad in ("[]", "{", '{"bench": 2}', '{"bench": 1}'):
             file.write_text("\n" + bad)
-            with pytest.raises(NothingAnswered, match=r"r\.jsonl:2: "):
+            with pytest.raises(InvalidResults, match=r"r\.jsonl:2: "):
                 read_results([file])
 
 
@@ -264,7 +264,7 @@ class TestUsage:
     def test_unknown_names(self, cli, healthy: BrokenServer) -> None:
         done = cli("bench", "--url", healthy.url, "--models", "a,mia")
         assert (done.code, done.out) == (1, "")
-        assert done.err == f"lorasrv: --models: 'mia' is unknown at {healthy.url}; it has base, a, b\n"
+        assert done.err == f"lorasrv: --models: 'mia' is unknown at {healthy.url}; known: base, a, b\n"
 
     def test_unknown_names_in_a_trace(self, cli, healthy: BrokenServer, tmp_path: Path) -> None:
         write_trace(tmp_path / "t.jsonl", [TraceRequest(0, 1, 1, "mia")])
