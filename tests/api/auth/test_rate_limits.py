@@ -225,7 +225,7 @@ class TestAnswersAtATime:
             assert caught.value.retry_after_s >= 1
             await read(streams[:1])
             await admit(allowances, caller)
-            with pytest.raises(InvalidRequest, match="7 answers") as never:
+            with pytest.raises(InvalidRequest, match="7 concurrent answers") as never:
                 await admit(allowances, caller, width=7)
             assert never.value.param == "n"
 

@@ -123,7 +123,7 @@ class TestRegistering:
         store.change("mia", Change(version=1))
         self.register(store, ("mia", other))
         assert store.resolve("mia").version == 1
-        assert "the folder is mia@2, and mia@1 stays" in caplog.text
+        assert "the folder is mia@2; mia@1, which is newer or was selected, stays" in caplog.text
         caplog.clear()
         self.register(store, ("mia", mia))
         assert caplog.text == ""
