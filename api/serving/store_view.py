@@ -14,13 +14,13 @@ from functools import cached_property
 from typing import Any
 
 from adapter_store.errors import AdapterNotFound, InvalidDigest, QuotaExceeded, VersionNotFound, show
-from adapter_store.quota import OF_ALL
+from adapter_store.quota import SHARED_QUOTAS
 from adapter_store.registry.names import Names
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration
 from adapter_store.registry.references import VERBS, Shares, check_adapter_id, check_digest
 from adapter_store.spec import AdapterId, AdapterRef
 from adapter_store.storage.blobs import BlobUpload
-from adapter_store.storage.pending_uploads import Sender
+from adapter_store.storage.pending_uploads import Uploader
 from adapter_store.store import AdapterStore
 from api.auth.principal import Caller, Scope
 from api.errors import ApiError
@@ -119,7 +119,7 @@ class ScopedStore:
         try:
             yield
         except QuotaExceeded as error:
-            if self.is_unrestricted or error.quota not in OF_ALL:
+            if self.is_unrestricted or error.quota not in SHARED_QUOTAS:
                 raise
             message = f"quota exceeded: there is no room for it among the adapters of all keys ({error.quota})"
             never = {"x-should-retry": "false"}
@@ -144,9 +144,9 @@ class ScopedStore:
         """
         is_known = self._knows(digest)
         exists = self._store.blob_exists(digest) and is_known
-        sender = Sender(self.caller.principal, self.caller.limits.max_stored_bytes, is_known)
+        uploader = Uploader(self.caller.principal, self.caller.limits.max_stored_bytes, is_known)
         with self.hide_usage_of_others():
-            return self._store.open_blob(digest, length, sender), exists
+            return self._store.open_blob(digest, length, uploader), exists
 
     def _knows(self, digest: str) -> bool:
         """Return whether the caller may know that weights exist: it can read an id that has them, or has sent them."""
@@ -154,7 +154,7 @@ class ScopedStore:
             hex_digest = check_digest(digest)
         except InvalidDigest:
             return True
-        is_sent = self._store.staging.has_sent(self.caller.principal, hex_digest)
+        is_sent = self._store.pending_uploads.has_uploaded(self.caller.principal, hex_digest)
         return self.is_unrestricted or is_sent or hex_digest in self._visible().digests
 
     def _visible(self) -> "_VisibleNames":

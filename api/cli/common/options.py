@@ -190,7 +190,7 @@ def duration(option: str, text: str) -> float:
     """
     found = _AGE.fullmatch(text)
     if found is None:
-        raise CliError(f"{option} {text!r} is not an age; expected 90s, 30m, 12h or 7d", code=ExitCode.USAGE)
+        raise CliError(f"{option} {text!r} is not a duration; expected 90s, 30m, 12h or 7d", code=ExitCode.USAGE)
     return float(found[1]) * _SECONDS[found[2] or "s"]
 
 

@@ -359,7 +359,7 @@ def test_variables_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_option_says_what_it_takes() -> None:
-    assert all(expected(name).startswith(("a ", "one of ", "true ")) for name in FIELDS)
+    assert all(expected(name).startswith(("a ", "text", "one of ", "true ")) for name in FIELDS)
     assert expected("device") == "one of auto, cpu, cuda"
 
 
