@@ -68,6 +68,7 @@ class AttentionPlan:
 
     @property
     def num_rows(self) -> int:
+        """Return T, the query rows of all sequences."""
         return int(self.query_starts[-1])
 
 

@@ -155,6 +155,7 @@ def is_long(texts: object) -> bool:
 
 # Asynchronous, because FastAPI calls other dependencies in a thread, and a parsed body would wait for one.
 async def get_services(request: Request) -> Services:
+    """Return the server's services, as a dependency of routes."""
     services = request.app.state.services
     assert isinstance(services, Services)
     return services
@@ -164,6 +165,7 @@ ServicesDep = Annotated[Services, Depends(get_services)]
 
 
 async def get_view(services: ServicesDep, caller: CallerDep) -> ScopedStore:
+    """Return the store as visible to the caller, as a dependency of routes."""
     return services.view(caller)
 
 

@@ -95,14 +95,17 @@ class ModelSpec:
 
     @property
     def q_width(self) -> int:
+        """Return the width of all query heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
+        """Return the width of all key heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def attention_scale(self) -> float:
+        """Return the factor of attention scores."""
         return 1 / math.sqrt(self.query_scalar or self.head_dim)
 
     def norms(self) -> dict[str, tuple[str, int]]:

@@ -57,10 +57,12 @@ class RequestOutcome:
 
     @property
     def ttft_ms(self) -> float:
+        """Return the time to the first event with text."""
         return 1e3 * (self.first_s - self.sent_s)
 
     @property
     def e2e_ms(self) -> float:
+        """Return the time from sending to the end."""
         return 1e3 * (self.last_s - self.sent_s)
 
     @property

@@ -43,6 +43,7 @@ class Bench:
         self._surroundings = {"machine": _machine(rates), "client": client_versions(), "commit": commit()}
 
     def run(self) -> Iterator[Result]:
+        """Run all points, and yield the result of each; stop after an interrupted one."""
         with progress() as step:
             step("querying the server", 0.0, 1.0)
             ruler = self._ruler()

@@ -51,6 +51,7 @@ class Settings:
     trace: Sequence[TraceRequest] | None = None
 
     def num_requests(self, point: Point) -> int:
+        """Return the number of requests of a point."""
         if self.trace is not None:
             return min(len(self.trace), self.requests or len(self.trace))
         if self.requests is not None:

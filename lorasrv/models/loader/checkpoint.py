@@ -68,10 +68,12 @@ class WeightMeter:
         self.peak_bytes = 0
 
     def add(self, nbytes: int) -> None:
+        """Count bytes that were allocated."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def release(self, nbytes: int) -> None:
+        """Count bytes that were freed."""
         self.live_bytes -= nbytes
 
 
