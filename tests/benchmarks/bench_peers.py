@@ -38,7 +38,7 @@ from api.cli.bench.load import Load
 from api.cli.bench.machine import client_versions, commit, machine
 from api.cli.bench.prompts import Ruler
 from api.cli.bench.roofline import MachineRates, Work
-from api.cli.bench.server_info import look, work_of
+from api.cli.bench.server_info import read_server_info, work_of
 from api.cli.bench.stats import Result, figures, result
 from api.cli.bench.sweep import make_asks, measure_ruler, run_point
 from api.client import Client
@@ -101,7 +101,7 @@ def serve(run: Run, peer: str, served: Served, *, base_only: bool) -> None:
     """All rows on one server."""
     print(f"\n{peer}: ready after {served.start_s:.1f} s", flush=True)
     with Client(served.url) as client:
-        seen = look(client)
+        seen = read_server_info(client)
         own = work_of(client, seen, [n for n in seen.adapters if n in run.names])
         if peer == "lorasrv":
             # As the others, which have every adapter in memory when they are ready.
