@@ -14,7 +14,7 @@ DEFAULT_THETA = 10_000.0
 _BY_LAYER = "full_attention", "sliding_attention"
 Values = Mapping[str, Any]
 Ropes = tuple[RopeSpec, RopeSpec | None]
-"""(of all layers, or of those without a window; of those with one, where a family has two)"""
+"""(RoPE of layers without a window, or of all layers; RoPE of layers with one, or None)"""
 
 
 def rope_from_config(config: Values, max_position: int, head_dim: int, rules: Values) -> Ropes:
