@@ -65,8 +65,8 @@ class TestReport:
     def test_a_section(self) -> None:
         title, _, one, two, blank, *facts, end = report.section("x", [result(), result("peer", 9.0)]).splitlines()[1:]
         assert title == (
-            "| who | load | adapters | law | prompt + answer | tok/s | with prompts | TTFT p50 / p90 / p99 ms | ITL ms "
-            "| MBU | failed |"
+            "| server | load | adapters | adapter popularity | prompt + answer | tok/s | tok/s with prompts "
+            "| TTFT p50 / p90 / p99 ms | ITL ms | MBU | failed |"
         ), "columns that nobody has are left out"
         assert one.startswith("| lorasrv | 16 at a time | 16 | distinct | 64 + 64 | 50.0 | 100.0 | 10.0 / 20.0 / 130 |")
         assert two.startswith("| peer |")

@@ -40,7 +40,6 @@ from harness import (
     lorasrv_server,
     machine_line,
     open_store,
-    quantile,
     quantiles,
     register_seeded,
     row,

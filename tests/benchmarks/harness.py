@@ -23,10 +23,10 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from served import serve
+from served import ROOT, serve
 
 from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.spec import AdapterKey, BaseShapes

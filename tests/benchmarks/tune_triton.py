@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 import triton
-from gpu_common import SITES, SiteCase, need_gpu, site_case, with_config
-from gpu_linears import FORMATS, LinearCase, linear_case
+from gpu_cases import FORMATS, SITES, LinearCase, SiteCase, linear_case, need_gpu, site_case, with_config
 
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops.block_sizes import DEFAULT, LinearConfig, device_name, file_name, table_of
