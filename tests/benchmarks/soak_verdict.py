@@ -1,45 +1,44 @@
-"""What a soak came to: whether everything was given back, figures, and a table of them."""
+"""Judge a soak: check that every resource was released, and make a table of its figures."""
 
 import json
 import re
 import subprocess
-import sys
 import time
 from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+from harness import environment, lorasrv_command
 from process_watch import Figures, Held, held_by, slope
-from served import ROOT, Served
+from served import Served
 
 if TYPE_CHECKING:
     from soak import Soak
 
+# Share of the time after which memory is judged: until then caches fill.
 WARM_UP = 1 / 3
-"""Share of the time after which memory is looked at: until then caches fill."""
+# Memory is flat if it grows by less than the one or the other: a short run cannot tell an hour's growth.
 GROWTH_BYTES_PER_HOUR = 48 << 20
 GROWTH_BYTES = 12 << 20
-"""Memory is flat if it grows by less than the one or the other: a short run cannot tell an hour's growth."""
 DONE = "all that was taken was given back, and no answer was wrong"
 BAD_LINE = re.compile(r'Traceback|^(ERROR|CRITICAL)|"level": ?"(error|critical)"')
 ROUTES = ("completions", "chat", "tgi")
 
 
 def verdict(soak: "Soak", served: Served, before: Held) -> dict[str, Any]:
-    """Once all clients are gone and all ids deleted: figures. What is wrong with them is added to the run's."""
+    """Return the figures once all clients are gone and all ids deleted; add what is wrong to the run's errors."""
     served.calm_down()
     pool, shown = served.http.get("/v1/pool").json(), Figures(served.http.get("/metrics").text)
     after = settled(served, before)
     for name in ("requests_running", "requests_waiting", "requests_waiting_for_adapter", "adapters_arriving"):
         if shown.sum(name):
-            soak.wrong.append(f"{name} is {shown.sum(name):g} and nobody asks")
+            soak.wrong.append(f"{name} is {shown.sum(name):g} without any request")
     owned = sum(pool[f"pages_{of}"] for of in ("free", "kv", "prefix", "adapters"))
     if owned != pool["pages_total"] or pool["pages_kv"]:
         soak.wrong.append(f"pages: {pool['pages_kv']} of requests, {owned} of {pool['pages_total']} accounted for")
     if pinned := [one["ids"] for one in pool["adapters"] if one["requests"] or one.get("pinned")]:
-        soak.wrong.append(f"pinned and nobody asks: {pinned}")
+        soak.wrong.append(f"pinned without any request: {pinned}")
     if after.fds > before.fds + 2:
         soak.wrong.append(f"descriptors: {before.fds} before, {after.fds} after")
     warm = [(at, float(held.rss_bytes)) for at, held in soak.looks if at > WARM_UP * soak.seconds]
@@ -76,7 +75,7 @@ def verdict(soak: "Soak", served: Served, before: Held) -> dict[str, Any]:
 
 
 def settled(served: Served, before: Held) -> Held:
-    """Sockets that were closed just now take a moment to be gone."""
+    """Wait until sockets that were just closed are gone."""
     for _ in range(50):
         if held_by(served.pid).fds <= before.fds:
             break
@@ -85,22 +84,21 @@ def settled(served: Served, before: Held) -> Held:
 
 
 def fsck(store: Path, *, was_cut_short: bool) -> list[str]:
-    """What `lorasrv store fsck` finds. A run that was cut short may leave weights that were not registered."""
-    code = "from api.cli.main import main; main()"
-    command = [sys.executable, "-c", code, "store", "fsck", "--json", "--store", str(store)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    """Return what `lorasrv store fsck` finds; a run that was cut short may leave weights that were not registered."""
+    command = lorasrv_command("store", "fsck", "--json", "--store", store)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     found = json.loads(done.stdout)["findings"]
     return [f"store fsck: {one}" for one in found if not (was_cut_short and one["kind"] == "orphaned")]
 
 
 def log_complaints(log: str) -> list[str]:
-    """Lines of errors, as text or as JSON."""
+    """Return the error lines of a log, text or JSON."""
     lines = [line for line in log.splitlines() if BAD_LINE.search(line)]
     return [f"the log has {len(lines)} of them: {lines[0]}"] if lines else []
 
 
 def table(result: dict[str, Any], command: str) -> str:
-    """Markdown."""
+    """Return a Markdown table."""
     requests, memory, mib = result["requests"], result["memory"], 2**20
     kinds = {
         name: count for name, count in requests.items() if name.partition(",")[0] in ("completions", "chat", "tgi")
