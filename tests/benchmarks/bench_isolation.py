@@ -98,7 +98,7 @@ def in_this_process(rows: int, adapters: int) -> tuple[float, float]:
         fake = subprocess.Popen([sys.executable, __file__, "--fake", str(alone)], env=environment())
         try:
             time.sleep(6)
-            command = lorasrv_command(*load(rows, 8 * rows, "--adapters", 0, "--url", f"http://127.0.0.1:{PORT}"))
+            command = lorasrv_command(*load(rows, 100 * rows, "--adapters", 0, "--url", f"http://127.0.0.1:{PORT}"))
             nowhere = subprocess.DEVNULL
             client = subprocess.Popen(command, stdout=nowhere, stderr=nowhere, env=environment())
             time.sleep(4)
