@@ -16,9 +16,9 @@ from api.cli.bench.sweep import make_asks
 
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
+import bench_peers
 import bench_step
 import harness
-import peer_rows
 import report
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"
@@ -133,13 +133,13 @@ class TestReport:
 
 class TestPeers:
     def test_rows(self) -> None:
-        assert [row.key for row in peer_rows.rows_of("zipf,1/base")] == ["zipf", "1/base"]
+        assert [row.key for row in bench_peers.rows_of("zipf,1/base")] == ["zipf", "1/base"]
         with pytest.raises(SystemExit, match="--rows '2/2' is unknown"):
-            peer_rows.rows_of("1/1,2/2")
+            bench_peers.rows_of("1/1,2/2")
 
     def test_a_row_names_as_many_adapters(self) -> None:
         names = [f"a{n:04d}" for n in range(64)]
-        for row in peer_rows.ROWS:
+        for row in bench_peers.ROWS:
             asks = make_asks(row.point, row.settings(names, "base", 64, 5, None), Ruler(1, 1))
             assert len(asks) == row.requests
             distinct = {ask.model for ask in asks if ask.has_adapter}
@@ -150,26 +150,26 @@ class TestPeers:
             assert all(ask.max_tokens == 5 and len(ask.prompt.split()) == 64 for ask in asks)
 
     def test_distinct_adapters_of_a_moment(self) -> None:
-        [zipf, even] = peer_rows.rows_of("zipf,32/32")
+        [zipf, even] = bench_peers.rows_of("zipf,32/32")
         seen = [len(set(zipf.law.pick(64, 32, random.Random(seed)))) for seed in range(400)]
         assert zipf.distinct(32) == pytest.approx(statistics.fmean(seen), rel=0.02)
         assert (even.distinct(32), even.distinct(2)) == (32, 2)
 
     def test_floor_and_ratio(self) -> None:
-        [row] = peer_rows.rows_of("16/16")
+        [row] = bench_peers.rows_of("16/16")
         work, rates = Work(model_bytes=1000.0, adapter_bytes=50.0, token_ops=1.0), MachineRates(1e4, 1e9, 1e9)
         # A step reads 1,000 + 16 * 50 bytes in 0.18 s, for 16 tokens.
         ours, theirs = (
-            peer_rows.with_floor(result(who, speed), row, 64, 10, work, rates)
+            bench_peers.with_floor(result(who, speed), row, 64, 10, work, rates)
             for who, speed in (("lorasrv", 50.0), ("peft", 10.0))
         )
         assert ours["floor"]["tpot_ms"] == pytest.approx(180)
         assert ours["floor"]["tok_per_s"] == pytest.approx(16 / 0.18, rel=1e-3)
         assert ours["floor"]["of_floor"] == pytest.approx(50 * 0.18 / 16, rel=1e-3)
-        one, other = peer_rows.comparison([ours, theirs])
+        one, other = bench_peers.comparison([ours, theirs])
         assert one[:5] == ("16/16", "64", "lorasrv", "50.0", "–")
         assert other[:5] == ("16/16", "64", "peft", "10.0", "5.0 ×")
-        assert peer_rows.better([theirs, ours]) is ours
+        assert bench_peers.better([theirs, ours]) is ours
         assert "| 56 % |" in report.section("x", [ours])
 
 

@@ -17,7 +17,7 @@ from process_watch import Figures, Held, held_by, slope
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
 import bench_overload
-import soak_verdict
+import soak
 
 HELD = Held(100 << 20, 120 << 20, 12, 9)
 
@@ -120,5 +120,5 @@ def test_what_must_not_be_in_a_flood(
 
 def test_lines_of_a_log_that_must_not_be() -> None:
     for bad in ("Traceback (most recent call last):", "ERROR x: y", '{"level": "error", "event": "x"}'):
-        assert soak_verdict.log_complaints(f"ready: x\n{bad}\n")
-    assert soak_verdict.log_complaints('ready: x\nWARNING x: y\n{"level": "info"}\n') == []
+        assert soak.log_complaints(f"ready: x\n{bad}\n")
+    assert soak.log_complaints('ready: x\nWARNING x: y\n{"level": "info"}\n') == []

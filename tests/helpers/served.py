@@ -110,14 +110,9 @@ def serve(
     """
     modules = [f"{name}={folder}" for name, folder in (adapters or {}).items()]
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        command = [sys.executable, "-P", "-c", _START, "serve", "--port", "0"]
-        command += [
-            "--store",
-            str(store or f"{folder}/store"),
-            *map(str, arguments),
-            *(["--lora-modules", *modules] if modules else []),
-        ]
+        log, where = Path(folder) / "log", str(store or f"{folder}/store")
+        command = [sys.executable, "-P", "-c", _START, "serve", "--port", "0", "--store", where]
+        command += [*map(str, arguments), *(["--lora-modules", *modules] if modules else [])]
         environment = {**os.environ, "PYTHONPATH": str(root), "NO_COLOR": "1", "XDG_CONFIG_HOME": folder}
         with log.open("wb") as lines:
             process = subprocess.Popen(command, stdout=lines, stderr=subprocess.STDOUT, env=environment)
