@@ -228,13 +228,17 @@ class TestHarness:
         assert harness.quantiles([3, 1, 2], 0.5, 0.99, 1.0) == [2, 3, 3]
         assert str(harness.quantile([], 0.5)) == "nan"
 
-    def test_a_store_of_seeded_adapters(self, tmp_path: Path) -> None:
+    def test_a_store_of_seeded_adapters(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        blobs: list[bytes] = []
+        put_blob = harness.put_blob
+        monkeypatch.setattr(harness, "put_blob", lambda store, data: blobs.append(data) or put_blob(store, data))
         shapes = harness.BaseShapes(family="llama", num_layers=2, modules={"self_attn.q_proj": (8, 8)}, name="base")
         with harness.open_store(tmp_path, shapes) as store:
             keys = harness.register_seeded(store, ["a", "b"], rank=4)
             assert len(set(keys)) == 2
             assert harness.register_seeded(store, ["a", "b", "c"], rank=4)[:2] == keys
             assert store.resolve("c").key not in keys
+            assert len(set(blobs)) == len(blobs) == 3, "adapters that are registered are not made again"
 
 
 @pytest.mark.long
