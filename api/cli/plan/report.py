@@ -146,7 +146,7 @@ def _print_capacity(plan: Plan, fit: Capacity) -> None:
     limit = f"{_ms(fit.limit_ms)}{'' if plan.limit_was_given else ', twice the present one (set --p99-ttft-ms)'}"
     traffic = f"the same traffic over more adapters (Zipf exponent {fit.exponent:.2f}, as in the trace)"
     if fit.fits is None:
-        say(f"Not even one adapter keeps the p99 TTFT within {limit}: the load of the base model alone is too high.")
+        say(f"Not even one adapter keeps the p99 TTFT within {limit}: the request rate is too high.")
     elif fit.is_bound:
         say(f"{fit.fits} adapters fit: {traffic} keeps the p99 TTFT within {limit}.")
     else:
