@@ -31,8 +31,9 @@ from served import ROOT, serve
 from adapter_store.formats.adapter_dir import open_adapter_dir
 from adapter_store.spec import AdapterKey, BaseShapes
 from adapter_store.store import AdapterStore
+from api.cli.bench import load as bench_load
 from api.cli.bench import machine as bench_machine
-from api.cli.bench.load import Load, closed_loop, open_loop
+from api.cli.bench.load import Load
 from api.cli.bench.prompts import WORDS, nonce
 from api.client import Client
 from lorasrv.config import BUILTIN_MODEL
@@ -207,14 +208,14 @@ def revision(root: Path) -> str:
 async def closed_loop(ask: Callable[[Any], Awaitable[Any]], asks: Sequence[Any], clients: int) -> list[Any]:
     """Return the answers of `clients` clients that each send the next request when one is answered."""
     load: Any = Load()
-    await closed_loop(ask, asks, clients, load)
+    await bench_load.closed_loop(ask, asks, clients, load)
     return list(load.outcomes)
 
 
 async def open_loop(ask: Callable[[Any], Awaitable[Any]], asks: Sequence[Any]) -> list[Any]:
     """Return the answers to requests that are sent at their times (`at_s`), whether others are answered or not."""
     load: Any = Load()
-    await open_loop(ask, asks, load)
+    await bench_load.open_loop(ask, asks, load)
     return list(load.outcomes)
 
 
