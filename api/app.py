@@ -115,7 +115,7 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
         collecting = asyncio.create_task(_collect(store))
         noting = asyncio.create_task(keys.keep_uses())
         try:
-            await limits.tell_all()
+            await limits.apply_all()
             await batch_keeper.start()
             yield
         finally:
@@ -187,7 +187,7 @@ def _middleware(settings: ServerSettings, keys: KeyCache, services: Services) ->
         Middleware(AuthMiddleware, keys=keys),
         Middleware(ResponseLimitMiddleware),
         Middleware(BodyLimitMiddleware),
-        Middleware(RateLimitMiddleware, allowances=services.admission.allowances),
+        Middleware(RateLimitMiddleware, rate_limiter=services.admission.rate_limiter),
     ]
 
 

@@ -217,7 +217,7 @@ def _serve(
         watchdog = Watchdog(engine, settings.watchdog_s)
         opened.callback(watchdog.disarm)
         with profile_written(settings.profile, engine.profile):
-            bounds = settings.edge_bounds()
+            bounds = settings.connection_limits()
             allow_open_files(bounds.max_connections)
             _Uvicorn(app, bounds, tell_ready, watchdog).run(sockets=[listener])
 

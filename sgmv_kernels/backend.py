@@ -1,4 +1,6 @@
-"""Interface of a set of kernels, chosen for a device or by name. `ops.py` checks arguments, then calls these."""
+"""Define the interface of a set of kernels, and choose one by device or name. `sgmv_kernels.ops` calls it with checked
+arguments.
+"""
 
 import importlib
 import logging
@@ -29,56 +31,54 @@ logger = logging.getLogger(__name__)
 
 
 class KernelsUnavailable(Exception):
-    """A set of kernels cannot run on this machine; the message says why."""
+    """Report that a set of kernels cannot run on this machine, and why."""
 
 
 @dataclass(frozen=True, slots=True)
 class SgmvPlan:
-    """Rows and adapters of a step, checked once for all layers and sites.
-
-    `dtype` is that of stored panels, `num_rows` T; `prepared` is what the backend made of the tables.
-    """
+    """Hold the rows and adapters of a step, checked once for all layers and sites."""
 
     tables: SgmvTables
+    # Of the stored panels.
     dtype: torch.dtype
+    # T.
     num_rows: int
+    # The backend's own form of the tables.
     prepared: Any
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionPlan:
-    """The B sequences of a step, checked once for all layers.
+    """Hold the B sequences of a step, checked once for all layers."""
 
-    `page_tables` [B, max pages]; `query_starts` [B + 1], the rows of each sequence, which are its last positions;
-    `kv_lens`
-    [B], its keys, this step's included; `num_pages`, an upper bound of page ids; `write_pages`, `write_slots` [T] int64
-    on
-    the device, the place of each row's own key and value; `prepared`, what the backend made of them.
-    """
-
+    # [B, max pages].
     page_tables: Int32
+    # [B + 1], bounds of each sequence's rows, which are its last positions.
     query_starts: Int32
+    # [B], keys of each sequence, including this step's.
     kv_lens: Int32
     page_size: int
+    # Upper bound of page ids.
     num_pages: int
+    # [T] int64 on the device: page and slot in which each row's own key and value are stored.
     write_pages: Tensor
     write_slots: Tensor
+    # The backend's own form of the sequences.
     prepared: Any
 
     @property
     def num_rows(self) -> int:
+        """Return T, the query rows of all sequences."""
         return int(self.query_starts[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class StepTables:
-    """Keys, adapters and sampled rows of a step: all inputs of a forward pass beside tokens and positions.
-
-    `sample_rows` [S] int64 are the rows that want logits.
-    """
+    """Hold all inputs of a forward pass besides tokens and positions."""
 
     attention: AttentionPlan
     lora: SgmvPlan
+    # [S] int64, rows that need logits.
     sample_rows: Tensor
 
 
@@ -90,16 +90,16 @@ Layers = Callable[[Tensor, Angles, StepTables], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class ProgramShape:
-    """Largest pass of a recording: at most `max_rows` rows, `max_samples` with logits; `angles` are the widths of
-    cosines.
-    """
+    """Describe the largest pass that a recording can run."""
 
     max_rows: int
+    # Largest number of rows with logits.
     max_samples: int
     hidden_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    # Widths of the cosines of each RoPE.
     angles: tuple[int, ...]
     page_size: int
     num_pages: int
@@ -113,7 +113,7 @@ class ProgramShape:
 
 
 class PackedLinear(Protocol):
-    """Weight codes [O, H] in a backend's own order, with an optional bias."""
+    """Hold quantized weights [O, H] in a backend's own order, with an optional bias."""
 
     @property
     def in_features(self) -> int: ...
@@ -135,9 +135,7 @@ class PackedLinear(Protocol):
 
 @dataclass(frozen=True)
 class Backend:
-    """Functions of one set of kernels, called with checked arguments; each is described at the method of its name in
-    `ops.Ops`.
-    """
+    """Bundle the functions of one set of kernels. `ops.Ops` documents each in its method of the same name."""
 
     name: str
     activations: tuple[torch.dtype, ...]
@@ -159,9 +157,12 @@ class Backend:
     warm_up: Callable[[torch.dtype, KVFormat], None]
     # Names of the KV formats that attention and rope_write_kv read and write; None for every format.
     kv_formats: Collection[str] | None = None
+    # Whether launches can be recorded and run together.
     can_record: bool = False
+    # Number of rows from which a bf16 copy of a weight is faster; None for never.
     wide_rows: Callable[[], int | None] = lambda: None
-    best_threads: Callable[[int], int] = lambda most: most
+    # Fastest number of threads up to a limit.
+    best_threads: Callable[[int], int] = lambda limit: limit
 
 
 @cache

@@ -1,4 +1,6 @@
-"""Argument checks of ops; each raises KernelArgumentError. Checks that need the backend are in `ops.py`."""
+"""Check the arguments of ops; every check raises KernelArgumentError. Checks that need the backend are in
+`sgmv_kernels.ops`.
+"""
 
 from collections.abc import Sequence
 
@@ -47,7 +49,7 @@ def site_dims(plan: SgmvPlan, layer: int, site: int) -> tuple[int, int]:
 
 
 def check_segments(segments: Segments) -> None:
-    """Check that segments hold every row once."""
+    """Check that segments contain every row exactly once."""
     arrays = (segments.permutation, segments.indptr, segments.adapters)
     require(all(a.dtype == np.int32 and a.ndim == 1 for a in arrays), "segments must be int32 arrays of one dimension")
     indptr, rows = segments.indptr, segments.num_rows

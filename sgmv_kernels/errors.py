@@ -1,9 +1,9 @@
-"""Error of arguments that an op refuses before it reads or writes anything."""
+"""Define the errors that ops raise before they read or write anything."""
 
 
 class KernelArgumentError(ValueError):
-    """An argument of an op is wrong: dtype, shape, alignment or range. The message names the argument."""
+    """Report a wrong argument of an op: dtype, shape, alignment or range. The message names the argument."""
 
 
 class CapacityExceeded(ValueError):
-    """A step does not fit the capacity of its buffer."""
+    """Report that a step exceeds the capacity of its buffer."""

@@ -1,5 +1,4 @@
-"""Public ops: they check arguments, then call the kernels of the chosen backend. Other packages compute through this
-module.
+"""Check arguments and call the kernels of the chosen backend: the public ops, through which other packages compute.
 
 Shapes: T token rows, S segments, R rank rows, P pages, B sequences, D head dim, H hidden, F intermediate.
 """
@@ -72,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 
 class Ops:
-    """The ops on one device. Plans are made once a step and serve every layer.
+    """Run the ops on one device. Plans are made once a step and serve every layer.
 
     Args:
         device: where the tensors are.
@@ -100,9 +99,7 @@ class Ops:
         return self._backend.can_record
 
     def best_threads(self, most: int) -> int:
-        """Return how many threads, of `most`, these kernels are fastest with; may measure, in the calling thread's
-        team.
-        """
+        """Return the fastest number of threads up to `most`; may measure, in the calling thread's team."""
         return self._backend.best_threads(most)
 
     def program(self, layers: Layers, shape: ProgramShape) -> "RecordedStep":
@@ -430,7 +427,7 @@ class Ops:
             x: [T, H] contiguous.
             packed: from `pack_linear` of these ops.
         Returns: [T, O] in x's dtype; sums are fp32, and a row's result does not depend on the rows beside it, unless
-            there are so many that the CPU computes them in bf16 (`linear_probe`).
+            there are so many that the CPU computes them in bf16 (`cpu_ops.linear_autotune`).
         Raises:
             KernelArgumentError: shapes or dtypes that do not fit.
         Source: group-wise scales, ggml (Gerganov) and GPTQ (Frantar et al. 2022).

@@ -1,6 +1,4 @@
-"""Definition of correct results: every op in fp32 torch, as a short loop over dense tensors. Used by tests and
-benchmarks.
-"""
+"""Define correct results: every op in fp32 torch, as a short loop over dense tensors, for tests and benchmarks."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +13,7 @@ from sgmv_kernels.metadata.segments import BASE, Segments
 
 @dataclass(frozen=True)
 class DenseSlice:
-    """A slice of an adapter at one site in PEFT's orientation: lora_a [r, in], lora_b [out, r]."""
+    """Hold a slice of an adapter at one site in PEFT's orientation: lora_a [r, in], lora_b [out, r]."""
 
     lora_a: Tensor
     lora_b: Tensor

@@ -1,31 +1,27 @@
-"""What `lorasrv bench` measures on its way into docs/benchmarks.md, and peers' figures beside each other."""
+"""Tests of the tools that turn measurements into tables: sections of documents, peers, checkouts, command lines."""
 
-import importlib.util
 import json
-import os
+import random
+import statistics
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
+from api.cli.bench.prompts import Ruler
+from api.cli.bench.roofline import MachineRates, Work
+from api.cli.bench.sweep import make_asks
+
+sys.path.append(str(Path(__file__).parent / "benchmarks"))
+
+import bench_peers
+import bench_step
+import harness
+import report
+
 BENCHMARKS = Path(__file__).parent / "benchmarks"
-
-
-def _tool(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-report, peer_rows = _tool("report"), _tool("peer_rows")
 
 
 def result(label: str = "lorasrv", tok_per_s: float = 50.0, **figures: Any) -> dict[str, Any]:
@@ -65,9 +61,9 @@ class TestReport:
     def test_a_section(self) -> None:
         title, _, one, two, blank, *facts, end = report.section("x", [result(), result("peer", 9.0)]).splitlines()[1:]
         assert title == (
-            "| who | load | adapters | law | prompt + answer | tok/s | with prompts | TTFT p50 / p90 / p99 ms | ITL ms "
-            "| MBU | failed |"
-        ), "columns that nobody has are left out"
+            "| server | load | adapters | adapter popularity | prompt + answer | tok/s | tok/s with prompts "
+            "| TTFT p50 / p90 / p99 ms | ITL ms | MBU | failed |"
+        ), "columns without values are left out"
         assert one.startswith("| lorasrv | 16 at a time | 16 | distinct | 64 + 64 | 50.0 | 100.0 | 10.0 / 20.0 / 130 |")
         assert two.startswith("| peer |")
         assert (blank, end) == ("", "<!-- /bench -->")
@@ -122,10 +118,7 @@ class TestReport:
         def run(*more: str, file: str = "r.jsonl") -> "subprocess.CompletedProcess[str]":
             command = [sys.executable, str(BENCHMARKS / "report.py"), "serving", str(tmp_path / file)]
             options = ["--document", str(tmp_path / "doc.md"), *more]
-            root = str(BENCHMARKS.parents[1])
-            return subprocess.run(
-                [*command, *options], check=False, capture_output=True, text=True, env={"PYTHONPATH": root}
-            )
+            return subprocess.run([*command, *options], capture_output=True, text=True, env=harness.environment())
 
         assert "| lorasrv | 16 at a time |" in run("--dry-run").stdout
         assert (tmp_path / "doc.md").read_text() == "# Doc\n"
@@ -140,16 +133,13 @@ class TestReport:
 
 class TestPeers:
     def test_rows(self) -> None:
-        assert [row.key for row in peer_rows.rows_of("zipf,1/base")] == ["zipf", "1/base"]
+        assert [row.key for row in bench_peers.rows_of("zipf,1/base")] == ["zipf", "1/base"]
         with pytest.raises(SystemExit, match="--rows '2/2' is unknown"):
-            peer_rows.rows_of("1/1,2/2")
+            bench_peers.rows_of("1/1,2/2")
 
     def test_a_row_names_as_many_adapters(self) -> None:
-        from api.cli.bench.prompts import Ruler
-        from api.cli.bench.sweep import make_asks
-
         names = [f"a{n:04d}" for n in range(64)]
-        for row in peer_rows.ROWS:
+        for row in bench_peers.ROWS:
             asks = make_asks(row.point, row.settings(names, "base", 64, 5, None), Ruler(1, 1))
             assert len(asks) == row.requests
             distinct = {ask.model for ask in asks if ask.has_adapter}
@@ -160,40 +150,102 @@ class TestPeers:
             assert all(ask.max_tokens == 5 and len(ask.prompt.split()) == 64 for ask in asks)
 
     def test_distinct_adapters_of_a_moment(self) -> None:
-        import random
-        import statistics
-
-        [zipf, even] = peer_rows.rows_of("zipf,32/32")
+        [zipf, even] = bench_peers.rows_of("zipf,32/32")
         seen = [len(set(zipf.law.pick(64, 32, random.Random(seed)))) for seed in range(400)]
         assert zipf.distinct(32) == pytest.approx(statistics.fmean(seen), rel=0.02)
         assert (even.distinct(32), even.distinct(2)) == (32, 2)
 
     def test_floor_and_ratio(self) -> None:
-        from api.cli.bench.roofline import MachineRates, Work
-
-        [row] = peer_rows.rows_of("16/16")
+        [row] = bench_peers.rows_of("16/16")
         work, rates = Work(model_bytes=1000.0, adapter_bytes=50.0, token_ops=1.0), MachineRates(1e4, 1e9, 1e9)
         # A step reads 1,000 + 16 * 50 bytes in 0.18 s, for 16 tokens.
         ours, theirs = (
-            peer_rows.with_floor(result(who, speed), row, 64, 10, work, rates)
+            bench_peers.with_floor(result(who, speed), row, 64, 10, work, rates)
             for who, speed in (("lorasrv", 50.0), ("peft", 10.0))
         )
         assert ours["floor"]["tpot_ms"] == pytest.approx(180)
         assert ours["floor"]["tok_per_s"] == pytest.approx(16 / 0.18, rel=1e-3)
         assert ours["floor"]["of_floor"] == pytest.approx(50 * 0.18 / 16, rel=1e-3)
-        one, other = peer_rows.comparison([ours, theirs])
+        one, other = bench_peers.comparison([ours, theirs])
         assert one[:5] == ("16/16", "64", "lorasrv", "50.0", "–")
         assert other[:5] == ("16/16", "64", "peft", "10.0", "5.0 ×")
-        assert peer_rows.better([theirs, ours]) is ours
+        assert bench_peers.better([theirs, ours]) is ours
         assert "| 56 % |" in report.section("x", [ours])
+
+
+class TestHarness:
+    def test_pairs_of_checkouts_are_compared(self) -> None:
+        runs = [
+            ({"ms": 10.0, "tok/s": 4.0}, {"ms": 12.0, "tok/s": 5.0}),
+            ({"ms": 20.0, "tok/s": 4.0}, {"ms": 10.0, "tok/s": 3.0}),
+        ]
+        assert harness.compared(runs) == [
+            ("ms", "15", "11", "0.850", "0.500 to 1.200"),
+            ("tok/s", "4", "4", "1.000", "0.750 to 1.250"),
+        ]
+
+    def test_checkouts_take_turns(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        seen: list[Path] = []
+
+        def measure(root: Path) -> dict[str, float]:
+            seen.append(root)
+            return {"ms": 2.0 if root == tmp_path else 3.0}
+
+        harness.versus(tmp_path, 3, measure)
+        assert seen == [tmp_path, harness.ROOT, harness.ROOT, tmp_path, tmp_path, harness.ROOT]
+        assert "| ms | 2 | 3 | 1.500 | 1.500 to 1.500 |" in capsys.readouterr().out
+
+    def test_figures_of_a_step_table(self) -> None:
+        text = "loading\n\n| rows/adapters | numba ms | tok/s | torch ms | tok/s |\n|---|---|---|---|---|\n"
+        text += "| 1/0 | 11.1 | 90 | 42.0 | 23 |\n| 16/16 | 41.10 | 390 | 624.0 | 26 |\n"
+        assert bench_step.read_table(text) == {
+            "1/0 numba ms": 11.1,
+            "1/0 torch ms": 42.0,
+            "16/16 numba ms": 41.1,
+            "16/16 torch ms": 624.0,
+        }
+
+    def test_a_command_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def parsed(*words: str) -> dict[str, Any]:
+            monkeypatch.setattr(sys, "argv", ["bench", *words])
+            options = {"rows": ((1, 4), ""), "max_tokens": (24, ""), "out": (Path, ""), "as_json": (False, "")}
+            return vars(harness.arguments("", ("hot", "all"), quick={"max_tokens": 3}, **options))
+
+        usual = {"measure": "hot", "rows": (1, 4), "max_tokens": 24, "out": None, "as_json": False, "quick": False}
+        assert parsed("hot") == usual
+        assert parsed("all", "--rows", "2", "--out", "x", "--as-json") == usual | {
+            "measure": "all",
+            "rows": (2,),
+            "out": Path("x"),
+            "as_json": True,
+        }
+        assert parsed("hot", "--quick")["max_tokens"] == 3
+        assert parsed("hot", "--quick", "--max-tokens", "9")["max_tokens"] == 9
+        with pytest.raises(SystemExit):
+            parsed("cold")
+
+    def test_quantiles(self) -> None:
+        assert harness.quantiles([3, 1, 2], 0.5, 0.99, 1.0) == [2, 3, 3]
+        assert str(harness.quantile([], 0.5)) == "nan"
+
+    def test_a_store_of_seeded_adapters(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        blobs: list[bytes] = []
+        put_blob = harness.put_blob
+        monkeypatch.setattr(harness, "put_blob", lambda store, data: blobs.append(data) or put_blob(store, data))
+        shapes = harness.BaseShapes(family="llama", num_layers=2, modules={"self_attn.q_proj": (8, 8)}, name="base")
+        with harness.open_store(tmp_path, shapes) as store:
+            keys = harness.register_seeded(store, ["a", "b"], rank=4)
+            assert len(set(keys)) == 2
+            assert harness.register_seeded(store, ["a", "b", "c"], rank=4)[:2] == keys
+            assert store.resolve("c").key not in keys
+            assert len(set(blobs)) == len(blobs) == 3, "adapters that are registered are not made again"
 
 
 @pytest.mark.long
 def test_the_bench_of_the_store_runs() -> None:
-    """Its server is the real application around an engine that does nothing: new parts of one are missed here."""
+    """Its server is the real application around an idle engine, which may lack what the application begins to use."""
     command = [sys.executable, str(BENCHMARKS / "bench_store.py"), "--adapters", "20", "--calls", "10", "--json"]
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS.parents[1])}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=harness.environment())
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    assert {len(rows) for rows in json.loads(done.stdout).values()} == {20}
+    assert {len(rows) for rows in json.loads(done.stdout).values()} == {19}

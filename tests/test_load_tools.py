@@ -1,11 +1,11 @@
-"""What judges a flood and a soak: that it sees what is wrong, and lets pass what is not."""
+"""Tests of the checks of a flood and of a soak: they report what is wrong, and nothing else."""
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -14,18 +14,12 @@ from flood import Outcome, call, open_loop, percentile
 from marker_traffic import GONE, Ask, Asked, Name
 from process_watch import Figures, Held, held_by, slope
 
-BENCHMARKS = Path(__file__).parent / "benchmarks"
+sys.path.append(str(Path(__file__).parent / "benchmarks"))
+
+import bench_overload
+import soak
+
 HELD = Held(100 << 20, 120 << 20, 12, 9)
-
-
-@pytest.fixture
-def tools(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """The scripts, as their folder has them."""
-    monkeypatch.setattr(sys, "path", [str(BENCHMARKS), *sys.path])
-    import bench_overload
-    import soak_verdict
-
-    return SimpleNamespace(overload=bench_overload, verdict=soak_verdict)
 
 
 def test_a_line_through_points() -> None:
@@ -35,8 +29,6 @@ def test_a_line_through_points() -> None:
 
 
 def test_what_this_process_holds() -> None:
-    import os
-
     held = held_by(os.getpid())
     assert held.peak_bytes >= held.rss_bytes > 1 << 20
     with open(os.devnull):
@@ -93,10 +85,10 @@ def test_what_became_of_a_request() -> None:
     assert call is not None
 
 
-def flooded(tools: SimpleNamespace, *outcomes: Outcome, peak: int = 100 << 20, recovered_s: float | None = 1.0) -> Any:
-    run = tools.overload.Overload(None, argparse.Namespace(queue_timeout_s=None))
+def flooded(*outcomes: Outcome, peak: int = 100 << 20, recovered_s: float | None = 1.0) -> Any:
+    run = bench_overload.Overload(None, argparse.Namespace(queue_timeout_s=None))
     held = [Held(peak, peak, 12, 9)]
-    run.phases["flood"] = tools.overload.Phase(list(outcomes), 1.0, held)
+    run.phases["flood"] = bench_overload.Phase(list(outcomes), 1.0, held)
     run.recovered_s = recovered_s
     return run
 
@@ -119,14 +111,14 @@ GOOD, FULL = Outcome(0.0, 200, arrivals=[1.0]), Outcome(0.0, 429, "1", error="se
     ],
 )
 def test_what_must_not_be_in_a_flood(
-    tools: SimpleNamespace, outcomes: list[Outcome], more: dict[str, Any], after: Held, says: str | None
+    outcomes: list[Outcome], more: dict[str, Any], after: Held, says: str | None
 ) -> None:
-    found = tools.overload.complaints(flooded(tools, *outcomes, **more), HELD, after)
+    found = bench_overload.complaints(flooded(*outcomes, **more), HELD, after)
     assert len(found) == (says is not None)
     assert says is None or says in found[0]
 
 
-def test_lines_of_a_log_that_must_not_be(tools: SimpleNamespace) -> None:
+def test_lines_of_a_log_that_must_not_be() -> None:
     for bad in ("Traceback (most recent call last):", "ERROR x: y", '{"level": "error", "event": "x"}'):
-        assert tools.verdict.log_complaints(f"ready: x\n{bad}\n")
-    assert tools.verdict.log_complaints('ready: x\nWARNING x: y\n{"level": "info"}\n') == []
+        assert soak.log_complaints(f"ready: x\n{bad}\n")
+    assert soak.log_complaints('ready: x\nWARNING x: y\n{"level": "info"}\n') == []

@@ -1,11 +1,11 @@
-"""How much each key uses of the server, against its `KeyLimits`: requests and tokens in a minute, answers at a time.
+"""Enforce the `KeyLimits` of each key: requests and tokens per minute, and concurrent answers.
 
-Rates are token buckets that hold a minute's worth and fill steadily, so a key that was idle may send that much at once.
-How long an answer will be is not known before: a prompt counts when it is accepted and an answer when it has ended, and
-the bucket of tokens may go into debt, which must be paid before the next request. What was generated counts, whether
-or not it was read. What is refused, here or by the engine, costs nothing; what ran out of time does, as it may have
-been computed for long, and what was refused because its adapter is cold is the request that warming is. Whatever else
-changes or computes something is a request that no tokens come of, also if it fails. In memory: a restart forgives. For
+Rates are token buckets with a capacity of one minute, so a key that was idle may use that much at once. The length of
+an answer is not known in advance: a prompt is charged when it is accepted, an answer when it ends, and the bucket of
+tokens may go negative, which must be refilled before the next request. Generated tokens are charged even if they were
+not read. Refused requests cost nothing, with two exceptions: a timeout, because much may have been computed, and a
+refusal because of a cold adapter, because that request started its load. Other requests that change or compute
+something are charged as requests without tokens, also if they fail. All state is in memory, and lost at a restart. For
 the event loop's thread.
 """
 
@@ -30,58 +30,69 @@ if TYPE_CHECKING:
 
 
 HEADERS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
-"""What answers tell a key of its rates, as OpenAI's do."""
+"""Response headers with a key's rates, named as OpenAI's."""
 USUAL_ANSWER_S = 1.0
-RECENT = 0.2
-"""The weight of the newest answer in what is taken for the usual time of one."""
+NEWEST_WEIGHT = 0.2
+"""Weight of the newest answer in the moving average of their durations."""
 MAX_ACCOUNTS = 4096
-# What floating point loses while a bucket fills, or in a sum of seconds.
-_SPECK = 1e-6
+# Rounding error of a bucket, or of a sum of seconds.
+_EPSILON = 1e-6
 
 
 @dataclass(slots=True)
 class _KeyAccount:
-    """What one key has used."""
+    """Hold the usage of one key."""
 
     requests: TokenBucket | None = None
     tokens: TokenBucket | None = None
-    # When each answer began that has not ended, oldest first.
+    # Start of each unfinished answer, oldest first.
     begun_s: list[float] = field(default_factory=list)
     answer_s: float = USUAL_ANSWER_S
 
     def set_limits(self, limits: KeyLimits, clock: Callable[[], float]) -> None:
-        """Follow limits that have changed."""
+        """Apply limits that may have changed."""
         self.requests = _bucket(self.requests, limits.requests_per_min, clock)
         self.tokens = _bucket(self.tokens, limits.tokens_per_min, clock)
 
     def check(self, limits: KeyLimits, prompts: int, answers: int, now_s: float) -> None:
-        """Check that so much may be taken. Raises: LimitExceeded: not now. InvalidRequest: never."""
+        """Check that so many prompts and answers fit the limits.
+
+        Raises:
+            LimitExceeded: not now.
+            InvalidRequest: never.
+        """
         if self.requests is not None:
-            _refuse_never(prompts, "prompts", self.requests.capacity, "requests_per_min", "prompt")
+            _refuse_impossible(prompts, "prompts", self.requests.capacity, "requests_per_min", "prompt")
             self.check_requests(prompts)
         if self.tokens is not None:
-            _refuse(self.tokens.wait_s(1), f"{self.tokens.capacity:.0f} tokens a minute (tokens_per_min)")
+            _refuse(self.tokens.wait_s(1), f"{self.tokens.capacity:.0f} tokens per minute (tokens_per_min)")
         most = limits.max_concurrent
         if most is not None:
             param = "prompt" if prompts == answers else "n"
-            _refuse_never(answers, "answers at a time", most, "max_concurrent", param)
+            _refuse_impossible(answers, "concurrent answers", most, "max_concurrent", param)
             over = len(self.begun_s) + answers - most
             if over > 0:
                 ends_s = self.begun_s[over - 1] + self.answer_s
-                _refuse(max(USUAL_ANSWER_S, ends_s - now_s), f"{most} answers at a time (max_concurrent)")
+                _refuse(max(USUAL_ANSWER_S, ends_s - now_s), f"{most} concurrent answers (max_concurrent)")
 
     def check_requests(self, number: int) -> None:
-        """Check that so many requests may be taken. Raises: LimitExceeded: not now."""
-        if self.requests is not None:
-            _refuse(self.requests.wait_s(number), f"{self.requests.capacity:.0f} requests a minute (requests_per_min)")
+        """Check that so many requests fit the rate.
 
-    def is_forgettable(self) -> bool:
+        Raises: LimitExceeded.
+        """
+        if self.requests is not None:
+            _refuse(
+                self.requests.wait_s(number), f"{self.requests.capacity:.0f} requests per minute (requests_per_min)"
+            )
+
+    def is_idle(self) -> bool:
+        """Return whether the account can be dropped without an effect on limits."""
         buckets = (bucket for bucket in (self.requests, self.tokens) if bucket is not None)
         return not self.begun_s and all(bucket.is_full for bucket in buckets)
 
 
 class Reservation:
-    """What one request has taken of its key's limits, until the last of its answers has ended."""
+    """Hold what one request has taken of its key's limits, until its last answer ends."""
 
     def __init__(self, account: _KeyAccount, prompts: int, answers: int, clock: Callable[[], float]) -> None:
         self.account = account
@@ -95,18 +106,24 @@ class Reservation:
             account.requests.take(prompts)
 
     def count(self, streams: "Sequence[RequestStream]") -> "list[CountedStream]":
-        """Charge a prompt that was accepted, and return its answers so that they are charged as they end."""
+        """Charge an accepted prompt, and wrap its answers so that they are charged when they end."""
         self._num_prompt_tokens += streams[0].num_prompt_tokens
         self.charge(streams[0].num_prompt_tokens)
         return [CountedStream(stream, self) for stream in streams]
 
     def charge(self, num_tokens: int) -> None:
+        """Charge tokens, if the key has a rate of tokens."""
         if self.account.tokens is not None:
             self.account.tokens.take(num_tokens)
 
     def end(self, count: int = 1, *, refused: bool = False, warmed: bool = False) -> None:
-        """Note that so many answers have ended. If none was begun, because of a refusal, nothing was used, but for the
-        request where that has `warmed` an adapter."""
+        """Record that so many answers have ended, and refund the request if it was refused before any output.
+
+        Args:
+            count: number of ended answers.
+            refused: whether a refusal ended them.
+            warmed: whether the refused request started the load of an adapter, so that it counts as a request.
+        """
         count = min(count, self._num_open)
         for _ in range(count):
             self.account.begun_s.remove(self._begun_s)
@@ -121,21 +138,21 @@ class Reservation:
             if self.account.requests is not None and not self._has_warmed:
                 self.account.requests.give_back(self._num_requests)
         elif self.is_answered:
-            self.account.answer_s += RECENT * (self._clock() - self._begun_s - self.account.answer_s)
+            self.account.answer_s += NEWEST_WEIGHT * (self._clock() - self._begun_s - self.account.answer_s)
 
     def refuse(self) -> None:
-        """Give all of it back: the request was not accepted."""
+        """Refund everything: the request was not accepted."""
         self.is_answered = False
         self.end(self._num_open, refused=True)
 
 
 class CountedStream(AsyncIterator[RequestOutput]):
-    """A stream of which every token is counted, and how it ends."""
+    """Wrap a stream to charge its tokens and to record its end."""
 
-    def __init__(self, stream: "RequestStream", use: Reservation) -> None:
+    def __init__(self, stream: "RequestStream", reservation: Reservation) -> None:
         self.request_id = stream.request_id
         self._stream = stream
-        self._use: Reservation | None = use
+        self._reservation: Reservation | None = reservation
 
     async def __anext__(self) -> RequestOutput:
         try:
@@ -143,8 +160,8 @@ class CountedStream(AsyncIterator[RequestOutput]):
         except Exception as error:
             self._end(refused=not isinstance(error, RequestTimeout), warmed=isinstance(error, AdapterCold))
             raise
-        if self._use is not None:
-            self._use.is_answered = True
+        if self._reservation is not None:
+            self._reservation.is_answered = True
         if output.finished:
             self._end()
         return output
@@ -154,19 +171,19 @@ class CountedStream(AsyncIterator[RequestOutput]):
         await self._stream.aclose()
 
     def _end(self, *, refused: bool = False, warmed: bool = False) -> None:
-        use, self._use = self._use, None
-        if use is not None:
-            # Also of what its reader has not taken: who stops reading has had it computed.
-            use.charge(self._stream.num_generated_tokens)
-            use.end(refused=refused, warmed=warmed)
+        reservation, self._reservation = self._reservation, None
+        if reservation is not None:
+            # Tokens that were not read were computed, too.
+            reservation.charge(self._stream.num_generated_tokens)
+            reservation.end(refused=refused, warmed=warmed)
 
 
 class RateLimiter:
-    """The accounts of keys that have limits.
+    """Enforce the limits of keys that have any.
 
     Args:
         clock: monotonic seconds.
-        on_refused: told of every request that is refused here.
+        on_refused: called with the error of every request that is refused here.
     """
 
     def __init__(
@@ -177,12 +194,18 @@ class RateLimiter:
         self._accounts: dict[str, _KeyAccount] = {}
 
     def check(self, caller: Caller) -> None:
-        """Check that one more request could be accepted now, before anything is done for it. Raises: LimitExceeded."""
+        """Check that one more request could be accepted now, before any work is done for it.
+
+        Raises: LimitExceeded, InvalidRequest.
+        """
         if (account := self._account(caller)) is not None:
             self._check(account, caller.limits, 1, 1)
 
     def spend(self, caller: Caller) -> None:
-        """Take one request that no tokens come of; a debt of tokens does not keep it back. Raises: LimitExceeded."""
+        """Charge one request without tokens; it is not refused for a negative bucket of tokens.
+
+        Raises: LimitExceeded.
+        """
         if (account := self._account(caller)) is not None and account.requests is not None:
             try:
                 account.check_requests(1)
@@ -192,11 +215,12 @@ class RateLimiter:
             account.requests.take(1)
 
     def reserve(self, caller: Caller, prompts: int, answers: int) -> Reservation | None:
-        """Take so many requests and answers of a key at once; None: nothing limits it.
+        """Charge the prompts, and count the answers as concurrent.
 
+        Returns: None for a key without limits.
         Raises:
-            LimitExceeded: the key has used what it may, for now; says which limit.
-            InvalidRequest: it is more at once than the key may ever have.
+            LimitExceeded: a limit is reached for now; names it.
+            InvalidRequest: the request exceeds a limit on its own, so it can never be accepted.
         """
         account = self._account(caller)
         if account is None:
@@ -205,7 +229,7 @@ class RateLimiter:
         return Reservation(account, prompts, answers, self._clock)
 
     def headers(self, caller: Caller) -> dict[str, str]:
-        """Return what is left of the key's rates; nothing if it has none."""
+        """Return the response headers with the key's rates, empty without rates."""
         account = self._account(caller)
         found: dict[str, str] = {}
         if account is not None and account.requests is not None:
@@ -222,41 +246,43 @@ class RateLimiter:
             raise
 
     def _account(self, caller: Caller) -> _KeyAccount | None:
-        """Return the account of the key with its limits as they are now; None if nothing limits it."""
+        """Return the account of the key with its current limits; None without limits."""
         limits = caller.limits
         if limits.requests_per_min is None and limits.tokens_per_min is None and limits.max_concurrent is None:
             return None
         account = self._accounts.get(caller.principal)
         if account is None:
             if len(self._accounts) >= MAX_ACCOUNTS:
-                self._accounts = {name: kept for name, kept in self._accounts.items() if not kept.is_forgettable()}
+                self._accounts = {name: kept for name, kept in self._accounts.items() if not kept.is_idle()}
             account = self._accounts[caller.principal] = _KeyAccount()
         account.set_limits(limits, self._clock)
         return account
 
 
 class RateLimitMiddleware:
-    """Count every request that changes or computes something, but for those whose routes do so themselves, and tell
-    every key that has a rate what is left of it, with each answer. Goes behind the middleware that finds the caller."""
+    """Charge requests that change or compute something, and add headers with the key's rates to all responses.
 
-    def __init__(self, app: ASGIApp, allowances: RateLimiter) -> None:
+    Routes that charge requests themselves are exempt. Must be inside the middleware that authenticates the caller.
+    """
+
+    def __init__(self, app: ASGIApp, rate_limiter: RateLimiter) -> None:
         self._app = app
-        self._allowances = allowances
+        self._rate_limiter = rate_limiter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._allowances.headers(caller := caller_of(scope)):
+        if scope["type"] != "http" or not self._rate_limiter.headers(caller := caller_of(scope)):
             await self._app(scope, receive, send)
             return
         refusal: LimitExceeded | None = None
         if is_counted(scope["method"], scope["path"]):
             try:
-                self._allowances.spend(caller)
+                self._rate_limiter.spend(caller)
             except LimitExceeded as error:
                 refusal = error
 
         async def send_with_rates(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(self._allowances.headers(caller))
+                MutableHeaders(scope=message).update(self._rate_limiter.headers(caller))
             await send(message)
 
         app = self._app if refusal is None else describe_at(scope["path"], refusal).response()
@@ -264,8 +290,8 @@ class RateLimitMiddleware:
 
 
 def duration(seconds: float) -> str:
-    """As OpenAI writes one: `6m0s`, `1.5s`, `20ms`."""
-    ms = math.ceil(1000 * seconds - _SPECK)
+    """Format seconds as OpenAI does: `6m0s`, `1.5s`, `20ms`."""
+    ms = math.ceil(1000 * seconds - _EPSILON)
     if ms < 1000:
         return f"{max(0, ms)}ms"
     minutes, rest = divmod(ms / 1000, 60)
@@ -285,18 +311,18 @@ def _bucket(bucket: TokenBucket | None, per_min: int | None, clock: Callable[[],
 def _headers(bucket: TokenBucket, of: str) -> dict[str, str]:
     return {
         f"x-ratelimit-limit-{of}": f"{bucket.capacity:.0f}",
-        f"x-ratelimit-remaining-{of}": str(max(0, math.floor(bucket.level + _SPECK))),
+        f"x-ratelimit-remaining-{of}": str(max(0, math.floor(bucket.level + _EPSILON))),
         f"x-ratelimit-reset-{of}": duration(bucket.wait_s(bucket.capacity)),
     }
 
 
 def _refuse(wait_s: float, limit: str) -> None:
     if wait_s > 0:
-        raise LimitExceeded(f"this key may have {limit}; try again in {duration(wait_s)}", retry_after_s=wait_s)
+        raise LimitExceeded(f"this key is limited to {limit}; try again in {duration(wait_s)}", retry_after_s=wait_s)
 
 
-def _refuse_never(wanted: int, what: str, most: float, limit: str, param: str) -> None:
+def _refuse_impossible(wanted: int, what: str, most: float, limit: str, param: str) -> None:
     if wanted > most:
         raise InvalidRequest(
-            f"these are {wanted} {what}, and this key may have {most:.0f} ({limit}); send less", param=param
+            f"the request has {wanted} {what}, but this key is limited to {most:.0f} ({limit}); send fewer", param=param
         )

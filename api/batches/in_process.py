@@ -13,8 +13,8 @@ from api.batches.results import LineReply
 from api.batches.runner import BATCH_PRIORITY, Ask, at_priority, put_off_s
 from api.errors import Failure, describe
 from api.schemas.openai import ChatBody, CompletionBody, GenerationBody
+from api.serving.generation import collect, generate_openai
 from api.serving.services import Services
-from api.serving.serving_openai import collect, generate_openai
 from lorasrv.errors import EngineDead
 
 _LOG = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ from api.cli.commands import (
     verify,
     watermark,
 )
-from api.cli.common.options import ServerDefaults, spread, taking_key, with_option_groups
+from api.cli.common.options import ServerDefaults, spread, with_api_key, with_option_groups
 from api.cli.common.settings_options import settings_command
 from api.cli.common.terminal import CliError, ExitCode, note
 from api.cli.doctor import command as doctor
@@ -84,7 +84,7 @@ def _command(
     """Add a subcommand with its examples."""
     # A paragraph each, and no markup: a bracket would be some.
     shown = [f"Example: {example}".replace("[", r"\[") for example in examples]
-    of.command(name, cls=cls, epilog="\n\n".join(shown))(taking_key(with_option_groups(function)))
+    of.command(name, cls=cls, epilog="\n\n".join(shown))(with_api_key(with_option_groups(function)))
 
 
 _command(

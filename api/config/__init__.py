@@ -1,1 +1,1 @@
-"""Server settings and where each came from; `--lora-modules`."""
+"""Settings of the server, their sources, and `--lora-modules`."""

@@ -1,6 +1,6 @@
-"""The configuration file: where it is, what is in it. Options of `serve` at its top, those of clients in [client].
+"""Find and read the configuration file: options of `serve` at its top level, options of clients in [client].
 
-No pydantic here: `lorasrv list` reads [client] of it, and a shell that completes a word waits for that.
+Does not import pydantic: `lorasrv list` and shell completion read [client], and start-up time counts there.
 """
 
 import os
@@ -19,7 +19,7 @@ CLIENT_KEYS = ("server", "api_key")
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What a file says, by names with underscores. Values are as TOML has them; only [client] is checked."""
+    """Hold the parsed file, with underscores in names. Values are as TOML has them; only [client] is checked."""
 
     path: Path
     serve: dict[str, Any] = field(default_factory=dict)
@@ -27,32 +27,38 @@ class ConfigFile:
 
 
 def default_path() -> Path:
-    """Where a file is read from if it is there and nobody names one."""
+    """Return the path that is read if it exists and no other is given."""
     base = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(base) / "lorasrv" / "config.toml"
 
 
 def find(given: Path | None = None) -> Path | None:
-    """The file to read: the given one, else that of LORASRV_CONFIG, else that of the default place; None: there is
-    none there."""
+    """Return the file to read: the given one, else the one of LORASRV_CONFIG, else the default one.
+
+    Returns: None without a named file if the default one does not exist.
+    """
     named = given or (Path(text) if (text := os.environ.get(ENVIRONMENT)) else None)
     if named is not None:
         return named.expanduser()
     try:
         path = default_path()
         return path if path.is_file() else None
-    except (OSError, RuntimeError):  # no home, or not ours to look into
+    except (OSError, RuntimeError):  # no home folder, or no permission
         return None
 
 
 def read(path: Path) -> ConfigFile:
-    """Raises: ConfigError: it cannot be read, is no TOML, or [client] holds what is unknown; names file and key."""
+    """Read and parse a file.
+
+    Raises:
+        ConfigError: the file cannot be read or is not TOML, or [client] has an unknown key; names file and key.
+    """
     try:
         values = tomllib.loads(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"--config: {path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is no UTF-8 text, which TOML is") from None
+        raise ConfigError(f"{path}: is not UTF-8, which TOML requires") from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: {str(error)[0].lower()}{str(error)[1:]}") from None
     client = values.pop("client", {})
@@ -60,27 +66,34 @@ def read(path: Path) -> ConfigFile:
 
 
 def client_options() -> dict[str, str]:
-    """[client] of the file that is found. Raises: ConfigError."""
+    """Return [client] of the configuration file, empty without one.
+
+    Raises: ConfigError.
+    """
     path = find()
     return {} if path is None else read(path).client
 
 
 def check_keys(path: Path, given: Collection[str], known: Collection[str], table: str = "") -> None:
-    """Raises: ConfigError: a key is unknown; with those that it could be."""
+    """Check that all keys are known.
+
+    Raises:
+        ConfigError: a key is unknown; the message suggests similar ones.
+    """
     for key in given:
         if key not in known:
             near = near_names(key, known)
-            hint = f"did you mean {' or '.join(near)}?" if near else "lorasrv config init lists all there are"
+            hint = f"did you mean {' or '.join(near)}?" if near else "lorasrv config init lists all keys"
             raise ConfigError(f"{path}: unknown key {table}{key}; {hint}")
 
 
 def _with_underscores(path: Path, values: dict[str, Any]) -> dict[str, Any]:
-    """Both spellings are understood: of the flag and of the environment."""
+    """Accept both spellings of names: the flag's and the environment's."""
     named: dict[str, Any] = {}
     for key, value in values.items():
         name = key.replace("-", "_")
         if name in named:
-            raise ConfigError(f"{path}: {name} stands there twice, with - and with _")
+            raise ConfigError(f"{path}: {name} appears twice, with - and with _")
         named[name] = value
     return named
 
@@ -92,5 +105,5 @@ def _client(path: Path, client: object) -> dict[str, str]:
     check_keys(path, named, CLIENT_KEYS, "client.")
     for key, value in named.items():
         if not isinstance(value, str) or not value:
-            raise ConfigError(f"{path}: client.{key}: expected a text that is not empty")
+            raise ConfigError(f"{path}: client.{key}: expected text that is not empty")
     return named

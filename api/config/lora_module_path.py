@@ -1,4 +1,4 @@
-"""`--lora-modules`: adapters in folders of the server's own machine, in vLLM's spelling.
+"""Parse `--lora-modules`: adapters in folders of the server's machine, in vLLM's syntax.
 
 An item is `name=path`, or JSON with `name`, `path` and `base_model_name`.
 """
@@ -16,18 +16,19 @@ _KEYS = ("name", "path", "base_model_name")
 
 @dataclass(frozen=True, slots=True)
 class LoraModulePath:
-    """Name an adapter to register at the start. `base_model_name` is only compared with the base model's name."""
+    """Name an adapter to register at startup."""
 
     name: str
     path: Path
+    # Compared with the name of the base model; a difference is only a warning.
     base_model_name: str | None = None
 
 
 def parse_modules(value: object) -> tuple[LoraModulePath, ...]:
-    """Parse a list of items, or a text of items as a shell would split it.
+    """Parse a list of items, or one string of items as a shell would split it.
 
     Raises:
-        ValueError: an item has neither form, or a name stands twice.
+        ValueError: an item has neither form, or a name appears twice.
     """
     items = _split(value) if isinstance(value, str) else value
     if not isinstance(items, list | tuple):
@@ -35,7 +36,7 @@ def parse_modules(value: object) -> tuple[LoraModulePath, ...]:
     modules = tuple(item if isinstance(item, LoraModulePath) else _parse(item) for item in items if item != "")
     names = [module.name for module in modules]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"{show(twice[0])} is given twice; a name has one folder")
+        raise ValueError(f"{show(twice[0])} is given twice; give each name one folder")
     return modules
 
 
@@ -63,7 +64,7 @@ def _from_json(value: dict[str, Any]) -> LoraModulePath:
     for key in _KEYS:
         found = value.get(key)
         if not (isinstance(found, str) and found) and not (key == "base_model_name" and found is None):
-            raise ValueError(f"{key} must be a text, not {show(found)}")
+            raise ValueError(f"{key} must be a non-empty string, not {show(found)}")
     return LoraModulePath(value["name"], Path(value["path"]), value.get("base_model_name"))
 
 
@@ -71,4 +72,4 @@ def _json(text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{show(text)} is no JSON: {error}") from None
+        raise ValueError(f"{show(text)} is not JSON: {error}") from None

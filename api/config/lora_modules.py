@@ -1,12 +1,8 @@
-"""Adapters that lie in folders of the server's own machine: `--lora-modules`, and what a route may import by path.
+"""Register adapters from folders of the server's machine: `--lora-modules`, and imports below `--lora-import-root`.
 
-Folders are registered as uploads are: weights into the store by their digest, the whole check, a version of the id;
-the same content again is the same version.
-
-The one folder of the server from which a request may import adapters by path: `--lora-import-root`.
-
-Paths are taken as the disk has them, links followed, before they are compared: a link that leads out of the folder is
-outside, whoever put it there. What is outside is answered alike whether it exists or not, and no answer holds a path.
+Folders are registered like uploads: weights by digest, full validation, a new version of the id; the same content again
+is the same version. For imports, links are resolved before paths are compared, so that a link out of the root counts as
+outside. Responses do not tell whether a path outside exists, and contain no paths.
 """
 
 import contextlib
@@ -37,7 +33,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class ModulesRefused(Exception):
-    """Some of `--lora-modules` cannot be served; `reasons` has a line for each problem, which begins with the name."""
+    """Report modules that cannot be served; `reasons` has a line per problem, which begins with the module's name."""
 
     def __init__(self, names: Sequence[str], reasons: Sequence[str]) -> None:
         super().__init__(f"--lora-modules: refused: {', '.join(names)}")
@@ -47,10 +43,10 @@ class ModulesRefused(Exception):
 def register_modules(
     store: AdapterStore, modules: Sequence[LoraModulePath], progress: Callable[[str, float], None]
 ) -> None:
-    """Register each; goes on behind a refused one, so that one start tells of all.
+    """Register all modules, and collect the problems of all before raising.
 
     Raises:
-        ModulesRefused: with the names and every reason. Those that are not among them are in the store.
+        ModulesRefused: with the names and all reasons; the other modules are registered.
     """
     reasons: dict[str, list[str]] = {}
     for number, module in enumerate(modules):
@@ -80,12 +76,16 @@ def add_folder(
     opener: Opener = open_file,
     **owner: Any,
 ) -> Registration:
-    """Register a folder of this machine, whoever saved it, as `lorasrv upload` would. `opener` opens its files; `owner`
-    is whose the version becomes, for `AdapterStore.register`.
+    """Register the adapter in a folder, as `lorasrv upload` would.
 
-    An id that has this content as an older version goes back to it; not unless it `moves`, and then nothing is done.
-    Weights that the store has already are not copied once more, unless they turn out to be damaged there.
+    If an older version of the id has this content, it becomes the current one; unless `moves`, it stays an older one.
+    Weights that are already stored are not copied again, unless the stored ones are damaged.
 
+    Args:
+        if_not_exists: refuse an existing id.
+        moves: whether the current version may change to an older one.
+        opener: function that opens the folder's files.
+        owner: owner of the version, for `AdapterStore.register`.
     Raises:
         OSError: the folder cannot be read.
         AdapterError: as `open_adapter_dir`, `AdapterStore.open_blob` and `AdapterStore.register`.
@@ -97,7 +97,7 @@ def add_folder(
             return Registration(older, created=False, report=store.version_history.report(older))
         with contextlib.suppress(BlobNotFound, AdapterCorrupt, AdapterInvalid):
             return store.register(name, peft.config, digest, if_not_exists=if_not_exists, **owner)
-        # Not there, or perhaps damaged on the disk: what is here puts that right.
+        # Not stored, or damaged on disk: the copy replaces it.
         _copy(store, weights, digest, Uploader(owner.get("principal", ANONYMOUS)))
         return store.register(name, peft.config, digest, if_not_exists=if_not_exists, **owner)
 
@@ -105,11 +105,11 @@ def add_folder(
 def _older_version(
     store: AdapterStore, name: AdapterId, config: Mapping[str, object], weights: BufferedReader, digest: str
 ) -> AdapterRef | None:
-    """The version that an id has of a content, if it is not the current one."""
+    """Return the id's version with this content if it is not the current one."""
     record = store.records().get(name)
     if record is None or digest not in {version.weights_digest for version in record.versions}:
         return None
-    # Weights that a version names were checked as a whole; with the config, their header says which content they are.
+    # Stored weights were validated as a whole; config and header identify the content.
     weights.seek(0)
     header = read_header(weights, os.fstat(weights.fileno()).st_size, header_cap_bytes(store.base))
     key = validate_adapter(config, header, store.base, store.max_lora_rank, weights_digest=digest).key
@@ -139,27 +139,27 @@ def _not_current(store: AdapterStore, done: Registration) -> list[str]:
         return []
     name, version = done.ref.adapter_id, done.ref.version
     return [
-        f"the folder is {name}@{version}, and {name}@{current} stays the current one, which came later or was chosen"
+        f"the folder is {name}@{version}; {name}@{current}, which is newer or was selected, stays the current version"
     ]
 
 
 def _other_base(module: LoraModulePath, served: str) -> list[str]:
     if module.base_model_name is None or module.base_model_name == served:
         return []
-    return [f"base_model_name {show(module.base_model_name)} is not what is served here, {show(served)}"]
+    return [f"base_model_name {show(module.base_model_name)} is not the served base model, {show(served)}"]
 
 
 class ImportRoot:
-    """A folder below which requests may name others. `root` exists, its links resolved."""
+    """Resolve requested folders below a root. `root` must exist."""
 
     def __init__(self, root: Path) -> None:
         self._root = root.resolve()
 
     def folder(self, path: str) -> Path:
-        """The adapter's folder that a request names, absolute or below the root, resolved.
+        """Resolve the adapter's folder that a request names, absolute or relative to the root.
 
         Raises:
-            ApiError: 403, it or a file of an adapter in it is outside; 404, there is no such folder.
+            ApiError: 403, the folder or a file of an adapter in it is outside; 404, the folder does not exist.
         """
         found = self._resolved(self._root / path)
         try:
@@ -173,10 +173,10 @@ class ImportRoot:
         return found
 
     def open(self, path: Path) -> BufferedReader:
-        """Open a file and check where it is afterwards: a link that was changed meanwhile leads nowhere.
+        """Open a file and check its location afterwards, so that a link changed in between has no effect.
 
         Raises:
-            ApiError: 403, what has been opened is outside, or no regular file.
+            ApiError: 403, the opened file is outside, or is not a regular file.
             OSError: it cannot be opened.
         """
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -192,7 +192,7 @@ class ImportRoot:
     def _resolved(self, path: Path) -> Path:
         try:
             found = path.resolve()
-        except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
+        except (OSError, ValueError, RuntimeError):  # too long, a NUL byte, a cycle of links
             raise _not_there() from None
         if not found.is_relative_to(self._root):
             raise _outside()
@@ -200,10 +200,10 @@ class ImportRoot:
 
 
 def _outside() -> ApiError:
-    message = "lora_path must lie below the folder that the server was given as --lora-import-root, links followed"
+    message = "lora_path must be below the folder of --lora-import-root after resolving links"
     return ApiError(403, message, code="path_not_allowed", param="lora_path")
 
 
 def _not_there() -> ApiError:
-    message = "there is no such folder below the server's import root (names of a hub are not fetched)"
+    message = "lora_path does not exist below the server's import root (names of a model hub are not downloaded)"
     return ApiError(404, message, code="adapter_not_found", param="lora_path")

@@ -1,7 +1,7 @@
-"""The options of `lorasrv serve`, each declared once in `ServerSettings`.
+"""Declare the options of `lorasrv serve`, each once, in `ServerSettings`.
 
-From a declaration derive the flag of the command (`api.cli.common.settings_options`), the variable of the
-environment and the key of the configuration file (`api.config.sources`), and the place in the engine's configuration.
+A declaration determines the flag (`api.cli.common.settings_options`), the environment variable and the key of the
+configuration file (`api.config.sources`), and the field of the engine's configuration.
 """
 
 import re
@@ -48,24 +48,24 @@ DEFAULT_DRAIN_S = 25.0
 
 @dataclass(frozen=True, slots=True)
 class OptionSpec:
-    """Describe how an option is spelled, explained and passed on."""
+    """Describe the spelling, help and use of an option."""
 
-    # One phrase, imperative or noun, and perhaps a note behind "; ", without the full stop. Where it is shown, choices
-    # come behind the phrase and the default at the end.
+    # One phrase without the full stop, and optionally a note after "; ". The help inserts choices after the phrase and
+    # the default at the end.
     help: str
-    # Heading in the help.
+    # Heading of the option in the help.
     panel: str
     # Shown instead of the default's value.
     default: str = ""
-    # Placeholder for the value; otherwise from the type and the unit in the name.
+    # Placeholder of the value; by default from the type and the unit in the name.
     metavar: str = ""
     # Older names, accepted wherever the field's name is.
     aliases: tuple[str, ...] = ()
-    # Values that are allowed, where the type does not say them.
+    # Allowed values, if the type does not list them.
     choices: tuple[str, ...] = ()
-    # Path in EngineConfig, where the last part is not the field's name.
+    # Path in EngineConfig, if its last part is not the field's name.
     engine: str = ""
-    # Whether the flag takes any text, because words are allowed besides the type's values.
+    # Whether the flag takes text, because words are allowed besides numbers.
     takes_text: bool = False
 
 
@@ -102,7 +102,7 @@ _SIZES = (
 
 
 class ServerSettings(BaseModel):
-    """Hold every option of `serve`. Sizes take 512MiB, 2GB or plain bytes."""
+    """Hold all options of `serve`. Sizes take 512MiB, 2GB or plain bytes."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
@@ -365,14 +365,14 @@ class ServerSettings(BaseModel):
 
     @field_validator(*_SIZES, mode="before")
     @classmethod
-    def _sizes_are_not_negative(cls, value: object) -> object:
+    def _refuse_negative_sizes(cls, value: object) -> object:
         if str(value).strip().startswith("-"):
             raise ValueError(f"must not be negative, not {value}")
         return value
 
     @field_validator("target_itl_ms", mode="before")
     @classmethod
-    def _off_is_no_target(cls, value: object) -> object:
+    def _parse_target_itl(cls, value: object) -> object:
         return None if value == "off" else value
 
     @field_validator("lora_modules", mode="before")
@@ -382,12 +382,12 @@ class ServerSettings(BaseModel):
 
     @field_validator("lora_import_root")
     @classmethod
-    def _is_a_folder(cls, value: Path | None) -> Path | None:
+    def _check_import_root(cls, value: Path | None) -> Path | None:
         root = value.expanduser().resolve() if value is not None else None
         if root is not None and not root.is_dir():
-            raise ValueError(f"{value} is no folder")
+            raise ValueError(f"{value} is not a folder")
         if root is not None and root == root.parent:
-            raise ValueError(f"{value} is the whole machine; give a folder that holds adapters")
+            raise ValueError(f"{value} is the root of the file system; give a folder that contains adapters")
         return root
 
     @field_validator("allowed_origins", mode="before")
@@ -401,17 +401,17 @@ class ServerSettings(BaseModel):
 
     @field_validator("api_key")
     @classmethod
-    def _can_be_sent(cls, value: SecretStr | None) -> SecretStr | None:
+    def _check_api_key(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and not _SECRET.fullmatch(value.get_secret_value()):
-            raise ValueError("takes 8 or more letters, digits and signs without spaces; lorasrv key create makes one")
+            raise ValueError(
+                "must be 8 to 512 printable ASCII characters without spaces; lorasrv key create generates one"
+            )
         return value
 
     @model_validator(mode="after")
-    def _faults_are_meant(self) -> Self:
+    def _require_testing_for_faults(self) -> Self:
         if self.inject_faults and not self.testing:
-            raise ValueError(
-                "--inject-faults makes this server fail on purpose; add --testing if that is what you want"
-            )
+            raise ValueError("--inject-faults makes this server fail on purpose; add --testing to allow it")
         return self
 
     @property
@@ -421,43 +421,52 @@ class ServerSettings(BaseModel):
 
     @property
     def serves_without_keys(self) -> bool:
-        """Tell whether every client is served as long as the store has no keys."""
+        """Return whether clients need no key while the store has none."""
         return self.insecure or is_loopback(self.host)
 
     @property
     def checks_host(self) -> bool:
-        """Tell whether requests must name a loopback Host: only programs of this machine are served."""
+        """Return whether requests must name a loopback Host, because only this machine is served."""
         return is_loopback(self.host) and not self.insecure
 
     def faults(self) -> "tuple[Fault, ...]":
-        """Return the faults to inject. Raises: ConfigError: names a part that is no fault."""
+        """Return the faults to inject.
+
+        Raises:
+            ConfigError: a part is not a fault; names it.
+        """
         from lorasrv.engine.fault_injection import parse_faults
 
         return parse_faults(self.inject_faults or "")
 
     def engine_config(self) -> EngineConfig:
-        """Build the engine's configuration. Raises: ConfigError: a value is out of range; names the flag."""
+        """Build the engine's configuration.
+
+        Raises:
+            ConfigError: a value is out of range; names the flag.
+        """
         config: EngineConfig = self._built(EngineConfig)
         return config
 
-    def edge_bounds(self) -> ConnectionLimits:
+    def connection_limits(self) -> ConnectionLimits:
         """Return the bounds of every connection."""
         return ConnectionLimits(**{field.name: getattr(self, field.name) for field in fields(ConnectionLimits)})
 
     def store_quota(self) -> StoreQuota:
-        """Return the quota of the whole store; a key may have a smaller one (`keys/key.py`)."""
+        """Return the quota of the whole store; a key may have a smaller one."""
         return StoreQuota(self.max_adapters, None if self.store_bytes is None else int(self.store_bytes))
 
     def limits(self, of: Literal["adapter", "key"]) -> Limits:
         """Return the default limits of every adapter, or of every key.
 
-        Raises: ConfigError: one is out of range; names the flag.
+        Raises:
+            ConfigError: a value is out of range; names the flag.
         """
         limits: Limits = self._built(Limits, f"scheduler.{of}_limits.")
         return limits
 
     def _built(self, kind: Any, path: str = "") -> Any:
-        """Build a dataclass of the engine's configuration from the options that belong there, and those inside it."""
+        """Build a dataclass of the engine's configuration, with nested ones, from the options of its fields."""
         values = {}
         for name, inner in get_type_hints(kind).items():
             if is_dataclass(inner):
@@ -476,9 +485,9 @@ OPTIONS: dict[str, OptionSpec] = {
     name: next(part for part in field.metadata if isinstance(part, OptionSpec))
     for name, field in ServerSettings.model_fields.items()
 }
-"""Declaration of each option, by its name."""
+"""Declarations of all options by name."""
 SPELLINGS: dict[str, str] = {spelling: name for name, option in OPTIONS.items() for spelling in (name, *option.aliases)}
-"""Name of the option that each accepted name means."""
+"""Option of each accepted spelling."""
 
 
 def flag(name: str) -> str:
@@ -488,7 +497,7 @@ def flag(name: str) -> str:
 
 @cache
 def engine_options() -> dict[str, str]:
-    """Map paths in EngineConfig, such as `scheduler.max_num_seqs`, to the options that set them."""
+    """Map paths in EngineConfig, such as `scheduler.max_num_seqs`, to their options."""
     renamed = {option.engine: name for name, option in OPTIONS.items() if option.engine}
     found = {}
     for path in _paths(EngineConfig):

@@ -1,7 +1,7 @@
-"""Where options of `serve` come from: flags before the environment before the configuration file before defaults.
+"""Resolve options of `serve` by precedence: flags, environment, configuration file, defaults.
 
-`ServerSettings` says what a value may be; this module says where each one was given, for `lorasrv config show` and for
-error messages, which name the flag, the variable, or the file and its key.
+`ServerSettings` validates values; this module records where each one was given, for `lorasrv config show` and for error
+messages, which name the flag, the variable, or the file and its key.
 """
 
 import os
@@ -21,46 +21,50 @@ from lorasrv.errors import ConfigError
 
 PREFIX = "LORASRV_"
 FIELDS = tuple(OPTIONS)
-# Variables that are no option of `serve`; those of tests go by.
+# Known variables that are not options of `serve`; those of tests are ignored.
 _OTHERS = ("SERVER", "TRACEBACK", ENVIRONMENT.removeprefix(PREFIX))
 _TESTS = "TEST_"
 _FLAG = re.compile(r"--([a-z][a-z0-9-]*)")
-_KINDS: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "a text"}
+_KINDS: Mapping[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _BOUNDS = (("ge", "at least {}"), ("gt", "above {}"), ("le", "at most {}"), ("lt", "below {}"))
 OriginKind = Literal["flag", "environment", "file", "default"]
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Tell where a value was given; `name` is the flag, the variable, or the file's path."""
+    """Name the source of a value."""
 
     kind: OriginKind
+    # Flag, variable, or path of the file.
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class _Given:
-    """Hold the value of an option as it was given."""
+    """Hold a value as it was given."""
 
     value: Any
     origin: Origin
-    # As a flag, a variable or a key of the file.
+    # Spelling as a flag, a variable or a key of the file.
     spelled: str
 
 
 @dataclass(frozen=True, slots=True)
 class Sources:
-    """Hold what flags, environment and file say."""
+    """Hold the values from flags, environment and file."""
 
     file: ConfigFile | None = None
     _given: Mapping[str, _Given] = field(default_factory=dict)
 
     @classmethod
     def gather(cls, flags: Mapping[str, Any] | None = None, path: Path | None = None) -> "Sources":
-        """Read all sources. `flags` are the flags' values by their names with underscores.
+        """Read all sources.
 
+        Args:
+            flags: values of flags by their names with underscores.
+            path: the configuration file; None for the one that `find` returns.
         Raises:
-            ConfigError: the file cannot be read or holds an unknown key, or a source has an option under two names.
+            ConfigError: the file cannot be read or has an unknown key, or a source has an option under two names.
         """
         found = find(path)
         file = None if found is None else read(found)
@@ -75,18 +79,22 @@ class Sources:
 
     @classmethod
     def of_flags(cls, flags: Mapping[str, Any]) -> "Sources":
-        """Take flags alone, without environment and file. Raises: ConfigError: an option has two names in them."""
+        """Use flags alone, without environment and file.
+
+        Raises:
+            ConfigError: an option has two names in them.
+        """
         return cls(None, _by_option(flags, "flag"))
 
     def origin(self, name: str) -> Origin:
-        """Return where an option's value is from."""
+        """Return the source of an option's value."""
         return self._given[name].origin if name in self._given else Origin("default", "")
 
     def settings(self) -> ServerSettings:
-        """Return the settings that follow from all sources.
+        """Build and validate the settings.
 
         Raises:
-            ConfigError: a value is wrong: one line with its origin and what is allowed.
+            ConfigError: a value is wrong; one line with its source and the allowed values.
         """
         wrong = [_not_a_switch(name, given) for name, given in self._given.items() if given.origin.kind == "file"]
         if complaints := [f"{self._place(name)}: {text}" for name, text in filter(None, wrong)]:
@@ -101,7 +109,7 @@ class Sources:
         return settings
 
     def reworded(self, message: str) -> str:
-        """Replace flags in a message by the flags, variables or keys that were given."""
+        """Replace flags in a message by the flags, variables or keys that were used."""
         named = [self._given.get(_option(name)) for name in _FLAG.findall(message)]
         message = _FLAG.sub(lambda found: self._spelled(_option(found[1]), found[0]), message)
         from_file = any(given is not None and given.origin.kind == "file" for given in named)
@@ -124,21 +132,21 @@ class Sources:
                 continue
             name = str(problem["loc"][0])
             if problem["type"] not in ("value_error", "extra_forbidden"):
-                given = "what is given" if name in FIELDS and is_secret(name) else _shown(problem["input"])
+                given = "the given value" if name in FIELDS and is_secret(name) else _shown(problem["input"])
                 message = f"{given} is not allowed; expected {expected(name)}"
             lines.append(f"{self._place(name)}: {message}")
         return "; ".join(lines)
 
 
 def unknown_variables() -> list[str]:
-    """Return a warning for each LORASRV_ variable that nothing reads: most likely it is misspelled."""
+    """Return a warning for each LORASRV_ variable that is not read, which is probably misspelled."""
     known = [PREFIX + name for name in (*(spelling.upper() for spelling in SPELLINGS), *_OTHERS)]
     lines = []
     for name in sorted(_variables()):
         if name.startswith(PREFIX) and name not in known and not name.startswith(PREFIX + _TESTS):
             near = near_names(name, {other.lower(): other for other in known})
             hint = f"; did you mean {near[0].upper()}?" if near else ""
-            lines.append(f"{name} is in the environment, and nothing reads it{hint}")
+            lines.append(f"{name} is set in the environment, but is not an option{hint}")
     return lines
 
 
@@ -147,7 +155,7 @@ def expected(name: str) -> str:
     if allowed := choices(name):
         return f"one of {', '.join(allowed)}"
     field = ServerSettings.model_fields[name]
-    # Pydantic lifts what stands in Annotated[...] to the field, but not out of `Annotated[...] | None`.
+    # Pydantic moves metadata of Annotated[...] to the field, but not from `Annotated[...] | None`.
     kinds, bounds = _parts(field.annotation)
     found = [*field.metadata, *bounds]
     texts = [text.format(getattr(part, at)) for at, text in _BOUNDS for part in found if hasattr(part, at)]
@@ -156,7 +164,7 @@ def expected(name: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Tell whether an option's value must not be shown."""
+    """Return whether an option's value must not be shown."""
     return SecretStr in option_types(name)
 
 
@@ -172,7 +180,11 @@ def option_types(name: str) -> list[Any]:
 
 
 def _by_option(said: Mapping[str, Any], kind: OriginKind, path: str = "") -> dict[str, _Given]:
-    """Arrange what one source says by options. Raises: ConfigError: an option has two names in it; tells both."""
+    """Map one source's values to options.
+
+    Raises:
+        ConfigError: the source has an option under two names; the message has both.
+    """
     found: dict[str, _Given] = {}
     for spelling, value in said.items():
         spelled = {"flag": flag(spelling), "environment": PREFIX + spelling.upper()}.get(kind, spelling)
@@ -185,19 +197,19 @@ def _by_option(said: Mapping[str, Any], kind: OriginKind, path: str = "") -> dic
 
 
 def _option(flag_name: str) -> str:
-    """Return the option that a flag without its hyphens in front means."""
+    """Return the option of a flag without its leading hyphens."""
     name = flag_name.replace("-", "_")
     return SPELLINGS.get(name, name)
 
 
 def _kind(kind: Any) -> str:
     if kind is SecretStr:
-        return "a text"
+        return "text"
     if kind is ByteSize:
         return "a size: 512MiB, 2GB or bytes"
     if kind is Path:
         return "a path"
-    return _KINDS.get(kind, "a list of texts")
+    return _KINDS.get(kind, "a list of strings")
 
 
 def _parts(annotation: Any) -> tuple[list[Any], list[Any]]:
@@ -211,7 +223,7 @@ def _parts(annotation: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _not_a_switch(name: str, given: _Given) -> tuple[str, str] | None:
-    """Refuse TOML's true as a number, though it is Python's 1."""
+    """Refuse TOML's true for a number, though it is Python's 1."""
     if not isinstance(given.value, bool) or bool in option_types(name):
         return None
     return name, f"{_shown(given.value)} is not allowed; expected {expected(name)}"
@@ -225,5 +237,5 @@ def _shown(value: object) -> str:
 
 
 def _variables() -> dict[str, str]:
-    """Return the variables of the environment that are not empty; names in any case mean the same."""
+    """Return the non-empty variables of the environment, with names in upper case."""
     return {name.upper(): value for name, value in os.environ.items() if value}

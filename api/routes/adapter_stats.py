@@ -38,7 +38,7 @@ async def show_stats(adapter_id: str, services: ServicesDep, view: ViewDep) -> d
 
 
 async def _of_base(name: str, services: Services, view: ScopedStore) -> dict[str, Any]:
-    if name not in (BASE, services.base_name) or not view.is_whole:
+    if name not in (BASE, services.base_name) or not view.is_unrestricted:
         # Raises the error, with similar names.
         await run_in_threadpool(view.get, name)
         raise AdapterNotFound(name)

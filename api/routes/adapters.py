@@ -238,7 +238,7 @@ async def _change(
             await undo()
         raise
     if change.limits is not None:
-        await services.limits.tell(adapter_id)
+        await services.limits.apply(adapter_id)
     return record
 
 
@@ -294,7 +294,7 @@ async def _forget(services: Services, view: ScopedStore, gone: Deletion) -> None
     if gone.adapter_id not in view.records():
         services.engine.traffic.forget(gone.adapter_id)
     await services.ledger.forget(gone.adapter_id, gone.contents)
-    await services.limits.tell(gone.adapter_id)
+    await services.limits.apply(gone.adapter_id)
     for key in gone.unnamed:
         await services.engine.unpin(key)
 

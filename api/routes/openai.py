@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions and /v1/completions."""
+"""Serve POST /v1/chat/completions and /v1/completions."""
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
@@ -6,15 +6,15 @@ from fastapi.responses import Response
 from api.asgi.json_body import JsonRoute
 from api.auth.principal import CallerDep
 from api.schemas.openai import ChatBody, CompletionBody
+from api.serving.generation import generate_openai, respond
 from api.serving.services import ServicesDep
-from api.serving.serving_openai import generate_openai, respond
 
 router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/v1/completions")
 async def completions(request: Request, body: CompletionBody, services: ServicesDep, caller: CallerDep) -> Response:
-    """Continue one prompt, or several."""
+    """Continue one or more prompts."""
     return await respond(request.receive, generate_openai(body, services, caller), streamed=bool(body.stream))
 
 

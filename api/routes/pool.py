@@ -39,7 +39,7 @@ async def _traffic(services: Services, view: ScopedStore) -> dict[str, Any]:
     traffic = services.engine.traffic
     asked = traffic.hottest(MAX_ACCOUNTS)
     totals = [traffic.total]
-    if not view.is_whole:
+    if not view.is_unrestricted:
         records = view.records()
         asked = [(name, account) for name, account in asked if name in records]
         totals = [account for _, account in asked]
@@ -74,9 +74,11 @@ def _names(records: Iterable[AdapterRecord]) -> Names:
 
 
 def _as_json(pool: PoolMap, names: Names, view: ScopedStore) -> dict[str, Any]:
-    requests = [request for request in pool.requests if view.is_whole or request.principal == view.caller.principal]
-    adapters = [adapter for adapter in pool.adapters if view.is_whole or adapter.key in names]
-    promised = [promise for promise in pool.promised if view.is_whole or promise.key in names]
+    requests = [
+        request for request in pool.requests if view.is_unrestricted or request.principal == view.caller.principal
+    ]
+    adapters = [adapter for adapter in pool.adapters if view.is_unrestricted or adapter.key in names]
+    promised = [promise for promise in pool.promised if view.is_unrestricted or promise.key in names]
     return {
         "object": "pool",
         "pages_total": pool.pages_total,

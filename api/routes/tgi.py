@@ -1,4 +1,4 @@
-"""POST /generate, /generate_stream and /: as text-generation-inference and LoRAX have them."""
+"""Serve POST /generate, /generate_stream and /, compatible with text-generation-inference and LoRAX."""
 
 import secrets
 from functools import partial
@@ -10,10 +10,10 @@ from starlette.concurrency import run_in_threadpool
 from api.asgi.json_body import JsonRoute
 from api.auth.principal import Caller, CallerDep
 from api.schemas.tgi import GenerateBody, Parameters
+from api.serving.generation import GenerationPlan, generate, respond
 from api.serving.model_resolver import ResolvedModel
 from api.serving.openai_responses import CompletionFormat, ResponseBuilder
 from api.serving.services import Services, ServicesDep
-from api.serving.serving_openai import GenerationPlan, generate, respond
 from api.serving.tgi_responses import TgiResponseBuilder, TokenWriter
 from lorasrv.engine.input_processor import check_could_fit
 from lorasrv.errors import InvalidRequest
@@ -23,7 +23,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/generate")
 async def tgi_generate(request: Request, body: GenerateBody, services: ServicesDep, caller: CallerDep) -> Response:
-    """Continue a text, and answer when it is done."""
+    """Continue a text, and respond when it is complete."""
     if body.stream:
         raise InvalidRequest("stream is not served here; use /generate_stream", param="stream")
     return await _answer(request, body, services, caller, streamed=False)
@@ -33,13 +33,13 @@ async def tgi_generate(request: Request, body: GenerateBody, services: ServicesD
 async def tgi_generate_stream(
     request: Request, body: GenerateBody, services: ServicesDep, caller: CallerDep
 ) -> Response:
-    """Continue a text, one event a token."""
+    """Continue a text, and stream one event per token."""
     return await _answer(request, body, services, caller, streamed=True)
 
 
 @router.post("/")
 async def tgi_root(request: Request, body: GenerateBody, services: ServicesDep, caller: CallerDep) -> Response:
-    """As /generate_stream if `stream` is true, else as /generate with the answer in a list."""
+    """Respond as /generate_stream if `stream` is true, else as /generate with the answer in a list."""
     return await _answer(request, body, services, caller, streamed=bool(body.stream), as_list=True)
 
 
@@ -47,7 +47,7 @@ async def _answer(
     request: Request, body: GenerateBody, services: Services, caller: Caller, *, streamed: bool, as_list: bool = False
 ) -> Response:
     parameters = body.wanted(streamed)
-    # A request that names no model asks the base.
+    # Without a model, the base responds.
     model = body.model or services.base_name
     plan = partial(_plan, body, parameters, streamed, as_list)
     return await respond(request.receive, generate(plan, model, parameters, services, caller), streamed=streamed)
@@ -62,11 +62,11 @@ async def _plan(
     services: Services,
     caller: Caller,
 ) -> GenerationPlan:
-    tokens_are_told = streamed or parameters.details or parameters.decoder_input_details or parameters.num_choices > 1
-    # 53 bits: a JSON reader that has only doubles reads them back as they are.
+    needs_tokens = streamed or parameters.details or parameters.decoder_input_details or parameters.num_choices > 1
+    # 53 bits, which JSON parsers that use doubles read exactly.
     seed = parameters.seed if parameters.seed is not None else secrets.randbits(53)
     drawn = seed if parameters.is_sampled else None
-    sampling = parameters.sampling(drawn, with_tokens=bool(tokens_are_told))
+    sampling = parameters.sampling(drawn, with_tokens=bool(needs_tokens))
     prompt = await services.in_thread(body.inputs, partial(_prompt_ids, body, parameters, services), caller)
     grammar = await run_in_threadpool(parameters.wanted_grammar)
     figures = ResponseBuilder(f"gen-{secrets.token_hex(12)}", target, CompletionFormat())
@@ -76,7 +76,7 @@ async def _plan(
 
 
 def _prompt_ids(body: GenerateBody, parameters: Parameters, services: Services) -> list[int]:
-    """Return the prompt's tokens; of too many the last `truncate`, as TGI does it."""
+    """Return the prompt's tokens, the last `truncate` if it is set, as TGI does."""
     tokenizer, longest = services.engine.tokenizer, services.engine.max_model_len - 1
     if parameters.truncate is not None and parameters.truncate > longest:
         raise InvalidRequest(f"truncate must be between 1 and {longest}", param="truncate")

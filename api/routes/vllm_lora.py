@@ -65,7 +65,7 @@ def _add(services: Services, view: ScopedStore, root: ImportRoot, body: LoadBody
         if not body.load_inplace:
             _check_new(view, body.lora_name)
         new = {"if_not_exists": not body.load_inplace}
-        with view.own_figures():
+        with view.hide_usage_of_others():
             return add_folder(services.store, folder, body.lora_name, **new, opener=root.open, **view.owner)
     except AdapterExists:
         message = (

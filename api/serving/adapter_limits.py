@@ -36,15 +36,15 @@ class AdapterLimits:
                     f"the store keeps limits of {record.adapter_id!r} that are invalid: {error}"
                 ) from None
 
-    async def tell_all(self) -> None:
+    async def apply_all(self) -> None:
         """Apply all limits at the start, before the first request.
 
         Raises: EngineDead.
         """
         limited = [record.adapter_id for record in self._store.list_adapters() if record.limits]
-        await asyncio.gather(*map(self.tell, limited))
+        await asyncio.gather(*map(self.apply, limited))
 
-    async def tell(self, adapter_id: str) -> None:
+    async def apply(self, adapter_id: str) -> None:
         """Apply the current limits of an id, which may be deleted.
 
         Raises: EngineDead.

@@ -1,8 +1,7 @@
-"""Whether a request may come in: there is room for it in the engine's queue, and its key's limits allow it.
+"""Admit requests: check the engine's queue and the limits of the caller's key.
 
-Asked twice, in the same order and with the same errors: once before anything is done for a request, so that a flood
-costs little, and once when it is understood, with what it takes. Each refusal is counted once, by the engine's
-observers.
+Both are checked twice, in the same order and with the same errors: before any work is done for a request, so that a
+flood costs little, and again when its size is known. The engine's observers count each refusal once.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Sequence[int]
 AddPrompt = Callable[[Prompt], "Awaitable[Sequence[RequestStream]]"]
-"""Asks the engine for the answers to one prompt."""
+"""Adds one prompt to the engine and returns its answers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,31 +26,36 @@ class AdmissionController:
     """Admit requests to one engine."""
 
     engine: "AsyncEngine"
-    allowances: RateLimiter
+    rate_limiter: RateLimiter
 
     def check(self, caller: Caller) -> None:
-        """Check that one more request could come in now.
+        """Check that one more request could be admitted now.
 
         Raises: EngineOverloaded, LimitExceeded.
         """
         self.engine.check_admission(caller.principal)
-        self.allowances.check(caller)
+        self.rate_limiter.check(caller)
 
     async def admit(
         self, caller: Caller, prompts: Sequence[Prompt], width: int, begin: Callable[[], Awaitable[AddPrompt]]
     ) -> list[OutputStream]:
-        """Return the answers, `width` to each prompt. They count until they have ended or are closed; if one is refused
-        all are, and none counts.
+        """Admit all prompts of a request, or none.
+
+        Answers count against the key's limits until they end or are closed. If a prompt is refused, none counts.
 
         Args:
-            begin: does what has to be done once for all prompts, such as compiling a grammar, while they count already.
-
+            caller: caller whose limits apply.
+            prompts: texts, or token ids.
+            width: number of answers per prompt.
+            begin: work that is done once for all prompts, such as compiling a grammar, while the request already
+                counts.
+        Returns: the answers, `width` per prompt.
         Raises:
-            EngineOverloaded, LimitExceeded: not now; says which limit.
-            InvalidRequest: it is more at once than the key may ever have, or than could ever fit.
-            LorasrvError, AdapterError: what `begin` and the engine raise.
+            EngineOverloaded, LimitExceeded: not now; names the limit.
+            InvalidRequest: the request exceeds the key's limits or the context, so it can never be admitted.
+            LorasrvError, AdapterError: from `begin` or the engine.
         """
-        reservation = self.allowances.reserve(caller, len(prompts), len(prompts) * width)
+        reservation = self.rate_limiter.reserve(caller, len(prompts), len(prompts) * width)
         streams: list[OutputStream] = []
         try:
             add = await begin()

@@ -23,7 +23,7 @@ class ChatPlan:
 
     prompt: list[int]
     grammar: Grammar | None
-    wording: ProtocolFormat
+    protocol_format: ProtocolFormat
     # Special tokens that the tool parser must see.
     shown_token_ids: frozenset[int] = frozenset()
 
@@ -54,8 +54,8 @@ def plan_chat(body: ChatBody, engine: "AsyncEngine") -> ChatPlan:
         grammar = form.grammar(tools, parallel, tokenizer)
     elif any(tool.is_strict for tool in tools):
         grammar = form.unforced_grammar(tools, tokenizer)
-    wording = ToolCallFormat(form, frozenset(tool.name for tool in tools), parallel)
-    return ChatPlan(prompt, grammar, wording, form.shown(tokenizer))
+    protocol_format = ToolCallFormat(form, frozenset(tool.name for tool in tools), parallel)
+    return ChatPlan(prompt, grammar, protocol_format, form.shown(tokenizer))
 
 
 def check_tellable(messages: Sequence[Message], template: "ChatTemplate") -> None:

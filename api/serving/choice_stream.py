@@ -33,7 +33,7 @@ class ChoiceStream:
         self._arrived: asyncio.Queue[tuple[int, RequestOutput | Exception]] = asyncio.Queue(len(streams))
         self._pumps = [asyncio.create_task(self._pump(*numbered)) for numbered in enumerate(streams)]
 
-    def firsts(self) -> list[RequestOutput]:
+    def first_outputs(self) -> list[RequestOutput]:
         """Return, for each prompt, the latest output of its first choice that has any."""
         indices = {index // self.width: index for index in sorted(self.latest, reverse=True)}
         return [self.latest[indices[prompt]] for prompt in sorted(indices)]

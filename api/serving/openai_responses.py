@@ -35,22 +35,22 @@ class ProtocolFormat(Protocol):
     whole_object: str
     chunk_object: str
 
-    def opening(self) -> Json | None:
+    def first_delta(self) -> Json | None:
         """Return the content of the first chunk, before any text; None if there is none."""
 
-    def logprobs(self, speller: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+    def logprobs(self, logprobs_formatter: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
         """Format log-probabilities; None if there are none."""
 
-    def piece(self, text: str) -> Json:
+    def delta(self, text: str) -> Json:
         """Format a piece of text in a chunk."""
 
-    def whole(self, text: str) -> Json:
+    def full_content(self, text: str) -> Json:
         """Format the whole text."""
 
-    def pieces(self, index: int, output: RequestOutput) -> list[Json]:
+    def deltas(self, index: int, output: RequestOutput) -> list[Json]:
         """Format one output of a choice as one or more chunks."""
 
-    def reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
+    def finish_reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
         """Return the finish reason of a choice whose last content is `content`."""
 
 
@@ -58,12 +58,12 @@ class _PlainText(ABC):
     """Format answers without parsing them."""
 
     @abstractmethod
-    def piece(self, text: str) -> Json: ...
+    def delta(self, text: str) -> Json: ...
 
-    def pieces(self, index: int, output: RequestOutput) -> list[Json]:
-        return [self.piece(output.text)]
+    def deltas(self, index: int, output: RequestOutput) -> list[Json]:
+        return [self.delta(output.text)]
 
-    def reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
+    def finish_reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
         return ended.finish_reason
 
 
@@ -74,16 +74,16 @@ class ChatFormat(_PlainText):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def opening(self) -> Json | None:
+    def first_delta(self) -> Json | None:
         return {"delta": {"role": "assistant", "content": ""}}
 
-    def logprobs(self, speller: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
-        return speller.chat(tokens)
+    def logprobs(self, logprobs_formatter: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+        return logprobs_formatter.chat(tokens)
 
-    def piece(self, text: str) -> Json:
+    def delta(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def whole(self, text: str) -> Json:
+    def full_content(self, text: str) -> Json:
         return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
 
@@ -93,16 +93,16 @@ class CompletionFormat(_PlainText):
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
 
-    def opening(self) -> Json | None:
+    def first_delta(self) -> Json | None:
         return None
 
-    def logprobs(self, speller: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
-        return speller.completion(tokens, top)
+    def logprobs(self, logprobs_formatter: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
+        return logprobs_formatter.completion(tokens, top)
 
-    def piece(self, text: str) -> Json:
+    def delta(self, text: str) -> Json:
         return {"text": text}
 
-    def whole(self, text: str) -> Json:
+    def full_content(self, text: str) -> Json:
         return {"text": text}
 
 
@@ -112,14 +112,14 @@ class ResponseBuilder:
 
     answer_id: str
     target: ResolvedModel
-    wording: ProtocolFormat
+    protocol_format: ProtocolFormat
     # Stream options.
     include_usage: bool = False
     usage_in_chunks: bool = False
     # Number of choices returned per prompt, the best by mean log-probability; None: all.
     shown: int | None = None
     # Set to return log-probabilities.
-    speller: LogprobsFormatter | None = None
+    logprobs_formatter: LogprobsFormatter | None = None
     # Number of likeliest tokens beside each token of the answer, and of the prompt.
     top: int | None = None
     prompt_top: int | None = None
@@ -140,16 +140,18 @@ class ResponseBuilder:
                 outputs[index].append(output)
         finally:
             await choices.aclose()
-        if self.speller is None:
-            wholes = self._wholes(outputs, choices.width)
+        if self.logprobs_formatter is None:
+            wholes = self._full_choices(outputs, choices.width)
         else:
             # In a thread: formatting a long answer's log-probabilities takes seconds, which would stop all streams.
-            wholes = await run_in_threadpool(self._wholes, outputs, choices.width)
-        body = self._envelope(self.wording.whole_object, wholes)
+            wholes = await run_in_threadpool(self._full_choices, outputs, choices.width)
+        body = self._envelope(self.protocol_format.whole_object, wholes)
         return {**body, "usage": self.usage(choices)}, self.headers(choices)
 
-    def _wholes(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[Json]:
-        return [self._whole(number, index, width, outputs) for number, index in enumerate(self._best(outputs, width))]
+    def _full_choices(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[Json]:
+        return [
+            self._full_choice(number, index, width, outputs) for number, index in enumerate(self._best(outputs, width))
+        ]
 
     def _best(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[int]:
         """Return the indices of the returned choices, prompt by prompt."""
@@ -160,24 +162,24 @@ class ResponseBuilder:
             best += tried if shown == width else sorted(tried, key=lambda i: -mean_logprob(outputs[i]))[:shown]
         return best
 
-    def _whole(self, number: int, index: int, width: int, outputs: Mapping[int, Sequence[RequestOutput]]) -> Json:
+    def _full_choice(self, number: int, index: int, width: int, outputs: Mapping[int, Sequence[RequestOutput]]) -> Json:
         """Format a whole choice; its prompt is in the outputs of the first one that was tried."""
         own, first = outputs[index], outputs[index - index % width][0]
         echo = self.echoes[index // width] if self.echoes else None
         text = (echo.text if echo else "") + "".join(output.text for output in own)
-        content = self.wording.whole(text)
+        content = self.protocol_format.full_content(text)
         tokens: list[PlacedToken] = []
         if self.top is not None:
             shown = ShownTokens(len(echo.text) if echo else 0)
             tokens += echo.placed(first.prompt_logprobs or ()) if echo else ()
             tokens += [placed for output in own for placed in shown.take(output)]
         choice = self._choice(number, content, own[-1], tokens)
-        if self.prompt_top is not None and self.speller is not None:
-            choice["prompt_logprobs"] = self.speller.prompt(first.prompt_logprobs or (), self.prompt_top)
+        if self.prompt_top is not None and self.logprobs_formatter is not None:
+            choice["prompt_logprobs"] = self.logprobs_formatter.prompt(first.prompt_logprobs or (), self.prompt_top)
         return choice
 
     async def events(self, choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
-        """The events of a stream, whose choices take turns as they come."""
+        """Yield the events of a stream, with choices interleaved as they arrive."""
         opened: dict[int, ShownTokens] = {}
         waiting: defaultdict[int, list[PlacedToken]] = defaultdict(list)
         try:
@@ -191,12 +193,12 @@ class ResponseBuilder:
                 if output.finished or output.text or self.usage_in_chunks:
                     ended = output if output.finished else None
                     waiting[index] += tokens
-                    pieces = self.wording.pieces(index, output)
+                    pieces = self.protocol_format.deltas(index, output)
                     for left, piece in zip(range(len(pieces) - 1, -1, -1), pieces, strict=True):
-                        told = waiting.pop(index, ())
-                        yield self._chunk(choices, self._choice(index, piece, None if left else ended, told))
+                        due_tokens = waiting.pop(index, ())
+                        yield self._chunk(choices, self._choice(index, piece, None if left else ended, due_tokens))
             if self.include_usage:
-                body = self._envelope(self.wording.chunk_object, [])
+                body = self._envelope(self.protocol_format.chunk_object, [])
                 yield event({**body, "usage": self.usage(choices)})
         except (LorasrvError, AdapterError, ApiError) as error:
             yield event(describe(error).body)
@@ -206,13 +208,13 @@ class ResponseBuilder:
         """Return the first chunk of a choice, before any text of its answer; None if there is none."""
         if echo is not None:
             tokens = echo.placed(output.prompt_logprobs or ()) if self.top is not None else ()
-            return self._choice(index, self.wording.piece(echo.text), None, tokens)
-        opening = self.wording.opening()
+            return self._choice(index, self.protocol_format.delta(echo.text), None, tokens)
+        opening = self.protocol_format.first_delta()
         return None if opening is None else self._choice(index, opening)
 
     def headers(self, choices: ChoiceStream) -> dict[str, str]:
         """Return headers with the requested and the answering model, the adapter's tier and the times."""
-        timing = choices.firsts()[0].timing
+        timing = choices.first_outputs()[0].timing
         known = {
             **self.target.headers,
             "x-queue-ms": f"{timing.queue_ms:.1f}",
@@ -230,7 +232,7 @@ class ResponseBuilder:
         A prompt counts once: the first choice computes it, the others share its pages. Choices that are not returned
         count.
         """
-        firsts = choices.firsts()
+        firsts = choices.first_outputs()
         prompt = sum(first.num_prompt_tokens for first in firsts)
         completion = sum(output.num_generated_tokens for output in choices.latest.values())
         return {
@@ -257,7 +259,7 @@ class ResponseBuilder:
         }
 
     def _chunk(self, choices: ChoiceStream, choice: Json) -> bytes:
-        body = self._envelope(self.wording.chunk_object, [choice])
+        body = self._envelope(self.protocol_format.chunk_object, [choice])
         if self.usage_in_chunks:
             body["usage"] = self.usage(choices)
         elif self.include_usage:
@@ -271,8 +273,10 @@ class ResponseBuilder:
         ended: RequestOutput | None = None,
         tokens: Sequence[PlacedToken] = (),
     ) -> Json:
-        known = self.speller and self.wording.logprobs(self.speller, tokens, self.top or 0)
-        reason = ended and self.wording.reason(index, content, ended)
+        known = self.logprobs_formatter and self.protocol_format.logprobs(
+            self.logprobs_formatter, tokens, self.top or 0
+        )
+        reason = ended and self.protocol_format.finish_reason(index, content, ended)
         choice = {"index": index, **content, "logprobs": known, "finish_reason": reason}
         return choice if ended is None else {**choice, "stop_reason": ended.stop_reason}
 
@@ -309,7 +313,7 @@ class ToolCallFormat(ChatFormat):
         self._readers: dict[int, ToolReader] = {}
         self._num_calls: dict[int, int] = {}
 
-    def pieces(self, index: int, output: RequestOutput) -> list[Json]:
+    def deltas(self, index: int, output: RequestOutput) -> list[Json]:
         """Format an output. A call takes two deltas: its id and name, then its arguments. The last output has at
         least one.
         """
@@ -319,10 +323,10 @@ class ToolCallFormat(ChatFormat):
         parts = reader.push(output.text)
         if output.finished:
             parts += reader.flush()
-        deltas = [{"delta": delta} for part in parts for delta in self._deltas(index, part)]
+        deltas = [{"delta": delta} for part in parts for delta in self._part_deltas(index, part)]
         return deltas or ([{"delta": {}}] if output.finished or not output.text else [])
 
-    def whole(self, text: str) -> Json:
+    def full_content(self, text: str) -> Json:
         reader = self._reader()
         parts = [*reader.push(text), *reader.flush()]
         content = "".join(part for part in parts if isinstance(part, str))
@@ -330,14 +334,14 @@ class ToolCallFormat(ChatFormat):
         message = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
         return {"message": {**message, TOOL_CALLS: calls} if calls else message}
 
-    def reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
+    def finish_reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
         called = self._num_calls.get(index) or content.get("message", {}).get(TOOL_CALLS)
         return TOOL_CALLS if called and ended.finish_reason is FinishReason.STOP else ended.finish_reason
 
     def _reader(self) -> ToolReader:
         return self._form.reader(self._names, self._parallel)
 
-    def _deltas(self, index: int, part: Part) -> list[Json]:
+    def _part_deltas(self, index: int, part: Part) -> list[Json]:
         if isinstance(part, str):
             return [{"content": part}]
         number = self._num_calls.get(index, 0)

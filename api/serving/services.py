@@ -1,8 +1,4 @@
-"""What routes work with, put into `app.state` by `create_app`; no module holds any of it.
-
-Whether the store's disk takes uploads, asked in a thread of its own: a disk on the network may never answer, and
-whoever asks whether the server is ready must hold up nobody.
-"""
+"""Bundle the parts of a server that routes use; `create_app` puts them into `app.state`."""
 
 import asyncio
 import time
@@ -34,22 +30,25 @@ from lorasrv.offline.verify.verifier import Verifier
 if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
 
-PATIENCE_S = 2.0
+PROBE_TIMEOUT_S = 2.0
 
 
 class StoreProbe:
-    """For the event loop's thread."""
+    """Check whether the store's disk accepts writes; used in the event loop's thread.
 
-    def __init__(self, store: AdapterStore, patience_s: float = PATIENCE_S) -> None:
+    The check runs in a thread of its own, because a network disk may hang, and a readiness probe must not block others.
+    """
+
+    def __init__(self, store: AdapterStore, timeout_s: float = PROBE_TIMEOUT_S) -> None:
         self._store = store
-        self._patience_s = patience_s
+        self._timeout_s = timeout_s
         self._thread = ThreadPoolExecutor(1, "lorasrv-store-probe")
 
     async def is_writable(self) -> bool:
-        """False also if the disk does not say so in time."""
-        asked = asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._store.is_writable)
+        """Return whether the disk accepts writes; False also without a response in time."""
+        probe = asyncio.get_running_loop().run_in_executor(self._thread, lambda: self._store.is_writable)
         try:
-            return await asyncio.wait_for(asked, self._patience_s)
+            return await asyncio.wait_for(probe, self._timeout_s)
         except TimeoutError:
             return False
 
@@ -61,13 +60,14 @@ MAX_LONG_TEXTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Services:
-    """One server's parts. `started_s` is Unix time."""
+    """Hold the parts of one server."""
 
     engine: "AsyncEngine"
     store: AdapterStore
     settings: ServerSettings
     limits: AdapterLimits
     verifier: Verifier
+    # Unix time.
     started_s: int
     draining: Draining
     connections_cut: Counter[str]
@@ -86,7 +86,7 @@ class Services:
         limits: AdapterLimits,
         verifier: Verifier,
     ) -> "Services":
-        """Return the services of a server that starts now."""
+        """Create the services of a server that starts now."""
         started_s = int(time.time())
         base = base_card(settings.served_model_name or engine.model_name, started_s, engine.max_model_len)
         return cls(
@@ -105,31 +105,38 @@ class Services:
             FairLock("long texts", MAX_LONG_TEXTS),
         )
 
-    async def in_thread(self, said: object, work: Callable[[], T], caller: Caller) -> T:
-        """The result of work on texts that may be longer than any context. Long ones one at a time: eight million
-        characters take most of a minute, and threads are few, for everybody. `said`: the texts, in whatever they lie.
+    async def in_thread(self, texts: object, work: Callable[[], T], caller: Caller) -> T:
+        """Run work on texts of any length in a thread.
 
-        Raises: EngineOverloaded: too many long ones wait, of this key or of all.
+        Long texts are processed one at a time: eight million characters take most of a minute, and threads are few.
+
+        Args:
+            texts: the texts, in lists, objects or bodies.
+            work: the function to run.
+            caller: caller whose turn counts for a long text.
+        Raises: EngineOverloaded: too many long texts are waiting, of this key or of all.
         """
-        if not is_long(said):
+        if not is_long(texts):
             return await run_in_threadpool(work)
         async with self.long_texts.turn(caller.principal):
             return await run_in_threadpool(work)
 
     def view(self, caller: Caller) -> ScopedStore:
-        """The store as the caller may know it: what routes work with."""
+        """Return the store as visible to the caller."""
         return self.views.of(caller)
 
     @property
     def base_name(self) -> str:
-        """What clients call the base."""
+        """Return the name of the base model in the API."""
         return self.settings.served_model_name or self.engine.model_name
 
 
-def is_long(said: object) -> bool:
-    """Whether the texts in lists, objects and bodies are long together. What is no text counts as one character. Looks
-    at no more than it must."""
-    left, count = [said], 0
+def is_long(texts: object) -> bool:
+    """Return whether the texts in lists, objects and bodies are long in total.
+
+    Other values count as one character. Stops as soon as the limit is reached.
+    """
+    left, count = [texts], 0
     while left and count <= LONG_CHARS:
         match left.pop():
             case str(text):
@@ -146,9 +153,9 @@ def is_long(said: object) -> bool:
     return count > LONG_CHARS
 
 
-# Asynchronous, though they wait for nothing: others are called in a thread, and a body that has been parsed would wait
-# for one before it is checked.
+# Asynchronous, because FastAPI calls other dependencies in a thread, and a parsed body would wait for one.
 async def get_services(request: Request) -> Services:
+    """Return the server's services, as a dependency of routes."""
     services = request.app.state.services
     assert isinstance(services, Services)
     return services
@@ -158,6 +165,7 @@ ServicesDep = Annotated[Services, Depends(get_services)]
 
 
 async def get_view(services: ServicesDep, caller: CallerDep) -> ScopedStore:
+    """Return the store as visible to the caller, as a dependency of routes."""
     return services.view(caller)
 
 

@@ -27,7 +27,7 @@ from api.errors import ApiError
 from api.serving.model_list import ModelList
 
 Records = Mapping[AdapterId, AdapterRecord]
-MAX_KEPT = 64
+MAX_CACHED = 64
 """Number of pattern sets whose matches are cached."""
 
 
@@ -43,7 +43,7 @@ class ScopedStore:
         self._store = views.store
 
     @property
-    def is_whole(self) -> bool:
+    def is_unrestricted(self) -> bool:
         """Return whether the caller sees everything, including the usage of others."""
         return self.caller.sees_all and self.caller.may(Scope.ADMIN)
 
@@ -67,7 +67,7 @@ class ScopedStore:
 
     def records(self) -> Records:
         """Return the visible records; as with `AdapterStore.records`, the same object until something changes."""
-        return self._seen().records
+        return self._visible().records
 
     def list_adapters(self) -> list[AdapterRecord]:
         records = self.records()
@@ -75,8 +75,8 @@ class ScopedStore:
 
     def models(self, search: str, limit: int | None, after: str | None) -> bytes:
         """Return a page of `ModelList`."""
-        seen = self._seen()
-        return seen.models.page(seen.records, search, limit, after)
+        visible = self._visible()
+        return visible.models.page(visible.records, search, limit, after)
 
     # Changes.
 
@@ -88,7 +88,7 @@ class ScopedStore:
         """
         self.check_may_name(adapter_id)
         options |= self.owner
-        with self.own_figures():
+        with self.hide_usage_of_others():
             return self._store.register(adapter_id, config, digest, is_known=self._knows(digest), **options)
 
     def check_may_name(self, adapter_id: str, param: str = "id") -> None:
@@ -110,7 +110,7 @@ class ScopedStore:
         return {"principal": self.caller.principal, "max_bytes": self.caller.limits.max_stored_bytes}
 
     @contextmanager
-    def own_figures(self) -> Iterator[None]:
+    def hide_usage_of_others(self) -> Iterator[None]:
         """Replace quota errors that would reveal how much others have stored.
 
         Raises:
@@ -119,7 +119,7 @@ class ScopedStore:
         try:
             yield
         except QuotaExceeded as error:
-            if self.is_whole or error.quota not in SHARED_QUOTAS:
+            if self.is_unrestricted or error.quota not in SHARED_QUOTAS:
                 raise
             message = f"quota exceeded: there is no room for it among the adapters of all keys ({error.quota})"
             never = {"x-should-retry": "false"}
@@ -127,13 +127,13 @@ class ScopedStore:
 
     def change(self, adapter_id: str, change: Change, *, if_match: Collection[str] | None = None) -> AdapterRecord:
         self.get(adapter_id)
-        with _as_seen():
+        with _without_suggestions():
             return self._store.change(adapter_id, change, if_match=if_match)
 
     def delete(self, reference: str, *, force: bool = False, if_match: Collection[str] | None = None) -> Deletion:
         if not self.caller.sees_all:
-            self._seen().names.select(reference)
-        with _as_seen():
+            self._visible().names.select(reference)
+        with _without_suggestions():
             return self._store.delete(reference, force=force, if_match=if_match)
 
     # Weights and what is known of them.
@@ -145,7 +145,7 @@ class ScopedStore:
         is_known = self._knows(digest)
         exists = self._store.blob_exists(digest) and is_known
         uploader = Uploader(self.caller.principal, self.caller.limits.max_stored_bytes, is_known)
-        with self.own_figures():
+        with self.hide_usage_of_others():
             return self._store.open_blob(digest, length, uploader), exists
 
     def _knows(self, digest: str) -> bool:
@@ -155,22 +155,22 @@ class ScopedStore:
         except InvalidDigest:
             return True
         is_sent = self._store.pending_uploads.has_uploaded(self.caller.principal, hex_digest)
-        return self.is_whole or is_sent or hex_digest in self._seen().digests
+        return self.is_unrestricted or is_sent or hex_digest in self._visible().digests
 
-    def _seen(self) -> "_Visible":
-        return self._views.seen(self.caller)
+    def _visible(self) -> "_VisibleNames":
+        return self._views.visible_to(self.caller)
 
     @property
     def _names(self) -> AdapterStore | Names:
-        return self._store if self.caller.sees_all else self._seen().names
+        return self._store if self.caller.sees_all else self._visible().names
 
 
 @dataclass(frozen=True)
-class _Visible:
+class _VisibleNames:
     """Cache the visible part of one state of the store's names."""
 
     # The whole state.
-    of: Records
+    source: Records
     records: Records
     models: ModelList
 
@@ -191,37 +191,38 @@ class ScopedStores:
         self.store = store
         self._make_list = make_list
         self._lock = threading.Lock()
-        self._kept: OrderedDict[tuple[str, ...], _Visible] = OrderedDict()
+        self._cached: OrderedDict[tuple[str, ...], _VisibleNames] = OrderedDict()
 
     def of(self, caller: Caller) -> ScopedStore:
+        """Return the store as visible to a caller."""
         return ScopedStore(self, caller)
 
-    def seen(self, caller: Caller) -> _Visible:
+    def visible_to(self, caller: Caller) -> _VisibleNames:
         """Return what the caller's patterns match now."""
         patterns = ("*",) if caller.sees_all else caller.adapters
         records = self.store.records()
         with self._lock:
-            kept = self._kept.get(patterns)
-            if kept is None or kept.of is not records:
-                kept = self._kept[patterns] = self._match(caller, records, kept)
-            self._kept.move_to_end(patterns)
-            while len(self._kept) > MAX_KEPT:
-                self._kept.popitem(last=False)
-            return kept
+            cached = self._cached.get(patterns)
+            if cached is None or cached.source is not records:
+                cached = self._cached[patterns] = self._match(caller, records, cached)
+            self._cached.move_to_end(patterns)
+            while len(self._cached) > MAX_CACHED:
+                self._cached.popitem(last=False)
+            return cached
 
-    def _match(self, caller: Caller, records: Records, known: _Visible | None) -> _Visible:
+    def _match(self, caller: Caller, records: Records, known: _VisibleNames | None) -> _VisibleNames:
         if caller.sees_all:
-            return _Visible(records, records, known.models if known is not None else self._make_list())
+            return _VisibleNames(records, records, known.models if known is not None else self._make_list())
         if known is None:
-            return _Visible(records, {k: r for k, r in records.items() if caller.may_see(k)}, self._make_list())
-        seen, of = known.records, known.of
-        found = {k: r for k, r in records.items() if (k in seen if k in of else caller.may_see(k))}
+            return _VisibleNames(records, {k: r for k, r in records.items() if caller.may_see(k)}, self._make_list())
+        visible, source = known.records, known.source
+        found = {k: r for k, r in records.items() if (k in visible if k in source else caller.may_see(k))}
         # Changes of others must not even replace the object, whose identity marks a list as unchanged.
-        return _Visible(records, seen if found == seen else found, known.models)
+        return _VisibleNames(records, visible if found == visible else found, known.models)
 
 
 @contextmanager
-def _as_seen() -> Iterator[None]:
+def _without_suggestions() -> Iterator[None]:
     """Remove similar names from the store's errors for races between lookup and action, as those cover all ids."""
     try:
         yield

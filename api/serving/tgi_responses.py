@@ -92,8 +92,7 @@ class TokenWriter:
 
 @dataclass(frozen=True)
 class TgiResponseBuilder:
-    """Writes one request's answer. `seed` is that of the first choice, None if nothing is drawn; `as_list` puts a whole
-    answer into a list."""
+    """Build one request's response."""
 
     figures: ResponseBuilder
     parameters: Parameters
@@ -105,7 +104,7 @@ class TgiResponseBuilder:
     as_list: bool = False
 
     async def collect(self, choices: ChoiceStream) -> tuple[Json | list[Json], dict[str, str]]:
-        """The whole answer and its headers. Closes the choices.
+        """Return the whole response and its headers, and close the choices.
 
         Raises:
             LorasrvError, AdapterError, ApiError: the request failed, or was aborted.

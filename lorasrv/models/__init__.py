@@ -1,1 +1,1 @@
-"""Model families as data, and the one decoder that reads them."""
+"""Model families as data, and the checkpoints and weight formats that the decoder is built from."""

@@ -1,8 +1,6 @@
-"""Model families as data: a TOML file maps a checkpoint's configuration and tensor names to a `ModelSpec`.
+"""Read model families from data: a TOML file maps a checkpoint's configuration and tensor names to a `ModelSpec`.
 
 The rules are explained in specs/llama.toml. Canonical tensor names and row orders are Hugging Face's.
-
-Layers of a model that have its sliding window, by the rules of its family.
 """
 
 import tomllib
@@ -22,11 +20,12 @@ _KINDS = {"sliding_attention": True, "full_attention": False}
 def windowed_layers(
     values: Mapping[str, Any], rules: Mapping[str, Any], num_layers: int, label: str, prefix: str = ""
 ) -> tuple[bool, ...]:
-    """Return for each layer whether it has the window; empty where all layers have it.
+    """Return for each layer whether it has the sliding window; empty if all layers have it.
 
     Args:
         values: of the checkpoint; their keys begin with `prefix`.
         rules: a family's section; see specs/llama.toml.
+        num_layers: number of layers.
         label: name of the checkpoint's file in messages.
     Raises:
         CorruptModel: a list or a number that does not fit.
@@ -101,9 +100,9 @@ _FIELD_TYPES: dict[str, type] = {
     "final_softcap": float,
 }
 _MAX_LAYERS = 4096
-"""A damaged count must not become a tuple of 2^31 entries."""
+"""Limit that keeps a damaged count from creating a tuple of 2^31 entries."""
 _MAY_BE_NONE = ("sliding_window", "attn_softcap", "final_softcap")
-"""Fields whose null is a statement, not an absence."""
+"""Fields for which null has a meaning."""
 _MAY_BE_ZERO = ("head_dim", "vocab_size", "query_scalar", *_MAY_BE_NONE)
 _TYPE_WORDS = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
 Rule = str | Mapping[str, Any]
@@ -111,7 +110,7 @@ Rule = str | Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A parsed TOML file. `config` and `gguf` are its two sections."""
+    """Hold a parsed TOML file. `config` and `gguf` are its two sections."""
 
     name: str
     norm: str
@@ -182,8 +181,8 @@ class Family:
         return f"{template.replace('{i}', str(layer))}.{kind}"
 
     def permuted_heads(self, name: str, spec: ModelSpec) -> int | None:
-        """Return the number of heads whose rows this family's GGUF files store as rotated pairs; None where the order
-        is Hugging Face's.
+        """Return the number of heads whose rows this family's GGUF files store as rotated pairs; None for Hugging
+        Face's order.
         """
         _, inner = split_layer(name.rpartition(".")[0])
         field = self.gguf["permuted"].get(inner)
@@ -217,13 +216,13 @@ class Family:
         if fields["num_heads"] % fields["num_kv_heads"] or fields["head_dim"] % 2:
             raise CorruptModel("the number of heads must be a multiple of key heads, and a head's size even")
         if not fields["vocab_size"]:
-            raise CorruptModel("the checkpoint does not say how many tokens it knows")
+            raise CorruptModel("the checkpoint does not declare its vocabulary size")
         return ModelSpec(family=self.name, **fields, **rest)
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A mapping of values, its name in messages, and the tensor names beside it."""
+    """Hold a mapping of values, its name in messages, and the tensor names of its file."""
 
     label: str
     values: Mapping[str, Any]
@@ -271,7 +270,7 @@ class _Source:
 
 
 class Families:
-    """The known families."""
+    """Hold the known families."""
 
     def __init__(self, families: Sequence[Family]) -> None:
         self.families = tuple(families)

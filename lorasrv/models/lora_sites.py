@@ -1,4 +1,4 @@
-"""The base model as adapters see it: the bridge between `ModelSpec`, the store's validation and the kernels' layout."""
+"""Derive the modules that the store validates, and the sites of the kernels, from a `ModelSpec`."""
 
 from typing import TYPE_CHECKING
 
@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
 
 def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseShapes:
-    """Every linear module of a layer with its (in, out), for `adapter_store` to validate against.
+    """Return every linear module of a layer with its (in, out), for validation in `adapter_store`.
 
-    `name` is what the base is called, `checkpoint` what its file or folder is (`own_name`): an adapter that says it was
-    trained on another gets a warning.
+    Args:
+        spec: the base model.
+        name: served name of the base.
+        checkpoint: name of its file or folder (`own_name`); an adapter that was trained on another gets a warning.
     """
     modules = {
         module: (site.in_features, out)
@@ -25,10 +27,10 @@ def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseSh
 
 
 def base_sample(checkpoint: "Checkpoint") -> list[float]:
-    """Numbers by which a store knows the base again, whatever its quantization: the weights of the last norm.
+    """Return numbers that identify the base in a store, whatever its quantization: the weights of the last norm.
 
-    Every file of a model has them in floating point, and no method that we know of folds anything into them: those
-    that scale a linear's inputs (AWQ) use the norms inside the layers.
+    Every file of a model has them in floating point, and known methods do not fold anything into them: those that scale
+    a linear's inputs (AWQ) use the norms inside the layers.
     """
     norm = checkpoint.tensor("model.norm.weight").float()
     values: list[float] = (norm + 1 if checkpoint.spec.norms_less_one else norm).tolist()
@@ -36,11 +38,12 @@ def base_sample(checkpoint: "Checkpoint") -> list[float]:
 
 
 def site_dims(spec: ModelSpec) -> tuple[SiteDims, ...]:
+    """Return the linear sites of a layer as the kernels describe them."""
     return tuple(SiteDims(site.in_features, site.out_features) for site in spec.sites())
 
 
 def adapter_layout(spec: ModelSpec, adapter: AdapterSpec, itemsize: int) -> AdapterLayout:
-    """How a validated adapter will lie in the pool; known from its ranks alone, before any weight is read."""
+    """Return the layout of a validated adapter in the pool, from its ranks alone, before weights are read."""
     ranks = {(m.layer, m.module): m.rank for m in adapter.modules}
     sites = spec.sites()
 

@@ -1,4 +1,4 @@
-"""Rotary embedding settings of a checkpoint as a `RopeSpec`."""
+"""Read the rotary embedding settings of a checkpoint into a `RopeSpec`."""
 
 import math
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ DEFAULT_THETA = 10_000.0
 _BY_LAYER = "full_attention", "sliding_attention"
 Values = Mapping[str, Any]
 Ropes = tuple[RopeSpec, RopeSpec | None]
-"""(of all layers, or of those without a window; of those with one, where a family has two)"""
+"""(RoPE of layers without a window, or of all layers; RoPE of layers with one, or None)"""
 
 
 def rope_from_config(config: Values, max_position: int, head_dim: int, rules: Values) -> Ropes:
@@ -44,7 +44,7 @@ def rope_from_config(config: Values, max_position: int, head_dim: int, rules: Va
 
 
 class _Reader:
-    """A table of RoPE parameters, with the rest of config.json for defaults."""
+    """Read a table of RoPE parameters, with defaults from the rest of config.json."""
 
     def __init__(self, config: Values, max_position: int, head_dim: int, rules: Values) -> None:
         self._config, self._max_position, self._head_dim, self._rules = config, max_position, head_dim, rules

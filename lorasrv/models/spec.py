@@ -1,11 +1,9 @@
-"""Description of a model that the decoder is built from; every family's checkpoint is read into it.
+"""Describe a model for the decoder; every family's checkpoint is read into a `ModelSpec`.
 
-A family of known parts is a TOML file under `specs/` and no Python: it maps the checkpoint's configuration keys and
-tensor names to the fields below (`lorasrv.models.families`).
-
-Arithmetic of one token, from shapes alone: multiplications and additions, each counted as one operation.
-
-Shapes of well-known models, to be measured with random weights (`--load-format dummy`).
+A new family of known parts is a TOML file under `specs/`, without Python: it maps the checkpoint's configuration keys
+and tensor names to the fields below (`lorasrv.models.families`). `operations` counts the arithmetic of one token, with
+a multiplication and an addition each as one operation. `SHAPES` has well-known models for random weights
+(`--load-format dummy`).
 """
 
 import math
@@ -14,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Rotary embedding."""
+    """Describe a rotary embedding."""
 
     theta: float = 10_000.0
     # default, linear, llama3, yarn or factors.
@@ -42,20 +40,19 @@ class RopeSpec:
 
 @dataclass(frozen=True, slots=True)
 class SiteShape:
-    """A linear of a layer that adapters add their deltas to: slices that share an input, computed as one product.
-
-    `modules` are the Hugging Face module paths inside a layer, one for each slice, `out_features` their widths.
-    """
+    """Describe a linear of a layer with adapter deltas: slices with a common input, computed as one product."""
 
     name: str
     in_features: int
+    # Hugging Face module paths inside a layer, one per slice.
     modules: tuple[str, ...]
+    # Widths of the slices.
     out_features: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A decoder-only transformer: pre-norm, RMSNorm, rotary attention with grouped heads, gated MLP."""
+    """Describe a decoder-only transformer: pre-norm, RMSNorm, rotary attention with grouped heads, gated MLP."""
 
     family: str
     num_layers: int
@@ -98,14 +95,17 @@ class ModelSpec:
 
     @property
     def q_width(self) -> int:
+        """Return the width of all query heads."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_width(self) -> int:
+        """Return the width of all key heads."""
         return self.num_kv_heads * self.head_dim
 
     @property
     def attention_scale(self) -> float:
+        """Return the factor of attention scores."""
         return 1 / math.sqrt(self.query_scalar or self.head_dim)
 
     def norms(self) -> dict[str, tuple[str, int]]:
@@ -144,12 +144,13 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """Operations of the linears of all layers for one token; of the head for one sampled token; of attention for each
-    token that a token attends to, without regard to windows.
-    """
+    """Count the operations of all layers, without regard to sliding windows."""
 
+    # Linears of all layers, per token.
     token: int
+    # Head, per sampled token.
     sampled_token: int
+    # Attention, per attended token.
     context_token: int
 
     def to_dict(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
-"""Numba kernel of paged attention: the work of one thread on the tasks of `attention_cpu`.
+"""Compute paged attention on the CPU: the Numba kernel that runs one thread's tasks of `cpu_ops.attention`.
 
-While a page of keys is computed with, the next one is prefetched; the last one prefetches the first values.
+While a page of keys is processed, the next one is prefetched; the last one prefetches the first values.
 """
 
 from typing import Any
@@ -49,10 +49,12 @@ from sgmv_kernels.cpu_simd.elementwise import (
     scaled,
     take_next,
 )
-from sgmv_kernels.cpu_simd.matmul import make_mul, unpart
+from sgmv_kernels.cpu_simd.matmul import interleave, make_mul
 
 _keys_1, _keys_2, _keys_3, _keys_6 = (make_mul(n, 1, add=False, fetch=True) for n in (1, 2, 3, 6))
-_values_1, _values_2, _values_3, _values_6 = (make_mul(n, 1, add=True, fetch=True, parted=True) for n in (1, 2, 3, 6))
+_values_1, _values_2, _values_3, _values_6 = (
+    make_mul(n, 1, add=True, fetch=True, deinterleaved=True) for n in (1, 2, 3, 6)
+)
 
 
 def bf16(raw: Any) -> None:
@@ -127,16 +129,16 @@ def _attend(args, scale, softcap, scratch, sequence, head, begin, end, kind):  #
             i = (r - begin) * group + g
             total = f32(totals, i)
             factor = np.float32(1) / total if total > 0 else np.float32(0)
-            unpart(
+            interleave(
                 sums + 4 * dim * i, dim, factor, args[OUT] + 4 * dim * ((start + r) * heads + head * group + g), kind
             )
 
 
 @njit
 def _soften(args, scores, sums, maximum, total, position, at, stop, softcap):  # type: ignore[no-untyped-def]
-    """Turn one row's scores into weights, and rescale its sums to the new maximum.
+    """Convert one row's scores to weights, and rescale its sums to the new maximum.
 
-    Scores beyond the end of the block count as masked, so that the sum has the same order wherever the block ends.
+    Scores beyond the end of the block count as masked, so that the order of the sum does not depend on the block's end.
     """
     padded = min(args[BLOCK], (stop - at + 31) // 32 * 32)
     low = max(0, position - args[WINDOW] + 1 - at) if args[WINDOW] else np.int64(0)
@@ -154,7 +156,7 @@ def _soften(args, scores, sums, maximum, total, position, at, stop, softcap):  #
     before = f32(maximum, 0)
     now = max(before, row_max(scores, padded))
     if now == np.float32(-np.inf):
-        # Every score is NaN, which a maximum does not see, or -inf; what follows keeps a NaN.
+        # Every score is -inf, or NaN, which the maximum ignores and the following code propagates.
         now = np.float32(0)
     added = exp_sum(scores, padded, now)
     if now != before:

@@ -1,4 +1,4 @@
-"""Numba kernel that measures read bandwidth, the reference of the shares in `make bench-kernels`."""
+"""Measure read bandwidth with a Numba kernel, as the reference of `make bench-kernels`."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from numba import carray, njit
 from sgmv_kernels.cpu_simd.elementwise import read_all, take_next
 
 NUM_CHUNKS, BUFFER, CHUNK_BYTES, SINK = range(2, 6)
-"""Places in the kernel's arguments, after the counters."""
+"""Indices of the kernel's arguments, after the counters."""
 
 
 def read(raw: Any) -> None:
@@ -22,6 +22,6 @@ def _chunks(args):  # type: ignore[no-untyped-def]
         if chunk >= args[NUM_CHUNKS]:
             return
         total = read_all(args[BUFFER] + chunk * args[CHUNK_BYTES], args[CHUNK_BYTES])
-        # So that no compiler finds the sum to be useless.
+        # Keeps the compiler from removing the sum.
         if total == 1:
             args[SINK] = total

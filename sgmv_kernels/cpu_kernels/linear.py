@@ -1,4 +1,4 @@
-"""Numba kernels of the quantized linears: the work of one thread on the tasks of `linear_cpu`."""
+"""Compute quantized linears on the CPU: the Numba kernels that run one thread's tasks of `cpu_ops.linear`."""
 
 from typing import Any
 

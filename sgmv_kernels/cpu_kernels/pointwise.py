@@ -1,4 +1,4 @@
-"""Numba kernels of the pointwise ops: the work of one thread on the rows of `pointwise_cpu`."""
+"""Compute the pointwise ops on the CPU: the Numba kernels that run one thread's rows of `cpu_ops.pointwise`."""
 
 from typing import Any
 

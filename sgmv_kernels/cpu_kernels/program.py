@@ -1,4 +1,6 @@
-"""Numba kernel that runs a recorded program: every thread runs every kernel, and waits for the others after each."""
+"""Run a recorded program on the CPU: a Numba kernel in which all threads run every launch and wait for each other after
+it.
+"""
 
 from typing import Any
 
@@ -13,9 +15,9 @@ from sgmv_kernels.cpu_simd.elementwise import i64, take_next
 from sgmv_kernels.cpu_simd.vector_ir import I32, I64, Value
 
 ARRIVED, RELEASED = 0, 8
-"""Places in the barrier, a cache line each."""
+"""Indices of the barrier's words, on a cache line each."""
 SPINS = 20_000
-"""Looks at the barrier before a thread yields its processor, some 100 microseconds."""
+"""Polls of the barrier before a thread yields its processor, about 100 microseconds."""
 _NUM_ARGS = CLOCK + 1
 
 
@@ -37,8 +39,8 @@ def count_threads(typingctx, function):  # type: ignore[no-untyped-def]
     """Call a C function `int f(void)` and return its result."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
-        told = b.call(b.inttoptr(args[0], ir.FunctionType(I32, []).as_pointer()), [])
-        return b.sext(told, I64)
+        count = b.call(b.inttoptr(args[0], ir.FunctionType(I32, []).as_pointer()), [])
+        return b.sext(count, I64)
 
     return types.int64(types.int64), codegen
 
@@ -66,7 +68,7 @@ def store_shared(typingctx, address, value):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def arrive(typingctx, address):  # type: ignore[no-untyped-def]
-    """Count one more thread; returns how many had arrived before."""
+    """Count one more thread at the barrier, and return how many arrived before."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         return b.atomic_rmw("add", b.inttoptr(args[0], I64.as_pointer()), ir.Constant(I64, 1), "acq_rel")
@@ -86,7 +88,7 @@ def ticks(typingctx):  # type: ignore[no-untyped-def]
 
 
 @intrinsic
-def give_way(typingctx):  # type: ignore[no-untyped-def]
+def yield_processor(typingctx):  # type: ignore[no-untyped-def]
     """Yield the processor to another thread of the system."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -117,6 +119,6 @@ def _run_items(args):  # type: ignore[no-untyped-def]
             while load_shared(barrier + 8 * RELEASED) <= item:
                 spins += 1
                 if spins > SPINS:
-                    give_way()
+                    yield_processor()
         if member == 0:
             store_shared(clock + 8 * (item + 1), ticks())

@@ -1,7 +1,7 @@
-"""Numba kernel of SGMV: the work of one thread on the tasks of `sgmv_cpu`.
+"""Compute SGMV on the CPU: the Numba kernel that runs one thread's tasks of `cpu_ops.sgmv`.
 
-Weights of single rows are read in one stream, front to back, A as dot products and B as scaled rows that are added up,
-each fetched a little ahead: 25 GB/s where tiles over sixteen rows at a time reach 19 (docs/benchmarks.md).
+Weights of single rows are read front to back in one stream, A for dot products and B for scaled rows that are added up,
+with a short prefetch: 25 GB/s, compared with 19 for tiles over sixteen rows at a time (docs/benchmarks.md).
 """
 
 from typing import Any
@@ -10,11 +10,11 @@ import numpy as np
 from numba import carray, njit
 
 from sgmv_kernels.cpu_ops.sgmv import (
+    DEINTERLEAVED,
     EXPAND,
     NUM_ARGS,
     NUM_TASKS,
     PANELS,
-    PARTED,
     PERMUTATION,
     PHASES,
     PLACE,
@@ -35,7 +35,7 @@ from sgmv_kernels.cpu_ops.sgmv import (
     Y,
 )
 from sgmv_kernels.cpu_simd.elementwise import BF16, FP16, FP32, f32, i32, itemsize, put_f32, take_next
-from sgmv_kernels.cpu_simd.matmul import axpy, make_dot, make_mul, part, unpart
+from sgmv_kernels.cpu_simd.matmul import axpy, deinterleave, interleave, make_dot, make_mul
 from sgmv_kernels.formats.adapter_panels import MAX_SLICES, PANEL_RANKS, RECORD_INTS
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 
@@ -116,7 +116,7 @@ def _column_of(args, slice_):  # type: ignore[no-untyped-def]
 
 @njit
 def _run_of(permutation, place, end):  # type: ignore[no-untyped-def]
-    """Return how many rows from a place on are neighbours and make a tile: 3, or 1."""
+    """Return the number of consecutive rows from a place on that form a tile: 3, or 1."""
     row = i32(permutation, place)
     if place + 2 < end and i32(permutation, place + 1) == row + 1 and i32(permutation, place + 2) == row + 2:
         return 3
@@ -127,11 +127,11 @@ def _run_of(permutation, place, end):  # type: ignore[no-untyped-def]
 def _shrink(args, kind, record, begin, end, first, last):  # type: ignore[no-untyped-def]
     """Compute v = x A^T for rank rows `first` to `last`, unscaled."""
     permutation, panels, slab = args[PERMUTATION], args[PANELS], args[SLAB]
-    x, features, parted = args[X], args[X_WIDTH], args[PARTED]
+    x, features, deinterleaved = args[X], args[X_WIDTH], args[DEINTERLEAVED]
     v, v_bytes = args[V], 4 * args[V_WIDTH]
     row_bytes, x_bytes = features * itemsize(kind), features * 4
     for place in range(begin, end):
-        part(x + i32(permutation, place) * x_bytes, features, parted + place * x_bytes, kind)
+        deinterleave(x + i32(permutation, place) * x_bytes, features, deinterleaved + place * x_bytes, kind)
     rank = first
     while rank < last:
         inside = rank % PANEL_RANKS
@@ -140,7 +140,7 @@ def _shrink(args, kind, record, begin, end, first, last):  # type: ignore[no-unt
         place = begin
         while place < end:
             rows = 3 if place + 3 <= end else 1
-            xa, out = parted + place * x_bytes, v + place * v_bytes + rank * 4
+            xa, out = deinterleaved + place * x_bytes, v + place * v_bytes + rank * 4
             for j in range(count):
                 row = a + j * row_bytes
                 if rows == 3:
@@ -195,10 +195,10 @@ def _expand_rows(args, kind, record, begin, end, slice_, scratch):  # type: igno
         if rows == 1:
             y = args[Y] + 4 * (i32(permutation, place) * args[Y_WIDTH] + _column_of(args, slice_))
             v = args[V] + 4 * (place * args[V_WIDTH] + first)
-            part(y, width, scratch, kind)
+            deinterleave(y, width, scratch, kind)
             for r in range(rank):
                 panel = i32(args[PANELS], _first_b(record, slice_) + r // PANEL_RANKS)
                 b = args[SLAB] + panel * _PANEL + r % PANEL_RANKS * row_bytes
                 axpy(f32(v, r), b, width, scratch, b + FETCH_BYTES, kind)
-            unpart(scratch, width, np.float32(1), y, kind)
+            interleave(scratch, width, np.float32(1), y, kind)
         place += rows

@@ -1,1 +1,1 @@
-"""CPU backend as seen from Python: launchers, weight packing, the recorded step."""
+"""CPU backend: launchers, weight packing, the recorded step."""

@@ -1,8 +1,8 @@
-"""Paged attention on the CPU with an online softmax; pages are read in place, without a gather.
+"""Launch paged attention on the CPU, with an online softmax over pages that are read in place.
 
 A task is a block of query rows of one sequence and some of its key heads. The rows of all query heads that share a key
-head are computed together, so that a loaded key or value serves all of them. Keys come in blocks that begin at
-multiples of `BLOCK_TOKENS`, so that a row's sums do not depend on which rows share its task.
+head are computed together, so that a loaded key or value serves all of them. Blocks of keys begin at multiples of
+`BLOCK_TOKENS`, so that a row's sums do not depend on the rows of its task.
 """
 
 from dataclasses import dataclass
@@ -34,10 +34,12 @@ ENTRIES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 @dataclass(frozen=True, slots=True)
 class CpuSequences:
-    """Sequences of a step; `parts` holds the launch arguments for each (heads, key heads, head dim) that was used."""
+    """Hold the sequences of a step."""
 
     query_lens: Int32
+    # Launch arguments by (heads, key heads, head dim).
     parts: dict[tuple[int, int, int], Part]
+    # Arrays that the launch arguments point to.
     kept: list[object]
 
 

@@ -33,25 +33,22 @@ ENTRIES = {INT8_LEVELS: "int8", INT4_LEVELS: "int4", Q3H_LEVELS: "q3h"}
 
 @dataclass(frozen=True, slots=True)
 class RoundedRows:
-    """Rounded activations: codes [T, H] int8, or int16 in the order of `simd_codes_numba.round_block`; units [T, H /
-    32, 2] fp32.
-    """
+    """Hold rounded activations."""
 
+    # [T, H] int8, or int16 in the order of `cpu_simd.quant_matmul.round_block`.
     codes: Tensor
+    # [T, H / 32, 2] fp32: unit, and unit * sum.
     units: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
-    """Packed codes for the CPU; see `backend.PackedLinear`.
-
-    `bias` reaches to the end of the last tile. `wide` [O, H] bf16 is a dequantized copy for calls of `wide_from` rows
-    and
-    more.
-    """
+    """Hold a quantized linear packed for the CPU; see `backend.PackedLinear`."""
 
     tiles: CodeTiles
+    # Padded to the end of the last tile.
     bias: Tensor | None
+    # [O, H] bf16, a dequantized copy for calls of at least `wide_from` rows.
     wide: Tensor | None = None
     wide_from: int | None = None
 

@@ -1,9 +1,9 @@
-"""Measurement of the number of rows from which a dequantized bf16 copy of a weight is faster than its codes.
+"""Measure from how many rows a dequantized bf16 copy of a weight is faster than the quantized one.
 
-Measured once on a machine, and kept. Only processors that multiply bf16 (AVX-512 BF16, AMX) are measured; on others,
-and for few rows, the kernels over codes are the fastest known (docs/benchmarks.md compares torch's). The copy costs
-memory, and steps that use it round their rows differently from smaller steps, so the gain must be worth it
-(`--bf16-linears off`).
+The measurement runs once on a machine, and its result is stored. Only processors that multiply bf16 (AVX-512 BF16, AMX)
+are measured; on others, and for few rows, the quantized kernels are the fastest known (docs/benchmarks.md compares
+torch's). The copy costs memory, and steps that use it round their rows differently from smaller steps, so the gain must
+be worth it (`--bf16-linears off`).
 """
 
 import json
@@ -46,7 +46,7 @@ def wide_rows() -> int | None:
     except (OSError, ValueError, KeyError, TypeError):
         logger.debug("nothing is known of bf16 linears")
     with ThreadPoolExecutor(1) as apart:
-        # A thread of its own, whose team goes with it: the one that loads models computes alone.
+        # In a thread of its own, whose OpenMP team ends with it: the thread that loads models needs none.
         found = apart.submit(_measured_by_all).result()
     logger.info("base linears of %s rows and more are computed in bf16", found)
     keep(path, {"rows": found})

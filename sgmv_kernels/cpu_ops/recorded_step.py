@@ -1,7 +1,7 @@
-"""A model's forward pass on the CPU, recorded once and run for every step.
+"""Record a model's forward pass on the CPU once, and run it for every step.
 
-Passes differ only in their rows and tables. So a pass is recorded for the largest number of rows, with adapters and
-without, and each run gets the step's own numbers (`launches`).
+Passes differ only in their rows and tables. So a pass is recorded for the largest number of rows, with and without
+adapters, and each run gets the step's own numbers (`cpu_runtime.launch`).
 """
 
 import time
@@ -23,7 +23,7 @@ from sgmv_kernels.metadata.sgmv_tables import SgmvTables, rankless_tables
 
 
 class Planner(Protocol):
-    """What recording needs of `sgmv_kernels.ops.Ops`: plans of empty tables and of one long sequence."""
+    """Make the plans that recording needs; implemented by `sgmv_kernels.ops.Ops`."""
 
     def plan_tables(self, tables: SgmvTables, dtype: torch.dtype) -> SgmvPlan: ...
 
@@ -38,7 +38,7 @@ class Planner(Protocol):
 
 
 class RecordedStep:
-    """Runs `layers` from recordings, with the results of calling it."""
+    """Run `layers` from recordings, with the same results as a call."""
 
     def __init__(self, layers: Layers, shape: ProgramShape, planner: Planner) -> None:
         self._layers, self._shape, self._planner = layers, shape, planner
@@ -100,8 +100,8 @@ class RecordedStep:
             ATTENTION: sequences.words,
         }
         for (recorded, _), (cos, sin) in zip(self._angles, angles, strict=True):
-            told = rope_part(rows, cos, sin, attention.write_pages, attention.write_slots)
-            parts[rope_name(recorded)] = told.words
+            rope = rope_part(rows, cos, sin, attention.write_pages, attention.write_slots)
+            parts[rope_name(recorded)] = rope.words
         for part in tables.lora.prepared.parts:
             parts[part.name] = part.words
         return parts

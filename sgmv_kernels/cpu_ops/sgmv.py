@@ -25,7 +25,7 @@ BLOCK_ROWS = 32
 SHRINK, EXPAND = 1, 2
 TASK_INTS = 5
 PHASES, NUM_TASKS, TASKS, PERMUTATION, RECORDS, PANELS, SLAB = range(2, 9)
-X, X_WIDTH, PARTED, Y, Y_WIDTH, V, V_WIDTH, SCRATCH, SCRATCH_BYTES, PLACE, PLACE_BYTES, WIDTHS = range(9, 21)
+X, X_WIDTH, DEINTERLEAVED, Y, Y_WIDTH, V, V_WIDTH, SCRATCH, SCRATCH_BYTES, PLACE, PLACE_BYTES, WIDTHS = range(9, 21)
 """Places in the kernel's arguments, after the counters. PLACE counts the (layer, site)s before this one."""
 NUM_ARGS = WIDTHS + MAX_SLICES
 ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
@@ -33,14 +33,15 @@ ENTRIES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 @dataclass(frozen=True, slots=True)
 class CpuTables:
-    """A step as the kernel reads it: `parts[site]`, and the arrays that their addresses point to.
+    """Hold a step in the kernel's form."""
 
-    `ranks[layer][site]` is the highest number of rank rows of a segment; `v` [T, highest of all] is fp32 scratch.
-    """
-
+    # [site].
     parts: list[Part]
+    # [layer][site], the highest number of rank rows of a segment.
     ranks: list[list[int]]
+    # [T, highest rank of all] fp32 scratch.
     v: Tensor
+    # Arrays that the parts point to.
     kept: tuple[object, ...]
 
 
@@ -54,7 +55,7 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
     ranks = ranks_of.max(axis=-1, initial=0)
     permutation, records, panels = map(np.ascontiguousarray, (tables.permutation, tables.records, tables.panels))
     v = torch.empty((len(permutation), int(ranks.max(initial=0))), dtype=torch.float32)
-    parted = torch.empty((len(permutation), max((site.in_features for site in tables.sites), default=0)))
+    deinterleaved = torch.empty((len(permutation), max((site.in_features for site in tables.sites), default=0)))
     widest = max((width for site in tables.sites for width in site.out_features), default=0)
     scratch = torch.empty(threads * widest)
     same = {
@@ -63,7 +64,7 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
         RECORDS: records.ctypes.data,
         PLACE_BYTES: records.nbytes // max(1, len(records) * num_sites),
         PANELS: panels.ctypes.data,
-        PARTED: parted.data_ptr(),
+        DEINTERLEAVED: deinterleaved.data_ptr(),
         V: v.data_ptr(),
         V_WIDTH: v.shape[1],
         SCRATCH: scratch.data_ptr(),
@@ -76,7 +77,7 @@ def prepare(tables: SgmvTables, dtype: torch.dtype, device: torch.device) -> Cpu
         widths = {WIDTHS + s: width for s, width in enumerate(site.out_features)}
         words = same | shape | widths | {NUM_TASKS: len(own), TASKS: own.ctypes.data}
         parts.append(Part(part_name(i), words, len(own), threads))
-    return CpuTables(parts, ranks.tolist(), v, (parted, scratch, tasks, permutation, records, panels))
+    return CpuTables(parts, ranks.tolist(), v, (deinterleaved, scratch, tasks, permutation, records, panels))
 
 
 def part_name(site: int) -> str:

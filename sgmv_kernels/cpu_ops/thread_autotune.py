@@ -1,7 +1,7 @@
-"""Measurement of the number of threads that base linears run fastest with, once on a machine; the result is kept.
+"""Measure the number of threads with which base linears run fastest, once on a machine, and store it.
 
-Few rows are bound by memory, which fewer threads than available may saturate, and every further thread must be waited
-for after each launch. The measurement runs in the thread that has the team.
+Few rows are bound by memory, which fewer threads than available may saturate, and every further thread adds waiting
+after each launch. The measurement runs in the thread that owns the team.
 """
 
 import json
@@ -43,7 +43,7 @@ def best_threads(most: int) -> int:
     seconds = _probe()
     found, again = choose(most, seconds), choose(most, seconds)
     if found != again:
-        # Another process computes: measure again at the next start.
+        # Another process uses the processor: measure again at the next start.
         return most
     logger.info("base linears are fastest with %d of %d threads", found, most)
     keep(path, {str(most): found})

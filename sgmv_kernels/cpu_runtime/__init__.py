@@ -1,1 +1,1 @@
-"""Compile cache, OpenMP team, launch/record."""
+"""Compile cache, OpenMP team, and launches that run at once or are recorded."""

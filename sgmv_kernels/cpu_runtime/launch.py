@@ -39,8 +39,7 @@ class Part:
     """Words that a step gives to launches; launches with parts of one name get the same words.
 
     `tasks` is their number: with fewer than two, one thread works alone. `threads` is the team that the scratch memory
-    is
-    for, 0 for any.
+    is for, 0 for any.
     """
 
     name: str

@@ -1,6 +1,6 @@
-"""Vector functions for Numba kernels: softmax pieces, norms, SiLU, rotation, single loads and stores.
+"""Define vector functions for Numba kernels: parts of softmax, norms, SiLU, rotation, single loads and stores.
 
-Like `simd_products_numba`: addresses as int64, vectors fp32, sums in an order that depends on their length only.
+As in `cpu_simd.matmul`, addresses are int64, vectors fp32, and the order of a sum depends on its length only.
 """
 
 import math
@@ -224,7 +224,7 @@ def put_kind(typingctx, address, index, value, kind):  # type: ignore[no-untyped
 
 @intrinsic
 def read_all(typingctx, address, n):  # type: ignore[no-untyped-def]
-    """Read n bytes, a multiple of 256, front to back; returns some function of them."""
+    """Read n bytes, a multiple of 256, front to back; returns a value that depends on all of them."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         emit = Emitter(b, LANES)

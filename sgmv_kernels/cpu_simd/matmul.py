@@ -1,8 +1,8 @@
-"""Products for Numba kernels: vectors with the rows of a bf16, fp16 or fp32 matrix, or with its columns.
+"""Define products for Numba kernels: vectors with the rows of a bf16, fp16 or fp32 matrix, or with its columns.
 
-Numba's own loops over bf16 reach a quarter of the memory's speed, as LLVM finds no vectors in them; so they are spelled
-out (`simd_ir`). All functions take addresses and byte strides as int64; vectors and results are fp32. Every result is
-summed in an order that depends on its own length only, so that it is the same whatever is computed beside it.
+Numba's own loops over bf16 reach a quarter of the memory's speed, because LLVM does not vectorize them; so they are
+written out (`cpu_simd.vector_ir`). All functions take addresses and byte strides as int64; vectors and results are
+fp32. The order of a sum depends on its own length only, so that a result does not depend on the others in its batch.
 """
 
 from collections.abc import Callable
@@ -21,8 +21,8 @@ Intrinsic = Callable[..., Any]
 
 
 @intrinsic
-def part(typingctx, x, n, out, kind):  # type: ignore[no-untyped-def]
-    """Write x in the order in which `make_dot` wants a vector beside a matrix of `kind`: out[h] = x[h] for h < n."""
+def deinterleave(typingctx, x, n, out, kind):  # type: ignore[no-untyped-def]
+    """Write x in the order in which `make_dot` takes a vector for a matrix of `kind`: out[h] = x[h] for h < n."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, n, out = args[:3]
@@ -32,7 +32,7 @@ def part(typingctx, x, n, out, kind):  # type: ignore[no-untyped-def]
 
         def pairs(at: Value, _: list[Value]) -> list[Value]:
             second = b.add(at, c64(LANES))
-            values = emit.parted(emit.load(x, at), emit.load(x, second), sig.args[3])
+            values = emit.deinterleaved(emit.load(x, at), emit.load(x, second), sig.args[3])
             emit.store(values[0], out, at)
             emit.store(values[1], out, second)
             return []
@@ -49,13 +49,11 @@ def part(typingctx, x, n, out, kind):  # type: ignore[no-untyped-def]
 
 
 def make_dot(rows: int, fetch: bool = False) -> Intrinsic:
-    """Return dot(x, xs, a, n, out, os, ahead, kind): out[i] = sum over h < n of x[i, h] * a[h], for `rows` rows of x,
-    fp32.
+    """Return dot(x, xs, a, n, out, os, ahead, kind): out[i] = sum over h < n of x[i, h] * a[h], for `rows` rows of x.
 
-    `xs` and `os` are the bytes from row to row; x in the order of `part`. `a`, of `kind`, is read front to back: one
-    stream reaches the memory's speed, eight rows of a matrix side by side half of it. With `fetch`, as many bytes as
-    `a`
-    has are prefetched from `ahead` on meanwhile.
+    x and out are fp32, `xs` and `os` the bytes from row to row; x in the order of `deinterleave`. `a`, of `kind`, is
+    read front to back: one stream reaches the memory's speed, eight rows of a matrix side by side half of it. With
+    `fetch`, as many bytes as `a` has are prefetched from `ahead` on meanwhile.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -101,8 +99,9 @@ def make_dot(rows: int, fetch: bool = False) -> Intrinsic:
 
 @intrinsic
 def axpy(typingctx, factor, m, n, y, ahead, kind):  # type: ignore[no-untyped-def]
-    """Add factor * m[o] to y[o] for o < n, y in the order of `part`; as many bytes as m has are prefetched from `ahead`
-    on.
+    """Add factor * m[o] to y[o] for o < n, y in the order of `deinterleave`.
+
+    As many bytes as m has are prefetched from `ahead` on.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -136,15 +135,13 @@ def axpy(typingctx, factor, m, n, y, ahead, kind):  # type: ignore[no-untyped-de
     return types.void(_F, _A, _A, _A, _A, kind), codegen
 
 
-def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, parted: bool = False) -> Intrinsic:
+def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, deinterleaved: bool = False) -> Intrinsic:
     """Return mul(a, as_, n, m, ms, columns, c, cs, ahead, kind): c[i, o] (+)= sum over k < n of a[i, k] * m[k, o].
 
     i < `rows` rows of a and c (fp32, `as_` and `cs` bytes apart), k < n rows of m (of `kind`, `ms` bytes apart), o <
     columns, taken `pairs` pairs of vectors at a time, then one, then number by number. With `add` the products are
-    added to
-    c, else they replace it; with `parted`, c is and stays in the order of `part`. With `fetch`, as many bytes as m has
-    are
-    prefetched from `ahead` on meanwhile.
+    added to c, else they replace it; with `deinterleaved`, c is and stays in the order of `deinterleave`. With
+    `fetch`, as many bytes as m has are prefetched from `ahead` on meanwhile.
     """
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
@@ -179,11 +176,11 @@ def make_mul(rows: int, pairs: int, add: bool, fetch: bool = False, parted: bool
                 begin: list[Value] = [emit.const(0.0)] * (rows * width)
                 if add:
                     begin = [emit.load(row, place) for row in c_rows for place in places]
-                    if width > 1 and not parted:
-                        begin = _by_pairs(begin, lambda x, y: emit.parted(x, y, kind))
+                    if width > 1 and not deinterleaved:
+                        begin = _by_pairs(begin, lambda x, y: emit.deinterleaved(x, y, kind))
                 sums = loop_of(b, c64(0), n, 1, begin, body)
-                if width > 1 and not parted:
-                    sums = _by_pairs(sums, lambda x, y: emit.joined(x, y, kind))
+                if width > 1 and not deinterleaved:
+                    sums = _by_pairs(sums, lambda x, y: emit.interleaved(x, y, kind))
                 for i, row in enumerate(c_rows):
                     for v, place in enumerate(places):
                         emit.store(sums[i * width + v], row, place)
@@ -206,8 +203,8 @@ def _by_pairs(values: list[Value], change: Callable[[Value, Value], tuple[Value,
 
 
 @intrinsic
-def unpart(typingctx, x, n, factor, out, kind):  # type: ignore[no-untyped-def]
-    """Compute out[h] = x[h] * factor for h < n, x in the order of `part`."""
+def interleave(typingctx, x, n, factor, out, kind):  # type: ignore[no-untyped-def]
+    """Compute out[h] = x[h] * factor for h < n, x in the order of `deinterleave`."""
 
     def codegen(ctx: Any, b: Any, sig: Any, args: Any) -> Value:
         x, n, factor, out = args[:4]
@@ -218,7 +215,7 @@ def unpart(typingctx, x, n, factor, out, kind):  # type: ignore[no-untyped-def]
 
         def pairs(at: Value, _: list[Value]) -> list[Value]:
             second = b.add(at, c64(LANES))
-            values = emit.joined(emit.load(x, at), emit.load(x, second), sig.args[4])
+            values = emit.interleaved(emit.load(x, at), emit.load(x, second), sig.args[4])
             emit.store(b.fmul(values[0], factors), out, at)
             emit.store(b.fmul(values[1], factors), out, second)
             return []

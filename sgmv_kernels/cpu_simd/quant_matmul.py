@@ -1,7 +1,7 @@
-"""Vector functions of the quantized linears, for Numba: rounding of activations, unpacking of codes, their products.
+"""Define vector functions of the quantized linears for Numba: rounding of activations, unpacking of codes, products.
 
-Addresses and strides are int64, in bytes. A block is 32 neighbours along H; its codes, unpacked, are `LINES` lines of
-64 bytes (`simd_codes_ir`).
+Addresses and strides are int64, in bytes. A block is 32 neighbours along H; its unpacked codes are `LINES` lines of 64
+bytes (`cpu_simd.quant_ir`).
 """
 
 from collections.abc import Callable
@@ -64,7 +64,7 @@ def round_block(typingctx, x, codes, unit_sum, size):  # type: ignore[no-untyped
         unit = b.select(finite, b.select(some, unit, one.const(0.0)), one.const(float("nan")))
         whole = []
         for part in parts:
-            # An infinite number times 0 is none, and has no whole number.
+            # Infinity times 0 is NaN, which cannot be converted to an integer.
             scaled = b.fmul(part, emit.splat(factor))
             scaled = b.select(b.fcmp_ordered("ord", scaled, scaled), scaled, emit.const(0.0))
             whole.append(b.fptosi(emit.call("rint", scaled), INTS))

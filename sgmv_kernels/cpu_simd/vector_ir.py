@@ -1,7 +1,7 @@
-"""LLVM vectors of fp32 numbers, which the intrinsics of `simd_numba` are written with.
+"""Emit LLVM vectors of fp32 numbers, the basis of the intrinsics in this package.
 
-LLVM lowers `<8 x float>` to AVX2, AVX-512 or NEON by itself, so nothing but Numba compiles anything on the user's
-machine. A matrix has a *kind* of number, given by a Numba type: uint16 for bf16, int16 for fp16, float32 for fp32.
+LLVM lowers `<8 x float>` to AVX2, AVX-512 or NEON itself, so that the user's machine needs no compiler but Numba. A
+matrix has a *kind* of number, given by a Numba type: uint16 for bf16, int16 for fp16, float32 for fp32.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ def c64(value: int) -> Value:
 
 
 class Emitter:
-    """Arithmetic on `lanes` fp32 numbers at a time; one lane is plain scalar code."""
+    """Emit arithmetic on `lanes` fp32 numbers at a time; one lane is plain scalar code."""
 
     def __init__(self, builder: Any, lanes: int) -> None:
         self.b = builder
@@ -62,12 +62,11 @@ class Emitter:
         return self.b.bitcast(self.b.shl(self.b.zext(half, self.int), self.const_int(16)), self.float)
 
     def load_pair(self, address: Value, index: Value, kind: Any) -> tuple[Value, Value]:
-        """Load two vectors of a matrix's numbers from `index` on: of bf16 the even and the odd ones, else consecutive
+        """Load two vectors of a matrix's numbers from `index` on: for bf16 the even and the odd ones, else consecutive
         ones.
 
         Two bf16 are one int32: a mask keeps the odd number, a shift brings up the even one, half the instructions of
-        widening
-        each.
+        widening each.
         """
         if kind != types.uint16:
             second = self.b.add(index, c64(self.lanes))
@@ -77,14 +76,14 @@ class Emitter:
         odd = self.b.and_(both, self.const_int(0xFFFF0000))
         return self.b.bitcast(even, self.float), self.b.bitcast(odd, self.float)
 
-    def parted(self, first: Value, second: Value, kind: Any) -> tuple[Value, Value]:
+    def deinterleaved(self, first: Value, second: Value, kind: Any) -> tuple[Value, Value]:
         """Return two vectors of consecutive numbers in the order of `load_pair`."""
         if kind != types.uint16:
             return first, second
         return self._shuffled(first, second, 0, 2), self._shuffled(first, second, 1, 2)
 
-    def joined(self, first: Value, second: Value, kind: Any) -> tuple[Value, Value]:
-        """Undo `parted`."""
+    def interleaved(self, first: Value, second: Value, kind: Any) -> tuple[Value, Value]:
+        """Return two vectors in the order of `load_pair` as consecutive numbers."""
         if kind != types.uint16:
             return first, second
         order = [i // 2 + (i % 2) * self.lanes for i in range(2 * self.lanes)]

@@ -42,7 +42,7 @@ LayerRanks = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class SiteDims:
-    """Shape of one linear site: inputs, and the outputs of each slice that shares them."""
+    """Hold the shape of one linear site: inputs, and the outputs of each slice that shares them."""
 
     in_features: int
     out_features: tuple[int, ...]
@@ -54,7 +54,7 @@ class SiteDims:
 
 @dataclass(frozen=True, slots=True)
 class SitePanels:
-    """Panels of one site: indices into the layer's panel list, and the rank rows of each."""
+    """Index the panels of one site in the layer's panel list, with the rank rows of each."""
 
     ranks: tuple[int, ...]
     scale: int
@@ -68,7 +68,7 @@ class SitePanels:
 
 @dataclass(frozen=True)
 class AdapterLayout:
-    """Panels of one adapter and their sizes.
+    """Compute the panels of one adapter and their sizes.
 
     Args:
         sites: the base's linear sites, the same in every layer.
@@ -107,7 +107,7 @@ class AdapterLayout:
     @cached_property
     def records(self) -> npt.NDArray[np.int32]:
         """Return records [L, sites, 4]: index of a site's first panel in its layer, then the rank of each slice. See
-        `tables`.
+        `metadata.sgmv_tables`.
         """
         return np.stack([_layer_records(layer) for layer in self.ranks])
 
@@ -146,11 +146,12 @@ class AdapterLayout:
 
 @dataclass(frozen=True)
 class PlacedAdapter:
-    """An adapter inside the pool: `offsets[layer][panel]`, bytes from the start of that layer's slab."""
+    """Locate an adapter inside the pool."""
 
     layout: AdapterLayout
     runs: tuple[Run, ...]
     page_bytes: int
+    # [layer][panel], bytes from the start of that layer's slab.
     offsets: tuple[npt.NDArray[np.int64], ...]
 
     @property
@@ -189,7 +190,7 @@ class PlacedAdapter:
         return {id(offsets): offsets for offsets in self.offsets}
 
     def trimmed(self) -> "PlacedAdapter":
-        """Return the same places without the pages at the end of each run that no layer reaches."""
+        """Return the same places without pages at the end of each run that no layer uses."""
         distinct = {id(o): (o, s) for o, s in zip(self.offsets, self.layout.panel_bytes, strict=True)}.values()
         ends = [max(self._end_inside(run, *layer) for layer in distinct) for run in self.runs]
         pages = [-(-end // self.page_bytes) for end in ends]

@@ -1,7 +1,7 @@
-"""Base linears in e4m3 on GPUs that multiply it: a scale for each row of weights, and a new one for each row of
-activations.
+"""Multiply base linears in e4m3 on GPUs that support it.
 
-Shapes: T rows, H inputs, O outputs. Both widths must be multiples of 16.
+Weights have a static scale per row, activations a new one per row. Shapes: T rows, H inputs, O outputs. Both widths
+must be multiples of 16.
 Source: dynamic scales by token with static ones by channel, ZeroQuant (Yao et al. 2022); e4m3, Micikevicius et al.
 (2022).
 """

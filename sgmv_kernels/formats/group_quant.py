@@ -1,4 +1,4 @@
-"""Quantized weights in the form that every backend takes: integer codes, and a scale and a minimum for each group.
+"""Define the form of quantized weights that every backend takes: integer codes, with a scale and a minimum per group.
 
 A backend packs them into its own order once, when the model is loaded. Shapes: O outputs, H inputs, G groups of a row,
 H / group of them.
@@ -18,7 +18,7 @@ INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS = 256, 16, 11
 
 @dataclass(frozen=True, slots=True)
 class GroupQuantizedWeight:
-    """A weight [O, H]: weight[o, h] = codes[o, h] * scales[o, h // group] + minima[o, h // group].
+    """Hold a weight [O, H]: weight[o, h] = codes[o, h] * scales[o, h // group] + minima[o, h // group].
 
     Args:
         codes: [O, H] uint8 below `levels`; int8 for 256 levels.

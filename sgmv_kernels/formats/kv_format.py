@@ -1,7 +1,7 @@
-"""Layouts of keys and values inside a page of the pool: one description for each format, imported without torch.
+"""Describe the layout of keys and values inside a page of the pool, one class for each format. Imports no torch.
 
-Everything that needs the size of a page or a view of its interior asks the format. A new format is one subclass of
-`KVFormat` in `KV_FORMATS` and one kernel for each backend that shall read it fast; the plain torch kernels read every
+All code that needs the size of a page or a view of its interior uses the format. A new format is one subclass of
+`KVFormat` in `KV_FORMATS`, and one kernel for each backend that should read it fast; the plain torch kernels read every
 format through its `read` and `write`.
 """
 
@@ -26,7 +26,7 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1}
 
 @dataclass(frozen=True, slots=True)
 class KVPart:
-    """An array of a page: a dense block for each key head, the blocks one after the other."""
+    """Describe one array of a page: a dense block for each key head, one after the other."""
 
     name: str
     # Name of the torch dtype of one stored item, a key of ITEM_BYTES.
@@ -50,9 +50,10 @@ class KVPart:
 
 @dataclass(frozen=True, slots=True)
 class KVFormat(ABC):
-    """A way to store keys and values in a page.
+    """Store keys and values in a page.
 
-    Parts begin at multiples of their item size, pages at multiples of `ALIGNMENT_BYTES`: adapter panels share the pool.
+    Parts begin at multiples of their item size, pages at multiples of `ALIGNMENT_BYTES`, because adapter panels share
+    the pool.
     """
 
     # Value of --kv-dtype that selects this format.
@@ -80,7 +81,7 @@ class KVFormat(ABC):
 
     @abstractmethod
     def write(self, parts: Parts, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store one token a row.
+        """Store one token per row.
 
         Args:
             parts: the pages of one layer.
@@ -92,12 +93,12 @@ class KVFormat(ABC):
     def read(self, parts: Parts, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [..., kv_heads, D, page] and values [..., kv_heads, page, D], fp32, of `pages` [...] int64.
 
-        Slots that no token was written to hold anything, NaN included.
+        Unwritten slots may contain anything, NaN included.
         """
 
 
 class FloatKV(KVFormat):
-    """Keys and values as floats of one dtype, keys transposed.
+    """Store keys and values as floats of one dtype, keys transposed.
 
     A vector of stored keys then holds one dimension of neighbouring tokens: the scores of a page come out as vectors,
     without horizontal sums, and one loaded key serves every query head of its group.

@@ -1,4 +1,4 @@
-"""Tensor views of the pages that one layer of the pool holds keys and values in."""
+"""View the pages in which one layer of the pool stores keys and values as tensors."""
 
 import torch
 from torch import Tensor
@@ -8,20 +8,20 @@ from sgmv_kernels.formats.kv_format import KEYS, VALUES, KVFormat
 
 
 class KvPages:
-    """A layer of the pool as P pages of keys and values.
+    """View a layer of the pool as P pages of keys and values.
 
     Args:
         slab: [P * page bytes] uint8, contiguous; the views below share its memory.
-        kv_format: what a page looks like inside.
+        kv_format: layout of a page.
         heads: key heads.
         page_size: tokens of a page.
         head_dim: D, numbers of a head.
-
     Attributes:
-        parts: by the name of each part of the format a view [P, heads, *shape of a head's block]; `keys` and `values`
-            are two of them.
+        parts: views [P, heads, *shape of a head's block] by the names of the format's parts; `keys` and `values` are
+            two of
+            them.
     Raises:
-        KernelArgumentError: the slab is no whole number of pages, or no contiguous bytes.
+        KernelArgumentError: the slab is not a whole number of pages, or not contiguous bytes.
     """
 
     def __init__(self, slab: Tensor, kv_format: KVFormat, heads: int, page_size: int, head_dim: int) -> None:
@@ -43,7 +43,7 @@ class KvPages:
         return len(self.keys)
 
     def write(self, pages: Tensor, slots: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store one token a row; see `KVFormat.write`."""
+        """Store one token per row; see `KVFormat.write`."""
         self.format.write(self.parts, pages, slots, keys, values)
 
     def read(self, pages: Tensor) -> tuple[Tensor, Tensor]:

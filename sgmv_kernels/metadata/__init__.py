@@ -1,1 +1,1 @@
-"""Per-step metadata for kernels (segments, tables, one upload)."""
+"""Metadata of a step for the kernels: segments, tables, one upload."""

@@ -1,4 +1,4 @@
-"""Transfer of a step's whole numbers to a device: one copy for all arrays, which the host does not wait for."""
+"""Copy a step's integers to a device: one asynchronous copy for all arrays."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Token rows grouped by adapter, built on the host for every step. Imports no torch.
+"""Group token rows by adapter, on the host for every step. Imports no torch.
 
 A *segment* is the rows of one adapter (SGMV: Punica). Rows without an adapter form the segment of adapter `BASE`, which
 has rank 0. Rows may be in any order: a permutation brings the rows of a segment together.
@@ -16,15 +16,13 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """S segments over T rows.
+    """Hold S segments over T rows."""
 
-    `permutation` [T] lists the rows segment by segment, `indptr` [S + 1] where each segment begins in it, `adapters`
-    [S]
-    the adapter of each: an index into the caller's list of placed adapters, or `BASE`.
-    """
-
+    # [T], the rows segment by segment.
     permutation: Int32
+    # [S + 1], bounds of each segment in the permutation.
     indptr: Int32
+    # [S], the adapter of each segment: an index into the caller's list of placed adapters, or `BASE`.
     adapters: Int32
 
     @property

@@ -1,4 +1,4 @@
-"""Small int32 tables of a step's adapters, built on the host for all layers and sites at once.
+"""Build small int32 tables of a step's adapters, on the host for all layers and sites at once.
 
 Panel offsets count units of `ALIGNMENT_BYTES` from the start of a layer's slab, so that int32 reaches 256 GiB. A
 (layer, site) of an adapter is one record `[first, rank of slice 0, 1, 2]`: `first` is the index in `panels` of its
@@ -17,18 +17,18 @@ from sgmv_kernels.metadata.segments import BASE, Int32, Segments
 
 @dataclass(frozen=True)
 class SgmvTables:
-    """S segments over the T rows of a step, those of the base left out.
-
-    `permutation` [T]: rows, those of a segment together; `bounds` [S, 2]: where a segment begins and ends in it;
-    `records` [L, sites, S, 4]: see above, ranks 0 where the adapter has no weights; `panels` [N]: panel offsets;
-    `slab_bytes`: how far into a slab the panels reach.
-    """
+    """Hold S segments over the T rows of a step, without the base's segment."""
 
     sites: tuple[SiteDims, ...]
+    # [T], rows grouped by segment.
     permutation: Int32
+    # [S, 2], begin and end of each segment in the permutation.
     bounds: Int32
+    # [L, sites, S, 4], see above; ranks are 0 where the adapter has no weights.
     records: Int32
+    # [N], panel offsets.
     panels: Int32
+    # End of the last panel in a slab.
     slab_bytes: int
 
     @property

@@ -111,7 +111,7 @@ def _single_queries(
     visible = position < lens
     if window is not None:
         visible &= position >= lens - window
-    # A page's unwritten slots may hold any bit pattern, NaN too, and 0 * NaN is NaN.
+    # Unwritten slots of a page may contain NaN, and 0 * NaN is NaN.
     values.masked_fill_(~visible[:, None, :, None], 0.0)
     grouped = q.view(b, kv.num_heads, heads // kv.num_heads, d)
     scores = (grouped @ keys).mul_(scale)

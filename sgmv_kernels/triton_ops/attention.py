@@ -4,7 +4,7 @@ A program owns a tile of one sequence's query rows for one key head; the query h
 by side in the tile, so that a decode row fills the tensor core with its group. Keys and values of a tile of tokens are
 read page by page through the page table, with int64 addresses. Slots that no row may see may hold NaN: their values are
 not read, and their scores are masked. Long contexts of few rows are cut into parts that a second kernel adds up
-(`attention_triton_tables`).
+(`triton_ops.attention_metadata`).
 
 A row's result has the same bits whatever the batch, the order of sequences, and the places of pages. How many rows of a
 sequence a step computes may change the last bits.
@@ -210,9 +210,9 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
     for tile in range(as_bound(begin // BLOCK_N), as_bound((end + BLOCK_N - 1) // BLOCK_N)):
         at = n + tile * BLOCK_N
         key_ok = (at >= begin) & (at < end)
-        # Without a mask, so that the compiler knows a page's slots to be neighbours; past the table lies padding.
+        # Without a mask, so that the compiler treats slots of a page as contiguous; the table is padded.
         page = tl.load(table + at // PAGE).to(tl.int64)
-        # A key that no row sees may be NaN: it spoils its own column of scores, which `visible` puts aside below.
+        # A masked key may be NaN: it affects only its own column of scores, which `visible` masks below.
         page_ok = (at // PAGE >= begin // PAGE) & (at // PAGE < last_page)
         k_tile = tl.load(
             k_base + (page * key_page + (at % PAGE) * key_slot)[None, :],
@@ -227,7 +227,7 @@ def _attention_kernel(  # type: ignore[no-untyped-def]
             visible = visible & (at[None, :] > position[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
         new_highest = tl.maximum(highest, tl.max(scores, 1))
-        # A row that has seen no key yet: -inf - -inf would be NaN.
+        # A row without a visible key so far: -inf - -inf would be NaN.
         known = tl.where(new_highest == float("-inf"), 0.0, new_highest)
         weights = tl.exp(scores - known[:, None])
         fade = tl.exp(highest - known)

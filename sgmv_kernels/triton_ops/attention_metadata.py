@@ -10,8 +10,8 @@ context keeps many programs busy; a reduce adds the parts. How a sequence is cut
 on the batch: a row has the same bits whatever runs beside it. (A partial result is 1 to 2 % of the bytes of the keys
 that it stands for, by arithmetic, so cutting costs little where a batch would not need it.)
 
-Two forms, as in `sgmv_triton_tables`: exact, and a fixed capacity that graphs replay with. Work that a step does not
-use has no keys (`first key = end`), or no slots, and its programs end after one load.
+Two forms, as in `sgmv_metadata`: exact, and a fixed capacity that graphs replay with. Work that a step does not use has
+no keys (`first key = end`), or no slots, and its programs end after one load.
 
 Source: keys split with a reduce, Flash-Decoding (Dao et al. 2023); a plan of work items made on the host, FlashInfer.
 """
@@ -40,23 +40,26 @@ PADDING_INTS = 256
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes that work is cut by: query rows of a small and of a long tile, keys of a part, rows of a sequence for small
-    tiles.
-    """
+    """Hold the sizes by which work is cut."""
 
+    # Query rows of a small tile.
     decode_rows: int
+    # Query rows of a long tile.
     prefill_rows: int
+    # Keys of a part.
     split_tokens: int
+    # Largest number of rows of a sequence that is cut into small tiles.
     few_rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Work items of a step, in the tables of the module docstring; `slots` is the number of partial results."""
+    """Hold the work items of a step, in the tables of the module docstring."""
 
     decode: Int32
     prefill: Int32
     reduce: Int32
+    # Number of partial results.
     slots: int
 
 
@@ -122,11 +125,10 @@ class AttentionBuffer:
 
 
 class AttentionTables:
-    """Sequences of a step; work is cut once for each shape that a model's layers ask for (usually one).
+    """Hold the sequences of a step; work is cut once for each shape that a model's layers use (usually one).
 
-    With a `capacity` the buffers keep their addresses, and `update` refills those that have been made. For a graph,
-    call
-    attention once before the capture, so that they are made.
+    With a `capacity` the buffers keep their addresses, and `update` refills those that exist. For a graph, call
+    attention once before the capture, so that they exist.
     """
 
     def __init__(self, plan: AttentionPlan, device: torch.device, capacity: AttentionCapacity | None = None) -> None:

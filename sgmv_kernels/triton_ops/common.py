@@ -88,8 +88,7 @@ def product_dtype(*dtypes: torch.dtype) -> tuple[Any, str]:
     """Return (operand dtype, input precision) of a `tl.dot`, from the dtypes that its operands are stored in.
 
     Equal half-precision operands are multiplied unchanged. Unequal ones become fp32 operands in tf32, which holds bf16
-    and
-    fp16 exactly. Any fp32 operand takes full fp32 products.
+    and fp16 exactly. Any fp32 operand takes full fp32 products.
     """
     if INTERPRETED or torch.float32 in dtypes:
         return tl.float32, "ieee"

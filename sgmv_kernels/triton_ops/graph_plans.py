@@ -26,18 +26,17 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class PlanDims:
-    """Properties that all steps of a model share.
-
-    `itemsize` is that of the wider of activations and stored keys; `num_pages` includes pages that nothing owns.
-    """
+    """Hold the properties that all steps of a model share."""
 
     sites: tuple[SiteDims, ...]
     layers: int
     heads: int
     kv_heads: int
     head_dim: int
+    # Bytes of the wider of activations and stored keys.
     itemsize: int
     page_size: int
+    # Includes pages without an owner.
     num_pages: int
     adapter_dtype: torch.dtype
     device: torch.device
@@ -45,16 +44,14 @@ class PlanDims:
 
 @dataclass(frozen=True, slots=True)
 class StaticCapacity:
-    """Largest step of a plan.
-
-    `parts` is the average number of parts that a row's keys are cut into, 1 for none; `max_pages` the pages of a
-    sequence;
-    `rank` that of an adapter's slice, 0 where no row has an adapter.
-    """
+    """Hold the size of the largest step of a plan."""
 
     rows: int
+    # Pages of a sequence.
     max_pages: int
+    # Average number of parts that a row's keys are cut into, 1 for none.
     parts: int
+    # Highest rank of a slice, 0 if no row has an adapter.
     rank: int
 
 

@@ -46,13 +46,14 @@ _MANTISSAS = {torch.bfloat16: (tl.bfloat16, 0x4300, 128.0), torch.float16: (tl.f
 
 @dataclass(frozen=True)
 class TritonLinear:
-    """Packed codes for a GPU; see `PackedLinear`. `codes` as in `linear_triton_pack`; scales and minima [G, O] fp16;
-    bias [O] fp32.
-    """
+    """Hold a quantized linear packed for a GPU; see `PackedLinear`."""
 
+    # Packed by `triton_ops.weight_packing`.
     codes: Tensor
+    # [G, O] fp16, as the minima.
     scales: Tensor
     minima: Tensor | None
+    # [O] fp32.
     bias: Tensor | None
     levels: int
     in_features: int

@@ -164,13 +164,13 @@ def _rope_write_kernel(  # type: ignore[no-untyped-def]
             tl.store(target, cast(y1, q.dtype.element_ty), mask=ok)
             tl.store(target + HALF, cast(y2, q.dtype.element_ty), mask=ok)
         else:
-            # Turned, so that neighbouring threads write neighbouring slots of a transposed page.
+            # Transposed, so that neighbouring threads write neighbouring slots of a transposed page.
             turned = tl.trans(ok)
             place = keys + (page * key_page + (head - HEADS) * key_head + slot * key_slot)[None, :]
             tl.store(place + d[:, None] * key_dim, cast(tl.trans(y1), keys.dtype.element_ty), mask=turned)
             tl.store(place + (d + HALF)[:, None] * key_dim, cast(tl.trans(y2), keys.dtype.element_ty), mask=turned)
     if DIM > 2 * HALF:
-        # What no angle turns (a partial rotary embedding) goes where its head goes.
+        # Dimensions without rotation (partial rotary embedding) are stored with their head.
         e = 2 * HALF + tl.arange(0, REST_PAD)
         ok = (t < rows)[:, None] & (e < DIM)[None, :]
         rest = tl.load(row + e[None, :], mask=ok, other=0.0).to(tl.float32)

@@ -213,7 +213,7 @@ def _expand_kernel(  # type: ignore[no-untyped-def]
     begin = tl.load(chunk)
     record = ints + record_at + tl.load(chunk + 2) * _RECORD
     r0, r1, r2 = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
-    # Tiles of all slices in one list: no program is launched for columns that a narrow slice has not.
+    # Tiles of all slices in one list: no program is launched for missing columns of a narrow slice.
     tile = tl.program_id(1)
     tiles0: tl.constexpr = (N0 + BLOCK_N - 1) // BLOCK_N
     tiles1: tl.constexpr = (N1 + BLOCK_N - 1) // BLOCK_N

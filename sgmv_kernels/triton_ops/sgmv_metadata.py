@@ -2,10 +2,10 @@
 
     chunks       [C, 4]  where in the permutation, rows, segment, 0; a segment is cut into chunks of `block_m` rows
     permutation  [T]
-    records      [L, sites, S, 4]   see `tables`
-    panels       [N]                see `tables`
+    records      [L, sites, S, 4]   see `metadata.sgmv_tables`
+    panels       [N]                see `metadata.sgmv_tables`
 
-Chunks are cut on the host, so that a skewed batch launches no programs for rows that a segment has not. Two forms:
+Chunks are cut on the host, so that a skewed batch launches no programs for missing rows. Two forms:
 
 - exact: sized for one step, made afresh each step.
 - capacity: sized once; `update` rewrites the same device memory. Sections, grid, planes and their width depend on the
@@ -36,21 +36,22 @@ RANK_STEP = 16
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Largest step of one graph: token rows, segments with an adapter, panel offsets.
+    """Hold the size of the largest step of one graph."""
 
-    `max_ranks[site]` is the highest rank of an adapter at a site, its slices together.
-    """
-
+    # Token rows.
     max_rows: int
+    # Segments with an adapter.
     max_segments: int
+    # Panel offsets.
     max_panels: int
+    # [site], the highest rank of an adapter, its slices together.
     max_ranks: tuple[int, ...]
 
 
 class TritonTables:
     """SGMV tables of one step on the device. Use `exact` or `for_capacity`.
 
-    For a graph: `held = for_capacity(...)`; capture `sgmv_triton.sgmv_` with `replace(plan, prepared=held)`; each step
+    For a graph: `held = for_capacity(...)`; capture `sgmv.sgmv_` with `replace(plan, prepared=held)`; each step
     `held.update(tables)`, then replay, on one stream. Rows that pad a batch are rows of the base.
 
     `chunk_grid` is the number of launched chunks. Offsets count ints from the start of `ints`.

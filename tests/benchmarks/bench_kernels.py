@@ -1,22 +1,22 @@
-"""Time and memory speed of the CPU's kernels, beside the plain torch path and PEFT's loop, in one process.
+"""Time the CPU kernels and their memory throughput, beside the plain torch path and PEFT's loop, in one process.
 
-python tests/benchmarks/bench_kernels.py --rows 1,16,32,64
+    GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_kernels.py --rows 1,16,32,64
 
 Shapes are SmolLM2-135M's, adapters of rank 16 on all seven linears in bf16. "Share" is of the read bandwidth that the
 same threads reach in the same run, over bytes that each workload must read once: panels of distinct adapters, or keys
-and values. Each figure is the least of several rounds; the probe runs before and after, its best counts.
+and values. Each figure is the least of several rounds; the bandwidth is the better of two, measured before and after.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from harness import arguments, row, table
 
+from sgmv_kernels.cpu_runtime import openmp
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
-from sgmv_kernels.cpu_runtime.openmp import arguments, run, team_size
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.formats.kv_pages import KvPages
@@ -28,20 +28,30 @@ LAYERS, RANK, PAGE_BYTES = 30, 16, 12288
 HEADS, KV_HEADS, DIM, PAGE = 9, 3, 64, 16
 CPU = torch.device("cpu")
 CHUNK = 1 << 20
+# Workloads walk over so many bytes before they come back to the first: far more than a cache holds.
 COLD_BYTES = 256 << 20
-"""Workloads walk over so many bytes before they come back to the first: far more than a cache holds."""
+# (sequences, keys, queries of each, softcap)
+ATTENTION = (
+    (1, 512, 1, None),
+    (16, 512, 1, None),
+    (16, 512, 1, 50.0),
+    (32, 128, 1, None),
+    (4, 2048, 1, None),
+    (1, 8192, 1, None),
+    (1, 512, 512, None),
+)
 
 
 def read_bandwidth(buffer: torch.Tensor) -> float:
-    """Bytes a second of reading a buffer front to back with all threads, each number once."""
+    """Return the bytes a second of reading a buffer front to back with all threads."""
     kernel = address_of("bandwidth", "read")
     chunks = buffer.numel() // CHUNK
-    args = arguments(chunks, buffer.data_ptr(), CHUNK, 0)
-    return chunks * CHUNK / least(lambda: run(kernel, args, team_size(), chunks), rounds=9)
+    args = openmp.arguments(chunks, buffer.data_ptr(), CHUNK, 0)
+    return chunks * CHUNK / least(lambda: openmp.run(kernel, args, openmp.team_size(), chunks), rounds=9)
 
 
 def least(work: Callable[[], object], rounds: int) -> float:
-    """Seconds of the fastest round."""
+    """Return the seconds of the fastest round."""
     seconds = []
     for _ in range(rounds):
         begin = time.perf_counter()
@@ -72,19 +82,19 @@ class Panels:
         return LAYERS * self.placed[0].layout.layer_bytes
 
 
-def by_law(law: str, rows: int, adapters: int) -> np.ndarray:
-    """The adapter of every row, by Punica's laws of popularity."""
-    if law == "distinct":
+def adapters_of(popularity: str, rows: int, adapters: int) -> np.ndarray:
+    """Return the adapter of every row, by Punica's popularity distributions."""
+    if popularity == "distinct":
         return np.arange(rows) % adapters
-    if law == "identical":
+    if popularity == "identical":
         return np.zeros(rows, dtype=np.int64)
     rng = np.random.default_rng(1)
-    weights = np.ones(adapters) if law == "uniform" else (1 + np.arange(adapters)) ** -1.5
+    weights = np.ones(adapters) if popularity == "uniform" else (1 + np.arange(adapters)) ** -1.5
     return rng.choice(adapters, rows, p=weights / weights.sum())
 
 
 def sgmv_seconds(ops: Ops, panels: Panels, row_adapters: np.ndarray, rounds: int) -> float:
-    """One step's deltas, all layers and sites, the plan included."""
+    """Return the time of one step's deltas, all layers and sites, planning included."""
     rows = len(row_adapters)
     segments = build_segments(row_adapters.astype(np.int32))
     xs = [torch.randn(rows, dims.in_features) for dims in SITES]
@@ -102,7 +112,7 @@ def sgmv_seconds(ops: Ops, panels: Panels, row_adapters: np.ndarray, rounds: int
 
 
 def peft_seconds(row_adapters: np.ndarray, rounds: int) -> float:
-    """PEFT's loop over the adapters of a batch (`adapter_names`), its linears less their base: one layer, times 30."""
+    """Return the time of PEFT's loop over the adapters of a batch, without its base linears: one layer, times 30."""
     from peft import LoraConfig, get_peft_model
 
     class Layer(torch.nn.Module):
@@ -134,7 +144,7 @@ def peft_seconds(row_adapters: np.ndarray, rounds: int) -> float:
 
 
 def attention_case(sequences: int, length: int) -> tuple[list[KvPages], np.ndarray]:
-    """(layers of cold pages, page tables in random order)."""
+    """Return layers of cold pages, and page tables in random order."""
     pages = -(-length // PAGE) * sequences
     kv_format = KV_FORMATS["bfloat16"]
     slab_bytes = pages * kv_format.page_bytes(KV_HEADS, DIM, PAGE)
@@ -149,7 +159,7 @@ def attention_case(sequences: int, length: int) -> tuple[list[KvPages], np.ndarr
 def attention_seconds(
     ops: Ops, case: tuple[list[KvPages], np.ndarray], queries: int, length: int, softcap: float | None = None
 ) -> float:
-    """One layer, the plan not included: a step makes it once for all layers."""
+    """Return the time of one layer without planning, which a step does once for all layers."""
     layers, tables = case
     q = torch.randn(len(tables) * queries, HEADS, DIM)
     lens = [length] * len(tables)
@@ -164,7 +174,7 @@ def attention_seconds(
 
 
 def pointwise(ops: Ops, plain: Ops, rows: int) -> list[tuple[str, float, float]]:
-    """(op, seconds of the kernels, seconds of torch)."""
+    """Return (op, seconds of the kernels, seconds of torch)."""
     x, delta, weight = torch.randn(rows, 576), torch.zeros(rows, 576), torch.ones(576)
     norm, logits = torch.ones(DIM), torch.randn(rows, 49152)
     gate_up, qkv = torch.randn(rows, 3072), torch.randn(rows, (HEADS + 2 * KV_HEADS) * DIM)
@@ -192,60 +202,42 @@ def pointwise(ops: Ops, plain: Ops, rows: int) -> list[tuple[str, float, float]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="1,4,16,32,64")
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    a = parser.parse_args()
+    a = arguments(
+        __doc__,
+        rows=((1, 4, 16, 32, 64), "of SGMV"),
+        threads=(torch.get_num_threads(), "that compute"),
+    )
     torch.set_num_threads(a.threads)
     torch.manual_seed(0)
-    rows = [int(n) for n in a.rows.split(",")]
     ops, plain = Ops(CPU), Ops(CPU, "torch")
-    panels = Panels.make(max(rows))
-    probes = [read_bandwidth(panels.slabs.view(-1))]
+    panels = Panels.make(max(a.rows))
+    bandwidths = [read_bandwidth(panels.slabs.view(-1))]
     found: list[tuple[str, str, float, int, float, float | None]] = []
-    for n in rows:
-        for law in ("distinct", "uniform", "zipf", "identical"):
-            adapters = by_law(law, n, n)
+    for n in a.rows:
+        for popularity in ("distinct", "uniform", "zipf", "identical") if n > 1 else ("distinct",):
+            adapters = adapters_of(popularity, n, n)
             size = len(set(adapters.tolist())) * panels.adapter_bytes
-            ours, torchs = sgmv_seconds(ops, panels, adapters, 15), sgmv_seconds(plain, panels, adapters, 2)
-            peft = peft_seconds(adapters, 3) if law == "distinct" else None
-            found.append((f"SGMV, {n} rows", law, ours, size, torchs, peft))
-            if n == 1:
-                break
-    for sequences, length, queries in (
-        (1, 512, 1),
-        (16, 512, 1),
-        (32, 128, 1),
-        (4, 2048, 1),
-        (1, 8192, 1),
-        (1, 512, 512),
-    ):
-        case = attention_case(sequences, length)
+            seconds = sgmv_seconds(ops, panels, adapters, 15), sgmv_seconds(plain, panels, adapters, 2)
+            peft = peft_seconds(adapters, 3) if popularity == "distinct" else None
+            found.append((f"SGMV, {n} rows", popularity, seconds[0], size, seconds[1], peft))
+    for sequences, length, queries, softcap in ATTENTION:
+        pages = attention_case(sequences, length)
         size = sequences * length * 2 * KV_HEADS * DIM * 2
-        ours, torchs = (attention_seconds(o, case, queries, length) for o in (ops, plain))
-        what = "decode" if queries == 1 else f"prefill of {queries}"
-        found.append((f"attention, {sequences} x {length}", what, ours, size, torchs, None))
-        if (sequences, queries) == (16, 1):
-            ours, torchs = (attention_seconds(o, case, queries, length, 50.0) for o in (ops, plain))
-            found.append((f"attention, {sequences} x {length}", "decode, softcap", ours, size, torchs, None))
-    probes.append(read_bandwidth(panels.slabs.view(-1)))
-    probe = max(probes)
-    print(
-        f"\nread bandwidth {probe / 1e9:.1f} GB/s ({', '.join(f'{p / 1e9:.1f}' for p in probes)}), {a.threads} threads"
-    )
-    print("SGMV: a step of 30 layers x 4 sites; attention: one layer. PEFT: its own loop, without the base linears.\n")
-    print("| work | law | ms | GB/s | share | torch ms | PEFT ms |\n|---|---|---|---|---|---|---|")
-    for name, law, seconds, size, torchs, peft in found:
-        speed = size / seconds
-        beside = "–" if peft is None else f"{1e3 * peft:.0f}"
-        print(
-            f"| {name} | {law} | {1e3 * seconds:.2f} | {speed / 1e9:.1f} | {speed / probe:.0%} "
-            f"| {1e3 * torchs:.1f} | {beside} |"
-        )
-    print("\n| op | rows | µs | torch µs |\n|---|---|---|---|")
+        ours, torchs = (attention_seconds(o, pages, queries, length, softcap) for o in (ops, plain))
+        case = ("decode" if queries == 1 else f"prefill of {queries}") + (", softcap" if softcap else "")
+        found.append((f"attention, {sequences} x {length}", case, ours, size, torchs, None))
+    bandwidths.append(read_bandwidth(panels.slabs.view(-1)))
+    best, both = max(bandwidths), ", ".join(f"{b / 1e9:.1f}" for b in bandwidths)
+    print(f"\nread bandwidth {best / 1e9:.1f} GB/s ({both}), {a.threads} threads")
+    print("SGMV: a step of 30 layers x 4 sites; attention: one layer. PEFT: its own loop, without the base linears.")
+    table(("work", "case", "ms", "GB/s", "share", "torch ms", "PEFT ms"))
+    for work, case, seconds, size, torchs, peft in found:
+        speed, beside = size / seconds, "–" if peft is None else f"{1e3 * peft:.0f}"
+        row(work, case, 1e3 * seconds, f"{speed / 1e9:.1f}", f"{speed / best:.0%}", f"{1e3 * torchs:.1f}", beside)
+    table(("op", "rows", "µs", "torch µs"))
     for n in (1, 16, 256):
-        for name, ours, torchs in pointwise(ops, plain, n):
-            print(f"| {name} | {n} | {1e6 * ours:.1f} | {1e6 * torchs:.1f} |")
+        for op, ours, torchs in pointwise(ops, plain, n):
+            row(op, n, f"{1e6 * ours:.1f}", f"{1e6 * torchs:.1f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One base linear on the CPU: our kernels over codes against torch's own ops, by number of rows; a markdown table.
+"""Time one base linear on the CPU: kernels over quantized weights against torch's own ops, by number of rows.
 
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_linear.py --rows 1,4,16,64,256,512
 
@@ -6,7 +6,6 @@ Weights of 30 layers of 1536 x 1536 (71 million) go through in turn, so that non
 and the best of several rounds counts. int4pack and int8pack take bf16 activations and round the scales to bf16.
 """
 
-import argparse
 import os
 
 os.environ.setdefault("GOMP_SPINCOUNT", "30000")
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from harness import arguments, table
 from torch import Tensor
 
 from sgmv_kernels.cpu_runtime.launch import NUM_ROWS, ROWS, Program, recording
@@ -24,13 +24,13 @@ from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVEL
 from sgmv_kernels.ops import Ops
 
 WIDTH, LAYERS, GROUP = 1536, 30, 64
+# A method that takes longer is not run with more rows.
 GIVE_UP_S, NEVER = 0.5, float("inf")
-"""A method that takes longer is not asked for more rows."""
+# Runs all layers with so many rows.
 Run = Callable[[int], None]
-"""All layers, with so many rows."""
 
 
-def codes_of(levels: int) -> GroupQuantizedWeight:
+def random_weight(levels: int) -> GroupQuantizedWeight:
     signed = levels == INT8_LEVELS
     low, high, dtype = (-127, 128, torch.int8) if signed else (0, levels, torch.uint8)
     scales = torch.full((WIDTH, WIDTH // GROUP), 0.01, dtype=torch.float16)
@@ -39,9 +39,9 @@ def codes_of(levels: int) -> GroupQuantizedWeight:
 
 
 def ours(levels: int, most: int) -> Run:
-    """As a recorded pass: what the server runs."""
+    """Return a recorded pass, as the server runs it."""
     ops, x = Ops(torch.device("cpu"), "numba"), torch.randn(most, WIDTH)
-    packed = [ops.pack_linear(codes_of(levels), None) for _ in range(LAYERS)]
+    packed = [ops.pack_linear(random_weight(levels), None) for _ in range(LAYERS)]
     with recording() as recorded:
         for layer in packed:
             ops.linear(x, layer)
@@ -54,7 +54,7 @@ def ours(levels: int, most: int) -> Run:
 
 
 def torchs(name: str, most: int) -> Run:
-    """One call an op, as from Python."""
+    """Return one call of an op per layer, as from Python."""
     dtype = torch.float32 if name in ("fp32", "dynamic int8") else torch.bfloat16
     x = torch.randn(most, WIDTH).to(dtype)
     layers = [_torch_layer(name) for _ in range(LAYERS)]
@@ -104,25 +104,22 @@ def methods(most: int) -> Iterator[tuple[str, Run]]:
 
 @torch.inference_mode()
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", default="1,4,16,64,256,512")
-    parser.add_argument("--rounds", type=int, default=5)
-    a = parser.parse_args()
-    counts = [int(rows) for rows in a.rows.split(",")]
-    every = list(methods(max(counts)))
-    best = {(name, rows): NEVER for name, _ in every for rows in counts}
+    a = arguments(
+        __doc__,
+        rows=((1, 4, 16, 64, 256, 512), "to compare"),
+        rounds=(5, "times that each method has its turn"),
+    )
+    every = list(methods(max(a.rows)))
+    best = {(name, rows): NEVER for name, _ in every for rows in a.rows}
     for _ in range(a.rounds):
         for name, run in every:
-            for rows in counts:
-                if any(best[name, fewer] > GIVE_UP_S for fewer in counts if fewer < rows and best[name, fewer] < NEVER):
-                    continue
-                begun = time.perf_counter()
-                run(rows)
-                best[name, rows] = min(best[name, rows], time.perf_counter() - begun)
-    print("| ms for 71 million weights, rows: | " + " | ".join(map(str, counts)) + " |")
-    print("|---" * (len(counts) + 1) + "|")
-    for name, _ in every:
-        print(f"| {name} | " + " | ".join(f"{1e3 * best[name, rows]:.2f}" for rows in counts) + " |")
+            for rows in a.rows:
+                if not any(GIVE_UP_S < best[name, fewer] < NEVER for fewer in a.rows if fewer < rows):
+                    begun = time.perf_counter()
+                    run(rows)
+                    best[name, rows] = min(best[name, rows], time.perf_counter() - begun)
+    cells = [(name, *(1e3 * best[name, rows] for rows in a.rows)) for name, _ in every]
+    table(("ms for 71 million weights, rows:", *map(str, a.rows)), cells)
 
 
 if __name__ == "__main__":

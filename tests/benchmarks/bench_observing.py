@@ -1,4 +1,4 @@
-"""What it costs to count, log and keep the books of requests: CPU time of each call, the best of several runs.
+"""Measure the CPU time of metrics, logs and the usage ledger: of each call, the best of several runs.
 
 python tests/benchmarks/bench_observing.py
 """
@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+
+from harness import table
 
 from adapter_store.spec import AdapterKey
 from api.observability.access_middleware import RequestInfo
@@ -31,7 +33,7 @@ ENDED = FinishedRequestStats(
 
 
 def best_us(call: Callable[[], object]) -> float:
-    """Microseconds of CPU time a call."""
+    """Return the microseconds of CPU time of a call."""
     seconds = []
     for _ in range(RUNS):
         begun = time.process_time()
@@ -87,12 +89,10 @@ def main() -> None:
         "engine: a step of 1 request": of_steps(1),
         "engine: a step of 64 requests": of_steps(64),
         "event loop: an output": of_outputs(),
-        "event loop: an ended request, ledger and busiest adapters": of_ends(),
+        "event loop: end of a request, ledger and busiest adapters": of_ends(),
         **{f"event loop: a request, {name}": value for name, value in of_requests().items()},
     }
-    print("| | us of CPU |\n|---|---|")
-    for name, value in found.items():
-        print(f"| {name} | {value:.2f} |")
+    table(("operation", "µs of CPU"), found.items())
 
 
 if __name__ == "__main__":

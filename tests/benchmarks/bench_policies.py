@@ -1,168 +1,363 @@
-"""What each scheduling policy does to those who wait: one hot persona, bursts, long prompts, priorities.
+"""Measure what each scheduling policy does to waiting requests: a hot adapter, bursts, long prompts, priorities.
 
     python tests/benchmarks/bench_policies.py hot         # nine personas beside one with ten times the load of each
     python tests/benchmarks/bench_policies.py bursts      # 64 mixed requests at once
     python tests/benchmarks/bench_policies.py chunking    # long prompts among 32 streams, by target_itl_ms
     python tests/benchmarks/bench_policies.py priorities  # a few urgent requests among many
-    python tests/benchmarks/bench_policies.py sharing     # fair with and without preference for the batch's adapters
-    python tests/benchmarks/bench_policies.py overhead    # microseconds of the bare scheduler [--profile]
+    python tests/benchmarks/bench_policies.py overhead    # microseconds of the bare scheduler
     python tests/benchmarks/bench_policies.py all [--model smollm2-135m]
 
-Through the engine in this process, without HTTP. Each prints Markdown tables; what is compared takes turns within one
-run. Traffic is random tokens that no cache has seen, from fixed seeds: the same for every policy. TTFT counts from the
-request's arrival. Answers end by an end-of-sequence token (`policy_load.Script`), as the scheduler cannot know
-before; before anything is measured, a burst teaches it lengths and costs. `--quick` is a smoke test.
+Engine in this process, without HTTP; Markdown tables. Traffic is random tokens that no cache has seen, from fixed
+seeds: the same for every policy. TTFT counts from the request's arrival. Answers end by an end-of-sequence token
+(`Script`), which the scheduler cannot foresee; before anything is measured, a burst teaches it lengths and costs.
+
+overhead: 64 running requests over 200 adapters that are all in the pool, no model; times are this thread's own.
+*steady*: long answers, nothing starts or ends. *churn*: answers of 16 to 48 tokens, about two start and end in a step.
 """
 
 import argparse
 import asyncio
+import contextlib
+import itertools
+import json
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from peer_servers import machine
-from policy_assets import TINY, base_of, open_store
-from policy_chunking import chunking
-from policy_load import NUM_PERSONAS, Answer, Ask, Server, burst, middling, poisson, quantile, row, run, serving, table
-from policy_overhead import overhead
+from harness import (
+    ASSETS,
+    PAGE_BYTES,
+    arguments,
+    closed_loop,
+    finish_cancelled,
+    machine_line,
+    open_loop,
+    open_store,
+    quantile,
+    quantiles,
+    register_seeded,
+    row,
+    shapes_of,
+    table,
+)
 
-from lorasrv.config import BUILTIN_MODEL, POLICIES, SchedulerOptions
-from lorasrv.scheduler.policies import fair
-from lorasrv.worker import device as threads
+from adapter_store.spec import AdapterKey
+from lorasrv.config import BUILTIN_MODEL, POLICIES, EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.engine.async_engine import AsyncEngine
+from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
+from lorasrv.outputs import RequestId
+from lorasrv.request import EngineCoreRequest
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler.scheduler import Scheduler
+from lorasrv.scheduler_output import SchedulerOutput
+from lorasrv.worker import device
+from lorasrv.worker.model_runner import ModelRunnerOutput
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
-HOT = 0
-HOT_FACTOR = 10
+FOLDER = ASSETS / "policies"
+TINY = "tiny"
+RANK = 8
+NUM_PERSONAS = 10
+NAMES = [f"p{number:03d}" for number in range(NUM_PERSONAS)]
+# Most tokens that a request asks for beyond its answer: `max_tokens` tells the scheduler little.
+ROOM = 64
+HOT, HOT_FACTOR = 0, 10
 CLASSES = (-1, 0, 1)
+TINY_CONFIG = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}
+
+# Engines and their requests.
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base model: bytes of a page of 16 tokens in all layers, and token ids to draw prompts from."""
+
+    options: ModelOptions
+    page_bytes: int
+    vocabulary: range
+
+
+def base_of(name: str) -> Base:
+    """Return the built-in base, or a random llama of three layers, which is made if it is missing."""
+    if name == BUILTIN_MODEL:
+        return Base(ModelOptions(model=name), PAGE_BYTES, range(100, 40_000))
+    folder = FOLDER / TINY
+    if not (folder / "tokenizer_config.json").exists():
+        make_tiny_model(folder)
+    options = ModelOptions(model=str(folder), quantization="none", dtype="float32")
+    return Base(options, 2 * 32 * 16 * 4 * 3, range(10, 384))
+
+
+def make_tiny_model(folder: Path) -> None:
+    """Write a model of random weights, whose tokens are bytes and special tokens."""
+    import torch
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**TINY_CONFIG)).save_pretrained(folder)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    words = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    special = [AddedToken(word, special=True, normalized=False) for word in words]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    names = {"bos_token": words[1], "eos_token": words[2]}
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a persona: `prompt` and `answer` tokens, `at_s` after the beginning."""
+
+    persona: int
+    prompt: int
+    answer: int
+    at_s: float = 0.0
+    priority: int = 0
+
+
+@dataclass
+class Answer:
+    """Times of one request on the performance counter's clock."""
+
+    ask: Ask
+    sent_s: float
+    arrivals_s: list[float] = field(default_factory=list)
+
+    @property
+    def ttft_ms(self) -> float:
+        return 1e3 * (self.arrivals_s[0] - self.sent_s)
+
+    @property
+    def took_s(self) -> float:
+        return self.arrivals_s[-1] - self.sent_s
+
+    @property
+    def tpot_ms(self) -> float:
+        return 1e3 * (self.arrivals_s[-1] - self.arrivals_s[0]) / max(1, len(self.arrivals_s) - 1)
+
+
+class Script:
+    """Stands before a model of random weights and ends answers where the labels of their requests say."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        runner = engine._engine._parts.executor.runner
+        self._run = runner.run
+        self._eos = min(engine.spec.eos_token_ids)
+        runner.run = self.run  # type: ignore[method-assign]
+
+    def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
+        output = self._run(step)
+        ends = {s.request_id: s.num_generated + 1 >= _answer_of(s.request_id) for s in step.scheduled}
+        return ModelRunnerOutput({r: (self._said(tokens[0], ends[r]),) for r, tokens in output.sampled.items()})
+
+    def _said(self, token: int, is_last: bool) -> int:
+        if is_last:
+            return self._eos
+        return token if token != self._eos else token + 1
+
+
+def _answer_of(request_id: RequestId) -> int:
+    return int(request_id.partition("#")[0].partition(".")[2])
+
+
+@dataclass
+class Server:
+    """A live engine whose adapters are all in the pool."""
+
+    base: Base
+    engine: AsyncEngine
+    keys: Sequence[AdapterKey]
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    async def ask(self, ask: Ask) -> Answer:
+        answer = Answer(ask, time.perf_counter())
+        await self.follow(ask, answer.arrivals_s, SamplingParams(max_tokens=ask.answer + ROOM, temperature=0.0))
+        assert len(answer.arrivals_s) == ask.answer, f"{len(answer.arrivals_s)} tokens instead of {ask.answer}"
+        return answer
+
+    async def follow(self, ask: Ask, arrivals_s: list[float], sampling: SamplingParams) -> None:
+        """Append the time of each token of an answer as it comes."""
+        prompt, label = self.rng.choices(self.base.vocabulary, k=ask.prompt), f"{ask.persona}.{ask.answer}"
+        options = {"adapter": self.keys[ask.persona], "adapter_id": NAMES[ask.persona], "priority": ask.priority}
+        async for output in self.engine.generate(prompt, sampling, request_id=label, **options):
+            arrivals_s += [time.perf_counter()] * len(output.token_ids)
+
+    async def warm_up(self, clients: int) -> None:
+        await closed_loop(self.ask, mixed(3 * clients // 2), clients)
 
 
 @asynccontextmanager
-async def _server(
-    a: argparse.Namespace, policy: str, adapters: int = NUM_PERSONAS, **more: Any
-) -> AsyncIterator[Server]:
-    """An engine that has seen a burst of the traffic to come."""
+async def serving(a: argparse.Namespace, policy: str, pages: int | None = None, **more: Any) -> AsyncIterator[Server]:
+    """Run an engine with all adapters in its pool; check its accounts at the end."""
     options = SchedulerOptions(**{"max_num_seqs": a.seats, "policy": policy, "target_itl_ms": None, **more})
-    store, keys = await asyncio.to_thread(open_store, a.base, adapters)
-    with store:
-        async with serving(a.base, store, keys, options, a.pages) as server:
-            yield server
+    memory = MemoryOptions(pool_bytes=(pages or a.pages) * a.base.page_bytes)
+    config = EngineConfig(model=a.base.options, memory=memory, scheduler=options)
+    with open_store(FOLDER / f"store-{a.model}", shapes_of(a.base.options.model)) as store:
+        keys = register_seeded(store, NAMES, RANK)
+        engine = await asyncio.to_thread(AsyncEngine.build, config, store)
+        Script(engine)
+        await engine.start()
+        try:
+            for key in keys:
+                await engine.warm(key, 60.0)
+            yield Server(a.base, engine, keys)
+            assert engine.is_alive, engine.error
+        finally:
+            await engine.shutdown()
+        engine._engine.check_integrity()
+
+
+def poisson(persona: int, per_s: float, seconds: float, seed: int) -> list[Ask]:
+    """Return medium-sized requests at random times."""
+    rng = random.Random(f"{seed} {persona}")
+    asks, at_s = [], rng.expovariate(per_s)
+    while at_s < seconds:
+        asks.append(medium(persona, rng, at_s))
+        at_s += rng.expovariate(per_s)
+    return asks
+
+
+def medium(persona: int, rng: random.Random, at_s: float = 0.0, priority: int = 0) -> Ask:
+    """Return a request of medium size."""
+    return Ask(persona, rng.randint(16, 96), rng.randint(16, 48), at_s, priority)
+
+
+def mixed(count: int) -> list[Ask]:
+    """Return medium-sized requests of all personas in turn."""
+    rng = random.Random(0)
+    return [medium(i % NUM_PERSONAS, rng) for i in range(count)]
+
+
+def burst(size: int, seed: int) -> list[Ask]:
+    """Return requests that come at once; answers of a persona have similar lengths, from 4 to 200 tokens."""
+    rng, asks = random.Random(seed), []
+    for _ in range(size):
+        persona = rng.randrange(NUM_PERSONAS)
+        typical = 4 * 50 ** (persona / (NUM_PERSONAS - 1))
+        prompt = rng.randint(20, 400)
+        asks.append(Ask(persona, prompt, max(4, min(200, round(typical * rng.uniform(0.85, 1.15))))))
+    return asks
 
 
 # One hot persona.
 
 
-def hot(a: argparse.Namespace) -> None:
-    run(_hot(a))
-
-
-async def _hot(a: argparse.Namespace) -> None:
+async def hot(a: argparse.Namespace) -> None:
     per_s = a.capacity or await _capacity(a)
     each = a.load * per_s / (HOT_FACTOR + NUM_PERSONAS - 1)
     arrivals = {p: poisson(p, each * (HOT_FACTOR if p == HOT else 1), a.seconds, seed=1) for p in range(NUM_PERSONAS)}
     nine = [ask for p, asks in arrivals.items() if p != HOT for ask in asks]
     print(
-        f"{a.seats} seats do {per_s:.1f} requests/s; offered {a.load:g} times that for {a.seconds:g} s: "
+        f"{a.seats} request slots serve {per_s:.1f} requests/s; offered {a.load:g} times that for {a.seconds:g} s: "
         f"the hot persona {HOT_FACTOR * each:.1f}/s, the others {each:.1f}/s each"
     )
-    ends = ("p50", "p99")
-    titles = [f"{name} {end} ms" for name in ("TTFT", "TPOT") for end in ends]
-    table(("policy", "who", "requests", *titles, *(f"{t.removesuffix(' ms')} to alone" for t in titles)))
+    titles = [f"{name} {end} ms" for name in ("TTFT", "TPOT") for end in ("p50", "p99")]
+    table(("policy", "requests of", "number", *titles, *(f"{t.removesuffix(' ms')} to alone" for t in titles)))
     for policy in a.policies:
-        async with _server(a, policy) as server:
-            await server.loop(_mixed(3 * a.seats), 2 * a.seats)
-            alone = _latencies(await server.all(nine))
-            row(policy, "the nine alone", len(nine), *alone, *(1.0 for _ in alone))
-            answers = await server.all([*nine, *arrivals[HOT]])
-        for who, is_hot in (("the nine beside the hot one", False), ("the hot one", True)):
+        async with serving(a, policy) as server:
+            await server.warm_up(2 * a.seats)
+            alone = _latencies(await open_loop(server.ask, nine))
+            row(policy, "nine, alone", len(nine), *alone, *(1.0 for _ in alone))
+            answers = await open_loop(server.ask, [*nine, *arrivals[HOT]])
+        for label, is_hot in (("nine, beside hot", False), ("hot", True)):
             chosen = [answer for answer in answers if (answer.ask.persona == HOT) == is_hot]
             ratios = [x / y for x, y in zip(_latencies(chosen), alone, strict=True)]
-            row(policy, who, len(chosen), *_latencies(chosen), *ratios)
+            row(policy, label, len(chosen), *_latencies(chosen), *ratios)
 
 
 async def _capacity(a: argparse.Namespace) -> float:
-    """Requests a second with all seats taken."""
-    async with _server(a, "fcfs") as server:
-        await server.loop(_mixed(3 * a.seats), 2 * a.seats)
+    """Return the requests a second with all request slots taken."""
+    async with serving(a, "fcfs") as server:
+        await server.warm_up(2 * a.seats)
         begun = time.perf_counter()
-        await server.loop(_mixed(a.probes), 2 * a.seats)
-        return a.probes / (time.perf_counter() - begun)
-
-
-def _mixed(count: int) -> list[Ask]:
-    rng = random.Random(0)
-    return [middling(i % NUM_PERSONAS, rng) for i in range(count)]
+        await closed_loop(server.ask, mixed(a.probes), 2 * a.seats)
+        return float(a.probes / (time.perf_counter() - begun))
 
 
 def _latencies(answers: list[Answer]) -> list[float]:
     kinds = ([answer.ttft_ms for answer in answers], [answer.tpot_ms for answer in answers])
-    return [quantile(values, q) for values in kinds for q in (0.5, 0.99)]
+    return [ms for values in kinds for ms in quantiles(values, 0.5, 0.99)]
 
 
 # Bursts.
 
 
-def bursts(a: argparse.Namespace) -> None:
-    run(_bursts(a))
-
-
-async def _bursts(a: argparse.Namespace) -> None:
-    print(f"{a.burst} requests at once over {NUM_PERSONAS} personas, {a.seats} seats, {a.rounds} times")
-    titles = ("TTFT mean ms", "p50", "p99", "completion mean s", "ms a token, mean", "p99", "all done s")
-    table(("policy", *titles, "preemptions", "within prediction"))
+async def bursts(a: argparse.Namespace) -> None:
+    print(f"{a.burst} requests at once over {NUM_PERSONAS} personas, {a.seats} request slots, {a.rounds} times")
+    titles = ("TTFT mean ms", "p50", "p99", "completion mean s", "ms per token, mean", "p99", "all done s")
+    table(("policy", *titles, "preemptions", "share within prediction"))
     for policy in a.policies:
-        async with _server(a, policy) as server:
+        async with serving(a, policy) as server:
             for turn in range(2):
-                await server.all(burst(2 * a.burst, seed=-1 - turn))
+                await open_loop(server.ask, burst(2 * a.burst, seed=-1 - turn))
             before, answers, took = server.engine.metrics.snapshot(), [], []
             for turn in range(a.rounds):
-                answers += await server.all(burst(a.burst, seed=turn))
-                took.append(max(x.arrivals_s[-1] for x in answers) - min(x.sent_s for x in answers[-a.burst :]))
+                done = await open_loop(server.ask, burst(a.burst, seed=turn))
+                answers += done
+                took.append(max(x.arrivals_s[-1] for x in done) - min(x.sent_s for x in done))
             after = server.engine.metrics.snapshot()
         ttfts = [answer.ttft_ms for answer in answers]
         each = [1e3 * answer.took_s / answer.ask.answer for answer in answers]
-        cells = [statistics.mean(ttfts), quantile(ttfts, 0.5), quantile(ttfts, 0.99)]
+        cells = [statistics.mean(ttfts), *quantiles(ttfts, 0.5, 0.99)]
         cells += [statistics.mean(answer.took_s for answer in answers), statistics.mean(each), quantile(each, 0.99)]
         covered = after.answers_within_prediction_total - before.answers_within_prediction_total
         covered /= after.answers_predicted_total - before.answers_predicted_total
-        preemptions = after.preemptions_total - before.preemptions_total
-        row(policy, *cells, statistics.mean(took), preemptions, float(covered))
+        row(policy, *cells, statistics.mean(took), after.preemptions_total - before.preemptions_total, float(covered))
 
 
 # Priorities.
 
 
-def priorities(a: argparse.Namespace) -> None:
-    run(_priorities(a))
-
-
-async def _priorities(a: argparse.Namespace) -> None:
-    print(f"{3 * a.seats} clients of priority 1 on {a.seats} seats, one client each of 0 and -1")
+async def priorities(a: argparse.Namespace) -> None:
+    print(f"{3 * a.seats} clients of priority 1 on {a.seats} request slots, one client each of 0 and -1")
     table(("policy", "priority", "requests", "TTFT mean ms", "p50", "p99", "p50 to that of 1"))
     for policy in a.policies:
-        async with _server(a, policy) as server:
-            await server.loop(_mixed(3 * a.seats), 2 * a.seats)
+        async with serving(a, policy) as server:
+            await server.warm_up(2 * a.seats)
             answers = await _by_priority(a, server)
         usual = quantile([x.ttft_ms for x in answers if x.ask.priority == 1], 0.5)
         for priority in CLASSES:
             ttfts = [answer.ttft_ms for answer in answers if answer.ask.priority == priority]
-            p50 = quantile(ttfts, 0.5)
-            row(policy, priority, len(ttfts), statistics.mean(ttfts), p50, quantile(ttfts, 0.99), p50 / usual)
+            p50, p99 = quantiles(ttfts, 0.5, 0.99)
+            row(policy, priority, len(ttfts), statistics.mean(ttfts), p50, p99, p50 / usual)
 
 
 async def _by_priority(a: argparse.Namespace, server: Server) -> list[Answer]:
-    """The urgent ones ask one after another for as long as the many last; counted once all seats are taken."""
+    """Let the urgent clients ask one request after another, once all slots are taken, until the many have ended."""
     rng, answers, over = random.Random(2), [], asyncio.Event()
 
     async def urgent(priority: int) -> None:
         await asyncio.sleep(0.2)
         while not over.is_set():
-            answers.append(await server.ask(middling(rng.randrange(NUM_PERSONAS), rng, priority=priority)))
+            answers.append(await server.ask(medium(rng.randrange(NUM_PERSONAS), rng, priority=priority)))
 
     async def many() -> list[Answer]:
-        asks = [middling(i % NUM_PERSONAS, rng, priority=1) for i in range(a.many)]
-        done = await server.loop(asks, 3 * a.seats)
+        asks = [medium(i % NUM_PERSONAS, rng, priority=1) for i in range(a.many)]
+        done = await closed_loop(server.ask, asks, 3 * a.seats)
         over.set()
         return done
 
@@ -170,98 +365,206 @@ async def _by_priority(a: argparse.Namespace, server: Server) -> list[Answer]:
     return [*usual, *answers]
 
 
-# Sharing.
+# Long prompts among streams.
+
+WARM_PROMPTS = 3
+BUDGET = 2048
+STREAM_PROMPT, STREAM_TOKENS = 16, 1500
+Streams = list[list[float]]
 
 
-def sharing(a: argparse.Namespace) -> None:
-    run(_sharing(a))
+@dataclass(frozen=True)
+class _Phase:
+    """Gaps of the streams without prompts beside them, and while each of the prompts was computed."""
+
+    plain_ms: list[float]
+    beside_ms: list[float]
+    ttfts_ms: list[float]
 
 
-async def _sharing(a: argparse.Namespace) -> None:
-    print(f"{a.many} requests at once over {a.adapters} adapters, {a.few_seats} seats, fair")
-    table(("preference", "round", "adapters a step", "tok/s", "TTFT mean ms", "p99"))
-    most = fair.SHARING_TOKENS
-    async with _server(a, "fair", a.adapters, max_num_seqs=a.few_seats) as server:
-        await server.all(_spread(a, seed=-1))
-        for turn in range(a.rounds):
-            for label, tokens in (("with", most), ("without", 0.0)):
-                fair.SHARING_TOKENS = tokens
-                server.script.adapters_by_step.clear()
-                begun = time.perf_counter()
-                answers = await server.all(_spread(a, seed=turn))
-                rate = sum(x.ask.answer for x in answers) / (time.perf_counter() - begun)
-                ttfts = [answer.ttft_ms for answer in answers]
-                distinct = statistics.mean(server.script.adapters_by_step)
-                row(label, turn + 1, distinct, rate, statistics.mean(ttfts), quantile(ttfts, 0.99))
-    fair.SHARING_TOKENS = most
+async def chunking(a: argparse.Namespace) -> None:
+    print(f"{a.prompts} prompts of {a.prompt_tokens} tokens, one after another, among {a.streams} streams")
+    titles = ("ITL p50 ms", "p99", "max", "ITL beside prompts p50", "p99", "max", "prompt TTFT p50", "max")
+    table(("policy", "`target_itl_ms`", *titles, "p99 to plain p50", "p99 to target"))
+    for policy in a.policies:
+        plain = await _phase(a, policy, None)
+        _print(policy, None, plain)
+        for times in a.targets:
+            target_ms = times * statistics.median(plain.plain_ms)
+            _print(policy, target_ms, await _phase(a, policy, target_ms))
 
 
-def _spread(a: argparse.Namespace, seed: int) -> list[Ask]:
-    rng = random.Random(seed)
-    return [middling(rng.randrange(a.adapters), rng) for _ in range(a.many)]
+def _print(policy: str, target_ms: float | None, phase: _Phase) -> None:
+    times = [ms for values in (phase.plain_ms, phase.beside_ms) for ms in quantiles(values, 0.5, 0.99, 1.0)]
+    times += quantiles(phase.ttfts_ms, 0.5, 1.0)
+    to_target = "" if target_ms is None else times[4] / target_ms
+    row(policy, "none" if target_ms is None else target_ms, *times, times[4] / times[0], to_target)
+
+
+async def _phase(a: argparse.Namespace, policy: str, target_ms: float | None) -> _Phase:
+    limits = {"max_num_seqs": a.streams + 8, "max_num_batched_tokens": BUDGET, "target_itl_ms": target_ms}
+    async with serving(a, policy, 2 * a.pages, **limits) as server, _streaming(server, a.streams) as streams:
+        for _ in range(WARM_PROMPTS):
+            await server.ask(Ask(1, a.prompt_tokens, 1))
+        begun = time.perf_counter()
+        await asyncio.sleep(a.plain_s)
+        plain = _gaps_ms(streams, begun, time.perf_counter())
+        beside, ttfts = [], []
+        for _ in range(a.prompts):
+            answer = await server.ask(Ask(0, a.prompt_tokens, 1))
+            await asyncio.sleep(0)
+            beside += _gaps_ms(streams, answer.sent_s, answer.arrivals_s[-1])
+            ttfts.append(answer.ttft_ms)
+            await asyncio.sleep(a.plain_s / 10)
+        return _Phase(plain, beside, ttfts)
+
+
+@contextlib.asynccontextmanager
+async def _streaming(server: Server, count: int) -> AsyncIterator[Streams]:
+    """Keep long answers going, and provide the times of their tokens; a stream that ends is begun again."""
+    streams: Streams = []
+
+    async def stream(persona: int) -> None:
+        sampling = SamplingParams(max_tokens=STREAM_TOKENS, temperature=0.0, ignore_eos=True)
+        while True:
+            streams.append([])
+            await server.follow(Ask(persona, STREAM_PROMPT, STREAM_TOKENS), streams[-1], sampling)
+
+    tasks = [asyncio.create_task(stream(number % NUM_PERSONAS)) for number in range(count)]
+    try:
+        while server.engine.metrics.snapshot().requests_running < count:
+            await asyncio.sleep(0.05)
+        yield streams
+    finally:
+        await finish_cancelled(tasks)
+
+
+def _gaps_ms(streams: Streams, begin_s: float, end_s: float) -> list[float]:
+    """Return the gaps between two tokens of a stream, the later of which came within these times."""
+    pairs = (pair for times in streams for pair in itertools.pairwise(times))
+    return [1e3 * (later - earlier) for earlier, later in pairs if begin_s <= later <= end_s]
+
+
+# The bare scheduler.
+
+SEATS = 64
+NUM_ADAPTERS = 200
+LAYOUT = AdapterLayout((SiteDims(64, (64,)),), (((8,),),), 2)
+CHURN_ANSWERS, STEADY_ANSWERS = (16, 48), (4000, 4000)
+WARM_STEPS = 64
+KEYS = [AdapterKey(f"{number:064x}") for number in range(NUM_ADAPTERS)]
+
+
+@dataclass
+class BareScheduler:
+    """A scheduler whose model says 7, and which always has `waiting` requests beside those that run."""
+
+    policy: str
+    waiting: int
+    answers: tuple[int, int]
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    schedule_us: list[float] = field(default_factory=list)
+    update_us: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        layout = PoolLayout(40_000, 16, 4096, num_layers=1)
+        books = MemoryManager.make(layout, MemoryOptions(prefix_caching=False), "recompute", lambda _: True)
+        options = SchedulerOptions(SEATS, 4096, policy=self.policy, max_wait_steps=1 << 30)
+        self.scheduler = Scheduler(options, books, frozenset({2}), lambda _: True)
+        self.adapters = books.adapter_manager
+        self._numbers = itertools.count()
+        for key in KEYS:
+            self.adapters.reserve(key, LAYOUT, float("inf"))
+        while not all(self.adapters.is_resident(key) for key in KEYS):
+            self.step()
+        self.measure(WARM_STEPS)
+
+    def step(self) -> None:
+        begun = time.thread_time_ns()
+        step = self.scheduler.schedule()
+        planned = time.thread_time_ns()
+        for key in step.orders.loads:
+            self.adapters.on_loaded(key)
+        for key, _ in step.orders.copies:
+            self.scheduler.adapter_copied(key)
+        sampled = {share.request_id: (7,) for share in step.scheduled if share.samples}
+        computed = time.thread_time_ns()
+        self.scheduler.update_from_output(step, sampled)
+        self.update_us.append((time.thread_time_ns() - computed) / 1e3)
+        self.schedule_us.append((planned - begun) / 1e3)
+
+    def measure(self, steps: int) -> None:
+        self.schedule_us.clear()
+        self.update_us.clear()
+        for _ in range(steps):
+            while len(self.scheduler.requests()) < SEATS + self.waiting:
+                self._add()
+            self.step()
+
+    def _add(self) -> None:
+        key, length = KEYS[self.rng.randrange(NUM_ADAPTERS)], self.rng.randint(*self.answers)
+        sampling = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+        rid, prompt, name = RequestId(f"r{next(self._numbers)}"), (5,) * 32, f"a{key[-3:]}"
+        self.scheduler.add(EngineCoreRequest(rid, prompt, length, sampling, key, LAYOUT, None, adapter_id=name))
+
+
+async def overhead(a: argparse.Namespace) -> None:
+    print(f"{SEATS} running, requests for {NUM_ADAPTERS} adapters, {a.steps} steps each", flush=True)
+    table(("policy", "work", "waiting", "schedule µs p50", "p99", "update µs p50", "p99", "both, mean"))
+    for policy in a.policies:
+        for work, answers in (("steady", STEADY_ANSWERS), ("churn", CHURN_ANSWERS)):
+            for waiting in a.waiting:
+                bare = BareScheduler(policy, waiting, answers)
+                bare.measure(a.steps)
+                times = [us for values in (bare.schedule_us, bare.update_us) for us in quantiles(values, 0.5, 0.99)]
+                mean = statistics.mean(bare.schedule_us) + statistics.mean(bare.update_us)
+                row(policy, work, waiting, *(f"{us:.0f}" for us in (*times, mean)))
 
 
 # The command.
 
-MEASURES = {
+MEASURES: dict[str, Callable[[argparse.Namespace], Awaitable[None]]] = {
     "hot": hot,
     "bursts": bursts,
     "chunking": chunking,
     "priorities": priorities,
-    "sharing": sharing,
     "overhead": overhead,
 }
-QUICK = {"seconds": 1.0, "probes": 40, "burst": 12, "rounds": 1, "many": 48, "adapters": 16, "prompts": 2, "steps": 30}
-
-
-def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measure", choices=(*MEASURES, "all"))
-    parser.add_argument("--model", choices=(TINY, BUILTIN_MODEL), default=TINY)
-    parser.add_argument("--policies", type=lambda text: text.split(","), default=list(POLICIES))
-    parser.add_argument("--seats", type=int, default=16, help="max_num_seqs")
-    parser.add_argument("--threads", type=int, help="that compute; 1 for the tiny base, all for the built-in one")
-    parser.add_argument("--pages", type=int, help="of the pool; 6000 of the tiny base, 2000 of the built-in one")
-    parser.add_argument("--rounds", type=int, default=3, help="bursts and sharing")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: few of everything")
-    group = parser.add_argument_group("hot")
-    group.add_argument("--load", type=float, default=1.3, help="what is offered, as a part of what the seats can do")
-    group.add_argument("--capacity", type=float, help="requests/s that the seats can do; measured if left out")
-    group.add_argument("--seconds", type=float, default=6.0, help="of arrivals")
-    group.add_argument("--probes", type=int, default=160, help="requests that tell what the seats can do")
-    group = parser.add_argument_group("bursts, priorities and sharing")
-    group.add_argument("--burst", type=int, default=64)
-    group.add_argument("--many", type=int, default=256, help="requests of priority 1; those that share")
-    group.add_argument("--adapters", type=int, default=48, help="sharing")
-    group.add_argument("--few-seats", type=int, default=8, help="sharing")
-    group = parser.add_argument_group("chunking")
-    group.add_argument("--streams", type=int, default=32)
-    group.add_argument("--prompts", type=int, default=8)
-    group.add_argument("--prompt-tokens", type=int, default=1000)
-    group.add_argument("--plain-s", type=float, default=1.0, help="without prompts")
-    group.add_argument("--targets", default="2,4", help="target_itl_ms, in plain steps")
-    group = parser.add_argument_group("overhead")
-    group.add_argument("--waiting", default="0,64,1000,4000")
-    group.add_argument("--asked", type=int, default=200, help="adapters, of 200, that requests are for")
-    group.add_argument("--steps", type=int, default=100)
-    group.add_argument("--profile", action="store_true", help="where the time goes, with the most waiting")
-    return parser
 
 
 def main() -> None:
-    parser = options()
-    known, _ = parser.parse_known_args()
-    if known.quick:
-        parser.set_defaults(**QUICK)
-    a = parser.parse_args()
+    a = arguments(
+        __doc__,
+        (*MEASURES, "all"),
+        quick={"seconds": 1.0, "probes": 40, "burst": 12, "rounds": 1, "many": 48, "prompts": 2, "steps": 30},
+        model=(TINY, f"{TINY} or {BUILTIN_MODEL}"),
+        policies=(tuple(POLICIES), "to compare"),
+        seats=(16, "max_num_seqs"),
+        threads=(int, "that compute; 1 for the tiny base, all for the built-in one"),
+        pages=(int, "of the pool; 6000 of the tiny base, 2000 of the built-in one"),
+        load=(1.3, "hot: offered load, as a multiple of the capacity"),
+        capacity=(float, "hot: requests/s with all slots taken; measured if left out"),
+        seconds=(6.0, "hot: of arrivals"),
+        probes=(160, "hot: requests that measure the capacity"),
+        burst=(64, "bursts: requests at once"),
+        rounds=(3, "bursts: times"),
+        many=(256, "priorities: requests of priority 1"),
+        streams=(32, "chunking: long answers"),
+        prompts=(8, "chunking: long prompts"),
+        prompt_tokens=(1000, "chunking: of a long prompt"),
+        plain_s=(1.0, "chunking: seconds without prompts"),
+        targets=((2.0, 4.0), "chunking: target_itl_ms, in plain steps"),
+        waiting=((0, 64, 1000, 4000), "overhead: queue lengths"),
+        steps=(100, "overhead: of each row"),
+    )
     a.base = base_of(a.model)
-    threads.ENGINE_THREADS = a.threads or (1 if a.model == TINY else threads.ENGINE_THREADS)
+    device.ENGINE_THREADS = a.threads or (1 if a.model == TINY else device.ENGINE_THREADS)
     a.pages = a.pages or (6000 if a.model == TINY else 2000)
-    print(machine(), flush=True)
+    print(machine_line(), flush=True)
     for name in MEASURES if a.measure == "all" else (a.measure,):
         begun = time.monotonic()
         print(f"\n## {name}, {a.model}\n", flush=True)
-        MEASURES[name](a)
+        asyncio.run(MEASURES[name](a))
         print(f"\n{name}: {time.monotonic() - begun:.0f} s", flush=True)
 
 

@@ -1,11 +1,11 @@
-"""One pool for adapters and KV against fixed splits of the same bytes, and what the allocator costs.
+"""Compare one pool for adapters and KV with fixed splits of the same bytes, and time the page allocator.
 
     GOMP_SPINCOUNT=30000 python tests/benchmarks/bench_pool.py corners [--corners few/short,many/long]
     python tests/benchmarks/bench_pool.py allocator
 
 `corners`: few or many adapters (rank 16 on all linears, 27 pages each) times short or long prompts, in a pool so small
-that memory is what limits. All requests of a corner are there from the beginning, each for an adapter drawn at random;
-`EngineCore` is stepped in this process, adapters are loaded in threads out of host memory. Splits (`serve
+that memory limits the throughput. All requests of a corner are present from the beginning, each for a random adapter;
+`EngineCore` is stepped in this process, adapters are loaded in threads from host memory. Splits (`serve
 --adapter-pool-fraction`) take turns with the shared pool on the same model and memory; the better of two rounds counts.
 
 `allocator`: microseconds of `PagePool`'s calls while random holders come and go, by the pool's size.
@@ -14,14 +14,13 @@ that memory is what limits. All requests of a corner are there from the beginnin
 import argparse
 import random
 import statistics
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
+
+from harness import ASSETS, PAGE_BYTES, adapter_folders, arguments, open_store, quantiles, row, shapes_of, table
 
 from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.spec import AdapterKey
@@ -33,20 +32,19 @@ from lorasrv.engine.input_processor import InputProcessor
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.models.loader import open_checkpoint
-from lorasrv.models.lora_sites import base_shapes
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.worker.adapter_loader import ThreadedLoader
 
-ASSETS = Path(__file__).parents[2] / "build" / "bench"
-BLOCK_BYTES = 2 * 192 * 16 * 2 * 30
 FEW, MANY = 4, 64
 IDLE_S = 0.05
 
 
 @dataclass(frozen=True)
 class Corner:
+    """A load: each request has a prompt of so many tokens and one of so many adapters."""
+
     adapters: int
     prompt_tokens: int
     requests: int
@@ -62,7 +60,7 @@ CORNERS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Figures of one run; `running` is a mean over steps, and the most."""
+    """Figures of one run; `running` requests as mean over steps, and maximum."""
 
     tok_per_s: float
     running: tuple[float, int]
@@ -82,8 +80,7 @@ class Bench:
 
     @contextmanager
     def engine(self, fraction: float | None) -> Iterator[tuple[EngineCore, InputProcessor, threading.Event]]:
-        """An engine with an empty pool, its requests' maker, and the event that is set when a load has something to
-        report."""
+        """Provide an engine with an empty pool, its input processor, and the event that loads set."""
         source, options = self.parts.source, replace(self.config.memory, adapter_pool_fraction=fraction)
         assert source is not None
         books = MemoryManager.make(
@@ -101,33 +98,30 @@ class Bench:
 
 @contextmanager
 def bench(a: argparse.Namespace) -> Iterator[Bench]:
-    config = EngineConfig(memory=MemoryOptions(pool_bytes=a.pages * BLOCK_BYTES))
-    checkpoint = open_checkpoint(BUILTIN_MODEL)
-    shapes = base_shapes(checkpoint.spec, checkpoint.name)
-    with AdapterStore(ASSETS / "pool" / "store", shapes) as store:
-        built = build(checkpoint, config, store)
-        checkpoint.close()
-        made = Bench(built.parts, config, frozenset(built.spec.eos_token_ids), _register(store))
-        for key in made.keys:
-            made.parts.source.fetch_pinned(key)
-            made.parts.source.unpin(key)
-        yield made
+    """Build a model and memory, with all adapters in host memory."""
+    config = EngineConfig(memory=MemoryOptions(pool_bytes=a.pages * PAGE_BYTES))
+    with open_store(ASSETS / "pool" / "store", shapes_of()) as store, closing(open_checkpoint(BUILTIN_MODEL)) as base:
+        built = build(base, config, store)
+        keys = _register(store)
+        assert built.parts.source is not None
+        for key in keys:
+            built.parts.source.fetch_pinned(key)
+            built.parts.source.unpin(key)
+        yield Bench(built.parts, config, frozenset(built.spec.eos_token_ids), keys)
 
 
 def _register(store: AdapterStore) -> list[AdapterKey]:
-    script = Path(__file__).parent / "peers" / "make_assets.py"
-    subprocess.run([sys.executable, script, "--out", ASSETS, "--adapters", str(MANY)], check=True)
     known = {str(record.adapter_id): record.key for record in store.list_adapters()}
-    keys = []
-    for folder in sorted((ASSETS / "adapters").iterdir())[:MANY]:
+    folders = adapter_folders(MANY)
+    for folder in folders:
         if folder.name not in known:
             peft = read_peft_dir(folder)
             known[folder.name] = store.register(folder.name, peft.config, store.add_blob(peft.weights_path)).ref.key
-        keys.append(known[folder.name])
-    return keys
+    return [known[folder.name] for folder in folders]
 
 
 def run(made: Bench, corner: Corner, fraction: float | None, new_tokens: int) -> Outcome:
+    """Step an engine until all requests of a corner have ended."""
     rng = random.Random(0)
     sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
     running: list[int] = []
@@ -155,74 +149,57 @@ def run(made: Bench, corner: Corner, fraction: float | None, new_tokens: int) ->
 
 
 def corners(a: argparse.Namespace) -> None:
-    fractions = [None, *(float(fraction) for fraction in a.fractions.split(","))]
-    chosen = {name: CORNERS[name] for name in a.corners.split(",")}
-    if a.requests:
-        chosen = {name: replace(corner, requests=a.requests) for name, corner in chosen.items()}
+    """Compare the shared pool with every split in the corners."""
+    fractions = [None, *a.fractions]
+    labels = {fraction: "shared" if fraction is None else f"split {fraction:g}" for fraction in fractions}
+    chosen = {name: replace(CORNERS[name], requests=a.requests or CORNERS[name].requests) for name in a.corners}
     best: dict[tuple[str, float | None], Outcome] = {}
     with bench(a) as made:
-        print(f"{a.pages} pages of {BLOCK_BYTES} bytes, {a.new_tokens} new tokens a request", flush=True)
+        print(f"{a.pages} pages of {PAGE_BYTES} bytes, {a.new_tokens} new tokens a request", flush=True)
         run(made, Corner(1, 32, 2), None, 4)
-        for name, corner in chosen.items():
-            for turn in range(a.rounds):
-                for fraction in fractions:
-                    begin = time.perf_counter()
-                    done = run(made, corner, fraction, a.new_tokens)
-                    known = best.get((name, fraction), done)
-                    best[name, fraction] = max(done, known, key=lambda outcome: outcome.tok_per_s)
-                    took = time.perf_counter() - begin
-                    print(
-                        f"  {name}, {label(fraction)}, round {turn + 1}: {done.tok_per_s:.1f} tok/s in {took:.0f} s",
-                        flush=True,
-                    )
-    print_corners(chosen, fractions, best)
-
-
-def label(fraction: float | None) -> str:
-    return "shared" if fraction is None else f"split {fraction:g}"
-
-
-def print_corners(
-    chosen: dict[str, Corner], fractions: Sequence[float | None], best: dict[tuple[str, float | None], Outcome]
-) -> None:
+        for name, turn, fraction in ((n, t, f) for n in chosen for t in range(a.rounds) for f in fractions):
+            done = run(made, chosen[name], fraction, a.new_tokens)
+            best[name, fraction] = max(done, best.get((name, fraction), done), key=lambda outcome: outcome.tok_per_s)
+            print(f"  {name}, {labels[fraction]}, round {turn + 1}: {done.tok_per_s:.1f} tok/s", flush=True)
     table(("adapters/prompts", "pool", "tok/s", "running, mean", "most", "preemptions", "adapter loads", "evictions"))
     for (name, fraction), o in best.items():
         counts = (o.preemptions, o.loads, o.evictions)
-        row(name, label(fraction), f"{o.tok_per_s:.1f}", f"{o.running[0]:.1f}", o.running[1], *counts)
-    table(("tok/s of the shared pool over", *(label(f) for f in fractions[1:]), "the best split of this corner"))
+        row(name, labels[fraction], f"{o.tok_per_s:.1f}", f"{o.running[0]:.1f}", o.running[1], *counts)
+    table(("ratio of the shared pool to", *(labels[f] for f in fractions[1:]), "the best split"))
     for name in chosen:
-        shared = best[name, None].tok_per_s
-        ratios = [shared / best[name, fraction].tok_per_s for fraction in fractions[1:]]
-        row(name, *(f"{ratio:.2f}" for ratio in ratios), f"{min(ratios):.2f}")
+        ratios = [best[name, None].tok_per_s / best[name, fraction].tok_per_s for fraction in fractions[1:]]
+        row(name, *ratios, min(ratios))
 
 
 # The allocator.
 
 
 def allocator(a: argparse.Namespace) -> None:
+    """Time taking pages and giving them back."""
     table(("pages", "free runs", "call and its release", "µs, median", "µs, p99", "µs a page"))
-    for pages in (int(number) for number in a.sizes.split(",")):
+    for pages in a.sizes:
         pool, holders, rng = PagePool(pages), [], random.Random(0)
         while pool.num_free > pages // 2:
             churn(pool, holders, rng)
         for _ in range(a.churn):
             churn(pool, holders, rng)
         for count in (1, 27):
-            times = sorted(timed(pool, holders, rng, count, a.samples))
-            median, p99 = times[len(times) // 2], times[int(0.99 * len(times))]
-            what = "allocate_singles(1)" if count == 1 else f"allocate_run({count})"
-            runs = pool.fragmentation.free_runs
-            row(f"{pages:,}", runs, what, f"{median:.1f}", f"{p99:.1f}", f"{median / count:.2f}")
+            median, p99 = quantiles(timed(pool, holders, rng, count, a.samples), 0.5, 0.99)
+            call = "allocate_singles(1)" if count == 1 else f"allocate_run({count})"
+            row(f"{pages:,}", pool.fragmentation.free_runs, call, f"{median:.1f}", f"{p99:.1f}", median / count)
+
+
+def take_run(pool: PagePool, count: int) -> list[int] | None:
+    """Allocate pages that lie side by side."""
+    found = pool.allocate_run(count)
+    return None if found is None else list(range(found[0], sum(found)))
 
 
 def churn(pool: PagePool, holders: list[list[int]], rng: random.Random) -> None:
-    """Somebody comes (KV of a request, or an adapter) if there is room under 60 %, else somebody goes."""
+    """Add a holder (a request's KV, or an adapter) while under 60 % of the pages are used, else release one."""
     if pool.num_free > 0.4 * pool.num_pages:
-        if rng.random() < 0.7:
-            pages = pool.allocate_singles(rng.randrange(1, 9))
-        else:
-            found = pool.allocate_run(rng.choice((2, 9, 27)))
-            pages = None if found is None else list(range(found[0], sum(found)))
+        single = rng.random() < 0.7
+        pages = pool.allocate_singles(rng.randrange(1, 9)) if single else take_run(pool, rng.choice((2, 9, 27)))
         if pages:
             holders.append(pages)
             return
@@ -233,46 +210,34 @@ def churn(pool: PagePool, holders: list[list[int]], rng: random.Random) -> None:
 
 
 def timed(pool: PagePool, holders: list[list[int]], rng: random.Random, count: int, samples: int) -> Iterator[float]:
-    """Microseconds of this thread for taking pages and giving them back; others come and go in between."""
+    """Yield microseconds of this thread for taking pages and giving them back, with churn in between."""
     for _ in range(samples):
         for _ in range(4):
             churn(pool, holders, rng)
         begin = time.thread_time_ns()
-        if count == 1:
-            pages = pool.allocate_singles(1)
-        else:
-            found = pool.allocate_run(count)
-            pages = None if found is None else range(found[0], sum(found))
+        pages = pool.allocate_singles(1) if count == 1 else take_run(pool, count)
         if pages is not None:
             pool.release(pages)
             yield (time.thread_time_ns() - begin) / 1e3
 
 
-def table(titles: Sequence[str]) -> None:
-    print(f"\n| {' | '.join(titles)} |\n|{'---|' * len(titles)}", flush=True)
-
-
-def row(*cells: object) -> None:
-    print(f"| {' | '.join(str(cell) for cell in cells)} |", flush=True)
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measure", choices=("corners", "allocator"))
-    parser.add_argument("--corners", default=",".join(CORNERS))
-    parser.add_argument("--fractions", default="0.25,0.5,0.75", help="shares of adapters in the splits")
-    parser.add_argument("--pages", type=int, default=450, help="of the pool: 16 adapters, or 7,200 tokens")
-    parser.add_argument("--new-tokens", type=int, default=48)
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--requests", type=int, help="of every corner, instead of its own number")
-    parser.add_argument("--sizes", default="1000,10000,100000")
-    parser.add_argument("--churn", type=int, default=20_000, help="comings and goings before the allocator is timed")
-    parser.add_argument("--samples", type=int, default=5000)
-    parser.add_argument("--quick", action="store_true", help="a smoke test: few requests")
-    a = parser.parse_args()
-    if a.quick:
-        a.rounds, a.new_tokens, a.requests = 1, 8, a.requests or 6
-    {"corners": corners, "allocator": allocator}[a.measure](a)
+    measures = {"corners": corners, "allocator": allocator}
+    a = arguments(
+        __doc__,
+        measures,
+        quick={"rounds": 1, "new_tokens": 8, "requests": 6},
+        corners=(tuple(CORNERS), "to compare"),
+        fractions=((0.25, 0.5, 0.75), "shares of adapters in the splits"),
+        pages=(450, "of the pool: 16 adapters, or 7,200 tokens"),
+        new_tokens=(48, "of each answer"),
+        rounds=(2, "times that each pool has its turn"),
+        requests=(int, "of every corner, instead of its own number"),
+        sizes=((1000, 10_000, 100_000), "allocator: pages"),
+        churn=(20_000, "allocator: changes before it is timed"),
+        samples=(5000, "allocator: timed calls"),
+    )
+    measures[a.measure](a)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,15 @@
-"""What thousands of registered ids cost the store and the routes that list them, beside a few.
+"""Measure what thousands of registered ids cost the store and the routes that list them, beside a few.
 
     python tests/benchmarks/bench_store.py [--adapters 5000] [--quick]
 
 Two stores of small adapters (4 modules, 3 KB each, all different) are filled in a temporary folder, which is timed too
 (each registration makes its weights and its row durable, so it is the disk's time). Then, store beside store: opening,
 resolving ids, versions and unknown names, listing, and the routes over HTTP on loopback, served by the real application
-around an engine that does nothing, in a process of its own. Times are medians and 99th percentiles of so many calls, in
-milliseconds; over HTTP until the last byte is there: what a client makes of the bytes is its own affair (to read the
-JSON of 5,000 models takes Python longer than the server to send it).
+around an engine that does nothing, in a process of its own. Times are medians and 99th percentiles in milliseconds;
+over HTTP until the last byte, without parsing (Python takes longer to read the JSON of 5,000 models than the server to
+send it).
 """
 
-import argparse
-import hashlib
 import json
 import statistics
 import subprocess
@@ -20,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from http.client import HTTPConnection
@@ -28,11 +26,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-import numpy as np
 import uvicorn
-from peer_servers import machine
-from safetensors.numpy import save
-from tier_common import row, table
+from harness import (
+    arguments,
+    environment,
+    machine_line,
+    open_store,
+    put_blob,
+    quantile,
+    row,
+    seeded_weights,
+    table,
+)
 
 from adapter_store.registry.records import Change
 from adapter_store.spec import BaseShapes
@@ -47,64 +52,33 @@ from lorasrv.metrics.step_stats import StepStats
 
 FEW = 16
 BASE = "bench-base"
+RANK = 8
 MODULES = {"self_attn.q_proj": (32, 32), "self_attn.v_proj": (32, 16)}
 SHAPES = BaseShapes(family="llama", num_layers=2, modules=MODULES, name=BASE)
-CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj", "v_proj"]}
 PAGE = 100
 
 
-def weights(number: int) -> bytes:
-    """A safetensors file of its own for each number."""
-    random = np.random.default_rng(number)
-    tensors = {}
-    for layer in range(SHAPES.num_layers):
-        for module, (n_in, n_out) in MODULES.items():
-            stem = f"base_model.model.{SHAPES.layer_prefix}{layer}.{module}"
-            tensors[f"{stem}.lora_A.weight"] = random.standard_normal((4, n_in)).astype(np.float32)
-            tensors[f"{stem}.lora_B.weight"] = random.standard_normal((n_out, 4)).astype(np.float32)
-    return save(tensors)
-
-
 def name_of(number: int) -> str:
+    """Return an id."""
     return f"persona-{number:05d}"
 
 
-def fill(store: AdapterStore, count: int) -> tuple[list[float], list[float]]:
-    """Milliseconds of each upload, and of each registration."""
-    uploads, registrations = [], []
-    for number in range(count):
-        data = weights(number)
-        digest = hashlib.sha256(data).hexdigest()
-        begun = time.perf_counter()
-        with store.open_blob(digest, len(data)) as upload:
-            upload.write(data)
-            upload.commit()
-        sent = time.perf_counter()
-        store.register(name_of(number), CONFIG, digest)
-        uploads.append(1e3 * (sent - begun))
-        registrations.append(1e3 * (time.perf_counter() - sent))
-    return uploads, registrations
-
-
 def timed(call: Callable[[], object], count: int) -> list[float]:
-    """Milliseconds of each of so many calls, after one that does not count."""
+    """Return the milliseconds of each of so many calls, after one that does not count."""
     call()
-    times = []
-    for _ in range(count):
-        begun = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - begun))
-    return times
+    return [timed_once(call) for _ in range(count)]
 
 
-def shown(times: list[float]) -> str:
-    """Median and 99th percentile."""
-    ordered = sorted(times)
-    return f"{statistics.median(ordered):.3g} / {ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]:.3g}"
+def timed_once(call: Callable[[], object]) -> float:
+    """Return the milliseconds of a call."""
+    begun = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - begun)
 
 
 class IdleEngine:
-    """As much of an engine as listing needs."""
+    """Has as much of an engine as listing needs."""
 
     def __init__(self) -> None:
         self.model_name, self.quantization, self.max_model_len = BASE, "none", 2048
@@ -127,8 +101,8 @@ class IdleEngine:
 
 
 def serve(root: Path) -> None:
-    """Serve the store until stdin ends. Each line of that is an id to change; a line answers it."""
-    with AdapterStore(root, SHAPES, reserved_ids=frozenset({BASE})) as store:
+    """Serve the store until stdin ends. Each line of stdin is an id to change; a line on stdout confirms it."""
+    with open_store(root, SHAPES) as store:
         app = create_app(cast("Any", IdleEngine()), store, ServerSettings())
         listener = bind("127.0.0.1", 0)  # asyncio sends small answers at once only on sockets whose protocol is named
         listener.listen()
@@ -168,8 +142,9 @@ class Served:
 
 @contextmanager
 def served(root: Path) -> Iterator[Served]:
-    command = [sys.executable, __file__, "--serve", str(root)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    """Run this script as a server of the store."""
+    command, pipe = [sys.executable, __file__, "--serve", str(root)], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment()) as process:
         assert process.stdout is not None
         connection = HTTPConnection("127.0.0.1", int(process.stdout.readline()), timeout=60)
         try:
@@ -180,27 +155,47 @@ def served(root: Path) -> Iterator[Served]:
             process.stdin.close()
 
 
+def fill(store: AdapterStore, count: int) -> dict[str, list[float]]:
+    """Time each upload and each registration."""
+    uploads, registrations = [], []
+    for number in range(count):
+        data, begun = seeded_weights(SHAPES, number, RANK, MODULES), time.perf_counter()
+        digest = put_blob(store, data)
+        uploads.append(1e3 * (time.perf_counter() - begun))
+        registrations.append(timed_once(partial(store.register, name_of(number), CONFIG, digest)))
+    return {"upload 3 KB, durable": uploads, "register, durable": registrations}
+
+
 def in_memory(store: AdapterStore, ids: int, calls: int) -> dict[str, list[float]]:
+    """Time what needs no HTTP."""
     middle = name_of(ids // 2)
     key = store.resolve(middle).key
 
     def unknown() -> None:
-        try:
+        with suppress(LookupError):
             store.resolve("personna-00007")
-        except LookupError:
-            return
-        raise AssertionError
 
     return {
         "resolve an id": timed(lambda: store.resolve(middle), calls),
         "resolve id@1": timed(lambda: store.resolve(f"{middle}@1"), calls),
         "resolve id@sha256:...": timed(lambda: store.resolve(f"{middle}@sha256:{key[:12]}"), calls),
-        "resolve an unknown name (near names)": timed(unknown, calls // 10),
+        "resolve an unknown name, with near names": timed(unknown, calls // 10),
         "list all, in the store": timed(store.list_adapters, calls // 10),
     }
 
 
+def new_versions(store: AdapterStore, calls: int) -> dict[str, list[float]]:
+    """Time another version of an id while all ids are registered, and the same content again."""
+    results: dict[str, list[float]] = {"register a new version": [], "register the same again": []}
+    for number in range(calls):
+        digest = put_blob(store, seeded_weights(SHAPES, 10**6 + number, RANK, MODULES))
+        for times in results.values():
+            times.append(timed_once(partial(store.register, name_of(3), CONFIG, digest)))
+    return results
+
+
 def over_http(root: Path, ids: int, calls: int) -> dict[str, list[float]]:
+    """Time the routes."""
     middle = name_of(ids // 2)
     paths = {
         f"GET /v1/adapters?limit={PAGE}": f"/v1/adapters?limit={PAGE}",
@@ -217,70 +212,33 @@ def over_http(root: Path, ids: int, calls: int) -> dict[str, list[float]]:
         after_a_change = []
         for _ in range(calls):
             server.change(middle)
-            after_a_change += timed_once(lambda: server.get("/v1/models"))
+            after_a_change.append(timed_once(partial(server.get, "/v1/models")))
         return results | {"GET /v1/models, all, after a change": after_a_change}
 
 
-def reread(store: AdapterStore, name: str) -> None:
-    """What a change of an id does beside the disk's part."""
-    adapter_id = store.get(name).adapter_id
-    store._names.replace(adapter_id, store._index.records(adapter_id)[adapter_id])
-
-
-def changes(store: AdapterStore, ids: int, calls: int) -> dict[str, list[float]]:
-    """With all ids there: another version of one, the same content again, and what of it is the dictionary alone."""
-    results: dict[str, list[float]] = {"register a new version": [], "register the same again": []}
-    for number in range(calls):
-        digest = store_blob(store, weights(10**6 + number))
-        for times in results.values():
-            times += timed_once(lambda digest=digest: store.register(name_of(3), CONFIG, digest))
-    results["of it, the names in memory"] = timed(lambda: reread(store, name_of(3)), calls)
-    return results
-
-
-def store_blob(store: AdapterStore, data: bytes) -> str:
-    digest = hashlib.sha256(data).hexdigest()
-    with store.open_blob(digest, len(data)) as upload:
-        upload.write(data)
-        upload.commit()
-    return digest
-
-
-def timed_once(call: Callable[[], object]) -> list[float]:
-    begun = time.perf_counter()
-    call()
-    return [1e3 * (time.perf_counter() - begun)]
-
-
 def measured(root: Path, ids: int, calls: int) -> dict[str, list[float]]:
-    with AdapterStore(root, SHAPES, reserved_ids=frozenset({BASE})) as store:
-        uploads, registrations = fill(store, ids)
-    results = {"upload 3 KB, durable": uploads, "register, durable": registrations}
-
-    def reopen() -> None:
-        AdapterStore(root, SHAPES, reserved_ids=frozenset({BASE})).close()
-
-    results["open the store (start-up)"] = timed(reopen, 5)
-    with AdapterStore(root, SHAPES, reserved_ids=frozenset({BASE})) as store:
+    """Fill a store and time everything with it."""
+    with open_store(root, SHAPES) as store:
+        results = fill(store, ids)
+    results["open the store"] = timed(lambda: open_store(root, SHAPES).close(), 5)
+    with open_store(root, SHAPES) as store:
         results |= in_memory(store, ids, 20 * calls)
-        results |= changes(store, ids, min(calls, 40))
-    results |= over_http(root, ids, calls)
-    return results
+        results |= new_versions(store, min(calls, 40))
+    return results | over_http(root, ids, calls)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--adapters", type=int, default=5000, help="ids in the larger store")
-    parser.add_argument("--calls", type=int, default=200, help="of each kind over HTTP; twenty times as many in memory")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: 200 ids, few calls")
-    parser.add_argument("--json", action="store_true", help="medians in milliseconds, by number of ids, as one line")
-    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
-    a = parser.parse_args()
+    a = arguments(
+        __doc__,
+        quick={"adapters": 200, "calls": 20},
+        adapters=(5000, "ids in the larger store"),
+        calls=(200, "of each kind over HTTP; twenty times as many in memory"),
+        json=(False, "medians in milliseconds, by number of ids, as one line"),
+        serve=(Path, "for the other process: serve the store in this folder"),
+    )
     if a.serve is not None:
         serve(a.serve)
         return
-    if a.quick:
-        a.adapters, a.calls = 200, 20
     counts = sorted({FEW, a.adapters})
     with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder:
         results = {ids: measured(Path(folder) / str(ids), ids, a.calls) for ids in counts}
@@ -288,10 +246,11 @@ def main() -> None:
         medians = {ids: {title: statistics.median(times) for title, times in r.items()} for ids, r in results.items()}
         print(json.dumps(medians))
         return
-    print(machine(), flush=True)
+    print(machine_line(), flush=True)
     table(("ms, median / p99", *(f"{ids} ids" for ids in counts)))
     for title in results[counts[-1]]:
-        row(title, *(shown(results[ids][title]) for ids in counts))
+        both = [(statistics.median(results[ids][title]), quantile(results[ids][title], 0.99)) for ids in counts]
+        row(title, *(f"{median:.3g} / {p99:.3g}" for median, p99 in both))
 
 
 if __name__ == "__main__":

@@ -1,205 +1,539 @@
-"""What thousands of registered adapters cost a server, and what a cold one costs its request and everybody else.
+"""Measure what thousands of registered adapters cost a server, and what cold ones cost their and other requests.
 
     python tests/benchmarks/bench_tiers.py make --adapters 5000    # once: 2.3 GB under build/bench/tiers
     python tests/benchmarks/bench_tiers.py startup                 # seconds and memory until ready
     python tests/benchmarks/bench_tiers.py throughput              # traffic over 16 names and over all of them
-    python tests/benchmarks/bench_tiers.py curve                   # pools and host caches that do not hold them
     python tests/benchmarks/bench_tiers.py ttft [--streams 8]      # first token by tier, idle or beside streams
-    python tests/benchmarks/bench_tiers.py itl                     # streams while others make adapters load
+    python tests/benchmarks/bench_tiers.py itl                     # streams while other adapters load
 
-Each prints Markdown tables; what is compared takes turns within one run. `--quick` is a smoke test. Traffic: prompts
-of 48 words that no cache has seen, streamed /v1/completions, greedy, adapters by Zipf's law. Tiers are what the
-answers told (`usage.lorasrv.adapter_tier`), loads and evictions what /metrics counted. ITL is measured from event to
-event with one event a token.
+Adapters: rank 4 on q_proj and v_proj of the built-in base in bf16, 460 KB each, written straight into a store folder.
+Markdown tables; what is compared takes turns within one run. Traffic: prompts of 48 words that no cache has seen,
+streamed /v1/completions, greedy, adapters by Zipf's law. Tiers are from `usage.lorasrv.adapter_tier` of the answers,
+loads and evictions from /metrics. ITL is measured from event to event with one event per token.
 """
 
 import argparse
 import asyncio
+import contextlib
+import itertools
+import json
+import os
+import random
 import statistics
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from peer_servers import machine
-from tier_assets import FEW, make, names, store_opens_s
-from tier_common import FEW_FOLDER, FOLDER, PROMPT_TOKENS, complain, pool_bytes, row, served, table
-from tier_load import TRAFFIC_TITLES, Ask, Traffic, connect, traffic, zipf_asks
-from tier_waits import itl, ttft
+import httpx2
+from harness import (
+    ASSETS,
+    PAGE_BYTES,
+    PAGE_TOKENS,
+    Server,
+    arguments,
+    closed_loop,
+    finish_cancelled,
+    lorasrv_server,
+    machine_line,
+    open_store,
+    quantiles,
+    register_seeded,
+    row,
+    shapes_of,
+    table,
+    unique_prompt,
+)
+from process_watch import held_by
+
+from api.cli.bench.workload import Law
+from api.client import Client
+
+FEW = 16
+FOLDER = ASSETS / "tiers" / "store"
+FEW_FOLDER = ASSETS / f"tiers-{FEW}" / "store"
+RANK, MODULES = 4, ("self_attn.q_proj", "self_attn.v_proj")
+ADAPTER_PAGES = 2
+PROMPT_WORDS, PROMPT_TOKENS = 48, 80
+MAX_STREAM_TOKENS = 400
+TRIES = 5
+TIERS = ("resident", "host", "disk")
+DISK_LOADS, HOST_LOADS = (f'lorasrv_adapter_loads_total{{tier="{tier}"}}' for tier in ("disk", "host"))
+LOAD_SECONDS = 'lorasrv_adapter_load_seconds_sum{tier="disk"}'
+COUNTED = (DISK_LOADS, HOST_LOADS, 'lorasrv_adapter_evictions_total{tier="pool"}', "lorasrv_preemptions_total")
+
+
+def names(count: int) -> list[str]:
+    """Return ids in the order of their popularity."""
+    return [f"a{number:04d}" for number in range(count)]
+
+
+def make_store(folder: Path, count: int) -> None:
+    """Register adapters that are missing in a store folder; may be interrupted and called again."""
+    begun = time.monotonic()
+    with open_store(folder, shapes_of()) as store:
+        register_seeded(store, names(count), RANK, MODULES)
+    print(f"{folder.parent.name}: {count} adapters, {time.monotonic() - begun:.0f} s", flush=True)
+
+
+def server_of(folder: Path, more_flags: str = "", **flags: object) -> AbstractContextManager[Server]:
+    """Start a server on a store that `make` has filled; `pool_bytes=1` is `--pool-bytes 1`."""
+    given = [word for name, value in flags.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    return lorasrv_server(folder, *given, *more_flags.split())
+
+
+def pool_bytes(kv_tokens: int, requests: int, adapters: int) -> int:
+    """Return the size of a pool for the keys and values of so many requests and so many adapters."""
+    return PAGE_BYTES * (requests * -(-kv_tokens // PAGE_TOKENS) + adapters * ADAPTER_PAGES)
+
+
+# Requests and their answers.
+
+
+@dataclass
+class Answer:
+    """An answer and what its usage told; times in ms, `arrivals_s` of every event with a choice."""
+
+    model: str
+    sent_s: float
+    arrivals_s: list[float] = field(default_factory=list)
+    tokens: int = 0
+    tier: str | None = None
+    load_ms: float = 0.0
+    queue_ms: float = 0.0
+    error: str | None = None
+
+    @property
+    def ttft_ms(self) -> float:
+        return 1e3 * (self.arrivals_s[0] - self.sent_s)
+
+    def gaps_ms(self, begin_s: float, end_s: float) -> list[float]:
+        """Return the times between events that both came in that time."""
+        times = [t for t in self.arrivals_s if begin_s <= t <= end_s]
+        return [1e3 * (b - a) for a, b in itertools.pairwise(times)]
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A streamed completion, greedy, of exactly `max_tokens` tokens. `every_token`: an event for each of them."""
+
+    model: str
+    prompt: str
+    max_tokens: int
+    every_token: bool = False
+
+    def body(self) -> dict[str, Any]:
+        options = {"include_usage": True, "continuous_usage_stats": self.every_token}
+        fixed = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": options}
+        return {"model": self.model, "prompt": self.prompt, "max_tokens": self.max_tokens, **fixed}
+
+
+class Caller:
+    """One server, asked by many clients at once."""
+
+    def __init__(self, http: httpx2.AsyncClient, url: str) -> None:
+        self._http, self._metrics = http, Client(url).metrics
+
+    async def ask(self, ask: Ask) -> Answer:
+        answer = Answer(ask.model, time.perf_counter())
+        try:
+            async with self._http.stream("POST", "/v1/completions", json=ask.body()) as response:
+                if response.status_code != 200:
+                    answer.error = f"{response.status_code} {(await response.aread())[:300]!r}"
+                    return answer
+                async for line in response.aiter_lines():
+                    if line.startswith("data:") and not line.endswith("[DONE]"):
+                        _take(answer, json.loads(line[5:]))
+        except httpx2.HTTPError as error:
+            answer.error = repr(error)
+        if answer.error is None and answer.tokens != ask.max_tokens:
+            answer.error = f"{answer.tokens} tokens instead of {ask.max_tokens}"
+        return answer
+
+    async def warm(self, name: str, deadline_ms: int) -> str | None:
+        """Load an adapter; return the error, if any."""
+        response = await self._http.post(f"/v1/adapters/{name}:warm", json={"deadline_ms": deadline_ms})
+        return None if response.status_code == 200 else f"{response.status_code} {response.text[:300]}"
+
+    async def metrics(self) -> dict[str, float]:
+        return await asyncio.to_thread(self._metrics)
+
+
+def _take(answer: Answer, event: dict[str, Any]) -> None:
+    if event.get("choices"):
+        answer.arrivals_s.append(time.perf_counter())
+    if event.get("error"):
+        answer.error = str(event["error"])[:300]
+    if usage := event.get("usage"):
+        answer.tokens, told = usage["completion_tokens"], usage["lorasrv"]
+        answer.tier, answer.load_ms, answer.queue_ms = told["adapter_tier"], told["load_ms"], told["queue_ms"]
+
+
+@asynccontextmanager
+async def connect(url: str) -> AsyncIterator[Caller]:
+    """Open a connection pool to a server."""
+    limits = httpx2.Limits(max_connections=256)
+    async with httpx2.AsyncClient(base_url=url, timeout=900, trust_env=False, limits=limits) as http:
+        yield Caller(http, url)
+
+
+def complain(answers: Sequence[Any]) -> None:
+    """Print how many answers failed, if any did."""
+    errors = [answer.error for answer in answers if answer.error is not None]
+    if errors:
+        print(f"\n{len(errors)} of {len(answers)} failed; the first: {errors[0]}", flush=True)
+
 
 # Start.
 
 
 def startup(a: argparse.Namespace) -> None:
-    """Seconds from exec to /ready and resident memory then, with none, few and all adapters registered."""
+    """Measure seconds from exec to /ready and resident memory then, with none, few and all adapters registered."""
     with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as empty:
         folders = {0: Path(empty), FEW: FEW_FOLDER, a.adapters: FOLDER}
-        seconds: dict[int, list[float]] = {count: [] for count in folders}
-        resident: dict[int, list[float]] = {count: [] for count in folders}
+        found: dict[int, list[tuple[float, float]]] = {count: [] for count in folders}
         for turn in range(a.rounds + 1):
             for count, folder in folders.items():
-                with served(folder, a.serve_flags) as server:
-                    mb = _resident_bytes(server.pid) / 1e6
+                with server_of(folder, a.serve_flags) as server:
+                    done = server.start_s, held_by(server.pid).rss_bytes / 1e6
                 if turn:  # the first round fills the page cache, and compiles kernels on a new machine
-                    seconds[count].append(server.start_s)
-                    resident[count].append(mb)
-    table(("registered", "best s", "median s", "all s", "extra s, best", "extra s, median", "resident MB", "extra MB"))
-    none_best, none_median, none_mb = min(seconds[0]), statistics.median(seconds[0]), statistics.median(resident[0])
-    for count, all_s in seconds.items():
-        best, median, mb = min(all_s), statistics.median(all_s), statistics.median(resident[count])
-        every = ", ".join(f"{s:.2f}" for s in all_s)
-        extra = (f"{best - none_best:+.2f}", f"{median - none_median:+.2f}", f"{mb:.0f}", f"{mb - none_mb:+.0f}")
-        row(count, f"{best:.2f}", f"{median:.2f}", every, *extra)
-    opening = [
-        f"{name}: {1e3 * store_opens_s(folder):.0f} ms" for name, folder in ((FEW, FEW_FOLDER), (a.adapters, FOLDER))
-    ]
-    print(f"\nopening the store alone, median of 5: {', '.join(opening)}", flush=True)
-
-
-def _resident_bytes(pid: int) -> int:
-    status = Path(f"/proc/{pid}/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmRSS"))
+                    found[count].append(done)
+    table(("registered", "best s", "median s", "all s", "resident MB", "opening the store alone, ms"))
+    shapes = shapes_of()
+    for count, runs in found.items():
+        seconds, resident = zip(*runs, strict=True)
+        begun = time.perf_counter()
+        if count:
+            open_store(folders[count], shapes).close()
+        opening = f"{1e3 * (time.perf_counter() - begun):.0f}"
+        every = ", ".join(f"{s:.2f}" for s in seconds)
+        row(count, min(seconds), statistics.median(seconds), every, f"{statistics.median(resident):.0f}", opening)
 
 
 # Throughput.
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Figures of one closed loop; `counted`: what the server's counters rose by."""
+
+    tok_per_s: float
+    answers: list[Answer]
+    counted: list[float]
+
+    def cells(self) -> list[object]:
+        good = [a for a in self.answers if a.error is None]
+        shares = (sum(a.tier == tier for a in good) / max(1, len(good)) for tier in TIERS)
+        return [
+            len({a.model for a in self.answers}),
+            f"{self.tok_per_s:.1f}",
+            *(f"{ms:.0f}" for ms in quantiles([a.ttft_ms for a in good], 0.5, 0.99)),
+            " / ".join(f"{100 * share:.0f}" for share in shares),
+            *(f"{count:.0f}" for count in self.counted),
+            len(self.answers) - len(good),
+        ]
+
+
+TRAFFIC_TITLES = ("distinct", "tok/s", "TTFT p50 ms", "TTFT p99 ms", "resident / host / disk %", "disk loads")
+TRAFFIC_TITLES += ("host loads", "evictions", "preemptions", "failed")
+
+
 async def _traffic(a: argparse.Namespace, url: str, count: int, requests: int, seed: int) -> Traffic:
-    async with connect(url) as client:
-        asks = zipf_asks(names(count), requests, a.max_tokens, seed, a.zipf)
-        return await traffic(client, asks, a.concurrency)
+    rng = random.Random(seed)
+    picked = Law("zipf", a.zipf).pick(count, requests, rng)
+    asks = [Ask(f"a{number:04d}", unique_prompt(rng, PROMPT_WORDS), a.max_tokens) for number in picked]
+    async with connect(url) as caller:
+        before, begun = await caller.metrics(), time.perf_counter()
+        answers = await closed_loop(caller.ask, asks, a.concurrency)
+        seconds, after = time.perf_counter() - begun, await caller.metrics()
+    complain(answers)
+    tokens = sum(answer.tokens for answer in answers if answer.error is None)
+    return Traffic(tokens / seconds, answers, [after.get(name, 0.0) - before.get(name, 0.0) for name in COUNTED])
 
 
-def _measured(a: argparse.Namespace, url: str, count: int, seed: int) -> Traffic:
-    done = asyncio.run(_traffic(a, url, count, a.requests, seed))
-    complain(done.answers)
-    return done
-
-
-def _warm_up(a: argparse.Namespace, url: str, count: int) -> None:
-    """The most popular names once each, then some of the traffic."""
-
-    async def ask_each() -> None:
-        async with connect(url) as client:
-            complain(await client.loop([Ask(name, "warm up", 1) for name in names(FEW)], a.concurrency))
-
-    asyncio.run(ask_each())
-    asyncio.run(_traffic(a, url, count, a.warm_requests, seed=-1))
+async def _warm_up(a: argparse.Namespace, url: str, count: int) -> None:
+    """Ask for the most popular names once each, then send some of the traffic."""
+    async with connect(url) as caller:
+        complain(await closed_loop(caller.ask, [Ask(name, "warm up", 1) for name in names(FEW)], a.concurrency))
+    await _traffic(a, url, count, a.warm_requests, seed=-1)
 
 
 def throughput(a: argparse.Namespace) -> None:
-    """The same traffic over 16 names and over all, on a server with all and on one with 16; they take turns."""
+    """Send the same traffic over 16 names and over all, to a server with all and to one with 16, in turn."""
     room = pool_bytes(PROMPT_TOKENS + a.max_tokens, a.concurrency, a.adapters)
     cells = [(FEW, FEW), (a.adapters, FEW), (a.adapters, a.adapters)]
-    done: dict[tuple[int, int], list[Traffic]] = {cell: [] for cell in cells}
+    best: dict[tuple[int, int], float] = dict.fromkeys(cells, 0.0)
     with ExitStack() as stack:
-        few = stack.enter_context(served(FEW_FOLDER, a.serve_flags, pool_bytes=room))
-        urls = {FEW: few.url, a.adapters: stack.enter_context(served(FOLDER, a.serve_flags, pool_bytes=room)).url}
+        folders = {FEW: FEW_FOLDER, a.adapters: FOLDER}
+        servers = {n: server_of(folder, a.serve_flags, pool_bytes=room) for n, folder in folders.items()}
+        urls = {n: stack.enter_context(server).url for n, server in servers.items()}
         print(f"a pool for all of them, {room / 1e6:.0f} MB, host cache at its default", flush=True)
         for registered, count in cells:
-            _warm_up(a, urls[registered], count)
-        table(("registered", "names", "round", *TRAFFIC_TITLES))
+            asyncio.run(_warm_up(a, urls[registered], count))
+        table(("registered", "adapters in the traffic", "round", *TRAFFIC_TITLES))
         for seed in range(a.rounds):
             for cell in cells:
-                done[cell].append(_measured(a, urls[cell[0]], cell[1], seed))
-                row(*cell, seed + 1, *done[cell][-1].cells())
-    table(("registered", "names", "best tok/s", "ratio to 16 of 16"))
-    least = max(t.tok_per_s for t in done[cells[0]])
-    for cell, rounds in done.items():
-        best = max(t.tok_per_s for t in rounds)
-        row(*cell, f"{best:.1f}", f"{best / least:.2f}")
+                done = asyncio.run(_traffic(a, urls[cell[0]], cell[1], a.requests, seed))
+                best[cell] = max(best[cell], done.tok_per_s)
+                row(*cell, seed + 1, *done.cells())
+    table(("registered", "adapters in the traffic", "best tok/s", "ratio to 16 of 16"))
+    for cell, rate in best.items():
+        row(*cell, f"{rate:.1f}", rate / best[cells[0]])
 
 
-def curve(a: argparse.Namespace) -> None:
-    """Traffic over all names with pools and host caches of several sizes, beside 16 names that all fit."""
-    kv_tokens = PROMPT_TOKENS + a.max_tokens
-    with served(FEW_FOLDER, a.serve_flags, pool_bytes=pool_bytes(kv_tokens, a.concurrency, a.adapters)) as few:
-        _warm_up(a, few.url, FEW)
-        table(("pool holds", "host cache", *TRAFFIC_TITLES))
-        base = [_measured(a, few.url, FEW, seed=0)]
-        row(f"{FEW} of {FEW}", "1GiB", *base[0].cells())
-        points = []
-        for point in a.points.split(","):
-            fitting, host = point.split("/")
-            room = pool_bytes(kv_tokens, a.concurrency, a.adapters if fitting == "all" else int(fitting))
-            with served(FOLDER, a.serve_flags, pool_bytes=room, host_cache_bytes=host) as server:
-                _warm_up(a, server.url, a.adapters)
-                points.append((fitting, host, _measured(a, server.url, a.adapters, seed=0)))
-            row(*points[-1][:2], *points[-1][2].cells())
-        base.append(_measured(a, few.url, FEW, seed=0))
-        row(f"{FEW} of {FEW}, again", "1GiB", *base[1].cells())
-    table(("pool holds", "host cache", "tok/s", f"ratio to {FEW} names"))
-    mean = statistics.mean(t.tok_per_s for t in base)
-    for fitting, host, done in points:
-        row(fitting, host, f"{done.tok_per_s:.1f}", f"{done.tok_per_s / mean:.2f}")
+# Streams in the background.
+
+
+@asynccontextmanager
+async def streaming(caller: Caller, models: Sequence[str]) -> AsyncIterator[None]:
+    """Keep long answers for each of `models` going; a stream that ends is begun again."""
+
+    async def stream(model: str) -> None:
+        rng = random.Random(model)
+        while True:
+            answer = await caller.ask(Ask(model, unique_prompt(rng, PROMPT_WORDS), MAX_STREAM_TOKENS))
+            if answer.error is not None:
+                complain([answer])
+                return
+
+    tasks = [asyncio.create_task(stream(model)) for model in models]
+    try:
+        if tasks:
+            await _until_running(caller, len(tasks))
+        yield
+    finally:
+        await finish_cancelled(tasks)
+
+
+async def _until_running(caller: Caller, count: int) -> None:
+    while (await caller.metrics())["lorasrv_requests_running"] < count:
+        await asyncio.sleep(0.2)
+    await asyncio.sleep(1.0)
+
+
+# Time to first token.
+
+
+class Files:
+    """The weights files of a store folder, which the next read finds in memory or has to fetch from the disk."""
+
+    def __init__(self, folder: Path) -> None:
+        with open_store(folder, shapes_of()) as store:
+            self._paths = {
+                str(record.adapter_id): folder / "blobs" / "sha256" / record.versions[-1].weights_digest
+                for record in store.list_adapters()
+            }
+
+    def warm(self, name: str) -> None:
+        self._paths[name].read_bytes()
+
+    def cool(self, name: str) -> None:
+        """Drop the file from the kernel's page cache."""
+        fd = os.open(self._paths[name], os.O_RDONLY)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
+
+
+def ttft(a: argparse.Namespace) -> None:
+    """Send requests one after another, in turn for an adapter that is in the pool, on host, on disk."""
+    room = pool_bytes(PROMPT_TOKENS + MAX_STREAM_TOKENS, a.streams, 2 * FEW)
+    every = names(a.adapters)
+    # Twice what the pool can hold: most of them have left it when their turn comes.
+    filled = a.streams + 2 * (room // PAGE_BYTES) // ADAPTER_PAGES + a.count
+    if len(every) < filled + 2 * a.count:
+        raise SystemExit(f"{a.count} a tier need {filled + 2 * a.count} adapters: --adapters, --count")
+    streams, on_host, fresh = every[: a.streams], every[a.streams : filled], every[filled:]
+    files = Files(FOLDER)
+    with server_of(FOLDER, a.serve_flags, pool_bytes=room) as server:
+        asked, load_ms = asyncio.run(_ask_by_tier(a, server.url, files, streams, on_host, iter(fresh)))
+    complain([answer for _, answer in asked])
+    groups: dict[str, list[Answer]] = {}
+    for kind, answer in asked:
+        if answer.error is None:
+            label = f"disk, file {kind}" if answer.tier == "disk" else str(answer.tier)
+            groups.setdefault(label, []).append(answer)
+    print(f"\n{a.streams} streams beside; pool of {room // PAGE_BYTES} pages", flush=True)
+    _print_ttft(groups)
+    print(f"\nreading, checking and packing an adapter from disk took its thread {load_ms:.1f} ms on average")
+
+
+async def _ask_by_tier(
+    a: argparse.Namespace, url: str, files: Files, streams: list[str], on_host: list[str], fresh: Iterator[str]
+) -> tuple[list[tuple[str, Answer]], float]:
+    """Return (kind, answer) of each request, and the mean ms of a load from disk without its wait for the engine."""
+    rng, asked = random.Random(0), []
+    prepare: dict[str, Callable[[str], None]] = {"in memory": files.warm, "cold": files.cool}
+    async with connect(url) as caller:
+
+        async def ask(kind: str, name: str) -> str | None:
+            answer = await caller.ask(Ask(name, unique_prompt(rng, PROMPT_WORDS), max_tokens=1))
+            asked.append((kind, answer))
+            return answer.tier
+
+        print(f"asking for {len(on_host)} adapters, so that they are on host", flush=True)
+        complain(await closed_loop(caller.ask, [Ask(name, unique_prompt(rng, 4), 1) for name in on_host], 4))
+        turns = itertools.cycle(rng.sample(on_host, len(on_host)))
+        before = await caller.metrics()
+        async with streaming(caller, streams):
+            for turn in range(a.count):
+                for kind, make_so in prepare.items():
+                    name = next(fresh)
+                    make_so(name)
+                    await ask(kind, name)
+                await ask("again", name)
+                for _ in range(TRIES):
+                    if await ask("perhaps not in the pool", next(turns)) == "host":
+                        break
+                if turn % 20 == 19:
+                    print(f"  {turn + 1} of {a.count} turns", flush=True)
+        after = await caller.metrics()
+    loads, seconds = (after[name] - before.get(name, 0.0) for name in (DISK_LOADS, LOAD_SECONDS))
+    return asked, 1e3 * seconds / max(1.0, loads)
+
+
+def _print_ttft(groups: dict[str, list[Answer]]) -> None:
+    titles = ("found", "requests", "TTFT p50 ms", "p90", "p99", "max", "load p50", "p99", "queue p50", "p99")
+    table((*titles, "p50 above resident", "p99 above resident"))
+    resident = quantiles([x.ttft_ms for x in groups.get("resident", [])], 0.5, 0.99)
+    for label, answers in sorted(groups.items(), reverse=True):
+        ttfts, loads, queues = ([getattr(x, n) for x in answers] for n in ("ttft_ms", "load_ms", "queue_ms"))
+        times = quantiles(ttfts, 0.5, 0.9, 0.99, 1.0) + quantiles(loads, 0.5, 0.99) + quantiles(queues, 0.5, 0.99)
+        above = [times[0] - resident[0], times[2] - resident[1]]
+        row(label, len(answers), *(f"{t:.1f}" for t in times), *(f"{t:+.1f}" for t in above))
+
+
+# Latency between tokens.
+
+
+@dataclass(frozen=True)
+class _Phase:
+    """Streams beside loads at one rate."""
+
+    rate: float
+    gaps_ms: list[float]
+    tok_per_s: float
+    disk_loads_a_second: float
+    errors: list[str]
+
+
+def itl(a: argparse.Namespace) -> None:
+    """Measure the gaps of long answers while adapters load at several rates, in turn."""
+    adapters = a.streams + 2 * FEW + int(max(a.rates) * a.deadline_ms / 1000)
+    room = pool_bytes(PROMPT_TOKENS + a.stream_tokens, a.streams, adapters)
+    with server_of(FOLDER, a.serve_flags, pool_bytes=room, host_cache_bytes="32MiB") as server:
+        phases = asyncio.run(_phases(a, server.url))
+    table(("loads/s requested", "loads/s from disk", "gaps", "ITL p50 ms", "p99 ms", "max ms", "tok/s", "tok/s ratio"))
+    least = _joined([phase for phase in phases if phase.rate == min(a.rates)])
+    for rate in a.rates:
+        rounds = [phase for phase in phases if phase.rate == rate]
+        for label, phase in [(f"{rate:g}", _joined(rounds)), *((f"{rate:g}, one round", p) for p in rounds)]:
+            times = [phase.disk_loads_a_second, *quantiles(phase.gaps_ms, 0.5, 0.99, 1.0), phase.tok_per_s]
+            loads, *cells = (f"{t:.1f}" for t in times)
+            row(label, loads, len(phase.gaps_ms), *cells, phase.tok_per_s / least.tok_per_s)
+    for error in {error for phase in phases for error in phase.errors}:
+        print(f"\nfailed: {error}", flush=True)
+
+
+def _joined(phases: Sequence[_Phase]) -> _Phase:
+    tok_per_s = statistics.mean(phase.tok_per_s for phase in phases)
+    loads = statistics.mean(phase.disk_loads_a_second for phase in phases)
+    gaps = [gap for phase in phases for gap in phase.gaps_ms]
+    return replace(phases[0], gaps_ms=gaps, tok_per_s=tok_per_s, disk_loads_a_second=loads)
+
+
+async def _phases(a: argparse.Namespace, url: str) -> list[_Phase]:
+    every, phases, rng = names(a.adapters), [], random.Random(0)
+    streams, cold = every[: a.streams], itertools.cycle(every[a.streams :])
+    async with connect(url) as caller:
+        warm_up = [Ask(name, unique_prompt(rng, 4), 1) for name in streams]
+        complain(await closed_loop(caller.ask, warm_up, len(streams)))
+        for turn in range(a.rounds):
+            for rate in a.rates:
+                phases.append(await _phase(a, caller, streams, cold, rate))
+                print(f"  round {turn + 1}, {rate:g} loads/s: {len(phases[-1].gaps_ms)} gaps", flush=True)
+    return phases
+
+
+async def _phase(
+    a: argparse.Namespace, caller: Caller, streams: Sequence[str], cold: Iterator[str], rate: float
+) -> _Phase:
+    """Measure gaps for as long as every stream runs."""
+    rng, errors = random.Random(0), []
+    asks = [Ask(name, unique_prompt(rng, PROMPT_WORDS), a.stream_tokens, every_token=True) for name in streams]
+    running = [asyncio.create_task(caller.ask(ask)) for ask in asks]
+    await _until_running(caller, len(asks))
+    before, begin = await caller.metrics(), time.perf_counter()
+    loading = asyncio.create_task(_load_at(a, caller, cold, rate, errors))
+    await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    end, after = time.perf_counter(), await caller.metrics()
+    loading.cancel()
+    answers = await asyncio.gather(*running)
+    complain(answers)
+    gaps = [gap for answer in answers for gap in answer.gaps_ms(begin, end)]
+    await asyncio.gather(loading, return_exceptions=True)
+    return _Phase(
+        rate, gaps, len(gaps) / (end - begin), (after[DISK_LOADS] - before[DISK_LOADS]) / (end - begin), errors
+    )
+
+
+async def _load_at(a: argparse.Namespace, caller: Caller, cold: Iterator[str], rate: float, errors: list[str]) -> None:
+    """Warm one cold adapter after another, without waiting for any, until cancelled."""
+    under_way: set[asyncio.Task[None]] = set()
+    begun = time.perf_counter()
+
+    async def warm(name: str) -> None:
+        if error := await caller.warm(name, a.deadline_ms):
+            errors.append(error)
+
+    with contextlib.suppress(asyncio.CancelledError):
+        for number in itertools.count() if rate else ():
+            await asyncio.sleep(max(0.0, begun + number / rate - time.perf_counter()))
+            task = asyncio.create_task(warm(next(cold)))
+            under_way.add(task)
+            task.add_done_callback(under_way.discard)
+    await asyncio.gather(*under_way, return_exceptions=True)
 
 
 # The command.
 
 
-def make_stores(a: argparse.Namespace) -> None:
-    """All adapters in one store, the first few in another."""
-    make(FEW_FOLDER, FEW)
-    make(FOLDER, a.adapters)
+def make(a: argparse.Namespace) -> None:
+    """Put all adapters into one store, the first few into another."""
+    make_store(FEW_FOLDER, FEW)
+    make_store(FOLDER, a.adapters)
 
 
-MEASURES = {
-    "make": make_stores,
-    "startup": startup,
-    "throughput": throughput,
-    "curve": curve,
-    "ttft": ttft,
-    "itl": itl,
-}
-QUICK = {
-    "adapters": 200,
-    "rounds": 1,
-    "requests": 24,
-    "warm_requests": 8,
-    "max_tokens": 8,
-    "points": "8/1GiB,8/16MiB",
-    "count": 6,
-    "stream_tokens": 48,
-    "rates": "0,5",
-}
-
-
-def options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("measure", choices=MEASURES)
-    parser.add_argument("--adapters", type=int, default=5000, help="how many the store has, or is to have")
-    parser.add_argument("--rounds", type=int, help="times that each configuration has its turn")
-    parser.add_argument("--quick", action="store_true", help="a smoke test: few of everything")
-    parser.add_argument("--serve-flags", default="", help="more flags for lorasrv serve")
-    group = parser.add_argument_group("throughput and curve")
-    group.add_argument("--requests", type=int, default=128, help="of each row")
-    group.add_argument("--warm-requests", type=int, default=48, help="to each server before")
-    group.add_argument("--concurrency", type=int, default=16)
-    group.add_argument("--max-tokens", type=int, default=24)
-    group.add_argument("--zipf", type=float, default=1.1)
-    points = "8/1GiB,32/1GiB,128/1GiB,8/16MiB,32/16MiB"
-    group.add_argument("--points", default=points, help="adapters that the pool holds beside KV / --host-cache-bytes")
-    group = parser.add_argument_group("ttft and itl")
-    group.add_argument("--streams", type=int, help="long answers beside; ttft: 0, itl: 8")
-    group.add_argument("--count", type=int, default=120, help="ttft: requests of each tier")
-    group.add_argument("--files", default="in memory,cold", help="ttft: the kernel's page cache, by turns")
-    group.add_argument("--cold", dest="files", action="store_const", const="cold", help="ttft: cold files only")
-    group.add_argument("--rates", default="0,5,20", help="itl: adapters a second")
-    group.add_argument("--by", choices=("warm", "reject"), default="warm", help="itl: how adapters are made to load")
-    group.add_argument("--deadline-ms", type=int, default=2000, help="itl: of :warm")
-    group.add_argument("--stream-tokens", type=int, default=300, help="itl: of each stream in each phase")
-    return parser
+MEASURES = {"make": make, "startup": startup, "throughput": throughput, "ttft": ttft, "itl": itl}
+QUICK = {"adapters": 200, "rounds": 1, "requests": 24, "warm_requests": 8, "max_tokens": 8, "count": 6}
 
 
 def main() -> None:
-    parser = options()
-    known, _ = parser.parse_known_args()
-    if known.quick:
-        parser.set_defaults(**QUICK)
-    a = parser.parse_args()
+    a = arguments(
+        __doc__,
+        MEASURES,
+        quick={**QUICK, "stream_tokens": 48, "rates": (0.0, 5.0)},
+        adapters=(5000, "how many the store has, or is to have"),
+        rounds=(int, "times that each configuration has its turn; startup: 3, others: 2"),
+        serve_flags=("", "more flags for lorasrv serve"),
+        requests=(128, "throughput: of each row"),
+        warm_requests=(48, "throughput: to each server before"),
+        concurrency=(16, "throughput: clients"),
+        max_tokens=(24, "throughput: of each answer"),
+        zipf=(1.1, "throughput: exponent"),
+        streams=(int, "long answers beside; ttft: 0, itl: 8"),
+        count=(120, "ttft: requests of each tier"),
+        rates=((0.0, 5.0, 20.0), "itl: adapters a second"),
+        deadline_ms=(2000, "itl: of :warm"),
+        stream_tokens=(300, "itl: of each stream in each phase"),
+    )
     a.rounds = a.rounds or (3 if a.measure == "startup" else 2)
     a.streams = (8 if a.measure == "itl" else 0) if a.streams is None else a.streams
-    print(machine(), flush=True)
+    print(machine_line(), flush=True)
     begun = time.monotonic()
     MEASURES[a.measure](a)
     print(f"\n{a.measure}: {time.monotonic() - begun:.0f} s", flush=True)

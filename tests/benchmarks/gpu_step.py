@@ -1,6 +1,6 @@
-"""The decode step of Llama-3-8B's shape with random weights: the base, and what adapters add, beside their floors.
+"""Time the decode step of Llama-3-8B's shape with random weights, with and without adapters, beside lower bounds.
 
-The floors are bytes over the bandwidth of a copy, adapters after the base: what a step must read and write at least.
+Floors are the bytes that a step must read and write at least over the bandwidth of a copy.
 """
 
 import statistics
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from gpu_linears import FORMATS, random_codes
+from gpu_cases import FORMATS, event_ms, random_codes
 
 from lorasrv.models.lora_sites import site_dims
 from lorasrv.models.quantization.unquantized import FloatEmbedding, FloatLinear
@@ -27,15 +27,15 @@ from sgmv_kernels.formats.kv_format import KV_FORMATS
 from sgmv_kernels.ops import Ops, PackedLinear
 
 SPEC = SHAPES["llama-3-8b"]
+# (rows, distinct adapters)
 WORK = ((1, 1), (32, 8), (32, 32), (128, 128))
-"""(rows, distinct adapters)."""
 RANK, CONTEXT, PAGE, MAX_LEN = 16, 512, 16, 2048
 REPEATS = 20
 STD = 0.02
 
 
 class PackedBase:
-    """See `lorasrv.models.quantization.Linear`: random codes."""
+    """A quantized linear (`lorasrv.models.quantization.Linear`) of random values."""
 
     def __init__(self, ops: Ops, packed: PackedLinear) -> None:
         self._ops, self._packed = ops, packed
@@ -49,7 +49,7 @@ class PackedBase:
 
 
 def random_weights(spec: ModelSpec, ops: Ops, quantization: str, dtype: torch.dtype) -> ModelWeights:
-    """Embedding and head are floats, as in the floors."""
+    """Make random weights; embedding and head are floats."""
 
     def floats(out: int, width: int) -> torch.Tensor:
         return torch.empty(out, width, dtype=dtype, device=ops.device).normal_(std=STD)
@@ -130,13 +130,13 @@ class StepCase:
         return SchedulerOutput(scheduled, used, (), AdapterOrders(), 0)
 
     def base_bytes(self) -> int:
-        """All weights but the embedding once, keys and values once."""
+        """Return the bytes of all weights but the embedding, keys and values."""
         spec, weights = self.weights.spec, self.weights
         linears = sum(linear.nbytes for layer in weights.layers for linear in layer.linears()) + weights.head.nbytes
         return linears + self.rows * self.context * self.memory.page_bytes // PAGE * spec.num_layers
 
     def lora_bytes(self, adapters: int, itemsize: int) -> int:
-        """Panels once; inputs read once more, outputs read and written."""
+        """Return the bytes of panels, inputs read once more, outputs read and written."""
         dims = site_dims(self.weights.spec)
         panels = RANK * sum(site.in_features * len(site.out_features) + site.total_out for site in dims)
         rows = sum(site.in_features + 2 * site.total_out for site in dims)
@@ -145,7 +145,7 @@ class StepCase:
 
 @dataclass(frozen=True)
 class Took:
-    """Milliseconds: on the device, and with what the host does for a step."""
+    """Milliseconds of a step on the device, and with the host's work."""
 
     device: float
     whole: float
@@ -156,14 +156,7 @@ def measure(case: StepCase, adapters: int) -> Took:
     for _ in range(3):
         assert case.steps.compute(step) is not None
     assert case.recorded is not None
-    device, whole = [], []
-    for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        case.recorded.replay()
-        end.record()
-        end.synchronize()
-        device.append(begin.elapsed_time(end))
+    device, whole = event_ms(case.recorded.replay, REPEATS), []
     for _ in range(REPEATS):
         started = time.perf_counter()
         made = case.steps.compute(step)
@@ -174,7 +167,7 @@ def measure(case: StepCase, adapters: int) -> Took:
 
 
 def time_steps(ops: Ops, bandwidth: float, quick: bool) -> list[list[str]]:
-    """Rows of a table, see `COLUMNS`."""
+    """Return rows of `COLUMNS`."""
     table, pool = [], torch.cuda.graph_pool_handle()
     for quantization in ("int4", "bf16") if quick else ("bf16", "int8", "int4", "q3h"):
         weights = random_weights(SPEC, ops, quantization, torch.bfloat16)

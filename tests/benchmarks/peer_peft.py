@@ -1,7 +1,7 @@
-"""PEFT as a server would have to use it: a batch of prompts with `adapter_names`, generated to its end, then the next.
+"""Run PEFT as a server would have to: a batch of prompts with `adapter_names`, generated to its end, then the next.
 
-Requests of a batch begin and end together. A token's time is that of its step, seen by a stopping criterion that
-never stops; so TTFT, TPOT and ITL mean what they mean for a stream.
+Requests of a batch begin and end together. A stopping criterion that never stops records the time of each step;
+so TTFT, TPOT and ITL mean what they mean for a stream.
 """
 
 import time
@@ -44,7 +44,7 @@ class StaticBatches:
         return Ruler.of(*(len(self._tokenizer(text)["input_ids"]) for text in counted_texts()))
 
     def run(self, asks: Sequence[Ask], batch: int) -> Load:
-        """All requests, so many at a time."""
+        """Generate the answers of all requests, `batch` at a time."""
         self._generate(asks[:1])
         load = Load(begun_s=time.perf_counter())
         for some in _batches(asks, batch):
@@ -76,7 +76,7 @@ class StaticBatches:
 
 
 class _Clock(StoppingCriteria):
-    """When each step was done."""
+    """Records when each step was done."""
 
     def __init__(self) -> None:
         self.times_s: list[float] = []

@@ -1,12 +1,12 @@
-"""Writes results into docs/benchmarks.md: `lorasrv bench --json`, `bench_peers.py`, or anything of that shape.
+"""Write results of `lorasrv bench --json` or `bench_peers.py` as a table into docs/benchmarks.md.
 
     lorasrv bench --adapters 0,16 --concurrency 1,16 --measure-machine --json > mine.jsonl
     python tests/benchmarks/report.py serving mine.jsonl
     python tests/benchmarks/report.py peers build/bench/peers.jsonl --title "Beside peers"
 
-A section stands between `<!-- bench:NAME -->` and `<!-- /bench -->`: a table, the machine, versions, commit and the
-commands. If the document has one of that name, it is replaced, and nothing else is touched; otherwise it is put at the
-end with a heading. --dry-run prints it.
+A section between `<!-- bench:NAME -->` and `<!-- /bench -->` has a table, the machine, versions, commit and the
+commands. A section of that name is replaced; otherwise the new one is put at the end with a heading. --dry-run prints
+it.
 """
 
 import argparse
@@ -16,33 +16,33 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from api.cli.bench.stats import NothingAnswered, Result, read_results
+from api.cli.bench.stats import InvalidResults, Result, read_results
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "benchmarks.md"
 NAME = re.compile(r"[a-z0-9][a-z0-9-]*")
+# An absolute path that is no part of a URL.
 PATH = re.compile(r"(?<![\w:/.])~?/(?:[^\s/'=]+/)*([^\s/'=]+)")
-"""Absolute, and no part of a URL."""
 MISSING = "–"
 
 
 class NoSection(Exception):
-    """A document whose marks do not pair, or a name that cannot stand in one."""
+    """The marks of a document do not pair, or a name is not valid in one."""
 
 
 def section(name: str, results: Sequence[Result]) -> str:
-    """The marked section, as Markdown."""
+    """Return the marked section as Markdown."""
     lines = [f"<!-- bench:{name} -->", *_table(results), "", *_facts(results), "<!-- /bench -->"]
     return "\n".join(lines)
 
 
 def replace_section(text: str, name: str, new: str, title: str | None = None) -> str:
-    """The document with that section.
+    """Return the document with that section.
 
     Raises:
         NoSection: its marks do not pair, or it has the name twice.
     """
     if not NAME.fullmatch(name):
-        raise NoSection(f"{name!r} is no name of a section: small letters, digits and dashes")
+        raise NoSection(f"{name!r} is not a name of a section; use small letters, digits and dashes")
     opened = [match.start() for match in re.finditer(re.escape(f"<!-- bench:{name} -->"), text)]
     if len(opened) > 1:
         raise NoSection(f"the document has bench:{name} {len(opened)} times")
@@ -53,6 +53,12 @@ def replace_section(text: str, name: str, new: str, title: str | None = None) ->
     if end < 0 or 0 <= following < end:
         raise NoSection(f"bench:{name} has no <!-- /bench --> behind it")
     return text[: opened[0]] + new + text[end + len("<!-- /bench -->") :]
+
+
+def record(page: Path, name: str, lines: str) -> None:
+    """Replace a section of a page with these lines."""
+    new = f"<!-- bench:{name} -->\n{lines}\n<!-- /bench -->"
+    page.write_text(replace_section(page.read_text("utf-8"), name, new), "utf-8")
 
 
 def _table(results: Sequence[Result]) -> list[str]:
@@ -71,7 +77,7 @@ def _line(cells: Iterable[str]) -> str:
 
 
 def _facts(results: Sequence[Result]) -> list[str]:
-    """Each fact once, however many results share it."""
+    """Return each fact once, however many results share it."""
     machines = _distinct(_machine(result["machine"]) for result in results)
     servers = _distinct(_server(result["server"]) for result in results)
     clients = _distinct(", ".join(f"{k} {v}" for k, v in result.get("client", {}).items()) for result in results)
@@ -79,14 +85,14 @@ def _facts(results: Sequence[Result]) -> list[str]:
     days = _distinct(str(result.get("time", ""))[:10] for result in results)
     seeds = _distinct(str(result["settings"].get("seed", MISSING)) for result in results)
     commands = _distinct(shlex.join(_without_folders(result["command"])) for result in results if result.get("command"))
-    told = [
+    lines = [
         f"Machine: {'; '.join(machines)}.",
         f"Servers: {'; '.join(servers)}. Load: {'; '.join(clients)}.",
         f"Commit {', '.join(commits)}, {', '.join(days)}, seed {', '.join(seeds)}.",
     ]
     errors = _distinct(result["figures"]["first_error"] for result in results if result["figures"].get("first_error"))
-    told += [f"First errors: {'; '.join(errors)}."] if errors else []
-    return [*told, "", *(f"    {command}" for command in commands)]
+    lines += [f"First errors: {'; '.join(errors)}."] if errors else []
+    return [*lines, "", *(f"    {command}" for command in commands)]
 
 
 def _machine(machine: dict[str, Any]) -> str:
@@ -105,7 +111,7 @@ def _server(server: dict[str, Any]) -> str:
 
 
 def _without_folders(command: Sequence[str]) -> list[str]:
-    """Absolute paths are one machine's; their last part says enough."""
+    """Reduce absolute paths to their last part."""
     return [PATH.sub(r"\1", word) for word in command]
 
 
@@ -143,16 +149,16 @@ def _of_floor(result: Result) -> str:
 
 
 _COLUMNS: tuple[tuple[str, Callable[[Result], str]], ...] = (
-    ("who", lambda result: result.get("label") or MISSING),
+    ("server", lambda result: result.get("label") or MISSING),
     ("load", _load),
     ("adapters", lambda result: str(result["figures"]["adapters"] or "base")),
-    ("law", lambda result: result["settings"].get("law") or MISSING),
+    ("adapter popularity", lambda result: result["settings"].get("law") or MISSING),
     (
         "prompt + answer",
         lambda r: f"{r['figures']['prompt_tokens_mean']:.0f} + {r['figures']['output_tokens_mean']:.0f}",
     ),
     ("tok/s", _figure("output_tok_per_s", "{:.1f}")),
-    ("with prompts", _figure("total_tok_per_s", "{:.1f}")),
+    ("tok/s with prompts", _figure("total_tok_per_s", "{:.1f}")),
     ("TTFT p50 / p90 / p99 ms", _spread("ttft_ms")),
     ("TPOT ms", _spread("tpot_ms")),
     ("ITL ms", _spread("itl_ms")),
@@ -175,10 +181,10 @@ def main() -> None:
     try:
         results = read_results(a.files)
         if not results:
-            raise NothingAnswered(f"{a.files[0].name}: no results")
+            raise InvalidResults(f"{a.files[0].name}: no results")
         new = section(a.name, results)
         text = replace_section(a.document.read_text("utf-8"), a.name, new, a.title)
-    except (NothingAnswered, NoSection) as error:
+    except (InvalidResults, NoSection) as error:
         raise SystemExit(f"report.py: {error}") from None
     except OSError as error:
         raise SystemExit(f"report.py: {error.filename}: {error.strerror}") from None

@@ -1,35 +1,37 @@
-"""Everything at once for a quarter of an hour, against a real `lorasrv serve` on the marker model: `make soak`.
+"""Run every operation at once for a quarter of an hour against `lorasrv serve` on the marker model: `make soak`.
 
     python tests/benchmarks/soak.py --minutes 15 [--record docs/reliability.md]
 
 Two hundred ids, each answered by one adapter that forces tokens of its own, in a pool for some eight of them and a host
-cache for some forty. Clients ask by Zipf's law, whose favourites change every minute: three routes, streamed or not,
-one choice or several, and every sixth client leaves early, at any moment. Beside them ids are uploaded anew with other
-contents, aliased, rolled back, pinned, warmed, deleted, and uploaded again under the old name. Each token is compared
-with what its name could mean (`marker_traffic.py`); nothing but 200, and 404 for what is deleted, is accepted.
+cache for some forty. Clients follow Zipf's law, whose favourites change every minute: three routes, streamed or not,
+one choice or several, and every sixth client disconnects early. Meanwhile ids are uploaded with other contents,
+aliased, rolled back, pinned, warmed, deleted, and uploaded again under the old name. Each token is compared with what
+its name could mean (`marker_traffic.py`); nothing but 200, and 404 for deleted ids, is accepted.
 
-At the end everything that was taken must have been given back: see `verdict`. The result is build/soak/result.json; the
-table is printed, and with --record written into a page. Exit code 1: something was wrong.
+At the end every resource must have been released: see `verdict`. The result is build/soak/result.json; the table is
+printed, and with --record written into a page. Exit code 1: something was wrong.
 """
 
-import argparse
 import asyncio
 import contextlib
 import itertools
 import json
 import random
+import re
 import shutil
+import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
 import httpx2
-from report import replace_section
-from soak_verdict import fsck, log_complaints, table, verdict
+from harness import arguments, environment, lorasrv_command
+from report import record
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import markers as m
@@ -43,20 +45,29 @@ from marker_served import (
     write_served_model,
 )
 from marker_traffic import GONE, Ask, Traffic, Wrong, zipf_odds
-from process_watch import Held, held_by
+from process_watch import Figures, Held, held_by, slope
 from served import ROOT, Served, serve
 
 BASE, ALIAS = "marked", "prod"
 RESIDENTS, HOSTED, SEQS, LONGEST = 8, 40, 8, 120
+# Clients at a time, in turns, a minute each.
 CLIENTS = (24, 6, 48)
-"""At a time, in turns, a minute each."""
 MOST_VERSIONS = 3
 LOOK_S = 2.0
+
+# Share of the time after which memory is judged: until then caches fill.
+WARM_UP = 1 / 3
+# Memory is flat if it grows by less than the one or the other: a short run cannot tell an hour's growth.
+GROWTH_BYTES_PER_HOUR = 48 << 20
+GROWTH_BYTES = 12 << 20
+DONE = "all that was taken was given back, and no answer was wrong"
+BAD_LINE = re.compile(r'Traceback|^(ERROR|CRITICAL)|"level": ?"(error|critical)"')
+ROUTES = ("completions", "chat", "tgi")
 
 
 @dataclass
 class Id:
-    """One id as its uploads were answered. Whoever changes it has the lock."""
+    """One id and its versions, as its uploads were answered; changed under its lock."""
 
     name: str
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -66,7 +77,7 @@ class Id:
 
 
 class Soak:
-    """One run. `wrong` collects what must not be; the first ends it."""
+    """One run. `wrong` collects errors; the first ends it."""
 
     def __init__(self, served: Served, http: httpx2.AsyncClient, adapters: int, seed: int) -> None:
         self.served, self.http = served, http
@@ -113,7 +124,7 @@ class Soak:
             raise
 
     async def _turns(self, seconds: float) -> None:
-        """Other favourites and another number of clients every minute, or every ninth part of a short run."""
+        """Change favourites and the number of clients every minute, or every ninth part of a short run."""
         turn_s = min(60.0, seconds / 9)
         for turn in itertools.count():
             self.clients = CLIENTS[turn % len(CLIENTS)]
@@ -124,12 +135,12 @@ class Soak:
         self.stop.set()
 
     async def _stopped(self, seconds: float) -> bool:
-        """Sleeps; True: it is over."""
+        """Sleep, and return whether the run is over."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.stop.wait(), seconds)
         return self.stop.is_set()
 
-    # What clients do.
+    # Clients.
 
     async def _client(self, number: int) -> None:
         while not self.stop.is_set():
@@ -166,7 +177,7 @@ class Soak:
     def _some_id(self) -> Id:
         return self.order[self.rng.choices(range(len(self.order)), cum_weights=self.odds)[0]]
 
-    # What changes beside them.
+    # Changes beside them.
 
     async def _changer(self) -> None:
         works = (self.upload, self.delete, self.move_alias, self.roll_back, self.warm, self.pin)
@@ -178,7 +189,7 @@ class Soak:
             await work(one)
 
     async def upload(self, one: Id) -> None:
-        """Another content, perhaps one that other ids have too; an old version goes, so that there are never many."""
+        """Upload another content, perhaps one that other ids have too, and delete an old version if there are many."""
         number, variety = next(self._numbers), self.rng.randrange(len(m.VARIETIES))
         async with one.lock:
             name = self.traffic.name(one.name)
@@ -194,7 +205,7 @@ class Soak:
                 del one.versions[old]
 
     async def delete(self, one: Id) -> None:
-        """The id and its alias; half of the time with force, which ends its requests, too."""
+        """Delete the id and its alias; half of the time with force, which ends its requests, too."""
         async with one.lock:
             if one.current is None:
                 return
@@ -245,7 +256,7 @@ class Soak:
                 self.changes["warm"] += 1
 
     async def pin(self, one: Id) -> None:
-        """For a moment: half of the pool may be pinned, and no more."""
+        """Pin for a moment: at most half of the pool may be pinned."""
         async with one.lock:
             if one.current is None:
                 return
@@ -263,7 +274,7 @@ class Soak:
             raise Wrong(f"{method} {reference} {body}: {answer.status_code} {answer.text[:300]}")
         return answer.json()
 
-    # What is watched.
+    # Watching.
 
     async def _look(self) -> None:
         while not await self._stopped(LOOK_S):
@@ -286,7 +297,7 @@ class Soak:
             print(text, flush=True)
 
     async def delete_all(self) -> None:
-        """Every id, and nobody may be counted on any of them any more."""
+        """Delete every id; no request may be counted on any of them then."""
         for one in self.ids:
             if one.current is not None:
                 answer = await self._send("DELETE", f"{one.name}?force=true&wait=10")
@@ -295,7 +306,7 @@ class Soak:
 
 
 async def storm(served: Served, adapters: int, seconds: float, seed: int) -> tuple[Soak, Held]:
-    """The run itself; what the server held before it, with its store filled and every route used once."""
+    """Run the storm; return it and what the server held before, with its store filled."""
     # None is kept for the next request: the server may be closing it just then.
     limits = httpx2.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx2.AsyncClient(base_url=served.url, trust_env=False, timeout=120, limits=limits) as http:
@@ -308,8 +319,111 @@ async def storm(served: Served, adapters: int, seconds: float, seed: int) -> tup
     return soak, before
 
 
+# The verdict.
+
+
+def verdict(soak: Soak, served: Served, before: Held) -> dict[str, Any]:
+    """Return the figures once all clients are gone and all ids deleted; add what is wrong to the run's errors."""
+    served.calm_down()
+    pool, shown = served.http.get("/v1/pool").json(), Figures(served.http.get("/metrics").text)
+    after = settled(served, before)
+    for name in ("requests_running", "requests_waiting", "requests_waiting_for_adapter", "adapters_arriving"):
+        if shown.sum(name):
+            soak.wrong.append(f"{name} is {shown.sum(name):g} without any request")
+    owned = sum(pool[f"pages_{of}"] for of in ("free", "kv", "prefix", "adapters"))
+    if owned != pool["pages_total"] or pool["pages_kv"]:
+        soak.wrong.append(f"pages: {pool['pages_kv']} of requests, {owned} of {pool['pages_total']} accounted for")
+    if pinned := [one["ids"] for one in pool["adapters"] if one["requests"] or one.get("pinned")]:
+        soak.wrong.append(f"pinned without any request: {pinned}")
+    if after.fds > before.fds + 2:
+        soak.wrong.append(f"descriptors: {before.fds} before, {after.fds} after")
+    warm = [(at, float(held.rss_bytes)) for at, held in soak.looks if at > WARM_UP * soak.seconds]
+    per_second = slope(warm)
+    grown = per_second * (warm[-1][0] - warm[0][0]) if warm else 0.0
+    if per_second * 3600 > GROWTH_BYTES_PER_HOUR and grown > GROWTH_BYTES:
+        soak.wrong.append(f"memory grows by {per_second * 3600 / 2**20:.0f} MiB an hour ({grown / 2**20:.1f} MiB seen)")
+    churn = {name: shown.sum(f"{name}_total") for name in ("adapter_evictions", "preemptions", "prefix_evictions")}
+    churn |= {f"loads from {tier}": shown.sum("adapter_loads_total", tier=tier) for tier in ("disk", "host")}
+    tally = soak.traffic.tally
+    calm = [what for what in ("adapter_evictions", "loads from disk", "loads from host") if not churn[what]]
+    calm += [what for what in ("404", "left", "completions, stream, n", "tgi, stream", "chat") if not tally[what]]
+    if calm and not soak.wrong:
+        soak.wrong.append(f"too calm to prove anything: no {', no '.join(calm)}")
+    return {
+        "seconds": round(soak.seconds, 1),
+        "requests": dict(tally),
+        "changes": dict(soak.changes),
+        "churn": churn,
+        "memory": {
+            "before_bytes": before.rss_bytes,
+            "after_bytes": after.rss_bytes,
+            "slope_bytes_per_hour": round(per_second * 3600),
+            "grown_bytes": round(grown),
+        },
+        "descriptors": {
+            "before": before.fds,
+            "most": max((h.fds for _, h in soak.looks), default=0),
+            "after": after.fds,
+        },
+        "threads": {"before": before.threads, "after": after.threads},
+        "looks": [{"s": round(at, 1), **asdict(held)} for at, held in soak.looks],
+    }
+
+
+def settled(served: Served, before: Held) -> Held:
+    """Wait until sockets that were just closed are gone."""
+    for _ in range(50):
+        if held_by(served.pid).fds <= before.fds:
+            break
+        time.sleep(0.1)
+    return held_by(served.pid)
+
+
+def fsck(store: Path, *, was_cut_short: bool) -> list[str]:
+    """Return what `lorasrv store fsck` finds; a run that was cut short may leave weights that were not registered."""
+    command = lorasrv_command("store", "fsck", "--json", "--store", store)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
+    found = json.loads(done.stdout)["findings"]
+    return [f"store fsck: {one}" for one in found if not (was_cut_short and one["kind"] == "orphaned")]
+
+
+def log_complaints(log: str) -> list[str]:
+    """Return the error lines of a log, text or JSON."""
+    lines = [line for line in log.splitlines() if BAD_LINE.search(line)]
+    return [f"the log has {len(lines)} of them: {lines[0]}"] if lines else []
+
+
+def table(result: dict[str, Any], command: str) -> str:
+    """Return a Markdown table."""
+    requests, memory, mib = result["requests"], result["memory"], 2**20
+    kinds = {
+        name: count for name, count in requests.items() if name.partition(",")[0] in ("completions", "chat", "tgi")
+    }
+    by_force = requests.get("ended by force", 0)
+    before, after = (memory[f"{when}_bytes"] / mib for when in ("before", "after"))
+    fitted = f"fitted after the first third: {memory['slope_bytes_per_hour'] / mib:+.1f} MiB an hour"
+    rows = {
+        "time": f"{result['seconds'] / 60:.1f} minutes, {result['adapters']} ids, seed {result['seed']}",
+        "answers compared, token by token": f"{requests['answered']:,} ({requests['tokens']:,} tokens)",
+        "of these": ", ".join(f"{name}: {count:,}" for name, count in sorted(kinds.items())),
+        "clients that left early": f"{requests['left']:,}",
+        "404 for a name that was gone; ended by force": f"{requests['404']:,}; {by_force:,}",
+        "changes": ", ".join(f"{name}: {count:,}" for name, count in sorted(result["changes"].items())),
+        "pool and host cache": ", ".join(f"{name}: {count:,.0f}" for name, count in result["churn"].items()),
+        "resident memory": f"{before:.0f} MiB before, {after:.0f} after; {fitted}",
+        "descriptors": "{before} before, {most} at most, {after} after".format(**result["descriptors"]),
+        "threads": "{before} before, {after} after".format(**result["threads"]),
+        "wrong": "; ".join(result["wrong"]) or f"nothing: {DONE}; `store fsck` clean, no traceback in the log",
+    }
+    lines = [f"| {name} | {text} |" for name, text in rows.items()]
+    return "\n".join(["| soak | |", "|---|---|", *lines, "", f"{date.today()}, `{command}`"])
+
+
+# The command.
+
+
 def run(folder: Path, adapters: int, seconds: float, seed: int, flags: list[str]) -> dict[str, Any]:
-    """The whole of it: the result, `wrong` empty if there is nothing to complain about."""
+    """Run everything and return the result, with `wrong` empty if nothing is wrong."""
     shutil.rmtree(folder, ignore_errors=True)
     model = write_served_model(folder / "model")
     memory = ("--pool-bytes", pool_bytes(RESIDENTS, SEQS, LONGEST), "--host-cache-bytes", host_cache_bytes(HOSTED))
@@ -333,26 +447,25 @@ def run(folder: Path, adapters: int, seconds: float, seed: int, flags: list[str]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=15.0)
-    parser.add_argument("--adapters", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=None)
-    parser.add_argument("--folder", type=Path, default=ROOT / "build" / "soak", help="emptied first")
-    parser.add_argument("--record", type=Path, default=None, help="page whose section bench:soak is replaced")
-    parser.add_argument("flags", nargs="*", help="further flags of `lorasrv serve`, behind --")
-    a = parser.parse_args()
+    a = arguments(
+        __doc__,
+        minutes=(15.0, "of the run"),
+        adapters=(200, "ids"),
+        seed=(int, "of the run; random if left out"),
+        folder=(ROOT / "build" / "soak", "emptied first"),
+        record=(Path, "page whose section bench:soak is replaced"),
+        serve_flags=("", "more flags for lorasrv serve"),
+    )
     seed = random.randrange(1 << 30) if a.seed is None else a.seed
     print(f"{a.minutes:g} minutes, {a.adapters} ids, seed {seed}", flush=True)
-    result = run(a.folder, a.adapters, 60 * a.minutes, seed, a.flags)
+    result = run(a.folder, a.adapters, 60 * a.minutes, seed, a.serve_flags.split())
     if "memory" in result:
-        command = f"make soak MINUTES={a.minutes:g}"
-        shown = table(result, command)
+        shown = table(result, f"make soak MINUTES={a.minutes:g}")
         print(f"\n{shown}")
         if a.record is not None and not result["wrong"]:
-            section = f"<!-- bench:soak -->\n{shown}\n<!-- /bench -->"
-            a.record.write_text(replace_section(a.record.read_text("utf-8"), "soak", section, "Soak"), "utf-8")
-    for what in result["wrong"]:
-        print(f"WRONG: {what}", file=sys.stderr)
+            record(a.record, "soak", shown)
+    for error in result["wrong"]:
+        print(f"WRONG: {error}", file=sys.stderr)
     sys.exit(bool(result["wrong"]))
 
 

@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 import triton
-from gpu_common import SITES, SiteCase, need_gpu, site_case, with_config
-from gpu_linears import FORMATS, LinearCase, linear_case
+from gpu_cases import FORMATS, SITES, LinearCase, SiteCase, linear_case, need_gpu, site_case, with_config
 
 from sgmv_kernels.ops import Ops
 from sgmv_kernels.triton_ops.block_sizes import DEFAULT, LinearConfig, device_name, file_name, table_of
@@ -33,8 +32,8 @@ FEW = {"split_k": (4, 8), "block_k": (128,)}
 FEW_SHRINK = {"shrink_n": (16,), "shrink_warps": (4, 8), "shrink_stages": (3,)}
 FEW_EXPAND = {"expand_n": (64, 128), "expand_warps": (4,), "expand_stages": (3,)}
 DECODE = ((1, 1), (32, 8), (32, 32))
+# (bound of the bucket, distinct adapters it is timed with); the last has no bound and is timed with 4096 rows.
 ROWS = ((16, 8), (128, 32), (1024, 8), (None, 8))
-"""(bound of the bucket, distinct adapters it is timed with); the last has no bound and is timed with 4096 rows."""
 LINEAR = {
     "block_m": (16, 32, 64, 128),
     "block_n": (32, 64, 128),
@@ -43,8 +42,8 @@ LINEAR = {
     "stages": (2, 4),
 }
 FEW_LINEAR = {"block_m": (16, 64), "block_n": (32, 64), "split_k": (1, 4), "warps": (4,), "stages": (3,)}
+# (bound of the bucket, rows that it is timed with)
 LINEAR_ROWS = ((16, 1), (64, 48), (None, 160))
-"""(bound of the bucket, rows that it is timed with)."""
 NARROW_OUT = 8192
 NARROW, WIDE = ("qkv", "o", "down"), ("gate_up",)
 CROSSOVER_ROWS = (32, 64, 96, 128, 192, 256, 384, 512, 768, 1024)
@@ -53,7 +52,7 @@ WORST = float("inf")
 
 
 def microseconds(ops: Ops, case: SiteCase, **changes: Any) -> float:
-    """Time of a site with these settings; infinite if they do not compile or fit."""
+    """Return the time of a site with these settings; infinite if they do not compile or fit."""
     try:
         with with_config(**changes):
             return case.us(ops)
@@ -67,7 +66,7 @@ def choices(options: dict[str, tuple[int, ...]]) -> list[dict[str, int]]:
 
 
 def tune_sums(ops: Ops, device: torch.device, quick: bool) -> list[dict[str, Any]]:
-    """One row a width; wider sites than the widest take its row."""
+    """Return one row for each width; wider sites than the widest take its row."""
     rows = []
     for width in sorted({dims.in_features for dims in SITES.values()}):
         names = [name for name, dims in SITES.items() if dims.in_features == width]
@@ -84,7 +83,7 @@ def tune_sums(ops: Ops, device: torch.device, quick: bool) -> list[dict[str, Any
 
 
 def tune_tiles(ops: Ops, device: torch.device, sums: list[dict[str, Any]], quick: bool) -> list[dict[str, Any]]:
-    """A row for each bucket of rows and ranks and each site; then the default rows for what is left."""
+    """Return a row for each bucket of rows and ranks and each site, then the default rows."""
     shrink, expand = (FEW_SHRINK, FEW_EXPAND) if quick else (SHRINK, EXPAND)
     tiles = []
     for (bound, adapters), rank, (name, dims) in itertools.product(ROWS[:2] if quick else ROWS, RANKS, SITES.items()):
@@ -104,7 +103,7 @@ def tune_tiles(ops: Ops, device: torch.device, sums: list[dict[str, Any]], quick
 
 
 def linear_us(cases: list[LinearCase], rows: int, config: LinearConfig) -> float:
-    """Of all sites together; infinite if it does not compile or fit."""
+    """Return the time of all sites together; infinite if it does not compile or fit."""
     try:
         return sum(case.configured_us(rows, config) for case in cases)
     except (triton.runtime.errors.OutOfResources, triton.CompilationError, RuntimeError) as error:
@@ -113,7 +112,7 @@ def linear_us(cases: list[LinearCase], rows: int, config: LinearConfig) -> float
 
 
 def tune_linears(ops: Ops, quick: bool) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """(`linear`, `dequantize_above`)."""
+    """Return `linear` and `dequantize_above`."""
     table, above = [], {}
     for name, levels in FORMATS.items():
         bits, best = BITS[levels], {}
@@ -136,7 +135,7 @@ def tune_linears(ops: Ops, quick: bool) -> tuple[list[dict[str, Any]], dict[str,
 
 
 def crossover(cases: dict[str, LinearCase], best: dict[Any, LinearConfig]) -> int:
-    """The most rows at which tiles are not slower than dequantizing, all sites together."""
+    """Return the most rows at which tiles are not slower than dequantizing, all sites together."""
     last = 0
     for rows in CROSSOVER_ROWS:
         bound = next(bound for bound, _ in LINEAR_ROWS if bound is None or rows <= bound)

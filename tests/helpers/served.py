@@ -99,19 +99,21 @@ def serve(
     adapters: Mapping[str, Path] | None = None,
     store: Path | None = None,
     ends: int | None = None,
+    root: Path = ROOT,
 ) -> Iterator[Served]:
     """`lorasrv serve` with these arguments, a store of its own, or this one, and these adapters (id -> PEFT folder). It
-    may end by itself only where that is what a test is about: then with the code `ends`.
+    may end by itself only where that is what a test is about: then with the code `ends`. `root` is the checkout whose
+    server is started.
 
     Raises:
         AssertionError: it does not start, or does not end as it should.
     """
     modules = [f"{name}={folder}" for name, folder in (adapters or {}).items()]
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        command = [sys.executable, "-c", _START, "serve", "--port", "0", "--store", str(store or f"{folder}/store")]
+        log, where = Path(folder) / "log", str(store or f"{folder}/store")
+        command = [sys.executable, "-P", "-c", _START, "serve", "--port", "0", "--store", where]
         command += [*map(str, arguments), *(["--lora-modules", *modules] if modules else [])]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_COLOR": "1", "XDG_CONFIG_HOME": folder}
+        environment = {**os.environ, "PYTHONPATH": str(root), "NO_COLOR": "1", "XDG_CONFIG_HOME": folder}
         with log.open("wb") as lines:
             process = subprocess.Popen(command, stdout=lines, stderr=subprocess.STDOUT, env=environment)
         served = None

@@ -1,5 +1,5 @@
 """Chat templates with tools, written for these tests in the ways that published models have: the markers, variables and
-message fields are theirs, the wording is not."""
+message fields are theirs, the protocol_format is not."""
 
 HERMES = """{%- if tools %}{{ '<|im_start|>system\\nTools:' }}
 {%- for tool in tools %}{{ '\\n' + (tool | tojson) }}{% endfor %}

@@ -57,10 +57,12 @@ class RequestOutcome:
 
     @property
     def ttft_ms(self) -> float:
+        """Return the time to the first event with text."""
         return 1e3 * (self.first_s - self.sent_s)
 
     @property
     def e2e_ms(self) -> float:
+        """Return the time from sending to the end."""
         return 1e3 * (self.last_s - self.sent_s)
 
     @property
@@ -128,9 +130,9 @@ class BenchClient:
         return outcome
 
     def _body(self, ask: Ask) -> dict[str, Any]:
-        said = {"messages": [{"role": "user", "content": ask.prompt}]} if self._chat else {"prompt": ask.prompt}
+        content = {"messages": [{"role": "user", "content": ask.prompt}]} if self._chat else {"prompt": ask.prompt}
         fixed = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
-        return {"model": ask.model, **said, "max_tokens": ask.max_tokens, **fixed}
+        return {"model": ask.model, **content, "max_tokens": ask.max_tokens, **fixed}
 
     async def _watch(self, response: httpx2.Response, outcome: RequestOutcome) -> None:
         ended, event_s = False, 0.0

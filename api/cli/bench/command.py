@@ -1,4 +1,4 @@
-"""bench: load on a server, and what it came to."""
+"""Put load on a server and measure it (bench)."""
 
 import signal
 import threading
@@ -28,7 +28,7 @@ def _option(text: str, panel: str, *names: str, **more: Any) -> Any:
 
 @dataclass(frozen=True)
 class TargetOptions:
-    """Options for the server that is loaded."""
+    """Define options of the server under load."""
 
     url: Annotated[
         str | None,
@@ -42,7 +42,7 @@ class TargetOptions:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options for when requests are sent, and to which adapters."""
+    """Define options for the times and adapters of requests."""
 
     models: Annotated[str | None, _option("Model names to request, a,b,c, the most popular first.", _LOAD)] = None
     adapters: Annotated[
@@ -71,7 +71,7 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class RequestOptions:
-    """Options for what is in a request."""
+    """Define options for the content of requests."""
 
     prompt_tokens: Annotated[
         str | None,
@@ -92,7 +92,7 @@ class RequestOptions:
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """Options for what is measured."""
+    """Define options for the measurements."""
 
     slo: Annotated[
         str | None,
@@ -130,7 +130,7 @@ def bench(
     if plot is not None:
         check_png("--plot", plot)
     try:
-        asked = BenchOptions(
+        options = BenchOptions(
             url=_address(target.url),
             key=target.key,
             flags=_flags(serve_flags, target.url),
@@ -151,7 +151,7 @@ def bench(
         )
     except InvalidOption as error:
         raise CliError(str(error), code=ExitCode.USAGE) from None
-    _bench(asked, plot)
+    _bench(options, plot)
 
 
 # Options.
@@ -164,7 +164,10 @@ def _flags(flags: list[str] | None, url: str | None) -> tuple[str, ...]:
 
     check_flags(flags or [])
     if flags and url is not None:
-        raise CliError("--url: flags of serve are for a server that is started", code=ExitCode.USAGE)
+        raise CliError(
+            "--url and flags of serve exclude each other: the flags are for a server that bench starts",
+            code=ExitCode.USAGE,
+        )
     return tuple(flags or ())
 
 
@@ -175,7 +178,7 @@ def _names(models: str | None) -> tuple[str, ...] | None:
         return None
     names = tuple(name.strip() for name in models.split(","))
     if not all(names) or len(set(names)) < len(names):
-        raise InvalidOption(f"--models {models!r}: write names that are neither empty nor the same, as a,b,c")
+        raise InvalidOption(f"--models {models!r}: expected distinct, non-empty names, as in a,b,c")
     return names
 
 
@@ -209,7 +212,7 @@ def _requests(load: LoadOptions, request: RequestOptions) -> dict[str, Any]:
     prompt, output = request.prompt_tokens, request.output_tokens
     for option, value in (("--law", load.law), ("--prompt-tokens", prompt), ("--output-tokens", output)):
         if load.trace is not None and value is not None:
-            raise InvalidOption(f"{option}: --trace says it for each request")
+            raise InvalidOption(f"{option} and --trace exclude each other: the trace has it for each request")
     return {
         "law": parse_law(load.law or "distinct"),
         "prompt": parse_lengths("--prompt-tokens", prompt or "64"),
@@ -228,22 +231,22 @@ def _trace(path: Path | None) -> "tuple[TraceRequest, ...] | None":
 
 
 # The bench.
-def _bench(asked: BenchOptions, plot: Path | None) -> None:
+def _bench(options: BenchOptions, plot: Path | None) -> None:
     from api.cli.bench.report import print_results
     from api.cli.bench.run import Bench
 
     results: list[Result] = []
     try:
-        with _ending_on_sigterm():
-            rates = _rates(asked)
-            with _server(asked) as url:
-                for done in Bench(asked, url, rates).run():
+        with _interrupt_on_sigterm():
+            rates = _rates(options)
+            with _server(options) as url:
+                for done in Bench(options, url, rates).run():
                     results.append(done)
-                    if asked.as_json:
+                    if options.as_json:
                         print_json(done)
     finally:
-        # Also what there is when Ctrl-C ends it.
-        if results and not asked.as_json:
+        # Also print partial results after Ctrl-C.
+        if results and not options.as_json:
             print_results(results)
         if results and plot is not None:
             from api.cli.bench.plot import draw
@@ -254,23 +257,23 @@ def _bench(asked: BenchOptions, plot: Path | None) -> None:
 
 def _end(results: Sequence["Result"]) -> None:
     if any(done.get("interrupted") for done in results):
-        note("lorasrv: interrupted; the figures are those until then")
+        note("lorasrv: interrupted; the figures are partial")
         raise KeyboardInterrupt
     for done in results:
         if done["figures"]["failed"] == done["figures"]["requests"]:
             raise CliError(f"no request of {done['point']} was answered: {done['figures']['first_error']}")
 
 
-def _rates(asked: BenchOptions) -> Any:
-    if not asked.measure:
+def _rates(options: BenchOptions) -> Any:
+    if not options.measure:
         return None
     from urllib.parse import urlsplit
 
     from api.asgi.address import is_loopback
     from api.cli.bench.machine import measure
 
-    if asked.url is not None and not is_loopback(urlsplit(asked.url).hostname or ""):
-        raise CliError("--measure-machine measures this machine; the server is on another", code=ExitCode.USAGE)
+    if options.url is not None and not is_loopback(urlsplit(options.url).hostname or ""):
+        raise CliError("--measure-machine measures this machine, but the server is on another one", code=ExitCode.USAGE)
     with progress() as step:
         step("measuring the machine", 0.0, 1.0)
         rates = measure()
@@ -278,17 +281,17 @@ def _rates(asked: BenchOptions) -> Any:
     return rates
 
 
-def _server(asked: BenchOptions) -> AbstractContextManager[str]:
+def _server(options: BenchOptions) -> AbstractContextManager[str]:
     from api.cli.bench.server import started
 
-    if asked.url is not None:
-        return nullcontext(asked.url)
-    return started(asked.flags, asked.made_names, asked.rank, asked.requests["seed"])
+    if options.url is not None:
+        return nullcontext(options.url)
+    return started(options.flags, options.made_names, options.rank, options.requests["seed"])
 
 
 @contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """As Ctrl-C does: a started server must not stay behind."""
+def _interrupt_on_sigterm() -> Iterator[None]:
+    """Treat SIGTERM like Ctrl-C, so that a started server is stopped."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

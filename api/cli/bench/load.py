@@ -32,8 +32,12 @@ class Load:
         return max((outcome.ended_s for outcome in self.outcomes), default=self.begun_s) - self.begun_s
 
 
-async def closed(
-    ask: ScheduledCall, asks: Sequence[Ask], concurrency: int, load: Load, tell: Callable[[int], None] = lambda _: None
+async def closed_loop(
+    ask: ScheduledCall,
+    asks: Sequence[Ask],
+    concurrency: int,
+    load: Load,
+    on_progress: Callable[[int], None] = lambda _: None,
 ) -> None:
     """Run `concurrency` clients, each of which sends its next request when the last one is answered."""
     left: Iterator[Ask] = iter(asks)
@@ -41,7 +45,7 @@ async def closed(
     async def client() -> None:
         for one in left:
             load.outcomes.append(await ask(one))
-            tell(len(load.outcomes))
+            on_progress(len(load.outcomes))
 
     load.begun_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:
@@ -50,8 +54,8 @@ async def closed(
     load.ended_s = time.perf_counter()
 
 
-async def opened(
-    ask: ScheduledCall, asks: Sequence[Ask], load: Load, tell: Callable[[int], None] = lambda _: None
+async def open_loop(
+    ask: ScheduledCall, asks: Sequence[Ask], load: Load, on_progress: Callable[[int], None] = lambda _: None
 ) -> None:
     """Send each request at its time (`at_s`), regardless of how many are waiting."""
 
@@ -59,7 +63,7 @@ async def opened(
         assert one.at_s is not None
         await asyncio.sleep(max(0.0, load.begun_s + one.at_s - time.perf_counter()))
         load.outcomes.append(await ask(one))
-        tell(len(load.outcomes))
+        on_progress(len(load.outcomes))
 
     load.begun_s = time.perf_counter()
     async with asyncio.TaskGroup() as group:

@@ -11,6 +11,7 @@ Cells = list[tuple[str, str]]
 
 
 def print_results(results: Sequence[Result]) -> None:
+    """Print a table of load points, and notes on failures and missing values."""
     rows = [_cells(result) for result in results]
     titles = [title for title, _ in rows[0]]
     shown = [k for k in range(len(titles)) if k < 2 or any(row[k][1] != "–" for row in rows)]

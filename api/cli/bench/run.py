@@ -13,9 +13,9 @@ from api.cli.bench.load import Load
 from api.cli.bench.machine import client_versions, commit, machine
 from api.cli.bench.prompts import Ruler
 from api.cli.bench.roofline import MachineRates, Work
-from api.cli.bench.server_info import Served, look, work_of
+from api.cli.bench.server_info import Served, read_server_info, work_of
 from api.cli.bench.stats import Result, figures, result
-from api.cli.bench.sweep import Point, Settings, Unserved, make_asks, measure_ruler, run_point, trace_names
+from api.cli.bench.sweep import NoAnswer, Point, Settings, make_asks, measure_ruler, run_point, trace_names
 from api.cli.bench.workload import hidden_key, spelled
 from api.cli.common.options import connected
 from api.cli.common.terminal import CliError, ExitCode, Steps, progress
@@ -31,18 +31,19 @@ MAX_NAMED = 8
 class Bench:
     """Run the points of a sweep on one server. `run` yields a result per point, and stops after an interrupted one."""
 
-    def __init__(self, asked: "BenchOptions", url: str, rates: MachineRates | None) -> None:
-        self._asked, self._url, self._rates = asked, url, rates
-        with connected(url, asked.key) as client:
-            self._served = look(client)
-            names = _wanted_names(asked, self._served)
-            _check_names(client, self._served, names, "--models" if asked.names is not None else "--trace")
+    def __init__(self, options: "BenchOptions", url: str, rates: MachineRates | None) -> None:
+        self._options, self._url, self._rates = options, url, rates
+        with connected(url, options.key) as client:
+            self._served = read_server_info(client)
+            names = _wanted_names(options, self._served)
+            _check_names(client, self._served, names, "--models" if options.names is not None else "--trace")
             adapters = [name for name in names if name != self._served.base]
-            self._work = _work(asked, work_of(client, self._served, adapters))
-        self._settings = Settings(names=names, base=self._served.base, trace=asked.trace, **asked.requests)
+            self._work = _work(options, work_of(client, self._served, adapters))
+        self._settings = Settings(names=names, base=self._served.base, trace=options.trace, **options.requests)
         self._surroundings = {"machine": _machine(rates), "client": client_versions(), "commit": commit()}
 
     def run(self) -> Iterator[Result]:
+        """Run all points, and yield the result of each; stop after an interrupted one."""
         with progress() as step:
             step("querying the server", 0.0, 1.0)
             ruler = self._ruler()
@@ -54,15 +55,15 @@ class Bench:
                     return
 
     def _points(self) -> list[Point]:
-        names, asked = self._settings.names, self._asked
-        numbers: tuple[int | None, ...] = asked.adapters or ((None,) if asked.trace is not None else (len(names),))
-        if asked.trace is not None and asked.adapters is None and asked.names is not None:
+        names, options = self._settings.names, self._options
+        numbers: tuple[int | None, ...] = options.adapters or ((None,) if options.trace is not None else (len(names),))
+        if options.trace is not None and options.adapters is None and options.names is not None:
             numbers = (len(names),)
-        return [Point(number, **load) for number in numbers for load in asked.loads]
+        return [Point(number, **load) for number in numbers for load in options.loads]
 
     def _ruler(self) -> Ruler:
         names = self._settings.names
-        model = names[0] if names and self._asked.adapters != (0,) else self._served.base
+        model = names[0] if names and self._options.adapters != (0,) else self._served.base
 
         async def measure() -> Ruler:
             async with self._caller() as caller:
@@ -70,9 +71,10 @@ class Bench:
 
         try:
             return asyncio.run(measure())
-        except Unserved as error:
+        except NoAnswer as error:
             code = ExitCode.UNREACHABLE if error.failure == "unreachable" else ExitCode.REFUSED
-            raise CliError(f"{self._url} does not answer one token of {model!r}: {error}", code=code) from None
+            message = f"the server at {self._url} does not generate one token with {model!r}: {error}"
+            raise CliError(message, code=code) from None
 
     def _point(self, point: Point, ruler: Ruler, step: Steps) -> Result:
         asks = make_asks(point, self._settings, ruler)
@@ -80,18 +82,18 @@ class Bench:
 
         async def run() -> None:
             async with self._caller() as caller:
-                tell = lambda done: step(str(point), done, len(asks))  # noqa: E731
+                on_progress = lambda done: step(str(point), done, len(asks))  # noqa: E731
                 step(str(point), 0, len(asks))
-                await run_point(caller.ask, point, asks, self._settings.warmup, load, tell)
+                await run_point(caller.ask, point, asks, self._settings.warmup, load, on_progress)
 
         began = datetime.now(UTC)
         try:
             asyncio.run(run())
         except KeyboardInterrupt:
             interrupted = True
-        found = figures(load, self._asked.slo, self._work, self._rates)
+        found = figures(load, self._options.slo, self._work, self._rates)
         return result(
-            self._asked.label,
+            self._options.label,
             found,
             interrupted,
             point=str(point),
@@ -103,25 +105,30 @@ class Bench:
         )
 
     def _settings_of(self, point: Point) -> dict[str, Any]:
-        asked = self._asked
-        more = {"chat": asked.chat, "slo": spelled(asked.slo), "url": asked.url, "serve_flags": list(asked.flags)}
-        return {**self._settings.to_dict(point), **more, "rank": asked.rank if asked.url is None else None}
+        options = self._options
+        more = {
+            "chat": options.chat,
+            "slo": spelled(options.slo),
+            "url": options.url,
+            "serve_flags": list(options.flags),
+        }
+        return {**self._settings.to_dict(point), **more, "rank": options.rank if options.url is None else None}
 
     def _caller(self) -> BenchClient:
-        return BenchClient(self._url, chat=self._asked.chat, key=self._asked.key, timeout_s=self._asked.timeout_s)
+        return BenchClient(self._url, chat=self._options.chat, key=self._options.key, timeout_s=self._options.timeout_s)
 
 
-def _wanted_names(asked: "BenchOptions", served: Served) -> tuple[str, ...]:
+def _wanted_names(options: "BenchOptions", served: Served) -> tuple[str, ...]:
     """Return the names of the adapters that may take part."""
-    if asked.names is not None:
-        return asked.names
-    if asked.url is None:
-        return asked.made_names
-    if asked.trace is not None and asked.adapters is None:
-        return tuple(trace_names(asked.trace))
-    most = max(asked.adapters) if asked.adapters is not None else len(served.adapters)
+    if options.names is not None:
+        return options.names
+    if options.url is None:
+        return options.made_names
+    if options.trace is not None and options.adapters is None:
+        return tuple(trace_names(options.trace))
+    most = max(options.adapters) if options.adapters is not None else len(served.adapters)
     if most > len(served.adapters):
-        raise CliError(f"--adapters {most}: the server at {asked.url} has {len(served.adapters)}")
+        raise CliError(f"--adapters {most}: the server at {options.url} has {len(served.adapters)}")
     return served.adapters[:most]
 
 
@@ -136,18 +143,18 @@ def _check_names(client: Client, served: Served, names: tuple[str, ...], option:
         except Refused:
             listed = [served.base, *served.adapters]
             shown = ", ".join(listed[:MAX_NAMED]) + (", …" if len(listed) > MAX_NAMED else "")
-            raise CliError(f"{option}: {name!r} is unknown at {client.url}; it has {shown}") from None
+            raise CliError(f"{option}: {name!r} is unknown at {client.url}; known: {shown}") from None
 
 
-def _work(asked: "BenchOptions", told: Work | None) -> Work | None:
+def _work(options: "BenchOptions", reported: Work | None) -> Work | None:
     """Return the model's costs from the command line where given, else from the server."""
-    if told is None and not (asked.model_bytes or asked.model_ops):
+    if reported is None and not (options.model_bytes or options.model_ops):
         return None
-    work = told or Work()
+    work = reported or Work()
     return replace(
         work,
-        model_bytes=asked.model_bytes or work.model_bytes,
-        token_ops=asked.model_ops or work.token_ops,
+        model_bytes=options.model_bytes or work.model_bytes,
+        token_ops=options.model_ops or work.token_ops,
     )
 
 

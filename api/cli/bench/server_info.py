@@ -25,11 +25,11 @@ class Served:
     info: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, object]:
-        told = {name: self.info[name] for name in ("quantization", "model_dtype") if name in self.info}
-        return {"name": self.name, "version": self.version, "base": self.base, **told}
+        reported = {name: self.info[name] for name in ("quantization", "model_dtype") if name in self.info}
+        return {"name": self.name, "version": self.version, "base": self.base, **reported}
 
 
-def look(client: Client) -> Served:
+def read_server_info(client: Client) -> Served:
     """Read the description.
 
     Raises:
@@ -38,7 +38,7 @@ def look(client: Client) -> Served:
     """
     cards = client.models()
     if not cards:
-        raise ServerUnreachable(f"what answers at {client.url} lists no models at /v1/models")
+        raise ServerUnreachable(f"the server at {client.url} lists no models at /v1/models")
     # Servers with adapters report the parent of each.
     adapters = tuple(str(card["id"]) for card in cards if card.get("parent"))
     bases = [str(card["id"]) for card in cards if not card.get("parent")]

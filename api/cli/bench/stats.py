@@ -129,7 +129,7 @@ Result = dict[str, Any]
 """Keys: bench (the format), label, time, settings, server, machine, client, commit, command, figures, interrupted."""
 
 
-class NothingAnswered(Exception):
+class InvalidResults(Exception):
     """Report a file that does not contain lines of `lorasrv bench --json`."""
 
 
@@ -148,7 +148,7 @@ def read_results(paths: Iterable[Path]) -> list[Result]:
     """Read all lines of all files, in order.
 
     Raises:
-        NothingAnswered: a line is not a result; names file, line and problem.
+        InvalidResults: a line is not a result; names file, line and problem.
         OSError: a file cannot be read.
     """
     found = []
@@ -163,10 +163,10 @@ def _parse(line: str, where: str) -> Result:
     try:
         value = json.loads(line)
     except ValueError:
-        raise NothingAnswered(f"{where}: not a line of JSON") from None
+        raise InvalidResults(f"{where}: not a line of JSON") from None
     if not isinstance(value, dict) or value.get("bench") != FORMAT:
-        raise NothingAnswered(f"{where}: not a result of `lorasrv bench --json` (bench: {FORMAT})")
+        raise InvalidResults(f"{where}: not a result of `lorasrv bench --json` (bench: {FORMAT})")
     missing = {"settings", "server", "machine", "figures"} - value.keys()
     if missing:
-        raise NothingAnswered(f"{where}: {', '.join(sorted(missing))} is missing")
+        raise InvalidResults(f"{where}: {', '.join(sorted(missing))} is missing")
     return value

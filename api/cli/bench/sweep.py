@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from api.cli.bench.client import Ask
-from api.cli.bench.load import Load, ScheduledCall, closed, opened, poisson
+from api.cli.bench.load import Load, ScheduledCall, closed_loop, open_loop, poisson
 from api.cli.bench.prompts import Prompts, Ruler, counted_texts
 from api.cli.bench.workload import Law, Lengths
 from lorasrv.metrics.trace import TraceRequest
@@ -51,6 +51,7 @@ class Settings:
     trace: Sequence[TraceRequest] | None = None
 
     def num_requests(self, point: Point) -> int:
+        """Return the number of requests of a point."""
         if self.trace is not None:
             return min(len(self.trace), self.requests or len(self.trace))
         if self.requests is not None:
@@ -105,18 +106,18 @@ async def measure_ruler(ask: ScheduledCall, model: str) -> Ruler:
     """Measure a server's tokenizer by letting it count two texts.
 
     Raises:
-        Unserved: it does not answer; says what was returned instead.
+        NoAnswer: it does not answer; says what was returned instead.
     """
     counts = []
     for text in counted_texts():
         outcome = await ask(Ask(model, text, 1))
         if outcome.failure is not None:
-            raise Unserved(outcome.failure, outcome.detail)
+            raise NoAnswer(outcome.failure, outcome.detail)
         counts.append(outcome.prompt_tokens)
     return Ruler.of(*counts)
 
 
-class Unserved(Exception):
+class NoAnswer(Exception):
     """Report a server that does not answer even one token: the kind of failure, and its detail."""
 
     def __init__(self, failure: str, detail: str) -> None:
@@ -125,16 +126,16 @@ class Unserved(Exception):
 
 
 async def run_point(
-    ask: ScheduledCall, point: Point, asks: Sequence[Ask], warmup: int, load: Load, tell: Callable[[int], None]
+    ask: ScheduledCall, point: Point, asks: Sequence[Ask], warmup: int, load: Load, on_progress: Callable[[int], None]
 ) -> None:
     """Warm up, then run the load. After an interruption, `load` has the results so far."""
     warm = [Ask(asks[n % len(asks)].model, "warm up", asks[0].max_tokens) for n in range(warmup)]
     if warm:
-        await closed(ask, warm, point.concurrency or 1, Load())
+        await closed_loop(ask, warm, point.concurrency or 1, Load())
     if point.concurrency is not None:
-        await closed(ask, asks, point.concurrency, load, tell)
+        await closed_loop(ask, asks, point.concurrency, load, on_progress)
     else:
-        await opened(ask, asks, load, tell)
+        await open_loop(ask, asks, load, on_progress)
 
 
 def trace_names(trace: Sequence[TraceRequest]) -> list[str]:

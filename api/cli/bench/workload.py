@@ -110,6 +110,7 @@ class Lengths:
     most: int = MAX_TOKENS
 
     def draw(self, rng: random.Random) -> int:
+        """Draw one length in tokens."""
         if self.kind == "fixed":
             return int(self.a)
         if self.kind == "uniform":

@@ -40,7 +40,7 @@ def embedded(settings: ServerSettings, progress: Progress) -> Iterator[AbstractA
 async def _running(engine: "AsyncEngine", services: Services) -> AsyncIterator[Ask]:
     await engine.start()
     try:
-        await services.limits.tell_all()
+        await services.limits.apply_all()
         yield in_process_client(services)
     finally:
         await engine.shutdown()

@@ -1,5 +1,7 @@
-"""chat: a conversation with an adapter. At a terminal with commands, and errors that do not end it; from a pipe a
-question a line, as a script would have it: plain answers, and the first error ends.
+"""Talk to an adapter (chat).
+
+On a terminal, with commands, and errors that do not end the conversation. From a pipe, one question per line, plain
+answers, and the first error ends the command.
 """
 
 import sys
@@ -17,12 +19,12 @@ if TYPE_CHECKING:
     from api.client import Client, StreamedAnswer
 
 HELP = (
-    "/adapter ID   go on with another adapter; what was said stays",
-    "/base         go on with the base",
-    "/reset        forget what was said",
-    "/help         this",
-    "/quit         end, as Ctrl-D does",
-    "Ctrl-C ends an answer; //text is a message that begins with a stroke.",
+    "/adapter ID   switch to another adapter; keeps the history",
+    "/base         switch to the base model",
+    "/reset        clear the history",
+    "/help         show this list",
+    "/quit         quit, as Ctrl-D does",
+    "Ctrl-C stops an answer; //text sends a message that begins with a slash.",
 )
 
 
@@ -30,35 +32,35 @@ def chat(
     sampling: SamplingOptions,
     adapter_id: Annotated[
         str | None,
-        typer.Argument(metavar="[ID]", help="Adapter; the base if left out.", autocompletion=complete_adapter_ids),
+        typer.Argument(metavar="[ID]", help="Adapter; by default the base model.", autocompletion=complete_adapter_ids),
     ] = None,
     system: System = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Talk to an adapter; /help in it lists its commands. Questions may also come from a pipe, one a line."""
+    """Talk to an adapter; /help lists the commands. Questions may also come from a pipe, one per line."""
     body = sampling.body()
     with connected(server) as client:
         base = client.base_name()
-        talk = Conversation(client, base, adapter_id or base, body, system, as_json)
+        conversation = Conversation(client, base, adapter_id or base, body, system, as_json)
         if sys.stdin.isatty():
             if adapter_id is not None:
-                talk.go_on_with(adapter_id)
-            _at_a_terminal(talk)
+                conversation.switch_to(adapter_id)
+            _chat_on_terminal(conversation)
         else:
             for line in map(str.strip, stdin_lines()):
                 if line:
-                    talk.say(line)
+                    conversation.ask(line)
 
 
 class Conversation:
-    """What was said, and with whom it goes on."""
+    """Hold the history and the model of a conversation."""
 
     def __init__(
         self, client: "Client", base: str, model: str, body: Mapping[str, Any], system: str | None, as_json: bool
     ) -> None:
         self._client = client
-        self._at_a_terminal = sys.stdin.isatty()
+        self._is_terminal = sys.stdin.isatty()
         self.base = base
         self.model = model
         self._body = body
@@ -66,21 +68,22 @@ class Conversation:
         self._messages = list(self._opening)
         self._as_json = as_json
 
-    def say(self, text: str) -> None:
-        """Ask, and print the answer. What was not answered is not part of the history; of an answer that Ctrl-C ended
-        it is what had come.
+    def ask(self, text: str) -> None:
+        """Ask a question, and print the answer.
+
+        An unanswered question is not added to the history; of an answer that Ctrl-C ended, the received part is.
 
         Raises:
             ServerUnreachable, Refused.
-            KeyboardInterrupt: not at a terminal.
+            KeyboardInterrupt: outside a terminal.
         """
-        asked = [*self._messages, {"role": "user", "content": text}]
+        messages = [*self._messages, {"role": "user", "content": text}]
         answer = None
         try:
-            answer = self._client.chat({**self._body, "model": self.model, "messages": asked})
+            answer = self._client.chat({**self._body, "model": self.model, "messages": messages})
             show(answer, self._as_json)
         except KeyboardInterrupt:
-            if not self._at_a_terminal:
+            if not self._is_terminal:
                 raise
             print(flush=True)
             note("[stopped]")
@@ -88,56 +91,59 @@ class Conversation:
             return
         answer.close()
         if answer.finish_reason is not None:
-            self._tell(answer)
-        if said := answer.choices[min(answer.choices)].text if answer.choices else "":
-            self._messages = [*asked, {"role": "assistant", "content": said}]
+            self._print_end(answer)
+        if content := answer.choices[min(answer.choices)].text if answer.choices else "":
+            self._messages = [*messages, {"role": "assistant", "content": content}]
 
-    def _tell(self, answer: "StreamedAnswer") -> None:
+    def _print_end(self, answer: "StreamedAnswer") -> None:
         if self._as_json:
             print_json(as_object(answer))
         else:
             print_footer(answer)
 
-    def go_on_with(self, reference: str) -> None:
-        """Raises: ServerUnreachable, Refused: there is no such adapter."""
+    def switch_to(self, reference: str) -> None:
+        """Continue with another adapter.
+
+        Raises: ServerUnreachable, Refused: the adapter does not exist.
+        """
         self._client.name_of(reference)
         self.model = reference
 
-    def adapters(self, beginning: str = "") -> list[str]:
-        """Ids that begin so; none if they cannot be had."""
+    def adapters(self, prefix: str = "") -> list[str]:
+        """Return adapter ids with a prefix; none on any error."""
         try:
-            return [name for a in self._client.adapters() if (name := str(a["id"])).startswith(beginning)]
+            return [name for a in self._client.adapters() if (name := str(a["id"])).startswith(prefix)]
         except Exception:
             return []
 
     def reset(self) -> None:
-        """Forget what was said, but for the system message."""
+        """Clear the history except for the system message."""
         self._messages = list(self._opening)
 
 
-# At a terminal.
-def _at_a_terminal(talk: Conversation) -> None:
+# On a terminal.
+def _chat_on_terminal(conversation: Conversation) -> None:
     from api.client import Refused, ServerUnreachable
 
-    note(f"{talk.model}; /help lists commands, Ctrl-D ends")
-    for line in _lines(talk):
+    note(f"{conversation.model}; /help lists commands, Ctrl-D quits")
+    for line in _lines(conversation):
         try:
             if line.startswith("/") and not line.startswith("//"):
-                if _obey(talk, line) == "quit":
+                if _run_command(conversation, line) == "quit":
                     return
             else:
-                talk.say(line.removeprefix("/") if line.startswith("//") else line)
+                conversation.ask(line.removeprefix("/") if line.startswith("//") else line)
         except (Refused, ServerUnreachable) as error:
             print(flush=True)
             note(f"lorasrv: {error}")
 
 
-def _lines(talk: Conversation) -> Iterator[str]:
-    """What is typed. Ctrl-C takes a line back."""
-    _prepare_readline(talk)
+def _lines(conversation: Conversation) -> Iterator[str]:
+    """Yield the lines that are typed. Ctrl-C discards the current line."""
+    _prepare_readline(conversation)
     while True:
         try:
-            line = _read(f"{talk.model}> ").strip()
+            line = _read(f"{conversation.model}> ").strip()
         except EOFError:
             print(flush=True)
             return
@@ -151,7 +157,7 @@ def _lines(talk: Conversation) -> Iterator[str]:
 def _read(prompt: str) -> str:
     if sys.stdout.isatty():
         return input(prompt)
-    # Answers go to a file: the prompt must not.
+    # Only answers go to the redirected output, not the prompt.
     print(prompt, end="", file=sys.stderr, flush=True)
     line = sys.stdin.readline()
     if not line:
@@ -159,49 +165,53 @@ def _read(prompt: str) -> str:
     return line
 
 
-def _prepare_readline(talk: Conversation) -> None:
-    """Arrow keys, what was typed before, and Tab behind /adapter; where Python was built with it."""
+def _prepare_readline(conversation: Conversation) -> None:
+    """Enable arrow keys, history and completion after /adapter, if Python was built with readline."""
     try:
         import readline
     except ImportError:
         return
     readline.set_completer_delims(" \t\n")
-    readline.set_completer(_completer(talk))
+    readline.set_completer(_completer(conversation))
     readline.parse_and_bind("tab: complete")
 
 
-def _completer(talk: Conversation) -> Callable[[str, int], str | None]:
+def _completer(conversation: Conversation) -> Callable[[str, int], str | None]:
     names: list[str] = []
 
     def complete(text: str, state: int) -> str | None:
         nonlocal names
         if state == 0:
             words = [line.split()[0] for line in HELP if line.startswith("/")]
-            names = [word for word in words if word.startswith(text)] if text.startswith("/") else talk.adapters(text)
+            found = words if text.startswith("/") else conversation.adapters(text)
+            names = [name for name in found if name.startswith(text)]
         return names[state] if state < len(names) else None
 
     return complete
 
 
-def _obey(talk: Conversation, line: str) -> str | None:
-    """Raises: Refused, ServerUnreachable."""
+def _run_command(conversation: Conversation, line: str) -> str | None:
+    """Run a command of the chat; returns "quit" to end it.
+
+    Raises: Refused, ServerUnreachable.
+    """
     command, _, argument = line.partition(" ")
     argument = argument.strip()
     match command:
         case "/adapter" if argument:
-            talk.go_on_with(argument)
+            conversation.switch_to(argument)
         case "/adapter":
-            note("name one: " + (", ".join(talk.adapters()) or "there are none; lorasrv upload adds one"))
+            note("give an adapter id: " + (", ".join(conversation.adapters()) or "none yet; lorasrv upload adds one"))
         case "/base":
-            talk.model = talk.base
+            conversation.model = conversation.base
         case "/reset":
-            talk.reset()
-            note("forgotten")
+            conversation.reset()
+            note("history cleared")
         case "/help":
             for text in HELP:
                 note(text)
         case "/quit" | "/exit":
             return "quit"
         case _:
-            note(f"there is no {command}; /help lists what there is")
+            note(f"unknown command {command}; /help lists the commands")
     return None

@@ -1,4 +1,4 @@
-"""config show, config init: what options are in force and who said so; a file to begin with."""
+"""Show the options in effect and their sources (config show), and write a template (config init)."""
 
 import json
 from collections.abc import Iterator
@@ -15,19 +15,19 @@ if TYPE_CHECKING:
     from api.config.sources import Origin, Sources
 
 SECRET = "********"
-app = typer.Typer(help="Options of serve and of clients, and where they come from.", no_args_is_help=True)
+app = typer.Typer(help="Show options of serve and of clients, and where they were set.", no_args_is_help=True)
 
 
 def show(
     ctx: typer.Context,
-    flags: Annotated[list[str] | None, typer.Argument(metavar="-- FLAGS", help="Flags of serve, behind --.")] = None,
-    origin: Annotated[bool, typer.Option("--origin", help="Also who said each value.")] = False,
+    flags: Annotated[list[str] | None, typer.Argument(metavar="-- FLAGS", help="Flags of serve, after --.")] = None,
+    origin: Annotated[bool, typer.Option("--origin", help="Show where each value was set.")] = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Every option and its value, as lorasrv serve would have it: flags, then environment, then file, then defaults.
+    """Show every option and its value as lorasrv serve would use it: flags, then environment, then file, then defaults.
 
-    Secrets are not shown.
+    Secrets are masked.
     """
     from api.config.sources import FIELDS, Sources, is_secret, unknown_variables
 
@@ -38,17 +38,17 @@ def show(
     settings = sources.settings()
     shown = {name: _plain(getattr(settings, name), secret=is_secret(name)) for name in FIELDS}
     origins = {name: sources.origin(name) for name in FIELDS}
-    for name, value, said_by in _client(sources):
-        shown[name], origins[name] = value, said_by
+    for name, value, source in _client(sources):
+        shown[name], origins[name] = value, source
     if as_json:
         print_json({name: _with_origin(value, origins[name]) if origin else value for name, value in shown.items()})
         return
-    rows = [(name, _text(value), *([_said_by(origins[name])] if origin else [])) for name, value in shown.items()]
+    rows = [(name, _text(value), *([_origin_text(origins[name])] if origin else [])) for name, value in shown.items()]
     print_table(("option", "value", *(["from"] if origin else [])), rows, numbers=False)
 
 
 def init(as_json: JsonOption = False) -> None:
-    """Print a configuration file: every option with what it is, its default and what it takes, all commented out."""
+    """Print a configuration file with every option commented out: its help, default and allowed values."""
     if as_json:
         from api.config.sources import FIELDS, expected
 
@@ -58,9 +58,9 @@ def init(as_json: JsonOption = False) -> None:
         say(line)
 
 
-# What is in force.
+# Options in effect.
 def _parsed(ctx: typer.Context, flags: list[str]) -> typer.Context:
-    """Read flags of `serve` by the same code as when it is called."""
+    """Parse flags of `serve` with its own parser."""
     root: Any = ctx.find_root()
     serve = root.command.get_command(root, "serve")
     context: typer.Context = serve.make_context("serve", list(flags), parent=root)
@@ -68,26 +68,26 @@ def _parsed(ctx: typer.Context, flags: list[str]) -> typer.Context:
 
 
 def _client(sources: "Sources") -> Iterator[tuple[str, Any, "Origin"]]:
-    """What the other commands take: the server they ask, and their key."""
+    """Yield the options of clients: the server and the API key."""
     import os
 
     from api.asgi.address import DEFAULT_SERVER
     from api.config.sources import PREFIX, Origin
 
-    said = {} if sources.file is None else sources.file.client
+    in_file = {} if sources.file is None else sources.file.client
     for key, default in (("server", DEFAULT_SERVER), ("api_key", None)):
         variable = PREFIX + key.upper()
         if os.environ.get(variable):
             value, origin = os.environ[variable], Origin("environment", variable)
-        elif sources.file is not None and key in said:
-            value, origin = said[key], Origin("file", str(sources.file.path))
+        elif sources.file is not None and key in in_file:
+            value, origin = in_file[key], Origin("file", str(sources.file.path))
         else:
             value, origin = default or "", Origin("default", "")
         yield f"client.{key}", _plain(value or None, secret=key == "api_key"), origin
 
 
 def _plain(value: Any, *, secret: bool = False) -> Any:
-    """As JSON and TOML can have it."""
+    """Convert a value to what JSON and TOML can represent."""
     if secret:
         return SECRET if value else None
     if isinstance(value, tuple):
@@ -112,7 +112,7 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _said_by(origin: "Origin") -> str:
+def _origin_text(origin: "Origin") -> str:
     return f"{origin.kind} {origin.name}".strip()
 
 
@@ -120,13 +120,13 @@ def _with_origin(value: Any, origin: "Origin") -> dict[str, Any]:
     return {"value": value, "origin": origin.kind, "from": origin.name or None}
 
 
-# A file to begin with.
+# Template of a configuration file.
 def _file_lines() -> Iterator[str]:
     from api.config.settings import OPTIONS
     from api.config.sources import expected
 
-    yield "# Configuration of lorasrv: take the # away from what is to be another way."
-    yield "# Flags and LORASRV_NAME in the environment go before what stands here."
+    yield "# Configuration of lorasrv: remove the # from options to change."
+    yield "# Flags and LORASRV_NAME in the environment override this file."
     panel = ""
     for name, option in OPTIONS.items():
         if option.panel != panel:
@@ -138,10 +138,10 @@ def _file_lines() -> Iterator[str]:
         default = _plain(_default(name))
         yield f"# {name} = {_toml(default)}" if default is not None else f"# {name} = ... ({expected(name)})"
     yield ""
-    yield "# Commands that ask a server: where it is, and the key to show it. Keep this file to yourself if it has one."
+    yield "# Server and API key of client commands. Keep this file private if it contains a key."
     yield "[client]"
     yield '# server = "http://127.0.0.1:8000"'
-    yield "# api_key = ... (a text)"
+    yield "# api_key = ... (text)"
 
 
 def _default(name: str) -> Any:
@@ -151,5 +151,5 @@ def _default(name: str) -> Any:
 
 
 def _toml(value: Any) -> str:
-    """A JSON text, list, number or switch is TOML, too."""
+    """Format a value as TOML, which strings, lists, numbers and booleans of JSON are."""
     return json.dumps(value, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""generate: one answer from a running server; and what chat has in common with it."""
+"""Request one completion from a running server (generate), with helpers that chat shares."""
 
 import json
 import sys
@@ -27,7 +27,7 @@ System = Annotated[str | None, typer.Option(help="System message.")]
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Options of the request that `chat` and `generate` share; fields are named as in its body."""
+    """Define request options of `chat` and `generate`; fields are named as in the request's body."""
 
     max_tokens: Annotated[int | None, _option("Maximum number of tokens of an answer.", _SAMPLING, min=1)] = None
     temperature: Annotated[
@@ -68,13 +68,16 @@ class SamplingOptions:
     ] = None
 
     def body(self) -> dict[str, Any]:
-        """Return the fields of the request's body that were given. Raises: CliError: --field is no NAME=VALUE."""
+        """Return the given fields of the request's body.
+
+        Raises: CliError: --field is not NAME=VALUE.
+        """
         return _given(asdict(self) | {"field": None}) | _fields(self.field)
 
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """Options of the request that only `generate` has."""
+    """Define request options of `generate` alone."""
 
     min_tokens: Annotated[int | None, _option("Minimum number of tokens of an answer.", _SAMPLING, min=0)] = None
     ignore_eos: Annotated[bool, _option("Do not stop at the end-of-sequence token.", _SAMPLING, "--ignore-eos")] = False
@@ -97,10 +100,10 @@ class GenerateOptions:
     )
 
     def body(self, raw: bool) -> dict[str, Any]:
-        """Return the fields of the request's body that were given.
+        """Return the given fields of the request's body.
 
         Raises:
-            CliError: a bias cannot be read, or the answer is to have several forms.
+            CliError: a bias cannot be parsed, or several forms of the answer are given.
         """
         wanted = {
             "min_tokens": self.min_tokens,
@@ -130,11 +133,13 @@ def generate(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask once and print the answer."""
+    """Request one answer and print it."""
     body = form.body(raw) | sampling.body()
     text = stdin_text() if prompt == "-" else prompt
     if raw and system:
-        raise CliError("--raw has no place for --system: a plain prompt is all that is said", code=ExitCode.USAGE)
+        raise CliError(
+            "--raw and --system exclude each other: a plain prompt has no system message", code=ExitCode.USAGE
+        )
     messages = [*system_message(system), {"role": "user", "content": text}]
     with connected(server) as client:
         model = adapter or client.base_name()
@@ -151,17 +156,20 @@ def generate(
 
 
 def _given(options: dict[str, Any]) -> dict[str, Any]:
-    """Leave out what was not set."""
+    """Remove options that are not set."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def system_message(text: str | None) -> list[dict[str, str]]:
-    """Of a conversation, or none."""
+    """Return the system message of a conversation as a list, empty without one."""
     return [{"role": "system", "content": text}] if text else []
 
 
 def _fields(texts: list[str] | None) -> dict[str, Any]:
-    """Parse --field. Raises: CliError: it is no NAME=VALUE."""
+    """Parse --field.
+
+    Raises: CliError: it is not NAME=VALUE.
+    """
     found = {}
     for text in texts or []:
         name, equals, value = text.partition("=")
@@ -175,7 +183,7 @@ def _fields(texts: list[str] | None) -> dict[str, Any]:
 
 
 def _logprobs(alternatives: int | None, raw: bool) -> dict[str, Any]:
-    """Log-probabilities, as each of OpenAI's two routes asks for them."""
+    """Return the fields that request log-probabilities, which differ between OpenAI's two routes."""
     if raw:
         return {"logprobs": alternatives}
     return {"logprobs": None if alternatives is None else True, "top_logprobs": alternatives or None}
@@ -195,7 +203,7 @@ def _biases(texts: list[str] | None) -> dict[str, float] | None:
 def _form(
     json_object: bool, json_schema: Path | None, regex: str | None, choice: list[str] | None, grammar: Path | None
 ) -> dict[str, Any]:
-    """At most one; what the server does not know it refuses by name."""
+    """Return the field that sets the form of the answer, at most one; the server validates it."""
     wanted: list[dict[str, Any]] = []
     if json_object:
         wanted.append({"response_format": {"type": "json_object"}})
@@ -218,20 +226,20 @@ def _read_schema(path: Path) -> Any:
     try:
         return json.loads(_read_text(path, "--json-schema"))
     except ValueError as error:
-        raise CliError(f"--json-schema: {path} is no JSON: {error}", code=ExitCode.USAGE) from None
+        raise CliError(f"--json-schema: {path} is not JSON: {error}", code=ExitCode.USAGE) from None
 
 
 def _read_text(path: Path, flag: str) -> str:
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is no UTF-8"
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else "it is not UTF-8"
         raise CliError(f"{flag}: {path} cannot be read: {why}", code=ExitCode.USAGE) from None
 
 
-# The answer.
+# Output.
 def show(answer: "StreamedAnswer", quietly: bool) -> None:
-    """Print the text as it comes, unless it is to be told otherwise later."""
+    """Print the text as it arrives, unless it is printed later."""
     for piece in answer:
         if not quietly:
             print(printable(piece), end="", flush=True)
@@ -240,20 +248,20 @@ def show(answer: "StreamedAnswer", quietly: bool) -> None:
 
 
 def printable(text: str) -> str:
-    """On a terminal, without what would command it: a model may write anything."""
+    """Replace control characters on a terminal, because a model may write any text."""
     if not sys.stdout.isatty():
         return text
     return "".join(char if char.isprintable() or char in "\n\t" else "\ufffd" for char in text)
 
 
 def as_object(answer: "StreamedAnswer") -> dict[str, Any]:
-    """An answer for programs. Further choices, and log-probabilities, only where they were asked for."""
+    """Return an answer as JSON data, with choices and log-probabilities if requested."""
     names = ("x-request-id", "x-adapter-id", "x-adapter-version", "x-adapter-digest", "x-adapter-tier")
-    who = {name.removeprefix("x-").replace("-", "_"): answer.headers.get(name) for name in names}
+    source = {name.removeprefix("x-").replace("-", "_"): answer.headers.get(name) for name in names}
     choices = [answer.choices[index] for index in sorted(answer.choices)]
     first = choices[0] if choices else None
     reason = first.finish_reason if first else None
-    shown: dict[str, Any] = {"text": first.text if first else "", "finish_reason": reason, **who}
+    shown: dict[str, Any] = {"text": first.text if first else "", "finish_reason": reason, **source}
     if len(choices) > 1 or any(choice.logprobs for choice in choices):
         shown["choices"] = [
             {"text": choice.text, "finish_reason": choice.finish_reason, "logprobs": choice.logprobs}
@@ -263,7 +271,7 @@ def as_object(answer: "StreamedAnswer") -> dict[str, Any]:
 
 
 def _print_rest(answer: "StreamedAnswer") -> None:
-    """What did not stream: several choices, and log-probabilities, a line a token."""
+    """Print what did not stream: several choices, and log-probabilities, one line per token."""
     several = len(answer.choices) > 1
     for index in sorted(answer.choices):
         choice = answer.choices[index]
@@ -276,11 +284,11 @@ def _print_rest(answer: "StreamedAnswer") -> None:
 
 
 def print_footer(answer: "StreamedAnswer") -> None:
-    """Who answered and how fast, for people only."""
+    """Print the responding model and its speed, on a terminal only."""
     if not sys.stderr.isatty():
         return
     digest = answer.headers.get("x-adapter-digest")
-    who = f"{answer.headers['x-adapter-id']} {short_digest(digest)}" if digest else "base"
+    model = f"{answer.headers['x-adapter-id']} {short_digest(digest)}" if digest else "base"
     tokens, ms = answer.usage.get("completion_tokens", 0), answer.usage.get("lorasrv", {}).get("total_ms")
     speed = f", {1000 * tokens / ms:.1f} tokens/s" if ms else ""
-    note(f"[{who}, {tokens} tokens{speed}, {answer.finish_reason}]")
+    note(f"[{model}, {tokens} tokens{speed}, {answer.finish_reason}]")

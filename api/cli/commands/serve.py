@@ -1,4 +1,4 @@
-"""serve: options to settings, settings to a server."""
+"""Run the server (serve)."""
 
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ def serve(ctx: typer.Context, config: ConfigOption = None, as_json: JsonOption =
     sources = Sources.gather(flags, config)
     settings = sources.settings()
     if settings.inject_faults:
-        note(f"WARNING: this server fails on purpose: {settings.inject_faults}")
+        note(f"WARNING: --inject-faults makes this server fail on purpose: {settings.inject_faults}")
     try:
         with written(settings.log_format, settings.log_level), progress() as step:
             run(settings, lambda what, share: step(what, share, 1.0), lambda ready: _print_ready(ready, as_json))

@@ -1,15 +1,12 @@
-"""Format adapters, reports, limits and sizes for output, and define the options that several commands share."""
+"""Format sizes, reports and limits for people, and define arguments that commands on adapters share."""
 
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from adapter_store.formats.peft_dir import PeftDir
-
-if TYPE_CHECKING:
-    pass
 
 
 def size(num_bytes: int) -> str:

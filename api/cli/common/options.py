@@ -1,7 +1,4 @@
-"""Options that several subcommands share, and the client that they give.
-
-Adapter ids for a shell that completes a command: from the server, at once or not at all.
-"""
+"""Define options that several commands share, the client that they configure, and the completion of adapter ids."""
 
 import inspect
 import re
@@ -24,9 +21,9 @@ if TYPE_CHECKING:
 
 ServerOption = Annotated[
     str,
-    # The default is asked of the configuration file, by a function that help would show as it is.
+    # The default is read from the configuration file by a function, whose name help would show.
     typer.Option(
-        "--server", envvar="LORASRV_SERVER", metavar="URL", help="Where the server is.", show_default=DEFAULT_SERVER
+        "--server", envvar="LORASRV_SERVER", metavar="URL", help="URL of the server.", show_default=DEFAULT_SERVER
     ),
 ]
 ApiKeyOption = Annotated[
@@ -35,7 +32,7 @@ ApiKeyOption = Annotated[
         "--api-key",
         envvar="LORASRV_API_KEY",
         metavar="KEY",
-        help="What the server asks for, where it has keys.",
+        help="API key, if the server requires one.",
         show_default=False,
     ),
 ]
@@ -49,18 +46,20 @@ ConfigOption = Annotated[
         show_default=False,
     ),
 ]
-JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output, one JSON value a line.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable output: one JSON value per line.")]
 UNAUTHORIZED = 401
 _AGE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)(s|m|h|d)?")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _LISTS = frozenset({"--lora-modules"})
-# Its --server says where costs come from, and is not asked unless it is given.
+# Its --server is a source of costs, with no default.
 _NO_SERVER = frozenset({"plan"})
 
 
 class ServerDefaults(dict[str, Any]):
-    """What typer takes where neither a flag nor the environment says anything: of every command the same server, that
-    of the configuration file, which is read only if the question comes up."""
+    """Give typer the default of --server for every command.
+
+    The configuration file is read only if neither a flag nor the environment sets the server.
+    """
 
     def get(self, command: str, default: Any = None) -> Any:
         return {} if command in _NO_SERVER else {"server": partial(_client_option, "server", DEFAULT_SERVER)}
@@ -73,7 +72,7 @@ def _client_option(name: str, default: str | None = None) -> Any:
 
 
 def spread(arguments: Sequence[str]) -> list[str]:
-    """Options that vLLM's command takes as lists, spelled as ours: `--flag a b` becomes `--flag a --flag b`."""
+    """Repeat the flag of options that vLLM takes as lists: `--flag a b` becomes `--flag a --flag b`."""
     given: list[str] = []
     flag = ""
     for argument in arguments:
@@ -86,7 +85,7 @@ def spread(arguments: Sequence[str]) -> list[str]:
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command an option for each field of its parameters that are dataclasses, in their place."""
+    """Replace a command's parameters that are dataclasses by one option per field."""
     signature = inspect.signature(command)
     groups: dict[str, Any] = {
         name: p.annotation for name, p in signature.parameters.items() if is_dataclass(p.annotation)
@@ -113,8 +112,8 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     return grouped
 
 
-def taking_key(command: Callable[..., None]) -> Callable[..., None]:
-    """A command that asks a server, with `--api-key` as one more option: all of them get it here, alike."""
+def with_api_key(command: Callable[..., None]) -> Callable[..., None]:
+    """Add `--api-key` to a command that connects to a server."""
     signature = inspect.signature(command)
     if "server" not in signature.parameters:
         return command
@@ -142,8 +141,9 @@ _given_key: ContextVar[str | None] = ContextVar("given_key", default=None)
 
 
 def client_key(url: str) -> str | None:
-    """What to show the server there: `--api-key`, else the environment's key, else that of [client]. A server of this
-    machine is shown what the same file gives to serve: one line for both.
+    """Return the API key for a server: `--api-key`, else LORASRV_API_KEY, else the key in [client].
+
+    For a server on this machine, also the `api_key` of serve in the same file, so that one line configures both.
     """
     import os
 
@@ -155,13 +155,13 @@ def _own_key() -> str | None:
     from api.config.file import find, read
 
     path = find()
-    said = None if path is None else read(path).serve.get("api_key")
-    return said if isinstance(said, str) else None
+    key = None if path is None else read(path).serve.get("api_key")
+    return key if isinstance(key, str) else None
 
 
 @contextmanager
 def connected(url: str, key: str | None = None, *, wait_s: float | None = None) -> Iterator["Client"]:
-    """A client of the server; its errors become the command's."""
+    """Connect a client, and convert its errors to the command's."""
     from api.client import Client, Refused, ServerUnreachable
 
     try:
@@ -171,43 +171,49 @@ def connected(url: str, key: str | None = None, *, wait_s: float | None = None) 
         raise CliError(str(error), code=ExitCode.UNREACHABLE) from None
     except Refused as error:
         if error.status == UNAUTHORIZED:
-            raise CliError(_wants_key(error)) from None
+            raise CliError(_key_message(error)) from None
         if error.problems:
             raise CliError("the adapter is refused", details=error.problems) from None
         raise CliError(str(error)) from None
 
 
-def _wants_key(error: "Refused") -> str:
+def _key_message(error: "Refused") -> str:
     if error.error.get("code") == "missing_api_key":
-        return "the server asks for a key: give one with --api-key or LORASRV_API_KEY"
-    return f"the server refuses the key: {error}; give another with --api-key or LORASRV_API_KEY"
+        return "the server requires an API key: give one with --api-key or LORASRV_API_KEY"
+    return f"the server refuses the API key: {error}; give another with --api-key or LORASRV_API_KEY"
 
 
 def duration(option: str, text: str) -> float:
-    """Seconds of `90s`, `30m`, `12h`, `7d`. Raises: CliError."""
+    """Parse `90s`, `30m`, `12h` or `7d` to seconds.
+
+    Raises: CliError.
+    """
     found = _AGE.fullmatch(text)
     if found is None:
-        raise CliError(f"{option} {text!r} is no age; expected 90s, 30m, 12h or 7d", code=ExitCode.USAGE)
+        raise CliError(f"{option} {text!r} is not a duration; expected 90s, 30m, 12h or 7d", code=ExitCode.USAGE)
     return float(found[1]) * _SECONDS[found[2] or "s"]
 
 
 def check_png(option: str, png: Path) -> None:
-    """Whether a picture can be written, before seconds go into what it is to show. Raises: CliError."""
+    """Check that a plot can be written, before the time is spent on its data.
+
+    Raises: CliError.
+    """
     import importlib.util
 
     if importlib.util.find_spec("matplotlib") is None:
         raise CliError(f"{option} needs matplotlib: pip install 'lorasrv[plot]'", code=ExitCode.USAGE)
     if not png.absolute().parent.is_dir():
-        raise CliError(f"{option}: there is no folder {png.absolute().parent}", code=ExitCode.USAGE)
+        raise CliError(f"{option}: the folder {png.absolute().parent} does not exist", code=ExitCode.USAGE)
 
 
 WAIT_S = 1.0
-"""A shell waits for this; nobody presses Tab to read an error."""
-MOST = 200
+"""Time limit of a completion in a shell, which shows no errors."""
+MAX_COMPLETIONS = 200
 
 
 def complete_adapter_ids(ctx: Any, incomplete: str) -> list[str]:
-    """Ids that begin so; none if the server is not there, is slow, or refuses."""
+    """Return ids with this prefix; none if the server is unreachable, slow, or refuses."""
     try:
         found = _ids(ctx.params.get("server"), ctx.params.get("api_key"), incomplete)
     except Exception:
@@ -225,5 +231,5 @@ def _ids(server: str | None, key: str | None, incomplete: str) -> list[str]:
     url = server or os.environ.get("LORASRV_SERVER") or configured.get("server") or DEFAULT_SERVER
     key = key or os.environ.get("LORASRV_API_KEY") or configured.get("api_key")
     with Client(url, key, wait_s=WAIT_S) as client:
-        found = client.get("/v1/adapters", search=incomplete, limit=MOST)["data"]
+        found = client.get("/v1/adapters", search=incomplete, limit=MAX_COMPLETIONS)["data"]
     return [str(adapter["id"]) for adapter in found]

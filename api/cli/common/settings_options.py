@@ -1,4 +1,5 @@
-"""Options of commands that are settings of `serve`: generated from `ServerSettings`, when a command first needs them.
+"""Generate the options of commands that are settings of `serve`, from `ServerSettings`, when a command first needs
+them.
 
 Other commands start without them, and so without pydantic.
 """
@@ -20,10 +21,11 @@ _UNITS = ((r"_bytes(_|$)", "SIZE"), (r"_s$", "SECONDS"), (r"_ms$", "MS"))
 
 
 def settings_command(*names: str, panel: str | None = None) -> type[TyperCommand]:
-    """Return a class of commands that take these settings as options, all if none is named, besides their own.
+    """Return a class of commands that take these settings as options, besides their own.
 
     Args:
-        panel: heading of the options in the help, in place of each one's own.
+        names: settings; none for all of them.
+        panel: heading of the options in the help, instead of each setting's own.
     """
 
     class SettingsCommand(TyperCommand):
@@ -40,7 +42,7 @@ def settings_command(*names: str, panel: str | None = None) -> type[TyperCommand
 
 
 def given_settings(ctx: typer.Context) -> dict[str, Any]:
-    """Return the settings that a command's flags gave, by their names as given.
+    """Return the settings that were given by flags, by their names as given.
 
     Raises:
         CliError: a switch is given both ways.
@@ -49,7 +51,7 @@ def given_settings(ctx: typer.Context) -> dict[str, Any]:
 
 
 def described(name: str) -> str:
-    """Return the help of a setting with its choices: a sentence."""
+    """Return the help of a setting with its choices, as a sentence."""
     from api.config.settings import OPTIONS
     from api.config.sources import choices
 
@@ -85,7 +87,7 @@ def _options(names: tuple[str, ...], panel: str | None, completes: bool) -> tupl
     def command() -> None:
         """Carry the parameters."""
 
-    # typer reads both.
+    # typer reads the signature and the annotations.
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     carrier = typer.Typer(add_completion=False)
@@ -103,7 +105,7 @@ def _parameters(name: str, panel: str | None, completes: bool) -> Iterator[inspe
         is_on = bool(ServerSettings.model_fields[name].default)
         text = _escaped(described(name))
         off = f"Do not {text[0].lower()}{text[1:]}"
-        # The help shows what changes something; its columns have no place for both.
+        # The help shows only the one that changes the default.
         yield _parameter(name, bool, help=text, hidden=is_on, **shared)
         yield _parameter(f"no_{name}", bool, help=off, hidden=not is_on, **shared)
         return
@@ -121,7 +123,7 @@ def _parameter(name: str, kind: Any, **options: Any) -> inspect.Parameter:
 
 
 def _flag_type(name: str) -> Any:
-    """Return the type that the command line reads; whatever is more than that is checked with the settings."""
+    """Return the type that the command line parses; everything else is validated with the settings."""
     from api.config.settings import OPTIONS
     from api.config.sources import option_types
 

@@ -34,7 +34,7 @@ class Report:
 
 def doctor(
     ctx: typer.Context,
-    rank: Annotated[int, typer.Option(min=1, max=256, help="Rank of the adapters that memory is planned for.")] = 16,
+    rank: Annotated[int, typer.Option(min=1, max=256, help="Rank of the adapters in the memory plan.")] = 16,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:

@@ -74,7 +74,7 @@ def memory(settings: ServerSettings, rank: int) -> Check:
     options = settings.engine_config().memory
     base = _base_bytes(settings, shape)
     free = free_device_bytes(where) if on_gpu else free_bytes()
-    # As serve does: a share of what is free once the base is loaded.
+    # As in serve: a share of what is free after loading the base.
     share = CUDA_POOL_FRACTION if on_gpu else POOL_FRACTION
     pool = options.pool_bytes or int(max(0, free - base) * share)
     block, pages, packed = _adapter(settings, shape, rank)
@@ -108,7 +108,7 @@ def store(settings: ServerSettings) -> Check:
     if not root.is_dir() or not os.access(root, os.R_OK | os.W_OK | os.X_OK):
         return Check("fail", f"{root} is not a writable folder", "chown it, or another --store")
     if _is_locked(root):
-        answers = _who(settings)
+        answers = _describe_server(settings)
         who = f"the server at {_url(settings)}" if answers else "a server or a command"
         fix = "" if answers else "stop it before serve starts, or give another --store"
         return Check("ok" if answers else "warn", f"{root} is in use by {who}", fix)
@@ -150,7 +150,7 @@ def port(settings: ServerSettings) -> Check:
     except OSError as error:
         if error.errno != errno.EADDRINUSE:
             return Check("fail", f"{place}: {error.strerror or error}", "another --host or --port")
-        if (about := _who(settings)) is not None:
+        if (about := _describe_server(settings)) is not None:
             return Check("ok", f"{place}: {about}")
         return Check("fail", f"{place} is in use by another program", "another --port; 0 selects a free one")
     return Check("ok", f"{place} is free")
@@ -252,7 +252,7 @@ def _try_address(settings: ServerSettings) -> None:
         listener.bind(address)
 
 
-def _who(settings: ServerSettings) -> str | None:
+def _describe_server(settings: ServerSettings) -> str | None:
     """Describe the lorasrv server that responds at the address, if there is one."""
     from api.cli.common.options import client_key
     from api.client import Client, Refused, ServerUnreachable

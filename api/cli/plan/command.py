@@ -1,4 +1,4 @@
-"""plan: recorded traffic replayed on a server that need not exist."""
+"""Predict recorded traffic on a simulated server (plan)."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 DEFAULT_RANK = 16
 MAX_RANK = 256
 LIMIT_TIMES = 2.0
-"""How many adapters fit: the p99 TTFT may be so many times what the trace has as it is, unless it is given."""
+"""Default limit of the p99 TTFT for the number of adapters that fit, as a multiple of the trace's own."""
 SERVER_PANEL = "Server"
 _COSTS, _OUTPUT = "Costs", "Output"
-# Options of `serve` that the simulated server takes, too.
+# Options of `serve` that apply to the simulated server.
 SERVER_SETTINGS = (
     *("model", "quantization", "quantization_group", "quantized_weights", "dtype", "device", "kernels", "pool_bytes"),
     *("host_cache_bytes", "scheduling_policy", "max_num_seqs", "max_num_batched_tokens", "target_itl_ms"),
@@ -39,8 +39,8 @@ def _option(text: str, panel: str, *names: str) -> Any:
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """The command line, once checked."""
+class _PlanOptions:
+    """Hold the validated command line."""
 
     config: "EngineConfig"
     rank: int
@@ -79,7 +79,7 @@ def plan(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Predict what recorded traffic would meet on a server, how many adapters fit, and which option to change."""
+    """Predict how a server would handle recorded traffic, how many adapters fit, and which option to change."""
     if sum((recalibrate, server is not None, costs is not None)) > 1:
         raise CliError("--recalibrate, --server and --costs exclude each other", code=ExitCode.USAGE)
     if p99_ttft_ms is not None and not 0 < p99_ttft_ms < float("inf"):
@@ -91,8 +91,8 @@ def plan(
 
     requests = read_trace(trace)
     settings = Sources.of_flags(given_settings(ctx)).settings()
-    asked = _Asked(settings.engine_config(), rank, store, costs, server, recalibrate)
-    done = _plan(asked, requests, p99_ttft_ms, predict_only)
+    options = _PlanOptions(settings.engine_config(), rank, store, costs, server, recalibrate)
+    done = _plan(options, requests, p99_ttft_ms, predict_only)
     if png is not None:
         from api.cli.plan.plot import draw
 
@@ -110,14 +110,16 @@ def _print(done: "Plan", as_json: bool) -> None:
 
 
 # The plan.
-def _plan(asked: _Asked, trace: tuple["TraceRequest", ...], limit_ms: float | None, predict_only: bool) -> "Plan":
+def _plan(
+    options: _PlanOptions, trace: tuple["TraceRequest", ...], limit_ms: float | None, predict_only: bool
+) -> "Plan":
     from api.cli.plan.report import Plan
     from lorasrv.offline.planner.report import measured, predicted
     from lorasrv.offline.planner.simulator import replay
     from lorasrv.offline.planner.what_if import capacity, changes
 
     with progress() as step:
-        sim, source = _server(asked, trace, lambda what, share: step(what, share, 1.0))
+        sim, source = _server(options, trace, lambda what, share: step(what, share, 1.0))
         begun = time.perf_counter()
         done = replay(sim, trace, lambda share: step("replaying the trace", share, 1.0))
         wall_s = time.perf_counter() - begun
@@ -127,10 +129,10 @@ def _plan(asked: _Asked, trace: tuple["TraceRequest", ...], limit_ms: float | No
         if not predict_only:
             has_adapters = any(request.adapter is not None for request in trace)
             allowed_ms = limit_ms or LIMIT_TIMES * now.ttft_p99_ms
-            with _telling(step, "how many adapters fit") as tell:
-                fit = capacity(sim, trace, allowed_ms, tell) if has_adapters and now.requests else None
-            with _telling(step, "what to change") as tell:
-                tried = changes(sim, trace, tell)
+            with _progress_of(step, "how many adapters fit") as advance:
+                fit = capacity(sim, trace, allowed_ms, advance) if has_adapters and now.requests else None
+            with _progress_of(step, "what to change") as advance:
+                tried = changes(sim, trace, advance)
     return Plan(
         server=sim,
         source=source,
@@ -146,23 +148,23 @@ def _plan(asked: _Asked, trace: tuple["TraceRequest", ...], limit_ms: float | No
 
 
 @contextmanager
-def _telling(step: Callable[[str, float, float], None], what: str) -> Iterator[Callable[[str], None]]:
-    """A bar of which nobody knows how long it will be: it comes nearer to its end with every replay."""
+def _progress_of(step: Callable[[str, float, float], None], what: str) -> Iterator[Callable[[str], None]]:
+    """Yield a function that advances a bar of unknown length: with every replay by an eighth of the rest."""
     share = 0.0
 
-    def tell(_: str) -> None:
+    def advance(_: str) -> None:
         nonlocal share
         step(what, share, 1.0)
         share += (1.0 - share) / 8
 
-    yield tell
+    yield advance
     step(what, 1.0, 1.0)
 
 
 def _server(
-    asked: _Asked, trace: tuple["TraceRequest", ...], tell: Callable[[str, float], None]
+    options: _PlanOptions, trace: tuple["TraceRequest", ...], on_progress: Callable[[str, float], None]
 ) -> tuple["SimServer", str]:
-    """What is replayed on, and where its costs are from."""
+    """Return the simulated server, and the source of its costs."""
     from lorasrv.config import PAGE_SIZE_TOKENS
     from lorasrv.engine.factory import MIN_POOL_PAGES, pool_size
     from lorasrv.memory.memory_manager import PoolLayout
@@ -170,79 +172,77 @@ def _server(
     from lorasrv.offline.planner.simulator import SimServer
     from sgmv_kernels.formats.kv_format import get_kv_format
 
-    checkpoint = open_checkpoint(asked.config.model.model)
+    checkpoint = open_checkpoint(options.config.model.model)
     try:
         spec, name = checkpoint.spec, checkpoint.name
     finally:
         checkpoint.close()
-    costs, source, memory = _costs(asked, name, tell)
-    itemsize = 4 if asked.config.model.dtype == "float32" else 2
-    kv_format = get_kv_format(memory.kv_dtype, asked.config.model.dtype)
+    costs, source, memory = _costs(options, name, on_progress)
+    itemsize = 4 if options.config.model.dtype == "float32" else 2
+    kv_format = get_kv_format(memory.kv_dtype, options.config.model.dtype)
     page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
     layout = PoolLayout.of_bytes(pool_size(memory), page_bytes, PAGE_SIZE_TOKENS, spec.num_layers)
     if layout.num_pages < MIN_POOL_PAGES:
         raise CliError("--pool-bytes is too small for this model", code=ExitCode.USAGE)
-    layout_of = _layouts(asked, spec, itemsize, trace)
-    return SimServer(layout, memory, asked.config.scheduler, costs, layout_of, spec.max_position), source
+    layout_of = _layouts(options, spec, itemsize, trace)
+    return SimServer(layout, memory, options.config.scheduler, costs, layout_of, spec.max_position), source
 
 
 def _layouts(
-    asked: _Asked, spec: "ModelSpec", itemsize: int, trace: tuple["TraceRequest", ...]
+    options: _PlanOptions, spec: "ModelSpec", itemsize: int, trace: tuple["TraceRequest", ...]
 ) -> Callable[[str], Any]:
     from adapter_store.store import AdapterStore
     from lorasrv.models.lora_sites import base_shapes
     from lorasrv.offline.planner.adapter_sizes import AdapterSizes
 
-    if asked.store is None:
-        sizes = AdapterSizes.of(spec, itemsize, asked.rank, trace)
+    if options.store is None:
+        sizes = AdapterSizes.of(spec, itemsize, options.rank, trace)
     else:
-        if not asked.store.is_dir():
-            raise CliError(f"--store: there is no folder {asked.store}", code=ExitCode.USAGE)
-        with AdapterStore(asked.store, base_shapes(spec)) as store:
-            sizes = AdapterSizes.of(spec, itemsize, asked.rank, trace, store)
+        if not options.store.is_dir():
+            raise CliError(f"--store: the folder {options.store} does not exist", code=ExitCode.USAGE)
+        with AdapterStore(options.store, base_shapes(spec)) as store:
+            sizes = AdapterSizes.of(spec, itemsize, options.rank, trace, store)
     names = {request.adapter for request in trace if request.adapter is not None}
     if assumed := sizes.assumed(sorted(names)):
-        note(
-            f"the size of {len(assumed)} of {len(names)} adapters is not known; taken as of rank {asked.rank} (--rank)"
-        )
+        note(f"the size of {len(assumed)} of {len(names)} adapters is unknown; assuming rank {options.rank} (--rank)")
     return sizes.maker()
 
 
 def _costs(
-    asked: _Asked, model_name: str, tell: Callable[[str, float], None]
+    options: _PlanOptions, model_name: str, on_progress: Callable[[str, float], None]
 ) -> tuple["MachineProfile", str, "MemoryOptions"]:
-    """What things cost, in words where that is from, and the memory that is planned with."""
+    """Return the costs, their source in words, and the memory options to plan with."""
     from lorasrv.offline.planner.machine_profile import MachineProfile, cache_file, read_cached, write_cached
 
-    memory = asked.config.memory
-    if asked.costs is not None:
-        return MachineProfile.read(asked.costs), f"costs from {asked.costs.name}", memory
-    file = cache_file(model_name, asked.config.model)
-    kept = None if asked.recalibrate else read_cached(file)
-    if asked.server is not None:
-        with connected(asked.server) as client:
+    memory = options.config.memory
+    if options.costs is not None:
+        return MachineProfile.read(options.costs), f"costs from {options.costs.name}", memory
+    file = cache_file(model_name, options.config.model)
+    cached = None if options.recalibrate else read_cached(file)
+    if options.server is not None:
+        with connected(options.server) as client:
             samples = client.metrics()
-        learnt, pool = _learnt(samples, kept)
-        return learnt, f"costs learnt by {asked.server}", replace(memory, pool_bytes=memory.pool_bytes or pool)
-    if kept is None:
-        # Before torch is imported: as `serve` does.
+        learnt, pool = _learnt(samples, cached)
+        return learnt, f"costs learnt by {options.server}", replace(memory, pool_bytes=memory.pool_bytes or pool)
+    if cached is None:
+        # Before torch is imported, as in `serve`.
         import os
 
         os.environ.setdefault("GOMP_SPINCOUNT", "30000")
         from lorasrv.offline.planner.calibrate import calibrate
 
-        done = calibrate(asked.config, asked.rank, tell)
+        done = calibrate(options.config, options.rank, on_progress)
         if done.is_sound:
             write_cached(file, done.costs)
         else:
-            note(f"steps took {100 * done.misfit:.0f} % longer than their costs explain: something else ran meanwhile;")
-            note("these costs are not kept, measure again on a quiet machine")
+            note(f"steps took {100 * done.misfit:.0f} % longer than the costs explain: other programs were running;")
+            note("these costs are not saved; measure again on an idle machine")
         return done.costs, "costs measured now on this machine", memory
-    return kept, "costs measured earlier on this machine (--recalibrate measures anew)", memory
+    return cached, "costs measured earlier on this machine (--recalibrate measures anew)", memory
 
 
-def _learnt(samples: dict[str, float], kept: "MachineProfile | None") -> tuple["MachineProfile", int | None]:
-    """Steps and bytes as a server has learnt them; what it does not tell as it was measured here, if it was."""
+def _learnt(samples: dict[str, float], cached: "MachineProfile | None") -> tuple["MachineProfile", int | None]:
+    """Return the costs that a server has learnt, completed by costs measured here, and its pool size."""
     from lorasrv.memory.cost_model import PARTS
     from lorasrv.offline.planner.machine_profile import MachineProfile
 
@@ -250,7 +250,9 @@ def _learnt(samples: dict[str, float], kept: "MachineProfile | None") -> tuple["
         step = {part: samples[f'lorasrv_step_cost_seconds{{part="{part}"}}'] for part in PARTS}
         load, copy = (samples[f'lorasrv_load_cost_seconds{{part="{part}"}}'] for part in ("load_byte", "copy_byte"))
     except KeyError:
-        raise CliError("what answers there tells no learnt costs; is it lorasrv?", code=ExitCode.UNREACHABLE) from None
-    beside = kept or MachineProfile(step)
+        raise CliError(
+            "the server at --server does not report learnt costs; is it lorasrv?", code=ExitCode.UNREACHABLE
+        ) from None
+    base = cached or MachineProfile(step)
     pool = int(samples.get("lorasrv_pool_bytes", 0)) or None
-    return replace(beside, step=step, load_s=0.0, load_byte_s=load, copy_s=0.0, copy_byte_s=copy), pool
+    return replace(base, step=step, load_s=0.0, load_byte_s=load, copy_s=0.0, copy_byte_s=copy), pool

@@ -143,10 +143,10 @@ def _print_capacity(plan: Plan, fit: Capacity) -> None:
         for p in fit.points
     ]
     print_table(["adapters", "TTFT p50", "TTFT p99", "tok/s"], rows)
-    limit = f"{_ms(fit.limit_ms)}{'' if plan.limit_was_given else ', twice what it is now; --p99-ttft-ms sets it'}"
+    limit = f"{_ms(fit.limit_ms)}{'' if plan.limit_was_given else ', twice the present one (set --p99-ttft-ms)'}"
     traffic = f"the same traffic over more adapters (Zipf exponent {fit.exponent:.2f}, as in the trace)"
     if fit.fits is None:
-        say(f"Not even one adapter keeps the p99 TTFT within {limit}: the traffic itself is too much.")
+        say(f"Not even one adapter keeps the p99 TTFT within {limit}: the request rate is too high.")
     elif fit.is_bound:
         say(f"{fit.fits} adapters fit: {traffic} keeps the p99 TTFT within {limit}.")
     else:

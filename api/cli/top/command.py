@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 5.0
 """A server without a response for so long is shown as gone, and polled again."""
-LOOK_S = 0.2
+KEY_POLL_S = 0.2
 """Interval of checks for a pressed key or a resized terminal."""
 
 
@@ -35,14 +35,14 @@ def top(
 
     Without a terminal: one line per sample. If the server stops, wait for it.
     """
-    looks = 1 if once else count
+    num_samples = 1 if once else count
     with connected(server, wait_s=WAIT_S) as client:
         watch = _Watch(client)
-        first = watch.look()  # a server that never responded is an error
+        first = watch.sample()  # a server that never responded is an error
         if as_json or once or not out().is_terminal:
-            _print(watch, first, interval, looks, as_json)
+            _print(watch, first, interval, num_samples, as_json)
         else:
-            _show(watch, first, interval, looks)
+            _show(watch, first, interval, num_samples)
 
 
 class _Watch:
@@ -54,7 +54,7 @@ class _Watch:
         self.url = client.url
         self.model = ""
 
-    def look(self) -> dict[str, Any]:
+    def sample(self) -> dict[str, Any]:
         """Take a sample.
 
         Raises: ServerUnreachable, Refused.
@@ -64,22 +64,22 @@ class _Watch:
         about = {"time": round(time.time(), 3), "server": self.url, "model": self.model, "up": True}
         return {**about, **self._history.add(sample)}
 
-    def look_again(self) -> tuple[dict[str, Any] | None, str | None]:
+    def try_sample(self) -> tuple[dict[str, Any] | None, str | None]:
         """Return the figures, or why there are none."""
         from api.client import Refused, ServerUnreachable
 
         try:
-            return self.look(), None
+            return self.sample(), None
         except (Refused, ServerUnreachable) as error:
             return None, str(error)
 
 
-def _print(watch: _Watch, first: dict[str, Any], interval: float, looks: int | None, as_json: bool) -> None:
+def _print(watch: _Watch, first: dict[str, Any], interval: float, num_samples: int | None, as_json: bool) -> None:
     """Print for files and programs. A missing server is reported once as text, and per sample as JSON."""
     from api.cli.top.view import line
 
     figures: dict[str, Any] | None = first
-    problem = told = None
+    problem = reported = None
     done = 0
     while True:
         if as_json:
@@ -87,17 +87,17 @@ def _print(watch: _Watch, first: dict[str, Any], interval: float, looks: int | N
             print_json(figures or gone)
         elif figures is not None:
             say(line(figures, datetime.now().strftime("%H:%M:%S")))
-        if problem != told and problem is not None:
+        if problem != reported and problem is not None:
             note(f"lorasrv: {problem}; trying again")
-        told = problem
+        reported = problem
         done += 1
-        if looks is not None and done >= looks:
+        if num_samples is not None and done >= num_samples:
             return
         time.sleep(interval)
-        figures, problem = watch.look_again()
+        figures, problem = watch.try_sample()
 
 
-def _show(watch: _Watch, first: dict[str, Any], interval: float, looks: int | None) -> None:
+def _show(watch: _Watch, first: dict[str, Any], interval: float, num_samples: int | None) -> None:
     """Show a live screen."""
     from rich.live import Live
 
@@ -114,17 +114,17 @@ def _show(watch: _Watch, first: dict[str, Any], interval: float, looks: int | No
         return screen(figures, title, problem and f"{problem}; trying again", console.width, console.height)
 
     with _keys() as pressed, Live(drawn(), console=console, screen=True, auto_refresh=False) as live:
-        while looks is None or done < looks:
+        while num_samples is None or done < num_samples:
             until = time.monotonic() + interval
             size = console.size
             while time.monotonic() < until:
-                if pressed(min(LOOK_S, until - time.monotonic())) in ("q", "Q"):
+                if pressed(min(KEY_POLL_S, until - time.monotonic())) in ("q", "Q"):
                     return
                 if console.size != size:
                     size = console.size
                     live.update(drawn(), refresh=True)
-            again, problem = watch.look_again()
-            figures = again or figures
+            latest, problem = watch.try_sample()
+            figures = latest or figures
             live.update(drawn(), refresh=True)
             done += 1
 

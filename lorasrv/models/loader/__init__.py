@@ -1,4 +1,4 @@
-"""Checkpoints on disk as named weights, one tensor at a time."""
+"""Read checkpoints from disk as named weights, one tensor at a time."""
 
 from pathlib import Path
 

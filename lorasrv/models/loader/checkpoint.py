@@ -1,6 +1,6 @@
-"""Interface of loaders: named weights one at a time, and a count of the weight bytes in memory.
+"""Define the interface of loaders: named weights one at a time, and a count of the weight bytes in memory.
 
-The whole checkpoint as an fp32 state dict, for trainers and oracles; the serving path never holds one.
+`state_dict_fp32` makes a whole fp32 state dict for trainers and test oracles; serving never does.
 """
 
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Checkpoint(Protocol):
-    """An open checkpoint. Tensor names and row orders are Hugging Face's, whatever the file uses."""
+    """Read an open checkpoint. Tensor names and row orders are Hugging Face's, whatever the file uses."""
 
     @property
     def name(self) -> str:
@@ -61,22 +61,24 @@ class Checkpoint(Protocol):
 
 
 class WeightMeter:
-    """Count of the weight bytes in memory while a model is built, to test that no full fp32 copy is made."""
+    """Count the weight bytes in memory while a model is built, to test that no full fp32 copy is made."""
 
     def __init__(self) -> None:
         self.live_bytes = 0
         self.peak_bytes = 0
 
     def add(self, nbytes: int) -> None:
+        """Count bytes that were allocated."""
         self.live_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
     def release(self, nbytes: int) -> None:
+        """Count bytes that were freed."""
         self.live_bytes -= nbytes
 
 
 def check_num_layers(spec: ModelSpec, num_tensors: int) -> None:
-    """Check the number of layers before anything is made for each: a damaged count of 2^31 would take all memory.
+    """Check the number of layers before allocating for each: a damaged count of 2^31 would exhaust memory.
 
     Raises:
         CorruptModel: the checkpoint has fewer tensors than layers.
@@ -110,8 +112,7 @@ def state_dict_fp32(checkpoint: Checkpoint) -> "dict[str, Tensor]":
     """Return every weight under Hugging Face's name, fp32, as `load_state_dict` takes it.
 
     A tied head appears under both names. Norms of a gemma GGUF file are as stored, with the 1 that Hugging Face's
-    modules
-    add.
+    modules add.
     """
     state = {name: checkpoint.tensor(name).float() for name in checkpoint.names()}
     state.setdefault("lm_head.weight", state["model.embed_tokens.weight"])

@@ -1,4 +1,4 @@
-"""`--load-format dummy`: random weights of a given shape, for measurements and tests. No weight file is read."""
+"""Generate random weights of a given shape for measurements and tests: `--load-format dummy`. Reads no weight file."""
 
 import zlib
 from collections.abc import Iterable
@@ -22,10 +22,10 @@ Drawing eight billion numbers would take minutes."""
 
 
 class DummyCheckpoint:
-    """A checkpoint of random weights; see `Checkpoint`.
+    """Generate a checkpoint of random weights; see `Checkpoint`.
 
     Args:
-        model: a built-in shape, a config.json, or a folder that holds one.
+        model: a built-in shape, a config.json, or a folder that contains one.
     Raises:
         ModelNotFound, CorruptModel, UnsupportedModel: `model` is none of these, or its configuration cannot be read.
     """
@@ -39,7 +39,7 @@ class DummyCheckpoint:
         folder = path.parent if path.name == "config.json" else path
         if not (folder / "config.json").is_file():
             known = ", ".join(SHAPES)
-            raise ModelNotFound(f"--load-format dummy: --model {model!r} has no config.json and is none of: {known}")
+            raise ModelNotFound(f"--load-format dummy: --model {model!r} has no config.json and is not one of: {known}")
         self._folder, self.name, self.spec = folder, folder.resolve().name, read_spec(folder)
 
     def names(self) -> Iterable[str]:

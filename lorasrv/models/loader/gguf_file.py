@@ -1,11 +1,8 @@
-"""Reader of the GGUF container: metadata and tensor positions, in one bounded pass over a memory map.
+"""Read the GGUF container: metadata and tensor positions in one bounded pass over a memory map, and the tokenizer.
 
 The gguf package's reader takes 2.6 s for the 100,000 strings of a tokenizer, this one 0.1 s. Format: the GGUF
-specification of ggml, versions 2 and 3, little-endian.
-
-The tokenizer that the metadata of a GGUF file describes. Imports no torch.
-
-Block sizes of GGML tensor types. Imports no torch, so that a file's shapes can be read without it.
+specification of ggml, versions 2 and 3, little-endian. Imports no torch, so that a file's shapes can be read without
+it.
 """
 
 import math
@@ -29,7 +26,7 @@ BLOCK = 32
 
 @dataclass(frozen=True, slots=True)
 class GgmlType:
-    """A tensor type: `block_size` neighbours of a row are stored in `block_bytes` bytes."""
+    """Describe a tensor type: `block_size` neighbours of a row are stored in `block_bytes` bytes."""
 
     name: str
     block_size: int
@@ -76,20 +73,22 @@ _LEAST_TENSOR_BYTES, _LEAST_KEY_BYTES = 8 + 4 + 4 + 8, 8 + 4 + 1
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """Position of one tensor. `shape` is row-major (GGUF stores it reversed), `offset` counts from the file's start."""
+    """Hold the position of one tensor."""
 
+    # Row-major (GGUF stores it reversed).
     shape: tuple[int, ...]
     type: GgmlType
+    # From the file's start.
     offset: int
     nbytes: int
 
 
 class GgufFile:
-    """An open GGUF file: `metadata`, `tensors`, and the raw bytes of each tensor.
+    """Read an open GGUF file: `metadata`, `tensors`, and the raw bytes of each tensor.
 
     Raises:
-        CorruptModel: no GGUF file, a truncated one, counts or lengths that point outside the file, repeated names, or
-            tensors that overlap.
+        CorruptModel: not a GGUF file, truncated, counts or lengths that point outside the file, repeated names, or
+            overlapping tensors.
         UnsupportedModel: an old version, big-endian numbers, or an unknown tensor type.
     """
 
@@ -125,7 +124,7 @@ class GgufFile:
         known = ggml_type(kind, name)
         elements = math.prod(shape)
         if not elements:
-            raise CorruptModel(f"tensor {name!r:.80} is {list(shape)}: nothing in it")
+            raise CorruptModel(f"tensor {name!r:.80} is {list(shape)}, which is empty")
         if elements % known.block_size or (shape and shape[-1] % known.block_size):
             raise CorruptModel(f"tensor {name!r:.80}: {list(shape)} is not a multiple of {known.name} blocks")
         nbytes = elements // known.block_size * known.block_bytes
@@ -191,7 +190,7 @@ def _read_info(cursor: "_Cursor") -> tuple[str, tuple[int, ...], int, int]:
 
 
 class _Cursor:
-    """A reading position; anything that would pass the end raises CorruptModel before memory is allocated for it."""
+    """Read at a position; reads past the end raise CorruptModel before memory is allocated for them."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self._data = data
@@ -264,7 +263,7 @@ def gguf_tokenizer_source(meta: Mapping[str, Any], spec: ModelSpec) -> Tokenizer
     """Return the tokenizer of a GGUF file.
 
     Raises:
-        UnsupportedModel, CorruptModel: it is no byte-level BPE, or its description is damaged.
+        UnsupportedModel, CorruptModel: it is not a byte-level BPE, or its description is damaged.
     """
     model = meta.get("tokenizer.ggml.model")
     if model != "gpt2":

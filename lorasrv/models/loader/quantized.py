@@ -1,4 +1,4 @@
-"""Files of `lorasrv quantize`: the linears of a model as codes, read beside the checkpoint that they were made from.
+"""Read and write files of `lorasrv quantize`: a model's linears as codes, used together with their checkpoint.
 
 A safetensors file. NAME.codes [O, H / 2] uint8 holds two codes a byte, the even input in the lower half; NAME.scales
 and NAME.minima [O, G] fp16. The header has the format, the group, and a digest of a sample of the rounded weights.
@@ -57,11 +57,11 @@ def write_codes(
 
 
 class QuantizedCheckpoint:
-    """A checkpoint whose linears are replaced by the codes of a file; see `Checkpoint`.
+    """Replace the linears of a checkpoint by the codes of a file; see `Checkpoint`.
 
     Raises:
         ModelNotFound: the file does not exist.
-        CorruptModel: the file is damaged, holds no codes, or belongs to another model.
+        CorruptModel: the file is damaged, has no codes, or belongs to another model.
     """
 
     def __init__(self, base: Checkpoint, path: Path) -> None:
@@ -73,7 +73,7 @@ class QuantizedCheckpoint:
             self._check(self._reader.metadata() or {}, frozenset(self._reader.keys()), base)
         except BaseException as error:
             self._files.close()
-            raise _told(error, path.name) from None
+            raise _with_file_name(error, path.name) from None
 
     def names(self) -> Iterable[str]:
         return self._base.names()
@@ -114,7 +114,9 @@ class QuantizedCheckpoint:
         for name in sorted(self._held):
             self._check_shapes(name, shapes[name], group)
         if facts.get("base") != _sample(base):
-            raise CorruptModel(f"was made from other weights than those of {base.name}; quantize this model again")
+            raise CorruptModel(
+                f"was made from other weights than those of {base.name}; run lorasrv quantize on this model"
+            )
 
     def _check_shapes(self, name: str, shape: tuple[int, ...], group: int) -> None:
         outputs, inputs = shape
@@ -126,7 +128,7 @@ class QuantizedCheckpoint:
                 raise CorruptModel(f"has {name}.{part} as {found}, not {[outputs, columns]}")
 
 
-def _told(error: BaseException, file: str) -> BaseException:
+def _with_file_name(error: BaseException, file: str) -> BaseException:
     """Return the error with the flag and the file's name in its message, without the file's folder."""
     match error:
         case FileNotFoundError():

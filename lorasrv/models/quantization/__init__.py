@@ -1,6 +1,6 @@
-"""Formats in which the base's weights are kept: one module for each, one registry.
+"""Register the formats of the base's weights, one class each.
 
-Packing and description are here, the arithmetic is in `sgmv_kernels`.
+This room packs and describes weights; the arithmetic is in `sgmv_kernels`.
 """
 
 from lorasrv.errors import UnsupportedFormat
@@ -28,11 +28,11 @@ FORMATS: dict[str, type[QuantFormat]] = {fmt.name: fmt for fmt in _ALL}
 
 
 def select_format(stored: StoredWeights, name: str = "auto", group: int | None = None) -> tuple[str, Acceptance]:
-    """Return the name of the format to serve a checkpoint in, and what that format says to the checkpoint.
+    """Return the format to serve a checkpoint in, and that format's assessment of the checkpoint.
 
     Args:
         stored: facts of the checkpoint.
-        name: --quantization; "auto" takes the format that serves the checkpoint best.
+        name: --quantization; "auto" takes the best format for the checkpoint.
         group: --quantization-group; None lets the format choose.
     Raises:
         UnsupportedFormat: an unknown format or group, with the choices.

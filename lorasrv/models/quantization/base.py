@@ -1,4 +1,4 @@
-"""Interface of weight formats. T rows, H inputs, O outputs, V vocabulary; activations are fp32 on the CPU."""
+"""Define the interface of weight formats. T rows, H inputs, O outputs, V vocabulary; CPU activations are fp32."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _TYPICAL_LINEAR = "model.layers.0.mlp.down_proj.weight"
 
 
 class Linear(Protocol):
-    """A stored [O, H] weight, with its bias if it has one."""
+    """Hold a stored [O, H] weight, with its bias if it has one."""
 
     @property
     def in_features(self) -> int: ...
@@ -44,7 +44,7 @@ class Linear(Protocol):
 
 
 class Embedding(Protocol):
-    """A stored [V, H] table."""
+    """Hold a stored [V, H] table."""
 
     @property
     def nbytes(self) -> int: ...
@@ -59,10 +59,10 @@ class Embedding(Protocol):
 
 
 class Fit(IntEnum):
-    """Answer of a format to a checkpoint, worst first; `--quantization auto` takes the best of all formats."""
+    """Rate a checkpoint for a format, worst first; `--quantization auto` takes the best of all formats."""
 
     REFUSED = 0
-    # Serves it where it is asked for by name.
+    # Serves it if selected by name.
     ON_REQUEST = 1
     # Leaves the weights as floats.
     FLOATS = 2
@@ -74,7 +74,7 @@ class Fit(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Answer of a format to a checkpoint, with its reason and settings."""
+    """Hold a format's rating of a checkpoint, with its reason and settings."""
 
     fit: Fit
     # Why, as an error message says it: a refusal names the fix.
@@ -87,7 +87,7 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class StoredWeights:
-    """Facts of a checkpoint that formats judge it by."""
+    """Hold the facts of a checkpoint that formats judge it by."""
 
     spec: ModelSpec
     # A typical linear as the codes that the file holds; None where it holds floats.
@@ -95,12 +95,15 @@ class StoredWeights:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Self:
-        """Read the facts once, for all formats. Raises CorruptModel if the typical linear cannot be read."""
+        """Read the facts once, for all formats.
+
+        Raises: CorruptModel: the typical linear cannot be read.
+        """
         return cls(checkpoint.spec, checkpoint.codes(_TYPICAL_LINEAR))
 
 
 class QuantFormat(ABC):
-    """A format of weights: packs them tensor by tensor while the model loads.
+    """Pack weights tensor by tensor while the model loads.
 
     A new format is one subclass in one file, and its line in `lorasrv.models.quantization.FORMATS`. The `dtype` that
     methods take matters only to formats that keep floats.
@@ -114,11 +117,11 @@ class QuantFormat(ABC):
     @classmethod
     @abstractmethod
     def accepts(cls, stored: StoredWeights, group: int | None = None) -> Acceptance:
-        """Tell whether the format can serve a checkpoint, and how well.
+        """Rate a checkpoint.
 
         Args:
             stored: facts of the checkpoint.
-            group: one of `groups`; None lets the format choose, the file's own where it holds codes of this format.
+            group: one of `groups`; None lets the format choose, the file's own if it has codes of this format.
         """
 
     @classmethod

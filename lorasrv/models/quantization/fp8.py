@@ -1,6 +1,6 @@
-"""fp8: e4m3 with a scale for each output; activations are rounded, too, each row by its own largest number.
+"""Store weights as fp8: e4m3 with a scale per output; activations are rounded, too, each row by its own maximum.
 
-For GPUs that multiply e4m3 (sm89 and later). Embeddings, and weights with a width that is no multiple of 16, stay
+For GPUs that multiply e4m3 (sm89 and later). Embeddings, and weights with a width that is not a multiple of 16, stay
 floats.
 """
 
@@ -18,7 +18,7 @@ from sgmv_kernels.ops import Ops
 
 
 class Fp8Linear:
-    """A linear over e4m3 values [O, H] and fp32 scales [O, 1]; see `Linear`."""
+    """Multiply by e4m3 values [O, H] with fp32 scales [O, 1]; see `Linear`."""
 
     def __init__(self, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
         self._values, self._scales, self._bias = values, scales, bias
@@ -34,7 +34,7 @@ class Fp8Linear:
 
 
 class Fp8Format(QuantFormat):
-    """`--quantization fp8`. A tied head is quantized beside the embedding.
+    """Pack `--quantization fp8`. A tied head is quantized beside the embedding.
 
     Packing raises `UnsupportedFormat` for weights on a device that does not multiply e4m3.
     """
@@ -78,5 +78,5 @@ def _check(device: torch.device) -> None:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"device {device.type!r}"
     raise UnsupportedFormat(
         f"--quantization fp8 needs a GPU with e4m3 products (sm89 or later), and {name} has none; "
-        "choose int8 or none, or --device cuda where there is such a GPU"
+        "choose int8 or none, or --device cuda on a machine with such a GPU"
     )

@@ -1,5 +1,4 @@
-"""Rounding with error feedback (GPTQ): the weights of later inputs are adjusted for the rounding errors of earlier
-ones.
+"""Round weights with error feedback (GPTQ): weights of later inputs are adjusted for the errors of earlier ones.
 
 The method needs the second moments of a linear's inputs, sums of x x^T over rows that the float model has computed.
 Source: GPTQ (Frantar et al. 2023), with large inputs first and the ranges of groups fixed beforehand.
@@ -23,7 +22,7 @@ RANGES = tuple((low, high) for low, high in product(_PARTS, _PARTS) if abs(low -
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """Codes, and the relative change of the product that they cause."""
+    """Hold codes, and the relative change of the product that they cause."""
 
     codes: GroupQuantizedWeight
     error: float
@@ -64,7 +63,7 @@ def _change(delta: Tensor, weight: Tensor, moments: Tensor) -> float:
 
 
 class _Feedback:
-    """A pass over the inputs of a weight, sorted by importance, one block of inputs at a time."""
+    """Round the inputs of a weight in order of importance, one block at a time."""
 
     def __init__(self, weight: Tensor, ranges: Range, order: Tensor, levels: int, group: int) -> None:
         self._weight = weight[:, order].clone()
@@ -93,6 +92,8 @@ def _inverse_root(moments: Tensor) -> Tensor:
     """Return the upper Cholesky factor of the inverse of `moments` [H, H]."""
     lower, failed = torch.linalg.cholesky_ex(moments)
     if failed or not torch.isfinite(lower).all():
-        raise ValueError("the moments of a linear's inputs are not finite: the model computes no numbers")
+        raise ValueError(
+            "the moments of a linear's inputs are not finite: the model's activations contain NaN or infinity"
+        )
     root: Tensor = torch.linalg.cholesky(torch.cholesky_inverse(lower), upper=True)
     return root

@@ -1,15 +1,13 @@
-"""Common part of the formats that store integer codes: linears and embeddings over packed codes.
+"""Store weights as integer codes with a scale per group: int8, int4 and q3h.
 
-The embedding and the head keep 8 bits whatever the layers have: they are read once a step, and errors there reach every
-token. A tied head shares the embedding's bytes.
+int8: symmetric codes with a scale for every 32 inputs of an output; codes of GGUF's Q8_0 are kept. int4: 16 levels
+between a minimum and a maximum of each group; codes of GGUF's Q4_0 and Q4_1 are kept. q3h: 11 levels for each group of
+64, two weights in seven bits, an fp16 scale and minimum, 4 bits per weight in total.
 
-q3h: 11 levels for each group of 64, two weights in seven bits, an fp16 scale and minimum: 4 bits a weight.
+The embedding and the head keep 8 bits in all formats: they are read once a step, and their errors affect every token. A
+tied head shares the embedding's bytes.
 
 Source: Q3H of Inferflow (Shi et al. 2024), between 3 and 4 bits in size and quality.
-
-int4: 16 levels between a minimum and a maximum of each group. Codes of GGUF's Q4_0 and Q4_1 are kept.
-
-int8: symmetric codes with a scale for every 32 inputs of an output. Codes of GGUF's Q8_0 are kept.
 """
 
 from abc import abstractmethod
@@ -19,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lorasrv.models.quantization.base import Acceptance, Embedding, Fit, Linear, QuantFormat, StoredWeights
-from lorasrv.models.quantization.rounding import check_group, round_asymmetric, round_symmetric, why_undivided
+from lorasrv.models.quantization.rounding import check_group, indivisible_reason, round_asymmetric, round_symmetric
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, Ops, PackedLinear
 
 INT8_GROUP = 32
@@ -27,7 +25,7 @@ INT8_GROUP = 32
 
 
 class GroupQuantLinear:
-    """A linear over packed codes; see `Linear`."""
+    """Multiply by packed codes; see `Linear`."""
 
     def __init__(self, ops: Ops, packed: PackedLinear, *, shared: bool = False) -> None:
         self._ops = ops
@@ -44,7 +42,7 @@ class GroupQuantLinear:
 
 
 class GroupQuantEmbedding:
-    """An embedding over packed codes; see `Embedding`."""
+    """Look up rows of packed codes; see `Embedding`."""
 
     def __init__(self, packed: PackedLinear) -> None:
         self.packed = packed
@@ -58,11 +56,10 @@ class GroupQuantEmbedding:
 
 
 class GroupQuantFormat(QuantFormat):
-    """A format whose linears are codes; a subclass says how floats are rounded to them.
+    """Pack linears as codes; a subclass rounds floats to them.
 
-    Codes that the file holds are kept if they have the format's levels and group. With `keeps_finer`, 8-bit codes that
-    a
-    file has for some of its linears are kept, too.
+    Codes of the file are kept if they have the format's levels and group. With `keeps_finer`, 8-bit codes that a file
+    has for some of its linears are kept, too.
     """
 
     # Values that a code may have.
@@ -84,7 +81,7 @@ class GroupQuantFormat(QuantFormat):
         keeps_finer = codes is not None and codes.levels != INT8_LEVELS
         for site in stored.spec.sites():
             if site.in_features % chosen:
-                return Acceptance(Fit.REFUSED, why_undivided(site.in_features, chosen), chosen, keeps_finer)
+                return Acceptance(Fit.REFUSED, indivisible_reason(site.in_features, chosen), chosen, keeps_finer)
         if own and codes is not None and codes.group == chosen:
             return Acceptance(Fit.EXACT, f"the file holds codes of {cls.levels} levels", chosen, keeps_finer)
         return Acceptance(cls.fit_of_rounding, f"weights are rounded to {cls.levels} levels", chosen, keeps_finer)
@@ -131,7 +128,7 @@ class GroupQuantFormat(QuantFormat):
 
 
 class Q3hFormat(GroupQuantFormat):
-    """`--quantization q3h`."""
+    """Pack `--quantization q3h`."""
 
     name = "q3h"
     levels = Q3H_LEVELS
@@ -143,7 +140,7 @@ class Q3hFormat(GroupQuantFormat):
 
 
 class Int4Format(GroupQuantFormat):
-    """`--quantization int4`."""
+    """Pack `--quantization int4`."""
 
     name = "int4"
     levels = INT4_LEVELS
@@ -155,7 +152,7 @@ class Int4Format(GroupQuantFormat):
 
 
 class Int8Format(GroupQuantFormat):
-    """`--quantization int8`."""
+    """Pack `--quantization int8`."""
 
     name = "int8"
     levels = INT8_LEVELS

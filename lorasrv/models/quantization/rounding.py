@@ -1,4 +1,4 @@
-"""Rounding of weights to codes, group by group.
+"""Round weights to codes, group by group.
 
 Rows are rounded in chunks, so that temporaries stay small beside a large tensor.
 """
@@ -27,10 +27,10 @@ def check_group(weight: Tensor, group: int, option: str) -> None:
         UnsupportedFormat: they do not; the message begins with `option`.
     """
     if weight.shape[1] % group:
-        raise UnsupportedFormat(f"{option}: {why_undivided(weight.shape[1], group)}")
+        raise UnsupportedFormat(f"{option}: {indivisible_reason(weight.shape[1], group)}")
 
 
-def why_undivided(inputs: int, group: int) -> str:
+def indivisible_reason(inputs: int, group: int) -> str:
     """Return the reason and the fix where the inputs of a linear are no whole number of groups."""
     return (
         f"groups of {group} do not divide the {inputs} inputs of a linear; "
@@ -51,7 +51,7 @@ def round_symmetric(weight: Tensor, group: int) -> GroupQuantizedWeight:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The step and the smallest weight of each group, fp16."""
+    """Hold the step and the smallest weight of each group, fp16."""
 
     scale: Tensor
     minimum: Tensor

@@ -1,4 +1,4 @@
-"""No quantization: weights stay fp32 or bf16."""
+"""Store weights without quantization, as fp32 or bf16."""
 
 from typing import Self
 
@@ -11,7 +11,7 @@ from sgmv_kernels.ops import GroupQuantizedWeight, Ops
 
 
 class FloatLinear:
-    """A linear over floats [O, H]; see `Linear`.
+    """Multiply by floats [O, H]; see `Linear`.
 
     Weights are converted to the dtype of the activations for each product. On a CPU that widens bf16 to fp32: sums are
     fp32, and CPUs without bf16 arithmetic are faster that way.
@@ -33,7 +33,7 @@ class FloatLinear:
 
 
 class FloatEmbedding:
-    """An embedding over floats [V, H]; see `Embedding`."""
+    """Look up rows of floats [V, H]; see `Embedding`."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -47,7 +47,7 @@ class FloatEmbedding:
 
 
 class NoneFormat(QuantFormat):
-    """`--quantization none`."""
+    """Pack `--quantization none`."""
 
     name = "none"
 

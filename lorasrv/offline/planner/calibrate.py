@@ -274,4 +274,4 @@ def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
     small_s, large_s = (statistics.median(s for n, s in points if n == nbytes) for nbytes in (small, large))
     byte_s = (large_s - small_s) / (large - small) if large > small else small_s / small
     byte_s = min(max(byte_s, 0.0), small_s / small)
-    return small_s - byte_s * small, byte_s
+    return max(0.0, small_s - byte_s * small), byte_s

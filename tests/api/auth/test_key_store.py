@@ -312,7 +312,7 @@ class TestCommands:
             (["--adapters", ","], "--adapters: a key needs a pattern"),
             (["--stored-bytes", "lots"], "--stored-bytes 'lots' is not a size"),
             (["--stored-bytes", "-1"], "--stored-bytes '-1' is not a size"),
-            (["--expires-in", "soon"], "--expires-in 'soon' is no age"),
+            (["--expires-in", "soon"], "--expires-in 'soon' is not a duration"),
             (["--rpm", "0"], "--rpm"),
         ],
     )
@@ -374,5 +374,5 @@ class TestServe:
         assert "s3cret" not in shown.out + shown.err + cli("serve", "--help").out + cli("list", "--help").out
         refused = cli("serve", "--api-key", "s3cret", "--store", tmp_path)
         assert refused.code == 2
-        assert refused.err.startswith("lorasrv: --api-key: takes 8 or more")
+        assert refused.err.startswith("lorasrv: --api-key: must be 8 to 512")
         assert "s3cret" not in refused.err

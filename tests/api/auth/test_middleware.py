@@ -343,14 +343,16 @@ class TestCommandLine:
         assert list(lacking(get_command(command_line))) == []
 
     def test_none(self, cli, server, key: str) -> None:
-        says = "lorasrv: the server asks for a key: give one with --api-key or LORASRV_API_KEY\n"
+        says = "lorasrv: the server requires an API key: give one with --api-key or LORASRV_API_KEY\n"
         for command in (["list"], ["pool"], ["generate", "hi"], ["show", "mia"], ["top", "--once"], ["rm", "mia"]):
             done = cli(*command, "--server", server.url)
             assert (done.code, done.out, done.err) == (1, "", says), command
 
     def test_a_wrong_one(self, cli, server, key: str) -> None:
         done = cli("list", "--server", server.url, "--api-key", "lorasrv-wrong")
-        says = "the server refuses the key: this key is not known here; give another with --api-key or LORASRV_API_KEY"
+        says = (
+            "the server refuses the API key: this key is not known here; give another with --api-key or LORASRV_API_KEY"
+        )
         assert (done.code, done.err) == (1, f"lorasrv: {says}\n")
         assert cli("list", "--server", server.url).code == 1, "the flag was for that command alone"
 

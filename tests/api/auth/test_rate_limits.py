@@ -110,7 +110,7 @@ class TestRequestsPerMinute:
         async def scenario() -> None:
             for _ in range(4):
                 await admit(allowances, caller)
-            with pytest.raises(LimitExceeded, match=r"4 requests a minute \(requests_per_min\)") as caught:
+            with pytest.raises(LimitExceeded, match=r"4 requests per minute \(requests_per_min\)") as caught:
                 await admit(allowances, caller)
             assert caught.value.retry_after_s == pytest.approx(15)
             clock.now += 14.9
@@ -197,7 +197,7 @@ class TestTokensPerMinute:
             await read([stream], most=65)
             await stream.aclose()
             # 60 below nothing: what was generated for a client that left counts.
-            with pytest.raises(LimitExceeded, match=r"60 tokens a minute \(tokens_per_min\)") as caught:
+            with pytest.raises(LimitExceeded, match=r"60 tokens per minute \(tokens_per_min\)") as caught:
                 await admit(allowances, caller)
             assert caught.value.retry_after_s == pytest.approx(61)
             assert left() == "0"
@@ -214,12 +214,12 @@ class TestAnswersAtATime:
         async def scenario() -> None:
             streams = await admit(allowances, caller, prompts=2, width=2)
             await admit(allowances, caller, width=2)
-            with pytest.raises(LimitExceeded, match=r"6 answers at a time \(max_concurrent\)") as caught:
+            with pytest.raises(LimitExceeded, match=r"6 concurrent answers \(max_concurrent\)") as caught:
                 await admit(allowances, caller)
             assert caught.value.retry_after_s >= 1
             await read(streams[:1])
             await admit(allowances, caller)
-            with pytest.raises(InvalidRequest, match="7 answers") as never:
+            with pytest.raises(InvalidRequest, match="7 concurrent answers") as never:
                 await admit(allowances, caller, width=7)
             assert never.value.param == "n"
 
@@ -396,7 +396,7 @@ class TestServed:
     def server(self, make_server, dispatcher, callers) -> Any:
         server = make_server()
         self.services = dispatcher[0].app.state.services
-        self.allowances = self.services.admission.allowances
+        self.allowances = self.services.admission.rate_limiter
         with_callers(dispatcher[0].app, callers)
         return server
 
@@ -427,7 +427,7 @@ class TestServed:
         assert left == ["2", "1", "0"]
         refused = self.ask(server, path, body)
         assert refused.status_code == 429
-        assert "3 requests a minute (requests_per_min)" in refused.text
+        assert "3 requests per minute (requests_per_min)" in refused.text
         if path.startswith("/v1"):
             error = refused.json()["error"]
             assert (error["code"], error["type"]) == ("limit_exceeded", "rate_limit_error")
@@ -516,7 +516,7 @@ class TestServed:
         if width == 2:
             refused = self.ask(server, "/v1/completions", body)
             assert refused.status_code == 429
-            assert "2 answers at a time (max_concurrent)" in refused.json()["error"]["message"]
+            assert "2 concurrent answers (max_concurrent)" in refused.json()["error"]["message"]
         leaving.socket.close()
         eventually(lambda: not self.allowances._accounts["ann"].begun_s)
         engine.script = say()

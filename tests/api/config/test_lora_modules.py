@@ -40,12 +40,12 @@ class TestSpelling:
             (["mia="], "neither name=path"),
             ([3], "neither name=path"),
             (["mia=a", "mia=b"], "'mia' is given twice"),
-            (['{"name": "mia"'], "is no JSON"),
-            (['{"name": "mia"}'], "path must be a text, not None"),
-            (['{"name": "mia", "path": ""}'], "path must be a text"),
-            (['{"name": "mia", "path": "x", "base_model_name": 3}'], "base_model_name must be a text"),
+            (['{"name": "mia"'], "is not JSON"),
+            (['{"name": "mia"}'], "path must be a non-empty string, not None"),
+            (['{"name": "mia", "path": ""}'], "path must be a non-empty string"),
+            (['{"name": "mia", "path": "x", "base_model_name": 3}'], "base_model_name must be a non-empty string"),
             (['{"name": "mia", "path": "x", "rank": 3}'], "'rank' is unknown; known: name, path, base_model_name"),
-            ("[" * 100_000, "is no JSON"),
+            ("[" * 100_000, "is not JSON"),
             (3, "expected name=path"),
         ],
     )
@@ -84,7 +84,9 @@ class TestSpelling:
         assert (wrong.code, wrong.err.count("\n")) == (2, 1)
         assert wrong.err.startswith("lorasrv: --lora-modules: 'mia' is neither name=path")
 
-    @pytest.mark.parametrize(("root", "says"), [("nowhere", "is no folder"), ("/", "is the whole machine")])
+    @pytest.mark.parametrize(
+        ("root", "says"), [("nowhere", "is not a folder"), ("/", "is the root of the file system")]
+    )
     def test_a_wrong_import_root(self, cli, tmp_path, root: str, says: str) -> None:
         done = cli("serve", "--lora-import-root", tmp_path / root)
         assert (done.code, done.err.count("\n")) == (2, 1)
@@ -117,11 +119,11 @@ class TestRegistering:
         add_folder(store, other, "mia")
         self.register(store, ("mia", mia))
         assert store.resolve("mia").version == 2
-        assert "the folder is mia@1, and mia@2 stays the current one" in caplog.text
+        assert "the folder is mia@1; mia@2, which is newer or was selected, stays the current version" in caplog.text
         store.change("mia", Change(version=1))
         self.register(store, ("mia", other))
         assert store.resolve("mia").version == 1
-        assert "the folder is mia@2, and mia@1 stays" in caplog.text
+        assert "the folder is mia@2; mia@1, which is newer or was selected, stays" in caplog.text
         caplog.clear()
         self.register(store, ("mia", mia))
         assert caplog.text == ""
@@ -176,7 +178,7 @@ class TestRegistering:
     def test_warnings_of_the_base(self, store: AdapterStore, make_adapter, caplog) -> None:
         mia = make_adapter()
         register_modules(store, [LoraModulePath("mia", mia, "someone/else")], lambda *_: None)
-        assert "base_model_name 'someone/else' is not what is served here, 'tiny-base'" in caplog.text
+        assert "base_model_name 'someone/else' is not the served base model, 'tiny-base'" in caplog.text
         caplog.clear()
         register_modules(store, [LoraModulePath("mia", mia, "tiny-base")], lambda *_: None)
         assert caplog.text == ""

@@ -278,26 +278,26 @@ def write(folder: Path, text: str) -> Path:
     ("text", "says"),
     [
         ("prot = 1", "{file}: unknown key prot; did you mean port?"),
-        ("x = 1", "{file}: unknown key x; lorasrv config init lists all there are"),
+        ("x = 1", "{file}: unknown key x; lorasrv config init lists all keys"),
         ("port = 70000", "{file}: port: 70000 is not allowed; expected a whole number, at least 0 and at most 65535"),
         ("port = true", "{file}: port: true is not allowed; expected a whole number, at least 0 and at most 65535"),
         ('port = "x"', "{file}: port: 'x' is not allowed; expected a whole number, at least 0 and at most 65535"),
-        ("model = 1", "{file}: model: 1 is not allowed; expected a text"),
+        ("model = 1", "{file}: model: 1 is not allowed; expected text"),
         ("pool_bytes = -1", "{file}: pool_bytes: must not be negative, not -1"),
         ('pool-bytes = "lots"', "{file}: pool_bytes: 'lots' is not allowed; expected a size: 512MiB, 2GB or bytes"),
         ("max_num_seqs = 0", "{file}: max_num_seqs must be positive, not 0"),
         ('policy = "fare"', "{file}: policy 'fare' is unknown; choose from fair, fcfs, mlfq, sjf"),
         ("early_abort = 7", "{file}: early_abort: 7 is not allowed; expected true or false"),
-        ('api_key = "s3 cret"', "{file}: api_key: takes 8 or more letters, digits and signs without spaces; "
-         "lorasrv key create makes one"),
-        ("api_key = 12345678", "{file}: api_key: what is given is not allowed; expected a text"),
+        ('api_key = "s3 cret"', "{file}: api_key: must be 8 to 512 printable ASCII characters without spaces; "
+         "lorasrv key create generates one"),
+        ("api_key = 12345678", "{file}: api_key: the given value is not allowed; expected text"),
         ('log_level = "loud"', "{file}: log_level: 'loud' is not allowed; expected one of debug, info, warning, error"),
         ("port = 1\nport = 2", "{file}: cannot overwrite a value (at end of document)"),
         ("port = \nhost = 1", "{file}: invalid value (at line 1, column 8)"),
-        ("max-queued = 1\nmax_queued = 2", "{file}: max_queued stands there twice, with - and with _"),
+        ("max-queued = 1\nmax_queued = 2", "{file}: max_queued appears twice, with - and with _"),
         ("client = 1", "{file}: client: expected a table, [client] with server and api_key"),
         ("[client]\nserve = 'x'", "{file}: unknown key client.serve; did you mean server?"),
-        ("[client]\nserver = 7", "{file}: client.server: expected a text that is not empty"),
+        ("[client]\nserver = 7", "{file}: client.server: expected text that is not empty"),
     ],
 )  # fmt: skip
 def test_one_line_with_file_key_and_range(tmp_path: Path, text: str, says: str) -> None:
@@ -340,7 +340,7 @@ class TestWhere:
     def test_one_line_for_a_file_of_bytes(self, tmp_path: Path) -> None:
         path = tmp_path / "c.toml"
         path.write_bytes(b"\xff\xfe")
-        with pytest.raises(ConfigError, match="is no UTF-8 text"):
+        with pytest.raises(ConfigError, match="is not UTF-8, which TOML"):
             Sources.gather({}, path)
 
     def test_of_clients(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,12 +354,12 @@ def test_variables_that_nothing_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORASRV_PROT", "1")
     monkeypatch.setenv("LORASRV_SERVER", "http://a")
     assert unknown_variables() == [
-        "LORASRV_PROT is in the environment, and nothing reads it; did you mean LORASRV_PORT?"
+        "LORASRV_PROT is set in the environment, but is not an option; did you mean LORASRV_PORT?"
     ]
 
 
 def test_every_option_says_what_it_takes() -> None:
-    assert all(expected(name).startswith(("a ", "one of ", "true ")) for name in FIELDS)
+    assert all(expected(name).startswith(("a ", "text", "one of ", "true ")) for name in FIELDS)
     assert expected("device") == "one of auto, cpu, cuda"
 
 
@@ -439,7 +439,7 @@ class TestCommands:
     def test_serve_tells_of_misspelled_variables(self, cli, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("api.server.run", lambda *_: None)
         monkeypatch.setenv("LORASRV_PROT", "1")
-        assert cli("serve").err.startswith("warning: LORASRV_PROT is in the environment, and nothing reads it; did")
+        assert cli("serve").err.startswith("warning: LORASRV_PROT is set in the environment, but is not an option; did")
 
     def test_clients_ask_the_configured_server(self, cli, server, tmp_path: Path, monkeypatch) -> None:
         path = write(tmp_path, f'[client]\nserver = "{server.url}"\n')
@@ -451,5 +451,5 @@ class TestCommands:
         path.write_text("[client]\nserver = 1")
         monkeypatch.delenv("LORASRV_SERVER")
         done = cli("list")
-        assert (done.code, done.err) == (2, f"lorasrv: {path}: client.server: expected a text that is not empty\n")
+        assert (done.code, done.err) == (2, f"lorasrv: {path}: client.server: expected text that is not empty\n")
         assert cli("list", "--help").code == 0

@@ -14,8 +14,8 @@ from api.auth.principal import ANYBODY, Caller, Scope
 from api.config.settings import ServerSettings
 from api.schemas.openai import CompletionBody
 from api.serving.adapter_limits import AdapterLimits
+from api.serving.generation import collect, generate_openai
 from api.serving.services import Services
-from api.serving.serving_openai import collect, generate_openai
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.models.loader import open_checkpoint

