@@ -1,0 +1,307 @@
+"""Fixtures: tiny Hugging Face checkpoints with random weights, GGUF files and adapters of them, the built-in base."""
+
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as Backend
+
+from adapter_store.formats.peft_dir import read_peft_dir
+from adapter_store.store import AdapterStore
+from lorasrv.models.loader import Checkpoint, open_checkpoint
+from lorasrv.models.lora_sites import base_shapes
+from lorasrv.text.tokenizer import Tokenizer, TokenizerSource
+
+DATA = Path(__file__).parents[1] / "lorasrv" / "data"
+VOCAB = 384
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content']}}"
+    "{{'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_QWEN2_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+@pytest.fixture(scope="session")
+def corpus() -> list[str]:
+    """The committed strings on which tokenizers are compared."""
+    lines = (DATA / "tokenizer_corpus.txt").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+@pytest.fixture(scope="session")
+def builtin() -> Iterator[Checkpoint]:
+    """The built-in base model, opened once."""
+    checkpoint = open_checkpoint("smollm2-135m")
+    yield checkpoint
+    checkpoint.close()
+
+
+@pytest.fixture(scope="session")
+def builtin_source(builtin: Checkpoint) -> TokenizerSource:
+    return builtin.tokenizer_source()
+
+
+@pytest.fixture(scope="session")
+def builtin_tokenizer(builtin_source: TokenizerSource) -> Tokenizer:
+    return Tokenizer.from_source(builtin_source)
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer_file(tmp_path_factory: pytest.TempPathFactory, corpus: list[str]) -> Path:
+    """A real tokenizer.json: byte-level BPE of Qwen2's kind, trained on the corpus, with ChatML's special tokens."""
+    backend = Backend(models.BPE())
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB,
+        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    backend.train_from_iterator(corpus, trainer)
+    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    backend.save(str(file))
+    return file
+
+
+@pytest.fixture(scope="session")
+def write_gguf() -> Callable[..., Path]:
+    """(Hugging Face directory, target file, type such as "Q4_1", extra metadata) -> the file, as llama.cpp converts it:
+    q and k permuted for llama, 1 added to gemma's norms, norms and biases in fp32, one quantized type for the rest.
+    Names and bytes are the gguf package's.
+    """
+    return _write_gguf
+
+
+def _write_gguf(source: Path, target: Path, kind: str, **extra: object) -> Path:
+    import gguf
+    from safetensors.torch import load_file
+
+    config = json.loads((source / "config.json").read_text())
+    kind_of = {"llama": "llama", "mistral": "llama", "gemma3_text": "gemma3"}
+    arch = kind_of.get(config["model_type"], config["model_type"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], config["num_hidden_layers"])
+    writer = gguf.GGUFWriter(target, arch)
+    _add_metadata(writer, config, source)
+    for key, value in extra.items():
+        writer.add_key_value(key, value, gguf.GGUFValueType.get_type(value))
+    heads = {"q_proj": config["num_attention_heads"], "k_proj": config["num_key_value_heads"]}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        values = tensor.float().numpy()
+        module = name.split(".")[-2]
+        if arch == "llama" and module in heads:
+            shape = values.shape
+            values = values.reshape(heads[module], 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
+        if arch.startswith("gemma") and name.endswith("norm.weight"):
+            values = values + 1
+        wanted = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None
+        writer.add_tensor(stored, gguf.quants.quantize(values, wanted), raw_dtype=wanted)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return target
+
+
+def _add_metadata(writer: Any, config: dict[str, Any], source: Path) -> None:
+    import gguf
+
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    if config.get("head_dim"):
+        writer.add_key_length(config["head_dim"])
+        writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    rope = config["rope_parameters"]
+    whole = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(whole["rope_theta"])
+    if "sliding_attention" in rope:
+        writer.add_rope_freq_base_swa(rope["sliding_attention"]["rope_theta"])
+    if whole["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(whole["rope_type"]))
+        writer.add_rope_scaling_factor(whole["factor"])
+    if "original_max_position_embeddings" in whole:
+        writer.add_rope_scaling_orig_ctx_len(whole["original_max_position_embeddings"])
+    if whole["rope_type"] == "longrope":
+        ratio = config["max_position_embeddings"] / whole["original_max_position_embeddings"]
+        scale = (1 + math.log(ratio) / math.log(whole["original_max_position_embeddings"])) ** 0.5
+        writer.add_rope_scaling_attn_factors(scale)
+        for kind in ("short", "long"):
+            writer.add_tensor(f"rope_factors_{kind}.weight", np.array(whole[f"{kind}_factor"], np.float32))
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    if whole.get("partial_rotary_factor", 1.0) != 1.0:
+        writer.add_rope_dimension_count(int(head_dim * whole["partial_rotary_factor"]))
+    if config["model_type"] in ("gemma2", "gemma3_text", "phi3") and config.get("sliding_window"):
+        writer.add_sliding_window(config["sliding_window"])
+    if config["model_type"] == "gemma3_text":
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in config["layer_types"]])
+    if config.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(config["attn_logit_softcapping"])
+    if config.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(config["final_logit_softcapping"])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    model = json.loads((source / "tokenizer.json").read_text("utf-8"))["model"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("qwen2")
+    writer.add_token_list(sorted(model["vocab"], key=model["vocab"].get))
+    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(model["vocab"]) - len(SPECIAL)))
+    writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    writer.add_chat_template(CHATML)
+
+
+TinyCheckpoint = Callable[..., Path]
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
+GEMMA: dict[str, object] = {
+    "head_dim": 24,
+    "num_hidden_layers": 4,
+    "sliding_window": 8,
+    "query_pre_attn_scalar": 40,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_hf_checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_file: Path
+) -> dict[str, TinyCheckpoint]:
+    """Family -> factory(**config changes) -> a Hugging Face directory: seeded random fp32 weights and the tokenizer.
+
+    llama has grouped heads and an untied head; mistral a sliding window of 8 tokens and a head_dim of its own; qwen2
+    qkv biases and a tied head; qwen3 norms of heads; gemma2 and gemma3 windows on some of 4 layers, gemma3 two thetas;
+    phi3 fused modules. `shard_bytes` splits the weights, `dtype` casts them. The same arguments give the same
+    directory: treat it as read-only, copy what you damage.
+    """
+    built: dict[str, Path] = {}
+
+    def factory(family: str) -> TinyCheckpoint:
+        def build(*, seed: int = 0, dtype: str = "float32", shard_bytes: int | None = None, **changes: object) -> Path:
+            key = json.dumps([family, seed, dtype, shard_bytes, changes], sort_keys=True)
+            if key not in built:
+                path = tmp_path_factory.mktemp(f"tiny-{family}-")
+                _save_tiny(path, family, seed, dtype, shard_bytes, changes)
+                (path / "tokenizer.json").write_bytes(tiny_tokenizer_file.read_bytes())
+                _save_tokenizer_config(path)
+                built[key] = path
+            return built[key]
+
+        return build
+
+    return {family: factory(family) for family in FAMILIES}
+
+
+def _save_tiny(
+    path: Path, family: str, seed: int, dtype: str, shard_bytes: int | None, changes: dict[str, object]
+) -> None:
+    import transformers
+
+    common: dict[str, object] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "initializer_range": 0.15,
+    }
+    own: dict[str, dict[str, object]] = {
+        "llama": {"tie_word_embeddings": False},
+        "mistral": {"tie_word_embeddings": False, "sliding_window": 8, "head_dim": 24},
+        "qwen2": {"tie_word_embeddings": True},
+        "qwen3": {"tie_word_embeddings": False, "head_dim": 24},
+        "gemma2": GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 20.0},
+        "gemma3": GEMMA | {"sliding_window_pattern": 3},
+        "phi3": {"pad_token_id": 0, "original_max_position_embeddings": 512},
+    }
+    stem = "Gemma3Text" if family == "gemma3" else family.capitalize()
+    config = getattr(transformers, f"{stem}Config")(**{**common, **own[family], **changes})
+    torch.manual_seed(seed)
+    model = getattr(transformers, f"{family.capitalize()}ForCausalLM")(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.3)
+            elif "norm" in name:
+                parameter.uniform_(0.5, 1.5).sub_(1.0 if family.startswith("gemma") else 0.0)
+    size = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
+    model.to(getattr(torch, dtype)).save_pretrained(path, **size)
+
+
+def _save_tokenizer_config(path: Path) -> None:
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": CHATML,
+        "bos_token": "<|im_start|>",
+        "eos_token": "<|im_end|>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 512,
+    }
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="session")
+def llama_dir(tiny_hf_checkpoints: dict[str, TinyCheckpoint]) -> Path:
+    return tiny_hf_checkpoints["llama"](intermediate_size=96)
+
+
+@pytest.fixture(scope="session")
+def llama_gguf(llama_dir: Path, write_gguf: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_gguf(llama_dir, tmp_path_factory.mktemp("gguf") / "tiny.gguf", "F32")
+
+
+@pytest.fixture(scope="session")
+def model(tiny_hf_checkpoints: dict[str, TinyCheckpoint]) -> Path:
+    """The tiny llama."""
+    return tiny_hf_checkpoints["llama"]()
+
+
+@pytest.fixture(scope="session")
+def adapter_dirs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """PEFT's own adapters for it: `one`, `two`, `three`, of ranks 2, 5 and 8 on all linears."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folders = {}
+    for i, name in enumerate(("one", "two", "three")):
+        torch.manual_seed(i)
+        config = LoraConfig(r=2 + 3 * i, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+        folders[name] = tmp_path_factory.mktemp("adapters") / name
+        get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture
+def store(model: Path, adapter_dirs: dict[str, Path], tmp_path: Path) -> Iterator[AdapterStore]:
+    """A store of the tiny llama that holds them."""
+    checkpoint = open_checkpoint(str(model))
+    with AdapterStore(tmp_path / "store", base_shapes(checkpoint.spec)) as store:
+        for name, folder in adapter_dirs.items():
+            peft = read_peft_dir(folder)
+            store.register(name, peft.config, store.add_blob(peft.weights_path))
+        yield store
+    checkpoint.close()
