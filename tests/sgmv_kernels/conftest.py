@@ -84,8 +84,10 @@ class KernelPool:
 
 @pytest.fixture(params=BACKENDS)
 def ops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ops:
-    """The ops through each set of the CPU's kernels, or through the set that a test names: `triton` is compiled on a CUDA
-    device, else interpreted, and what it reads of its intermediate results without having written it shows as NaN.
+    """The ops through each set of the CPU's kernels, or through the set that a test names.
+
+    `triton` is compiled on a CUDA device, else interpreted; what it reads of its intermediate results without having
+    written it shows as NaN.
     """
     if request.param != "triton":
         return Ops(torch.device("cpu"), request.param)

@@ -60,9 +60,7 @@ class Case:
         """Through the kernels, of some of the sequences in the given order."""
         order = list(range(len(self.kv_lens))) if order is None else order
         lens = {"query_lens": [self.query_lens[i] for i in order], "kv_lens": [self.kv_lens[i] for i in order]} | lens
-        plan = ops.plan_attention(
-            self.tables[order], **lens, page_size=self.kv.page_size, num_pages=self.kv.num_pages
-        )
+        plan = ops.plan_attention(self.tables[order], **lens, page_size=self.kv.page_size, num_pages=self.kv.num_pages)
         q = self.q_of(order, ops.device)
         return ops.paged_attention(q, self.kv_on(ops.device), plan, scale, window, softcap).cpu()
 
