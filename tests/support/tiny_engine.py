@@ -77,7 +77,7 @@ async def client(
 
 @pytest.fixture
 def serve(model: Path, store: AdapterStore) -> Callable[..., None]:
-    """serve(scenario, fields of `engine_config`): runs `await scenario(engine)` with a live engine, then checks its books."""
+    """serve(scenario, fields of `engine_config`) awaits scenario(engine) with a live engine, then checks its books."""
 
     def run(scenario: Callable[[AsyncEngine], Awaitable[None]], *args: Any, **fields: Any) -> None:
         async def main() -> None:
