@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from sgmv_kernels.backend import plan_of
+from sgmv_kernels.backend import AttentionPlan, plan_of
 from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import KernelArgumentError, Ops
@@ -272,3 +272,49 @@ def test_bad_arguments(ops: Ops, change: dict, message: str) -> None:
     case.tables[0, 1] = change.get("page", case.tables[0, 1])
     with pytest.raises(KernelArgumentError, match=message):
         case.attend(ops, **{name: value for name, value in change.items() if name != "page"})
+
+
+# At full size, in tensor cores: only a CUDA device can show that.
+
+BIG = ([1, 200, 1, 17, 512], [57, 200, 4000, 900, 1024])
+
+
+def on_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
+
+@on_gpu
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("dtype", [FLOAT, BF16, HALF], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (8, 2, 80), (8, 1, 256)])
+@triton
+def test_matches_reference_at_full_size(ops: Ops, heads, dtype: torch.dtype, window: int | None) -> None:
+    make_case(*BIG, *heads, dtype, active=dtype).check(ops, heads[2] ** -0.5, window)
+
+
+@on_gpu
+@triton
+def test_a_graph_replays_with_other_sequences(ops: Ops) -> None:
+    from sgmv_kernels.triton_ops import attention
+    from sgmv_kernels.triton_ops.attention_metadata import AttentionCapacity, AttentionTables
+
+    case = make_case([1] * 8, [57, 200, 4000, 900, 1024, 1, 16, 17], 32, 8, 128, BF16, active=BF16)
+    orders = ([0, 1, 2, 3], [4, 5, 6, 7], [2, 2, 2, 2])
+
+    def plan_for(order: list[int]) -> AttentionPlan:
+        lens = [case.kv_lens[i] for i in order]
+        return plan_of(case.tables[order], [1] * 4, lens, 16, case.kv.num_pages, ops.device)
+
+    kv, q = case.kv_on(ops.device), case.q_of(orders[0], ops.device)
+    held = AttentionTables(plan_for(orders[0]), ops.device, AttentionCapacity(4, 256, 64, 0, 4, 64))
+    planned = replace(plan_for(orders[0]), prepared=held)
+    attention.attention(q, kv, planned, 0.1, None, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.attention(q, kv, planned, 0.1, None, None)
+    for order in orders:
+        held.update(plan_for(order))
+        graph.replay()
+        lens = [case.kv_lens[i] for i in order]
+        eager = ops.plan_attention(case.tables[order], [1] * 4, lens, 16, case.kv.num_pages)
+        assert torch.equal(out, ops.paged_attention(q, kv, eager, 0.1))

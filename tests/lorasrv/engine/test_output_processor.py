@@ -2,8 +2,10 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import tiny_engine
 from tiny_engine import GREEDY, PATIENCE_S, PROMPT, collect
 
 from adapter_store.store import AdapterStore
@@ -14,10 +16,12 @@ SHORT = replace(GREEDY, max_tokens=12)
 LONG = replace(GREEDY, max_tokens=400)
 
 
-def test_waiting_ends_with_the_last_choice(serve, store: AdapterStore) -> None:
+def test_waiting_ends_with_the_last_choice(model: Path, store: AdapterStore) -> None:
     key, other = store.resolve("one").key, store.resolve("two").key
 
-    async def scenario(engine: AsyncEngine) -> None:
+    async def scenario() -> None:
+        engine = tiny_engine.engine(model, store)
+        await engine.start()
         streams = await engine.add_choices(PROMPT, SHORT, 3, adapter=key, adapter_id="one")
         # The same content by another name, another content of the name, and the base.
         for adapter, name in ((key, "uno"), (other, "one"), (None, "")):
@@ -30,7 +34,7 @@ def test_waiting_ends_with_the_last_choice(serve, store: AdapterStore) -> None:
         await engine.shutdown()
         assert await engine.uses.until_unused("uno", [key], 0.0) == 0
 
-    serve(scenario)
+    asyncio.run(scenario())
 
 
 def test_what_is_ended_says_why_and_gives_its_pages_back(serve, store: AdapterStore) -> None:
