@@ -210,7 +210,7 @@ class TestWhatIsKept:
         async def serve() -> None:
             world.ledger.ended(ended())
             task = asyncio.create_task(world.ledger.run())
-            while world.ledger._unwritten:
+            while not world.ledger._file.read("mia"):
                 await asyncio.sleep(0.01)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)

@@ -1,6 +1,7 @@
 """Deadlines of requests and of the queue, on the bare scheduler, and what is refused because it would be late."""
 
 from bare_scheduler import KEYS, Bench
+from tiny_scheduler import scheduler
 
 from lorasrv.memory.cost_model import MIN_MEASURED_STEPS
 from lorasrv.outputs import FinishReason, Refusal, RequestId
@@ -9,7 +10,7 @@ from lorasrv.scheduler.length_predictor import MIN_ANSWERS
 
 
 def test_a_request_ends_when_its_time_is_over_wherever_it_is() -> None:
-    bench = Bench(pages=400, max_num_seqs=1, max_num_batched_tokens=64)
+    bench = scheduler(seats=1, pages=400)
     bench.add("running", max_tokens=100, timeout_s=5.0)
     bench.add("waiting", timeout_s=3.0)
     bench.add("loading", key=KEYS[0], timeout_s=4.0)
@@ -24,7 +25,7 @@ def test_a_request_ends_when_its_time_is_over_wherever_it_is() -> None:
 
 
 def test_who_ends_early_is_not_remembered_until_its_time() -> None:
-    bench = Bench(pages=400)
+    bench = scheduler(budget=16, pages=400)
     for i in range(2000):
         bench.add(f"r{i}", timeout_s=80_000.0)
         bench.scheduler.end(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
@@ -32,7 +33,7 @@ def test_who_ends_early_is_not_remembered_until_its_time() -> None:
 
 
 def test_two_deadlines_at_once_end_it_once() -> None:
-    bench = Bench(pages=400, max_num_seqs=1, max_num_batched_tokens=64, options={"queue_timeout_s": 5.0})
+    bench = scheduler(seats=1, pages=400, queue_timeout_s=5.0)
     bench.add("long", max_tokens=50)
     bench.add("both", timeout_s=5.0)
     bench.run()
@@ -41,7 +42,7 @@ def test_two_deadlines_at_once_end_it_once() -> None:
 
 
 def test_a_queue_has_a_deadline_of_its_own() -> None:
-    bench = Bench(pages=400, max_num_seqs=1, max_num_batched_tokens=64, options={"queue_timeout_s": 4.0})
+    bench = scheduler(seats=1, pages=400, queue_timeout_s=4.0)
     bench.add("long", max_tokens=50)
     bench.add("late")
     bench.run()
@@ -57,7 +58,7 @@ def _learnt(bench: Bench) -> None:
 
 
 def test_a_guess_refuses_nobody() -> None:
-    bench = Bench(pages=400, options={"early_abort": True})
+    bench = scheduler(budget=16, pages=400, early_abort=True)
     bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0]
     bench.add("first of all", max_tokens=40, timeout_s=10.0)
     bench.step()
@@ -65,8 +66,7 @@ def test_a_guess_refuses_nobody() -> None:
 
 
 def test_a_flood_of_another_adapter_is_not_ahead() -> None:
-    options = {"policy": "fair", "early_abort": True}
-    bench = Bench(pages=4000, max_num_seqs=2, max_num_batched_tokens=64, options=options)
+    bench = scheduler("fair", seats=2, pages=4000, early_abort=True)
     for i in range(200):
         bench.add(f"flood {i}", max_tokens=4, adapter_id="hot")
     bench.step()
@@ -79,7 +79,7 @@ def test_a_flood_of_another_adapter_is_not_ahead() -> None:
 
 
 def test_what_would_be_late_is_refused_before_it_costs_anything() -> None:
-    bench = Bench(pages=400, max_num_seqs=2, max_num_batched_tokens=64, options={"early_abort": True})
+    bench = scheduler(seats=2, pages=400, early_abort=True)
     _learnt(bench)
     bench.add("hopeless", prompt=3, max_tokens=40, timeout_s=10.0)
     bench.add("possible", prompt=3, max_tokens=4, timeout_s=10.0)
@@ -95,8 +95,7 @@ def test_what_would_be_late_is_refused_before_it_costs_anything() -> None:
 
 
 def test_the_queue_ahead_counts_and_so_does_what_passes_while_waiting() -> None:
-    options = {"early_abort": True, "queue_timeout_s": 60.0}
-    bench = Bench(pages=400, max_num_seqs=1, max_num_batched_tokens=64, options=options)
+    bench = scheduler(seats=1, pages=400, early_abort=True, queue_timeout_s=60.0)
     _learnt(bench)
     bench.add("running", max_tokens=50)
     bench.step()

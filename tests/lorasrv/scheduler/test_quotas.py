@@ -4,14 +4,11 @@ import pytest
 from bare_scheduler import KEYS, PAGE_BYTES, Bench, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny_scheduler import scheduler
 
 from lorasrv.config import Limits
 from lorasrv.outputs import FinishReason, Refusal, RequestId
 from lorasrv.request import RequestStatus
-
-
-def _bench(**options: object) -> Bench:
-    return Bench(pages=400, max_num_batched_tokens=64, options={"policy": "fair", **options})
 
 
 def _running(bench: Bench, name: str) -> int:
@@ -20,7 +17,7 @@ def _running(bench: Bench, name: str) -> int:
 
 @pytest.mark.parametrize("of", ["adapter", "key"])
 def test_requests_of_one_account_in_a_step(of: str) -> None:
-    bench = _bench(**{f"{of}_limits": Limits(max_running=2)})
+    bench = scheduler("fair", pages=400, **{f"{of}_limits": Limits(max_running=2)})
     who = {"adapter": {"adapter_id": "mia"}, "key": {"principal": "studio"}}[of]
     for i in range(5):
         bench.add(f"limited{i}", max_tokens=6, **who)
@@ -34,7 +31,7 @@ def test_requests_of_one_account_in_a_step(of: str) -> None:
 
 
 def test_requests_of_one_account_in_the_queue() -> None:
-    bench = _bench(adapter_limits=Limits(max_running=1, max_queued=2))
+    bench = scheduler("fair", pages=400, adapter_limits=Limits(max_running=1, max_queued=2))
     for i in range(4):
         bench.add(f"r{i}", adapter_id="mia")
     bench.add("other", adapter_id="leo")
@@ -55,7 +52,7 @@ def test_requests_of_one_account_in_the_queue() -> None:
 @pytest.mark.parametrize("max_running", [None, 1, 2])
 def test_who_finds_a_seat_is_not_queued(seats: int, max_running: int | None) -> None:
     """However many come between two steps; and whoever a step has left waiting is."""
-    bench = Bench(pages=400, max_num_batched_tokens=64, max_num_seqs=seats)
+    bench = scheduler(seats=seats, pages=400)
     bench.scheduler.quotas.set_limits("mia", Limits(max_running=max_running, max_queued=1))
     places = min(seats, max_running or seats)
     for i in range(9):
@@ -71,7 +68,7 @@ def test_who_finds_a_seat_is_not_queued(seats: int, max_running: int | None) -> 
 
 @pytest.mark.parametrize("kept_back_by", ["rate", "adapter", "pages"])
 def test_whom_a_step_leaves_waiting_is_queued_though_seats_are_free(kept_back_by: str) -> None:
-    bench = _bench()
+    bench = scheduler("fair", pages=400)
     limits = {"max_queued": 2, "tokens_per_s": 0.01 if kept_back_by == "rate" else None}
     if kept_back_by == "pages":
         limits["resident_bytes"] = bench.kv.pages_for(16 + 9) * PAGE_BYTES
@@ -86,7 +83,7 @@ def test_whom_a_step_leaves_waiting_is_queued_though_seats_are_free(kept_back_by
 
 
 def test_who_leaves_between_two_steps_leaves_no_room_behind() -> None:
-    bench = _bench()
+    bench = scheduler("fair", pages=400)
     bench.scheduler.quotas.set_limits("mia", Limits(max_running=2, max_queued=1))
     for i in range(2):
         bench.add(f"gone{i}", adapter_id="mia")
@@ -101,7 +98,7 @@ def test_who_leaves_between_two_steps_leaves_no_room_behind() -> None:
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_tokens_a_second(rate: float, prompt: int, answer: int) -> None:
     """Never above the rate, but for a burst of two seconds and one chunk of debt; and not far below it."""
-    bench = _bench()
+    bench = scheduler("fair", pages=400)
     bench.checks, bench.step_s = False, 0.1
     bench.scheduler.quotas.set_limits("mia", Limits(tokens_per_s=rate))
     for i in range(40):
@@ -117,7 +114,7 @@ def test_tokens_a_second(rate: float, prompt: int, answer: int) -> None:
 
 
 def test_a_rate_says_when_it_is_paid_and_loses_nothing() -> None:
-    bench = _bench()
+    bench = scheduler("fair", pages=400)
     bench.scheduler.quotas.set_limits("mia", Limits(tokens_per_s=2.0))
     bench.add("mia", prompt=9, max_tokens=6, adapter_id="mia")
     bench.step()
@@ -133,7 +130,7 @@ def test_a_rate_says_when_it_is_paid_and_loses_nothing() -> None:
 @given(bytes_=st.integers(6, 40), data=st.data())
 @settings(max_examples=25, deadline=None, derandomize=True)
 def test_bytes_of_the_pool(bytes_: int, data: st.DataObject) -> None:
-    bench = _bench(adapter_limits=Limits(resident_bytes=bytes_ * PAGE_BYTES))
+    bench = scheduler("fair", pages=400, adapter_limits=Limits(resident_bytes=bytes_ * PAGE_BYTES))
     key = KEYS[data.draw(st.integers(0, 3))]
     accepted = []
     for i in range(12):
@@ -156,7 +153,7 @@ def test_bytes_of_the_pool(bytes_: int, data: st.DataObject) -> None:
 
 
 def test_what_stands_behind_one_that_can_never_run_goes_on() -> None:
-    bench = _bench()
+    bench = scheduler("fair", pages=400)
     bench.scheduler.quotas.set_limits("mia", Limits(tokens_per_s=0.5))
     for name, answer in (("first", 20), ("large", 40), ("small", 2)):
         bench.add(name, 8, answer, adapter_id="mia")
@@ -174,7 +171,9 @@ def test_what_stands_behind_one_that_can_never_run_goes_on() -> None:
 
 
 def test_two_rates_are_waited_for_and_nobody_spins() -> None:
-    bench = _bench(adapter_limits=Limits(tokens_per_s=10.0), key_limits=Limits(tokens_per_s=100.0))
+    bench = scheduler(
+        "fair", pages=400, adapter_limits=Limits(tokens_per_s=10.0), key_limits=Limits(tokens_per_s=100.0)
+    )
     bench.step_s = 0.01
     bench.add("long", prompt=60, max_tokens=100, adapter_id="mia")
     bench.add("again", prompt=60, max_tokens=100, adapter_id="mia")
@@ -184,7 +183,7 @@ def test_two_rates_are_waited_for_and_nobody_spins() -> None:
 
 
 def test_lowering_a_limit_ends_what_could_never_run() -> None:
-    bench = _bench()
+    bench = scheduler("fair", pages=400)
     bench.scheduler.quotas.set_limits("mia", Limits(max_running=1))
     bench.add("first", 8, 20, adapter_id="mia")
     bench.add("second", 8, 20, adapter_id="mia")
@@ -199,7 +198,7 @@ def test_lowering_a_limit_ends_what_could_never_run() -> None:
 
 
 def test_accounts_without_anything_are_forgotten() -> None:
-    bench = _bench(adapter_limits=Limits(tokens_per_s=1000.0))
+    bench = scheduler("fair", pages=400, adapter_limits=Limits(tokens_per_s=1000.0))
     for i in range(1500):
         bench.add(f"r{i}", adapter_id=f"a{i}")
         bench.scheduler.end(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
