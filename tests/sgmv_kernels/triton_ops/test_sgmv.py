@@ -1,16 +1,11 @@
 """SGMV's Triton kernels: compiled on a CUDA device, else under Triton's interpreter. Planes and free memory are NaN."""
 
 import itertools
-import os
 from dataclasses import replace
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
 
 import numpy as np
 import pytest
+import torch
 
 from sgmv_kernels.backend import SgmvPlan
 from sgmv_kernels.errors import CapacityExceeded
@@ -36,19 +31,9 @@ RANKS = [
 LAYERS = 2
 
 
-@pytest.fixture(autouse=True)
-def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An element of a plane that is read but was not written shows as NaN."""
-
-    def poisoned(shape, dtype, device) -> torch.Tensor:
-        return torch.full(shape, float("nan"), dtype=dtype, device=device)
-
-    monkeypatch.setattr(sgmv_triton, "new_planes", poisoned)
-
-
 @pytest.fixture
-def ops() -> Ops:
-    return Ops(DEVICE, "triton")
+def ops(triton_ops: Ops) -> Ops:
+    return triton_ops
 
 
 def filled(make_pool, dtype: torch.dtype, split: bool = False):
@@ -162,10 +147,7 @@ def test_planes_and_one_program_add_in_the_same_order(ops: Ops, make_pool, monke
 
 
 def test_shrink_then_expand_is_sgmv(ops: Ops, make_pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def sevens(shape, dtype, device) -> torch.Tensor:
-        return torch.full(shape, 7.0, dtype=dtype, device=device)
-
-    monkeypatch.setattr(sgmv_triton, "new_planes", sevens)
+    monkeypatch.setattr(sgmv_triton, "new_planes", lambda shape, **how: torch.full(shape, 7.0, **how))
     pool, rows = filled(make_pool, torch.float32), [1, 0, -1, 1]
     x, y = inputs(len(rows), SITES[0])
     plan = ops.plan_sgmv(build_segments(rows), pool.placed, pool.dtype)
@@ -201,7 +183,7 @@ def test_every_rank_row_has_its_own_scale(ops: Ops, make_pool) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("rows", [[0, 0, 4], [-1, -1], [0, 1, 2, 3, 4, 4, -1, 0]])
-def test_a_capacity_takes_more_fewer_and_no_adapters(make_pool, rows: list[int]) -> None:
+def test_a_capacity_takes_more_fewer_and_no_adapters(ops: Ops, make_pool, rows: list[int]) -> None:
     """The buffer that a graph was captured with: the same memory and grid, the bits of exact tables."""
     pool = filled(make_pool, torch.float32)
     most = Capacity(8, 5, 2000, tuple(max(sum(r[site]) for r in RANKS) for site in range(3)))
@@ -298,7 +280,7 @@ def test_a_row_has_the_same_bits_alone_at_full_size(ops: Ops, make_pool, dtype: 
 
 @on_gpu
 @pytest.mark.parametrize("site", range(3))
-def test_a_graph_replays_with_more_fewer_and_no_adapters(make_pool, site: int) -> None:
+def test_a_graph_replays_with_more_fewer_and_no_adapters(ops: Ops, make_pool, site: int) -> None:
     """Captured with one mix; every replay has the bits of the eager step with exact tables."""
     pool, dtype, rows = full_size(make_pool, torch.bfloat16), torch.bfloat16, 16
     slab = pool.slabs[0].to(DEVICE)
