@@ -187,19 +187,17 @@ def test_two_names_of_one_content_share_everything(serve, store, adapter_dirs, a
 
 
 def test_an_adapter_larger_than_half_the_pool_and_one_more_than_fit(serve, store, alone) -> None:
-    names = ["three", "two", "one", None]
+    names, pages = ["three", "two", "one", None], 2 * _pages_of_three() - 3
 
     async def scenario(engine: AsyncEngine) -> None:
-        books = engine._engine._books
-        sizes = [books.adapters.pages_for(engine.input_processor.layout(store.resolve(n).key)) for n in names[:3]]
-        assert max(sizes) > books.layout.num_pages / 2
+        layouts = [engine.input_processor.layout(store.resolve(n).key) for n in names[:3]]
+        assert max(layout.num_pages(BLOCK // 3) for layout in layouts) > pages / 2
         for _ in range(2):
             keys = [store.resolve(n).key if n else None for n in names]
             answers = await asyncio.gather(*(ask(engine, key, PROMPT[:20]) for key in keys))
             assert [tokens(a) for a in answers] == [alone(PROMPT[:20], GREEDY, n) for n in names]
         assert engine.metrics.snapshot().adapter_evictions_total >= 3
 
-    pages = 2 * _pages_of_three() - 3
     serve(scenario, pages=pages)
 
 
