@@ -1,1 +1,1 @@
-"""Adapters on disk and in host memory: PEFT files, versions and digests. Knows nothing about the device pool."""
+"""Adapters on disk and in host memory: PEFT files, versions and digests. Independent of the device pool."""

@@ -1,28 +1,28 @@
-"""What can go wrong with adapters, for the caller to tell apart.
+"""Exceptions of the adapter store, one class per case that callers distinguish.
 
     AdapterError
     ├── AdapterNotFound (LookupError)      no such id, alias, version or content; names up to three near ids
-    │   └── VersionNotFound                the id has no version of that number; names those that it has
-    ├── InvalidAdapterId (ValueError)      the id breaks the rule or is taken; carries the id it could be
-    ├── InvalidAlias (ValueError)          an alias's name, or what it is to point to, is none
+    │   └── VersionNotFound                the id has no version of that number; lists those that exist
+    ├── InvalidAdapterId (ValueError)      the id breaks the rule or is reserved; carries a valid suggestion
+    ├── InvalidAlias (ValueError)          an alias's name or target is invalid
     ├── AdapterInvalid (ValueError)        config or weights refused; carries every problem found
-    ├── AdapterExists                      the id is taken and the caller asked for a new one
+    ├── AdapterExists                      the id exists and the caller asked for a new one
     ├── AdapterChanged                     the id is not in the state that the caller expected
-    ├── VersionInUse                       an alias names what is to be deleted; says which
-    ├── QuotaExceeded                      it would be more than may be stored; says what is used, and what may be
-    ├── AdapterCorrupt                     stored weights are missing or no longer have their digest
-    ├── LoadCancelled                      nobody wants the weights any more; never leaves the server
+    ├── VersionInUse                       an alias points to a version to be deleted; names the aliases
+    ├── QuotaExceeded                      storing it would exceed a quota; carries used, wanted and allowed
+    ├── AdapterCorrupt                     stored weights are missing or no longer match their digest
+    ├── LoadCancelled                      the load was cancelled; never leaves the server
     ├── InvalidDigest (ValueError)         not 64 hex digits
     ├── BlobNotFound (LookupError)         no weights of that digest were uploaded
     ├── BlobTooLarge (ValueError)          longer than any adapter of this base can be; carries the limit
     ├── BlobLengthMismatch (ValueError)    more or fewer bytes than announced
     ├── DigestMismatch (ValueError)        the bytes have another digest than announced
-    ├── StoreFull                          no room on the disk; nothing changed
+    ├── StoreFull                          no space left on the disk; nothing changed
     ├── StoreLocked                        another server uses the store
-    ├── InvalidArchive (ValueError)        a file to import is none of ours, damaged, or of an unknown format
+    ├── InvalidArchive (ValueError)        a file to import is not an archive, damaged, or of an unknown format
     └── StoreUnusable                      the store cannot be read or written, or belongs to another base
 
-Messages carry no path, except those of a store that cannot be opened: that one is for whoever starts the server.
+Messages contain no path, except those of a store that cannot be opened, which only the operator sees.
 """
 
 from dataclasses import asdict, dataclass
@@ -34,7 +34,7 @@ SHOWN_VERSIONS = 10
 
 
 def show(value: object) -> str:
-    """An untrusted value as text that is safe to print: control, bidirectional and surrogate characters escaped."""
+    """Return an untrusted value as printable text: control, bidirectional and surrogate characters are escaped."""
     if isinstance(value, str):
         value = value[: SHOWN_CHARS + 1]
     text = repr(value)
@@ -43,7 +43,7 @@ def show(value: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing wrong with an adapter: a stable `code`, the config key or tensor it is about, and what to do."""
+    """Describe one problem of an adapter: a stable `code`, the config key or tensor concerned, and the fix."""
 
     code: str
     field: str
@@ -54,20 +54,20 @@ class Problem:
 
 
 class ProblemList:
-    """Collects problems; the same complaint about many tensors becomes one problem with a count and examples."""
+    """Collect problems; the same problem in many tensors becomes one entry with a count and examples."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, str], list[str]] = {}
 
     def add(self, code: str, field: str, message: str) -> None:
-        """Note a problem. `field` is printed as given: pass untrusted text through `show` first."""
+        """Record a problem. `field` is printed as given: pass untrusted text through `show` first."""
         self._places.setdefault((code, message), []).append(field)
 
     def __len__(self) -> int:
         return len(self._places)
 
     def problems(self) -> tuple[Problem, ...]:
-        """In the order found; what is beyond `MAX_PROBLEMS` is counted in a last entry."""
+        """Return the problems in the order found, with a last entry that counts those beyond `MAX_PROBLEMS`."""
         found = [_problem(code, message, at) for (code, message), at in self._places.items()]
         if len(found) <= MAX_PROBLEMS:
             return tuple(found)
@@ -75,7 +75,11 @@ class ProblemList:
         return (*found[:MAX_PROBLEMS], rest)
 
     def raise_if_any(self) -> None:
-        """Raises: AdapterInvalid: with every problem noted so far."""
+        """Raise the problems recorded so far, if there are any.
+
+        Raises:
+            AdapterInvalid: with every problem recorded.
+        """
         if self._places:
             raise AdapterInvalid(self.problems())
 
@@ -88,11 +92,11 @@ def _problem(code: str, message: str, places: list[str]) -> Problem:
 
 
 class AdapterError(Exception):
-    """Root of everything the adapter store raises on purpose."""
+    """Base class of everything that the adapter store raises on purpose."""
 
 
 class AdapterNotFound(AdapterError, LookupError):
-    """No such id, version or content. `near` holds up to three ids that look like it."""
+    """Report an id, version or content that does not exist. `near` holds up to three similar ids."""
 
     def __init__(self, reference: str, near: tuple[str, ...] = ()) -> None:
         hint = f"; did you mean {', '.join(near)}?" if near else ""
@@ -102,7 +106,7 @@ class AdapterNotFound(AdapterError, LookupError):
 
 
 class VersionNotFound(AdapterNotFound):
-    """The id has no version of that number. `versions` are those that it has."""
+    """Report a version number that the id does not have. `versions` lists the existing ones."""
 
     def __init__(self, adapter_id: str, version: int, versions: tuple[int, ...]) -> None:
         super().__init__(f"{adapter_id}@{version}")
@@ -113,7 +117,7 @@ class VersionNotFound(AdapterNotFound):
 
 
 class InvalidAdapterId(AdapterError, ValueError):
-    """The id breaks the rule or is taken. `suggestion` is a valid id made from it, None if nothing is left of it."""
+    """Report an id that breaks the rule or is reserved. `suggestion` is a valid id made from it, or None."""
 
     def __init__(self, message: str, suggestion: str | None = None) -> None:
         super().__init__(message + (f"; try {suggestion!r}" if suggestion else ""))
@@ -121,7 +125,7 @@ class InvalidAdapterId(AdapterError, ValueError):
 
 
 class InvalidAlias(AdapterError, ValueError):
-    """An alias's name breaks the rule, or what it is to point to is neither a version nor two with shares."""
+    """Report an alias whose name breaks the rule, or whose target is neither a version nor two with shares."""
 
     def __init__(self, alias: str, message: str) -> None:
         super().__init__(message)
@@ -129,7 +133,7 @@ class InvalidAlias(AdapterError, ValueError):
 
 
 class AdapterInvalid(AdapterError, ValueError):
-    """Config or weights are refused. `problems` holds every problem found, not only the first."""
+    """Report a refused config or weights file. `problems` holds every problem found, not only the first."""
 
     def __init__(self, problems: tuple[Problem, ...]) -> None:
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
@@ -139,7 +143,7 @@ class AdapterInvalid(AdapterError, ValueError):
 
 
 class AdapterExists(AdapterError):
-    """The id is taken and the caller asked for a new one."""
+    """Report an id that exists although the caller asked for a new one."""
 
     def __init__(self, adapter_id: str) -> None:
         super().__init__(f"adapter {adapter_id!r} exists; leave if_not_exists out to add a version to it")
@@ -147,7 +151,7 @@ class AdapterExists(AdapterError):
 
 
 class AdapterChanged(AdapterError):
-    """The id is not in the state that the caller expected. Nothing changed."""
+    """Report an id that is not in the state that the caller expected. Nothing changed."""
 
     def __init__(self, adapter_id: str, exists: bool) -> None:
         why = "has changed since you looked" if exists else "does not exist"
@@ -156,19 +160,19 @@ class AdapterChanged(AdapterError):
 
 
 class VersionInUse(AdapterError):
-    """An alias names a version that is to be deleted. Nothing changed."""
+    """Report a version that cannot be deleted because an alias points to it. Nothing changed."""
 
     def __init__(self, adapter_id: str, aliases: tuple[str, ...]) -> None:
         names = ", ".join(f"{adapter_id}:{alias}" for alias in aliases)
         super().__init__(
-            f"what is to be deleted is named by {names}; point the alias elsewhere first, or force it, "
+            f"it cannot be deleted while {names} points to it; point the alias elsewhere first, or force the deletion, "
             "which removes the alias too"
         )
         self.aliases = aliases
 
 
 class QuotaExceeded(AdapterError):
-    """It would be more than may be stored. Nothing changed. `quota` is the option's name with underscores."""
+    """Report an exceeded quota. Nothing changed. `quota` is the option's name with underscores."""
 
     def __init__(self, quota: str, what: str, *, used: int, wanted: int, allowed: int) -> None:
         super().__init__(
@@ -179,22 +183,22 @@ class QuotaExceeded(AdapterError):
 
 
 class AdapterCorrupt(AdapterError):
-    """Stored weights are missing or no longer have their digest. Uploading the same file again repairs it."""
+    """Report stored weights that are missing or damaged. Uploading the same file again repairs them."""
 
 
 class LoadCancelled(AdapterError):
-    """Reading weights has stopped half-way because nobody wants them any more."""
+    """Report a read of weights that was stopped because its result is no longer needed."""
 
 
 class InvalidDigest(AdapterError, ValueError):
-    """Not the lower-case hex digits of a SHA-256."""
+    """Report text that is not the lower-case hex digits of a SHA-256."""
 
     def __init__(self, digest: str) -> None:
         super().__init__(f"{show(digest)} is not a digest: expected 64 hex digits (0-9, a-f), as sha256sum prints them")
 
 
 class BlobNotFound(AdapterError, LookupError):
-    """No weights of that digest were uploaded, or they were removed because nothing named them."""
+    """Report weights that were never uploaded, or were removed because no version referred to them."""
 
     def __init__(self, digest: str) -> None:
         super().__init__(f"no weights with digest sha256:{digest} were uploaded; upload the file first, then register")
@@ -202,7 +206,7 @@ class BlobNotFound(AdapterError, LookupError):
 
 
 class BlobTooLarge(AdapterError, ValueError):
-    """Longer than any adapter of this base can be."""
+    """Report a file longer than any adapter of this base can be."""
 
     def __init__(self, length: int, limit: int) -> None:
         super().__init__(
@@ -214,7 +218,7 @@ class BlobTooLarge(AdapterError, ValueError):
 
 
 class BlobLengthMismatch(AdapterError, ValueError):
-    """More or fewer bytes than announced."""
+    """Report an upload with more or fewer bytes than announced."""
 
     def __init__(self, expected: int, actual: int) -> None:
         came = f"{actual} came" if actual < expected else f"at least {actual} came"
@@ -224,7 +228,7 @@ class BlobLengthMismatch(AdapterError, ValueError):
 
 
 class DigestMismatch(AdapterError, ValueError):
-    """The bytes have another digest than announced."""
+    """Report an upload whose bytes have another digest than announced."""
 
     def __init__(self, expected: str, actual: str) -> None:
         super().__init__(f"the bytes have digest sha256:{actual}, not sha256:{expected}; nothing was stored")
@@ -233,16 +237,16 @@ class DigestMismatch(AdapterError, ValueError):
 
 
 class StoreFull(AdapterError):
-    """No room on the disk. Nothing changed."""
+    """Report a disk without free space. Nothing changed."""
 
 
 class StoreLocked(AdapterError):
-    """Another server uses the store."""
+    """Report a store that another server uses."""
 
 
 class InvalidArchive(AdapterError, ValueError):
-    """A file to import is none of ours, is damaged, or of a format that this version does not know."""
+    """Report an import file that is not an archive, is damaged, or has an unknown format."""
 
 
 class StoreUnusable(AdapterError):
-    """The store cannot be read or written, or belongs to another base."""
+    """Report a store that cannot be read or written, or that belongs to another base."""

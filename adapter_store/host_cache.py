@@ -1,4 +1,4 @@
-"""Packed adapters in host memory, bounded by bytes. What they are is the caller's business."""
+"""Packed adapters in host memory, bounded by bytes. The values are opaque to the cache."""
 
 import math
 import threading
@@ -13,7 +13,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, slots=True)
 class HostCacheStats:
-    """Counts since the start, and bytes now. `bytes_used` includes `bytes_pinned`."""
+    """Count accesses since the start and bytes now. `bytes_used` includes `bytes_pinned`."""
 
     entries: int
     bytes_used: int
@@ -32,10 +32,10 @@ class _Entry(Generic[V]):
 
 
 class HostCache(Generic[V]):
-    """Every entry is pinned while somebody works with it; the others go, least recently used first, when the bytes
-    exceed `max_bytes`. Whoever pins bounds what is pinned. Safe to use from many threads.
+    """Cache values by key, evicting the least recently used unpinned ones when the bytes exceed `max_bytes`.
 
-    Keys carry everything that makes two packings differ: (AdapterKey, layout version).
+    A caller pins an entry while using it, and must itself bound what it pins. Safe to use from many threads. Keys
+    carry everything that makes two packings differ: (AdapterKey, layout version).
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -43,14 +43,14 @@ class HostCache(Generic[V]):
             raise ValueError(f"max_bytes must not be negative, not {max_bytes}")
         self.max_bytes = max_bytes
         self._lock = threading.Lock()
-        # The bound is kept here and not by cachetools, whose eviction knows no pins: pinned entries lie beside it.
+        # cachetools knows no pins, so the bound is enforced here and pinned entries are kept outside the LRU.
         self._unpinned: LRUCache[Hashable, _Entry[V]] = LRUCache(math.inf, getsizeof=lambda entry: entry.nbytes)
         self._pinned: dict[Hashable, _Entry[V]] = {}
         self._bytes_pinned = 0
         self._hits = self._misses = self._evictions = 0
 
     def get_pinned(self, key: Hashable) -> V | None:
-        """The value, with one pin more; None if it is not here."""
+        """Return the value with one more pin, or None if it is not cached."""
         with self._lock:
             entry = self._take(key)
             self._hits += entry is not None
@@ -58,9 +58,7 @@ class HostCache(Generic[V]):
             return entry.value if entry else None
 
     def put_pinned(self, key: Hashable, value: V, nbytes: int) -> V:
-        """Keep a value of this size, with one pin, and let others go for it. What is here already stays, and is
-        returned.
-        """
+        """Insert a value with one pin, evicting others for it; return the existing value if there is one."""
         with self._lock:
             entry = self._take(key)
             if entry is None:
@@ -75,7 +73,11 @@ class HostCache(Generic[V]):
             return self._pinned[key].value
 
     def unpin(self, key: Hashable) -> None:
-        """Undo one pin. Raises: KeyError: the entry is not pinned."""
+        """Release one pin.
+
+        Raises:
+            KeyError: the entry is not pinned.
+        """
         with self._lock:
             entry = self._pinned[key]
             entry.pins -= 1
@@ -90,6 +92,7 @@ class HostCache(Generic[V]):
             return key in self._pinned or key in self._unpinned
 
     def stats(self) -> HostCacheStats:
+        """Return the counters and sizes."""
         with self._lock:
             return HostCacheStats(
                 entries=len(self._pinned) + len(self._unpinned),

@@ -1,4 +1,4 @@
-"""What an adapter is, once validated: plain frozen facts. No torch, no peft.
+"""Validated adapters as plain frozen data, without torch or peft.
 
 Orientation is PEFT's: `lora_a [rank, in]`, `lora_b [out, rank]`, delta = scaling * lora_b @ lora_a.
 """
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from typing import NewType
 
 AdapterId = NewType("AdapterId", str)
-"""A name that a person gave; moves from version to version."""
+"""A name chosen by a person; it points to a current version that can change."""
 AdapterKey = NewType("AdapterKey", str)
-"""64 hex digits of one immutable content: sha256 over the canonical config fields that change the mathematics and the
+"""64 hex digits that identify one immutable content: SHA-256 over the config fields that change the result and the
 weights' digest. Keys residency, host copies and KV reuse."""
 
 
 @dataclass(frozen=True, slots=True)
 class BaseShapes:
-    """What an adapter must fit: the linear modules of every decoder layer, by their Hugging Face names.
+    """Describe what an adapter must fit: the linear modules of every decoder layer, by their Hugging Face names.
 
-    `modules` maps a module's path inside its layer (`self_attn.q_proj`) to (in_features, out_features).
-    `name` is what clients call the base, `checkpoint` what its file or folder is called; for warnings only.
+    `modules` maps a module's path inside its layer (`self_attn.q_proj`) to (in_features, out_features). `name` is
+    what clients call the base, `checkpoint` the name of its file or folder; both serve warnings only.
     """
 
     family: str
@@ -32,7 +32,7 @@ class BaseShapes:
 
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """One adapted linear: where it is, how strong, and which tensors of the file hold it."""
+    """Describe one adapted linear: its place, rank, scaling and the tensors of the file that hold it."""
 
     layer: int
     module: str
@@ -44,7 +44,7 @@ class LoraModule:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSpec:
-    """A validated adapter. `modules` is sorted by (layer, module)."""
+    """Describe a validated adapter. `modules` is sorted by (layer, module)."""
 
     key: AdapterKey
     weights_digest: str
@@ -54,12 +54,13 @@ class AdapterSpec:
 
     @property
     def max_rank(self) -> int:
+        """Return the highest rank of any module."""
         return max(m.rank for m in self.modules)
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """What a reference resolved to, once, at admission."""
+    """Name the version that a reference was resolved to, once, at admission."""
 
     adapter_id: AdapterId
     version: int

@@ -1,11 +1,11 @@
-"""The adapter store: one folder, one owner, safe to use from many threads.
+"""The adapter store: one folder, one owning process, safe to use from many threads.
 
     root/lock              held while a server uses the store
-    root/index.sqlite3     ids, versions, aliases, contents (`index.py`)
-    root/blobs, root/tmp   weights by digest (`blobs.py`)
+    root/index.sqlite3     ids, versions, aliases, contents (`registry/index.py`)
+    root/blobs, root/tmp   weights by digest (`storage/blobs.py`)
 
-Reading and hashing weights happens outside the lock; what changes the index happens under it, in one transaction that
-makes the change visible at once. Resolving a name reads a dictionary and never waits for a disk.
+Weights are read and hashed outside the lock. The index changes under it, in one transaction that makes the whole
+change visible at once. Resolving a name reads a dictionary and never waits for a disk.
 """
 
 import contextlib
@@ -26,34 +26,38 @@ from adapter_store.registry.base_identity import BaseIdentity, bind_base
 from adapter_store.registry.content_reader import ContentReader
 from adapter_store.registry.index import NO_QUOTA, Content, Index, Upload
 from adapter_store.registry.names import Names, read_records
-from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_state
+from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions
 from adapter_store.registry.references import VERBS, Shares, check_adapter_id, check_alias, check_digest
 from adapter_store.registry.version_history import VersionHistory
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes
-from adapter_store.storage.blobs import UNREFERENCED_BLOB_AGE_S, BlobDirectory, BlobUpload, Swept, disk_errors
+from adapter_store.storage.blobs import UNREFERENCED_BLOB_AGE_S, BlobDirectory, BlobUpload, SweepSummary, disk_errors
 from adapter_store.storage.leases import BlobLeases
-from adapter_store.storage.pending_uploads import ANYBODY, PendingUploads, Sender
+from adapter_store.storage.pending_uploads import ANONYMOUS_UPLOADER, PendingUploads, Uploader
 from adapter_store.storage.quarantine import Quarantine
 from adapter_store.storage.refcounts import ContentHold, ContentRefcounts
-from adapter_store.storage.root_lock import lock_root, opening
+from adapter_store.storage.root_lock import lock_root, opening_errors
 from adapter_store.validation.validate import max_adapter_bytes
 
-Tags = Collection[str] | None
-"""States that an id may be in for a change to be done (`records.check_state`); None: any, or none at all."""
+IfMatch = Collection[str] | None
+"""States that an id may be in for a change to be applied (`records.check_preconditions`); None: any state."""
 
 
 class AdapterStore:
-    """Adapters of one base, kept over restarts. Every method may be called from any thread at any time.
+    """Store the adapters of one base across restarts. Every method may be called from any thread at any time.
 
     Args:
+        root: the store's folder.
+        base: shapes of the base that adapters must fit.
+        max_lora_rank: highest rank accepted.
+        reserved_ids: ids that no adapter may have.
         quota: how much may be stored.
-        draw: random numbers in [0, 1), for aliases that are split between versions.
-        base_sample: numbers by which the base's weights are known again; none: they are not compared.
-        accept_base_change: take a store of another base, if every adapter fits this one.
+        draw: returns random numbers in [0, 1), for aliases that are split between versions.
+        base_sample: numbers that identify the base's weights; empty: they are not compared.
+        accept_base_change: accept a store of another base if every adapter fits this one.
 
     Raises:
         StoreLocked: another server has it open.
-        StoreUnusable: it cannot be read or written, or was filled for another base (`base_identity.py`).
+        StoreUnusable: it cannot be read or written, or was filled for another base (`registry/base_identity.py`).
     """
 
     def __init__(
@@ -77,18 +81,20 @@ class AdapterStore:
         self._lock = threading.RLock()
         self._quarantine = Quarantine()
         self._closed = False
-        with contextlib.ExitStack() as undo, opening(root):
+        with contextlib.ExitStack() as undo, opening_errors(root):
             undo.callback(os.close, lock_root(root))
             self._blobs = BlobDirectory(root)
             self._index = Index(root / "index.sqlite3")
-            self.staging = PendingUploads(self._blobs, self._referenced, self._quarantine.repaired)
-            self._contents = ContentReader(self._blobs, base, max_lora_rank, self._content)
+            self.pending_uploads = PendingUploads(self._blobs, self._referenced, self._quarantine.clear)
+            self._content_reader = ContentReader(self._blobs, base, max_lora_rank, self._content)
             undo.callback(self._index.close)
-            self._holds = ContentRefcounts(self._index.keys())
-            self.uploads = VersionHistory(self._lock, self._index, self._blobs, self._check_open)
-            self._leases = BlobLeases(self._lock, self._blobs, self._check_open, self._index.may_name, self.staging)
+            self._refcounts = ContentRefcounts(self._index.keys())
+            self.version_history = VersionHistory(self._lock, self._index, self._blobs, self._check_open)
+            self._leases = BlobLeases(
+                self._lock, self._blobs, self._check_open, self._index.may_reference, self.pending_uploads
+            )
             self._names = Names(read_records(self._index, self._reserved), draw)
-            bind_base(self._index, BaseIdentity.of(base, base_sample), self._contents.spec, accept_base_change)
+            bind_base(self._index, BaseIdentity.of(base, base_sample), self._content_reader.spec, accept_base_change)
             self.collect()
             self._blobs.sweep(self._index.referenced_digests())
             self._undo = undo.pop_all()
@@ -100,9 +106,10 @@ class AdapterStore:
         self.close()
 
     def close(self) -> None:
-        """Let another server have the store. Uploads under way fail; weights already loaded stay usable.
+        """Release the store for another server. Uploads in progress fail; weights already loaded stay usable.
 
-        Raises: StoreFull, StoreUnusable: the disk failed; it is closed all the same.
+        Raises:
+            StoreFull, StoreUnusable: the disk failed; the store is closed all the same.
         """
         with self._lock, disk_errors("closing"):
             self._closed = True
@@ -110,29 +117,33 @@ class AdapterStore:
 
     @property
     def is_writable(self) -> bool:
-        """Whether uploads can be taken now: open, and its folder is there and on a writable disk."""
+        """Return whether uploads can be accepted: the store is open and its folder is writable."""
         return not self._closed and self._blobs.is_writable
 
     def blob_exists(self, digest: str) -> bool:
-        """Raises: InvalidDigest."""
+        """Return whether weights of this digest are stored.
+
+        Raises:
+            InvalidDigest: not 64 hex digits.
+        """
         return self._blobs.exists(check_digest(digest))
 
-    def open_blob(self, digest: str, length: int, sender: Sender = ANYBODY) -> BlobUpload:
-        """Begin an upload of `length` bytes whose SHA-256 is `digest`.
+    def open_blob(self, digest: str, length: int, uploader: Uploader = ANONYMOUS_UPLOADER) -> BlobUpload:
+        """Start an upload of `length` bytes whose SHA-256 is `digest`.
 
         Raises:
             InvalidDigest: not 64 hex digits.
             BlobTooLarge: no adapter of this base is that long.
-            QuotaExceeded: too many bytes were sent that no version names yet (`staging.py`).
+            QuotaExceeded: too many uploaded bytes are without a version (`storage/pending_uploads.py`).
             StoreFull, StoreUnusable: the disk refused.
         """
         if length > self.max_blob_bytes:
             raise BlobTooLarge(length, self.max_blob_bytes)
         self._check_open()
-        return self.staging.open(check_digest(digest), length, self.quota.store_bytes, sender)
+        return self.pending_uploads.open(check_digest(digest), length, self.quota.store_bytes, uploader)
 
     def add_blob(self, path: Path) -> str:
-        """Copy a local weights file into the store; returns its digest.
+        """Copy a local weights file into the store and return its digest.
 
         Raises:
             BlobTooLarge, StoreFull, StoreUnusable: as `open_blob`.
@@ -153,181 +164,204 @@ class AdapterStore:
         *,
         if_not_exists: bool = False,
         alias: str | None = None,
-        if_match: Tags = None,
+        if_match: IfMatch = None,
         principal: str = ANONYMOUS,
         max_bytes: int | None = None,
         is_known: bool = True,
         allow_partial: bool = False,
     ) -> Registration:
-        """Check uploaded weights against the base and make them the id's current version, and the alias's.
+        """Check uploaded weights against the base and make them the current version of the id, and the target of the
+        alias.
 
-        `allow_partial` takes one whose config names more modules than there are tensors for. `max_bytes`: of all that
-        is the principal's. Weights not `is_known` to it are not there. A content that the id already has keeps its
-        version number; the id moves to it. If the check or the disk refuses, nothing is stored, and the weights are
-        removed unless a version or another registration needs them.
+        A content that the id already has keeps its version number; the id moves to it. If the check or the disk
+        refuses, nothing is stored, and the weights are removed unless a version or another upload needs them.
+
+        Args:
+            adapter_id: the id to create or to add a version to.
+            config: the adapter's config, as PEFT saves it.
+            weights_digest: SHA-256 of the uploaded weights.
+            if_not_exists: refuse an id that exists.
+            alias: alias to point to the version.
+            if_match: states the id may be in.
+            principal: owner of a new version.
+            max_bytes: limit of the principal's bytes, instead of the quota's.
+            is_known: whether the principal may know that the weights exist; if not, they count as missing.
+            allow_partial: accept a config that names more modules than there are tensors for.
 
         Raises:
             InvalidAdapterId, InvalidAlias, InvalidDigest, BlobNotFound: before anything is read.
-            AdapterExists: `if_not_exists`, and the id does.
-            AdapterChanged: it is not in one of the states of `if_match`.
+            AdapterExists: the id exists and `if_not_exists` is set.
+            AdapterChanged: the id is not in one of the states of `if_match`.
             AdapterInvalid: with every problem found.
             AdapterCorrupt: the disk returned other bytes than were uploaded.
-            QuotaExceeded: the principal, or the store, would have more than is allowed.
+            QuotaExceeded: the principal, or the store, would exceed a limit.
             StoreFull, StoreUnusable: the disk refused.
         """
         name = check_adapter_id(adapter_id, self._reserved)
         digest = check_digest(weights_digest)
         if alias is not None:
             check_alias(alias)
-        check_state(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
-        with self._leases.lease(digest, is_known), self.staging.using(principal, digest):
-            checked = self._contents.check(config, digest, allow_partial)
+        check_preconditions(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
+        with self._leases.lease(digest, is_known), self.pending_uploads.using(principal, digest):
+            checked = self._content_reader.check(config, digest, allow_partial)
             upload = Upload.of(config, digest, checked.report)
             with self._lock:
                 self._check_open()
-                check_state(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
+                check_preconditions(name, self._names.find(name), if_match, if_not_exists=if_not_exists)
                 version, created, record = self._index.add_version(
                     name, upload, time.time(), alias=alias, principal=principal, quota=self.quota.with_bytes(max_bytes)
                 )
-                self._holds.add((checked.spec.key,))
+                self._refcounts.add((checked.spec.key,))
                 self._names.replace(name, record)
         return Registration(AdapterRef(name, version, checked.spec.key), created, checked.report)
 
     def resolve(self, reference: str) -> AdapterRef:
-        """What `mia`, `mia:prod`, `mia@3` or `mia@sha256:<12 or more digits of the key>` names now. Reads memory only.
+        """Return the version that `mia`, `mia:prod`, `mia@3` or `mia@sha256:<12 or more digits of the key>` names now.
 
-        For an alias that is split between versions each call draws one of them, by their shares.
+        Reads memory only. For an alias that is split between versions, each call draws one by their shares.
 
         Raises:
-            AdapterNotFound: nothing; carries up to three ids that look like it.
+            AdapterNotFound: there is none; carries up to three similar ids.
         """
         return self._names.resolve(reference)
 
     def targets(self, reference: str) -> tuple[AdapterRecord, Shares]:
-        """The id that `resolve` would find, and the version that it would return; of an alias that is split, both, with
-        their shares. Draws nothing. Raises: AdapterNotFound.
+        """Return the id that `resolve` would find and the versions it could return, with their shares. Draws nothing.
+
+        Raises:
+            AdapterNotFound: there is none.
         """
         return self._names.targets(reference)
 
     def resolve_one(self, reference: str) -> AdapterRef:
-        """As `resolve`, but an alias that is split is refused. Raises: AdapterNotFound, InvalidAlias."""
+        """Return the version that a reference names, refusing an alias that is split.
+
+        Raises:
+            AdapterNotFound: there is none.
+            InvalidAlias: the alias is split between versions.
+        """
         return self._names.resolve_one(reference)
 
     def list_adapters(self) -> list[AdapterRecord]:
-        """Every id, sorted."""
+        """Return every id, sorted."""
         return self._names.all()
 
     def records(self) -> Mapping[AdapterId, AdapterRecord]:
-        """Every id, in no order. The same object as long as nothing changes; what was returned never does."""
+        """Return every id, unordered. The mapping is immutable; a change replaces it by a new object."""
         return self._names.records
 
     def get(self, adapter_id: str) -> AdapterRecord:
-        """Raises: AdapterNotFound."""
+        """Return an id's record.
+
+        Raises:
+            AdapterNotFound: there is no such id.
+        """
         return self._names.get(adapter_id)
 
     def limits(self, adapter_id: str) -> Mapping[str, float]:
-        """The limits of an id; none if there is no such id. Reads memory only."""
+        """Return the limits of an id, empty if there is no such id. Reads memory only."""
         record = self._names.find(adapter_id)
         return record.limits if record is not None else {}
 
-    def change(self, adapter_id: str, change: Change, *, if_match: Tags = None) -> AdapterRecord:
-        """Move an id to another of its versions, set, move or remove aliases, replace limits: all at once, or nothing.
+    def change(self, adapter_id: str, change: Change, *, if_match: IfMatch = None) -> AdapterRecord:
+        """Apply a change to an id, completely or not at all, and return the new record.
 
-        Returns the id as it is then. Requests that were resolved before keep their version.
+        A change moves the id to another of its versions, sets, moves or removes aliases, and replaces limits.
+        Requests resolved earlier keep their version.
 
         Raises:
             AdapterNotFound: there is no such id.
             VersionNotFound: it has no such version.
-            InvalidAlias: an alias's name or target is none.
+            InvalidAlias: an alias's name or target is invalid.
             AdapterChanged: the id is not in one of the states of `if_match`.
-            StoreFull, StoreUnusable: the disk refused; everything is as before.
+            StoreFull, StoreUnusable: the disk refused; nothing changed.
         """
         change.check()
         with self._lock:
             self._check_open()
             record = self.get(adapter_id)
-            check_state(adapter_id, record, if_match)
+            check_preconditions(adapter_id, record, if_match)
             change.check_versions(record)
             changed = self._index.change(record.adapter_id, change)
             self._names.replace(record.adapter_id, changed)
             return changed
 
     def is_named(self, key: AdapterKey) -> bool:
-        """Whether any version names this content."""
+        """Return whether any version refers to this content."""
         with self._lock:
             self._check_open()
             return self._index.is_named(key)
 
-    def delete(self, reference: str, *, force: bool = False, if_match: Tags = None) -> Deletion:
+    def delete(self, reference: str, *, force: bool = False, if_match: IfMatch = None) -> Deletion:
         """Remove an id, or the version or content that the reference pins.
 
-        The id moves to its highest version left. Weights that no version names any more are removed, once nobody holds
-        them; what is in memory stays usable. Version numbers are not used again.
+        The id moves to its highest remaining version. Weights that no version refers to are removed once nothing
+        holds them; what is in memory stays usable. Version numbers are never reused.
 
         Raises:
             AdapterNotFound: there is nothing of that name.
             InvalidAlias: it is an alias; `change` removes those.
             AdapterChanged: the id is not in one of the states of `if_match`.
-            VersionInUse: an alias names it; `force` removes the alias too.
+            VersionInUse: an alias points to it; `force` removes the alias too.
         """
         with self._lock:
             self._check_open()
-            record, doomed = self._names.select(reference)
-            check_state(record.adapter_id, record, if_match)
-            versions = frozenset(v.version for v in doomed)
+            record, selected = self._names.select(reference)
+            check_preconditions(record.adapter_id, record, if_match)
+            versions = frozenset(v.version for v in selected)
             aliases = record.aliases_of(versions)
             if aliases and not force:
                 raise VersionInUse(record.adapter_id, aliases)
             left, unnamed = self._index.delete_versions(record, versions)
             self._names.replace(record.adapter_id, left)
-            # It is deleted whether or not the disk lets its weights go now.
+            # The deletion is committed, whether or not the weights can be removed now.
             with contextlib.suppress(StoreUnusable, StoreFull):
                 self.collect()
-            contents = tuple(v.key for v in doomed)
+            contents = tuple(v.key for v in selected)
             return Deletion(record.adapter_id, contents, tuple(filter(unnamed.__contains__, contents)), aliases)
 
     def hold(self, key: AdapterKey) -> ContentHold:
-        """Keep a content for as long as the returned object lives, whatever is deleted meanwhile.
+        """Keep a content on disk for as long as the returned object lives, even if it is deleted.
 
         Raises:
-            AdapterNotFound: it is gone already.
+            AdapterNotFound: it is already removed.
             AdapterCorrupt: it is in quarantine.
         """
-        # Not under the store's lock, which others keep while the disk works: `ContentRefcounts` says who wins
-        # against a deletion.
+        # Without the store's lock, which is held during commits: `ContentRefcounts` decides against a deletion.
         self._check_open()
-        hold = self._holds.take(key)
+        hold = self._refcounts.acquire(key)
         self._quarantine.check(key)
         return hold
 
     def collect(self) -> int:
-        """Remove contents that no version names and nobody holds, with their weights; returns how many.
+        """Remove contents that no version refers to and nothing holds, with their weights; return how many.
 
-        Deleting does it; what was held at that time goes with the next call.
+        `delete` calls it; contents that were held then are removed by a later call.
         """
         with self._lock:
             self._check_open()
-            doomed = self._holds.mark_deleted(self._index.unnamed())
-            if doomed:
+            deleted = self._refcounts.mark_deleted(self._index.unreferenced_contents())
+            if deleted:
                 try:
-                    unused = self._index.drop(doomed)
+                    unused = self._index.delete_contents(deleted)
                 except BaseException:
-                    self._holds.add(doomed)
+                    self._refcounts.add(deleted)
                     raise
                 self._leases.remove_unused(sorted(unused))
-                self._quarantine.forget(doomed)
-            return len(doomed)
+                self._quarantine.forget(deleted)
+            return len(deleted)
 
-    def remove_orphans(self, age_s: float = UNREFERENCED_BLOB_AGE_S) -> Swept:
-        """Remove weights that were uploaded longer ago than this and are named by nothing still.
+    def remove_orphans(self, age_s: float = UNREFERENCED_BLOB_AGE_S) -> SweepSummary:
+        """Remove weights uploaded more than `age_s` seconds ago that nothing refers to.
 
-        Raises: StoreUnusable: the disk refused; the next call goes on.
+        Raises:
+            StoreUnusable: the disk refused; the next call continues.
         """
-        # Thousands of files are looked at outside the lock, for which every request waits; what goes is few.
+        # Thousands of files are examined outside the lock, which requests wait for; few of them are removed.
         old = self._blobs.older_than(age_s)
         with self._lock:
             self._check_open()
-            self._index.settle()
+            self._index.discard_failed_commit()
             return self._blobs.remove_old(old - self._referenced() - self._leases.leased(), age_s)
 
     def _referenced(self) -> set[str]:
@@ -336,31 +370,33 @@ class AdapterStore:
             return self._index.referenced_digests()
 
     def spec(self, key: AdapterKey) -> AdapterSpec:
-        """What a content is, read from the header of its weights and checked against the base once more.
+        """Return a content's spec, read from the header of its weights and checked against the base again.
 
         Raises:
-            AdapterNotFound: no version names it, and nobody held it, so that it was removed.
-            AdapterCorrupt: its weights are damaged or gone.
+            AdapterNotFound: it was removed.
+            AdapterCorrupt: its weights are damaged or missing.
             AdapterInvalid: this server's limits are tighter than those it was accepted under.
         """
         content = self._content(key)
         with self._quarantine.reading(key, content.weights_digest):
-            return self._contents.spec(content)
+            return self._content_reader.spec(content)
 
     def load(self, key: AdapterKey, should_stop: Callable[[], bool] = lambda: False) -> AdapterWeights:
-        """Read a content's weights; the digest is verified, and the spec checked, before anything is handed out.
+        """Read a content's weights, verifying the digest and checking the spec before anything is returned.
 
         Raises:
             AdapterNotFound, AdapterCorrupt, AdapterInvalid: as `spec`.
-            LoadCancelled: `should_stop` said so meanwhile.
+            LoadCancelled: `should_stop` returned True during the read.
         """
         content = self._content(key)
         with self._quarantine.reading(key, content.weights_digest):
-            return self._contents.load(content, should_stop)
+            return self._content_reader.load(content, should_stop)
 
     def quarantined(self) -> frozenset[AdapterKey]:
-        """Contents that were found damaged since the store opened. Their requests fail at once, without a look at the
-        disk, until the same weights are uploaded again."""
+        """Return the contents found damaged since the store opened.
+
+        Their requests fail at once, without reading the disk, until the same weights are uploaded again.
+        """
         return self._quarantine.keys()
 
     def _content(self, key: AdapterKey) -> Content:

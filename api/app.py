@@ -1,4 +1,4 @@
-"""The HTTP application: one factory, no state outside it."""
+"""Build the HTTP application, without global state."""
 
 import asyncio
 import logging
@@ -95,10 +95,10 @@ _ROUTES = (
 
 
 def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSettings) -> FastAPI:
-    """An application around a built engine, which it starts and shuts down; the store stays its giver's to close.
+    """Build an application around an engine, which it starts and shuts down; the caller closes the store.
 
     Raises:
-        ConfigError, StoreUnusable: limits, of all adapters or of one in the store, are none.
+        ConfigError, StoreUnusable: limits of all adapters, or of one in the store, are invalid.
     """
     limits = AdapterLimits(engine, store, settings.limits("adapter"))
     limits.check()
@@ -149,18 +149,20 @@ def create_app(engine: "AsyncEngine", store: AdapterStore, settings: ServerSetti
 
 
 async def _collect(store: AdapterStore) -> None:
-    """What was deleted while requests needed it goes when they have ended; what was never registered goes in a day."""
+    """Remove deleted adapters once their requests have ended, and unregistered weights after a day."""
     while True:
         await asyncio.sleep(COLLECT_EVERY_S)
         try:
             await run_in_threadpool(store.collect)
             await run_in_threadpool(store.remove_orphans)
         except AdapterError as error:
-            _LOG.warning("deleted adapters stay on the disk for now: %s", error)
+            _LOG.warning("cannot remove deleted adapters from the disk now: %s", error)
 
 
 def _middleware(settings: ServerSettings, keys: KeyCache, services: Services) -> list[Middleware]:
-    """Outermost first. A browser's preflight, which carries no key, is answered before keys are asked for."""
+    """Return the middleware, outermost first. Browser preflights, which carry no key, are answered before
+    authentication.
+    """
     around = [
         Middleware(Envelope),
         Middleware(DrainMiddleware, draining=services.draining),

@@ -1,4 +1,4 @@
-"""A small client of the server, for the command line: uploads, lists, streams. No torch, no engine."""
+"""Call the server from the command line: uploads, lists, streams. Torch-free, without an engine."""
 
 import json
 import re
@@ -15,24 +15,22 @@ from adapter_store.formats.peft_dir import PeftDir, digest_file
 from api.asgi.address import DEFAULT_SERVER, is_loopback
 
 CHUNK_BYTES = 1 << 20
-# An answer may wait long for its first token on a busy server; connecting may not.
+# A busy server may take long until the first token; connecting must be fast.
 ANSWER_S, CONNECT_S = 600.0, 5.0
 TIMEOUT = httpx2.Timeout(ANSWER_S, connect=CONNECT_S)
 MAX_SENDS = 3
 BUSY = (429, 503)
 _MISSING = frozenset({"blob_not_found", "adapter_corrupt"})
 ByteProgress = Callable[[str, int, int], None]
-"""Called with what is done (hashing, sending), bytes done and bytes in all."""
+"""Called with the activity (hashing, sending), bytes done and total bytes."""
 
 
 class ServerUnreachable(Exception):
-    """Nothing answers at the server's address, or it stopped answering."""
+    """Report that the server's address does not respond, or stopped responding."""
 
 
 class Refused(Exception):
-    """The server said no. `error` is the body's error object; `retry_after_s` when it may say yes to the same, None if
-    it did not tell.
-    """
+    """Report an error response. `error` is the body's error object."""
 
     def __init__(self, status: int, error: Mapping[str, Any], retry_after_s: float | None = None) -> None:
         super().__init__(str(error.get("message") or f"the server answered {status}"))
@@ -42,28 +40,29 @@ class Refused(Exception):
 
     @property
     def problems(self) -> list[str]:
-        """Every problem of a refused adapter, a line each."""
+        """Return the problems of a refused adapter, one line each."""
         return [problem_line(problem) for problem in self.error.get("details") or []]
 
 
 def problem_line(problem: Mapping[str, Any]) -> str:
-    """`where: what is wrong (code)`."""
+    """Format as `where: what is wrong (code)`."""
     where = f"{problem['field']}: " if problem["field"] else ""
     return f"{where}{problem['message']} ({problem['code']})"
 
 
 @dataclass
 class Choice:
-    """One of the answers to a request. `logprobs`: an entry a token, as OpenAI's chat has them."""
+    """Hold one answer to a request."""
 
     text: str = ""
     finish_reason: str | None = None
+    # One entry per token, in the format of OpenAI's chat.
     logprobs: list[dict[str, Any]] = field(default_factory=list)
 
 
 @dataclass
 class StreamedAnswer:
-    """An answer as it arrives: iterate for pieces of text; the rest is known when the iteration ends."""
+    """Iterate over the text of an answer as it arrives; the other fields are complete when the iteration ends."""
 
     headers: Mapping[str, str]
     events: Iterator[Mapping[str, Any]]
@@ -72,11 +71,11 @@ class StreamedAnswer:
 
     @property
     def finish_reason(self) -> str | None:
-        """Of the last choice, None while it is not there."""
+        """Return the finish reason of the last choice; None before its end."""
         return self.choices[max(self.choices)].finish_reason if self.choices else None
 
     def close(self) -> None:
-        """End it before its end: the server stops computing."""
+        """Abort the answer: the server stops computing."""
         if isinstance(self.events, Generator):
             self.events.close()
 
@@ -95,13 +94,13 @@ class StreamedAnswer:
 
 
 def _text(told: Mapping[str, Any]) -> str:
-    """Of a piece of a choice or of a whole one, of a chat or of a plain completion."""
+    """Return the text of a choice or of a piece of one, from chat or plain completions."""
     said = told.get("delta") or told.get("message")
     return str((said.get("content") if said else told.get("text")) or "")
 
 
 def _token_logprobs(told: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """An entry a token, whichever of OpenAI's two shapes they have."""
+    """Return one entry per token, from either of OpenAI's two formats."""
     if "tokens" not in told:
         return told.get("content") or []
     tops = told.get("top_logprobs") or [None] * len(told["tokens"])
@@ -116,23 +115,23 @@ def _token_logprobs(told: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _comes_whole(body: Mapping[str, Any]) -> bool:
-    """Whether what is asked cannot be streamed: the answer is one of several that are all computed first."""
+    """Return whether the request cannot be streamed, because the answer is selected from several complete ones."""
     tried, shown = body.get("best_of"), body.get("n")
     chosen = isinstance(tried, int) and tried > (shown if isinstance(shown, int) else 1)
     return chosen or bool(body.get("use_beam_search")) or body.get("prompt_logprobs") is not None
 
 
 class Client:
-    """One server. Its methods return parsed JSON.
+    """Call one server. Methods return parsed JSON.
 
     Raises (all methods):
         ServerUnreachable, Refused.
     """
 
     def __init__(self, url: str = DEFAULT_SERVER, key: str | None = None, *, wait_s: float | None = None) -> None:
-        """`wait_s`: give up on a server that is silent for so long; None: as long as an answer may take."""
+        """Connect to a server; `wait_s` is the timeout, by default as long as an answer may take."""
         self.url = url.rstrip("/")
-        # A proxy from the environment has no business with this machine's own address.
+        # No proxy from the environment for an address on this machine.
         trust_env = not is_loopback(urlsplit(self.url).hostname or "")
         headers = {"authorization": f"Bearer {key}"} if key else {}
         timeout = TIMEOUT if wait_s is None else httpx2.Timeout(wait_s)
@@ -147,19 +146,19 @@ class Client:
         self._http.close()
 
     def base_name(self) -> str:
-        """What the server calls its base."""
+        """Return the server's name of its base."""
         return str(self._json("GET", "/v1/models", params={"limit": 1})["data"][0]["id"])
 
     def models(self) -> list[dict[str, Any]]:
-        """Cards of everything that may be asked, as any OpenAI-compatible server lists it."""
+        """Return the model cards, as any OpenAI-compatible server lists them."""
         return [card for card in self._json("GET", "/v1/models").get("data") or [] if isinstance(card, dict)]
 
     def get(self, path: str, **params: object) -> dict[str, Any]:
-        """A JSON object that stands at a path."""
+        """Return the JSON object at a path."""
         return self._json("GET", path, params=params)
 
     def name_of(self, reference: str) -> str:
-        """What the server calls the base, an adapter, one of its versions or an alias; it must be there."""
+        """Return the server's name of the base, an adapter, a version or an alias, which must exist."""
         return str(self._json("GET", f"/v1/models/{quote(reference, safe='')}")["id"])
 
     def adapters(self) -> list[dict[str, Any]]:
@@ -173,24 +172,27 @@ class Client:
         return self._json("GET", f"/v1/adapters/{quote(adapter_id, safe='')}/stats")
 
     def delete(self, reference: str, *, force: bool = False, wait_s: float = 0.0) -> dict[str, Any]:
-        """Remove an id or a version; with `force` also the aliases that name it, and its requests end. Waits for those
-        that run, at most so long."""
+        """Delete an id or a version; with `force` also its aliases, aborting its requests. Waits up to `wait_s` for
+        running ones.
+        """
         params = {**({"force": "true"} if force else {}), **({"wait": f"{wait_s:g}"} if wait_s else {})}
         return self._json("DELETE", f"/v1/adapters/{quote(reference, safe='')}", params=params)
 
     def change(self, adapter_id: str, body: Mapping[str, Any], *, etag: str | None = None) -> dict[str, Any]:
-        """Move an id or its aliases to other versions; with `etag` only from the state that has it."""
+        """Change an adapter; with `etag`, only if its state is still the one with this tag."""
         headers = {} if etag is None else {"if-match": f'"{etag}"'}
         return self._json("PATCH", f"/v1/adapters/{quote(adapter_id, safe='')}", json=dict(body), headers=headers)
 
     def warm(self, reference: str, deadline_ms: int | None = None) -> dict[str, Any]:
-        """Bring an adapter to the pool; answers when it is there, or at the deadline (None: the server's)."""
+        """Load an adapter into the pool; returns when it is resident, or at the deadline (None: the server's
+        default).
+        """
         body = {} if deadline_ms is None else {"deadline_ms": deadline_ms}
         timeout = httpx2.Timeout(ANSWER_S + (deadline_ms or 0) / 1000, connect=CONNECT_S)
         return self._json("POST", f"/v1/adapters/{quote(reference, safe='')}:warm", json=body, timeout=timeout)
 
     def verify(self, reference: str, body: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-        """Compare an adapter with PEFT: `{"progress": [what, share]}` as it goes on, and at last the verdict."""
+        """Compare an adapter with PEFT: yields `{"progress": [what, share]}` repeatedly, and the verdict at the end."""
         path = f"/v1/adapters/{quote(reference, safe='')}:verify"
         timeout = httpx2.Timeout(ANSWER_S + body.get("timeout_s", 0.0), connect=CONNECT_S)
         request = self._http.build_request("POST", path, json={**body, "stream": True}, timeout=timeout)
@@ -205,17 +207,17 @@ class Client:
             yield event
 
     def pin(self, reference: str, *, pinned: bool) -> dict[str, Any]:
-        """Keep an adapter in the pool, or let it go."""
+        """Pin an adapter to the pool, or unpin it."""
         return self._json("PATCH", f"/v1/adapters/{quote(reference, safe='')}", json={"pinned": pinned})
 
     def limit(self, adapter_id: str, limits: Mapping[str, float]) -> dict[str, float]:
-        """Replace the limits of an id; none at all take them away. Returns them."""
+        """Replace the limits of an id, or remove them if there are none. Returns the new limits."""
         body = {"limits": dict(limits)}
         done: dict[str, float] = self._json("PATCH", f"/v1/adapters/{quote(adapter_id, safe='')}", json=body)["limits"]
         return done
 
     def pool(self) -> dict[str, Any]:
-        """Whose the pool's pages are."""
+        """Return the memory map of the pool."""
         return self._json("GET", "/v1/pool")
 
     def upload(
@@ -229,10 +231,11 @@ class Client:
         send_always: bool = True,
         progress: ByteProgress | None = None,
     ) -> dict[str, Any]:
-        """Hash the weights, send them, register them, and move the alias to them; the server's report.
+        """Hash the weights, send them, register them, and move the alias to the new version; returns the server's
+        report.
 
-        Without `send_always` the weights are sent only if the server cannot do with those of that digest that it has:
-        there are none, or they are damaged. What it has already is checked there and nothing else.
+        Args:
+            send_always: False sends the weights only if the server lacks a usable copy with that digest.
         """
         tell = progress or (lambda *_: None)
         digest = digest_file(peft.weights_path, lambda done, total: tell("hashing", done, total))
@@ -252,8 +255,8 @@ class Client:
             try:
                 return self._json("POST", "/v1/adapters", json=body)
             except Refused as error:
-                # What was sent may be gone: another adapter of the same weights was refused meanwhile. And what was
-                # there may be damaged in its header, which looks like a bad adapter.
+                # The weights may be gone: another adapter with the same weights was refused meanwhile. An existing copy
+                # may have a damaged header, which looks like an invalid adapter.
                 again = _MISSING if sends else _MISSING | {"invalid_adapter"}
                 if sends == MAX_SENDS or error.error.get("code") not in again:
                     raise
@@ -270,7 +273,7 @@ class Client:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Every sample of /metrics by its name, labels as they are written there."""
+        """Return the samples of /metrics by name, with labels as written there."""
         with _reaching(self.url):
             response = self._http.get("/metrics")
         if response.status_code >= 400:
@@ -279,11 +282,11 @@ class Client:
         return {name: float(value) for name, value in samples}
 
     def chat(self, body: Mapping[str, Any]) -> StreamedAnswer:
-        """Ask, streaming where that is possible; `body` as OpenAI has it, without the stream fields."""
+        """Send a chat request in OpenAI's format without the stream fields; the answer streams where possible."""
         return self._ask("/v1/chat/completions", body)
 
     def complete(self, body: Mapping[str, Any]) -> StreamedAnswer:
-        """The same with a prompt that goes to the model as it is."""
+        """Send a request with a plain prompt in the same way."""
         return self._ask("/v1/completions", body)
 
     def _ask(self, path: str, body: Mapping[str, Any]) -> StreamedAnswer:
@@ -330,7 +333,7 @@ class Client:
 
 
 class _reaching:  # noqa: N801 - used as a statement
-    """Turns what the network says into ServerUnreachable."""
+    """Convert network errors to ServerUnreachable."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -344,7 +347,7 @@ class _reaching:  # noqa: N801 - used as a statement
         if isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout):
             raise ServerUnreachable(f"no server answers at {self._url}; start one with: lorasrv serve") from None
         if isinstance(error, httpx2.InvalidURL | httpx2.UnsupportedProtocol):
-            raise ServerUnreachable(f"{self._url} is no server address; expected http://HOST:PORT") from None
+            raise ServerUnreachable(f"{self._url} is not a server address; expected http://HOST:PORT") from None
         if isinstance(error, httpx2.HTTPError):
             reason = str(error) or type(error).__name__
             raise ServerUnreachable(f"the server at {self._url} stopped answering: {reason}") from None

@@ -1,9 +1,9 @@
-"""Which exception is which HTTP answer. The only place that knows; a test walks all exception classes through it.
+"""Map each exception to an HTTP response, in OpenAI's and in TGI's format; a test checks that all classes are
+mapped.
 
-Errors as TGI and LoRAX word them, on the routes that are theirs: `{"error": "...", "error_type": "..."}`.
-
-Their clients choose the exception by `error_type`: validation, generation, overloaded or incomplete_generation
-(huggingface_hub `inference/_common.py`, lorax-client `errors.py`).
+TGI's routes respond with `{"error": "...", "error_type": "..."}`. Clients of TGI and LoRAX choose their exception by
+`error_type`: validation, generation, overloaded or incomplete_generation (huggingface_hub `inference/_common.py`,
+lorax-client `errors.py`).
 """
 
 import math
@@ -21,28 +21,26 @@ from lorasrv import errors as engine_errors
 MAX_SHOWN_PROBLEMS = 3
 INVALID = "invalid_request_error"
 SERVER = "server_error"
-INTERNAL_MESSAGE = "internal error; the server's log tells more under this request's x-request-id"
+INTERNAL_MESSAGE = "internal error; see the server's log for this request's x-request-id"
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """How a class of exceptions is answered.
-
-    `retry` False sends `x-should-retry: false`: openai-python repeats every 409, 429 and 5xx that does not, and a
-    failure that will come again would cost three times the work. `message` replaces the exception's own where that
-    one may hold a path or other matters of the operator.
-    """
+    """Describe the response to a class of exceptions."""
 
     status: int
     code: str
     type: str = INVALID
     param: str | None = None
+    # False sends `x-should-retry: false`: openai-python retries every 409, 429 and 5xx without it, and a failure that
+    # would repeat costs three times the work.
     retry: bool = True
     retry_after_s: float | None = None
+    # Replaces the exception's own message, which may contain a path or other internals.
     message: str | None = None
 
 
-# What nobody foresaw comes again: a bug costs its work once, not three times.
+# Unknown errors repeat: without retries a bug costs its work once, not three times.
 _BUG = Answer(500, "internal_error", SERVER, retry=False, message=INTERNAL_MESSAGE)
 ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.LorasrvError: _BUG,
@@ -61,7 +59,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.AdapterCold: Answer(503, "adapter_cold", SERVER, param="on_cold", retry_after_s=1.0),
     engine_errors.InvalidLimits: Answer(400, "invalid_value"),
     engine_errors.LimitExceeded: Answer(429, "limit_exceeded", "rate_limit_error", retry_after_s=1.0),
-    # Repeated as it is, it would take as long once more.
+    # Repeated unchanged, it would take as long again.
     engine_errors.RequestTimeout: Answer(504, "timeout", SERVER, param="timeout_s", retry=False),
     engine_errors.DeadlineUnreachable: Answer(
         503, "deadline_unreachable", SERVER, param="timeout_s", retry_after_s=1.0
@@ -70,7 +68,7 @@ ANSWERS: Mapping[type[Exception], Answer] = {
     engine_errors.VerificationUnavailable: Answer(503, "verification_unavailable", SERVER, retry=False),
     engine_errors.VerificationBusy: Answer(429, "verification_running", "rate_limit_error", retry_after_s=30.0),
     engine_errors.VerificationFailed: Answer(503, "verification_failed", SERVER, retry=False),
-    # Once more is worth trying: what failed may have been the machine. The third time it is refused (`poison.py`).
+    # Worth one retry: the machine may have been the cause. The third time it is refused (`poison_requests.py`).
     engine_errors.StepFailed: Answer(500, "step_failed", SERVER),
     engine_errors.OutOfMemory: Answer(503, "out_of_memory", SERVER, retry_after_s=10.0),
     engine_errors.PoisonRequest: Answer(400, "poison_request"),
@@ -121,7 +119,7 @@ FIELD_NAMES: Mapping[str, Mapping[str, str]] = {
 
 
 class ApiError(HTTPException):
-    """An answer that the HTTP layer itself decides on."""
+    """Report an error decided by the HTTP layer itself."""
 
     def __init__(
         self,
@@ -139,7 +137,7 @@ class ApiError(HTTPException):
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """An exception as HTTP says it: status, headers and the OpenAI-shaped body."""
+    """Hold an error response: status, headers and the body in OpenAI's format."""
 
     status: int
     body: dict[str, Any]
@@ -168,7 +166,7 @@ def describe(error: Exception, *, path: str = "") -> Failure:
 
 
 def answer_for(kind: type[BaseException]) -> Answer:
-    """The answer of the nearest known ancestor; what nobody foresaw is an internal error."""
+    """Return the response of the nearest mapped ancestor; unmapped exceptions are internal errors."""
     for ancestor in kind.__mro__:
         if ancestor in ANSWERS:
             return ANSWERS[ancestor]
@@ -176,7 +174,7 @@ def answer_for(kind: type[BaseException]) -> Answer:
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """The OpenAI error shape."""
+    """Build OpenAI's error object."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
@@ -206,7 +204,7 @@ def _describe_http(error: HTTPException) -> Failure:
 
 
 def _describe_validation(error: RequestValidationError) -> Failure:
-    """400 and not FastAPI's 422: clients made for OpenAI's API look for that."""
+    """Convert to 400 in place of FastAPI's 422, as clients of OpenAI's API expect."""
     problems = [(field_name(problem["loc"]), problem["msg"]) for problem in error.errors()]
     shown = [f"{name}: {message}" if name else message for name, message in problems[:MAX_SHOWN_PROBLEMS]]
     if len(problems) > MAX_SHOWN_PROBLEMS:
@@ -215,7 +213,7 @@ def _describe_validation(error: RequestValidationError) -> Failure:
 
 
 def field_name(location: tuple[int | str, ...]) -> str:
-    """A field's name as the client wrote it: `messages[0].role`. Names of union branches are left out."""
+    """Return a field's name as the client wrote it, such as `messages[0].role`, without names of union branches."""
     name = ""
     for part in location[1:]:
         if isinstance(part, int):
@@ -231,12 +229,14 @@ BROKEN_OFF = "generation_failed"
 
 
 def describe_at(path: str, error: Exception) -> Failure:
-    """Any exception as the clients of that path understand it."""
+    """Convert any exception to the format of the path's clients."""
     return describe_tgi(error) if path in TGI_PATHS else describe(error, path=path)
 
 
 def describe_tgi(error: Exception) -> Failure:
-    """400 becomes 422; a failure of ours 424, unless to try again later helps (503) or it was too late (504)."""
+    """Convert to TGI's format: 400 becomes 422; a server error becomes 424, 503 if a retry may help, or 504 if too
+    late.
+    """
     failure = describe(error, path="/generate")
     status, kind = _status_and_type(failure, error)
     body: dict[str, Any] = {"error": failure.body["error"]["message"], "error_type": kind}
@@ -252,6 +252,6 @@ def _status_and_type(failure: Failure, error: Exception) -> tuple[int, str]:
     if isinstance(error, ApiError) and error.code == BROKEN_OFF:
         return 500, "incomplete_generation"
     passes = "retry-after" in failure.headers or status == 504
-    # What nobody foresaw stays a 500, which operators watch for.
+    # Unknown errors stay 500, which operators watch for.
     unforeseen = failure.body["error"]["code"] == "internal_error" and not isinstance(error, HTTPException)
     return (status if passes or unforeseen else 424), "generation"

@@ -1,6 +1,6 @@
-"""A serving process: address, store, model, HTTP, in the order in which failing early is cheapest.
+"""Run a serving process: address, store, model, HTTP, ordered so that errors appear as early as possible.
 
-`serve --profile FILE`: where the time of a server went, as JSON, written when it ends.
+`serve --profile FILE` writes at the end, as JSON, how the server's time was spent.
 """
 
 import asyncio
@@ -47,7 +47,11 @@ ENGINE, LOOP = "engine", "event loop"
 
 
 def check_profile_path(path: Path | None) -> None:
-    """Raises: ConfigError: the file cannot be written; to be told before a model is loaded."""
+    """Check that the file can be written, before a model is loaded.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
     if path is None:
         return
     try:
@@ -59,7 +63,7 @@ def check_profile_path(path: Path | None) -> None:
 
 @contextmanager
 def profile_written(path: Path | None, profile: "StepProfile") -> Iterator[None]:
-    """Write the file when what is inside ends; what is inside runs the event loop in this thread."""
+    """Write the file at the end of the block, which runs the event loop in this thread."""
     if path is None:
         yield
         return
@@ -76,7 +80,7 @@ def profile_written(path: Path | None, profile: "StepProfile") -> Iterator[None]
 
 
 def describe(profile: "StepProfile", wall_s: float, loop_s: float) -> dict[str, Any]:
-    """Seconds by part and thread. `http` is what the event loop's thread computed beside making text of tokens."""
+    """Return seconds by part and thread. `http` is the event loop thread's CPU time without detokenizing."""
     seconds = profile.seconds()
     loop = {"detokenizing": seconds.pop("detokenizing", 0.0)}
     loop["http"] = max(0.0, loop_s - loop["detokenizing"])
@@ -94,20 +98,20 @@ def describe(profile: "StepProfile", wall_s: float, loop_s: float) -> dict[str, 
 
 
 GRACE_S = 5
-"""How long requests may go on after Ctrl-C: whoever sits before a terminal does not want to wait."""
+"""Time for requests to finish after Ctrl-C, for a user who waits at a terminal."""
 LAST_WORDS_S = 2
-"""Those that have been ended then have this long to send what they have to say about it."""
+"""Time that aborted requests then have to send their last response."""
 Progress = Callable[[str, float], None]
-"""Told what is being done and how much of it is, from 0 to 1."""
+"""Called with the current activity and the share of it that is done, from 0 to 1."""
 
 
 class CannotListen(Exception):
-    """The address cannot be had. Says which, and why: other errors of the system are about something else."""
+    """Report an address that cannot be bound, with the reason; distinguishes it from other system errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """What a server that has just begun to answer tells whoever started it."""
+    """Describe a server that has just started to serve."""
 
     url: str
     model: str
@@ -118,13 +122,14 @@ class Ready:
 
 
 def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready], None]) -> None:
-    """Serve until SIGINT or SIGTERM, then end cleanly (`api/asgi/draining.py`); a second signal shortens that.
-    Both also end a server that is still loading.
+    """Serve until SIGINT or SIGTERM, then drain (`api/asgi/draining.py`); a second signal shortens that.
+
+    Both signals also end a server that is still loading.
 
     Raises:
-        LorasrvError, AdapterError: model, options or store do not serve; other machines would need no key.
-        ModulesRefused: adapters that are to be served are refused.
-        CannotListen: the address cannot be had.
+        LorasrvError, AdapterError: model, options or store are not usable, or other machines would need no key.
+        ModulesRefused: adapters of `--lora-modules` are refused.
+        CannotListen: the address cannot be bound.
         OSError.
     """
     started = time.monotonic()
@@ -141,20 +146,22 @@ def run(settings: ServerSettings, progress: Progress, on_ready: Callable[[Ready]
 
 
 def check_guarded(settings: ServerSettings) -> None:
-    """Other machines are served if they have to show a key, or if that is wanted.
+    """Check that clients on other machines need a key, unless the options allow access without one.
 
-    Raises: ConfigError: neither. StoreUnusable: the store's keys cannot be read.
+    Raises:
+        ConfigError: they need none.
+        StoreUnusable: the store's keys cannot be read.
     """
     if settings.serves_without_keys or settings.api_key is not None or has_keys(settings.store.expanduser()):
         return
     raise ConfigError(
-        f"--host {settings.host} opens the server to other machines without any key; make one with lorasrv key create "
+        f"--host {settings.host} opens the server to other machines without a key; create one with lorasrv key create "
         "or --api-key, add --insecure if that is what you want, or leave --host at 127.0.0.1"
     )
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take the address at once, before seconds go into loading; until it listens, clients are refused.
+    """Bind the address before seconds are spent on loading; clients are refused until the socket listens.
 
     Raises: CannotListen.
     """
@@ -183,8 +190,9 @@ def _serve(
     started: float,
 ) -> None:
     progress("importing torch", 0.0)
-    # Before torch: its OpenMP threads would spin for ages between products, and starve the event loop on few cores;
-    # asleep at once (OMP_WAIT_POLICY=PASSIVE) they cost a step three times its time. docs/benchmarks.md has figures.
+    # Before torch: its OpenMP threads would busy-wait for long between products, and starve the event loop on few
+    # cores; without busy-waiting (OMP_WAIT_POLICY=PASSIVE) a step takes three times as long. Figures:
+    # docs/benchmarks.md.
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     from lorasrv.engine.async_engine import AsyncEngine
 
@@ -201,7 +209,8 @@ def _serve(
         app = create_app(engine, store, settings)
 
         def tell_ready() -> None:
-            # What was made until now stays: going through it costs a full collection 120 ms, in the middle of a step.
+            # Exclude the objects so far from garbage collection: scanning them takes a full collection 120 ms, during a
+            # step.
             gc.freeze()
             on_ready(_ready(settings, engine, listener, time.monotonic() - started))
 
@@ -227,7 +236,7 @@ def _open_recorder(settings: ServerSettings, opened: ExitStack) -> "list[TraceRe
 
 
 def open_store(settings: ServerSettings) -> "AdapterStore":
-    """The store as the server opens it, for others who have an engine in their process.
+    """Open the store as the server does, for commands with an engine in their process.
 
     Raises: ModelError, AdapterError.
     """
@@ -259,7 +268,7 @@ def _open_store(settings: ServerSettings) -> "AdapterStore":
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that says when it has begun to answer, and that drains before it shuts down."""
+    """Extend uvicorn: report readiness, and drain before shutdown."""
 
     def __init__(
         self, app: "FastAPI", bounds: ConnectionLimits, on_started: Callable[[], None], watchdog: Watchdog
@@ -287,7 +296,7 @@ class _Uvicorn(uvicorn.Server):
             self._on_started()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        # uvicorn raises them again, to the handlers that were there before, once it has shut down.
+        # uvicorn raises them again after its shutdown, for the handlers that were installed before.
         self._captured_signals.append(sig)
         draining = self._services.draining
         if draining.is_over:
@@ -296,14 +305,14 @@ class _Uvicorn(uvicorn.Server):
         draining.begin(0.0 if draining.is_on else min(seconds, GRACE_S) if sig == signal.SIGINT else seconds)
 
     async def on_tick(self, counter: int) -> bool:
-        """Ten times a second: whether it is time to shut down."""
+        """Return whether to shut down; called ten times a second."""
         if await super().on_tick(counter):
             return True
         draining = self._services.draining
         if not draining.is_on:
             return False
         if self._pausing is None:
-            # They would never be done; they go on from where they are at the next start.
+            # Batches would not finish in time; they continue at the next start.
             self._pausing = asyncio.create_task(self._batches.close())
         return draining.is_over or not self.server_state.tasks
 
@@ -328,5 +337,5 @@ def _ready(settings: ServerSettings, engine: "AsyncEngine", listener: socket.soc
 
 
 def _interrupt(_: int, __: FrameType | None) -> None:
-    # While uvicorn serves it has handlers of its own; it raises the signal again, to these, once it has shut down.
+    # While it serves, uvicorn has its own handlers; after its shutdown it raises the signal again, for this handler.
     raise KeyboardInterrupt

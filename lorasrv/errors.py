@@ -1,15 +1,15 @@
-"""What can go wrong in the engine, for the caller to tell apart.
+"""Define the engine's errors, for callers to tell apart.
 
     LorasrvError
     ├── InvalidRequest (ValueError)        a field of the request is malformed or out of range; names the field
     │   └── ContextLengthExceeded          prompt + max_tokens do not fit the context, or can never fit the pool
     ├── ModelError                         the base model cannot be served
     │   ├── ModelNotFound (FileNotFoundError)
-    │   ├── UnsupportedModel (ValueError)  architecture, tensor type or tokenizer that we do not know; lists what we do
-    │   ├── UnsupportedFormat (ValueError) no such weight format or group, or not for this model or device
+    │   ├── UnsupportedModel (ValueError)  unknown architecture, tensor type or tokenizer; lists the known ones
+    │   ├── UnsupportedFormat (ValueError) unknown weight format or group, or not for this model or device
     │   └── CorruptModel (ValueError)      the file is damaged
     ├── ConfigError (ValueError)           a server option is wrong; names the option and the choices
-    ├── InvalidLimits (ValueError)         a limit or a weight of an adapter is out of range; names it
+    ├── InvalidLimits (ValueError)         a limit or weight of an adapter is out of range; names it
     ├── InvalidTrace (ValueError)          a line of recorded traffic is malformed; names the line and the field
     ├── AdapterLoadFailed                  a registered adapter could not be brought into the pool; says why
     ├── AdapterDeleted                     the adapter was deleted while a request was on it, by who would not wait
@@ -23,13 +23,13 @@
     ├── VerificationUnavailable            an adapter cannot be verified here: a package or memory is missing
     ├── VerificationFailed                 a verification has ended without a verdict; says why
     ├── StepFailed                         the request could not be computed, though others could
-    ├── OutOfMemory                        not even it alone fits into memory now; `retry_after_s`
-    ├── PoisonRequest                      a request like it could not be computed, twice; it is not tried again for now
+    ├── OutOfMemory                        not even this request alone fits into memory now; `retry_after_s`
+    ├── PoisonRequest                      a request like it failed twice; it is not tried again for now
     ├── DeviceLost                         the GPU's context is broken: the engine ends
-    └── EngineDead (RuntimeError)          the engine thread has ended; nothing will be answered any more
-        └── ServerStopping                 the server was told to end, before the request was done
+    └── EngineDead (RuntimeError)          the engine thread has ended; no request will be answered
+        └── ServerStopping                 the server was told to stop before the request was done
 
-`adapter_store.errors` has a root of its own, as a leaf cannot import upward. A test gives each class an HTTP status.
+`adapter_store.errors` has its own root, as that package cannot import this one. A test gives each class an HTTP status.
 """
 
 import re
@@ -38,7 +38,7 @@ from typing import Self
 
 
 class LorasrvError(Exception):
-    """Root of everything the engine raises on purpose."""
+    """Root of the errors that the engine raises on purpose."""
 
 
 class InvalidRequest(LorasrvError, ValueError):
@@ -60,35 +60,35 @@ class InvalidRequest(LorasrvError, ValueError):
 
 
 class ContextLengthExceeded(InvalidRequest):
-    """The request can never fit: the context length, or the whole page pool, is too small for it."""
+    """Report a request that can never fit: the context length, or the whole page pool, is too small."""
 
 
 class ModelError(LorasrvError):
-    """The base model cannot be served."""
+    """Report that the base model cannot be served."""
 
 
 class ModelNotFound(ModelError, FileNotFoundError):
-    """Nothing to load at the given path or under the given name."""
+    """Report that there is nothing to load at the given path or under the given name."""
 
 
 class UnsupportedModel(ModelError, ValueError):
-    """An architecture, tensor type or tokenizer that we do not know. The message lists the known ones."""
+    """Report an unknown architecture, tensor type or tokenizer. The message lists the known ones."""
 
 
 class UnsupportedFormat(ModelError, ValueError):
-    """The base cannot be kept in this weight format or group. The message names the option and the choices."""
+    """Report a weight format or group that the base cannot use. The message names the option and the choices."""
 
 
 class CorruptModel(ModelError, ValueError):
-    """The checkpoint is damaged: truncated, missing tensors, or shapes that contradict its own header."""
+    """Report a damaged checkpoint: truncated, missing tensors, or shapes that contradict its own header."""
 
 
 class ConfigError(LorasrvError, ValueError):
-    """A server option is wrong. The message names the option, the value and the choices."""
+    """Report a wrong server option. The message names the option, the value and the choices."""
 
 
 class InvalidLimits(LorasrvError, ValueError):
-    """A limit or a weight is out of range. `param` is its name on the wire."""
+    """Report a limit or weight out of range. `param` is its name on the wire."""
 
     def __init__(self, message: str, param: str) -> None:
         super().__init__(f"{param} {message}")
@@ -96,7 +96,7 @@ class InvalidLimits(LorasrvError, ValueError):
 
 
 class InvalidTrace(LorasrvError, ValueError):
-    """Recorded traffic cannot be read. The message names the file, the line and the field."""
+    """Report unreadable recorded traffic. The message names the file, the line and the field."""
 
 
 class RetryLater(LorasrvError):
@@ -108,27 +108,31 @@ class RetryLater(LorasrvError):
 
 
 class AdapterLoadFailed(LorasrvError):
-    """A registered adapter could not be brought into the pool. Fails its own requests only."""
+    """Report a registered adapter that could not be loaded into the pool. Fails its own requests only."""
 
 
 class AdapterDeleted(LorasrvError):
-    """The adapter was deleted while the request was on it, and whoever did would not wait. What came is no answer."""
+    """Report that the adapter was deleted, without waiting, while the request used it. Partial output is not an
+    answer.
+    """
 
 
 class AdapterCold(RetryLater):
-    """The adapter is not in the pool and the request would not wait. It is brought in; try again in `retry_after_s`."""
+    """Report an adapter that is not resident, to a request that would not wait. Loading has started; retry in
+    `retry_after_s`.
+    """
 
 
 class LimitExceeded(RetryLater):
-    """The adapter, or the key, has as many requests waiting as it may. Says which limit, of whom."""
+    """Report that the adapter or the key has as many waiting requests as allowed. Names the limit and its owner."""
 
 
 class RequestTimeout(LorasrvError):
-    """The request was not done, or not begun, in the time that it or the server allows. What came is no answer."""
+    """Report a request that was not done in the time that it or the server allows. Partial output is not an answer."""
 
 
 class DeadlineUnreachable(RetryLater):
-    """The request is predicted to miss its deadline, so it was refused before anything was spent on it."""
+    """Report a request that is predicted to miss its deadline, refused before any work was spent on it."""
 
 
 class EngineOverloaded(RetryLater):
@@ -136,43 +140,43 @@ class EngineOverloaded(RetryLater):
 
 
 class VerificationUnavailable(LorasrvError):
-    """An adapter cannot be verified here. The message says which package, or how much memory, is missing."""
+    """Report that adapters cannot be verified here. The message says which package, or how much memory, is missing."""
 
 
 class VerificationBusy(RetryLater):
-    """Another adapter is being verified; one at a time."""
+    """Report that another adapter is being verified; one runs at a time."""
 
 
 class VerificationFailed(LorasrvError):
-    """A verification has ended without a verdict. Says why; holds no path."""
+    """Report a verification that ended without a verdict. Says why; contains no path."""
 
 
 class EngineDead(LorasrvError, RuntimeError):
-    """The engine thread has ended; nothing will be answered any more."""
+    """Report that the engine thread has ended; no request will be answered."""
 
 
 class StepFailed(LorasrvError):
-    """The request could not be computed: something of ours has failed, and not for others. The log says what."""
+    """Report an internal failure that affects this request and not others. The log has the cause."""
 
 
 class OutOfMemory(LorasrvError):
-    """The request does not fit into what memory the machine has left, not even alone; try again later."""
+    """Report a request that does not fit into the machine's free memory, not even alone; retry later."""
 
     retry_after_s = 10.0
 
 
 class PoisonRequest(LorasrvError):
-    """Requests like it have failed in the engine, so it is not computed again for a while."""
+    """Report that similar requests failed in the engine, so this one is not computed for a while."""
 
 
 class DeviceLost(LorasrvError):
-    """The device does nothing any more (a sticky CUDA error); only a new process can."""
+    """Report a device that no longer responds (a sticky CUDA error); only a new process recovers."""
 
 
 class ServerStopping(EngineDead):
-    """The server was told to end, and the request was not done in time, or came too late."""
+    """Report that the server was told to stop before the request was done, or before it arrived."""
 
 
 def name_of(kind: type[BaseException]) -> str:
-    """An exception's class as labels spell it: `adapter_cold`."""
+    """Return an exception class's name as labels spell it, such as `adapter_cold`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()

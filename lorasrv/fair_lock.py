@@ -1,6 +1,5 @@
-"""What is done one at a time for everybody: keys in turn, so that one who asks for much waits for itself.
-
-For the event loop's thread.
+"""Serialise work among API keys, with fair turns, so that a busy key delays only itself. For the event loop's
+thread.
 """
 
 import asyncio
@@ -13,16 +12,17 @@ from lorasrv.errors import EngineOverloaded
 
 
 def most_of(bound: int, principal: str) -> int:
-    """How much of a bound one key may have: half of it. Without keys there is nobody to share with."""
+    """Return how much of a bound one key may have: half of it, or all of it without keys."""
     return bound if principal == ANONYMOUS else max(1, bound // 2)
 
 
 class FairLock:
-    """Who has the turn, and who waits for it: each key's in order, and a key that has had a turn behind all others.
+    """Lock with a queue per key: a key's waiters keep their order, and a key that has had a turn goes behind all
+    others.
 
     Args:
-        what: it is that waits, for messages.
-        max_waiting: so many may; of one key half of them.
+        what: plural noun for what waits, for messages.
+        max_waiting: bound on waiters; half of it for one key.
     """
 
     def __init__(self, what: str, max_waiting: int) -> None:
@@ -32,7 +32,11 @@ class FairLock:
 
     @asynccontextmanager
     async def turn(self, principal: str) -> AsyncIterator[None]:
-        """Alone. Raises: EngineOverloaded: too many wait, or too many of this key."""
+        """Hold the lock for the block.
+
+        Raises:
+            EngineOverloaded: too many waiters, in total or of this key.
+        """
         if self._is_taken:
             await self._wait(principal)
         self._is_taken = True
@@ -56,7 +60,7 @@ class FairLock:
             if turn.cancelled():
                 self._forget(principal, turn)
             else:
-                # It had come, too late.
+                # The turn was granted before the cancellation arrived.
                 self._pass_on()
             raise
 
@@ -76,7 +80,7 @@ class FairLock:
             if queue:
                 self._waiting[principal] = queue
             if not turn.done():
-                # Taken at once, so that nobody who comes before its task runs takes it.
+                # Taken here, so that no newcomer takes it before the waiter's task runs.
                 self._is_taken = True
                 turn.set_result(None)
                 return

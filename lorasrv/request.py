@@ -37,6 +37,9 @@ class ConstraintState(Protocol):
     def advance(self, token_id: int) -> None:
         """This token came. It was allowed."""
 
+    def copy(self) -> "ConstraintState":
+        """Return a state of its own that stands at the same place, to look ahead with."""
+
     def allowed(self) -> npt.NDArray[np.int32]:
         """[ceil(V / 32)]: bit t % 32 of word t // 32 says whether token t may come next; at least one may.
 
@@ -100,6 +103,8 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
+    # Tokens behind those, which steps compute that are submitted and not collected.
+    num_in_flight_tokens: int = 0
     num_cached_tokens: int = 0
     num_swapped_pages: int = 0
     num_preemptions: int = 0
@@ -144,6 +149,11 @@ class Request:
         return len(self.token_ids)
 
     @property
+    def num_scheduled_tokens(self) -> int:
+        """Return how many tokens are computed, or will be when the steps that are under way are done."""
+        return self.num_computed_tokens + self.num_in_flight_tokens
+
+    @property
     def num_prompt_tokens(self) -> int:
         return len(self.message.prompt_token_ids)
 
@@ -170,17 +180,15 @@ class Request:
         return _FINISH_REASONS.get(self.status)
 
     def load_begins(self, now_s: float) -> None:
-        """The request waits for its adapter from now on."""
-        self.status = RequestStatus.WAITING_FOR_ADAPTER
+        """Note when the request began to wait for its adapter."""
         if self.load_started_s is None:
             self.load_started_s = now_s
 
     def load_ends(self, now_s: float) -> None:
-        """Its adapter is there."""
+        """Note when its adapter was there."""
         if self.load_started_s is not None:
             self.load_s += now_s - self.load_started_s
             self.load_started_s = None
-            self.status = RequestStatus.WAITING
 
     def output(
         self, new_token_ids: tuple[int, ...], now_s: float, logprobs: tuple[TokenLogprobs, ...] = ()

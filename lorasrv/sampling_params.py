@@ -1,10 +1,6 @@
-"""How a request's tokens are chosen, and the ranges of its fields. What they do: docs/sampling.md. No torch.
+"""Define a request's sampling, beam search and watermark options and the ranges of their fields. Torch-free.
 
-NaN is in no range: every comparison with it is false.
-
-What a client says about beam search.
-
-A watermark as an option: how strong it is, and whose. `green_list` puts it into logits and finds it in text.
+docs/sampling.md explains the options. NaN is in no range, as every comparison with it is false.
 """
 
 from dataclasses import dataclass, field
@@ -16,14 +12,17 @@ DEFAULT_KEY = 15485863
 
 @dataclass(frozen=True, slots=True)
 class Watermark:
-    """`gamma` of all tokens are green, each gets `delta` added to its logit; only who has the `key` can look for it.
+    """Configure a watermark.
 
     Raises:
         ConfigError: a value is out of range; names the option.
     """
 
+    # Share of tokens that are green.
     gamma: float = 0.5
+    # Added to the logits of green tokens.
     delta: float = 2.0
+    # Secret needed to detect the watermark.
     key: int = field(default=DEFAULT_KEY, repr=False)
 
     def __post_init__(self) -> None:
@@ -39,7 +38,7 @@ MAX_COUNT = 2**31 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_BYTES = 256
 MAX_LOGPROBS = 20
-"""Most of the likeliest tokens that a request may ask for at each position."""
+"""Most likeliest tokens that a request may ask for at each position."""
 MAX_PENALTY = 2.0
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100.0
@@ -50,19 +49,19 @@ MAX_FSD_NGRAM = 8
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1.0 are off. Each field's formula,
-    and the order in which they act, are in docs/sampling.md.
-
-    `watermark` True is with the server's own. `end_token_ids`, which `min_tokens` keeps away, are filled in when the
-    request is admitted. `changes_logits`: a field that acts on logits in every step is set.
+    """Define how the next token is chosen; docs/sampling.md has each field's formula and the order in which they
+    apply.
 
     Raises:
         InvalidRequest: a value is out of range; `param` names the field.
     """
 
     max_tokens: int | None = None
+    # 0: greedy.
     temperature: float = 1.0
+    # 1.0: off.
     top_p: float = 1.0
+    # 0: off.
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
@@ -75,12 +74,15 @@ class SamplingParams:
     typical_p: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
+    # True: with the server's own watermark.
     watermark: bool | Watermark = False
     fsd_alpha: float = 0.0
     fsd_ngram: int = 3
+    # Tokens that end an answer, which `min_tokens` bans; filled in at admission.
     end_token_ids: tuple[int, ...] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    # Whether a field that acts on logits in every step is set.
     changes_logits: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -106,17 +108,21 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the choice is the argmax: a temperature below 1e-5 is the same as none."""
+        """Return whether the choice is the argmax: temperatures below 1e-5 count as 0."""
         return self.temperature < 1e-5
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that were there before weigh less, or more."""
+        """Return whether earlier tokens change the logits."""
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
 def _check_logit_fields(p: SamplingParams) -> None:
-    """Raises: InvalidRequest: a value is out of range, or fields contradict each other; `param` names the field."""
+    """Check the fields that change logits.
+
+    Raises:
+        InvalidRequest: a value is out of range, or fields contradict each other; `param` names the field.
+    """
     for name in ("presence_penalty", "frequency_penalty"):
         _check(abs(getattr(p, name)) <= MAX_PENALTY, name, f"must be between -{MAX_PENALTY:g} and {MAX_PENALTY:g}")
     least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
@@ -127,9 +133,7 @@ def _check_logit_fields(p: SamplingParams) -> None:
         _check(p.min_tokens <= p.max_tokens, "min_tokens", f"must be at most max_tokens, which is {p.max_tokens}")
     _check(0.0 <= p.fsd_alpha <= 1.0, "fsd_alpha", "must be between 0 (off) and 1")
     _check(1 <= p.fsd_ngram <= MAX_FSD_NGRAM, "fsd_ngram", f"must be between 1 and {MAX_FSD_NGRAM}")
-    _check(
-        p.fsd_alpha == 0.0 or p.is_greedy, "fsd_alpha", "needs temperature 0: it chooses the next token without chance"
-    )
+    _check(p.fsd_alpha == 0.0 or p.is_greedy, "fsd_alpha", "needs temperature 0: it is deterministic")
     _check_bias(p)
 
 
@@ -137,16 +141,17 @@ def _check_bias(p: SamplingParams) -> None:
     _check(len(p.logit_bias) <= MAX_BIASED_TOKENS, "logit_bias", f"must have at most {MAX_BIASED_TOKENS} tokens")
     ids = {token for token, _ in p.logit_bias}
     _check(len(ids) == len(p.logit_bias), "logit_bias", "must name each token once")
-    _check(all(0 <= token < 2**31 for token in ids), "logit_bias", "must be of token ids, which are not negative")
+    _check(all(0 <= token < 2**31 for token in ids), "logit_bias", "must contain token ids, which are not negative")
     _check(all(abs(bias) <= MAX_BIAS for _, bias in p.logit_bias), "logit_bias", "must be between -100 and 100")
 
 
 def check_token_ids(p: SamplingParams, vocab_size: int) -> None:
-    """What can only be said once the vocabulary is known.
+    """Check the fields that depend on the vocabulary.
 
-    Raises: InvalidRequest: a token does not exist, or no token is left; `param` names the field.
+    Raises:
+        InvalidRequest: a token does not exist, or no token is left; `param` names the field.
     """
-    in_range = f"must be of token ids in [0, {vocab_size})"
+    in_range = f"must contain token ids in [0, {vocab_size})"
     _check(all(0 <= token < vocab_size for token in p.stop_token_ids), "stop_token_ids", in_range)
     _check(all(token < vocab_size for token, _ in p.logit_bias), "logit_bias", in_range)
     banned = sum(bias == -MAX_BIAS for _, bias in p.logit_bias)
@@ -164,15 +169,17 @@ MAX_LENGTH_PENALTY = 10.0
 
 @dataclass(frozen=True, slots=True)
 class BeamOptions:
-    """`width` beams. Scores are divided by length to the power of `length_penalty`. `early_stopping` True ends with
-    `width` whole answers, False when no beam is likely to beat them, "never" when none can.
+    """Configure beam search.
 
     Raises:
         InvalidRequest: a value is out of range; `param` names the field.
     """
 
+    # Number of beams.
     width: int
+    # Scores are divided by length to this power.
     length_penalty: float = 1.0
+    # When to stop: True with `width` whole answers, False when no beam is likely to beat them, "never" when none can.
     early_stopping: bool | str = False
 
     def __post_init__(self) -> None:

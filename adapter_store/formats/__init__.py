@@ -1,1 +1,1 @@
-"""Read PEFT and MLX folders: config fields, tensor names, safetensors, weights to numpy."""
+"""Readers of PEFT and MLX folders: config fields, tensor names, safetensors headers, weights to NumPy."""

@@ -1,10 +1,9 @@
-"""adapter_config.json: what each field means for serving, and the few numbers that change the mathematics.
+"""adapter_config.json: what each field means for serving, and the few numbers that decide the result.
 
-`FIELD_RULES` is the one table: a field is honoured, harmless, or refused by name with the way out. A field that is not
-in the table is refused unless it is empty: that is what keeps tomorrow's LoRA variant from being served as plain LoRA.
-Checked against the fields and semantics of PEFT's LoraConfig, 0.21.
-
-An adapter's config as JSON, before anything in it is understood: how large, how deep, and of what it may be.
+`FIELD_RULES` is the one table: a field is honoured, harmless, or refused with a remedy. A field that is not in the
+table is refused unless it is empty, so that a future LoRA variant is never served as plain LoRA. Checked against the
+fields and semantics of PEFT's LoraConfig, 0.21. Before any field is interpreted, the JSON itself is bounded in size,
+depth and types.
 """
 
 import json
@@ -23,7 +22,7 @@ Config = Mapping[str, object]
 
 
 def check_json(config: Config, problems: ProblemList) -> bool:
-    """Plain, finite, shallow JSON of bounded size: configs also arrive as parsed objects, not only as bytes."""
+    """Check that a config is finite, shallow JSON of bounded size; it may also arrive as a parsed object."""
     before = len(problems)
     stack: list[tuple[str, object, int]] = [("", config, 0)]
     nodes = 0
@@ -36,7 +35,7 @@ def check_json(config: Config, problems: ProblemList) -> bool:
         if isinstance(value, Mapping | list):
             stack.extend((p, v, depth + 1) for p, v in _children(path, value, problems))
         elif not _is_scalar(value):
-            problems.add("malformed_config", path, f"{show(value)} is no value that JSON can hold")
+            problems.add("malformed_config", path, f"{show(value)} is not a JSON value")
     if len(problems) == before and len(json.dumps(config, default=dict)) > MAX_CONFIG_BYTES:
         problems.add("config_too_large", "adapter_config.json", f"has more than {MAX_CONFIG_BYTES} bytes")
     return len(problems) == before
@@ -65,14 +64,14 @@ ALL_LINEAR = "all-linear"
 MIN_MAX_NAMES = 1024
 NAMING = ("rank_pattern", "alpha_pattern", "target_modules", "exclude_modules")
 MERGE = "merge it into the base (peft: merge_and_unload) and serve that"
-MLX_WAY_OUT = (
+MLX_REMEDY = (
     "`lorasrv upload` and `lorasrv check` convert MLX's folder as it is (adapters.safetensors and adapter_config.json)"
 )
 RETRAIN = "train it again as plain LoRA"
 
 
 class Decision(StrEnum):
-    """What serving does with a field of the config."""
+    """Say what serving does with a config field."""
 
     HONOURED = "honoured"
     HARMLESS = "harmless"
@@ -81,23 +80,23 @@ class Decision(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class FieldRule:
-    """The decision about one field: what the field does, and for a refused one the way out."""
+    """Describe a field, the decision about it, and for a refused one the remedy."""
 
     decision: Decision
-    what: str
-    way_out: str = ""
+    description: str
+    remedy: str = ""
 
 
-def _refused(what: str, way_out: str) -> FieldRule:
-    return FieldRule(Decision.REFUSED, what, way_out)
+def _refused(description: str, remedy: str) -> FieldRule:
+    return FieldRule(Decision.REFUSED, description, remedy)
 
 
-def _harmless(what: str) -> FieldRule:
-    return FieldRule(Decision.HARMLESS, what)
+def _harmless(description: str) -> FieldRule:
+    return FieldRule(Decision.HARMLESS, description)
 
 
-def _honoured(what: str) -> FieldRule:
-    return FieldRule(Decision.HONOURED, what)
+def _honoured(description: str) -> FieldRule:
+    return FieldRule(Decision.HONOURED, description)
 
 
 FIELD_RULES: Mapping[str, FieldRule] = {
@@ -111,22 +110,24 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     "init_lora_weights": _honoured("initialisations that leave the base as it is"),
     "bias": _honoured("must be none"),
     "target_modules": _honoured(
-        "names (or all-linear) must be those that have tensors; a pattern is never run, the tensors decide"
+        "names (or all-linear) must be those that have tensors; a pattern is never evaluated, the tensors decide"
     ),
-    "exclude_modules": _honoured("with target_modules; a pattern is never run, the tensors decide"),
+    "exclude_modules": _honoured("with target_modules; a pattern is never evaluated, the tensors decide"),
     "layers_to_transform": _honoured("with target_modules; layers without tensors stay as the base"),
-    "layers_pattern": _honoured("with layers_to_transform; another than `layers` is never run, the tensors decide"),
-    "base_model_name_or_path": _harmless(
-        "another name or quantization than the served base's is a warning; shapes decide"
+    "layers_pattern": _honoured(
+        "with layers_to_transform; any value but `layers` is never evaluated, the tensors decide"
     ),
-    "revision": _harmless("names a version of the base"),
+    "base_model_name_or_path": _harmless(
+        "a name or quantization other than the served base's is a warning; shapes decide"
+    ),
+    "revision": _harmless("a revision of the base"),
     "lora_dropout": _harmless("training only"),
     "inference_mode": _harmless("training only"),
-    "ensure_weight_tying": _harmless("concerns embeddings and modules_to_save, which are refused"),
+    "ensure_weight_tying": _harmless("affects only embeddings and modules_to_save, which are refused"),
     "auto_mapping": _harmless("metadata"),
     "peft_version": _harmless("metadata"),
-    "megatron_config": _harmless("how training was spread"),
-    "megatron_core": _harmless("how training was spread"),
+    "megatron_config": _harmless("how training was distributed"),
+    "megatron_core": _harmless("how training was distributed"),
     "runtime_config": _harmless("how PEFT loads it"),
     "eva_config": _harmless("initialisation only"),
     "corda_config": _harmless("read with init_lora_weights only"),
@@ -142,30 +143,30 @@ FIELD_RULES: Mapping[str, FieldRule] = {
     ),
     "lora_bias": _refused("a bias beside lora_B changes the output", f"{MERGE}, or train again with lora_bias=false"),
     "trainable_token_indices": _refused("rows of the embedding were trained", f"{MERGE}, or train without them"),
-    "target_parameters": _refused("adapts parameters that are no linear modules (experts)", MERGE),
+    "target_parameters": _refused("adapts parameters that are not linear modules (experts)", MERGE),
     "layer_replication": _refused("the adapter's base has its layers repeated", "build that base and serve it"),
     "fan_in_fan_out": _refused(
         "the base layer's weight is transposed (GPT-2 Conv1D)",
-        "no layer of this base is: set it to false if the adapter was trained on this base",
+        "this base has no such layer: set it to false if the adapter was trained on this base",
     ),
     "use_bdlora": _refused("block-diagonal LoRA has tensors of another layout", RETRAIN),
-    "arrow_config": _refused("Arrow routes between several adapters", "serve each adapter under an id of its own"),
-    "velora_config": _refused("VeLoRA is not proven here against PEFT", RETRAIN),
+    "arrow_config": _refused("Arrow routes between several adapters", "serve each adapter under its own id"),
+    "velora_config": _refused("VeLoRA is not verified against PEFT here", RETRAIN),
     "monteclora_config": _refused("MonteCLoRA samples its weights", RETRAIN),
     "kasa_config": _refused("KaSA scales singular values of the base", f"{MERGE}, or {RETRAIN}"),
 }
-DECISIVE = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
-# MiCA's forward pass is plain LoRA's; only what training starts from differs. The same holds for the rest.
+DECISIVE_FIELDS = ("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern")
+# MiCA's forward pass is plain LoRA's; only the start of training differs. The same holds for the others.
 INERT_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 RESIDUAL_INITS = ("pissa", "olora", "corda", "lora_ga", "loftq")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """The fields that serving reads, in PEFT's meaning. Patterns are tried in order, the first that matches counts.
+    """Hold the fields that serving reads, with PEFT's meaning. Of several patterns the first match counts.
 
-    `target_modules` is None where the config does not name modules in plain words: then the tensors alone say which,
-    unless `all_linear` says that it is every linear module of the layers.
+    `target_modules` is None if the config does not name modules literally: then the tensors alone say which modules
+    are adapted, unless `all_linear` selects every linear module of the layers.
     """
 
     r: int
@@ -181,28 +182,28 @@ class AdapterConfig:
 
     @property
     def names_modules(self) -> bool:
-        """Whether the config says which modules are adapted."""
+        """Return whether the config says which modules are adapted."""
         return self.all_linear or self.target_modules is not None
 
     def rank(self, module_name: str) -> int:
-        """Rank that the config gives a module, by its name in the base (`model.layers.0.self_attn.q_proj`)."""
+        """Return the rank of a module, by its name in the base (`model.layers.0.self_attn.q_proj`)."""
         return next((r for pattern, r in self.rank_pattern if pattern.matches(module_name)), self.r)
 
     def scaling(self, module_name: str) -> float:
-        """Factor of `lora_b @ lora_a` for a module, as PEFT computes it."""
+        """Return the factor of `lora_b @ lora_a` for a module, as PEFT computes it."""
         alpha = next((a for pattern, a in self.alpha_pattern if pattern.matches(module_name)), self.lora_alpha)
         rank = self.rank(module_name)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
     def targets(self, layer: int | None, module_name: str) -> bool:
-        """Whether the config names this module as adapted, as PEFT decides it; `layer` is None outside the layers.
+        """Return whether the config names this module as adapted, as PEFT decides it.
 
-        False where it names modules by a pattern, or not at all.
+        `layer` is None outside the layers. False if the config names modules by a pattern, or not at all.
         """
         if _names(self.exclude_modules, module_name):
             return False
         if self.all_linear or self.target_modules is None:
-            # Whatever layers_to_transform says: PEFT makes a list of full names of it, which are not held against that.
+            # Independent of layers_to_transform: PEFT expands it to full names, which it does not filter by layer.
             return self.all_linear and layer is not None
         if module_name in self.target_modules:
             return True
@@ -215,7 +216,7 @@ def _names(suffixes: tuple[str, ...], module_name: str) -> bool:
 
 
 def parse_config(data: bytes) -> dict[str, object]:
-    """Read adapter_config.json strictly: at most 1 MiB, no repeated key, no NaN.
+    """Parse adapter_config.json strictly: at most 1 MiB, no repeated key, no NaN.
 
     Raises:
         AdapterInvalid: it is not such a JSON object.
@@ -233,7 +234,7 @@ def parse_config(data: bytes) -> dict[str, object]:
 
 
 def unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    """`object_pairs_hook` that refuses a repeated key: the last one would win silently."""
+    """Build an object for `object_pairs_hook`, refusing a repeated key, of which json keeps the last silently."""
     result = dict(pairs)
     if len(result) != len(pairs):
         repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -242,32 +243,39 @@ def unique_pairs(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _refuse_constant(name: str) -> object:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _config_error(code: str, message: str) -> AdapterInvalid:
     return AdapterInvalid((Problem(code, "adapter_config.json", message),))
 
 
-def decisive(config: Config) -> dict[str, object]:
-    """What of a config that was accepted decides what its weights compute. The rest is its uploader's: what it was
-    trained on, and on which modules, which the tensors say here."""
-    return {name: config[name] for name in DECISIVE if name in config}
+def decisive_fields(config: Config) -> dict[str, object]:
+    """Return the fields of an accepted config that decide the result; the others describe the training."""
+    return {name: config[name] for name in DECISIVE_FIELDS if name in config}
 
 
 def canonical_json(value: object) -> str:
-    """One text for one value: sorted keys, no spaces, ASCII only."""
+    """Return the same text for equal values: sorted keys, no spaces, ASCII only."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def read_manifest(config: Config, problems: ProblemList, max_names: int = MIN_MAX_NAMES) -> AdapterConfig | None:
-    """The manifest that `config` describes; None if there are problems, all of which are noted in `problems`.
-    `max_names`: so many names of modules a field may have, each of which is held against each module of the base."""
+def read_adapter_config(config: Config, problems: ProblemList, max_names: int = MIN_MAX_NAMES) -> AdapterConfig | None:
+    """Read a config.
+
+    Args:
+        config: the parsed JSON.
+        problems: receives every problem found.
+        max_names: most entries that a field naming modules may have; each is compared with each module of the base.
+
+    Returns:
+        The fields that serving reads, None if there are problems.
+    """
     before = len(problems)
     if not check_json(config, problems) or not _check_lengths(config, max_names, problems):
         return None
     _check_fields(config, problems)
-    manifest = AdapterConfig(
+    adapter_config = AdapterConfig(
         r=_rank(config.get("r"), "r", problems),
         lora_alpha=_alpha(config.get("lora_alpha"), "lora_alpha", problems),
         use_rslora=_flag(config, "use_rslora", problems),
@@ -279,7 +287,7 @@ def read_manifest(config: Config, problems: ProblemList, max_names: int = MIN_MA
         base_model_name=_text(config.get("base_model_name_or_path")),
         all_linear=_is_all_linear(config),
     )
-    return manifest if len(problems) == before else None
+    return adapter_config if len(problems) == before else None
 
 
 def _check_lengths(config: Config, max_names: int, problems: ProblemList) -> bool:
@@ -290,8 +298,8 @@ def _check_lengths(config: Config, max_names: int, problems: ProblemList) -> boo
             problems.add(
                 f"too_long_{field}",
                 field,
-                f"has {len(value)} entries; {max_names} are the most for this base: one names a module, and those of "
-                "several layers if it is the end of their names",
+                f"has {len(value)} entries; {max_names} are the most for this base; one entry can name the same module "
+                "of every layer",
             )
     return len(problems) == before
 
@@ -307,21 +315,23 @@ def _check_fields(config: Config, problems: ProblemList) -> None:
                 f"= {show(value)} is not known here and could change the result; remove it if it is only a note",
             )
         elif rule is not None and rule.decision is Decision.REFUSED and value:
-            problems.add(f"unsupported_{key}", key, f"= {show(value)} is not served: {rule.what}. {_way_out(rule)}")
+            problems.add(
+                f"unsupported_{key}", key, f"= {show(value)} is not served: {rule.description}. {_remedy(rule)}"
+            )
     if (bias := config.get("bias")) and bias != "none":
         problems.add("unsupported_bias", "bias", f"= {show(bias)} is not served, only 'none': {MERGE}")
     _check_init(config.get("init_lora_weights"), problems)
 
 
-def _way_out(rule: FieldRule) -> str:
-    return f"{rule.way_out[0].upper()}{rule.way_out[1:]}."
+def _remedy(rule: FieldRule) -> str:
+    return f"{rule.remedy[0].upper()}{rule.remedy[1:]}."
 
 
 def _check_peft_type(config: Config, problems: ProblemList) -> None:
     peft_type, task = config.get("peft_type"), config.get("task_type")
     if not isinstance(peft_type, str) or peft_type.upper() != "LORA":
         if "fine_tune_type" in config or "lora_parameters" in config:
-            problems.add("mlx_adapter", "adapter_config.json", f"is MLX's; {MLX_WAY_OUT}")
+            problems.add("mlx_adapter", "adapter_config.json", f"is MLX's; {MLX_REMEDY}")
             return
         problems.add("unsupported_peft_type", "peft_type", f"= {show(peft_type)}; only 'LORA' is served. {RETRAIN}")
     if task and (not isinstance(task, str) or task.upper() != "CAUSAL_LM"):
@@ -368,7 +378,7 @@ def _flag(config: Config, field: str, problems: ProblemList) -> bool:
 
 
 def _patterns(config: Config, field: str, problems: ProblemList) -> Iterator[tuple[NamePattern, object, str]]:
-    """(pattern, value, where) of every entry that can be matched without running a regular expression."""
+    """Yield (pattern, value, place) of every entry that can be matched without a regular expression engine."""
     value = config.get(field)
     if value is None:
         return
@@ -383,13 +393,13 @@ def _patterns(config: Config, field: str, problems: ProblemList) -> Iterator[tup
             problems.add(
                 f"unsupported_{field}",
                 where,
-                "is a regular expression, and uploaded ones are not run; write the module names out (letters, digits, "
+                "is a regular expression, and uploaded ones are not evaluated; list the module names (letters, digits, "
                 "_ and . only), one entry each",
             )
 
 
 def _targets(config: Config) -> tuple[str, ...] | None:
-    """Modules named one by one; None where a field beside them means more than plain names say."""
+    """Return the modules named literally, None if another field changes what plain names mean."""
     excluded, layers = config.get("exclude_modules"), config.get("layers_to_transform")
     is_plain = (
         (not excluded or _strings(excluded) is not None)

@@ -18,8 +18,7 @@ from adapter_store.formats.peft_dir import (
 
 @contextlib.contextmanager
 def open_adapter_dir(path: Path, opener: Opener = open_file) -> Iterator[PeftDir]:
-    """What to upload from a folder, whose files `opener` opens. What had to be converted lies in a temporary one, which
-    is gone afterwards.
+    """Find the adapter in a folder, converting MLX's form into a temporary folder that lasts as long as the block.
 
     Raises:
         AdapterInvalid: there is no adapter, several, or one in a form that is not served; says how to convert it.

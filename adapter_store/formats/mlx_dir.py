@@ -1,10 +1,10 @@
-"""A folder as MLX saves an adapter (mlx-lm's trainer), written anew as PEFT would have saved it.
+"""Conversion of an adapter folder saved by MLX (mlx-lm's trainer) to PEFT's form.
 
 mlx-lm computes `x @ W.T + scale * (x @ lora_a) @ lora_b`, lora_a [in, rank], lora_b [rank, out]: PEFT's matrices
-transposed, and the factor itself where PEFT has alpha / r. Values are moved, never rounded.
-Its config is that of the training run: fine_tune_type, lora_parameters with rank and scale, and with keys if not all
-kinds of modules were trained; num_layers, the last ones of the model, all of them if it is -1. Versions of early 2024
-multiplied the scale by alpha / rank, later ones do not read an alpha: where there is one, the factor is not known.
+transposed, and the factor itself where PEFT has alpha / r. Values are moved, never rounded. Its config is that of the
+training run: fine_tune_type; lora_parameters with rank and scale, and with keys if only some kinds of modules were
+trained; num_layers, the last ones of the model, or all if it is -1. Versions of early 2024 multiplied the scale by
+alpha / rank, later ones ignore alpha: if there is one, the factor is ambiguous.
 """
 
 import json
@@ -41,18 +41,18 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_SCALE = 1e30
 MAX_LAYER_DIGITS = 6
 MAX_LAYERS = 10_000
-"""More than any model has: in a file with other numbers none are filled in."""
+"""More than any model has: beyond it, no layers are filled in."""
 _HALVES = {".lora_a": ".lora_A.weight", ".lora_b": ".lora_B.weight"}
 
 
 def convert_mlx(
     folder: Path, config: Mapping[str, object], subdirectory: str | None, target: Path, opener: Opener = open_file
 ) -> PeftDir:
-    """Write MLX's adapter in `folder` to `target`, an empty folder, as PEFT's.
+    """Convert MLX's adapter in `folder` and write it to `target`, an empty folder.
 
     Raises:
-        AdapterInvalid: DoRA or full weights, a factor that is not known, tensors that are no lora_a or lora_b, a file
-            that ends early.
+        AdapterInvalid: DoRA or full weights, an unknown factor, tensors that are not lora_a or lora_b, a truncated
+            file.
     """
     problems = ProblemList()
     source = next((folder / name for name in (MLX_WEIGHTS_NAME, WEIGHTS_NAME) if (folder / name).is_file()), None)
@@ -75,12 +75,12 @@ def convert_mlx(
 
 
 def _factors(config: Mapping[str, object], problems: ProblemList) -> tuple[int, float]:
-    """Rank and scale."""
+    """Return rank and scale."""
     kind = config.get("fine_tune_type", "lora")
     if kind == "dora" or config.get("use_dora"):
         problems.add("unsupported_use_dora", "fine_tune_type", "= 'dora' is not served; train it again with 'lora'")
     elif kind != "lora":
-        message = f"= {show(kind)} is no LoRA; fuse it (mlx_lm.fuse) and serve the model"
+        message = f"= {show(kind)} is not LoRA; fuse it (mlx_lm.fuse) and serve the model"
         problems.add("mlx_adapter", "fine_tune_type", message)
     parameters = config.get("lora_parameters")
     if not isinstance(parameters, Mapping):
@@ -111,12 +111,12 @@ def _scale(scale: object, problems: ProblemList) -> float:
 
 
 def _names(header: SafetensorsHeader, problems: ProblemList) -> dict[str, str]:
-    """MLX's name -> PEFT's."""
+    """Return PEFT's name for each of MLX's."""
     names = {}
     for name, info in header.tensors.items():
         half = name[-len(".lora_a") :]
         if half not in _HALVES or len(info.shape) != 2:
-            what = "is no lora_a or lora_b of a linear module"
+            what = "is not the lora_a or lora_b of a linear module"
             problems.add("mlx_adapter", show(name)[1:-1], f"{what}, so it cannot be converted; train without it")
             continue
         names[name] = WRAPPER + name.removesuffix(half) + _HALVES[half]
@@ -124,7 +124,7 @@ def _names(header: SafetensorsHeader, problems: ProblemList) -> dict[str, str]:
 
 
 def _write(path: Path, file: BinaryIO, header: SafetensorsHeader, names: Mapping[str, str]) -> None:
-    """The same values, every matrix transposed. One tensor is in memory at a time."""
+    """Write the same values with every matrix transposed, holding one tensor in memory at a time."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, info in header.tensors.items():
         offsets = [info.start, info.end]
@@ -145,7 +145,7 @@ def _transposed(file: BinaryIO, infos: Iterable[TensorInfo]) -> Iterator[bytes]:
 
 
 def _config(config: Mapping[str, object], names: Mapping[str, str], rank: int, scale: float) -> dict[str, object]:
-    """As PEFT would have written it."""
+    """Return the config that PEFT would have written."""
     model = config.get("model")
     return {
         "peft_type": "LORA",
@@ -157,8 +157,11 @@ def _config(config: Mapping[str, object], names: Mapping[str, str], rank: int, s
 
 
 def _targets(names: Iterable[str], keys: Collection[str], num_layers: object) -> dict[str, object]:
-    """Every module of the file or the keys, in every layer of the file or among the last so many: what is not there in
-    one of them is then missed. The last layer of the file is taken for the model's."""
+    """Return the modules and layers that the run trained, so that missing tensors are noticed.
+
+    The modules are those of the file and of the keys, the layers those of the file and the last `num_layers`. The
+    highest layer of the file is taken for the model's last.
+    """
     modules, layers = set(keys), set()
     for name in names:
         number, _, module = name.rpartition(".lora_")[0].partition(".layers.")[2].partition(".")
@@ -173,7 +176,7 @@ def _targets(names: Iterable[str], keys: Collection[str], num_layers: object) ->
 
 
 def _keys(parameters: object, problems: ProblemList) -> Collection[str]:
-    """Names of modules inside their layer; none where the run did not say."""
+    """Return the names of trained modules inside their layer, empty if the run does not list them."""
     keys = parameters.get("keys") if isinstance(parameters, Mapping) else None
     if keys is None:
         return ()
@@ -184,7 +187,7 @@ def _keys(parameters: object, problems: ProblemList) -> Collection[str]:
 
 
 def _alpha(rank: int, scale: float) -> float:
-    """The alpha for which alpha / rank is the scale to the last bit, if there is one."""
+    """Return the alpha for which alpha / rank equals the scale exactly, if there is one."""
     near = scale * rank
     for alpha in (near, math.nextafter(near, math.inf), math.nextafter(near, -math.inf)):
         if alpha / rank == scale:

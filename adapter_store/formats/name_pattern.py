@@ -1,8 +1,8 @@
-"""Module names in rank_pattern and alpha_pattern, matched as PEFT matches them but without a regex engine.
+"""Module names in rank_pattern and alpha_pattern, matched as PEFT does but without a regular expression engine.
 
-PEFT takes a key for a regular expression: `re.match(rf"(.*\\.)?({key})$", module_name)`. An uploaded expression can be
-made to run for years, so only keys whose meaning is plain are understood: letters, digits, `_`, `.` (which, being a
-regular expression, stands for any one character), `\\.` (a real dot), and `^` or `$` at the ends.
+PEFT treats a key as a regular expression: `re.match(rf"(.*\\.)?({key})$", module_name)`. An uploaded expression could
+run for years, so only simple keys are accepted: letters, digits, `_`, `.` (which matches any one character), `\\.` (a
+literal dot), and `^` or `$` at the ends.
 """
 
 import string
@@ -13,14 +13,14 @@ _PLAIN = frozenset(string.ascii_letters + string.digits + "_")
 
 @dataclass(frozen=True, slots=True)
 class NamePattern:
-    """A name of fixed length; None stands for any character. `anchored` must match the whole module name."""
+    """Match a name of fixed length; None matches any character. `anchored` must match the whole module name."""
 
     chars: tuple[str | None, ...]
     anchored: bool = False
 
     @classmethod
     def parse(cls, key: str) -> "NamePattern | None":
-        """None if the key needs a real regex engine."""
+        """Parse a key; return None if it needs a real regular expression engine."""
         anchored = key.startswith("^")
         text = key.removeprefix("^").removesuffix("$")
         chars: list[str | None] = []
@@ -37,7 +37,7 @@ class NamePattern:
         return cls(tuple(chars), anchored)
 
     def matches(self, module_name: str) -> bool:
-        """Whether the name ends with the pattern at a dot, or is it. Linear in the length of the pattern."""
+        """Return whether the name equals the pattern or ends with it after a dot. Linear in the pattern's length."""
         head = len(module_name) - len(self.chars)
         if head < 0 or (head > 0 and (self.anchored or module_name[head - 1] != ".")):
             return False

@@ -1,4 +1,4 @@
-"""A folder as PEFT saves it: find the two files that matter, name the rest. For whoever uploads; reads, never runs."""
+"""Adapter folders as PEFT saves them: find config and weights, list the rest. Files are read, never executed."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from io import BufferedReader
 from pathlib import Path
 
 from adapter_store.errors import AdapterInvalid, Problem, show
-from adapter_store.formats.adapter_config import MAX_CONFIG_BYTES, MLX_WAY_OUT, parse_config
+from adapter_store.formats.adapter_config import MAX_CONFIG_BYTES, MLX_REMEDY, parse_config
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
@@ -20,7 +20,7 @@ _CONVERT = (
 )
 
 
-# (file, code, what is wrong and the way out) of folders without a config of PEFT's.
+# (file, code, problem and remedy) of folders without PEFT's config.
 _FOREIGN = (
     (
         MLX_WEIGHTS_NAME,
@@ -42,18 +42,21 @@ _FOREIGN = (
 )
 
 Opener = Callable[[Path], BufferedReader]
-"""Opens a file of a folder for reading, or refuses to."""
+"""Opens a file of a folder for reading, or raises OSError."""
 
 
 def open_file(path: Path) -> BufferedReader:
-    """As it is, wherever links lead."""
+    """Open a file, following links."""
     return path.open("rb")
 
 
 @dataclass(frozen=True, slots=True)
 class PeftDir:
-    """What an upload needs. `subdirectory` names the folder it was found in, if not the one given; `ignored_files`
-    are the other files there, sorted; `notices` say what was converted."""
+    """Describe the adapter found in a folder.
+
+    `subdirectory` is the folder it was found in, if not the one given; `ignored_files` are the other files there,
+    sorted; `notices` say what was converted.
+    """
 
     config: dict[str, object]
     weights_path: Path
@@ -63,12 +66,16 @@ class PeftDir:
     opener: Opener = field(default=open_file, compare=False, repr=False)
 
     def open_weights(self) -> BufferedReader:
-        """Raises: OSError."""
+        """Open the weights file.
+
+        Raises:
+            OSError: it cannot be read.
+        """
         return self.opener(self.weights_path)
 
 
 def read_peft_dir(path: Path, opener: Opener = open_file) -> PeftDir:
-    """Find an adapter in `path`, or one level down, where PEFT saves one that has a name of its own.
+    """Find an adapter in `path`, or one level down, where PEFT saves an adapter with a name.
 
     Raises:
         AdapterInvalid: there is none, several, or one in a form that is not served; says how to convert it.
@@ -76,19 +83,20 @@ def read_peft_dir(path: Path, opener: Opener = open_file) -> PeftDir:
     folder, subdirectory = find_folder(path)
     config, weights = read_config(folder, opener), folder / WEIGHTS_NAME
     if is_mlx_config(config):
-        raise _refused("mlx_adapter", CONFIG_NAME, f"is MLX's; {MLX_WAY_OUT}")
+        raise _refused("mlx_adapter", CONFIG_NAME, f"is MLX's; {MLX_REMEDY}")
     if not weights.is_file():
         raise AdapterInvalid((_no_weights(folder),))
     return PeftDir(config, weights, ignored_files(folder, WEIGHTS_NAME), subdirectory, opener=opener)
 
 
 def find_folder(path: Path) -> tuple[Path, str | None]:
-    """The folder that holds the config: `path`, or the one below it, and then also its name.
+    """Return the folder that holds the config, and its name if it is below `path`.
 
-    Raises: AdapterInvalid.
+    Raises:
+        AdapterInvalid: there is none, or several.
     """
     if not path.is_dir():
-        raise _refused("not_a_directory", path.name, f"is no folder; give the one that holds {CONFIG_NAME}")
+        raise _refused("not_a_directory", path.name, f"is not a folder; give the one that holds {CONFIG_NAME}")
     if (path / CONFIG_NAME).is_file():
         return path, None
     nested = sorted(p.parent for p in path.glob(f"*/{CONFIG_NAME}") if p.is_file())
@@ -101,18 +109,23 @@ def find_folder(path: Path) -> tuple[Path, str | None]:
 
 
 def read_config(folder: Path, opener: Opener = open_file) -> dict[str, object]:
-    """Raises: AdapterInvalid, OSError."""
+    """Read the folder's adapter_config.json.
+
+    Raises:
+        AdapterInvalid: it is malformed.
+        OSError: it cannot be read.
+    """
     with opener(folder / CONFIG_NAME) as file:
         return parse_config(file.read(MAX_CONFIG_BYTES + 1))
 
 
 def is_mlx_config(config: Mapping[str, object]) -> bool:
-    """Whether MLX wrote it: PEFT insists on peft_type, and has none of the other keys."""
+    """Return whether MLX wrote the config: PEFT always writes peft_type, and none of MLX's keys."""
     return "peft_type" not in config and ("fine_tune_type" in config or "lora_parameters" in config)
 
 
 def ignored_files(folder: Path, weights_name: str) -> tuple[str, ...]:
-    """What else lies there, sorted; never opened."""
+    """Return the names of the other files in a folder, sorted; they are never opened."""
     return tuple(sorted(p.name for p in folder.iterdir() if p.name not in (CONFIG_NAME, weights_name)))
 
 
@@ -145,7 +158,7 @@ def _no_weights(folder: Path) -> Problem:
 
 
 def digest_file(path: Path, progress: Callable[[int, int], None] | None = None) -> str:
-    """SHA-256 of a file, as hex. `progress` is told (bytes done, bytes in all) after every MiB."""
+    """Return the SHA-256 of a file, as hex. `progress` gets (bytes done, bytes in total) after every MiB."""
     total = path.stat().st_size
     hasher = hashlib.sha256()
     done = 0

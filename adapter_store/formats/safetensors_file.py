@@ -1,11 +1,9 @@
-"""The header of a safetensors file, read by bounded code of our own.
+"""Strict, bounded reader of a safetensors header.
 
-The safetensors library (0.8, measured) takes a repeated key, zero-size tensors and a 58 MB header of a million empty
-tensors, the last for 20 s and 1.9 GB. Here the length is capped from the base model before anything is read, and what
-follows is checked: names once, integers, known types, offsets that tile the data exactly.
-Layout: u64 little-endian header length, JSON header, data.
-
-The float types of adapter files, as NumPy sees them. bf16 has no type there: its values are their bits.
+The safetensors library (0.8, measured) accepts a repeated key, zero-size tensors, and a 58 MB header of a million
+empty tensors, the last taking 20 s and 1.9 GB. Here the length is limited by the base model before anything is read,
+and the rest is checked: unique names, integers, known types, offsets that tile the data exactly. Layout: u64
+little-endian header length, JSON header, data. bf16 has no NumPy type, so its values are kept as their bits.
 """
 
 import io
@@ -32,7 +30,7 @@ FILE = "adapter_model.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor: type, shape, and where its bytes lie, counted from the start of the data."""
+    """Describe one tensor: type, shape, and where its bytes are, counted from the start of the data."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,7 +40,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    """A checked header. `tensors` is in the order of the data, which they tile without a gap from `data_start`."""
+    """Hold a checked header. `tensors` is in the order of the data, which starts at `data_start` without gaps."""
 
     tensors: Mapping[str, TensorInfo]
     data_start: int
@@ -50,7 +48,7 @@ class SafetensorsHeader:
 
 
 def header_cap_bytes(base: BaseShapes) -> int:
-    """Longest header that an adapter of this base can need: A and B for every module, twice over."""
+    """Return the longest header that an adapter of this base can need: A and B for every module, twice over."""
     expected_tensors = 2 * base.num_layers * len(base.modules)
     return max(MIN_HEADER_CAP_BYTES, 2 * expected_tensors * BYTES_PER_TENSOR)
 
@@ -58,7 +56,7 @@ def header_cap_bytes(base: BaseShapes) -> int:
 def read_header(file: BinaryIO, file_bytes: int, cap_bytes: int) -> SafetensorsHeader:
     """Read and check the header; `file` is left at the first byte of the data.
 
-    Reads 8 bytes, and after that at most `cap_bytes`; takes as many tensors as have 256 bytes of that each.
+    Reads 8 bytes, then at most `cap_bytes`; accepts one tensor per 256 bytes of that.
 
     Raises:
         AdapterInvalid: with every problem found; the first structural one ends the search.
@@ -79,7 +77,7 @@ def read_header(file: BinaryIO, file_bytes: int, cap_bytes: int) -> SafetensorsH
 
 
 def parse_header(data: bytes | bytearray, cap_bytes: int) -> SafetensorsHeader:
-    """`read_header` for a file that is in memory."""
+    """Read and check the header of a file that is in memory."""
     length = min(int.from_bytes(data[:LENGTH_BYTES], "little"), cap_bytes)
     return read_header(io.BytesIO(memoryview(data)[: LENGTH_BYTES + length]), len(data), cap_bytes)
 
@@ -90,7 +88,7 @@ def _header_length(first: bytes, file_bytes: int, cap_bytes: int) -> int:
     length = int.from_bytes(first, "little")
     if length <= min(cap_bytes, file_bytes - LENGTH_BYTES):
         return length
-    # Only now: a header of 1,152 bytes begins with 80 04 as a pickle does.
+    # Checked only for implausible lengths: a header of 1,152 bytes begins with 80 04, as a pickle does.
     if hint := _other_format(first):
         raise _invalid(
             "not_safetensors",
@@ -100,8 +98,8 @@ def _header_length(first: bytes, file_bytes: int, cap_bytes: int) -> int:
     if length > cap_bytes:
         raise _invalid(
             "header_too_large",
-            f"has a header of {length} bytes, more than an adapter of this base can need ({cap_bytes}); it is no "
-            "adapter for this base, or no safetensors file",
+            f"has a header of {length} bytes, more than an adapter of this base can need ({cap_bytes}); it is not "
+            "an adapter for this base, or not a safetensors file",
         )
     raise _invalid(
         "truncated",
@@ -125,12 +123,12 @@ def _parse_json(data: bytes) -> dict[str, object]:
     except ValueError as error:
         raise _invalid("malformed_header", f"has a header that is not strict JSON: {error}") from None
     if not isinstance(raw, dict):
-        raise _invalid("malformed_header", f"has a header that is no JSON object: {show(raw)}")
+        raise _invalid("malformed_header", f"has a header that is not a JSON object: {show(raw)}")
     return raw
 
 
 def _check_count(num_entries: int, cap_bytes: int) -> None:
-    """Short entries could make a header of the cap hold ten times what any adapter has; each would be looked at."""
+    """Refuse headers of short entries, which could hold ten times the tensors of any adapter."""
     most = max(cap_bytes, MIN_HEADER_CAP_BYTES) // BYTES_PER_TENSOR
     if num_entries > most:
         raise _invalid("too_many_tensors", f"holds {num_entries} tensors; an adapter of this base has at most {most}")
@@ -148,7 +146,7 @@ def _check_metadata(metadata: object, problems: ProblemList) -> None:
 
 
 def _tensor(name: str, entry: object, problems: ProblemList) -> TensorInfo | None:
-    """The tensor that `entry` describes, None (and a problem) if it is not well-formed."""
+    """Return the tensor that `entry` describes; None, with a problem, if it is malformed."""
     shown = show(name)[1:-1]
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         problems.add("malformed_header", shown, "must have dtype, shape and data_offsets, and nothing else")
@@ -175,7 +173,7 @@ def _tensor(name: str, entry: object, problems: ProblemList) -> TensorInfo | Non
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:
-    """A short list of integers, none negative; a bool is no integer."""
+    """Return a short list of non-negative integers, None for anything else; a bool is not an integer."""
     if not isinstance(value, list) or len(value) > 8:
         return None
     if not all(isinstance(n, int) and not isinstance(n, bool) and 0 <= n < 2**63 for n in value):
@@ -184,7 +182,7 @@ def _sizes(value: object) -> tuple[int, ...] | None:
 
 
 def _check_tiling(tensors: Mapping[str, TensorInfo], data_bytes: int, problems: ProblemList) -> None:
-    """Offsets cover the data once: no hole, no overlap, nothing before, nothing after."""
+    """Check that the offsets cover the data exactly once."""
     if not tensors:
         problems.add("no_tensors", FILE, "holds no tensors; an adapter needs at least one lora_A and lora_B pair")
         return
@@ -208,7 +206,7 @@ NUMPY_TYPES: Mapping[str, str] = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 
 
 def widen(array: npt.NDArray[Any], dtype: str) -> npt.NDArray[np.float32]:
-    """Values of a type of `NUMPY_TYPES` as float32, exactly."""
+    """Return values of a type of `NUMPY_TYPES` as float32, exactly."""
     if dtype == "BF16":
         return (array.astype("<u4") << 16).view("<f4")
     return array.astype("<f4")

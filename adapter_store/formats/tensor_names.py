@@ -1,12 +1,12 @@
-"""Which module of the base a tensor belongs to, by its name; and for a foreign name, what it looks like.
+"""Mapping of tensor names to modules of the base; an unknown name is described by what it looks like.
 
-Names that differ from PEFT's saved form only by what a wrapper put into them are read as if it had not, and reported.
+Names that differ from PEFT's saved form only by what a wrapper added are read without it, and reported.
 """
 
 from dataclasses import dataclass
 
 from adapter_store.errors import ProblemList, show
-from adapter_store.formats.adapter_config import MLX_WAY_OUT
+from adapter_store.formats.adapter_config import MLX_REMEDY
 from adapter_store.spec import BaseShapes
 
 WRAPPER = "base_model.model."
@@ -14,8 +14,8 @@ _SUFFIXES = {".lora_A.weight": "A", ".lora_B.weight": "B"}
 _FULL_COPY = "full weights beside the LoRA; train again without modules_to_save, and with save_embedding_layers=False"
 _EMBEDDING = "LoRA of an embedding; train again without embed_tokens and lm_head"
 _IMAGES = "an image model's adapter"
-_SEES = (
-    "LoRA of the part that sees or hears, which this base has not; train the language layers only "
+_MULTIMODAL = (
+    "LoRA of a vision or audio part, which this base does not have; train the language layers only "
     "(Unsloth: finetune_vision_layers=False)"
 )
 _TRAINER = "the trainer's own name; convert the adapter to PEFT's form with the trainer's exporter to Hugging Face"
@@ -26,11 +26,11 @@ WRAPPER_PARTS = {
     "module": "DataParallel",
     "language_model": "the language part of a multimodal model",
 }
-"""Parts that stand for no module of a base: what puts each of them into names."""
+"""Name parts that are not modules of a base, with the wrapper that adds each."""
 MAX_NAME_CHARS = 1024
 _PUT_AFTER_PEFT = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
-# (part of the name, code, what it is and the way out), the first that fits; §B2 and §B4 of the format notes.
+# (part of the name, code, what it is and the remedy); the first match counts.
 KNOWN_FORMS = (
     ("lora_magnitude_vector", "unsupported_use_dora", "DoRA's magnitude; merge the adapter or train plain LoRA"),
     ("trainable_tokens", "unsupported_trainable_token_indices", "trained embedding rows; merge or train without them"),
@@ -41,10 +41,10 @@ KNOWN_FORMS = (
     ("lora_unet", "not_a_language_model", _IMAGES),
     ("unet.", "not_a_language_model", _IMAGES),
     ("transformer_blocks.", "not_a_language_model", _IMAGES),
-    ("vision_", "unsupported_vision", _SEES),
-    ("visual.", "unsupported_vision", _SEES),
-    ("multi_modal_projector.", "unsupported_vision", _SEES),
-    ("audio_tower.", "unsupported_vision", _SEES),
+    ("vision_", "unsupported_vision", _MULTIMODAL),
+    ("visual.", "unsupported_vision", _MULTIMODAL),
+    ("multi_modal_projector.", "unsupported_vision", _MULTIMODAL),
+    ("audio_tower.", "unsupported_vision", _MULTIMODAL),
     (".experts.", "unsupported_experts", "LoRA of an expert, which this base does not have"),
     (".attention.wq.", "trainer_names", _TRAINER),
     (".attention.wk.", "trainer_names", _TRAINER),
@@ -63,10 +63,11 @@ KNOWN_FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class PlainName:
-    """A tensor's name in PEFT's saved form.
+    """Hold a tensor's name in PEFT's saved form.
 
-    `adapter_name` is what stood before `.weight`, as in memory. `notices` say what was changed. `saved_module` is the
-    module's name as PEFT may have seen it in training, wrapped: patterns that were written for it may not fit ours.
+    `adapter_name` stood before `.weight`, as in a state dict in memory. `notices` say what was changed.
+    `saved_module` is the module's name as PEFT may have seen it in training, with wrappers: patterns written for it
+    may not match the plain name.
     """
 
     text: str
@@ -77,7 +78,7 @@ class PlainName:
 
 @dataclass(frozen=True, slots=True)
 class TensorPlace:
-    """Which half (A or B) of which module of which layer, and the name it was read from."""
+    """Say which half (A or B) of which module of which layer a tensor is, and the name it was read from."""
 
     layer: int
     module: str
@@ -86,7 +87,7 @@ class TensorPlace:
 
 
 def plain_name(name: str, base: BaseShapes) -> PlainName:
-    """A name without what wrappers and a state dict in memory put into it."""
+    """Return a name without what wrappers and in-memory state dicts add to it."""
     if len(name) > MAX_NAME_CHARS:
         return PlainName(name)
     parts = name.split(".")
@@ -109,7 +110,7 @@ def plain_name(name: str, base: BaseShapes) -> PlainName:
 
 
 def locate(name: str, base: BaseShapes, problems: ProblemList) -> TensorPlace | None:
-    """Where a tensor belongs; None, and a problem, if it is no linear module of this base."""
+    """Return where a tensor belongs; None, with a problem, if it is not for a linear module of this base."""
     prefix = WRAPPER + base.layer_prefix
     plain = plain_name(name, base)
     layer_text, dot, rest = plain.text.removeprefix(prefix).partition(".")
@@ -127,12 +128,12 @@ def locate(name: str, base: BaseShapes, problems: ProblemList) -> TensorPlace | 
 
 
 def module_name(base: BaseShapes, layer: int, module: str) -> str:
-    """A module's full name in the base, as PEFT's patterns see it."""
+    """Return a module's full name in the base, as PEFT's patterns see it."""
     return f"{base.layer_prefix}{layer}.{module}"
 
 
 def _layer_number(text: str) -> int | None:
-    """A decimal without leading zeros, so that one module has one name."""
+    """Parse a decimal without leading zeros, so that each module has exactly one name."""
     if not text.isascii() or not text.isdigit() or len(text) > 6 or (len(text) > 1 and text[0] == "0"):
         return None
     return int(text)
@@ -147,8 +148,8 @@ def _describe(name: str, base: BaseShapes, problems: ProblemList) -> None:
 
 def _recognise(name: str) -> tuple[str, str]:
     if name.endswith((".lora_a", ".lora_b")):
-        return "mlx_adapter", f"MLX's name; {MLX_WAY_OUT}"
+        return "mlx_adapter", f"MLX's name; {MLX_REMEDY}"
     for part, code, what in KNOWN_FORMS:
         if part in name:
             return code, what
-    return "unknown_tensor", "no linear module of this base's decoder layers; it was made for another architecture"
+    return "unknown_tensor", "not a linear module of this base's decoder layers; it was made for another architecture"

@@ -1,4 +1,4 @@
-"""Validated weights from disk to host memory: NumPy arrays in one writable buffer, digest checked on the way."""
+"""Validated weights, read from disk into NumPy arrays over one writable buffer, with the digest verified."""
 
 import hashlib
 import os
@@ -21,7 +21,7 @@ READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class LoraTensors:
-    """One module's matrices: `a` [rank, in], `b` [out, rank]; delta = scaling * b @ a."""
+    """Hold one module's matrices: `a` [rank, in], `b` [out, rank]; delta = scaling * b @ a."""
 
     rank: int
     scaling: float
@@ -30,9 +30,9 @@ class LoraTensors:
 
 
 class AdapterWeights(Mapping[tuple[int, str], LoraTensors]):
-    """(layer, module) -> matrices, in the order of `spec.modules`. Every array has the one type `dtype`.
+    """Map (layer, module) to matrices, in the order of `spec.modules`. Every array has the type `dtype`.
 
-    BF16 values are their bits, as uint16 (NumPy has no bfloat16); F16 and F32 are NumPy's own.
+    BF16 values are kept as their bits, uint16 (NumPy has no bfloat16); F16 and F32 are NumPy's own.
     """
 
     def __init__(self, spec: AdapterSpec, tensors: Mapping[tuple[int, str], LoraTensors]) -> None:
@@ -54,7 +54,7 @@ def load_weights(path: Path, spec: AdapterSpec) -> AdapterWeights:
     """Read a file whose spec is known.
 
     Raises:
-        AdapterCorrupt: the bytes no longer have the digest that was validated.
+        AdapterCorrupt: the bytes no longer have the validated digest.
     """
     with path.open("rb") as file:
         data = read_verified(file, spec.weights_digest)
@@ -64,11 +64,11 @@ def load_weights(path: Path, spec: AdapterSpec) -> AdapterWeights:
 def read_verified(
     file: BufferedReader, weights_digest: str, should_stop: Callable[[], bool] = lambda: False
 ) -> bytearray:
-    """The whole file, from its start, if it has this digest.
+    """Return the whole file, from its start, if it has this digest.
 
     Raises:
         AdapterCorrupt: it does not.
-        LoadCancelled: `should_stop` said so, between two chunks.
+        LoadCancelled: `should_stop` returned True between two chunks.
     """
     data = bytearray(os.fstat(file.fileno()).st_size)
     sha256 = hashlib.sha256()
@@ -91,7 +91,7 @@ def read_verified(
 
 
 def weights_from_bytes(data: bytearray, header: SafetensorsHeader, spec: AdapterSpec) -> AdapterWeights:
-    """Views into `data`, which they keep alive; a copy only where types are mixed or a tensor is not aligned."""
+    """Return views into `data`, which they keep alive; copies only for mixed types or unaligned tensors."""
     tensors = {}
     for m in spec.modules:
         a, b = (_array(data, header, header.tensors[name], spec.dtype) for name in (m.a_name, m.b_name))

@@ -1,1 +1,1 @@
-"""gc, fsck, export, import of a store that no server has open."""
+"""Commands for a store that no server has open: gc, fsck, export, import."""

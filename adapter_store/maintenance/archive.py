@@ -1,9 +1,8 @@
-"""Writing a closed store to an archive, and reading one back: nothing is believed that is not verified.
+"""Export of a closed store to an archive and import from one; nothing in an archive is trusted without verification.
 
-Plain tar (ustar), one member after the other, for files only: nothing is ever unpacked to a name that it gives.
-
-Python's `tarfile` packs and parses the 512 byte headers; its reading of extended headers and links, which an untrusted
-archive can turn against the reader, is left out.
+The archive is a plain tar (ustar) of regular files, and members are never extracted to the names they give. Python's
+`tarfile` packs and parses the 512 byte headers; its handling of extended headers and links, which an untrusted
+archive could exploit, is not used.
 """
 
 import hashlib
@@ -37,14 +36,14 @@ CHUNK_BYTES = 1 << 20
 
 
 def tar_header(name: str, num_bytes: int) -> bytes:
-    """The block before a member's data."""
+    """Return the block before a member's data."""
     info = tarfile.TarInfo(name)
     info.size = num_bytes
     return info.tobuf(tarfile.USTAR_FORMAT)
 
 
 def tar_padding(num_bytes: int) -> bytes:
-    """What follows a member's data, up to the next block."""
+    """Return the bytes between a member's data and the next block."""
     return bytes(-num_bytes % tarfile.BLOCKSIZE)
 
 
@@ -52,29 +51,30 @@ TAR_END = bytes(2 * tarfile.BLOCKSIZE)
 
 
 class TarReader:
-    """Members of a stream, in its order. Each member's data must be read before the next one is asked for.
+    """Read members from a stream, in order. Each member's data must be read before the next one is requested.
 
-    Raises (all methods): InvalidArchive: it is no tar, ends early, or holds anything but plain files.
+    Raises:
+        InvalidArchive: from every method: not a tar, truncated, or a member that is not a regular file.
     """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
 
     def next_member(self) -> tuple[str, int] | None:
-        """Name and bytes of the next member, None at the end."""
+        """Return name and bytes of the next member, None at the end."""
         block = self._read(tarfile.BLOCKSIZE)
         if not any(block):
             return None
         try:
             info = tarfile.TarInfo.frombuf(block, "utf-8", "surrogateescape")
         except tarfile.HeaderError:
-            raise InvalidArchive("this is no tar file that lorasrv store export wrote, or it is damaged") from None
+            raise InvalidArchive("this is not a tar file that lorasrv store export wrote, or it is damaged") from None
         if info.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or info.size < 0:
-            raise InvalidArchive(f"member {show(info.name)} of the archive is no plain file; nothing was imported")
+            raise InvalidArchive(f"member {show(info.name)} of the archive is not a regular file; nothing was imported")
         return info.name, info.size
 
     def data(self, num_bytes: int) -> Iterator[bytes]:
-        """The data of the member that was announced last, in pieces."""
+        """Yield the data of the last member returned, in chunks."""
         left = num_bytes
         while left:
             chunk = self._read(min(left, CHUNK_BYTES))
@@ -93,8 +93,8 @@ SHOWN_IDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """What went into an archive, or came out of one."""
+class ArchiveSummary:
+    """Count what was written to an archive, or imported from one."""
 
     adapters: int
     versions: int
@@ -102,11 +102,11 @@ class Moved:
     bytes: int
 
 
-def export_store(store: OfflineStore, file: BinaryIO, progress: Progress = lambda done, total: None) -> Moved:
-    """Write everything that a version names; the digests are verified on the way.
+def export_store(store: OfflineStore, file: BinaryIO, progress: Progress = lambda done, total: None) -> ArchiveSummary:
+    """Write everything that a version refers to, verifying the digests.
 
     Raises:
-        AdapterCorrupt: weights are damaged or gone; names the versions that have them.
+        AdapterCorrupt: weights are damaged or missing; names the versions that use them.
         OSError: the file cannot be written.
     """
     archive = _archive_of(store)
@@ -119,16 +119,16 @@ def export_store(store: OfflineStore, file: BinaryIO, progress: Progress = lambd
         done += num_bytes
         progress(done, total)
     file.write(TAR_END)
-    return _moved(archive)
+    return _summary(archive)
 
 
 def _archive_of(store: OfflineStore) -> Archive:
-    sizes, users = store.blobs.sizes(), store.index.users()
+    sizes, users = store.blobs.sizes(), store.index.versions_by_digest()
     contents, uploads = {}, {}
     for adapter_id, version, upload in store.index.uploads():
         key, digest = upload.content.key, upload.content.weights_digest
         if digest not in sizes:
-            raise _damaged(users[digest], "gone")
+            raise _damaged(users[digest], "missing")
         contents[key] = ArchivedContent(key, digest, sizes[digest])
         uploads[adapter_id, version] = ArchivedUpload(key, upload.config, upload.report.is_partial)
     index = store.index
@@ -146,7 +146,7 @@ def _write_blob(store: OfflineStore, digest: str, num_bytes: int, file: BinaryIO
             written += len(chunk)
             file.write(chunk)
     if written != num_bytes or hasher.hexdigest() != digest:
-        raise _damaged(store.index.users()[digest], "damaged")
+        raise _damaged(store.index.versions_by_digest()[digest], "damaged")
     file.write(tar_padding(num_bytes))
 
 
@@ -163,15 +163,24 @@ def import_store(
     max_lora_rank: int,
     progress: Progress = lambda done, total: None,
     check_limits: Callable[[Mapping[str, float]], object] = dict,
-) -> Moved:
-    """Add everything of an archive to a store; every digest is verified, every adapter validated against the base once
-    more, and ids, versions, aliases and limits become visible together, or not at all.
+) -> ArchiveSummary:
+    """Add the contents of an archive to a store.
+
+    Every digest is verified and every adapter validated against the base again. Ids, versions, aliases and limits
+    become visible together, or not at all.
 
     Args:
-        check_limits: raises ValueError or TypeError for limits of an id that are none.
+        store: the store to add to.
+        file: the archive.
+        base: shapes that adapters must fit.
+        max_lora_rank: highest rank accepted.
+        progress: called with the bytes of weights done and in total.
+        check_limits: raises ValueError or TypeError for invalid limits of an id.
+
     Raises:
-        InvalidArchive: it is none, is damaged, was made for another base, or holds ids that the store has already.
-        AdapterInvalid, InvalidAdapterId, DigestMismatch: what it holds does not serve.
+        InvalidArchive: it is not an archive, is damaged, was made for another base, or holds ids that the store has
+            already.
+        AdapterInvalid, InvalidAdapterId, DigestMismatch: it holds something that cannot be served.
         StoreFull, StoreUnusable: the disk refused, or the store holds adapters of another base.
     """
     reader = TarReader(file)
@@ -180,24 +189,24 @@ def import_store(
     _check_limits(archive, check_limits)
     with ExitStack() as undo:
         _import_blobs(reader, archive, store, max_adapter_bytes(base, max_lora_rank), undo, progress)
-        uploads = _validated(archive, store, base, max_lora_rank)
+        uploads = _validate_uploads(archive, store, base, max_lora_rank)
         _bind_base(archive, store)
         store.index.restore(archive.records, uploads, archive.last_versions, archive.owners)
         undo.pop_all()
-    return _moved(archive)
+    return _summary(archive)
 
 
 def _read_manifest(reader: TarReader) -> Archive:
     first = reader.next_member()
     if first is None or first[0] != MANIFEST:
-        raise InvalidArchive(f"this is no archive of an adapter store: it does not begin with {MANIFEST}")
+        raise InvalidArchive(f"this is not an archive of an adapter store: it does not begin with {MANIFEST}")
     if first[1] > MAX_MANIFEST_BYTES:
         raise InvalidArchive(f"the archive's manifest has {first[1]} bytes; {MAX_MANIFEST_BYTES} are the most")
     return read_manifest_json(b"".join(reader.data(first[1])))
 
 
 def _bind_base(archive: Archive, store: OfflineStore) -> None:
-    """An empty store takes the archive's base; another must have been filled for the same."""
+    """Bind an empty store to the archive's base; any other must have been filled for the same."""
     theirs, ours = BaseIdentity.from_text(archive.base), stored_base(store.index)
     if store.index.is_empty():
         store.index.bind_base(archive.base)
@@ -225,13 +234,13 @@ def _check_limits(archive: Archive, check: Callable[[Mapping[str, float]], objec
         try:
             check(record.limits)
         except (ValueError, TypeError) as error:
-            raise InvalidArchive(f"the archive keeps limits of {record.adapter_id!r} that are none: {error}") from None
+            raise InvalidArchive(f"the archive has invalid limits for {record.adapter_id!r}: {error}") from None
 
 
 def _import_blobs(
     reader: TarReader, archive: Archive, store: OfflineStore, max_bytes: int, undo: ExitStack, progress: Progress
 ) -> None:
-    """Each blob is written under its own digest; what the members are called only says which."""
+    """Write each blob under its verified digest; a member's name only announces which it is."""
     awaited, added = archive.blobs, list[str]()
     undo.callback(store.blobs.remove, added)
     done, total = 0, sum(awaited.values())
@@ -240,7 +249,9 @@ def _import_blobs(
         name, num_bytes = member
         digest = name.removeprefix(BLOBS)
         if BLOBS + digest != name or awaited.get(digest) != num_bytes:
-            raise InvalidArchive(f"member {show(name)} of the archive is not one that its manifest announces, once")
+            raise InvalidArchive(
+                f"member {show(name)} of the archive is not announced by its manifest, or appears twice"
+            )
         if num_bytes > max_bytes:
             raise BlobTooLarge(num_bytes, max_bytes)
         del awaited[digest]
@@ -256,31 +267,31 @@ def _import_blobs(
         raise InvalidArchive(f"the archive lacks {len(awaited)} of the blobs that its manifest announces")
 
 
-def _validated(
+def _validate_uploads(
     archive: Archive, store: OfflineStore, base: BaseShapes, max_lora_rank: int
 ) -> dict[tuple[AdapterId, int], Upload]:
-    """Every version, checked as at its upload. Weights are read once for all versions that say the same of them."""
+    """Check every version as at its upload, reading weights once for all versions that describe them alike."""
     uploads: dict[tuple[AdapterId, int], Upload] = {}
     known: dict[tuple[AdapterKey, bool, str], Upload] = {}
     for at, archived in archive.uploads.items():
-        said = archived.key, archived.is_partial, json.dumps(archived.config)
-        if said not in known:
-            known[said] = _checked(archived, archive.contents[archived.key], store, base, max_lora_rank)
-        uploads[at] = known[said]
+        identity = archived.key, archived.is_partial, json.dumps(archived.config)
+        if identity not in known:
+            known[identity] = _check_upload(archived, archive.contents[archived.key], store, base, max_lora_rank)
+        uploads[at] = known[identity]
     return uploads
 
 
-def _checked(
+def _check_upload(
     archived: ArchivedUpload, content: ArchivedContent, store: OfflineStore, base: BaseShapes, max_lora_rank: int
 ) -> Upload:
     with store.blobs.open(content.weights_digest) as file, disk_errors("reading weights"):
         size = os.fstat(file.fileno()).st_size
         checked = check_adapter(archived.config, file, size, base, max_lora_rank, allow_partial=archived.is_partial)
     if checked.spec.weights_digest != content.weights_digest or checked.spec.key != content.key:
-        raise InvalidArchive(f"content {content.key[:12]} of the archive is another than its config and weights make")
+        raise InvalidArchive(f"content {content.key[:12]} of the archive does not match its config and weights")
     return Upload.of(archived.config, content.weights_digest, checked.report)
 
 
-def _moved(archive: Archive) -> Moved:
+def _summary(archive: Archive) -> ArchiveSummary:
     versions = sum(len(record.versions) for record in archive.records)
-    return Moved(len(archive.records), versions, len(archive.blobs), sum(archive.blobs.values()))
+    return ArchiveSummary(len(archive.records), versions, len(archive.blobs), sum(archive.blobs.values()))

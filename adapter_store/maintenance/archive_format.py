@@ -1,9 +1,9 @@
-"""A store as one file, for moving and keeping it: a JSON manifest, then every blob, in a plain tar.
+"""Format of an archive, a whole store in one file: a JSON manifest followed by every blob, in a plain tar.
 
     lorasrv-store.json       format number, base, contents, ids with versions and their configs, aliases, limits
     blobs/sha256/<digest>    weights, each once
 
-Verdicts are not in it: they tell about the machine that they were found on.
+Verdicts are not included: they describe the machine they were found on.
 """
 
 import json
@@ -27,12 +27,12 @@ from adapter_store.registry.references import (
 from adapter_store.spec import AdapterId, AdapterKey
 
 FORMAT = 2
-# In the first format a content had the config of its first uploader, for all of its versions.
+# In format 1, the config of a content's first uploader stood for all of its versions.
 READABLE = (1, FORMAT)
 KIND = "lorasrv-store"
 MANIFEST = "lorasrv-store.json"
 BLOBS = "blobs/sha256/"
-# A version takes about 2 KB of it: enough for 100,000 of them, and little enough to be read whole.
+# A version takes about 2 KB: enough for 100,000 versions, and small enough to read at once.
 MAX_MANIFEST_BYTES = 256 << 20
 MAX_VERSION = 2**62
 MAX_NUMBER = 1e18
@@ -42,7 +42,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ArchivedContent:
-    """A content as it is written: its weights are the blob of this digest, `num_bytes` long with its header."""
+    """Describe a content in the archive; `num_bytes` is the size of its blob including the header."""
 
     key: AdapterKey
     weights_digest: str
@@ -51,7 +51,7 @@ class ArchivedContent:
 
 @dataclass(frozen=True, slots=True)
 class ArchivedUpload:
-    """What a version came from. `is_partial`: its uploader has allowed that modules are missing."""
+    """Describe the origin of a version. `is_partial`: its uploader allowed missing modules."""
 
     key: AdapterKey
     config: Mapping[str, object]
@@ -60,7 +60,7 @@ class ArchivedUpload:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """What the manifest says. Ranks and bytes of `records` are 0: they are read from the weights anew."""
+    """Hold the manifest. Ranks and bytes in `records` are 0: they are read from the weights again."""
 
     base: str
     contents: Mapping[AdapterKey, ArchivedContent]
@@ -71,11 +71,11 @@ class Archive:
 
     @property
     def blobs(self) -> dict[str, int]:
-        """Digest -> bytes, sorted."""
+        """Return bytes by digest, sorted."""
         return dict(sorted((c.weights_digest, c.num_bytes) for c in self.contents.values()))
 
     def to_json(self) -> bytes:
-        """The manifest. The order of a config's fields is kept: it can matter."""
+        """Return the manifest as JSON. The order of a config's fields is kept, since it can matter."""
         manifest = {
             "kind": KIND,
             "format": FORMAT,
@@ -108,16 +108,17 @@ def _content_json(content: ArchivedContent) -> Json:
 
 
 def read_manifest_json(data: bytes) -> Archive:
-    """The inverse of `Archive.to_json`, of bytes that anybody may have written.
+    """Parse the output of `Archive.to_json` from untrusted bytes.
 
-    Raises: InvalidArchive: names the place.
+    Raises:
+        InvalidArchive: names the place.
     """
     try:
         manifest = json.loads(data, parse_constant=_no_constant)
     except (ValueError, RecursionError):
-        raise InvalidArchive(f"{MANIFEST} of the archive is no JSON") from None
+        raise InvalidArchive(f"{MANIFEST} of the archive is not JSON") from None
     if not isinstance(manifest, dict) or manifest.get("kind") != KIND:
-        raise InvalidArchive("this is no archive of an adapter store")
+        raise InvalidArchive("this is not an archive of an adapter store")
     if manifest.get("format") not in READABLE:
         raise InvalidArchive(
             f"the archive has format {show(manifest.get('format'))}; this lorasrv reads {FORMAT} and older: use the "
@@ -132,11 +133,11 @@ def read_manifest_json(data: bytes) -> Archive:
     for name, of in at.children("adapters"):
         records.append(_record(name, of, places, uploads, owners))
     if unnamed := contents.keys() - {upload.key for upload in uploads.values()}:
-        raise at.wrong(f"contents.{min(unnamed)}", "no version names it")
+        raise at.wrong(f"contents.{min(unnamed)}", "no version refers to it")
     last = at.get("last_versions", dict)
     for name, version in last.items():
         if not _is_version(version):
-            raise InvalidArchive(f"last_versions.{show(name)} of the archive's manifest is no version")
+            raise InvalidArchive(f"last_versions.{show(name)} of the archive's manifest is not a version")
         at.checked(f"last_versions.{show(name)}", partial(check_adapter_id, name, frozenset()))
     for record in records:
         last[record.adapter_id] = max(last.get(record.adapter_id, 0), *(v.version for v in record.versions))
@@ -149,7 +150,7 @@ def _no_constant(name: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """An object of the manifest, and where it stands."""
+    """Hold an object of the manifest and its path."""
 
     values: Json
     name: str
@@ -176,7 +177,7 @@ class _Place:
         return InvalidArchive(f"{self.name}{field} of the archive's manifest: {why}")
 
     def checked(self, field: str, check: Callable[[], Any]) -> Any:
-        """What `check` returns; what it raises names this place."""
+        """Return the result of `check`; its errors are reported for this place."""
         try:
             return check()
         except AdapterError as error:
@@ -195,7 +196,7 @@ def _base(at: _Place) -> str:
 def _owner(version: _Place) -> str:
     owner: str = version.get("owner", str)
     if not (owner and owner.isprintable()):
-        raise version.wrong("owner", "no name of a key")
+        raise version.wrong("owner", "not the name of a key")
     return owner
 
 
@@ -210,12 +211,12 @@ def _content(key: str, of: _Place) -> ArchivedContent:
 
 def _upload(key: str, version: _Place, content: _Place) -> ArchivedUpload:
     own = "config" in version.values
-    said = version if own else content
-    is_partial = said.values.get("partial", False)
+    source = version if own else content
+    is_partial = source.values.get("partial", False)
     if not isinstance(is_partial, bool):
-        raise said.wrong("partial")
-    config: Json = said.get("config", dict)
-    # Nobody knows any more whose config it was; the others are not to learn what that one trained on.
+        raise source.wrong("partial")
+    config: Json = source.get("config", dict)
+    # The config's uploader is unknown, and other uploaders must not learn what it was trained on.
     shown = config if own else {name: value for name, value in config.items() if name not in UPLOADERS_OWN}
     return ArchivedUpload(AdapterKey(key), shown, is_partial)
 
@@ -227,12 +228,12 @@ def _record(
     uploads: dict[tuple[AdapterId, int], ArchivedUpload],
     owners: dict[tuple[AdapterId, int], str],
 ) -> AdapterRecord:
-    """The id; what its versions came from and whose they are is added to the rest."""
+    """Return an id's record, adding the origin and owner of its versions to `uploads` and `owners`."""
     adapter_id: AdapterId = of.checked("id", lambda: check_adapter_id(name, frozenset()))
     versions: list[VersionRecord] = []
     for number, version in of.children("versions"):
         if not (number.isascii() and number.isdigit() and _is_version(int(number[:20])) and number[0] != "0"):
-            raise of.wrong(f"versions.{show(number)}", "no version number")
+            raise of.wrong(f"versions.{show(number)}", "not a version number")
         key = version.get("content", str)
         if key not in contents:
             raise version.wrong("content", "no such content in the archive")

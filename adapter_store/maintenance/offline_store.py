@@ -1,4 +1,4 @@
-"""A store that no server uses, for the work that needs none: garbage collection and checks. No base is asked for."""
+"""Garbage collection and integrity checks of a store that no server uses. They need no base."""
 
 import hashlib
 import os
@@ -13,16 +13,16 @@ from typing import Any, Self
 from adapter_store.errors import AdapterError, StoreUnusable, show
 from adapter_store.registry.index import Index
 from adapter_store.storage.blobs import UNREFERENCED_BLOB_AGE_S, BlobDirectory, disk_errors
-from adapter_store.storage.root_lock import lock_root, opening
+from adapter_store.storage.root_lock import lock_root, opening_errors
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 Progress = Callable[[int, int], None]
-"""Told how many bytes are done, and how many there are."""
+"""Called with the bytes done and the bytes in total."""
 
 
 @dataclass(frozen=True, slots=True)
-class Collected:
-    """What a garbage collection removed: contents that no version named, blobs and their bytes, unfinished uploads."""
+class CollectSummary:
+    """Count what a collection removed: unreferenced contents, blobs and their bytes, unfinished uploads."""
 
     contents: int
     blobs: int
@@ -32,7 +32,10 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing wrong: `kind` is damaged, missing, orphaned, foreign or index. `adapters` need what it is about."""
+    """Describe one problem of a store.
+
+    `kind` is damaged, missing, orphaned, foreign or index; `adapters` are the versions that depend on it.
+    """
 
     kind: str
     what: str
@@ -40,23 +43,24 @@ class Finding:
     message: str
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values."""
+        """Return plain JSON values."""
         return {**asdict(self), "adapters": list(self.adapters)}
 
 
 class OfflineStore:
-    """A store's folder, locked for as long as this is open.
+    """Open a store's folder and hold its lock.
 
     Args:
-        create: make a store where there is none.
+        root: the folder.
+        create: create a store if there is none.
 
     Raises:
         StoreLocked: a server uses it.
-        StoreUnusable: it cannot be read or written, or is no store.
+        StoreUnusable: it cannot be read or written, or is not a store.
     """
 
     def __init__(self, root: Path, *, create: bool = False) -> None:
-        with ExitStack() as undo, opening(root):
+        with ExitStack() as undo, opening_errors(root):
             if not create and not (root / "index.sqlite3").is_file():
                 raise StoreUnusable("there is no adapter store in it")
             undo.callback(os.close, lock_root(root))
@@ -72,26 +76,28 @@ class OfflineStore:
         with disk_errors("closing"):
             self._undo.close()
 
-    def collect(self, age_s: float = UNREFERENCED_BLOB_AGE_S) -> Collected:
-        """Remove what nothing names: contents and their weights at once, weights that were never registered when they
-        are older than `age_s`, unfinished uploads.
+    def collect(self, age_s: float = UNREFERENCED_BLOB_AGE_S) -> CollectSummary:
+        """Remove what nothing refers to.
+
+        Contents and their weights are removed at once, weights that were never registered if older than `age_s`, and
+        unfinished uploads always.
         """
         before = self.blobs.sizes()
-        unnamed = self.index.unnamed()
-        self.blobs.remove(sorted(self.index.drop(unnamed)))
+        unnamed = self.index.unreferenced_contents()
+        self.blobs.remove(sorted(self.index.delete_contents(unnamed)))
         swept = self.blobs.sweep(self.index.referenced_digests(), age_s)
         gone = before.keys() - self.blobs.sizes().keys()
-        return Collected(len(unnamed), len(gone), sum(before[name] for name in gone), swept.num_unfinished)
+        return CollectSummary(len(unnamed), len(gone), sum(before[name] for name in gone), swept.num_unfinished)
 
     def check(self, progress: Progress = lambda done, total: None) -> list[Finding]:
-        """Read every blob again and compare it with its digest; look for what is missing and for what nobody names."""
-        users, sizes = self.index.users(), self.blobs.sizes()
+        """Read every blob and compare it with its digest; report missing, orphaned and foreign files too."""
+        users, sizes = self.index.versions_by_digest(), self.blobs.sizes()
         findings = [Finding("index", "index", (), line) for line in self.index.problems()]
-        for path in self.blobs.strangers():
+        for path in self.blobs.foreign_paths():
             what = f"{path.parent.name}/{path.name}"
-            findings.append(Finding("foreign", show(what), (), "it is no plain file; nobody needs it, or touches it"))
+            findings.append(Finding("foreign", show(what), (), "not a regular file; it is ignored"))
         for digest in sorted(users.keys() - sizes.keys()):
-            findings.append(_finding("missing", digest, users, "the weights are gone; upload the same file again"))
+            findings.append(_finding("missing", digest, users, "the weights are missing; upload the same file again"))
         done, total = 0, sum(sizes.values())
         progress(0, total)
         for name, num_bytes in sizes.items():
@@ -102,17 +108,21 @@ class OfflineStore:
 
     def _check_blob(self, name: str, users: dict[str, list[str]]) -> list[Finding]:
         if not _DIGEST.fullmatch(name):
-            return [Finding("foreign", show(name), (), "no blob is called that; nobody needs this file")]
+            return [Finding("foreign", show(name), (), "not named like a blob; it is ignored")]
         found = []
         try:
             with self.blobs.open(name) as file, disk_errors("reading weights"):
                 actual = hashlib.file_digest(file, "sha256").hexdigest()
             if actual != name:
-                found.append(_finding("damaged", name, users, "other bytes than were uploaded; upload the file again"))
+                found.append(
+                    _finding("damaged", name, users, "the bytes do not match the digest; upload the same file again")
+                )
         except AdapterError as error:
             found.append(_finding("damaged", name, users, str(error)))
         if name not in users:
-            found.append(_finding("orphaned", name, users, "no version names these weights; lorasrv store gc"))
+            found.append(
+                _finding("orphaned", name, users, "no version uses these weights; remove them with lorasrv store gc")
+            )
         return found
 
 

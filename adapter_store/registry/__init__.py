@@ -1,1 +1,1 @@
-"""SQLite index: ids, versions, aliases, references, records; name table in memory; reads contents back."""
+"""Names and records: SQLite index of ids, versions and aliases, name table in memory, reader of contents."""

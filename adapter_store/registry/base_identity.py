@@ -1,10 +1,10 @@
-"""Which base a store was filled for: what its adapters fit, and a sample of its weights that survives quantization.
+"""Identity of the base that a store was filled for: its shapes and a sample of weights that survives quantization.
 
-What adapters are checked against (family, layers, linears) is compared exactly. Of weights only numbers can be
-compared that every file of one model has: quantization rounds linears and embeddings in its own way each time, but
-leaves norms in floating point, at worst in bfloat16. So the caller samples a norm, and two samples agree if no number
-differs by more than that rounding. A change by training of one unit of bfloat16 is more. What training did to linears
-alone (a merged adapter) goes unseen.
+The shapes that adapters are checked against (family, layers, linears) are compared exactly. Of the weights, only
+numbers that every file of one model contains can be compared: quantization rounds linears and embeddings differently
+each time, but leaves norms in floating point, at worst in bfloat16. The caller therefore samples a norm, and two
+samples agree if no number differs by more than that rounding. Training that changes a norm by one unit of bfloat16 is
+noticed; training of linears alone (a merged adapter) is not.
 """
 
 import hashlib
@@ -28,45 +28,46 @@ TOLERANCE = 2**-8 + 2**-11
 
 @dataclass(frozen=True, slots=True)
 class BaseIdentity:
-    """`shapes` is a digest; `sample` is empty where nobody took one, and then agrees with every other."""
+    """Identify a base. `shapes` is a digest; `sample` is empty if none was taken, and then agrees with any other."""
 
     shapes: str
     sample: tuple[float, ...] = ()
 
     @classmethod
     def of(cls, base: BaseShapes, sample: Sequence[float] = ()) -> Self:
-        """Of more than `MAX_SAMPLES` numbers, that many at equal distances."""
+        """Return a base's identity, keeping at most `MAX_SAMPLES` evenly spaced numbers of the sample."""
         modules = {name: list(shape) for name, shape in base.modules.items()}
-        # The base's name is left out: it is no reason to refuse.
+        # Without the base's name: renaming a base does not change it.
         facts = [base.family, base.num_layers, base.layer_prefix, modules]
         step = -(-len(sample) // MAX_SAMPLES) or 1
         kept = tuple(float(f"{value:.6g}") for value in sample[::step])
         return cls(hashlib.sha256(canonical_json(facts).encode()).hexdigest(), kept)
 
     def to_text(self) -> str:
-        """As the index keeps it: the digest alone, or with the sample behind it."""
+        """Return the text stored in the index: the digest, followed by the sample if there is one."""
         return f"{self.shapes} {json.dumps(self.sample)}" if self.sample else self.shapes
 
     @classmethod
     def from_text(cls, text: str) -> Self:
-        """Inverse of `to_text`; of no text, a base that nothing is known of.
+        """Parse the output of `to_text`; the empty text is an unknown base.
 
-        Raises: ValueError: it is no such text. Archives are written by anybody.
+        Raises:
+            ValueError: the text is malformed. Archives are untrusted.
         """
         shapes, _, sample = text.partition(" ")
         numbers = json.loads(sample) if sample else []
         if not (_SHAPES.fullmatch(shapes) and isinstance(numbers, list) and len(numbers) <= MAX_SAMPLES):
-            raise ValueError("no digest of shapes with a sample of weights behind it")
+            raise ValueError("expected a digest of shapes, optionally followed by a sample of weights")
         if not all(type(number) in (int, float) and abs(number) <= MAX_NUMBER for number in numbers):
-            raise ValueError("the sample of its weights holds what are no finite numbers")
+            raise ValueError("the sample of its weights contains values that are not finite numbers")
         return cls(shapes, tuple(float(number) for number in numbers))
 
     def has_shapes_of(self, other: Self) -> bool:
-        """Whether what fits the one fits the other."""
+        """Return whether the same adapters fit both bases."""
         return self.shapes == other.shapes
 
     def has_weights_of(self, other: Self) -> bool:
-        """Whether the samples agree; also if one of them was never taken."""
+        """Return whether the samples agree; True if one was never taken."""
         if not self.sample or not other.sample:
             return True
         if len(self.sample) != len(other.sample):
@@ -77,18 +78,22 @@ class BaseIdentity:
 
 
 def stored_base(index: Index) -> BaseIdentity:
-    """The base that a store was filled for. Raises: StoreUnusable: what it says of that is no such thing."""
+    """Return the base that a store was filled for.
+
+    Raises:
+        StoreUnusable: its record in the index is malformed.
+    """
     try:
         return BaseIdentity.from_text(index.base() or "")
     except (ValueError, RecursionError) as error:
-        raise StoreUnusable(f"its index is damaged where it says which base it was filled for: {error}") from None
+        raise StoreUnusable(f"the record of its base is damaged in the index: {error}") from None
 
 
 def bind_base(index: Index, identity: BaseIdentity, check: Callable[[Content], object], accept_change: bool) -> None:
-    """Take a store for this base; one with adapters of another only if that is accepted and `check` passes each.
+    """Bind a store to this base; rebind one filled for another only if accepted and `check` passes every adapter.
 
     Raises:
-        StoreUnusable: it has adapters of another base; of those that do not fit this one, the first with its reason.
+        StoreUnusable: it has adapters of another base; names the first that does not fit, with its reason.
     """
     filled = not index.is_empty()
     before = stored_base(index)

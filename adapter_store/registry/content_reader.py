@@ -1,4 +1,4 @@
-"""Reading what the store holds: a content's spec from the header of its weights, and the weights themselves."""
+"""Read stored contents: the spec from the header of the weights, and the weights themselves."""
 
 import os
 import threading
@@ -27,7 +27,7 @@ NUM_NEWEST_CHECKED = 64
 
 @dataclass(frozen=True, slots=True)
 class _Checked:
-    """The beginning of a weights file, and what was read from it."""
+    """Keep the beginning of a weights file and what was read from it."""
 
     header_bytes: bytes
     header: SafetensorsHeader
@@ -35,10 +35,13 @@ class _Checked:
 
 
 class ContentReader:
-    """Reads contents that the index knows. Safe to use from many threads.
+    """Read contents that are in the index. Safe to use from many threads.
 
     Args:
-        find: a content by its key; raises AdapterNotFound if it was deleted.
+        blobs: the weights.
+        base: shapes that adapters must fit.
+        max_lora_rank: highest rank accepted.
+        find: returns a content by its key; raises AdapterNotFound if it was deleted.
     """
 
     def __init__(
@@ -52,7 +55,7 @@ class ContentReader:
         self._newest: LRUCache[AdapterKey, _Checked] = LRUCache(NUM_NEWEST_CHECKED)
 
     def check(self, config: Mapping[str, object], digest: str, allow_partial: bool) -> CheckedAdapter:
-        """Whether a blob and a config are an adapter of this base.
+        """Check whether a blob and a config are an adapter of this base.
 
         Raises:
             AdapterInvalid: with every problem found.
@@ -66,22 +69,22 @@ class ContentReader:
         return checked
 
     def spec(self, content: Content) -> AdapterSpec:
-        """As `AdapterStore.spec`."""
+        """Return a content's spec, as `AdapterStore.spec`."""
         return self._checked(content).spec
 
     def load(self, content: Content, should_stop: Callable[[], bool]) -> AdapterWeights:
-        """As `AdapterStore.load`."""
+        """Return a content's weights, as `AdapterStore.load`."""
         checked = self._checked(content)
         with self._open(content) as file, disk_errors("reading weights"):
             data = read_verified(file, content.weights_digest, should_stop)
         if data[: len(checked.header_bytes)] == checked.header_bytes:
             return weights_from_bytes(data, checked.header, checked.spec)
-        # These bytes have the digest; what was read before them did not.
+        # These bytes match the digest, so the header cached earlier was misread.
         header = parse_header(data, header_cap_bytes(self._base))
         return weights_from_bytes(data, header, self._spec_of(content, header))
 
     def _checked(self, content: Content) -> _Checked:
-        """Checking costs 10 ms of Python, and an adapter is asked for twice while it comes in: the newest are kept."""
+        """Return the checked header, caching the newest: a check takes 10 ms, and a load needs it twice."""
         with self._lock:
             known = self._newest.get(content.key)
         if known is None:
@@ -106,7 +109,7 @@ class ContentReader:
         try:
             return self._blobs.open(content.weights_digest)
         except BlobNotFound:
-            self._find(content.key)  # deleted meanwhile: not found, rather than corrupt
+            self._find(content.key)  # if it was deleted meanwhile, report that instead of corruption
             digest = content.weights_digest[:12]
             raise AdapterCorrupt(f"stored weights sha256:{digest} are gone; upload the same file again") from None
 
@@ -114,7 +117,5 @@ class ContentReader:
         digest = content.weights_digest
         spec = validate_adapter(content.config, header, self._base, self._max_lora_rank, weights_digest=digest)
         if spec.key != content.key:
-            raise AdapterCorrupt(
-                f"the index describes sha256:{digest[:12]} otherwise than its weights do; upload it again"
-            )
+            raise AdapterCorrupt(f"the index and the weights of sha256:{digest[:12]} disagree; upload it again")
         return spec

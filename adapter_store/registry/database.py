@@ -1,6 +1,6 @@
-"""One connection to the store's SQLite file: durable, strict, of the newest layout, every change a transaction.
+"""The store's SQLite connection: durable, strict, migrated to the newest layout, every change a transaction.
 
-The layouts that the store's SQLite file has had, and how a file of an older one becomes one of the newest.
+This module keeps the layouts that the file has had and the migrations from older ones.
 """
 
 import contextlib
@@ -12,11 +12,11 @@ from adapter_store.errors import StoreFull, StoreUnusable
 
 SCHEMA_VERSION = 4
 
-# What came with a layout. A layout is never changed, as there are files that have it.
+# The tables that each layout added. A layout is never changed: files of it exist.
 _LIMITS = """
 CREATE TABLE adapter_limits (adapter_id TEXT PRIMARY KEY REFERENCES adapters, limits TEXT NOT NULL) STRICT;
 """
-# `owners` has a row only for a version that somebody other than "anonymous" made.
+# `owners` has a row only for versions of principals other than "anonymous".
 _ALIASES_OWNERS = """
 CREATE TABLE aliases (
     adapter_id TEXT NOT NULL, alias TEXT NOT NULL, version INTEGER NOT NULL,
@@ -33,8 +33,8 @@ CREATE TABLE verdicts (
     key TEXT PRIMARY KEY REFERENCES contents ON DELETE CASCADE, verdict TEXT NOT NULL, created_s REAL NOT NULL
 ) STRICT;
 """
-# A config may be long: behind it, SQLite would have to read through it on the way to every report.
-# What one uploader has sent, was told and has found out is of its version alone: others may have the same content.
+# `config` is the last column because it may be long: SQLite reads through it to reach the columns behind.
+# Config, report and verdict belong to one version: versions of other uploaders may share the content.
 _UPLOADS_VERDICTS = """
 CREATE TABLE uploads (
     adapter_id TEXT NOT NULL, version INTEGER NOT NULL, report TEXT NOT NULL, config TEXT NOT NULL,
@@ -45,8 +45,8 @@ CREATE TABLE verdicts (
     PRIMARY KEY (adapter_id, version), FOREIGN KEY (adapter_id, version) REFERENCES versions ON DELETE CASCADE
 ) STRICT;
 """
-# Before, config and report were the first uploader's, whose version is as old as the content. For every other version
-# they are what is left without the name of that one's base. A verdict names the version that it was found for.
+# Up to layout 3, config and report were the first uploader's, whose version is as old as the content. Every other
+# version gets them without the name of that uploader's base. A verdict names the version it was found for.
 _SHARE_OUT = f"""
 ALTER TABLE verdicts RENAME TO verdicts_of_contents;
 {_UPLOADS_VERDICTS}
@@ -82,13 +82,13 @@ CREATE TABLE last_versions (adapter_id TEXT PRIMARY KEY, version INTEGER NOT NUL
 {_UPLOADS_VERDICTS}
 """
 MIGRATIONS: Mapping[int, str] = {1: _LIMITS, 2: _ALIASES_OWNERS + _VERDICTS_OF_CONTENTS, 3: _SHARE_OUT}
-"""What makes the next layout of the one that is named."""
+"""Statements that turn a layout into the next one."""
 BUSY_TIMEOUT_MS = 5000
 
 
 @contextlib.contextmanager
 def sql_errors() -> Iterator[None]:
-    """Turn what SQLite says into StoreFull or StoreUnusable."""
+    """Turn SQLite's errors into StoreFull or StoreUnusable."""
     try:
         yield
     except sqlite3.DatabaseError as error:
@@ -100,15 +100,16 @@ def sql_errors() -> Iterator[None]:
 
 
 class Database:
-    """The file, opened; made, or brought to the newest layout, if need be. Not thread-safe: the store's lock is.
+    """Open the file, creating or migrating it as needed. Not thread-safe: the caller holds the store's lock.
 
-    Raises: StoreFull, StoreUnusable.
+    Raises:
+        StoreFull, StoreUnusable: the file cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self._commit_failed = False
         with sql_errors():
-            # Threads take turns under the store's lock, which is what check_same_thread would guard against.
+            # Threads are serialized by the store's lock, so check_same_thread is not needed.
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         try:
             self._open()
@@ -131,7 +132,7 @@ class Database:
             raise StoreUnusable(f"was written by another lorasrv (layout {version}, this one reads {SCHEMA_VERSION})")
 
     def _change_layout(self, statements: str) -> None:
-        """Make a file of any layout one of the newest: wholly, or not at all."""
+        """Apply statements that lead to the newest layout, all or none."""
         with self._transaction():
             for statement in statements.split(";"):
                 self._db.execute(statement)
@@ -145,7 +146,7 @@ class Database:
                 yield
                 self._commit()
             except BaseException:
-                # After some errors (disk full) SQLite has rolled back by itself; another ROLLBACK would hide the first.
+                # After some errors (disk full) SQLite has rolled back by itself; another ROLLBACK would hide the cause.
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
@@ -157,21 +158,21 @@ class Database:
             self._commit_failed = True
             raise
 
-    def settle(self) -> None:
-        """Make sure that a transaction that failed stays undone, before anything is removed that it named.
+    def discard_failed_commit(self) -> None:
+        """Make sure that a failed transaction stays undone, before anything it referred to is removed.
 
-        Where the disk refused to make a COMMIT durable, all of it may be in the log, and a crash would bring it back;
-        the next transaction is written over it.
+        If the disk failed to make a COMMIT durable, the complete transaction may be in the log, and a crash would
+        restore it; the next transaction overwrites it.
         """
         if self._commit_failed:
             with self._transaction():
-                # An UPDATE to what is there already would write nothing.
+                # Two changes that cancel out: an UPDATE to the same value would write nothing.
                 self._db.execute("INSERT INTO base VALUES ('')")
                 self._db.execute("DELETE FROM base WHERE fingerprint = ''")
             self._commit_failed = False
 
     def problems(self) -> list[str]:
-        """What SQLite finds wrong with the file, a line each."""
+        """Return what SQLite finds wrong with the file, one line each."""
         with sql_errors():
             lines = [str(row[0]) for row in self._db.execute("PRAGMA integrity_check")]
             rows = self._db.execute("PRAGMA foreign_key_check").fetchall()
@@ -179,5 +180,6 @@ class Database:
         return [line for line in lines if line != "ok"] + broken
 
     def close(self) -> None:
+        """Close the connection."""
         with sql_errors():
             self._db.close()

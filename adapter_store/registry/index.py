@@ -1,8 +1,9 @@
-"""The store's index: which id has which versions, aliases and limits, and what each version is.
+"""The store's index: versions, aliases and limits of every id, and the content and origin of each version.
 
-A content (one AdapterKey) is written once and shared by every version that names it. What is not part of it belongs to
-the one version that it came with: the config as it was sent, the report, the verdict. Version numbers are never used
-twice, not even after an id was deleted, so `mia@3` means one thing for ever. Not thread-safe: the store's lock is.
+A content (one AdapterKey) is written once and shared by every version that refers to it. Everything else belongs to
+the one version it was uploaded with: the config as sent, the report, the verdict. Version numbers are never reused,
+not even after an id was deleted, so `mia@3` always means the same. Not thread-safe: the caller holds the store's
+lock.
 """
 
 import json
@@ -11,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from adapter_store.formats.adapter_config import canonical_json, decisive
+from adapter_store.formats.adapter_config import canonical_json, decisive_fields
 from adapter_store.quota import ANONYMOUS, StoreQuota, Usage
 from adapter_store.registry.database import Database, sql_errors
 from adapter_store.registry.records import AdapterRecord, Change, VersionRecord
@@ -24,7 +25,7 @@ NO_QUOTA = StoreQuota()
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """One immutable content: the weights' digest and, as JSON, what of a config decides what they compute."""
+    """Describe one immutable content: the weights' digest and, as JSON, the config fields that decide the result."""
 
     key: AdapterKey
     weights_digest: str
@@ -32,14 +33,16 @@ class Content:
 
     @property
     def config(self) -> Mapping[str, object]:
-        """Parsed each time: that is not for whoever holds the store's lock."""
+        """Return the parsed config. Parsed on each call: do not call it while holding the store's lock."""
         return _parsed(self.config_json)
 
 
 @dataclass(frozen=True, slots=True)
 class Upload:
-    """What one version came from: a content, and as JSON the config as it was sent and the report that was the answer.
-    Another version of the content has its own, which may be somebody else's."""
+    """Describe the origin of one version: its content and, as JSON, the config as sent and the report as answered.
+
+    Other versions of the content have their own, perhaps of another uploader.
+    """
 
     content: Content
     config_json: str
@@ -47,21 +50,23 @@ class Upload:
 
     @classmethod
     def of(cls, config: Mapping[str, object], weights_digest: str, report: UploadReport) -> Self:
-        """Of an adapter that passed."""
-        content = Content(report.digest, weights_digest, _config_json(decisive(config)))
+        """Build the upload of an adapter that passed the check."""
+        content = Content(report.digest, weights_digest, _config_json(decisive_fields(config)))
         return cls(content, _config_json(config), canonical_json(report.to_dict()))
 
     @property
     def config(self) -> Mapping[str, object]:
+        """Return the parsed config, as it was sent."""
         return _parsed(self.config_json)
 
     @property
     def report(self) -> UploadReport:
+        """Return the parsed report."""
         return UploadReport.from_dict(_parsed(self.report_json))
 
 
 def _config_json(config: Mapping[str, object]) -> str:
-    # Insertion order is kept: the first pattern that matches counts, so sorting would change what a config means.
+    # Not sorted: the first pattern that matches counts, so the order of keys is part of a config's meaning.
     return json.dumps(config, separators=(",", ":"), allow_nan=False, default=dict)
 
 
@@ -71,18 +76,20 @@ def _parsed(text: str) -> dict[str, Any]:
 
 
 class Index(Database):
-    """One connection. Every writing method is one transaction: done when it returns, undone when it raises. What it
-    returns is read before the transaction ends, as nothing that fails may come after it: what is done would be refused.
+    """Read and write the index through one connection.
+
+    Every writing method is one transaction: complete when it returns, undone when it raises. Return values are read
+    before the commit, since nothing that can fail may come after it.
     """
 
     def base(self) -> str | None:
-        """The base that adapters were checked for, as `bind_base` was told."""
+        """Return the base that adapters were checked for, as given to `bind_base`; None if there is none."""
         with sql_errors():
             row = self._db.execute("SELECT fingerprint FROM base").fetchone()
         return row[0] if row is not None else None
 
     def bind_base(self, fingerprint: str) -> None:
-        """Remember which base the adapters are checked for."""
+        """Record the base that adapters are checked for."""
         if self.base() == fingerprint:
             return
         with self._transaction():
@@ -90,12 +97,12 @@ class Index(Database):
             self._db.execute("INSERT INTO base VALUES (?)", (fingerprint,))
 
     def is_empty(self) -> bool:
-        """Whether there is no id."""
+        """Return whether there is no id."""
         with sql_errors():
             return self._db.execute("SELECT 1 FROM adapters").fetchone() is None
 
     def records(self, adapter_id: AdapterId | None = None) -> dict[AdapterId, AdapterRecord]:
-        """Every id with its versions, or the one asked for."""
+        """Return every id with its versions, or only the one given."""
         where, values = ("WHERE adapter_id = ?", (adapter_id,)) if adapter_id is not None else ("", ())
         versions: dict[AdapterId, list[VersionRecord]] = {}
         with sql_errors():
@@ -126,12 +133,13 @@ class Index(Database):
         return found
 
     def content(self, key: AdapterKey) -> Content | None:
+        """Return a content by its key, or None."""
         with sql_errors():
             row = self._db.execute("SELECT weights_digest, config FROM contents WHERE key = ?", (key,)).fetchone()
         return Content(key, *row) if row is not None else None
 
     def upload(self, adapter_id: AdapterId, version: int) -> Upload | None:
-        """What a version came from; None: there is no such version."""
+        """Return the origin of a version, or None if there is no such version."""
         query = (
             "SELECT key, weights_digest, contents.config, uploads.config, report "
             "FROM uploads JOIN versions USING (adapter_id, version) JOIN contents USING (key) "
@@ -142,25 +150,27 @@ class Index(Database):
         return Upload(Content(*row[:3]), *row[3:]) if row is not None else None
 
     def keys(self) -> set[AdapterKey]:
-        """Of all contents, named or not."""
+        """Return the keys of all contents, whether or not a version refers to them."""
         with sql_errors():
             return {key for (key,) in self._db.execute("SELECT key FROM contents")}
 
     def referenced_digests(self) -> set[str]:
+        """Return the digests that contents refer to."""
         with sql_errors():
             return {row[0] for row in self._db.execute("SELECT weights_digest FROM contents")}
 
-    def may_name(self, digest: str) -> bool:
-        """Whether a content names a digest, now or after any crash."""
-        self.settle()
+    def may_reference(self, digest: str) -> bool:
+        """Return whether a content refers to a digest, now or after any crash."""
+        self.discard_failed_commit()
         return self.is_referenced(digest)
 
     def is_referenced(self, digest: str) -> bool:
+        """Return whether a content refers to a digest."""
         with sql_errors():
             return self._db.execute("SELECT 1 FROM contents WHERE weights_digest = ?", (digest,)).fetchone() is not None
 
     def uploads(self) -> Iterator[tuple[AdapterId, int, Upload]]:
-        """Every version, by content."""
+        """Yield every version with its origin, ordered by content."""
         with sql_errors():
             found = self._db.execute("SELECT adapter_id, version FROM versions ORDER BY key, 1, 2").fetchall()
         for adapter_id, version in found:
@@ -168,8 +178,8 @@ class Index(Database):
             assert upload is not None
             yield adapter_id, version, upload
 
-    def users(self) -> dict[str, list[str]]:
-        """Digest of weights -> the versions (`mia@3`) that have them."""
+    def versions_by_digest(self) -> dict[str, list[str]]:
+        """Return the versions (`mia@3`) that use each digest of weights."""
         found: dict[str, list[str]] = {}
         with sql_errors():
             query = "SELECT weights_digest, adapter_id, version FROM versions JOIN contents USING (key) ORDER BY 2, 3"
@@ -178,18 +188,18 @@ class Index(Database):
         return found
 
     def owners(self) -> dict[tuple[AdapterId, int], str]:
-        """Who made a version, where that was not "anonymous"."""
+        """Return the principal of each version that has one other than "anonymous"."""
         with sql_errors():
             rows = self._db.execute("SELECT adapter_id, version, principal FROM owners")
             return {(adapter_id, version): principal for adapter_id, version, principal in rows}
 
     def last_versions(self) -> dict[AdapterId, int]:
-        """The highest number that an id has used, also one that is gone."""
+        """Return the highest number that each id has used, including deleted ids and versions."""
         with sql_errors():
             return dict(self._db.execute("SELECT adapter_id, version FROM last_versions ORDER BY 1").fetchall())
 
     def usage(self, principal: str | None = None) -> Usage:
-        """What a principal's versions come to, or everybody's."""
+        """Return the usage of a principal, or the total."""
         of = (
             "FROM versions LEFT JOIN owners USING (adapter_id, version) JOIN contents USING (key) "
             "JOIN uploads USING (adapter_id, version) WHERE ?1 IS NULL OR coalesce(principal, ?2) = ?1"
@@ -212,10 +222,13 @@ class Index(Database):
         principal: str = ANONYMOUS,
         quota: StoreQuota = NO_QUOTA,
     ) -> tuple[int, bool, AdapterRecord]:
-        """Move the id, and the alias, to this content: (version, whether it is a new one, the id as it is then). A
-        content that the id has had before gets its old version back.
+        """Point the id, and the alias, to this content, adding a version unless the id has had the content before.
 
-        Raises: QuotaExceeded: a new version would be more than the quota allows.
+        Returns:
+            The version, whether it is new, and the id's new record.
+
+        Raises:
+            QuotaExceeded: a new version would exceed the quota.
         """
         with self._transaction():
             version = self._find_version(adapter_id, upload.content.key)
@@ -232,7 +245,7 @@ class Index(Database):
         self, adapter_id: AdapterId, upload: Upload, now_s: float, principal: str, quota: StoreQuota
     ) -> int:
         counted = (None, principal) if quota.is_set else ()
-        before = {whose: self.usage(whose) for whose in counted}
+        before = {owner: self.usage(owner) for owner in counted}
         self._insert_content(upload.content, now_s)
         version = self._next_version(adapter_id)
         self._db.execute(
@@ -242,7 +255,7 @@ class Index(Database):
         )
         self._insert_version(adapter_id, version, upload, now_s, principal)
         if quota.is_set:
-            quota.check(principal, before, {whose: self.usage(whose) for whose in counted})
+            quota.check(principal, before, {owner: self.usage(owner) for owner in counted})
         return version
 
     def _insert_version(
@@ -279,7 +292,7 @@ class Index(Database):
         last_versions: Mapping[AdapterId, int],
         owners: Mapping[tuple[AdapterId, int], str],
     ) -> None:
-        """Add ids that there are none of, with everything that belongs to them. Numbers used stay used."""
+        """Add complete ids that do not exist yet; version numbers used so far stay used."""
         with self._transaction():
             for upload in uploads.values():
                 self._insert_content(upload.content, time.time())
@@ -300,7 +313,7 @@ class Index(Database):
             )
 
     def change(self, adapter_id: AdapterId, change: Change) -> AdapterRecord:
-        """Do all of it about an id that there is, whose versions are known to be there; returns what it is then."""
+        """Apply a change to an existing id, whose versions were checked, and return the new record."""
         with self._transaction():
             if change.version is not None:
                 self._set_current(adapter_id, change.version)
@@ -314,7 +327,7 @@ class Index(Database):
         self._db.execute("UPDATE adapters SET current_version = ? WHERE adapter_id = ?", (version, adapter_id))
 
     def _set_alias(self, adapter_id: AdapterId, alias: str, shares: Shares) -> None:
-        """Point an alias to versions; to none: it goes."""
+        """Point an alias to versions; an empty mapping removes it."""
         self._db.execute("DELETE FROM aliases WHERE adapter_id = ? AND alias = ?", (adapter_id, alias))
         rows = [(adapter_id, alias, version, share) for version, share in shares.items()]
         self._db.executemany("INSERT INTO aliases VALUES (?, ?, ?, ?)", rows)
@@ -329,51 +342,56 @@ class Index(Database):
         )
 
     def delete_versions(
-        self, record: AdapterRecord, doomed: frozenset[int]
+        self, record: AdapterRecord, deleted: frozenset[int]
     ) -> tuple[AdapterRecord | None, frozenset[AdapterKey]]:
-        """Remove versions and every alias that names one of them; the id moves to the highest version that is left, or
-        goes: (what is left of it, contents that no version names now). Contents stay until they are dropped."""
-        adapter_id, kept = record.adapter_id, [v.version for v in record.versions if v.version not in doomed]
+        """Remove versions and every alias that points to one of them; contents stay until `delete_contents`.
+
+        The id moves to its highest remaining version, or is removed.
+
+        Returns:
+            What is left of the id, and the contents that no version refers to any more.
+        """
+        adapter_id, kept = record.adapter_id, [v.version for v in record.versions if v.version not in deleted]
         with self._transaction():
-            for alias in record.aliases_of(doomed):
+            for alias in record.aliases_of(deleted):
                 self._set_alias(adapter_id, alias, {})
-            rows = [(adapter_id, version) for version in sorted(doomed)]
+            rows = [(adapter_id, version) for version in sorted(deleted)]
             self._db.executemany("DELETE FROM versions WHERE adapter_id = ? AND version = ?", rows)
             if not kept:
                 self._db.execute("DELETE FROM adapter_limits WHERE adapter_id = ?", (adapter_id,))
                 self._db.execute("DELETE FROM adapters WHERE adapter_id = ?", (adapter_id,))
-            elif record.current_version in doomed:
+            elif record.current_version in deleted:
                 self._set_current(adapter_id, max(kept))
-            unnamed = frozenset(v.key for v in record.versions if v.version in doomed and not self.is_named(v.key))
+            unnamed = frozenset(v.key for v in record.versions if v.version in deleted and not self.is_named(v.key))
             return self.records(adapter_id).get(adapter_id), unnamed
 
     def is_named(self, key: AdapterKey) -> bool:
-        """Whether any version names this content."""
+        """Return whether any version refers to this content."""
         with sql_errors():
             return self._db.execute("SELECT 1 FROM versions WHERE key = ?", (key,)).fetchone() is not None
 
-    def unnamed(self) -> set[AdapterKey]:
-        """Contents that no version names."""
+    def unreferenced_contents(self) -> set[AdapterKey]:
+        """Return the contents that no version refers to."""
         with sql_errors():
             rows = self._db.execute("SELECT key FROM contents WHERE key NOT IN (SELECT key FROM versions)")
             return {key for (key,) in rows}
 
     def record_verdict(self, adapter_id: AdapterId, version: int, verdict: Mapping[str, object]) -> None:
-        """Replace the verdict about a version that there is."""
+        """Replace the verdict about an existing version."""
         row = (adapter_id, version, json.dumps(dict(verdict), allow_nan=False), time.time())
         with self._transaction():
             self._db.execute("INSERT OR REPLACE INTO verdicts VALUES (?, ?, ?, ?)", row)
 
     def verdict(self, adapter_id: AdapterId, version: int) -> Mapping[str, object] | None:
-        """What was recorded last about a version."""
+        """Return the last verdict recorded about a version, or None."""
         query = "SELECT verdict FROM verdicts WHERE adapter_id = ? AND version = ?"
         with sql_errors():
             row = self._db.execute(query, (adapter_id, version)).fetchone()
         found: Mapping[str, object] | None = None if row is None else json.loads(row[0])
         return found
 
-    def drop(self, keys: Collection[AdapterKey]) -> set[str]:
-        """Remove contents that no version names; returns the digests that no content names now."""
+    def delete_contents(self, keys: Collection[AdapterKey]) -> set[str]:
+        """Remove contents that no version refers to; return the digests that no content refers to any more."""
         query = "DELETE FROM contents WHERE key = ? RETURNING weights_digest"
         with self._transaction():
             dropped = [row for key in sorted(keys) for row in self._db.execute(query, (key,)).fetchall()]

@@ -1,6 +1,6 @@
-"""Every id and what it names, in memory: resolving a reference reads a dictionary and never waits for a disk or a lock.
+"""Name table in memory: resolving a reference reads a dictionary and never waits for a disk or a lock.
 
-The dictionary is replaced, never changed. Whoever replaces it holds the store's lock.
+The dictionary is replaced, never changed; the caller that replaces it holds the store's lock.
 """
 
 import difflib
@@ -10,15 +10,16 @@ from adapter_store.errors import AdapterNotFound, InvalidAlias, StoreUnusable
 from adapter_store.registry.index import Index
 from adapter_store.registry.near_names import NEAR_NAMES, near_names
 from adapter_store.registry.records import AdapterRecord, VersionRecord
-from adapter_store.registry.references import Reference, Shares, drawn, parse_reference
+from adapter_store.registry.references import Reference, Shares, draw_version, parse_reference
 from adapter_store.spec import AdapterId, AdapterRef
 
 
 class Names:
-    """What references mean now.
+    """Resolve references.
 
     Args:
-        draw: random numbers in [0, 1), for aliases that are split between versions.
+        records: every id.
+        draw: returns random numbers in [0, 1), for aliases that are split between versions.
     """
 
     def __init__(self, records: Mapping[AdapterId, AdapterRecord], draw: Callable[[], float]) -> None:
@@ -26,27 +27,32 @@ class Names:
         self._draw = draw
 
     def find(self, adapter_id: str) -> AdapterRecord | None:
+        """Return an id's record, or None."""
         return self._records.get(AdapterId(adapter_id))
 
     def get(self, adapter_id: str) -> AdapterRecord:
-        """Raises: AdapterNotFound."""
+        """Return an id's record.
+
+        Raises:
+            AdapterNotFound: there is no such id.
+        """
         record = self.find(adapter_id)
         if record is None:
             raise AdapterNotFound(adapter_id, self._near(adapter_id[:64]))
         return record
 
     def all(self) -> list[AdapterRecord]:
-        """Every id, sorted."""
+        """Return every id, sorted."""
         records = self._records
         return [records[name] for name in sorted(records)]
 
     @property
     def records(self) -> Mapping[AdapterId, AdapterRecord]:
-        """Every id as it is now: another state is another mapping, and none ever changes."""
+        """Return the current records; the mapping never changes, a new state is a new mapping."""
         return self._records
 
     def replace(self, adapter_id: AdapterId, record: AdapterRecord | None) -> None:
-        """Bring one id up to date; None: it is gone."""
+        """Update one id; None removes it."""
         records = dict(self._records)
         records.pop(adapter_id, None)
         if record is not None:
@@ -54,14 +60,16 @@ class Names:
         self._records = records
 
     def resolve(self, reference: str) -> AdapterRef:
-        """As `AdapterStore.resolve`."""
+        """Return the version that a reference names, as `AdapterStore.resolve`."""
         record, shares = self.targets(reference)
-        return record.ref(drawn(shares, self._draw() if len(shares) > 1 else 0.0))
+        return record.ref(draw_version(shares, self._draw() if len(shares) > 1 else 0.0))
 
     def resolve_one(self, reference: str) -> AdapterRef:
-        """As `resolve`, for what cannot be about two versions at once.
+        """Return the version that a reference names, where there must be only one.
 
-        Raises: InvalidAlias: an alias that is split between versions; names them.
+        Raises:
+            AdapterNotFound: there is none.
+            InvalidAlias: the alias is split between versions; names them.
         """
         record, shares = self.targets(reference)
         if len(shares) > 1:
@@ -72,7 +80,7 @@ class Names:
         return record.ref(*shares)
 
     def targets(self, reference: str) -> tuple[AdapterRecord, Shares]:
-        """As `AdapterStore.targets`."""
+        """Return an id and the shares of its versions, as `AdapterStore.targets`."""
         parsed, record = self._record_of(reference)
         if parsed.alias is not None:
             return record, self._alias(reference, record, parsed.alias)
@@ -84,11 +92,11 @@ class Names:
         return record, {matches[-1].version: 1.0}
 
     def select(self, reference: str) -> tuple[AdapterRecord, tuple[VersionRecord, ...]]:
-        """An id, and the versions of it that are meant when it stands for all of them unless it is pinned.
+        """Return an id and the versions that a reference pins; all of them if it pins none.
 
         Raises:
             AdapterNotFound: there is nothing of that name.
-            InvalidAlias: it is an alias, which is no version.
+            InvalidAlias: it is an alias, not a version.
         """
         parsed, record = self._record_of(reference)
         if parsed.alias is not None:
@@ -125,7 +133,11 @@ class Names:
 
 
 def read_records(index: Index, reserved: Collection[str]) -> dict[AdapterId, AdapterRecord]:
-    """What a store holds when it opens. Raises: StoreUnusable: an adapter whose id is reserved."""
+    """Return what a store contains when it opens.
+
+    Raises:
+        StoreUnusable: an adapter's id is reserved.
+    """
     records = index.records()
     if taken := sorted(records.keys() & reserved):
         raise StoreUnusable(f"it holds an adapter named {taken[0]!r}, which is the base's name (--served-model-name)")

@@ -9,11 +9,10 @@ NUM_COMPARED = 32
 
 
 def near_names(name: str, known: Iterable[str]) -> tuple[str, ...]:
-    """Up to three of the known names, the most similar first.
+    """Return up to three of the known names, the most similar first.
 
-    Comparing with difflib takes tens of microseconds a name, too long for thousands: of more than `NUM_COMPARED` only
-    those are compared that have the most pairs of neighbouring characters in common with the name, and among equals
-    those of about its length.
+    Comparing with difflib takes tens of microseconds a name, too long for thousands: of more than `NUM_COMPARED`,
+    only those with the most character pairs in common with the name are compared.
     """
     wanted = name.lower()
     names = list(known)

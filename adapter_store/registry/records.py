@@ -1,4 +1,4 @@
-"""What the store tells about an id: plain frozen facts."""
+"""Records that the store returns about an id, and the changes it accepts, as frozen data."""
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
@@ -14,7 +14,7 @@ from adapter_store.validation.report import UploadReport
 
 @dataclass(frozen=True, slots=True)
 class VersionRecord:
-    """One immutable version of an id. `bytes` counts the weights alone, whose SHA-256 is `weights_digest`."""
+    """Describe one immutable version. `bytes` counts the weights alone, whose SHA-256 is `weights_digest`."""
 
     version: int
     key: AdapterKey
@@ -26,11 +26,11 @@ class VersionRecord:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRecord:
-    """An id and its versions, oldest first. `key` is the current version's.
+    """Describe an id and its versions, oldest first. `key` is the current version's.
 
-    `limits` of the id are numbers by name: kept here, understood elsewhere. `aliases` are sorted by name. `etag` are 32
-    hex digits of all this but the times: another state has another one. Version numbers are not used twice, so an id
-    that was deleted and made again never has an old one.
+    `limits` maps names to numbers, which the callers interpret. `aliases` are sorted by name. `etag` is 32 hex digits
+    over everything but the times. Version numbers are never reused, so an id that is deleted and created again never
+    repeats an etag.
     """
 
     adapter_id: AdapterId
@@ -52,6 +52,7 @@ class AdapterRecord:
         limits: Mapping[str, float] | None = None,
         aliases: Mapping[str, Shares] | None = None,
     ) -> "AdapterRecord":
+        """Build a record, with read-only mappings and its etag."""
         key = next(v.key for v in versions if v.version == current_version)
         own = MappingProxyType(dict(limits or {}))
         names = MappingProxyType({alias: MappingProxyType(dict(to)) for alias, to in sorted((aliases or {}).items())})
@@ -59,18 +60,19 @@ class AdapterRecord:
         return cls(adapter_id, current_version, key, created_s, tuple(versions), own, names, etag)
 
     def version(self, number: int) -> VersionRecord | None:
+        """Return a version by number, or None."""
         return next((v for v in self.versions if v.version == number), None)
 
     def aliases_of(self, versions: Collection[int]) -> tuple[str, ...]:
-        """The aliases that name any of these versions, also for a share only."""
+        """Return the aliases that point to any of these versions, including those with a share only."""
         return tuple(alias for alias, shares in self.aliases.items() if not shares.keys().isdisjoint(versions))
 
     def ref(self, number: int) -> AdapterRef:
-        """A version that this id has, resolved."""
+        """Return the resolved reference to an existing version."""
         if number == self.current_version:
             return AdapterRef(self.adapter_id, number, self.key)
         version = self.version(number)
-        assert version is not None, "ids and aliases name versions that there are"
+        assert version is not None, "ids and aliases point to existing versions"
         return AdapterRef(self.adapter_id, number, version.key)
 
 
@@ -88,9 +90,9 @@ def _etag(
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What is to change about an id; None leaves it as it is.
+    """Describe a change of an id; None leaves a field as it is.
 
-    `version` becomes the current one. Of `aliases` those that are named change, to None: they go. `limits` replace all.
+    `version` becomes the current one. Aliases listed in `aliases` are set, or removed if None. `limits` replace all.
     """
 
     version: int | None = None
@@ -98,14 +100,22 @@ class Change:
     limits: Mapping[str, float] | None = None
 
     def check(self) -> None:
-        """Raises: InvalidAlias: a name or a target is none, whatever versions there are."""
+        """Check the change independent of the existing versions.
+
+        Raises:
+            InvalidAlias: an alias's name or target is invalid.
+        """
         for alias, target in self.aliases.items():
             check_alias(alias)
             if target is not None:
                 check_shares(alias, target)
 
     def check_versions(self, record: AdapterRecord) -> None:
-        """Raises: VersionNotFound: it is about a version that the id does not have."""
+        """Check that the versions of the change exist.
+
+        Raises:
+            VersionNotFound: the id has no such version.
+        """
         wanted = [] if self.version is None else [self.version]
         for alias, target in self.aliases.items():
             wanted += check_shares(alias, target) if target is not None else ()
@@ -116,8 +126,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """What deleting came to: the contents of the versions that went, of these the ones that no version names any more,
-    and the aliases gone."""
+    """Describe what was deleted: contents of the removed versions, those no version refers to any more, and aliases."""
 
     adapter_id: AdapterId
     contents: tuple[AdapterKey, ...]
@@ -126,27 +135,35 @@ class Deletion:
 
     @property
     def num_versions(self) -> int:
+        """Return the number of versions removed."""
         return len(self.contents)
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """What registering came to: `created` is False where the id had this content already."""
+    """Describe a registration: `created` is False if the id already had this content."""
 
     ref: AdapterRef
     created: bool
     report: UploadReport
 
 
-def check_state(
+def check_preconditions(
     adapter_id: str, record: AdapterRecord | None, tags: Collection[str] | None, *, if_not_exists: bool = False
 ) -> None:
-    """Whether an id is as a caller expects. A tag is a record's `etag`, `sha256:` and the digest of its current
-    content, or `*` for any state at all; None expects nothing.
+    """Check that an id is in a state that the caller expects.
+
+    Args:
+        adapter_id: the id.
+        record: its record, None if it does not exist.
+        tags: accepted states: a record's `etag`, `sha256:` and the digest of its current content, or `*` for any
+            state of an
+            existing id; None accepts everything.
+        if_not_exists: expect that the id does not exist.
 
     Raises:
-        AdapterExists: it does, and the caller expects that it does not.
-        AdapterChanged: it is in another state, or there is no such id.
+        AdapterExists: it exists, and the caller expected that it does not.
+        AdapterChanged: it is in another state, or does not exist.
     """
     if if_not_exists and record is not None:
         raise AdapterExists(adapter_id)

@@ -1,6 +1,7 @@
-"""Aliases: names of versions inside an id (`mia:prod`), which may be split between two by shares (a canary).
+"""Ids, references to an adapter, and aliases.
 
-What a person calls an adapter: ids, and references to an alias, a version or a content of one.
+A reference names an id, an alias, a version or a content. An alias names a version inside an id (`mia:prod`) and may
+be split between two versions by shares (a canary).
 """
 
 import math
@@ -18,7 +19,7 @@ VERBS = frozenset({"warm", "verify"})
 ID_RULE = "1 to 64 of a-z, 0-9, '.', '_' and '-', starting with a letter or digit"
 ALIAS_RULE = f"{ID_RULE}, not only digits, neither {' nor '.join(sorted(VERBS))}"
 
-# Ours, not uploaded: no alternatives that overlap, so linear in the length of the text.
+# No overlapping alternatives, so matching is linear in the length of the text.
 _ID = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _KEY_PREFIX = re.compile(rf"[0-9a-f]{{{MIN_KEY_DIGITS},64}}")
@@ -28,7 +29,7 @@ _NOT_ID = re.compile(r"[^a-z0-9._-]+")
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """`mia`, `mia:prod`, `mia@3` or `mia@sha256:<12 to 64 hex digits of the AdapterKey>`, taken apart."""
+    """Hold the parts of `mia`, `mia:prod`, `mia@3` or `mia@sha256:<12 to 64 hex digits of the AdapterKey>`."""
 
     adapter_id: AdapterId
     alias: str | None = None
@@ -37,7 +38,11 @@ class Reference:
 
 
 def parse_reference(text: str) -> Reference:
-    """Raises: AdapterNotFound: it has no form that could name an adapter."""
+    """Parse a reference.
+
+    Raises:
+        AdapterNotFound: it has no form that could name an adapter.
+    """
     name, at, pin = text.partition("@")
     name, colon, alias = name.partition(":")
     if not _ID.fullmatch(name) or (colon and (at or not is_alias(alias))):
@@ -53,12 +58,16 @@ def parse_reference(text: str) -> Reference:
 
 
 def is_alias(text: str) -> bool:
-    """Whether an alias may be called that: a number would look like a version, and a verb is a route."""
+    """Return whether an alias may have this name: digits would look like a version, and a verb is a route."""
     return _ID.fullmatch(text) is not None and not text.isdigit() and text not in VERBS
 
 
 def check_adapter_id(text: str, reserved: frozenset[str]) -> AdapterId:
-    """Raises: InvalidAdapterId: the id breaks the rule, or is one of `reserved`."""
+    """Return the id if it is allowed.
+
+    Raises:
+        InvalidAdapterId: it breaks the rule, or is one of `reserved`.
+    """
     if not _ID.fullmatch(text):
         raise InvalidAdapterId(f"adapter id {show(text)} is not allowed: use {ID_RULE}", suggest_id(text, reserved))
     if text in reserved:
@@ -67,7 +76,7 @@ def check_adapter_id(text: str, reserved: frozenset[str]) -> AdapterId:
 
 
 def suggest_id(text: str, reserved: frozenset[str]) -> str | None:
-    """The valid id that `text` could be, None if nothing of it can stay."""
+    """Return a valid id made from `text`, or None if nothing of it can be kept."""
     ascii_text = unicodedata.normalize("NFKD", text[:256]).encode("ascii", "ignore").decode()
     slug = _NOT_ID.sub("-", ascii_text.lower()).strip("-._")[:MAX_ID_CHARS].rstrip("-._")
     if slug in reserved:
@@ -76,7 +85,11 @@ def suggest_id(text: str, reserved: frozenset[str]) -> str | None:
 
 
 def check_digest(text: str) -> str:
-    """The 64 hex digits, with or without `sha256:` before them. Raises: InvalidDigest: it is something else."""
+    """Return the 64 hex digits of a digest, given with or without the prefix `sha256:`.
+
+    Raises:
+        InvalidDigest: it is something else.
+    """
     digest = text.removeprefix("sha256:")
     if not _DIGEST.fullmatch(digest):
         raise InvalidDigest(text)
@@ -86,22 +99,27 @@ def check_digest(text: str) -> str:
 MAX_VERSIONS = 2
 SUM_TOLERANCE = 1e-6
 Shares = Mapping[int, float]
-"""Version -> its share of the requests, above 0; they add up to 1."""
+"""Version -> its share of the requests, above 0; the shares add up to 1."""
 AliasTarget = int | Shares
 """One version, or two with their shares."""
 
 
 def check_alias(text: str) -> str:
-    """Raises: InvalidAlias: the name breaks the rule."""
+    """Return the alias if its name is allowed.
+
+    Raises:
+        InvalidAlias: the name breaks the rule.
+    """
     if not is_alias(text):
         raise InvalidAlias(text, f"alias {show(text)} is not allowed: use {ALIAS_RULE}")
     return text
 
 
 def check_shares(alias: str, target: AliasTarget) -> dict[int, float]:
-    """A target as shares by version. Whether there are such versions is for the store to say.
+    """Return a target as shares by version; whether the versions exist is not checked.
 
-    Raises: InvalidAlias: no or too many versions, or shares that do not add up to 1; names the alias.
+    Raises:
+        InvalidAlias: no or too many versions, or shares that do not add up to 1; names the alias.
     """
     if isinstance(target, int):
         return {target: 1.0}
@@ -118,8 +136,8 @@ def check_shares(alias: str, target: AliasTarget) -> dict[int, float]:
     return dict(sorted(target.items()))
 
 
-def drawn(shares: Shares, number: float) -> int:
-    """The version that a random number in [0, 1) falls to; the last takes what rounding leaves."""
+def draw_version(shares: Shares, number: float) -> int:
+    """Return the version that a random number in [0, 1) selects; rounding errors go to the last."""
     for version, share in shares.items():
         number -= share
         if number < 0:
@@ -128,16 +146,17 @@ def drawn(shares: Shares, number: float) -> int:
 
 
 def target_to_json(shares: Shares) -> int | dict[str, float]:
-    """As the wire has it: a version, or {"3": 0.9, "4": 0.1}."""
+    """Return shares in JSON form: a version, or {"3": 0.9, "4": 0.1}."""
     if len(shares) == 1:
         return next(iter(shares))
     return {str(version): share for version, share in shares.items()}
 
 
 def target_from_json(alias: str, value: object) -> AliasTarget:
-    """Inverse of `target_to_json`, of anything that JSON can hold.
+    """Parse the output of `target_to_json` from an untrusted JSON value.
 
-    Raises: InvalidAlias: it is neither a version nor versions with shares.
+    Raises:
+        InvalidAlias: it is neither a version nor versions with shares.
     """
     if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**63:
         return value

@@ -1,5 +1,4 @@
-"""What each version came from, and what verifying it came to: of that version alone, also where others share its
-content."""
+"""Origin and verdict of each version: they belong to that version alone, even if others share its content."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -13,10 +12,12 @@ from adapter_store.validation.report import UploadReport
 
 
 class VersionHistory:
-    """Reads the index; JSON is parsed outside the lock.
+    """Read what is recorded about versions; JSON is parsed outside the lock.
 
     Args:
-        lock: the store's.
+        lock: the store's lock.
+        index: the store's index.
+        blobs: the weights.
         check_open: raises StoreUnusable once the store is closed.
     """
 
@@ -29,20 +30,28 @@ class VersionHistory:
         self._check_open = check_open
 
     def report(self, ref: AdapterRef) -> UploadReport:
-        """What the uploader was told. Raises: AdapterNotFound."""
+        """Return the report that answered the upload.
+
+        Raises:
+            AdapterNotFound: there is no such version.
+        """
         return self._upload(ref).report
 
-    def peft(self, ref: AdapterRef) -> PeftDir:
-        """A version as it was uploaded, for another process to read while it is held. Raises: AdapterNotFound."""
+    def peft_dir(self, ref: AdapterRef) -> PeftDir:
+        """Return a version as it was uploaded, for another process to read while it is held.
+
+        Raises:
+            AdapterNotFound: there is no such version.
+        """
         upload = self._upload(ref)
         return PeftDir(dict(upload.config), self._blobs.path(upload.content.weights_digest), ())
 
     def record_verdict(self, ref: AdapterRef, verdict: Mapping[str, object]) -> None:
-        """Keep what verifying a version came to, as JSON, for as long as the version; replaces an earlier one.
+        """Store the result of verifying a version, as JSON, replacing an earlier one; it is deleted with the version.
 
         Raises:
             AdapterNotFound: there is no such version.
-            ValueError: JSON has no word for it.
+            ValueError: it is not representable as JSON.
             StoreFull, StoreUnusable: the disk refused; the earlier one stays.
         """
         with self._lock:
@@ -50,7 +59,7 @@ class VersionHistory:
             self._index.record_verdict(ref.adapter_id, ref.version, verdict)
 
     def verdict(self, ref: AdapterRef) -> Mapping[str, object] | None:
-        """What `record_verdict` was last told of a version, None if nothing."""
+        """Return the last recorded verdict of a version, or None."""
         with self._lock:
             self._check_open()
             return self._index.verdict(ref.adapter_id, ref.version)

@@ -1,10 +1,10 @@
-"""Weights on disk, named by their digest: written once, complete or not there at all.
+"""Weights on disk, named by their digest: written once, and visible only when complete.
 
     root/blobs/sha256/<64 hex digits>
-    root/tmp/<uuid>                      uploads under way; wiped when the store opens
+    root/tmp/<uuid>                      uploads in progress; removed when the store opens
 
-Order of an upload: temporary file, verify, fsync, rename, fsync of the folder. Every change of the disk goes through
-`os` functions one by one, so that a test can fail or kill each of them.
+Order of an upload: temporary file, verify, fsync, rename, fsync of the folder. Every change of the disk is one call
+of an `os` function, so that a test can fail or kill each of them.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from pathlib import Path
 from adapter_store.errors import BlobLengthMismatch, BlobNotFound, DigestMismatch, StoreFull, StoreUnusable
 
 UNREFERENCED_BLOB_AGE_S = 24 * 3600.0
-NUM_TURNS = 64
+NUM_LOCKS = 64
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 @contextlib.contextmanager
 def disk_errors(doing: str) -> Iterator[None]:
-    """Turn what the disk says into StoreFull or StoreUnusable, without its path."""
+    """Turn an OSError into StoreFull or StoreUnusable, without its path."""
     try:
         yield
     except OSError as error:
@@ -41,8 +41,8 @@ def disk_errors(doing: str) -> Iterator[None]:
 
 
 @dataclass(frozen=True, slots=True)
-class Swept:
-    """What sweeping removed: blobs, their bytes, and unfinished uploads."""
+class SweepSummary:
+    """Count what a sweep removed: blobs, their bytes, and unfinished uploads."""
 
     num_blobs: int
     num_bytes: int
@@ -50,10 +50,15 @@ class Swept:
 
 
 class BlobUpload:
-    """One blob on its way in; leaving the `with` block without `commit` drops it. Written by one thread at a time; any
-    may abort it, and then waits for what is being done.
+    """Receive one blob; leaving the `with` block without `commit` drops it.
 
-    `on_stored` is told the digest once the blob is visible.
+    Written by one thread at a time. Any thread may abort it, and then waits for the call in progress.
+
+    Args:
+        directory: where the blob goes.
+        digest: SHA-256 of the bytes to come.
+        length: number of bytes to come.
+        on_stored: called with the digest once the blob is visible.
     """
 
     def __init__(
@@ -74,11 +79,11 @@ class BlobUpload:
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         with disk_errors("starting an upload"):
             self._fd: int | None = os.open(self._path, flags, 0o600)
-        directory.begins(self._path, digest, length)
+        directory.upload_started(self._path, digest, length)
 
     @property
-    def is_over(self) -> bool:
-        """Nothing more can be written."""
+    def is_closed(self) -> bool:
+        """Return whether the upload was committed or dropped."""
         return self._fd is None
 
     def __enter__(self) -> "BlobUpload":
@@ -91,7 +96,7 @@ class BlobUpload:
         """Append bytes.
 
         Raises:
-            BlobLengthMismatch: more than announced; the upload is dropped at once.
+            BlobLengthMismatch: more than announced; the upload is dropped.
             StoreFull, StoreUnusable: the disk refused them; the upload is dropped.
         """
         view = memoryview(data)
@@ -130,13 +135,13 @@ class BlobUpload:
                 self.abort()
 
     def abort(self) -> None:
-        """Drop the upload; nothing happens after a commit or another abort."""
+        """Drop the upload; do nothing after a commit or another abort."""
         with self._lock:
             with contextlib.suppress(OSError):
                 self._close()
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
-            self._directory.ends(self._path)
+            self._directory.upload_ended(self._path)
 
     def _verify(self) -> None:
         if self._received != self.length:
@@ -146,7 +151,7 @@ class BlobUpload:
 
     def _open_fd(self) -> int:
         if self._fd is None:
-            raise ValueError("the upload is over")
+            raise ValueError("the upload is closed")
         return self._fd
 
     def _close(self) -> None:
@@ -162,17 +167,17 @@ def _write_all(fd: int, view: memoryview) -> None:
 
 
 class BlobDirectory:
-    """The folders `blobs/sha256` and `tmp` under the store's root. The disk is the state, but for which names are not
-    durable yet and how long uploads under way will be.
+    """Manage the folders `blobs/sha256` and `tmp` under the store's root.
 
-    Of one digest one thing is done at a time: an upload that fails must not take away what another has just brought,
-    nor a removal what has replaced the file that it looked at.
+    The disk holds the state, except which names are not durable yet and the announced lengths of uploads in progress.
+    Operations on one digest are serialized: a failing upload must not remove what another has just stored, nor a
+    removal a file that was replaced after it was examined.
     """
 
     def __init__(self, root: Path) -> None:
         self._not_durable: set[str] = set()
-        self._under_way: dict[Path, tuple[str, int]] = {}
-        self._turns = tuple(threading.Lock() for _ in range(NUM_TURNS))
+        self._in_progress: dict[Path, tuple[str, int]] = {}
+        self._locks = tuple(threading.Lock() for _ in range(NUM_LOCKS))
         self._blobs = root / "blobs" / "sha256"
         self._temporary = root / "tmp"
         for directory in (self._blobs, self._temporary):
@@ -182,34 +187,40 @@ class BlobDirectory:
 
     @property
     def is_writable(self) -> bool:
+        """Return whether uploads can be written."""
         return os.access(self._temporary, os.W_OK | os.X_OK)
 
     def new_temporary_path(self) -> Path:
+        """Return a fresh path for an upload."""
         return self._temporary / uuid.uuid4().hex
 
-    def begins(self, temporary: Path, digest: str, length: int) -> None:
-        """An upload of so many bytes."""
-        self._under_way[temporary] = digest, length
+    def upload_started(self, temporary: Path, digest: str, length: int) -> None:
+        """Record an upload of `length` bytes."""
+        self._in_progress[temporary] = digest, length
 
-    def ends(self, temporary: Path) -> None:
-        """It is dropped, or complete and whoever is told of that knows it."""
-        self._under_way.pop(temporary, None)
+    def upload_ended(self, temporary: Path) -> None:
+        """Forget an upload that was dropped, or was completed and reported."""
+        self._in_progress.pop(temporary, None)
 
-    def under_way(self) -> tuple[tuple[str, int], ...]:
-        """Digests and lengths of uploads that have not ended."""
-        return tuple(self._under_way.values())
+    def in_progress(self) -> tuple[tuple[str, int], ...]:
+        """Return digests and lengths of uploads in progress."""
+        return tuple(self._in_progress.values())
 
     def exists(self, digest: str) -> bool:
-        """Whether a blob is there for good: a name that a power loss could take away does not count."""
+        """Return whether a blob exists durably: a name that a power loss could remove does not count."""
         with disk_errors("looking for weights"):
             return digest not in self._not_durable and (self._blobs / digest).is_file()
 
     def path(self, digest: str) -> Path:
-        """Where a blob lies, for another process to read; it goes when nothing names it."""
+        """Return where a blob is, for another process to read; it is removed when nothing refers to it."""
         return self._blobs / digest
 
     def open(self, digest: str) -> BufferedReader:
-        """Open a blob for reading. Raises: BlobNotFound."""
+        """Open a blob for reading.
+
+        Raises:
+            BlobNotFound: it does not exist.
+        """
         try:
             with disk_errors("opening weights"):
                 return os.fdopen(os.open(self._blobs / digest, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb")
@@ -219,13 +230,15 @@ class BlobDirectory:
             raise
 
     def adopt(self, temporary: Path, digest: str) -> None:
-        """Rename a complete file into place and make the name durable. An old file of the digest is replaced:
-        uploading again repairs damaged weights."""
+        """Rename a complete file into place and make its name durable.
+
+        An existing file of the digest is replaced, so that uploading again repairs damaged weights.
+        """
         target = self._blobs / digest
-        with self._turn(digest):
+        with self._lock_for(digest):
             is_new = not target.exists()
             if is_new:
-                # A name that may not survive a power loss must not be found by `exists`, or a version could name it.
+                # Until its name is durable, `exists` must not find the blob, or a version could refer to it.
                 self._not_durable.add(digest)
             try:
                 os.replace(temporary, target)
@@ -239,15 +252,15 @@ class BlobDirectory:
                 self._not_durable.discard(digest)
 
     def remove(self, digests: Iterable[str], is_needed: Callable[[str], bool] = lambda _: False) -> None:
-        """Delete blobs unless they are needed, durably, with one fsync for all of them; one that is gone already is no
-        error.
+        """Delete blobs unless they are needed, durably, with one fsync for all; a missing one is no error.
 
-        Raises: StoreFull, StoreUnusable: the disk refused one; the others are gone all the same.
+        Raises:
+            StoreFull, StoreUnusable: the disk refused one; the others are removed all the same.
         """
         removed, refused = False, None
         with disk_errors("removing weights"):
             for digest in digests:
-                with self._turn(digest):
+                with self._lock_for(digest):
                     if is_needed(digest):
                         continue
                     try:
@@ -263,56 +276,56 @@ class BlobDirectory:
                 raise refused
 
     def sizes(self) -> dict[str, int]:
-        """Every blob's bytes by its digest, and those of files that do not belong here by their name."""
+        """Return each blob's bytes by digest, and those of foreign files by name."""
         with disk_errors("listing weights"):
             return {path.name: facts.st_size for path, facts in sorted(_files(self._blobs))}
 
-    def strangers(self) -> list[Path]:
-        """What lies among blobs and unfinished uploads and is no plain file: never touched."""
+    def foreign_paths(self) -> list[Path]:
+        """Return what is in the store's folders and is not a regular file; it is never touched."""
         with disk_errors("listing weights"):
             folders = (self._blobs, self._temporary)
             return sorted({path for folder in folders for path in folder.iterdir()}.difference(*map(_paths, folders)))
 
-    def sweep(self, referenced: Collection[str], age_s: float = UNREFERENCED_BLOB_AGE_S) -> Swept:
-        """Remove unfinished uploads, and blobs that nothing names and that are older than `age_s`, which spares one
-        whose registration is still to come, also if the server stopped meanwhile.
+    def sweep(self, referenced: Collection[str], age_s: float = UNREFERENCED_BLOB_AGE_S) -> SweepSummary:
+        """Remove unfinished uploads, and unreferenced blobs older than `age_s`.
 
-        Only for the holder of the store's lock file, before it takes uploads.
+        The age spares blobs that are still to be registered, even across a restart. Only for the holder of the
+        store's lock file, before it accepts uploads.
         """
         with disk_errors("removing unfinished uploads"):
             unfinished = _paths(self._temporary)
             for path in unfinished:
                 os.unlink(path)
         swept = self.remove_old(self.older_than(age_s).difference(referenced), age_s)
-        return Swept(swept.num_blobs, swept.num_bytes, len(unfinished))
+        return SweepSummary(swept.num_blobs, swept.num_bytes, len(unfinished))
 
     def older_than(self, age_s: float) -> set[str]:
-        """Names of all files that were written longer ago than this."""
+        """Return the names of all files last written more than `age_s` seconds ago."""
         with disk_errors("listing weights"):
             return {path.name for path, facts in _files(self._blobs) if time.time() - facts.st_mtime > age_s}
 
-    def remove_old(self, names: Collection[str], age_s: float) -> Swept:
-        """Remove those of these files that are still that old: one that was uploaded again meanwhile stays."""
+    def remove_old(self, names: Collection[str], age_s: float) -> SweepSummary:
+        """Remove those of these files that are still that old; one uploaded again meanwhile stays."""
         num_blobs = num_bytes = 0
         with disk_errors("removing weights"):
             for name in sorted(names):
                 path = self._blobs / name
-                with self._turn(name), contextlib.suppress(FileNotFoundError):
+                with self._lock_for(name), contextlib.suppress(FileNotFoundError):
                     facts = path.stat()
                     if time.time() - facts.st_mtime > age_s:
                         os.unlink(path)
                         num_blobs, num_bytes = num_blobs + 1, num_bytes + facts.st_size
             if num_blobs:
                 fsync_directory(self._blobs)
-        return Swept(num_blobs, num_bytes)
+        return SweepSummary(num_blobs, num_bytes)
 
-    def _turn(self, name: str) -> threading.Lock:
-        """What is held while something is done to a file."""
-        return self._turns[hash(name) % NUM_TURNS]
+    def _lock_for(self, name: str) -> threading.Lock:
+        """Return the lock that serializes operations on a file."""
+        return self._locks[hash(name) % NUM_LOCKS]
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Plain files: whoever put anything else there may want it back, and it is no reason not to start."""
+    """Yield the regular files of a folder; anything else is not the store's and must not prevent the start."""
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
             facts = path.lstat()

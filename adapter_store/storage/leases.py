@@ -1,5 +1,6 @@
-"""Weights that somebody is about to register: nobody removes them meanwhile, and the last to leave does if it must,
-unless somebody else has sent them too.
+"""Leases on weights that are being registered, so that cleanup does not remove them meanwhile.
+
+The last lease to end removes the weights if no version refers to them and no other upload of them is pending.
 """
 
 import contextlib
@@ -13,13 +14,14 @@ from adapter_store.storage.pending_uploads import PendingUploads
 
 
 class BlobLeases:
-    """Counts by digest.
+    """Count leases by digest.
 
     Args:
-        lock: the store's.
+        lock: the store's lock.
+        blobs: the weights.
         check_open: raises StoreUnusable once the store is closed.
-        is_referenced: whether a content names a digest.
-        staging: who has sent what.
+        is_referenced: returns whether a content refers to a digest.
+        pending_uploads: tells which weights still have a pending upload.
     """
 
     def __init__(
@@ -28,20 +30,21 @@ class BlobLeases:
         blobs: BlobDirectory,
         check_open: Callable[[], None],
         is_referenced: Callable[[str], bool],
-        staging: PendingUploads,
+        pending_uploads: PendingUploads,
     ) -> None:
         self._lock = lock
         self._blobs = blobs
         self._check_open = check_open
         self._is_referenced = is_referenced
-        self._staging = staging
+        self._pending_uploads = pending_uploads
         self._counts: Counter[str] = Counter()
 
     @contextlib.contextmanager
     def lease(self, digest: str, is_known: bool = True) -> Iterator[None]:
-        """Nobody removes the blob inside; the last to leave does, if no version names it.
+        """Keep a blob for the length of the block; when the last lease ends, remove it if nothing needs it.
 
-        Raises: BlobNotFound: it is not there, or not for whoever asks.
+        Raises:
+            BlobNotFound: it does not exist, or the caller must not know that it does (`is_known` is False).
         """
         with self._lock:
             self._check_open()
@@ -56,18 +59,18 @@ class BlobLeases:
                 self.remove_unused((digest,))
 
     def leased(self) -> set[str]:
-        """Under the store's lock: what somebody is about to register."""
+        """Return the digests under lease. The caller holds the store's lock."""
         return {digest for digest, count in self._counts.items() if count}
 
     def remove_unused(self, digests: Collection[str]) -> None:
-        """Under the store's lock: remove those of these blobs that nobody needs."""
+        """Remove those of these blobs that nothing needs. The caller holds the store's lock."""
         unused = [digest for digest in digests if not self._counts[digest]]
         for digest in unused:
             del self._counts[digest]
-        # Litter that cannot be removed now goes when the store opens next; it must not hide why a registration failed,
-        # and once the store is closed it is another server's.
+        # A blob that cannot be removed now is removed when the store opens next. The error must not hide why a
+        # registration failed; after `close` the folder may belong to another server.
         with contextlib.suppress(StoreUnusable, StoreFull):
             self._check_open()
             self._blobs.remove(
-                [digest for digest in unused if not self._is_referenced(digest)], self._staging.is_awaited
+                [digest for digest in unused if not self._is_referenced(digest)], self._pending_uploads.is_pending
             )

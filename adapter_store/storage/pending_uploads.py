@@ -1,12 +1,11 @@
-"""Weights that were sent, or are being sent, and that no version names yet: how many bytes of them there may be, and
-who has sent which.
+"""Weights that were uploaded, or are being uploaded, and that no version refers to yet.
 
-A quota of bytes counts what versions name. Whoever sends and never registers would pass it, until the weights are
-removed as orphans a day later: so what is sent has as much room once more, and no more than that.
+A byte quota counts what versions refer to. A client that uploads without registering would evade it until the weights
+are removed as orphans a day later, so pending uploads have a limit of the same size of their own.
 
-Who sent what is kept in memory only, and as long as the weights would be if nobody else had them: whether somebody has
-is not to be told from how long one's own upload is good for. Whoever is forgotten sends the same bytes again. But whose
-upload was taken finds it there: weights that were sent twice stay when one of the two comes to nothing.
+The uploader of pending weights is kept in memory only, and for as long as orphans are kept: the lifetime of an upload
+must not reveal whether another principal has the same weights. A principal whose upload was forgotten sends it again.
+An accepted upload stays: weights that were sent twice survive if one of the two registrations fails.
 """
 
 import contextlib
@@ -22,25 +21,28 @@ from adapter_store.quota import ANONYMOUS
 from adapter_store.storage.blobs import UNREFERENCED_BLOB_AGE_S, BlobDirectory, BlobUpload
 
 MAX_REMEMBERED = 100_000
-"""Uploads of which is known who sent them."""
+"""Most uploads whose uploader is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
-    """Who sends weights. `max_bytes`: so many of its own may be without a version. Weights that are there already may
-    be sent once more, however full the store is, by whom `is_known`: to others that would tell that they are."""
+class Uploader:
+    """Identify a principal that uploads.
+
+    `max_bytes` limits its bytes without a version. Weights that exist may be sent again even if the store is full,
+    but only if `is_known`: to other principals that would reveal that they exist.
+    """
 
     principal: str = ANONYMOUS
     max_bytes: int | None = None
     is_known: bool = True
 
 
-ANYBODY = Sender()
+ANONYMOUS_UPLOADER = Uploader()
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Weights that a principal has sent so many `times`, the last time at `at_s`."""
+    """Record that a principal sent weights `times` times, last at `at_s`."""
 
     length: int
     at_s: float
@@ -48,11 +50,12 @@ class _Sent:
 
 
 class PendingUploads:
-    """Begins uploads, from many threads.
+    """Start uploads and bound what they take. Safe to use from many threads.
 
     Args:
-        referenced: digests that contents name.
-        on_stored: told the digest of every upload that is complete.
+        blobs: the weights.
+        referenced: returns the digests that contents refer to.
+        on_stored: called with the digest of every completed upload.
     """
 
     def __init__(
@@ -64,45 +67,45 @@ class PendingUploads:
         self._on_stored = on_stored
         self._sent: dict[tuple[str, str], _Sent] = {}
         self._awaited: Counter[str] = Counter()
-        self._under_way: dict[str, list[BlobUpload]] = {}
+        self._in_progress: dict[str, list[BlobUpload]] = {}
 
-    def open(self, digest: str, length: int, max_bytes: int | None, sender: Sender) -> BlobUpload:
-        """Begin an upload; what is there already may always be sent once more.
+    def open(self, digest: str, length: int, max_bytes: int | None, uploader: Uploader) -> BlobUpload:
+        """Start an upload; weights that exist may always be sent again.
 
         Raises:
-            QuotaExceeded: there would be more than `max_bytes` without a version, or more than the sender may have.
+            QuotaExceeded: more than `max_bytes` in total, or than the uploader's limit, would be without a version.
             StoreFull, StoreUnusable: the disk refused.
         """
-        # Of several at once each must see the others.
+        # Concurrent uploads must count each other.
         with self._lock:
-            if not (sender.is_known and self._blobs.exists(digest)):
-                self._check(length, max_bytes, sender)
-            upload = BlobUpload(self._blobs, digest, length, partial(self._stored, sender.principal, length))
-            self._under_way[sender.principal] = [*self._by(sender.principal), upload]
+            if not (uploader.is_known and self._blobs.exists(digest)):
+                self._check(length, max_bytes, uploader)
+            upload = BlobUpload(self._blobs, digest, length, partial(self._stored, uploader.principal, length))
+            self._in_progress[uploader.principal] = [*self._by(uploader.principal), upload]
             return upload
 
-    def has_sent(self, principal: str, digest: str) -> bool:
-        """Whether a principal has sent these weights, as a whole, and not registered them since."""
+    def has_uploaded(self, principal: str, digest: str) -> bool:
+        """Return whether a principal has uploaded these weights and not registered them since."""
         with self._lock:
             return (principal, digest) in self._sent_lately()
 
-    def is_awaited(self, digest: str) -> bool:
-        """Whether somebody has sent these weights, or is sending them, who has not registered them.
+    def is_pending(self, digest: str) -> bool:
+        """Return whether an upload of these weights is in progress or not registered yet.
 
-        Takes no lock: it is asked under the store's, which who holds this one's may wait for.
+        Takes no lock: it is called under the store's lock, for which a thread holding this one may wait.
         """
-        return self._awaited[digest] > 0 or any(digest == other for other, _ in self._blobs.under_way())
+        return self._awaited[digest] > 0 or any(digest == other for other, _ in self._blobs.in_progress())
 
     @contextlib.contextmanager
     def using(self, principal: str, digest: str) -> Iterator[None]:
-        """Weights are being registered, and one upload of them is forgotten then: a version names them, or nobody."""
+        """Wrap a registration, after which one upload of the weights is no longer pending, whatever its outcome."""
         try:
             yield
         finally:
             with self._lock:
                 sent = self._sent.get((principal, digest))
                 if sent is not None and sent.times > 1:
-                    # In its place: they are in the order of their last upload.
+                    # Replaced in place: the dictionary is ordered by the time of the last upload.
                     self._sent[principal, digest] = replace(sent, times=sent.times - 1)
                 else:
                     self._forget((principal, digest))
@@ -129,31 +132,33 @@ class PendingUploads:
         return sent
 
     def _sent_lately(self) -> dict[tuple[str, str], _Sent]:
-        """What was sent, oldest first."""
+        """Return the uploads, oldest first, after dropping those older than orphans are kept."""
         oldest_s = time.monotonic() - UNREFERENCED_BLOB_AGE_S
         while self._sent and next(iter(self._sent.values())).at_s < oldest_s:
             self._forget(next(iter(self._sent)))
         return self._sent
 
     def _by(self, principal: str) -> list[BlobUpload]:
-        """Uploads of a principal that have not ended."""
-        return [upload for upload in self._under_way.pop(principal, ()) if not upload.is_over]
+        """Return a principal's uploads in progress."""
+        return [upload for upload in self._in_progress.pop(principal, ()) if not upload.is_closed]
 
-    def _check(self, length: int, max_bytes: int | None, sender: Sender) -> None:
+    def _check(self, length: int, max_bytes: int | None, uploader: Uploader) -> None:
         if max_bytes is not None:
             sizes = self._blobs.sizes()
-            sent = sum(length for _, length in self._blobs.under_way()) + sum(
+            sent = sum(length for _, length in self._blobs.in_progress()) + sum(
                 sizes[name] for name in sizes.keys() - self._referenced()
             )
             _refuse_above("store_bytes", sent, length, max_bytes)
-        if sender.max_bytes is not None:
-            under_way = self._under_way[sender.principal] = self._by(sender.principal)
-            sent = sum(upload.length for upload in under_way)
-            sent += sum(one.length for (who, _), one in self._sent_lately().items() if who == sender.principal)
-            _refuse_above("max_stored_bytes", sent, length, sender.max_bytes)
+        if uploader.max_bytes is not None:
+            in_progress = self._in_progress[uploader.principal] = self._by(uploader.principal)
+            sent = sum(upload.length for upload in in_progress)
+            sent += sum(
+                one.length for (principal, _), one in self._sent_lately().items() if principal == uploader.principal
+            )
+            _refuse_above("max_stored_bytes", sent, length, uploader.max_bytes)
 
 
 def _refuse_above(quota: str, sent: int, length: int, max_bytes: int) -> None:
     if sent + length > max_bytes:
-        what = "bytes of weights that no version names yet"
+        what = "bytes of weights without a version"
         raise QuotaExceeded(quota, what, used=sent, wanted=length, allowed=max_bytes)

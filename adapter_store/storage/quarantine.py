@@ -1,4 +1,4 @@
-"""Contents whose weights the disk gave back damaged: nobody reads them again until the same file is uploaded."""
+"""Quarantine of contents whose weights were read back damaged, until the same file is uploaded again."""
 
 import contextlib
 import logging
@@ -12,7 +12,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class Quarantine:
-    """Why which content is not read any more. Lives as long as the process; safe to use from many threads."""
+    """Record which contents must not be read and why, for the life of the process. Safe to use from many threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -20,15 +20,20 @@ class Quarantine:
         self._num_repairs = 0
 
     def check(self, key: AdapterKey) -> None:
-        """Raises: AdapterCorrupt: it is in quarantine; says what was found."""
+        """Check that a content may be read.
+
+        Raises:
+            AdapterCorrupt: it is in quarantine; the message says what was found.
+        """
         if found := self._why.get(key):
             raise AdapterCorrupt(found[1])
 
     @contextlib.contextmanager
     def reading(self, key: AdapterKey, digest: str) -> Iterator[None]:
-        """Around every read of a content, whose weights have this digest; it is not entered for one in quarantine.
+        """Wrap a read of a content whose weights have this digest; a failed read quarantines the content.
 
-        Raises: AdapterCorrupt: it is, or is now, because the block raised it.
+        Raises:
+            AdapterCorrupt: the content was in quarantine, or the block raised it.
         """
         self.check(key)
         num_repairs = self._num_repairs
@@ -36,24 +41,24 @@ class Quarantine:
             yield
         except AdapterCorrupt as error:
             with self._lock:
-                # A file that was uploaded meanwhile may be whole: the next read tells.
+                # A file uploaded during the read may be intact: let the next read decide.
                 if num_repairs == self._num_repairs:
                     self._why[key] = (digest, str(error))
             _LOG.error("adapter sha256:%s is in quarantine: %s", key[:12], error)
             raise
 
-    def repaired(self, digest: str) -> None:
-        """Weights were written anew: what has them may be read again."""
+    def clear(self, digest: str) -> None:
+        """Allow reads of contents whose weights were written again."""
         with self._lock:
             self._num_repairs += 1
             self._why = {key: why for key, why in self._why.items() if why[0] != digest}
 
     def keys(self) -> frozenset[AdapterKey]:
-        """What is in quarantine now."""
+        """Return the contents in quarantine."""
         with self._lock:
             return frozenset(self._why)
 
     def forget(self, keys: Collection[AdapterKey]) -> None:
-        """Contents that were removed are not in quarantine either."""
+        """Drop contents that were removed from the store."""
         with self._lock:
             self._why = {key: why for key, why in self._why.items() if key not in keys}

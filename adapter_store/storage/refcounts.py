@@ -1,10 +1,9 @@
-"""Which contents there are, and who still needs one that may be deleted: accepted requests, until their last token.
+"""Reference counts of contents, so that a deleted content stays on disk until its last request has finished.
 
-Every request takes a hold, so taking one must not wait for a disk. The store's lock is kept while SQLite makes a change
-durable; the one in here never is. A hold and a deletion meet in `mark_deleted`, which is called once no version
-names the contents any more: a hold that came before it wins, and the content stays for as long as the hold lives,
-also if it came while the deletion was being committed. One that comes after is refused, before the first byte is
-removed. There is nothing in between: condemning takes away, in one step under this lock, what a hold needs to be taken.
+Every request takes a hold, so taking one must not wait for a disk: the store's lock is held while SQLite commits, the
+lock in here never is. `mark_deleted` decides between a hold and a deletion. It is called once no version refers to
+the contents any more: an earlier hold keeps the content for as long as the hold lives, even if it was taken while the
+deletion was being committed; a later one is refused before the first byte is removed.
 """
 
 import threading
@@ -16,57 +15,63 @@ from adapter_store.spec import AdapterKey
 
 
 class ContentHold:
-    """Keeps one content in the store for as long as anybody refers to this object."""
+    """Keep one content in the store for as long as this object is referenced."""
 
-    __slots__ = ("_let_go", "key")
+    __slots__ = ("_release", "key")
 
     def __init__(self, key: AdapterKey, let_go: Callable[[AdapterKey], None]) -> None:
         self.key = key
-        self._let_go = let_go
+        self._release = let_go
 
     def __del__(self) -> None:
-        self._let_go(self.key)
+        self._release(self.key)
 
 
 class ContentRefcounts:
-    """Counts by content. Safe to use from many threads. A hold may end in any thread at any moment, also in one that is
-    in here: that is only noted, and counted by whoever comes next.
+    """Count holds by content.
+
+    Safe to use from many threads. A hold may end in any thread at any moment, even in one that is executing a method
+    of this class: `__del__` only queues the release, and the next call counts it.
 
     Args:
-        there: the contents that the index has.
+        keys: the contents in the index.
     """
 
-    def __init__(self, there: Iterable[AdapterKey]) -> None:
+    def __init__(self, keys: Iterable[AdapterKey]) -> None:
         self._lock = threading.Lock()
-        self._there = set(there)
+        self._keys = set(keys)
         self._counts: Counter[AdapterKey] = Counter()
-        self._ended: deque[AdapterKey] = deque()
+        self._released: deque[AdapterKey] = deque()
 
     def add(self, keys: Collection[AdapterKey]) -> None:
-        """The index has them, durably: they may be held, once more if they were condemned."""
+        """Allow holds of contents that are durably in the index, including ones that were marked deleted."""
         with self._lock:
-            self._there.update(keys)
+            self._keys.update(keys)
 
-    def take(self, key: AdapterKey) -> ContentHold:
-        """Raises: AdapterNotFound: it is not there, or condemned."""
+    def acquire(self, key: AdapterKey) -> ContentHold:
+        """Take a hold of a content.
+
+        Raises:
+            AdapterNotFound: there is no such content, or it is marked deleted.
+        """
         with self._lock:
-            if key not in self._there:
+            if key not in self._keys:
                 raise AdapterNotFound(key)
-            self._count_ended()
+            self._count_released()
             self._counts[key] += 1
-        return ContentHold(key, self._ended.append)
+        return ContentHold(key, self._released.append)
 
     def mark_deleted(self, keys: Collection[AdapterKey]) -> frozenset[AdapterKey]:
-        """Those of these that nobody holds: nobody can, from now on. They are removed, or added again."""
+        """Refuse new holds of those contents that have none, and return them; the caller removes or re-adds them."""
         with self._lock:
-            self._count_ended()
-            doomed = frozenset(keys).difference(self._counts)
-            self._there -= doomed
-            return doomed
+            self._count_released()
+            deleted = frozenset(keys).difference(self._counts)
+            self._keys -= deleted
+            return deleted
 
-    def _count_ended(self) -> None:
-        while self._ended:
-            key = self._ended.popleft()
+    def _count_released(self) -> None:
+        while self._released:
+            key = self._released.popleft()
             self._counts[key] -= 1
             if not self._counts[key]:
                 del self._counts[key]

@@ -1,4 +1,4 @@
-"""The store's folder: made if it is not there, and locked, so that two servers never share it; which base it is for."""
+"""Create and lock the store's folder, so that two servers never share it."""
 
 import contextlib
 import fcntl
@@ -11,8 +11,8 @@ from adapter_store.storage.blobs import disk_errors, fsync_directory
 
 
 @contextlib.contextmanager
-def opening(root: Path) -> Iterator[None]:
-    """Errors met while opening name the folder: they are for whoever gave it."""
+def opening_errors(root: Path) -> Iterator[None]:
+    """Add the folder's path to errors raised while opening the store, which only the operator sees."""
     try:
         with disk_errors("opening"):
             yield
@@ -21,8 +21,15 @@ def opening(root: Path) -> Iterator[None]:
 
 
 def lock_root(root: Path) -> int:
-    """Create the folder and take its lock; the file descriptor holds it, and a dead server's lock goes with it."""
-    _make_durably(root)
+    """Create the folder and take its lock.
+
+    Returns:
+        The file descriptor that holds the lock; the lock ends with the process.
+
+    Raises:
+        StoreLocked: another server holds it.
+    """
+    _create_durably(root)
     fd = os.open(root / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -32,13 +39,13 @@ def lock_root(root: Path) -> int:
     return fd
 
 
-def _make_durably(root: Path) -> None:
-    """Make the folder and those above it, one by one, each durable before the next."""
+def _create_durably(root: Path) -> None:
+    """Create the folder and its missing parents one by one, each durable before the next."""
     missing = [path for path in (root, *root.parents) if not path.exists()]
-    # The last one that is there may be of a server that was killed before it made that durable.
-    there = missing[-1].parent if missing else root
+    # A server may have created the deepest existing folder and died before its name was durable.
+    existing = missing[-1].parent if missing else root
     with contextlib.suppress(PermissionError):
-        fsync_directory(there.parent)
+        fsync_directory(existing.parent)
     for path in reversed(missing):
         path.mkdir(mode=0o700 if path == root else 0o777, exist_ok=True)
         fsync_directory(path.parent)

@@ -1,1 +1,1 @@
-"""Does this adapter fit this base: every problem found, one report."""
+"""Validation of an adapter against the base: every problem found, one report."""

@@ -1,9 +1,8 @@
-"""What an uploader is told about an accepted adapter.
+"""Report about an accepted adapter, including warnings about another base model or quantization.
 
-Names of base models, compared: is it the same one, and was it quantized in the same way?
-
-A name is a hub's or a folder's last part. What stands behind the model's own name says how a file of it is written:
-`-GPTQ-Int8`, `-unsloth-bnb-4bit`, `.Q4_K_M`. What is left must be equal: Llama-3.2-1B is not Llama-3.2-1B-Instruct.
+Base models are compared by name: the last part of a hub id or path. Suffixes behind the model's own name say how the
+file is encoded (`-GPTQ-Int8`, `-unsloth-bnb-4bit`, `.Q4_K_M`); the rest must be equal: Llama-3.2-1B is not
+Llama-3.2-1B-Instruct.
 """
 
 import math
@@ -29,7 +28,7 @@ _SUFFIX = re.compile(rf"[-._ ](?:({_QUANTIZED})|{_FORMAT})$")
 
 @dataclass(frozen=True, slots=True)
 class BaseName:
-    """`model` is its own name, without case and punctuation; `quantization` what is said of that, in order."""
+    """Hold a base's name: `model` without case and punctuation, `quantization` the encoding suffixes in order."""
 
     shown: str
     model: str
@@ -37,7 +36,7 @@ class BaseName:
 
     @classmethod
     def of(cls, text: str) -> "BaseName":
-        """A folder's path is never repeated in full."""
+        """Parse a name or path; only the last part of a path is ever shown."""
         shown = text.replace("\\", "/").rstrip("/").rpartition("/")[2]
         rest, quantization = shown[-MAX_CHARS:].lower(), []
         while suffix := _SUFFIX.search(rest):
@@ -46,9 +45,10 @@ class BaseName:
         return cls(shown, "".join(c for c in rest if c.isalnum()), tuple(reversed(quantization)))
 
 
-def other_base(trained_on: str, served: str) -> list[str]:
-    """Warnings of an adapter that says what it was trained on. One that was trained on weights that were not quantized
-    fits what is made of them: how this server rounds its base is the operator's to choose.
+def base_warnings(trained_on: str, served: str) -> list[str]:
+    """Return warnings if an adapter was trained on another model or quantization than the served one.
+
+    An adapter trained on unquantized weights fits any quantization of them: that choice is the operator's.
     """
     theirs, ours = BaseName.of(trained_on), BaseName.of(served)
     if not (theirs.model and ours.model):
@@ -57,17 +57,17 @@ def other_base(trained_on: str, served: str) -> list[str]:
     if theirs.model != ours.model:
         return [f"{names}: shapes fit, but check that it is the same base"]
     if theirs.quantization and theirs.quantization != ours.quantization:
-        return [f"{names}: another quantization than it was trained with, so answers may differ a little"]
+        return [f"{names}: another quantization than it was trained with, so answers may differ slightly"]
     return []
 
 
 @dataclass(frozen=True, slots=True)
 class UploadReport:
-    """What was matched, and how strong. `layers` counts the layers touched; `digest` is the AdapterKey.
+    """Report what was matched, and its strength. `layers` counts the layers touched; `digest` is the AdapterKey.
 
-    `modules_expected` counts those matched, and those that the config's target_modules names besides; none where that
-    is a pattern, which is never run. `norm_b` is the sum of the Frobenius norms of lora_B, None in reports from before
-    it was counted; `notices` say what was read otherwise than it is written.
+    `modules_expected` counts the matched modules and those that target_modules names besides, none of which are known
+    if it is a pattern. `norm_b` is the sum of the Frobenius norms of lora_B, None in old reports; `notices` say which
+    names were read differently than written.
     """
 
     modules_matched: int
@@ -86,17 +86,17 @@ class UploadReport:
 
     @property
     def is_partial(self) -> bool:
-        """Whether its config names modules that it lacks, which its uploader has allowed."""
+        """Return whether the config names modules without tensors, which the uploader allowed."""
         return self.modules_expected > self.modules_matched
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON values; `warnings` and `notices` are lists."""
+        """Return plain JSON values; `warnings` and `notices` are lists."""
         facts = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in facts.items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "UploadReport":
-        """Inverse of `to_dict`; a report of an earlier version may lack the fields that have a default."""
+        """Build a report from `to_dict`; an old one may lack the fields that have a default."""
         known: dict[str, Any] = {f.name: values[f.name] for f in fields(cls) if f.name in values}
         known.update({name: tuple(known[name]) for name in ("warnings", "notices") if name in known})
         return cls(**known)
@@ -104,20 +104,20 @@ class UploadReport:
 
 def build_report(
     spec: AdapterSpec,
-    manifest: AdapterConfig,
+    adapter_config: AdapterConfig,
     base: BaseShapes,
     facts: DataFacts,
     header: SafetensorsHeader,
     missing: tuple[str, ...] = (),
     notices: tuple[str, ...] = (),
 ) -> UploadReport:
-    """The report of a validated adapter. `missing` names modules that the config names and the file lacks."""
+    """Build the report of a validated adapter. `missing` names modules that the config names and the file lacks."""
     ranks = [m.rank for m in spec.modules]
     scalings = [m.scaling for m in spec.modules]
     warnings = [
         *_untrained(spec, facts),
         *_partial(missing, len(spec.modules)),
-        *other_base(manifest.base_model_name, base.checkpoint or base.name),
+        *base_warnings(adapter_config.base_model_name, base.checkpoint or base.name),
         *_multimodal(notices),
         *_mixed_types(header),
     ]

@@ -1,9 +1,9 @@
-"""Modules that the config says are adapted, held against those that the file has tensors for.
+"""Comparison of the modules that the config names with those that the file has tensors for.
 
-PEFT adapts what the config names and takes from the file what fits: a named module without tensors stays as it was
-made, and tensors for an unnamed one are dropped with a warning. Here both are told. `all-linear` names every linear
-module of the layers. Where the config names modules by a pattern, or not at all, nothing can be missing: the tensors
-are the only list.
+PEFT adapts what the config names and loads from the file what fits: a named module without tensors stays as
+initialized, and tensors for an unnamed one are dropped with a warning. Here both are reported. `all-linear` names
+every linear module of the layers. If the config names modules by a pattern, or not at all, the tensors are the only
+list and nothing can be missing.
 """
 
 from collections.abc import Collection
@@ -14,25 +14,25 @@ from adapter_store.formats.tensor_names import TensorPlace, module_name
 from adapter_store.spec import BaseShapes
 
 OUTSIDE_LAYERS = ("model.embed_tokens", "lm_head")
-"""What a config can name beside the linear modules of layers; with tensors, they are refused by name."""
+"""Modules outside the layers that a config can name; tensors for them are refused by name."""
 
 
 def missing_modules(
-    manifest: AdapterConfig, base: BaseShapes, found: Collection[tuple[int, str]], tensor_names: Collection[str]
+    adapter_config: AdapterConfig, base: BaseShapes, found: Collection[tuple[int, str]], tensor_names: Collection[str]
 ) -> tuple[str, ...]:
-    """Full names of modules of the base that the config names and no tensor is for, in the order of the layers.
+    """Return full names of modules that the config names and no tensor is for, in the order of the layers.
 
-    `found` holds those of the layers that have some; outside the layers any tensor that bears the name counts.
+    `found` holds those of the layers that have tensors; outside the layers, any tensor that contains the name counts.
     """
     every = [(layer, module) for layer in range(base.num_layers) for module in base.modules]
     named = {site: module_name(base, *site) for site in every if site not in found}
-    inside = [name for (layer, _), name in named.items() if manifest.targets(layer, name)]
-    outside = [name for name in OUTSIDE_LAYERS if manifest.targets(None, name)]
+    inside = [name for (layer, _), name in named.items() if adapter_config.targets(layer, name)]
+    outside = [name for name in OUTSIDE_LAYERS if adapter_config.targets(None, name)]
     return (*inside, *(name for name in outside if not any(f".{name}." in tensor for tensor in tensor_names)))
 
 
 def check_complete(missing: tuple[str, ...], num_expected: int, problems: ProblemList) -> None:
-    """Note a problem if modules are missing."""
+    """Record a problem if modules are missing."""
     if missing:
         problems.add(
             "partial_adapter",
@@ -44,15 +44,15 @@ def check_complete(missing: tuple[str, ...], num_expected: int, problems: Proble
 
 
 def check_targeted(
-    manifest: AdapterConfig, base: BaseShapes, places: Collection[TensorPlace], problems: ProblemList
+    adapter_config: AdapterConfig, base: BaseShapes, places: Collection[TensorPlace], problems: ProblemList
 ) -> None:
-    """Note a problem if there are tensors for modules that the config leaves out."""
-    if not manifest.names_modules:
+    """Record a problem if there are tensors for modules that the config leaves out."""
+    if not adapter_config.names_modules:
         return
     unnamed = {
         (place.layer, place.module)
         for place in places
-        if not any(manifest.targets(place.layer, name) for name in spellings(place, base))
+        if not any(adapter_config.targets(place.layer, name) for name in spellings(place, base))
     }
     if unnamed:
         first = module_name(base, *min(unnamed))
@@ -65,6 +65,6 @@ def check_targeted(
 
 
 def spellings(place: TensorPlace, base: BaseShapes) -> tuple[str, ...]:
-    """A module's names: the base's, and the one that PEFT may have seen in training, if that is another."""
+    """Return a module's name in the base, and the one PEFT may have seen in training if that differs."""
     plain, saved = module_name(base, place.layer, place.module), place.name.saved_module
     return (plain,) if saved in ("", plain) else (plain, saved)

@@ -1,4 +1,4 @@
-"""Every value of an adapter's data, looked at once in chunks: finite, small enough for bf16, all zero or how large.
+"""Scan of every value of an adapter, in chunks: finite, representable in bf16, all zero, and norms.
 
 bf16 has no NumPy type: floats are tested by their bits, so one integer comparison serves each type.
 """
@@ -19,7 +19,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class _FloatBits:
-    """How to see a float as an unsigned integer: `magnitude` drops the sign, `limit` is the first value refused."""
+    """Describe a float as an unsigned integer: `magnitude` drops the sign, `limit` is the first value refused."""
 
     integer: npt.DTypeLike
     magnitude: int
@@ -27,7 +27,7 @@ class _FloatBits:
     infinity: int
 
 
-# F32 is refused from the value that rounds to infinity in bf16, the type in which adapters are kept.
+# F32 is refused from the value that rounds to infinity in bf16, in which adapters are kept.
 _BITS: Mapping[str, _FloatBits] = {
     "BF16": _FloatBits("<u2", 0x7FFF, 0x7F80, 0x7F80),
     "F16": _FloatBits("<u2", 0x7FFF, 0x7C00, 0x7C00),
@@ -36,14 +36,14 @@ _BITS: Mapping[str, _FloatBits] = {
 
 
 class Hasher(Protocol):
-    """What `hashlib` objects have."""
+    """Describe the method of `hashlib` objects that is used."""
 
     def update(self, data: bytes, /) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class DataFacts:
-    """What only the data tells: tensors whose values are all zero, and Frobenius norms of those that were asked for."""
+    """Hold what only the data shows: tensors that are all zero, and the requested Frobenius norms."""
 
     zero_tensors: frozenset[str] = field(default_factory=frozenset)
     norms: Mapping[str, float] = field(default_factory=dict)
@@ -62,7 +62,7 @@ def scan_data(
     problems: ProblemList,
     norms_of: Collection[str] = frozenset(),
 ) -> DataFacts:
-    """Read the data from where `file` stands (its first byte) to the end, hashing it and testing every value."""
+    """Read the data from `file`'s position, its first byte, to the end, hashing it and testing every value."""
     facts = {
         name: _scan_tensor(file, name, info, hasher, problems, name in norms_of)
         for name, info in header.tensors.items()
@@ -74,14 +74,14 @@ def scan_data(
 def _scan_tensor(
     file: BinaryIO, name: str, info: TensorInfo, hasher: Hasher, problems: ProblemList, want_norm: bool
 ) -> _TensorFacts:
-    """Its largest magnitude's bits, and its squares' sum if wanted; notes NaN, infinity and overflow, once a tensor."""
+    """Return a tensor's facts; record NaN, infinity and overflow, once per tensor."""
     bits = _BITS[info.dtype]
     facts = _TensorFacts()
     left = info.end - info.start
     while left:
         wanted = min(left, CHUNK_BYTES)
         chunk = file.read(wanted)
-        # Less than asked for is the end, perhaps in the middle of a value.
+        # A short read is the end of the file, perhaps in the middle of a value.
         if len(chunk) < wanted:
             problems.add("truncated", FILE, ENDED)
             return facts
@@ -96,13 +96,13 @@ def _scan_tensor(
 
 
 def _highest_magnitude(chunk: bytes, bits: _FloatBits) -> int:
-    """Bits of the largest magnitude: unsigned integers order as the floats do, infinities and NaN above all."""
+    """Return the bits of the largest magnitude: as unsigned integers, infinities and NaN are the highest."""
     values = np.frombuffer(chunk, dtype=bits.integer)
     return int((values & np.asarray(bits.magnitude, dtype=values.dtype)).max())
 
 
 def _sum_of_squares(chunk: bytes, dtype: str) -> float:
-    """In fp64, and by einsum, which starts no threads: requests are being answered meanwhile."""
+    """Return the sum in fp64, by einsum, which starts no threads that would compete with requests."""
     with np.errstate(all="ignore"):
         values = widen(np.frombuffer(chunk, dtype=NUMPY_TYPES[dtype]), dtype).astype(np.float64)
         return float(np.einsum("i,i->", values, values))

@@ -1,8 +1,8 @@
-"""Does this adapter fit this base? Every problem is found before anything is refused; nothing here imports torch.
+"""Validation of an adapter against the base. Every problem is found before anything is refused. Without torch.
 
 `check_adapter` is the whole check, shared by the store and by `lorasrv check`: config, header, names, shapes, ranks,
-completeness and every value of the data, in one pass over the file. `validate_adapter` is what is repeated when a
-stored adapter is loaded: it knows nothing of completeness, which was judged, and perhaps waived, at the upload.
+completeness and every value of the data, in one pass over the file. `validate_adapter` is repeated when a stored
+adapter is loaded; it does not check completeness, which was decided, and perhaps waived, at the upload.
 """
 
 import hashlib
@@ -15,10 +15,10 @@ from typing import BinaryIO
 from adapter_store.errors import AdapterInvalid, ProblemList, show
 from adapter_store.formats.adapter_config import (
     MIN_MAX_NAMES,
-    MLX_WAY_OUT,
+    MLX_REMEDY,
     AdapterConfig,
     canonical_json,
-    read_manifest,
+    read_adapter_config,
 )
 from adapter_store.formats.safetensors_file import (
     FILE,
@@ -40,7 +40,7 @@ MAX_FLOAT32 = 3.4028234663852886e38
 
 @dataclass(frozen=True, slots=True)
 class CheckedAdapter:
-    """An adapter that passed: what it is, and what to tell its uploader."""
+    """Hold an adapter that passed: its spec, and the report for its uploader."""
 
     spec: AdapterSpec
     report: UploadReport
@@ -48,10 +48,9 @@ class CheckedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class MatchedTensors:
-    """What of the base the tensors are for.
+    """Hold the match of tensors to the base.
 
-    `modules` are those that passed, sorted by (layer, module); `places` holds every tensor's, `notices` what its names
-    were read as.
+    `modules` passed, sorted by (layer, module); `places` holds every tensor's place, `notices` how names were read.
     """
 
     modules: tuple[LoraModule, ...] = ()
@@ -62,14 +61,14 @@ class MatchedTensors:
 def validate_adapter(
     config: Mapping[str, object], header: SafetensorsHeader, base: BaseShapes, max_rank: int, *, weights_digest: str
 ) -> AdapterSpec:
-    """Check config and header against the base; the data is `scan_data`'s.
+    """Check config and header against the base; `scan_data` checks the values.
 
     Raises:
         AdapterInvalid: with every problem found.
     """
     problems = ProblemList()
-    manifest = read_manifest(config, problems, max_names(base))
-    matched = match_modules(header, base, manifest, max_rank, problems)
+    adapter_config = read_adapter_config(config, problems, max_names(base))
+    matched = match_modules(header, base, adapter_config, max_rank, problems)
     problems.raise_if_any()
     return make_spec(matched.modules, header, weights_digest)
 
@@ -83,15 +82,21 @@ def check_adapter(
     *,
     allow_partial: bool = False,
 ) -> CheckedAdapter:
-    """The whole check of one file, read once from its start; `spec.weights_digest` is that of the bytes read.
+    """Check one file completely, read once from its start; `spec.weights_digest` is that of the bytes read.
 
     Args:
-        allow_partial: take an adapter whose config names more modules than there are tensors for.
+        config: the adapter's config.
+        file: the weights.
+        file_bytes: their length.
+        base: shapes that the adapter must fit.
+        max_rank: highest rank accepted.
+        allow_partial: accept a config that names more modules than there are tensors for.
+
     Raises:
         AdapterInvalid: with every problem of config, header, names, shapes and values.
     """
     problems = ProblemList()
-    manifest = read_manifest(config, problems, max_names(base))
+    adapter_config = read_adapter_config(config, problems, max_names(base))
     hasher = hashlib.sha256()
     facts = DataFacts()
     matched = MatchedTensors()
@@ -100,37 +105,37 @@ def check_adapter(
     if header is not None:
         file.seek(0)
         hasher.update(file.read(header.data_start))
-        matched = match_modules(header, base, manifest, max_rank, problems)
-        if manifest is not None and matched.places:
-            missing = _hold_against(manifest, base, matched, header, problems, allow_partial)
+        matched = match_modules(header, base, adapter_config, max_rank, problems)
+        if adapter_config is not None and matched.places:
+            missing = _check_modules(adapter_config, base, matched, header, problems, allow_partial)
         facts = scan_data(file, header, hasher, problems, frozenset(m.b_name for m in matched.modules))
     problems.raise_if_any()
     assert header is not None
-    assert manifest is not None
+    assert adapter_config is not None
     spec = make_spec(matched.modules, header, hasher.hexdigest())
-    return CheckedAdapter(spec, build_report(spec, manifest, base, facts, header, missing, matched.notices))
+    return CheckedAdapter(spec, build_report(spec, adapter_config, base, facts, header, missing, matched.notices))
 
 
 def check_files(
     config: Mapping[str, object], weights: Path, base: BaseShapes, max_rank: int, *, allow_partial: bool = False
 ) -> CheckedAdapter:
-    """`check_adapter` for a file by its path: the offline check."""
+    """Check a file by its path, for the offline check."""
     with weights.open("rb") as file:
         return check_adapter(config, file, weights.stat().st_size, base, max_rank, allow_partial=allow_partial)
 
 
-def _hold_against(
-    manifest: AdapterConfig,
+def _check_modules(
+    adapter_config: AdapterConfig,
     base: BaseShapes,
     matched: MatchedTensors,
     header: SafetensorsHeader,
     problems: ProblemList,
     allow_partial: bool,
 ) -> tuple[str, ...]:
-    """Names of modules that the config names and the file lacks."""
-    check_targeted(manifest, base, matched.places, problems)
+    """Compare the config's modules with the tensors'; return the names of those without tensors."""
+    check_targeted(adapter_config, base, matched.places, problems)
     found = {(place.layer, place.module) for place in matched.places}
-    missing = missing_modules(manifest, base, found, header.tensors)
+    missing = missing_modules(adapter_config, base, found, header.tensors)
     if not allow_partial:
         check_complete(missing, len(found) + len(missing), problems)
     return missing
@@ -146,20 +151,24 @@ def _header(file: BinaryIO, file_bytes: int, base: BaseShapes, problems: Problem
 
 
 def max_names(base: BaseShapes) -> int:
-    """Most entries of a pattern or of a list of modules in a config: every module of the base, twice over."""
+    """Return how many entries a pattern or list of modules in a config may have: every module of the base, twice."""
     return max(MIN_MAX_NAMES, 2 * base.num_layers * len(base.modules))
 
 
 def max_adapter_bytes(base: BaseShapes, max_rank: int) -> int:
-    """Largest file that an adapter of this base can have: float32, every module at the highest rank."""
+    """Return the size of the largest adapter of this base: float32, every module at the highest rank."""
     values = base.num_layers * sum(max_rank * (n_in + n_out) for n_in, n_out in base.modules.values())
     return LENGTH_BYTES + header_cap_bytes(base) + 4 * values
 
 
 def match_modules(
-    header: SafetensorsHeader, base: BaseShapes, manifest: AdapterConfig | None, max_rank: int, problems: ProblemList
+    header: SafetensorsHeader,
+    base: BaseShapes,
+    adapter_config: AdapterConfig | None,
+    max_rank: int,
+    problems: ProblemList,
 ) -> MatchedTensors:
-    """The adapted modules. Every tensor must land on one, and no two on the same half; what does not is a problem."""
+    """Return the adapted modules; record a problem for each tensor that matches none, or the same half as another."""
     places = {name: place for name in header.tensors if (place := locate(name, base, problems))}
     halves = _halves(places, base, problems)
     modules = []
@@ -173,7 +182,7 @@ def match_modules(
         rank = _check_shapes(places[a_name], a, b, base, problems)
         if rank is None:
             continue
-        scaling = _check_rank(places[a_name], rank, base, manifest, max_rank, problems)
+        scaling = _check_rank(places[a_name], rank, base, adapter_config, max_rank, problems)
         modules.append(LoraModule(layer, module, rank, scaling, a_name, b_name))
     notices = dict.fromkeys(notice for place in places.values() for notice in place.name.notices)
     return MatchedTensors(tuple(modules), tuple(places.values()), tuple(notices))
@@ -182,9 +191,9 @@ def match_modules(
 def _halves(
     places: Mapping[str, TensorPlace], base: BaseShapes, problems: ProblemList
 ) -> dict[tuple[int, str], dict[str, str]]:
-    """(layer, module) -> half -> the tensor's name."""
+    """Return the tensors' names by (layer, module), then by half."""
     if not places:
-        problems.add("no_modules", FILE, "matches no module of this base: served as it is, it would change nothing")
+        problems.add("no_modules", FILE, "matches no module of this base; serving it would change nothing")
     if len(names := sorted({place.name.adapter_name for place in places.values()})) > 1:
         shown = ", ".join(show(name) for name in names[:3])
         problems.add("several_adapters", FILE, f"holds tensors of several adapters ({shown}); save each by itself")
@@ -200,7 +209,7 @@ def _halves(
 def _check_shapes(
     place: TensorPlace, a: TensorInfo, b: TensorInfo, base: BaseShapes, problems: ProblemList
 ) -> int | None:
-    """The rank, if A is [rank, in] and B is [out, rank] for this module."""
+    """Return the rank if A is [rank, in] and B is [out, rank] for this module."""
     n_in, n_out = base.modules[place.module]
     if len(a.shape) == len(b.shape) == 2 and a.shape[1] == n_in and b.shape[0] == n_out and a.shape[0] == b.shape[1]:
         return a.shape[0]
@@ -214,7 +223,7 @@ def _check_shapes(
 
 def _shape_hint(a: tuple[int, ...], b: tuple[int, ...], n_in: int, n_out: int) -> str:
     if a[:1] == (n_in,) and b[-1:] == (n_out,):
-        return f". They look transposed: if MLX saved them, {MLX_WAY_OUT}"
+        return f". They look transposed: if MLX saved them, {MLX_REMEDY}"
     if a[:1] == (n_out,) and b[-1:] == (n_in,):
         return ". They look swapped: rename lora_A and lora_B"
     return ". The adapter was trained on another base"
@@ -224,28 +233,28 @@ def _check_rank(
     place: TensorPlace,
     rank: int,
     base: BaseShapes,
-    manifest: AdapterConfig | None,
+    adapter_config: AdapterConfig | None,
     max_rank: int,
     problems: ProblemList,
 ) -> float:
-    """The module's scaling; notes a rank above the limit, one that the config contradicts, and an infinite scaling."""
+    """Return the module's scaling; record a rank over the limit or unlike the config's, and an infinite scaling."""
     name, *other_spelling = spellings(place, base)
     if rank > max_rank:
         problems.add(
             "rank_too_large", name, f"rank {rank}; this server takes at most {max_rank} (serve --max-lora-rank {rank})"
         )
-    if manifest is None:
+    if adapter_config is None:
         return 1.0
-    if manifest.rank(name) != rank:
+    if adapter_config.rank(name) != rank:
         problems.add(
             "rank_mismatch",
             name,
-            f"tensors have rank {rank}, the config says {manifest.rank(name)} (r={manifest.r} and rank_pattern); "
-            "upload the config that was saved with these weights",
+            f"tensors have rank {rank}, the config says {adapter_config.rank(name)} (r={adapter_config.r} and "
+            "rank_pattern); upload the config that was saved with these weights",
         )
         return 1.0
-    scaling = manifest.scaling(name)
-    if any((manifest.rank(n), manifest.scaling(n)) != (rank, scaling) for n in other_spelling):
+    scaling = adapter_config.scaling(name)
+    if any((adapter_config.rank(n), adapter_config.scaling(n)) != (rank, scaling) for n in other_spelling):
         problems.add(
             "ambiguous_names",
             name,
@@ -259,7 +268,7 @@ def _check_rank(
 
 
 def make_spec(modules: tuple[LoraModule, ...], header: SafetensorsHeader, weights_digest: str) -> AdapterSpec:
-    """The spec of validated modules, with its key."""
+    """Return the spec of validated modules, with its key."""
     dtypes = {info.dtype for info in header.tensors.values()}
     return AdapterSpec(
         key=adapter_key(modules, weights_digest),
@@ -271,11 +280,11 @@ def make_spec(modules: tuple[LoraModule, ...], header: SafetensorsHeader, weight
 
 
 def adapter_key(modules: tuple[LoraModule, ...], weights_digest: str) -> AdapterKey:
-    """sha256 over what the config does to the mathematics, resolved, and the weights' digest.
+    """Return the SHA-256 over the resolved config and the weights' digest.
 
     r, lora_alpha, use_rslora and both patterns act only through each module's rank and scaling, and every other field
-    either changes nothing or is refused; so two configs that say the same in other words have one key. The scaling is
-    written as an exact hexadecimal float.
+    changes nothing or is refused; so two configs of equal meaning have one key. The scaling is written as an exact
+    hexadecimal float.
     """
     resolved = [[m.layer, m.module, m.rank, float(m.scaling).hex()] for m in modules]
     content = {"format": KEY_FORMAT, "modules": resolved, "weights": weights_digest}

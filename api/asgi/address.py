@@ -1,4 +1,4 @@
-"""Where a server is, and what counts as this machine."""
+"""Define the server's default address, and which addresses mean this machine."""
 
 import ipaddress
 
@@ -8,7 +8,7 @@ DEFAULT_SERVER = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a bind address or a Host name (without port) can only mean this machine."""
+    """Return whether a bind address or a Host name (without port) can only mean this machine."""
     if host.lower() == "localhost":
         return True
     try:

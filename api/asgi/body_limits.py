@@ -1,7 +1,7 @@
-"""Bodies bounded by the bytes that really come, before any route sees them.
+"""Bound request bodies by the bytes received, before any route sees them.
 
 Plain ASGI around `receive`, so that a route that forgets to bound its body is bounded as well: Starlette and FastAPI
-read bodies of any size. What is left of a body when its answer has been sent is `http_protocol`'s to drop.
+read bodies of any size. `api.asgi.protocol` drops the rest of a body after its response has been sent.
 """
 
 import asyncio
@@ -16,19 +16,22 @@ from api.errors import ApiError, describe_at
 
 MAX_JSON_BYTES = 8 << 20
 MAX_BARE_BYTES = 4 << 10
-"""Of requests that have no use for a body: GET, HEAD, DELETE, OPTIONS."""
+"""Bound for requests without a use for a body: GET, HEAD, DELETE, OPTIONS."""
 MAX_HELD_BYTES = 256 << 20
-"""Of all JSON bodies that are in memory at a time."""
+"""Bound of all JSON bodies in memory at a time."""
 MAX_LENGTH_DIGITS = 18
 PARSING = "parsing"
-"""Where in an ASGI scope's `state` lies whose turn it is."""
+"""Key of the parsing semaphore in an ASGI scope's `state`."""
 _BARE_METHODS = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
 _CLOSE = {"connection": "close"}
 
 
 class BodyLimitMiddleware:
-    """Refuses compressed bodies (415), longer ones than their route takes (413), and more than memory should hold of
-    all together (503). A file's body may be as long as it announces; its route bounds what is announced."""
+    """Refuse compressed bodies (415), bodies too long for their route (413), and bodies beyond the total in memory
+    (503).
+
+    A file's body may be as long as it announces; its route bounds the announced length.
+    """
 
     def __init__(self, app: ASGIApp, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         self._app = app
@@ -49,7 +52,7 @@ class BodyLimitMiddleware:
         scope["state"] = {**scope.get("state", {}), PARSING: self._parsing}
         received = held = 0
         caller = caller_of(scope)
-        # Of one key half of it at most: who sends slowly holds it for long.
+        # At most half of it for one key: a slow sender holds it for long.
         own_most = self._max_held_bytes if caller is ANYBODY else self._max_held_bytes // 2
 
         async def receive_bounded() -> Message:
@@ -76,7 +79,7 @@ class BodyLimitMiddleware:
 
         async def send_and_let_go(message: Message) -> None:
             if message["type"] == "http.response.start":
-                # Whoever answers has read it; a stream may go on for long.
+                # The application has read the body; a stream may go on for long.
                 let_go()
             await send(message)
 
@@ -87,14 +90,21 @@ class BodyLimitMiddleware:
 
 
 def parsing_alone(scope: Scope) -> AbstractAsyncContextManager[None]:
-    """While a large body is parsed: what comes of it may take 26 times its bytes, and of many at a time more memory
-    than there is. Nobody is slower by that: parsing holds Python's lock anyway."""
+    """Hold the parsing semaphore while a large body is parsed.
+
+    The result may take 26 times the body's bytes; many at a time could exceed the memory. Throughput does not suffer,
+    as parsing holds the GIL anyway.
+    """
     turn: asyncio.Semaphore | None = scope.get("state", {}).get(PARSING)
     return nullcontext() if turn is None else turn
 
 
 def check_not_compressed(headers: Headers) -> None:
-    """Raises: ApiError: 415. A small compressed body may stand for a very large one."""
+    """Refuse compressed bodies: a small one may expand to a very large one.
+
+    Raises:
+        ApiError: 415.
+    """
     if headers.get("content-encoding", "identity").strip().lower() != "identity":
         raise ApiError(415, "compressed bodies are not accepted", code="unsupported_media_type", headers=_CLOSE)
 
@@ -104,20 +114,22 @@ def _is_file(method: str, path: str) -> bool:
 
 
 def _most(headers: Headers, method: str, is_file: bool) -> int:
-    """How many bytes may come. A file's are as many as it announces; without that its route refuses it."""
+    """Return the most bytes that may arrive. A file may have as many as it announces; without a length its route
+    refuses it.
+    """
     if is_file:
         return _announced(headers) or 0
     return MAX_BARE_BYTES if method in _BARE_METHODS else MAX_JSON_BYTES
 
 
 def _announced(headers: Headers) -> int | None:
-    """Bytes that Content-Length says; None: it says nothing, or no number. More digits than we read say as much."""
+    """Return the value of Content-Length; None if missing or not a number. Digits beyond the limit are cut off."""
     text = headers.get("content-length", "")
     return int(text[:MAX_LENGTH_DIGITS]) if text.isascii() and text.isdigit() else None
 
 
 def _refusal(headers: Headers, most: int) -> ApiError | None:
-    """Of what the headers alone say."""
+    """Return the error that follows from the headers alone."""
     try:
         check_not_compressed(headers)
     except ApiError as refusal:
@@ -133,7 +145,7 @@ def _too_large(most: int) -> ApiError:
 def _too_many() -> ApiError:
     return ApiError(
         503,
-        "the bodies of other requests fill the memory that there is for them; send this one again",
+        "the bodies of other requests use all of their memory; retry this request",
         code="server_busy",
         headers={**_CLOSE, "retry-after": "1"},
     )

@@ -1,7 +1,6 @@
-"""How a server comes to its end: not ready at once, no new requests, those that it has go on for a while.
+"""Drain the server before shutdown: first report not ready, then refuse new requests while the running ones finish.
 
-The listener stays open meanwhile, so that clients and load balancers that do not know yet are told, instead of being
-refused a connection.
+The listener stays open meanwhile, so that clients and load balancers get a response instead of a refused connection.
 """
 
 import time
@@ -14,11 +13,11 @@ from api.errors import describe_at
 from lorasrv.errors import ServerStopping
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/metrics"})
-"""What is answered to the end: whoever watches wants to see it."""
+"""Served until the end, for monitoring."""
 
 
 class Draining:
-    """Whether the server is ending, and until when requests may go on. Set by a signal, read by the event loop."""
+    """Hold the shutdown state and the deadline of running requests. Set by a signal, read by the event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -26,22 +25,22 @@ class Draining:
 
     @property
     def is_on(self) -> bool:
-        """No new requests."""
+        """Return whether new requests are refused."""
         return self._until_s is not None
 
     @property
     def is_over(self) -> bool:
-        """Nor old ones."""
+        """Return whether the time of running requests is over, too."""
         return self._until_s is not None and self._clock() >= self._until_s
 
     def begin(self, seconds: float) -> None:
-        """Requests may go on for so long. What was said before is not made longer."""
+        """Start draining, with so many seconds for running requests; a later call can only shorten the time."""
         until_s = self._clock() + seconds
         self._until_s = until_s if self._until_s is None else min(self._until_s, until_s)
 
 
 class DrainMiddleware:
-    """Refuses requests once draining is on, and asks clients to close their connections."""
+    """Refuse requests while draining, and ask clients to close their connections."""
 
     def __init__(self, app: ASGIApp, draining: Draining) -> None:
         self._app = app

@@ -1,7 +1,7 @@
-"""JSON bodies read strictly: right content type, bounded depth and number of values, no NaN, no repeated key.
+"""Parse JSON bodies strictly: content type, bounded depth and number of values, no NaN, no repeated keys.
 
-FastAPI reads bodies with `json.loads`, which takes NaN and lets the last of two equal keys win. How many bytes
-there may be is `body_bounds`' business.
+FastAPI parses bodies with `json.loads`, which accepts NaN and lets the last of two equal keys win. Sizes in bytes are
+bounded in `api.asgi.body_limits`.
 """
 
 import json
@@ -19,14 +19,14 @@ from api.errors import ApiError
 
 MAX_DEPTH = 64
 MAX_VALUES = 1 << 20
-"""Eight million bytes may be four million empty lists, of which each takes some sixty bytes of memory."""
-# Parsing 256 KiB takes about 3 ms: more than that would hold up the streams of everyone else.
+"""Eight million bytes may be four million empty lists, each of which takes some sixty bytes of memory."""
+# Parsing 256 KiB takes about 3 ms: larger bodies would delay the streams of other clients.
 INLINE_BYTES = 256 << 10
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 class JsonRoute(APIRoute):
-    """A route whose body, if it declares one, is read by `StrictRequest`."""
+    """Route whose body, if it declares one, is read by `StrictRequest`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -41,10 +41,14 @@ class JsonRoute(APIRoute):
 
 
 class StrictRequest(Request):
-    """A request whose body is parsed without leniency."""
+    """Parse the body strictly."""
 
     async def body(self) -> bytes:
-        """Raises: ApiError: 400, there is none."""
+        """Return the body.
+
+        Raises:
+            ApiError: 400, the body is empty.
+        """
         data = await super().body()
         if not data:
             raise _malformed("the body is empty; a JSON object is expected")
@@ -59,7 +63,11 @@ class StrictRequest(Request):
 
 
 def parse_json(data: bytes) -> Any:
-    """Raises: ApiError: 400, saying what is wrong with the text."""
+    """Parse strict JSON.
+
+    Raises:
+        ApiError: 400, says what is wrong with the text.
+    """
     _check_number_of_values(data)
     try:
         value = json.loads(
@@ -73,7 +81,7 @@ def parse_json(data: bytes) -> Any:
         raise _malformed(f"the body is not JSON: {error.msg} at character {error.pos}") from None
     except ValueError as error:
         raise _malformed(f"the body is not strict JSON: {error}") from None
-    # A text with few brackets cannot be deep, and counting them is fast; most bodies are never walked.
+    # A text with few brackets cannot be deep, and counting them is fast; most bodies need no walk.
     if data.count(b"{") + data.count(b"[") > MAX_DEPTH:
         _check_depth(value)
     if _SURROGATE.search(data):
@@ -88,8 +96,11 @@ def _check_media_type(request: Request) -> None:
 
 
 def _check_number_of_values(data: bytes) -> None:
-    """Before anything is made of them. Each is the first of its list or object, or follows a comma; those within texts
-    count as well, as a text with so many has more tokens than a context."""
+    """Bound the number of values before any is created.
+
+    Each value is the first of its list or object, or follows a comma. Commas and brackets within strings count as well,
+    as a string with so many has more tokens than a context.
+    """
     if data.count(b",") + data.count(b"{") + data.count(b"[") >= MAX_VALUES:
         raise _malformed(f"the body has more than {MAX_VALUES} values")
 
@@ -104,11 +115,11 @@ def _check_depth(value: Any) -> None:
 
 
 def _check_text(value: Any) -> None:
-    """Refuse halves of characters: they are no text, and fail wherever text is written next."""
+    """Refuse lone surrogates, which are not text and fail wherever text is written next."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError:
-        raise _malformed("the body holds a lone surrogate (\\ud800 to \\udfff), which is no text") from None
+        raise _malformed("the body holds a lone surrogate (\\ud800 to \\udfff), which is not text") from None
 
 
 def _children(value: Any) -> list[Any]:
@@ -124,7 +135,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:

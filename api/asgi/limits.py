@@ -1,4 +1,4 @@
-"""How long and with how much a connection may keep the server: what `http_protocol` keeps to, and whom it cut off."""
+"""Define the limits of connections that `api.asgi.protocol` enforces, and the causes of closing one."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -7,21 +7,24 @@ CUTS = (
     *("too_many_connections", "header_timeout", "headers_too_large", "invalid_http", "body_timeout"),
     "slow_reader",
 )
-"""Why a connection may be ended that the application does not end; all but the last are codes of answers."""
+"""Causes of closing a connection below the application; each but the last is also the code of a response."""
 
 
 def no_cuts() -> Counter[str]:
-    """A count of connections cut off, by `CUTS`."""
+    """Return a counter of closed connections with zeros for all `CUTS`."""
     return Counter(dict.fromkeys(CUTS, 0))
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """Of every connection. Times in seconds: for a whole head, for a body and for an answer that do not get on, and
-    between two requests."""
+    """Hold the limits per connection, times in seconds."""
 
     max_connections: int = 2048
+    # For a whole head.
     header_timeout_s: float = 10.0
+    # For a request body without progress.
     body_timeout_s: float = 30.0
+    # For a response without progress.
     write_timeout_s: float = 60.0
+    # Between two requests.
     keep_alive_s: float = 30.0

@@ -1,8 +1,6 @@
-"""What surrounds every request: its id, who may speak to a server without keys, and an answer for what nobody caught.
+"""Wrap each request: request id, protection of servers without keys, responses to unexpected errors, HEAD.
 
-Plain ASGI: Starlette's BaseHTTPMiddleware hides the client's disconnect from the routes, and those must see it.
-
-HEAD: what GET would answer, without the body (RFC 9110, section 9.3.2). Load balancers and monitors probe so.
+Plain ASGI: Starlette's BaseHTTPMiddleware hides the client's disconnect from the routes, which must see it.
 """
 
 import asyncio
@@ -24,7 +22,9 @@ _SANE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class Envelope:
-    """Gives each answer its x-request-id (the client's own if it is sane), and turns a surprise into a bare 500."""
+    """Set each response's x-request-id (the client's own if it is well-formed), and turn unexpected errors into a
+    bare 500.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -48,18 +48,19 @@ class Envelope:
             await self._app(scope, receive, send_with_id)
         except Exception as error:
             _LOG.exception("request %s failed", request_id)
-            # Once the answer has begun, only closing the connection tells the client that it is not whole.
+            # Once the response has begun, only closing the connection tells the client that it is incomplete.
             if started:
                 raise
             await describe_at(scope["path"], error).response()(scope, receive, send_with_id)
 
 
 class LoopbackGuard:
-    """Lets local programs in, and web pages only if their origin is allowed.
+    """Accept local programs, and web pages only from allowed origins.
 
-    A page of any site can make the visitor's browser send requests to 127.0.0.1: its Origin tells. A name of the
-    attacker's that resolves to 127.0.0.1 makes the page same-origin: its Host tells (DNS rebinding). `checks_host` says
-    at each request whether that matters: not where a key is asked for, which such a page does not have.
+    A page of any site can make the visitor's browser send requests to 127.0.0.1, which its Origin reveals. With an
+    attacker's name that resolves to 127.0.0.1 the page is same-origin, which its Host reveals (DNS rebinding).
+    `checks_host` says for each request whether to check the Host: not where a key is required, which such a page does
+    not have.
     """
 
     def __init__(self, app: ASGIApp, allowed_origins: Iterable[str], checks_host: Callable[[], bool]) -> None:
@@ -75,11 +76,11 @@ class LoopbackGuard:
 
     def _refusal(self, headers: Headers) -> ApiError | None:
         if "content-length" in headers and "transfer-encoding" in headers:
-            # Whoever stands before us may take the other one, and with it what follows for another request
-            # (RFC 9112 section 6.3).
+            # A proxy in front of us may honour the other header, and take what follows for another request (RFC 9112
+            # section 6.3).
             return ApiError(
                 400,
-                "the body's length is said twice, by Content-Length and by Transfer-Encoding",
+                "the body's length is given twice, by Content-Length and by Transfer-Encoding",
                 code="invalid_http",
                 headers={"connection": "close"},
             )
@@ -99,7 +100,7 @@ class LoopbackGuard:
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without port; empty if it is malformed."""
+    """Return the name in a Host header, without port; empty if malformed."""
     match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]+)(?::[0-9]{1,5})?", host)
     return match[1].strip("[]") if match else ""
 
@@ -116,8 +117,11 @@ def _request_id(given: str) -> str:
 
 
 class HeadRequests:
-    """Lets every HEAD pass as a GET, and keeps the body back; with its first piece the answer is over, and whoever
-    would read the rest is told that nobody is there. In front of who looks at methods: key gate and router."""
+    """Serve HEAD as GET without the body (RFC 9110, section 9.3.2), as load balancers and monitors probe.
+
+    The response ends with the first piece of its body; the application then sees a disconnect. Must wrap the middleware
+    that checks methods: authentication and router.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -135,14 +139,14 @@ class HeadRequests:
             await send({**message, "body": b"", "more_body": False})
             if message.get("more_body", False):
                 is_over.set()
-                # It ends here: cancelled, as if the client had left.
+                # The response ends here: cancel the application, as after a disconnect.
                 await asyncio.Event().wait()
 
         async def left() -> Message:
             await is_over.wait()
             return {"type": "http.disconnect"}
 
-        # In this very scope: the layers around read from it which route it was.
+        # Changed in this very scope, from which the outer middleware reads the matched route.
         scope["method"] = "GET"
         try:
             await run_until_disconnect(left, self._answer(scope, receive, send_head))

@@ -1,6 +1,6 @@
-"""A multipart form with one file, read as it comes: the file goes where it is told to, the other fields are short.
+"""Read a multipart form with one file as it arrives; the other fields are short.
 
-FastAPI's own forms keep parts of any size, as many as there are, before a route sees them.
+FastAPI's own forms keep parts of any size and number before a route sees them.
 """
 
 from collections.abc import Callable
@@ -22,16 +22,18 @@ Write = Callable[[bytes], object]
 
 @dataclass(slots=True)
 class Form:
-    """The fields beside the file, and the file's own name (None: there was no file)."""
+    """Hold the fields beside the file."""
 
     fields: dict[str, str] = field(default_factory=dict)
+    # The file's own name; None: there was no file.
     filename: str | None = None
 
 
 def check_form_headers(request: Request) -> int:
-    """The announced length of the body in bytes.
+    """Return the announced length of the body in bytes.
 
-    Raises: ApiError: 415, it is no multipart form; 411, no length is announced.
+    Raises:
+        ApiError: 415, not a multipart form; 411, no length is announced.
     """
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise ApiError(415, "compressed bodies are not accepted", code="unsupported_media_type")
@@ -45,10 +47,11 @@ def check_form_headers(request: Request) -> int:
 
 
 async def receive_form(request: Request, write: Write, file_field: str = "file") -> Form:
-    """The whole form; `write` is given the file's bytes, in a worker thread.
+    """Read the whole form; `write` gets the file's bytes, in a worker thread.
 
-    Raises: ApiError: 400, it is malformed, has too many parts or a field that is too long, or a second file. Whatever
-        `write` raises.
+    Raises:
+        ApiError: 400, the form is malformed, has too many parts, a field that is too long, or a second file.
+        Exception: raised by `write`.
     """
     _, options = parse_options_header(request.headers.get("content-type"))
     reader = _Reader(options.get(b"boundary", b""), write, file_field)
@@ -63,7 +66,7 @@ async def receive_form(request: Request, write: Write, file_field: str = "file")
 
 
 class _Reader:
-    """The parser's callbacks. For one thread at a time."""
+    """Handle the parser's callbacks, for one thread at a time."""
 
     def __init__(self, boundary: bytes, write: Write, file_field: str) -> None:
         self._form = Form()
@@ -128,13 +131,13 @@ class _Reader:
         if self._name == self._file_field:
             if self._form.filename is not None:
                 raise _malformed(f"it has two parts named {self._file_field!r}")
-            # A part without a filename is what some clients make of bytes.
+            # Some clients send bytes as a part without a filename.
             self._form.filename = _text(options.get(b"filename", b"")) or self._file_field
             self._value = None
         elif b"filename" in options:
             raise _malformed(f"only the part named {self._file_field!r} may be a file")
         elif self._name in self._form.fields:
-            raise _malformed("it has two parts of one name")
+            raise _malformed("it has two parts of the same name")
 
     def _take(self, data: bytes, start: int, end: int) -> None:
         if self._value is None:

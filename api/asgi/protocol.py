@@ -1,9 +1,9 @@
-"""HTTP/1.1 at the socket: uvicorn's protocol, with bounds on how long and with how much a client may keep us.
+"""Speak HTTP/1.1 at the socket: uvicorn's protocol, with limits on the time and memory that a client may take.
 
-uvicorn alone bounds the time between two requests. Here a head and a body must come in time, what is sent must be read
-in time, and there are only so many connections. A body that nobody wants any more is read and dropped for a while
-before the connection is closed (nginx calls that a lingering close): closed at once, the client would still be sending,
-and see a reset in place of the answer.
+uvicorn alone bounds the time between two requests. Here a head and a body must also arrive in time, responses must be
+read in time, and the number of connections is bounded. The rest of a body that is not wanted any more is read and
+dropped for a while before the connection is closed (nginx's lingering close): if it were closed at once, the client,
+still sending, would see a reset in place of the response.
 """
 
 import asyncio
@@ -29,37 +29,40 @@ from api.errors import INVALID, SERVER, error_body
 
 MAX_HEAD_BYTES = 16 << 10
 WRITE_BUFFER_BYTES = 64 << 10
-"""Of one connection, in our memory and once more in the kernel's. In ours the last piece of an answer is among it."""
+"""Per connection, in our memory and again in the kernel's. Ours includes the last piece of a response."""
 MIN_BYTES_PER_S = 1024
-"""Who is slower than that over a whole timeout, in sending or in reading, is taken for gone."""
+"""A client that sends or reads more slowly over a whole timeout is treated as gone."""
 LINGER_S = 5.0
 LINGER_BYTES = 64 << 20
 MAX_TURNED_AWAY = 64
-"""Connections above the bound that are told so; others are just closed."""
+"""Connections above the bound that get a 503; more are closed without one."""
 OTHER_FILES = 512
 _END_OF_HEAD = re.compile(rb"\n\r?\n")
 
 
 class _Waiting(enum.Enum):
-    """What a client owes us, if anything."""
+    """Name what the connection waits for."""
 
     FOR_NOTHING = enum.auto()
     FOR_HEAD = enum.auto()
     FOR_BODY = enum.auto()
     FOR_REST = enum.auto()
-    """Of a body whose answer has been sent."""
+    """The rest of a body whose response has been sent."""
     FOR_CLOSE = enum.auto()
 
 
 def bounded(bounds: ConnectionLimits, cuts: Counter[str] | None = None) -> type[asyncio.Protocol]:
-    """The protocol with these bounds, for `uvicorn.Config(http=...)`; counts in `cuts` whom it cuts off, and why."""
+    """Return the protocol class with these limits, for `uvicorn.Config(http=...)`; `cuts` counts closed connections
+    by cause.
+    """
     own = {"bounds": bounds, "cuts": no_cuts() if cuts is None else cuts}
     return type("BoundedProtocol", (LimitedProtocol,), own)
 
 
 def allow_open_files(num_connections: int) -> None:
-    """Raise the process's own limit of open files, as far as the system lets us: 1024 is usual, and each connection is
-    one."""
+    """Raise the process's limit of open files as far as the system allows: 1024 is usual, and each connection takes
+    one.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_connections + MAX_TURNED_AWAY + OTHER_FILES
     if hard != resource.RLIM_INFINITY:
@@ -69,7 +72,7 @@ def allow_open_files(num_connections: int) -> None:
 
 
 class LimitedProtocol(H11Protocol):
-    """One connection."""
+    """Handle one connection."""
 
     bounds: ClassVar[ConnectionLimits]
     cuts: ClassVar[Counter[str]]
@@ -89,7 +92,7 @@ class LimitedProtocol(H11Protocol):
         self._num_received = 0
         self._real: asyncio.Transport
 
-    # What asyncio tells us.
+    # asyncio callbacks.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._real = transport
@@ -132,7 +135,7 @@ class LimitedProtocol(H11Protocol):
         self._waiting = _Waiting.FOR_NOTHING
         super().connection_lost(exc)
 
-    # What uvicorn does.
+    # Overrides of uvicorn.
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -143,10 +146,10 @@ class LimitedProtocol(H11Protocol):
         self._refuse(400, "invalid_http", msg)
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Every client could fill the log with it."""
+        """Log nothing: any client could fill the log with this warning."""
 
     def close(self) -> None:
-        """Close the connection; if a body is still coming, once the client had time to read the answer."""
+        """Close the connection; if a body is still arriving, leave the client time to read the response first."""
         if self._waiting is _Waiting.FOR_CLOSE or self.conn.their_state is not h11.SEND_BODY:
             self._close()
         else:
@@ -155,7 +158,7 @@ class LimitedProtocol(H11Protocol):
     # Reading.
 
     def _follow(self, when_idle: _Waiting) -> None:
-        """Wait for what is to come next, as far as requests have been read."""
+        """Start waiting for what comes next, according to the state of reading."""
         if self._waiting is _Waiting.FOR_CLOSE or self._real.is_closing():
             return
         state = self.conn.their_state
@@ -184,12 +187,12 @@ class LimitedProtocol(H11Protocol):
             case _Waiting.FOR_HEAD if not self.conn.trailing_data[0]:
                 self._close()
             case _Waiting.FOR_HEAD:
-                self._refuse(408, "header_timeout", "the headers did not come in time")
+                self._refuse(408, "header_timeout", "the headers did not arrive in time")
             case _Waiting.FOR_BODY if self.flow.read_paused or self._num_received >= seconds * MIN_BYTES_PER_S:
-                # Paused: it is us who do not get on.
+                # Paused by our own flow control: the client is not to blame.
                 self._wait(_Waiting.FOR_BODY, seconds)
             case _Waiting.FOR_BODY:
-                why = f"the body came with less than {MIN_BYTES_PER_S} bytes a second for {seconds:g} s"
+                why = f"the body arrived with less than {MIN_BYTES_PER_S} bytes per second for {seconds:g} s"
                 self._refuse(408, "body_timeout", why)
             case _:
                 self._close()
@@ -212,17 +215,17 @@ class LimitedProtocol(H11Protocol):
         self._write_timer = self.loop.call_later(self.bounds.write_timeout_s, self._check_writing, size)
 
     def _check_writing(self, size_before: int) -> None:
-        """Nothing is written while the client has not read what was, so that the buffer only shrinks."""
+        """Abort a reader that is too slow. Nothing is written while the buffer is full, so the buffer only shrinks."""
         if size_before - self._real.get_write_buffer_size() >= MIN_BYTES_PER_S * self.bounds.write_timeout_s:
             self._watch_writing()
         else:
             self.cuts["slow_reader"] += 1
             self._abort()
 
-    # Ends.
+    # Closing.
 
     def _refuse(self, status: int, code: str, message: str, *, retry_after_s: int | None = None) -> None:
-        """Answer in the place of whoever was to answer, who is told that the client has gone; then close."""
+        """Respond in place of the application, which sees a disconnect, and close."""
         self.cuts[code] += 1
         if self.cycle is not None and not self.cycle.response_complete:
             if self.cycle.response_started:
@@ -245,11 +248,11 @@ class LimitedProtocol(H11Protocol):
         self._stop_timer()
         self._real.close()
         if self._real.get_write_buffer_size():
-            # asyncio would wait for ever for a client that does not read.
+            # asyncio would wait without end for a client that does not read.
             self._timer = self.loop.call_later(self.bounds.write_timeout_s, self._abort)
 
     def _abort(self) -> None:
-        """End it with a reset: the kernel, too, keeps nothing for a client that does not read."""
+        """Close with a reset, so that the kernel keeps no data for a client that does not read."""
         connection = self._real.get_extra_info("socket")
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -268,7 +271,7 @@ class LimitedProtocol(H11Protocol):
 
 
 class _PoliteTransport(asyncio.Transport):
-    """A transport as uvicorn uses it, whose `close` hears the client out."""
+    """Wrap the transport given to uvicorn, so that `close` lingers."""
 
     def __init__(self, real: asyncio.Transport, protocol: LimitedProtocol) -> None:
         super().__init__()
@@ -309,7 +312,9 @@ def _answer(status: int, code: str, message: str, retry_after_s: int | None) -> 
 
 
 def _bound_kernel_buffer(connection: socket.socket | None) -> None:
-    """What a client does not read stays with us, where it is counted: else the kernel takes megabytes of it."""
+    """Limit unsent data in the kernel, which would take megabytes; the rest stays in our buffer, where it is
+    counted.
+    """
     if connection is not None and hasattr(socket, "TCP_NOTSENT_LOWAT"):
-        with contextlib.suppress(OSError):  # not every socket is TCP's
+        with contextlib.suppress(OSError):  # not each socket is a TCP socket
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, WRITE_BUFFER_BYTES)

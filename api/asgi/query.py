@@ -1,6 +1,7 @@
-"""Pages of ids: complete by default, searched and cut by the query; and how thousands of entries become JSON.
+"""Parse and apply query and header conventions of lists and records: paging, search, ETag and If-Match.
 
-ETag and If-Match: a change is done only to the state that its caller has seen (RFC 9110 section 13.1.1).
+Lists are complete by default. A change with If-Match applies only to the state that its caller has seen (RFC 9110
+section 13.1.1).
 """
 
 import json
@@ -22,10 +23,11 @@ Limit = Annotated[int | None, Query(ge=1, le=MAX_PAGE)]
 def page(
     records: Sequence[AdapterRecord], search: str, limit: int | None, after: str | None
 ) -> tuple[list[AdapterRecord], bool]:
-    """Those whose id contains `search`, behind the id `after`, at most `limit` of them; and whether there are more.
+    """Return up to `limit` records whose id contains `search`, after the id `after`, and whether there are more.
 
-    `records` are sorted by id. `after` need not be there any more: a page follows on the one before it although ids
-    came and went meanwhile.
+    Args:
+        records: sorted by id.
+        after: need not exist any more: the next page continues correctly although ids came and went.
     """
     begin = bisect_right(records, after, key=lambda record: record.adapter_id) if after is not None else 0
     wanted = search.lower()
@@ -37,9 +39,9 @@ def page(
 
 
 def listing(entries: Iterable[dict[str, Any]], has_more: bool) -> Response:
-    """A list as OpenAI has it; to be called in a thread.
+    """Build a list response in OpenAI's form; call in a thread.
 
-    Encoded one by one: a single call for 5,000 entries holds the interpreter, and all streams, for some 30 ms.
+    Entries are encoded one by one: a single call for 5,000 entries holds the GIL, and all streams, for some 30 ms.
     """
     data = ",".join(map(_encode, entries))
     body = f'{{"object":"list","data":[{data}],"has_more":{_encode(has_more)}}}'
@@ -47,15 +49,15 @@ def listing(entries: Iterable[dict[str, Any]], has_more: bool) -> Response:
 
 
 def etag_header(record: AdapterRecord) -> dict[str, str]:
-    """The header that tells an id's state."""
+    """Return the ETag header of a record."""
     return {"etag": f'"{record.etag}"'}
 
 
 def if_match(request: Request) -> frozenset[str] | None:
-    """The states that the caller accepts, without quotes; None if there is no such header.
+    """Return the ETags that the caller accepts, without quotes; None without the header.
 
-    Weak tags match nothing, as the RFC has it, nor does `"*"`, which is a tag like any other. The digest of the current
-    content stands for the state, too.
+    Weak tags match nothing, as in the RFC, nor does `"*"`, which is a tag like any other. The digest of the current
+    content is accepted as a tag, too.
     """
     values = request.headers.getlist("if-match")
     if not values:

@@ -1,8 +1,8 @@
-"""Answers sent as fast as they are read, and bounded in memory until they are.
+"""Bound the memory of responses that clients read slowly.
 
-uvicorn hands each message of a body to the transport as a whole, and only then asks whether the client reads: an answer
-in one message would lie there twice for who does not. So large ones go in pieces. What remains is the answer itself;
-of those there may be so much at a time, and so much of one key.
+uvicorn hands each message of a body to the transport as a whole, and only then checks whether the client reads: a
+response in one message would be held twice for a client that does not. Large responses are therefore sent in pieces;
+the bytes of large responses being sent are bounded in total and per key.
 """
 
 from collections import Counter
@@ -15,14 +15,16 @@ from api.errors import ApiError, describe_at
 
 PIECE_BYTES = 32 << 10
 LARGE_BYTES = 64 << 10
-"""Smaller answers are not counted: so many as there are connections are no danger."""
+"""Smaller responses are not counted: one per connection is harmless."""
 MAX_UNSENT_BYTES = 256 << 20
-"""Of all large answers that are being sent at a time."""
+"""Bound of all large responses being sent at a time."""
 
 
 class ResponseLimitMiddleware:
-    """Cuts bodies into pieces, and refuses with 503 what would be one large answer too many. One that is larger than
-    all together may be is sent while there is no other."""
+    """Split bodies into pieces, and refuse with 503 a large response beyond the bound.
+
+    A response above the bound itself is sent while there is no other.
+    """
 
     def __init__(self, app: ASGIApp, max_unsent_bytes: int = MAX_UNSENT_BYTES) -> None:
         self._app = app
@@ -39,7 +41,7 @@ class ResponseLimitMiddleware:
         async def send_bounded(message: Message) -> None:
             nonlocal start, unsent
             if message["type"] == "http.response.start" and _is_large(message):
-                # What comes first of the body tells whether it is in memory as a whole, or read as it is sent.
+                # The first message of the body tells whether it is in memory as a whole or read while being sent.
                 start = message
                 return
             if start is not None:
@@ -85,7 +87,7 @@ def _is_large(start: Message) -> bool:
 def _too_much() -> ApiError:
     return ApiError(
         503,
-        "answers that are not read yet fill the memory that there is for them; read those, then ask for this one again",
+        "responses that are not read yet use all of their memory; read them, then retry this request",
         code="server_busy",
         headers={"retry-after": "1"},
     )

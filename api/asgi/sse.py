@@ -16,17 +16,17 @@ HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no", "content-type
 
 
 class ClientDisconnected(Exception):
-    """The client closed its connection; nobody reads the answer."""
+    """Signal that the client closed its connection."""
 
 
 async def run_until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled as soon as the client goes away.
+    """Return the result of `work`, or cancel it as soon as the client disconnects. Call once the body has been read.
 
-    Starlette watches only streaming answers, and only below ASGI 2.4; a plain handler would generate to the end for
-    nobody. To be called once the body has been read.
+    Starlette watches only streaming responses, and only below ASGI 2.4; a plain handler would generate to the end for a
+    client that is gone.
 
     Raises:
-        ClientGone: after `work` has ended.
+        ClientDisconnected: after `work` has ended.
     """
     task = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnected(receive))
@@ -48,7 +48,7 @@ async def _disconnected(receive: Receive) -> None:
 
 
 class EventStream(Response):
-    """Sends byte chunks as they come. `close` is called however it ends: done, disconnected or cancelled."""
+    """Send byte chunks as they arrive, and call `close` at the end, whether done, disconnected or cancelled."""
 
     def __init__(
         self, events: AsyncGenerator[bytes, None], close: Callable[[], Awaitable[None]], headers: Mapping[str, str]
@@ -75,5 +75,5 @@ class EventStream(Response):
 
 
 def event(payload: Mapping[str, Any]) -> bytes:
-    """One `data:` event."""
+    """Format one `data:` event."""
     return format_sse_event(data_str=one_line(payload, separators=(",", ":")))

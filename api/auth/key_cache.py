@@ -1,7 +1,7 @@
-"""The keys as a running server has them: in memory, never older than the last change of the book.
+"""Cache the keys of a running server in memory, always as current as the key store.
 
-One number of SQLite's (`data_version`, in shared memory) tells at each request whether another process has changed the
-book, so a key that was made or revoked counts from the next request on.
+SQLite's `data_version` (in shared memory) shows at each request whether another process has changed the store, so a
+created or revoked key counts from the next request.
 """
 
 import asyncio
@@ -21,25 +21,26 @@ from api.auth.key_store import KeyStore
 from api.auth.principal import API_KEY, Caller, Key, Scope, SecretState, digest_of
 
 BUSY_MS = 50
-"""Nothing but a crashed writer's log, which the first reader takes over, makes a reader wait."""
+"""Readers only wait to recover the log of a crashed writer."""
 STALE_S = 2.0
-"""So long the keys of before hold where the book cannot be read."""
+"""Time for which cached keys stay valid while the store cannot be read."""
 NOTE_EVERY_S = 60.0
 _LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """What one secret opens. `ends_s`: when it ends, though its key goes on with another."""
+    """Hold what one secret gives access to."""
 
     digest: bytes
     key: Key | None
     caller: Caller
+    # When the secret ends although its key stays valid with a newer one.
     ends_s: float | None = None
 
 
 class KeyRefused(Exception):
-    """A secret opens nothing; `state` says why if it once did."""
+    """Report that a secret is not valid; `state` says why if it once was."""
 
     def __init__(self, state: SecretState | None) -> None:
         super().__init__(state)
@@ -47,15 +48,17 @@ class KeyRefused(Exception):
 
 
 class KeysUnreadable(Exception):
-    """The book cannot be read, and what is known of it is too old to rely on."""
+    """Report that the store cannot be read and the cached keys are too old."""
 
 
 class KeyCache:
-    """What opens a server: the keys of its book, and its `--api-key`. Lives on the event loop.
+    """Authenticate by the keys of the store and `--api-key`. Use from the event loop.
 
-    `open_without_keys`: whether it serves everybody until there is a key; False refuses all until then.
+    Args:
+        open_without_keys: serve all clients until there is a key; False refuses all until then.
 
-    Raises: StoreUnusable, StoreFull: there can be no book in this folder.
+    Raises:
+        StoreUnusable, StoreFull: the folder cannot have a key store.
     """
 
     def __init__(self, root: Path, api_key: str | None = None, *, open_without_keys: bool = True) -> None:
@@ -68,7 +71,7 @@ class KeyCache:
         self._read_s = time.monotonic()
 
     def is_open(self) -> bool:
-        """Whether everybody is served: there has never been a key. False where that cannot be told."""
+        """Return whether all clients are served because there has never been a key; False if that cannot be read."""
         try:
             self._refresh()
         except KeysUnreadable:
@@ -76,9 +79,11 @@ class KeyCache:
         return self._open_without_keys and not self._held
 
     def caller(self, secret: str) -> Caller:
-        """Who holds this secret.
+        """Return the holder of this secret.
 
-        Raises: KeyRefused: nobody, or nobody any more. KeysUnreadable.
+        Raises:
+            KeyRefused: the secret is unknown or no longer valid.
+            KeysUnreadable.
         """
         self._refresh()
         digest = digest_of(secret)
@@ -95,9 +100,11 @@ class KeyCache:
         return held.caller
 
     def check(self, principal: str) -> None:
-        """Whether the key of this name still opens anything; who is no key of the book is not asked for one.
+        """Check that the key of this name is still valid; principals without a stored key always pass.
 
-        Raises: KeyRefused: it does not. KeysUnreadable.
+        Raises:
+            KeyRefused: it is not.
+            KeysUnreadable.
         """
         self._refresh()
         key = next((held.key for held in self._held.values() if held.key and held.key.name == principal), None)
@@ -105,13 +112,13 @@ class KeyCache:
             raise KeyRefused(state)
 
     async def keep_uses(self) -> None:
-        """Write down now and then which keys were used; for ever."""
+        """Write periodically when keys were used, until cancelled."""
         while True:
             await asyncio.sleep(NOTE_EVERY_S)
             await self.write_uses()
 
     async def write_uses(self) -> None:
-        """A disk that refuses costs no more than the times."""
+        """Write when keys were used; if the disk fails, only these times are lost."""
         used, self._used_s = self._used_s, {}
         if used:
             await run_in_threadpool(self._write, used)
@@ -121,10 +128,10 @@ class KeyCache:
             with closing(KeyStore(self._root)) as book:
                 book.note_uses(used_s)
         except AdapterError as error:
-            _LOG.warning("when keys were last used is not written down: %s", error)
+            _LOG.warning("cannot write when keys were last used: %s", error)
 
     def close(self) -> None:
-        """Afterwards nobody is served."""
+        """Close the store; afterwards all keys are refused."""
         self._book.close()
 
     def _refresh(self) -> None:
@@ -139,7 +146,7 @@ class KeyCache:
         self._read_s = now_s
 
     def _read(self) -> tuple[int, Mapping[bytes, _Held]]:
-        # The number first: what changes in between is read once more.
+        # The number first: changes made in between are read again.
         changes = self._book.changes()
         known = self._book.by_digest().items()
         held = {digest: _Held(digest, key, _caller(key), ends_s) for digest, (key, ends_s) in known}

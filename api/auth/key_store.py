@@ -1,8 +1,8 @@
-"""The key book: keys of one store, in an SQLite file of their own beside the adapters.
+"""Store the keys of an adapter store, in a separate SQLite file beside the adapters.
 
-Commands write it with a server running or without one, and the server reads it when it has changed. What is in it opens
-nothing: of each secret it has the SHA-256. Keys are never deleted, so that no name is used twice, and so that a store
-which once had keys is never open again by accident.
+Commands write it with or without a running server, and the server reads it when it has changed. It contains only the
+SHA-256 of each secret. Keys are never deleted, so that no name is reused, and a store that once had keys never becomes
+open again by accident.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ _LOG = logging.getLogger(__name__)
 
 
 class InvalidKey(Exception):
-    """A key cannot be made so, or is not there; `option` is the flag to mend."""
+    """Report a key that cannot be created, or does not exist; `option` is the option to correct."""
 
     def __init__(self, option: str, message: str) -> None:
         super().__init__(message)
@@ -44,9 +44,10 @@ class InvalidKey(Exception):
 
 
 def has_keys(root: Path) -> bool:
-    """Whether the store in this folder has ever had a key. Makes nothing.
+    """Return whether the store in this folder has ever had a key, without creating anything.
 
-    Raises: StoreUnusable: there is a book, and it cannot be read.
+    Raises:
+        StoreUnusable: the key store exists and cannot be read.
     """
     if not (root / FILE).exists():
         return False
@@ -55,9 +56,9 @@ def has_keys(root: Path) -> bool:
 
 
 class KeyStore:
-    """One connection to the book of a store's folder, which is made if it is not there; readable by its owner only.
+    """Connect to the key store in a store's folder, which is created if missing; readable by its owner only.
 
-    Every change is one transaction, durable when the method returns. Threads may take turns.
+    Each change is one transaction, durable when the method returns. Threads may take turns.
 
     Raises (all methods): StoreUnusable, StoreFull.
     """
@@ -66,7 +67,7 @@ class KeyStore:
         self.path = root / FILE
         with _errors():
             _secure(self.path)
-            # Autocommit: transactions are begun by name.
+            # Autocommit: transactions are started explicitly.
             self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         self._close = weakref.finalize(self, self._db.close)
         try:
@@ -87,7 +88,9 @@ class KeyStore:
                             self._db.execute(table)
                         self._db.execute(f"PRAGMA user_version = {VERSION}")
             if (found := self._version()) != VERSION:
-                raise StoreUnusable(f"{FILE} was written by another lorasrv (layout {found}, this one reads {VERSION})")
+                raise StoreUnusable(
+                    f"{FILE} was written by another version of lorasrv (layout {found}, this one reads {VERSION})"
+                )
 
     def _version(self) -> int:
         return int(self._db.execute("PRAGMA user_version").fetchone()[0])
@@ -96,12 +99,12 @@ class KeyStore:
         self._close()
 
     def changes(self) -> int:
-        """Another number whenever another connection has changed the book; asks no disk (6 microseconds)."""
+        """Return a number that changes when another connection changes the store; reads no disk (6 microseconds)."""
         with _errors():
             return int(self._db.execute("PRAGMA data_version").fetchone()[0])
 
     def all(self) -> list[Key]:
-        """All there ever were, oldest first."""
+        """Return all keys there ever were, oldest first."""
         with _errors():
             rows = self._db.execute(
                 "SELECT name, scopes, adapters, limits, created_s, expires_s, revoked_s, last_used_s "
@@ -119,7 +122,7 @@ class KeyStore:
             ]
 
     def by_digest(self) -> dict[bytes, tuple[Key, float | None]]:
-        """By the SHA-256 of every secret there ever was, its key, and when it ends though the key goes on."""
+        """Map the SHA-256 of each secret there ever was to its key, and to the secret's own end if there is one."""
         with _errors(), self._reading():
             keys = {key.name: key for key in self.all()}
             secrets = self._db.execute("SELECT sha256, name, ends_s FROM secrets").fetchall()
@@ -133,9 +136,10 @@ class KeyStore:
         limits: KeyLimits = NO_LIMITS,
         expires_s: float | None = None,
     ) -> tuple[Key, str]:
-        """A new key and its secret, which is nowhere afterwards.
+        """Create a key and return it with its secret, which is not stored.
 
-        Raises: InvalidKey: no key can be called so, or one is; or it could do nothing.
+        Raises:
+            InvalidKey: the name is invalid or in use, or the key would have no permissions.
         """
         _check(name, scopes, adapters)
         key, secret = Key(name, scopes, adapters, limits, time.time(), expires_s), new_secret()
@@ -146,16 +150,17 @@ class KeyStore:
         with _errors(), self._transaction():
             if self._db.execute("SELECT 1 FROM keys WHERE name = ?", (name,)).fetchone() is not None:
                 raise InvalidKey(
-                    "--name", f"there is or was a key named {name}; a name is used once, so choose another"
+                    "--name", f"there is or was a key named {name}; names are not reused, so choose another"
                 )
             self._db.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, NULL, NULL)", row)
             self._db.execute("INSERT INTO secrets VALUES (?, ?, NULL)", (digest_of(secret), name))
         return key, secret
 
     def rotate(self, name: str, grace_s: float = 0.0) -> tuple[Key, str]:
-        """Another secret for a key, which stays what it is; those of before end after so many seconds.
+        """Create a new secret for a key; the earlier ones end after so many seconds.
 
-        Raises: InvalidKey: there is none of that name, or it has ended.
+        Raises:
+            InvalidKey: there is no such key, or it is no longer valid.
         """
         secret, now_s = new_secret(), time.time()
         with _errors(), self._transaction():
@@ -163,14 +168,18 @@ class KeyStore:
             if key is None:
                 raise InvalidKey("NAME", f"there is no key named {name!r}")
             if (state := key.state(now_s)) != "active":
-                raise InvalidKey("NAME", f"key {name} is {state}, and stays so; make another: lorasrv key create")
+                raise InvalidKey("NAME", f"key {name} is {state}; create another: lorasrv key create")
             query = "UPDATE secrets SET ends_s = min(coalesce(ends_s, ?1), ?1) WHERE name = ?2"
             self._db.execute(query, (now_s + grace_s, name))
             self._db.execute("INSERT INTO secrets VALUES (?, ?, NULL)", (digest_of(secret), name))
         return key, secret
 
     def revoke(self, name: str) -> bool:
-        """End a key for good; whether it was not revoked before. Raises: InvalidKey: there is none of that name."""
+        """Revoke a key permanently; return False if it was already revoked.
+
+        Raises:
+            InvalidKey: there is no key of that name.
+        """
         with _errors(), self._transaction():
             row = self._db.execute("SELECT revoked_s FROM keys WHERE name = ?", (name,)).fetchone()
             if row is None:
@@ -179,14 +188,14 @@ class KeyStore:
             return row[0] is None
 
     def note_uses(self, used_s: Mapping[str, float]) -> None:
-        """Remember when keys were last used, by their names."""
+        """Store when keys were last used, by their names."""
         with _errors(), self._transaction():
             query = "UPDATE keys SET last_used_s = max(coalesce(last_used_s, 0), ?) WHERE name = ?"
             self._db.executemany(query, [(when, name) for name, when in used_s.items()])
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """One state of the book, whoever changes it meanwhile."""
+        """Read a consistent state, whatever other connections change."""
         self._db.execute("BEGIN")
         try:
             yield
@@ -203,53 +212,57 @@ class KeyStore:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
-        # Into the file itself, so that a copy of it alone has all of it.
+        # Checkpoint into the file itself, so that a copy of it alone is complete.
         with contextlib.suppress(sqlite3.Error):
             self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
 
 def _check(name: str, scopes: frozenset[Scope], adapters: tuple[str, ...]) -> None:
     if not is_name(name):
-        raise InvalidKey("--name", f"{name!r} is no name for a key: {NAME_RULE}; anonymous and api-key are taken")
+        raise InvalidKey(
+            "--name", f"{name!r} is not a valid name of a key: {NAME_RULE}; anonymous and api-key are taken"
+        )
     if not scopes:
         raise InvalidKey("--scope", f"a key needs one of the scopes {', '.join(Scope)}")
     if not adapters:
         raise InvalidKey("--adapters", "a key needs a pattern of adapter ids, such as 'mia*' or '*'")
     for pattern in adapters:
         if not is_pattern(pattern):
-            raise InvalidKey("--adapters", f"{pattern!r} is no pattern of adapter ids; expected such as 'mia*' or '*'")
+            raise InvalidKey(
+                "--adapters", f"{pattern!r} is not a pattern of adapter ids; expected a pattern such as 'mia*' or '*'"
+            )
 
 
 def _secure(path: Path) -> None:
-    """See to it that there is a file, and that only its owner may read it; SQLite gives its other files the same mode.
+    """Create the file if missing and make it readable by its owner only; SQLite's other files get the same mode.
 
-    An existing one is not opened here: closing it would end the locks of this process's other connections (POSIX).
+    An existing file is not opened here: closing it would drop the locks of this process's other connections (POSIX).
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600))
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
-        raise StoreUnusable(f"{path} is no file")
+        raise StoreUnusable(f"{path} is not a regular file")
     if stat.S_IMODE(status.st_mode) & 0o077:
-        _LOG.warning("%s was open to other users; it is not any more", path)
+        _LOG.warning("%s was accessible to other users; its mode is now 0600", path)
         path.chmod(0o600)
     folder = path.parent.stat()
     if os.geteuid() == 0 and status.st_uid != folder.st_uid:
-        # `sudo lorasrv key create` beside a server that is another user's.
+        # For `sudo lorasrv key create` beside a server of another user.
         os.chown(path, folder.st_uid, folder.st_gid)
 
 
 @contextlib.contextmanager
 def _errors() -> Iterator[None]:
-    """Turn what SQLite and the disk say into StoreFull or StoreUnusable."""
+    """Convert errors of SQLite and the disk to StoreFull or StoreUnusable."""
     try:
         yield
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL:
             raise StoreFull(f"no room on the store's disk for {FILE}; nothing changed. Free some and retry") from error
-        raise StoreUnusable(f"the key book {FILE} cannot be used: {error}") from error
+        raise StoreUnusable(f"the key store {FILE} cannot be used: {error}") from error
     except OSError as error:
-        raise StoreUnusable(f"the key book {error.filename} cannot be used: {error.strerror}") from error
+        raise StoreUnusable(f"the key store {error.filename} cannot be used: {error.strerror}") from error
     except (ValueError, TypeError) as error:
-        raise StoreUnusable(f"the key book {FILE} holds what this lorasrv did not write") from error
+        raise StoreUnusable(f"the key store {FILE} contains data that this version did not write") from error

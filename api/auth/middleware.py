@@ -1,7 +1,7 @@
-"""Who may come in: the key of a request, in front of all routes, so that none can forget to ask.
+"""Authenticate each request in front of all routes, so that no route can omit it.
 
-Decided on the path as the router gets it, before any of it is rebuilt to an address: a Host header cannot change it
-(CVE-2026-48746 in vLLM). A secret is never logged and never repeated in an answer.
+The decision uses the path that the router gets, before it is rebuilt to an address: a Host header cannot change it
+(CVE-2026-48746 in vLLM). A secret is never logged and never repeated in a response.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ _OTHER_HEADERS = ("x-api-key", "api-key")
 
 
 class AuthMiddleware:
-    """Puts the caller into the request's state, or answers 401 or 403 itself."""
+    """Put the caller into the request's state, or respond with 401 or 403."""
 
     def __init__(self, app: ASGIApp, keys: KeyCache) -> None:
         self._app = app
@@ -37,12 +37,12 @@ class AuthMiddleware:
             await self._app(scope, receive, send)
             return
         if scope["type"] != "http":
-            # No route is a web socket's; one that comes to be has to say here what it needs.
+            # There are no WebSocket routes; a new one must define its scope here.
             await send({"type": "websocket.close", "code": POLICY_VIOLATION})
             return
         try:
             caller = self._caller(scope)
-            # A state of its own: the server's is shared by its requests. Before it is refused: who it was is logged.
+            # Copied, as requests share the server's state. Set before a refusal, so that the caller is logged.
             scope["state"] = {**scope.get("state", {}), STATE: caller}
             _check_scope(scope, caller)
         except ApiError as refusal:
@@ -61,9 +61,10 @@ class AuthMiddleware:
 
 
 def check_key(keys: KeyCache, principal: str) -> None:
-    """For whoever asks in the name of a key without having its secret: whether the key would still be let in.
+    """Check that a key is still valid, for code that acts for a key without its secret.
 
-    Raises: ApiError: 401, it is revoked or expired; 503, that cannot be told now.
+    Raises:
+        ApiError: 401, it is revoked or expired; 503, keys cannot be read now.
     """
     with _refusals():
         keys.check(principal)
@@ -71,7 +72,7 @@ def check_key(keys: KeyCache, principal: str) -> None:
 
 @contextmanager
 def _refusals() -> Iterator[None]:
-    """What a ring says, as an answer."""
+    """Convert the key cache's errors to responses."""
     try:
         yield
     except KeysUnreadable:
@@ -87,7 +88,11 @@ def _refusals() -> Iterator[None]:
 
 
 def _check_scope(scope: Scope, caller: Caller) -> None:
-    """Raises: ApiError: 403."""
+    """Check the scope that the route needs.
+
+    Raises:
+        ApiError: 403.
+    """
     if caller is ANYBODY or caller is NOBODY:
         return
     needs = needed(scope["method"], scope["path"])
@@ -102,7 +107,11 @@ def _check_scope(scope: Scope, caller: Caller) -> None:
 
 
 def _secret(scope: Scope) -> str:
-    """Raises: ApiError: there is no key where keys belong."""
+    """Return the request's secret.
+
+    Raises:
+        ApiError: 401, it is missing or in the wrong place.
+    """
     headers = Headers(scope=scope)
     given = headers.getlist("authorization")
     if len(given) > 1:
@@ -111,7 +120,7 @@ def _secret(scope: Scope) -> str:
     if kind.lower() == "bearer" and secret.strip():
         return secret.strip()
     if given:
-        raise _unauthorized(f"the Authorization header holds no bearer token; {BEARER}", "invalid_api_key")
+        raise _unauthorized(f"the Authorization header contains no bearer token; {BEARER}", "invalid_api_key")
     if any(name in headers for name in _OTHER_HEADERS):
         raise _unauthorized(f"this header is not read; {BEARER}", "missing_api_key")
     if _IN_QUERY & set(_query_names(scope)):
@@ -132,5 +141,5 @@ def _unauthorized(message: str, code: str) -> ApiError:
 
 
 def _is_route(scope: Scope) -> bool:
-    """Whether the application has such a route; asked only of what is not in the table."""
+    """Return whether the application has such a route; only for routes that are not in the table."""
     return any(route.matches(scope)[0] is Match.FULL for route in scope["app"].router.routes)

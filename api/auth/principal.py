@@ -1,7 +1,4 @@
-"""A key: its secret, which only its holder has, and what the server keeps of it.
-
-Who asks: what a key says about a request, and all that the code behind it needs to know of keys.
-"""
+"""Define API keys as the server stores them, and the caller that a key identifies to the code behind it."""
 
 import hashlib
 import re
@@ -16,10 +13,10 @@ from typing import Annotated, Any, Literal
 from fastapi import Depends, Request
 
 PREFIX = "lorasrv-"
-"""What every generated secret begins with, so that people and scanners of repositories know one when they see it."""
+"""Prefix of each generated secret, by which people and secret scanners recognise one."""
 ANONYMOUS, API_KEY = "anonymous", "api-key"
 RESERVED_NAMES = frozenset({ANONYMOUS, API_KEY})
-"""Principals that are no key of the book: whoever asks a server without keys, and the holder of `--api-key`."""
+"""Principals without a stored key: any client of a server without keys, and the holder of `--api-key`."""
 _ALPHABET = string.ascii_letters + string.digits
 _CHARS = 43  # log2(62 ** 43) = 256 bits
 _NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
@@ -31,13 +28,13 @@ SecretState = KeyState | Literal["replaced"]
 
 @dataclass(frozen=True, slots=True)
 class KeyLimits:
-    """How much one key may use; None is no limit.
+    """Limit what one key may use; None is no limit.
 
     Args:
-        requests_per_min: prompts to be answered in a minute, on average; as many may come at once.
-        tokens_per_min: of prompts and answers in a minute, on average; as many may come at once.
-        max_concurrent: answers that are being made at a time, each choice to each prompt.
-        max_stored_bytes: of the weights of its versions.
+        requests_per_min: average rate of prompts, which is also the burst size.
+        tokens_per_min: average rate of prompt and answer tokens, which is also the burst size.
+        max_concurrent: answers being generated at a time, each choice of each prompt.
+        max_stored_bytes: bytes of the weights of its versions.
     """
 
     requests_per_min: int | None = None
@@ -51,10 +48,10 @@ NO_LIMITS = KeyLimits()
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What is kept of a key. All `_s` are Unix time, in seconds.
+    """Hold a stored key. All `_s` are Unix time in seconds.
 
-    The name is the principal: what the engine's accounts, versions, files and batches know the holder by. So no name is
-    ever used twice, not even after the key was revoked. `last_used_s` is up to a minute late.
+    The name is the principal, which identifies the holder in the engine's accounts, versions, files and batches.
+    Therefore a name is never reused, not even after the key was revoked.
     """
 
     name: str
@@ -64,46 +61,47 @@ class Key:
     created_s: float
     expires_s: float | None = None
     revoked_s: float | None = None
+    # Up to a minute late.
     last_used_s: float | None = None
 
     def state(self, now_s: float) -> KeyState:
-        """Whether it opens anything now."""
+        """Return whether the key is valid now, and why not."""
         if self.revoked_s is not None:
             return "revoked"
         return "expired" if self.expires_s is not None and self.expires_s <= now_s else "active"
 
 
 def new_secret() -> str:
-    """256 random bits in letters and digits, which a double click selects as one word."""
+    """Generate 256 random bits as letters and digits, which a double click selects as one word."""
     return PREFIX + "".join(secrets.choice(_ALPHABET) for _ in range(_CHARS))
 
 
 def new_name() -> str:
-    """For a key that nobody named."""
+    """Generate a name for a key created without one."""
     return f"key-{secrets.token_hex(4)}"
 
 
 def digest_of(secret: str) -> bytes:
-    """What is stored instead of the secret: SHA-256. A slow hash would add nothing to 256 random bits."""
+    """Return the SHA-256 that is stored instead of the secret. A slow hash would add nothing to 256 random bits."""
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).digest()
 
 
 def is_name(text: str) -> bool:
-    """Whether a key can be called so; see `NAME_RULE`."""
+    """Return whether a key can have this name; see `NAME_RULE`."""
     return _NAME.fullmatch(text) is not None and text not in RESERVED_NAMES
 
 
 def is_pattern(text: str) -> bool:
-    """Whether it can match an adapter id at all: characters of ids, and `*`, `?`, `[abc]`, `[!abc]`."""
+    """Return whether the pattern can match an adapter id: characters of ids, and `*`, `?`, `[abc]`, `[!abc]`."""
     return _PATTERN.fullmatch(text) is not None
 
 
 STATE = "caller"
-"""Where in an ASGI scope's `state` the caller lies."""
+"""Key of the caller in an ASGI scope's `state`."""
 
 
 class Scope(StrEnum):
-    """What a key may do. `ADMIN` may do all of it."""
+    """Name what a key may do; `ADMIN` includes the others."""
 
     INFER = "infer"
     UPLOAD = "upload"
@@ -112,39 +110,38 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """The holder of a key, or whoever asks a server without keys.
+    """Identify the holder of a key, or any client of a server without keys."""
 
-    `principal` names the key everywhere behind the HTTP layer: in the engine's accounts, as owner of versions, files
-    and batches, and as the salt of prefix pages. `adapters` are patterns of the ids that it may see (`mia*`).
-    """
-
+    # Names the key behind the HTTP layer: in the engine's accounts, as owner of versions, files and batches, and as the
+    # salt of prefix pages.
     principal: str
     scopes: frozenset[Scope]
+    # Patterns of the ids that the caller may see (`mia*`).
     adapters: tuple[str, ...] = ("*",)
     limits: KeyLimits = NO_LIMITS
 
     def may(self, scope: Scope) -> bool:
-        """Whether it may do what needs this scope."""
+        """Return whether the caller has this scope."""
         return scope in self.scopes or Scope.ADMIN in self.scopes
 
     def may_see(self, adapter_id: str) -> bool:
-        """Whether an adapter exists as far as this caller is to know."""
+        """Return whether the caller may see this id."""
         return self.sees_all or any(fnmatchcase(adapter_id, pattern) for pattern in self.adapters)
 
     @property
     def sees_all(self) -> bool:
-        """Whether no adapter is hidden from it."""
+        """Return whether the caller may see all adapters."""
         return "*" in self.adapters
 
 
 ANYBODY = Caller(ANONYMOUS, frozenset(Scope))
-"""Whoever asks a server that has no keys; may do everything."""
+"""Client of a server without keys; may do everything."""
 NOBODY = Caller(ANONYMOUS, frozenset(), ())
-"""Whoever asks a server with keys for what needs none; may do and see nothing."""
+"""Client of a server with keys, on a route that needs none; may do and see nothing."""
 
 
 def caller_of(scope: Mapping[str, Any]) -> Caller:
-    """Who sent this request; the guard in front of the routes has put it there."""
+    """Return the caller, which the authentication middleware has put into the scope."""
     caller = scope.get("state", {}).get(STATE, ANYBODY)
     assert isinstance(caller, Caller)
     return caller

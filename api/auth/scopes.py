@@ -1,5 +1,6 @@
-"""What each route needs a key for: one table, by method and route. What is not in it needs `admin`. And which of them
-count as requests of the key's rate.
+"""Define the scope that each route needs, by method and route, and which requests count against a key's rate limit.
+
+Routes that are missing in the table need `admin`.
 """
 
 import re
@@ -15,7 +16,7 @@ UPLOAD = frozenset({Scope.UPLOAD})
 ADMIN = frozenset({Scope.ADMIN})
 EITHER = INFER | UPLOAD
 OPEN_PATHS = frozenset({"/health", "/ready", *CONSOLE_PATHS})
-"""The console's files hold no data: the page asks for that with the key that is typed in."""
+"""The console's files contain no data: the page requests that with the key that the user enters."""
 NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("POST", "/v1/chat/completions"): INFER,
     ("POST", "/v1/completions"): INFER,
@@ -60,17 +61,17 @@ NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("GET", "/metrics"): ADMIN,
     ("GET", "/v1/pool"): ADMIN,
 }
-"""Any one of these scopes will do, and `admin` always."""
+"""Any of these scopes is sufficient, and `admin` always is."""
 CHANGING = frozenset({"POST", "PUT", "PATCH", "DELETE"})
-"""Requests that change or compute something: each is one of its key's rate."""
+"""Methods that change or compute something: each request counts against its key's rate limit."""
 GENERATING = frozenset({"/v1/chat/completions", "/v1/completions", "/generate", "/generate_stream", "/"})
-"""But these count as many as they have prompts, once they are understood."""
+"""Exceptions: these count one request per prompt, after validation."""
 _CANCEL = re.compile(r"/v1/batches/[^/]+/cancel")
-"""And a batch that has used up its key's rate must not be in the way of its own end."""
+"""Cancelling a batch must work even when its key's rate limit is used up."""
 
 
 def is_counted(method: str, path: str) -> bool:
-    """Whether it is a request of its key's rate by having come."""
+    """Return whether the request itself counts against its key's rate limit."""
     return method in CHANGING and path not in GENERATING and _CANCEL.fullmatch(path) is None
 
 
@@ -83,12 +84,12 @@ _PLAIN, _PATTERNS = _compiled()
 
 
 def needs_no_key(method: str, path: str) -> bool:
-    """Whether it is open to everybody: health, readiness, and the console's own files."""
+    """Return whether the route is open to all clients: health, readiness, and the console's files."""
     return method in ("GET", "HEAD") and path in OPEN_PATHS
 
 
 def needed(method: str, path: str) -> frozenset[Scope] | None:
-    """The scopes of the route that this is; None: it is none of the table. HEAD is as GET."""
+    """Return the scopes of a route; None if it is missing in the table. HEAD is treated as GET."""
     asked = "GET" if method == "HEAD" else method
     if (found := _PLAIN.get((asked, path))) is not None:
         return found

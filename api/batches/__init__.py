@@ -1,1 +1,1 @@
-"""Batches: files of requests that are answered when there is room, by the command and by the server alike."""
+"""Batches: files of requests computed at low priority, by the command and by the server."""

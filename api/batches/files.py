@@ -1,8 +1,7 @@
-"""Files of batches: how many there are, how many bytes, for how long. Methods are for the event loop.
+"""Manage the files of batches within their bounds. Methods are for the event loop.
 
-One key's part of what all batches share, so that no key takes all of it from the others.
-
-Threads for the disk work of batches: few, and not those that online requests wait for.
+Each key has a share of what all batches use, so that no key takes all of it. Disk work runs in a few threads of its
+own, separate from those that online requests wait for.
 """
 
 import asyncio
@@ -31,30 +30,34 @@ _POOL = ThreadPoolExecutor(4, thread_name_prefix="batch")
 
 
 async def in_thread(work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """As `asyncio.to_thread`, whose threads admit requests: a file of megabytes must not keep those."""
+    """Run as `asyncio.to_thread` does, but in the batch threads: large files must not delay the admission of
+    requests.
+    """
     return await asyncio.get_running_loop().run_in_executor(_POOL, lambda: work(*args, **kwargs))
 
 
 MAX_NAME_CHARS = 255
 MAX_FORM_BYTES = 64 << 10
-"""What a form may have around its file."""
+"""Allowance for the form around its file."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchBounds:
-    """How much of it there may be. `max_lines` of a batch as OpenAI has it; a file goes after `max_age_s`."""
+    """Hold the bounds of files and batches."""
 
     max_file_bytes: int = 200 << 20
     max_total_bytes: int = 4 << 30
     max_files: int = 2000
     max_batches: int = 1000
     max_open_batches: int = 100
+    # Lines of a batch, as with OpenAI.
     max_lines: int = 50_000
+    # Age at which a file is deleted.
     max_age_s: int = 30 * 86400
 
 
 class Upload:
-    """A file on its way in: written by one thread at a time; `close` drops it unless it was kept."""
+    """Receive a file, from one thread at a time; `close` drops it unless it was kept."""
 
     def __init__(self, folder: BatchFolder, max_bytes: int) -> None:
         self.path = folder.new_temporary()
@@ -64,7 +67,12 @@ class Upload:
             self._file = os.fdopen(os.open(self.path, FLAGS, 0o600), "wb")
 
     def write(self, data: bytes) -> None:
-        """Raises: ApiError: 413, more than a file may have. StoreFull, StoreUnusable."""
+        """Append data.
+
+        Raises:
+            ApiError: 413, more than a file may have.
+            StoreFull, StoreUnusable.
+        """
         self.received += len(data)
         if self.received > self._max_bytes:
             raise ApiError(413, f"a file has at most {self._max_bytes} bytes", code="file_too_large", param="file")
@@ -72,14 +80,17 @@ class Upload:
             self._file.write(data)
 
     def sync(self) -> None:
-        """All bytes are on the disk. Raises: StoreFull, StoreUnusable."""
+        """Write all bytes to disk.
+
+        Raises: StoreFull, StoreUnusable.
+        """
         with disk_errors("finishing an upload"):
             self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
 
     def close(self) -> None:
-        """Nothing is left of it, unless it has been given its name. Never fails."""
+        """Remove the temporary file, unless it has been renamed. Never fails."""
         with contextlib.suppress(OSError, ValueError):
             self._file.close()
         with contextlib.suppress(OSError):
@@ -87,7 +98,7 @@ class Upload:
 
 
 class FileManager:
-    """The one owner of the files. `records` oldest first."""
+    """Own the files; `records` are ordered by age, oldest first."""
 
     def __init__(
         self,
@@ -103,7 +114,11 @@ class FileManager:
         self._announced: Counter[str] = Counter()
 
     def get(self, file_id: str, param: str = "file_id") -> FileRecord:
-        """Raises: ApiError: 404."""
+        """Return a file.
+
+        Raises:
+            ApiError: 404.
+        """
         record = self.records.get(file_id)
         if record is None:
             raise ApiError(404, "there is no such file; it may have expired", code="file_not_found", param=param)
@@ -114,10 +129,11 @@ class FileManager:
 
     @asynccontextmanager
     async def receiving(self, announced: int, caller: Caller = ANYBODY) -> AsyncIterator[Upload]:
-        """A place for a body of so many bytes, if there is room for it, and for the caller; dropped at the end unless
-        it was kept.
+        """Reserve room for a body and open an upload, which is dropped at the end unless it was kept.
 
-        Raises: ApiError: 413, 507. StoreFull, StoreUnusable.
+        Raises:
+            ApiError: 413, 507.
+            StoreFull, StoreUnusable.
         """
         most = self.bounds.max_file_bytes
         if announced > most + MAX_FORM_BYTES:
@@ -129,7 +145,7 @@ class FileManager:
             try:
                 yield upload
             finally:
-                # Not in a thread: a cancelled request (the client went away) may not wait for one.
+                # Not in a thread: a cancelled request (client disconnected) may not wait for one.
                 upload.close()
         finally:
             self._announced[caller.principal] -= announced
@@ -139,10 +155,13 @@ class FileManager:
     async def keep(
         self, upload: Upload, filename: str, purpose: str, age_s: int | None = None, principal: str = ANYBODY.principal
     ) -> FileRecord:
-        """The upload becomes a file, the principal's. Raises: StoreFull, StoreUnusable."""
+        """Turn the upload into a file of the principal.
+
+        Raises: StoreFull, StoreUnusable.
+        """
         await in_thread(upload.sync)
         record = self._record(new_file_id(), upload.received, filename, purpose, age_s, principal)
-        # In the books before it is on the disk: what comes meanwhile counts it.
+        # Registered before it is on disk, so that concurrent requests count it.
         self.records[record.id] = record
         try:
             await unbroken(in_thread(self._folder.add_file, upload.path, record))
@@ -152,7 +171,10 @@ class FileManager:
         return record
 
     async def publish(self, file_id: str, filename: str, age_s: int | None, principal: str) -> None:
-        """Results that lie in their place become a file; an empty one goes. Raises: StoreFull, StoreUnusable."""
+        """Turn a results file into a visible file; remove an empty one.
+
+        Raises: StoreFull, StoreUnusable.
+        """
         path = self.path(file_id)
         size = path.stat().st_size if path.exists() else 0
         if not size:
@@ -163,13 +185,18 @@ class FileManager:
         self.records[file_id] = record
 
     async def delete(self, file_id: str) -> None:
-        """Raises: ApiError: 404. StoreUnusable."""
+        """Delete a file.
+
+        Raises:
+            ApiError: 404.
+            StoreUnusable.
+        """
         self.get(file_id)
         del self.records[file_id]
         await unbroken(in_thread(self._folder.remove_file, file_id))
 
     def expired(self) -> list[str]:
-        """Files that are older than they may be."""
+        """Return the ids of files past their expiry."""
         now = self._clock()
         return [record.id for record in self.records.values() if record.expires_at <= now]
 
@@ -188,10 +215,10 @@ class FileManager:
             raise _full(f"this key's files have {own} bytes, and {limit} are allowed (max_stored_bytes)")
         most_files, most_bytes = (most_of(n, who) for n in (self.bounds.max_files, self.bounds.max_total_bytes))
         if len(sizes) >= most_files:
-            raise _full(f"there are {len(sizes)} files already, as many as may be")
+            raise _full(f"there are {len(sizes)} files already, which is the most allowed")
         if own + size > most_bytes:
             raise _full(f"files have {own} bytes, and {most_bytes} are allowed")
-        # How much others have is not told.
+        # The message does not reveal the usage of others.
         used = sum(record.bytes for record in self.records.values()) + self._announced.total()
         if len(self.records) >= self.bounds.max_files or used + size > self.bounds.max_total_bytes:
             raise _full("there is no room among the files of all keys")
@@ -207,7 +234,7 @@ def _full(why: str) -> ApiError:
 
 
 async def unbroken(work: Coroutine[Any, Any, T]) -> T:
-    """Waits for work on the disk to its end, also if whoever waits is cancelled meanwhile: books and disk agree."""
+    """Finish work on the disk even if the waiting task is cancelled, so that memory and disk agree."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -219,13 +246,16 @@ async def unbroken(work: Coroutine[Any, Any, T]) -> T:
 
 
 MAX_AT_A_TIME = 4
-"""Batches of one key that are asked at the same time."""
+"""Concurrently running batches per key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What the batches of one key wait for: `turns` to be asked at all, and `places` in memory for their lines. A line
-    that may not run yet keeps its place for long, which is nobody else's then."""
+    """Bound the batches of one key: lines that may not run yet hold their memory for long, and must not take that of
+    others.
+    """
 
+    # Lines in memory.
     places: asyncio.Semaphore
+    # Running batches.
     turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_A_TIME))

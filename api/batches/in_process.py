@@ -1,4 +1,4 @@
-"""Lines asked of an engine in this process, through the functions behind the routes: no HTTP, the same answers."""
+"""Run batch lines on the engine in this process, through the functions behind the routes: no HTTP, same responses."""
 
 import logging
 import secrets
@@ -24,10 +24,14 @@ _BODIES: Mapping[str, type[GenerationBody]] = {"/v1/chat/completions": ChatBody,
 def in_process_client(
     services: Services, caller: Caller = ANYBODY, check: Callable[[str], None] = lambda _: None
 ) -> Ask:
-    """Asks this server's own engine as the caller would, behind everybody who asks over HTTP. `check` is asked before
-    each line whether the caller, by its name, may still ask; raises ApiError if not.
+    """Return a function that sends lines to this server's engine as the caller, at a lower priority than HTTP
+    requests.
 
-    Raises (from asking): EngineDead: no line will be answered any more.
+    Args:
+        check: called before each line with the caller's name; raises ApiError if its access has ended.
+
+    Raises (when a line is sent):
+        EngineDead: no more lines will be answered.
     """
 
     async def ask(url: str, body: Mapping[str, Any]) -> LineReply:

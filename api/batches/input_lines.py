@@ -1,7 +1,7 @@
-"""Lines of a batch, as OpenAI has them: `{"custom_id", "method", "url", "body"}`; read one at a time.
+"""Read the lines of a batch in OpenAI's format, `{"custom_id", "method", "url", "body"}`, one at a time.
 
-A line that is malformed is found, told with its number, and does not stop the ones after it. Keys stand for lines where
-only equality matters: 8 bytes each, so that a million lines are 8 MB.
+A malformed line is reported with its number and does not stop the following ones. Where only equality of lines matters
+they are represented by keys of 8 bytes, so that a million lines take 8 MB.
 """
 
 import hashlib
@@ -24,14 +24,15 @@ MAX_ID_CHARS = 512
 MAX_SHOWN_PROBLEMS = 100
 SKIP_BYTES = 1 << 20
 _BOM = b"\xef\xbb\xbf"
-# Of this process: nobody can write lines whose keys collide.
+# Random per process, so that lines with colliding keys cannot be crafted.
 _SECRET = secrets.token_bytes(16)
 
 
 @dataclass(frozen=True, slots=True)
 class BatchLine:
-    """One request. `number` counts from 1, blank lines too."""
+    """Hold one request."""
 
+    # Counts from 1, blank lines included.
     number: int
     custom_id: str
     url: str
@@ -40,9 +41,10 @@ class BatchLine:
 
 @dataclass(frozen=True, slots=True)
 class MalformedLine:
-    """A line that is no request, and why. `custom_id` if that much could be read; `code` and `param` as OpenAI's."""
+    """Describe why a line is not a request; `code` and `param` as OpenAI's."""
 
     number: int
+    # None if it could not be read.
     custom_id: str | None
     message: str
     param: str | None = None
@@ -54,24 +56,26 @@ Line = BatchLine | MalformedLine
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What a look through all lines has found: `keys` uint64, one a line; the first `MAX_SHOWN_PROBLEMS` problems."""
+    """Hold the result of reading all lines."""
 
+    # One per line.
     keys: "np.ndarray[Any, np.dtype[np.uint64]]"
     num_malformed: int
+    # The first `MAX_SHOWN_PROBLEMS` problems.
     problems: list[MalformedLine] = field(default_factory=list)
 
     @property
     def total(self) -> int:
-        """How many lines there are, blank ones left out."""
+        """Return the number of lines, without blank ones."""
         return len(self.keys)
 
 
 class TooManyLines(Exception):
-    """The file has more lines than a batch may have."""
+    """Report that the file has more lines than a batch may have."""
 
 
 def read_lines(path: Path, endpoint: str | None = None) -> Iterator[Line]:
-    """Every line that is not blank. With an `endpoint`, lines for another one are malformed.
+    """Yield the lines that are not blank. With an `endpoint`, lines for another one are malformed.
 
     Raises: OSError.
     """
@@ -83,9 +87,11 @@ def read_lines(path: Path, endpoint: str | None = None) -> Iterator[Line]:
 
 
 def scan(path: Path, endpoint: str | None = None, max_lines: int | None = None) -> Scan:
-    """Look through all lines once.
+    """Read all lines once.
 
-    Raises: TooManyLines, before more of them are read; OSError.
+    Raises:
+        TooManyLines: before more lines are read.
+        OSError.
     """
     keys = array("Q")
     problems: list[MalformedLine] = []
@@ -102,7 +108,7 @@ def scan(path: Path, endpoint: str | None = None, max_lines: int | None = None) 
 
 
 def duplicates(path: Path, found: Scan) -> list[MalformedLine]:
-    """Lines that repeat a custom_id, each told with the line that had it first; at most `MAX_SHOWN_PROBLEMS`.
+    """Return up to `MAX_SHOWN_PROBLEMS` lines that repeat a custom_id, each naming the line that had it first.
 
     Reads the file again if there are any.
     """
@@ -115,7 +121,7 @@ def duplicates(path: Path, found: Scan) -> list[MalformedLine]:
         if key not in repeated or len(told) == MAX_SHOWN_PROBLEMS:
             continue
         if key in first:
-            why = f"custom_id {_show(line.custom_id)} is that of line {first[key]} too"
+            why = f"custom_id {_show(line.custom_id)} is also that of line {first[key]}"
             told.append(MalformedLine(line.number, line.custom_id, why, "custom_id", "duplicate_custom_id"))
         first.setdefault(key, line.number)
     return told
@@ -124,7 +130,7 @@ def duplicates(path: Path, found: Scan) -> list[MalformedLine]:
 def pending_lines(
     path: Path, endpoint: str | None, found: Scan, answered: "np.ndarray[Any, np.dtype[np.uint64]]"
 ) -> Iterator[Line]:
-    """The lines whose keys are not among the answered ones."""
+    """Yield the lines whose keys are not among the answered ones."""
     is_pending = ~np.isin(found.keys, answered)
     for line, wanted in zip(read_lines(path, endpoint), is_pending, strict=False):
         if wanted:
@@ -132,22 +138,22 @@ def pending_lines(
 
 
 def line_key(custom_id: str | None, number: int) -> int:
-    """What a line is known by: its custom_id, or its number if it has none."""
+    """Return the key of a line: from its custom_id, or from its number if it has none."""
     name = f"#{number}" if custom_id is None else f"={custom_id}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8, key=_SECRET).digest())
 
 
 def parse_line(number: int, data: bytes, endpoint: str | None = None) -> Line:
-    """One line without its end, as a request or as the reason why it is none."""
+    """Parse one line without its end, as a request or as the reason why it is not one."""
     try:
         fields = parse_json(data)
     except ApiError as error:
         return MalformedLine(number, None, str(error.detail).replace("the body", "the line", 1))
     if not isinstance(fields, dict):
-        return MalformedLine(number, None, "the line is no JSON object")
+        return MalformedLine(number, None, "the line is not a JSON object")
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= MAX_ID_CHARS:
-        message = f"custom_id must be a text of 1 to {MAX_ID_CHARS} characters"
+        message = f"custom_id must be a string of 1 to {MAX_ID_CHARS} characters"
         return MalformedLine(number, None, message, "custom_id")
     url, body = fields.get("url"), fields.get("body")
     wrong = _wrong(fields.get("method"), url, body, endpoint)
@@ -171,7 +177,7 @@ def _wrong(method: object, url: object, body: object, endpoint: str | None) -> t
 
 
 def _raw_lines(path: Path) -> Iterator[tuple[int, bytes | None]]:
-    """Numbered lines, None for one that is too long, of which only one piece at a time is in memory."""
+    """Yield numbered lines, None for one that is too long, which is skipped piece by piece."""
     with path.open("rb") as file:
         number = 0
         while data := file.readline(MAX_LINE_BYTES + 1):

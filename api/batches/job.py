@@ -1,6 +1,6 @@
-"""One file of requests to one file of results, as the command does it: checked, gone on with, asked.
+"""Turn a file of requests into a file of results, for the command: check, resume, send.
 
-Everything that can be wrong with the two files is found before anything runs.
+Both files are checked completely before any line is sent.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ Tell = Callable[["Job"], object]
 
 
 class JobRefused(Exception):
-    """The two files cannot be worked with. `details` are more lines."""
+    """Report that the two files cannot be used. `details` are more lines of the message."""
 
     def __init__(self, message: str, details: list[str] | None = None) -> None:
         super().__init__(message)
@@ -34,20 +34,21 @@ class JobRefused(Exception):
 
 @dataclass(slots=True)
 class Job:
-    """A checked pair of files. `already` lines had their results before; `tally` counts those too.
-
-    Results of lines that are not in the source stay in the target, and count for nothing. `begins_anew`: the target is
-    emptied, and results with the keys `retried` are taken out of it, but not before somebody is there to ask.
+    """Hold a checked pair of files. Results of lines that are not in the source stay in the target and are not
+    counted.
     """
 
     source: Path
     target: Path
     lines: Scan
     found: ScannedResults
+    # Lines that had results before this run; `tally` counts them, too.
     already: int
     tally: Tally
     held: ExitStack
+    # Empty the target once the connection is open.
     begins_anew: bool
+    # Keys of results to remove from the target once the connection is open.
     retried: "np.ndarray[Any, np.dtype[np.uint64]]"
 
     @property
@@ -56,15 +57,17 @@ class Job:
 
     @property
     def done_now(self) -> int:
-        """Lines that this run has brought results for."""
+        """Return the number of lines that this run has completed."""
         return self.tally.done - self.already
 
     async def run(
         self, asking: AbstractAsyncContextManager[Ask], concurrency: int, *, ordered: bool, tell: Tell
     ) -> None:
-        """Until every line has its result. However it ends, what has come is in the target.
+        """Run until every line has its result. Results that have arrived are in the target however the run ends.
 
-        Raises: OSError: the files fail. Whatever `asking` raises.
+        Raises:
+            OSError: the files fail.
+            Exception: raised by `asking`.
         """
         async with asking as ask:
             if self.begins_anew:
@@ -83,7 +86,7 @@ class Job:
                 await runner.run(pending_lines(self.source, None, self.lines, self.found.keys))
 
     def _take_out(self) -> None:
-        """In a new file that takes the target's place when it is whole, locked as the old one stays."""
+        """Write the remaining results to a new locked file, and replace the target by it when it is complete."""
         target = self.target.resolve()
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
         try:
@@ -99,16 +102,19 @@ class Job:
 
 @contextmanager
 def prepared(source: Path, target: Path, *, restart: bool, retry_failed: bool = False) -> Iterator[Job]:
-    """The job of two files, and the target locked until it is over. `restart`: what the target holds is dropped;
-    `retry_failed`: what it holds of lines that failed.
+    """Check two files and lock the target for the duration of the job.
+
+    Args:
+        restart: drop the results in the target.
+        retry_failed: drop the results of failed lines in the target.
 
     Raises:
-        JobRefused: the source repeats a custom_id or has no lines, the target holds something else or is in use.
+        JobRefused: the source repeats a custom_id or has no lines, or the target has other content or is in use.
         OSError.
     """
     lines = _checked(source)
     if target.exists() and target.samefile(source):
-        raise JobRefused("the two files are one; name another file for the results")
+        raise JobRefused("the two files are the same; name another file for the results")
     with ExitStack() as held:
         _lock(_opened(target, held), target)
         found = ScannedResults.nothing() if restart else _found(target).of(lines.keys)
@@ -129,7 +135,7 @@ def _checked(source: Path) -> Scan:
     if not lines.total:
         raise JobRefused(f"{source} has no lines")
     if repeated := duplicates(source, lines):
-        raise JobRefused("custom_ids must differ; nothing was asked", list(map(_told, repeated)))
+        raise JobRefused("custom_ids must differ; nothing was sent", list(map(_told, repeated)))
     return lines
 
 

@@ -1,9 +1,9 @@
-"""The server's batches: each a task that brings its record from one state to the next, on the disk first.
+"""Manage the server's batches: a task per batch moves its record from state to state, on disk first.
 
-A server that was killed finds its batches as they stood, and each goes on from the state that its record tells: results
-that are in their files are not asked again (`results.py`). Nothing else is kept of how far it was.
+After a crash each batch continues from the state in its record; lines whose results are in its files are not sent
+again (`results.py`). No other progress is kept.
 
-Files and batches as one caller may know them: its own. An administrator knows all. There is no other way.
+Callers see their own files and batches, administrators see all, only through `ScopedBatches`.
 """
 
 import asyncio
@@ -32,15 +32,17 @@ _LOG = logging.getLogger(__name__)
 FOLDER = "batches"
 RETRY_DISK_S = 60.0
 TIDY_EVERY_S = 60.0
-EXPIRED = "the completion window was over before this request was answered"
+EXPIRED = "the completion window ended before this request was answered"
 
 
 class BatchManager:
-    """The one owner of batches and their files. Everything but the constructor is for the event loop.
+    """Own the batches and their files. Use from the event loop, except for the constructor.
 
     Args:
-        ask_as: how lines are asked in the name of whoever made the batch.
-    Raises (the constructor): StoreUnusable: what is there cannot be read.
+        ask_as: returns the function that sends lines as a caller.
+
+    Raises (the constructor):
+        StoreUnusable: the stored records cannot be read.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class BatchManager:
         self._concurrency = concurrency
         self._slots = asyncio.Semaphore(concurrency)
         self._shares: dict[str, Share] = {}
-        # One file at a time is looked through: that may take seconds, and threads are few.
+        # Check one file at a time: that may take seconds, and there are few threads.
         self._looking = asyncio.Semaphore(1)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._tallies: dict[str, Tally] = {}
@@ -76,28 +78,32 @@ class BatchManager:
         }
 
     async def start(self) -> None:
-        """Batches that were not over go on."""
+        """Resume unfinished batches."""
         for batch_id in self.records:
             self._start(batch_id)
         self._tidying = asyncio.create_task(self._tidy())
 
     async def close(self) -> None:
-        """Every batch stands still, to go on at the next start."""
+        """Pause every batch until the next start."""
         tasks = [*self._tasks.values(), *([self._tidying] if self._tidying is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def get(self, batch_id: str) -> BatchRecord:
-        """Raises: ApiError: 404."""
+        """Return a batch.
+
+        Raises:
+            ApiError: 404.
+        """
         record = self.records.get(batch_id)
         if record is None:
-            message = "there is no such batch; it may have been forgotten after its time"
+            message = "there is no such batch; it may have expired"
             raise ApiError(404, message, code="batch_not_found", param="batch_id")
         return record
 
     def shown(self, record: BatchRecord) -> dict[str, Any]:
-        """The batch object as it is now."""
+        """Return the batch object with current counts."""
         tally = self._tallies.get(record.id)
         if tally is not None:
             record = replace(record, completed=tally.completed, failed=tally.failed)
@@ -112,9 +118,14 @@ class BatchManager:
         result_age_s: int | None = None,
         caller: Caller = ANYBODY,
     ) -> BatchRecord:
-        """Begin a batch, the caller's. `window` as it was written, and in seconds.
+        """Create and start a batch of the caller.
 
-        Raises: ApiError: the file is not there or not for batches; too many are open. StoreFull, StoreUnusable.
+        Args:
+            window: completion window as written, and in seconds.
+
+        Raises:
+            ApiError: the file does not exist or is not for batches, or too many batches are open.
+            StoreFull, StoreUnusable.
         """
         file = self.files.get(input_file_id, "input_file_id")
         if file.purpose != "batch":
@@ -128,7 +139,7 @@ class BatchManager:
         limits = {name: most for name, most in asdict(caller.limits).items() if most is not None}
         record = replace(record, metadata=metadata, result_age_s=result_age_s, limits=limits)
         record = replace(record, principal=caller.principal, adapters=caller.adapters)
-        # In the books before it is on the disk: what comes meanwhile counts it, and leaves it its file.
+        # Registered before it is on disk, so that concurrent requests count it and keep its file.
         self.records[batch_id] = record
         try:
             await unbroken(in_thread(self._folder.write_batch, record))
@@ -150,9 +161,11 @@ class BatchManager:
         raise ApiError(429, message, code="too_many_batches", headers={"retry-after": "60"})
 
     async def cancel(self, batch_id: str) -> BatchRecord:
-        """Ask nothing more; what has been answered can be read soon. Nothing happens if that was done already.
+        """Stop sending lines and publish the results so far; no effect if already cancelled.
 
-        Raises: ApiError: 404; 400, it is over. StoreFull, StoreUnusable.
+        Raises:
+            ApiError: 404; 400, the batch is over.
+            StoreFull, StoreUnusable.
         """
         record = self.get(batch_id)
         if record.state.is_over and record.state is not BatchStatus.CANCELLED:
@@ -169,16 +182,21 @@ class BatchManager:
         return self.records[batch_id]
 
     async def delete_file(self, file_id: str) -> None:
-        """Raises: ApiError: 404; 409, an open batch needs it. StoreUnusable."""
+        """Delete a file.
+
+        Raises:
+            ApiError: 404; 409, an open batch needs it.
+            StoreUnusable.
+        """
         self.files.get(file_id)
         if file_id in self._needed():
-            message = "a batch that is not over needs the file; cancel it first, or wait"
+            message = "an open batch needs the file; cancel the batch first, or wait"
             never = {"x-should-retry": "false"}
             raise ApiError(409, message, code="file_in_use", param="file_id", headers=never)
         await self.files.delete(file_id)
 
     async def tidy(self) -> None:
-        """Forget files that are too old, and batches that are, or are too many; open ones stay.
+        """Delete files that are too old, and batches that are too old or too many, except for open ones.
 
         Raises: StoreUnusable.
         """
@@ -223,14 +241,14 @@ class BatchManager:
             try:
                 await self._steps[record.state](record)
             except EngineDead:
-                _LOG.warning("batch %s stands still: the engine has ended", batch_id)
+                _LOG.warning("batch %s is paused: the engine has ended", batch_id)
                 return
             except (OSError, AdapterError) as error:
                 _LOG.warning("batch %s waits for the disk: %s", batch_id, error)
                 await asyncio.sleep(RETRY_DISK_S)
             except Exception:
                 _LOG.exception("batch %s failed", batch_id)
-                await self._fail(batch_id, [problem("internal error; the server's log tells more", "internal_error")])
+                await self._fail(batch_id, [problem("internal error; see the server's log", "internal_error")])
 
     async def _validate(self, record: BatchRecord) -> None:
         path = self.files.path(record.input_file_id)
@@ -292,13 +310,13 @@ class BatchManager:
         return self._shares[principal]
 
     async def _expire(self, record: BatchRecord) -> None:
-        # To its end: whoever cancels the batch meanwhile publishes what is in the files.
+        # Not cancellable: a concurrent cancel of the batch publishes the files.
         await unbroken(in_thread(self._write_expired, record))
         await self._publish(record)
         await self._change(record.id, BatchStatus.EXPIRED)
 
     def _write_expired(self, record: BatchRecord) -> None:
-        """Every line without a result gets one that says so."""
+        """Write an expiry result for each line without a result."""
         found = self._found(record)
         path = self.files.path(record.input_file_id)
         tally = self._tallies[record.id] = found.tally()
@@ -321,8 +339,8 @@ class BatchManager:
         try:
             await self._change(batch_id, BatchStatus.FAILED, errors=tuple(problems))
         except AdapterError:
-            # Not asked again before the next start, and shown as what it is.
-            _LOG.exception("batch %s failed, and the disk does not take that", batch_id)
+            # Not retried before the next start; shown in its current state.
+            _LOG.exception("batch %s failed, and its state cannot be written to disk", batch_id)
             self.records[batch_id] = replace(record, status=BatchStatus.FAILED.value, errors=tuple(problems))
 
     async def _publish(self, record: BatchRecord) -> None:
@@ -340,7 +358,7 @@ class BatchManager:
         return ResultSink(self.files.path(record.output_file), self.files.path(record.error_file), tally)
 
     async def _change(self, batch_id: str, status: BatchStatus, **changes: Any) -> None:
-        """The record's next state, on the disk and then here, with the counts and the time of it."""
+        """Write the record's next state to disk and then to memory, with its counts and time."""
         tally = self._tallies.get(batch_id)
         if tally is not None:
             changes |= {"completed": tally.completed, "failed": tally.failed}
@@ -355,7 +373,9 @@ class BatchManager:
 
 
 class ScopedBatches:
-    """The caller's part of what a keeper keeps; what is another's is not there. Methods raise what the keeper's do."""
+    """Restrict a manager to the caller's files and batches; others look missing. Methods raise what the manager's
+    do.
+    """
 
     def __init__(self, keeper: BatchManager, caller: Caller) -> None:
         self._keeper = keeper
@@ -364,7 +384,7 @@ class ScopedBatches:
     # Files.
 
     def files(self) -> list[FileRecord]:
-        """Oldest first."""
+        """Return the caller's files, oldest first."""
         return [record for record in self._keeper.files.records.values() if self._is_own(record)]
 
     def file(self, file_id: str, param: str = "file_id") -> FileRecord:
@@ -386,7 +406,7 @@ class ScopedBatches:
     # Batches.
 
     def all(self) -> list[BatchRecord]:
-        """Oldest first."""
+        """Return the caller's batches, oldest first."""
         return [record for record in self._keeper.records.values() if self._is_own(record)]
 
     def get(self, batch_id: str) -> BatchRecord:

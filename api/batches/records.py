@@ -1,4 +1,4 @@
-"""Files and batches as the server keeps them: frozen facts, as JSON on disk, and as OpenAI's objects on the wire."""
+"""Define the records of files and batches: frozen dataclasses, JSON on disk, OpenAI's objects on the wire."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -11,7 +11,7 @@ from api.auth.principal import Caller, KeyLimits, Scope
 
 
 class BatchStatus(StrEnum):
-    """A batch's life, in OpenAI's words."""
+    """Name the states of a batch as OpenAI does."""
 
     VALIDATING = "validating"
     IN_PROGRESS = "in_progress"
@@ -24,16 +24,20 @@ class BatchStatus(StrEnum):
 
     @property
     def is_over(self) -> bool:
-        """Nothing will change any more."""
+        """Return whether the state is final."""
         return self in (BatchStatus.COMPLETED, BatchStatus.FAILED, BatchStatus.CANCELLED, BatchStatus.EXPIRED)
 
 
 class _Record:
-    """A frozen dataclass of JSON values that can be read back."""
+    """Base of frozen dataclasses of JSON values that can be read back."""
 
     @classmethod
     def from_dict(cls, value: Any) -> Self:
-        """Raises: StoreUnusable: it was not written by this version or an older one."""
+        """Read a record.
+
+        Raises:
+            StoreUnusable: it was not written by this version or an older one.
+        """
         names = {field.name for field in fields(cls)}  # type: ignore[arg-type]
         try:
             return cls(**{name: content for name, content in value.items() if name in names})
@@ -46,7 +50,7 @@ class _Record:
 
 @dataclass(frozen=True, slots=True)
 class FileRecord(_Record):
-    """A file that is there as a whole; its `principal`'s. Times are Unix seconds."""
+    """Describe a complete file that belongs to `principal`. Times are Unix seconds."""
 
     id: str
     bytes: int
@@ -64,11 +68,7 @@ class FileRecord(_Record):
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord(_Record):
-    """A batch. `output_file` and `error_file` are the ids under which its results are collected, whether or not they
-    can be read yet. While it runs, `completed` and `failed` are what they were when the record was written.
-
-    `principal`, `adapters` and `limits` are of the key that made it, as it was then: its lines are asked so.
-    """
+    """Describe a batch. Principal, adapters and limits are those of its key at creation, under which its lines run."""
 
     id: str
     endpoint: str
@@ -76,6 +76,7 @@ class BatchRecord(_Record):
     completion_window: str
     created_at: int
     expires_at: int
+    # File ids of the results, assigned before the files can be read.
     output_file: str
     error_file: str
     status: str = BatchStatus.VALIDATING.value
@@ -83,6 +84,7 @@ class BatchRecord(_Record):
     errors: tuple[Mapping[str, Any], ...] = ()
     result_age_s: int | None = None
     total: int = 0
+    # While the batch runs: counts when the record was last written.
     completed: int = 0
     failed: int = 0
     in_progress_at: int | None = None
@@ -98,11 +100,15 @@ class BatchRecord(_Record):
 
     @property
     def caller(self) -> Caller:
-        """Who asks its lines. Raises: StoreUnusable: the record was not written by this version or an older one."""
+        """Return the caller under which the lines run.
+
+        Raises:
+            StoreUnusable: the record was not written by this version or an older one.
+        """
         try:
             limits = KeyLimits(**self.limits)
         except TypeError:
-            raise StoreUnusable("the record of a batch has limits that are not known") from None
+            raise StoreUnusable("the record of a batch has unknown limits") from None
         return Caller(self.principal, frozenset({Scope.INFER}), tuple(self.adapters), limits)
 
     @property
@@ -110,7 +116,7 @@ class BatchRecord(_Record):
         return BatchStatus(self.status)
 
     def shown(self, is_there: Mapping[str, object]) -> dict[str, Any]:
-        """The batch object; ids of results are told once `is_there` has them."""
+        """Return the batch object, with the ids of result files that `is_there` contains."""
         own = self.to_dict()
         counts = {name: own.pop(name) for name in ("total", "completed", "failed")}
         output, failures = own.pop("output_file"), own.pop("error_file")
@@ -128,5 +134,5 @@ class BatchRecord(_Record):
 
 
 def problem(message: str, code: str, line: int | None = None, param: str | None = None) -> dict[str, Any]:
-    """One entry of a batch's `errors`."""
+    """Build one entry of a batch's `errors`."""
     return {"code": code, "message": message, "line": line, "param": param}

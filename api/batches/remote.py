@@ -1,4 +1,4 @@
-"""Lines asked of a running server."""
+"""Send batch lines to a running server."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
@@ -20,8 +20,9 @@ GATEWAY_STATUSES = (502, 503, 504)
 
 
 class _Gateway(httpx2.TransportError):
-    """A proxy answered, because the server did not. `late` if it did not in the proxy's time, which may be the line's
-    own fault."""
+    """Report that a proxy answered in place of the server. `late`: the proxy timed out, possibly because of the line
+    itself.
+    """
 
     def __init__(self, response: httpx2.Response) -> None:
         super().__init__(f"a proxy says {response.status_code} {response.reason_phrase}".rstrip())
@@ -30,9 +31,10 @@ class _Gateway(httpx2.TransportError):
 
 @asynccontextmanager
 async def remote(url: str, priority: int, concurrency: int, key: str | None = None) -> AsyncIterator[Ask]:
-    """Asks a server at this priority; 0 leaves the bodies as they are.
+    """Return a function that sends lines to a server at this priority; 0 leaves the bodies unchanged.
 
-    Raises (from asking): ServerUnreachable: it does not answer, several times in a row, or a proxy says so of it.
+    Raises (when a line is sent):
+        ServerUnreachable: several attempts in a row failed, or a proxy reports that the server does not answer.
     """
     trust_env = not is_loopback(urlsplit(url).hostname or "")
     headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -59,7 +61,10 @@ async def remote(url: str, priority: int, concurrency: int, key: str | None = No
 
 
 def _reply(response: httpx2.Response) -> LineReply:
-    """Raises: _Gateway."""
+    """Convert a response.
+
+    Raises: _Gateway.
+    """
     status, request_id = response.status_code, response.headers.get("x-request-id")
     try:
         body = response.json()
@@ -69,6 +74,6 @@ def _reply(response: httpx2.Response) -> LineReply:
         raise _Gateway(response)
     if body is None:
         shown = response.text[:MAX_SHOWN_CHARS]
-        body = error_body(f"the server's answer is no JSON: {shown}", SERVER, None, "invalid_answer")
+        body = error_body(f"the server's response is not JSON: {shown}", SERVER, None, "invalid_answer")
         return LineReply(502, body, request_id)
     return LineReply(status, body, request_id, put_off_s(status, response.headers, body))

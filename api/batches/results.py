@@ -1,8 +1,7 @@
-"""What becomes of a batch's lines: result lines as OpenAI has them, in files that only grow (but the command's, which
-may lose what is to be asked again).
+"""Write and read back the results of batch lines, in OpenAI's format, in append-only files.
 
-A result is in its file for good before it is counted. A file that a crash has torn ends in half a line: that is cut
-off, and its request is asked once more.
+Only the command may remove results, of lines that are to be retried. A result is durable before it is counted. A crash
+may leave half a line at the end of a file: it is cut off, and its request is sent again.
 """
 
 import contextlib
@@ -24,25 +23,23 @@ from api.asgi.json_lines import one_line
 from api.batches.input_lines import Line, MalformedLine, line_key
 
 ID_PREFIX = "batch_req_"
-# Every line of ours begins so: half a line of somebody else's file is not cut off.
+# Each of our lines begins so: half a line of a foreign file is not cut off.
 LINE_START = f'{{"id":"{ID_PREFIX}'.encode()
 CHUNK_BYTES = 1 << 20
 
 
 class ResultsUnreadable(Exception):
-    """The file holds lines that are no results of a batch. Says which."""
+    """Report a file with lines that are not results of a batch. Names the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineReply:
-    """What came back for a line's body: an HTTP status and a JSON body.
-
-    `retry_after_s`: it could not be taken now, and may be asked again after so long.
-    """
+    """Hold the reply to a line's body: an HTTP status and a JSON body."""
 
     status: int
     body: Any
     request_id: str | None = None
+    # Set if the line could not be taken now: seconds until the next try.
     retry_after_s: float | None = None
 
     @property
@@ -52,17 +49,19 @@ class LineReply:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One line of a result file, and whether it is an answer. The counts of tokens are its usage."""
+    """Hold one line of a result file."""
 
     data: bytes
+    # Whether the line is an answer rather than a failure.
     ok: bool
+    # Usage.
     prompt_tokens: int = 0
     completion_tokens: int = 0
 
 
 @dataclass(slots=True)
 class Tally:
-    """How many lines have which end; the tokens are those of this run."""
+    """Count results; tokens are those of this run."""
 
     completed: int = 0
     failed: int = 0
@@ -76,9 +75,11 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class ScannedResults:
-    """What result files hold already: uint64 keys of their lines, each once, and which of them are answers."""
+    """Hold the results that files contain already."""
 
+    # Unique keys of the lines.
     keys: "np.ndarray[Any, np.dtype[np.uint64]]"
+    # Whether each result is an answer.
     oks: "np.ndarray[Any, np.dtype[np.bool_]]"
 
     @staticmethod
@@ -86,12 +87,12 @@ class ScannedResults:
         return ScannedResults(np.empty(0, np.uint64), np.empty(0, np.bool_))
 
     def of(self, keys: "np.ndarray[Any, np.dtype[np.uint64]]") -> "ScannedResults":
-        """Those with one of these keys."""
+        """Return the results with one of these keys."""
         wanted = np.isin(self.keys, keys)
         return ScannedResults(self.keys[wanted], self.oks[wanted])
 
     def parted(self) -> "tuple[ScannedResults, ScannedResults]":
-        """Answers, and what is none."""
+        """Return answers and failures separately."""
         return ScannedResults(self.keys[self.oks], self.oks[self.oks]), ScannedResults(
             self.keys[~self.oks], self.oks[~self.oks]
         )
@@ -102,7 +103,7 @@ class ScannedResults:
 
 
 def answered(line: Line, reply: LineReply) -> Result:
-    """The result of a line that was asked."""
+    """Build the result of a line that was sent."""
     response = {"status_code": reply.status, "request_id": reply.request_id, "body": reply.body}
     usage = reply.body.get("usage") if reply.ok and isinstance(reply.body, dict) else None
     tokens = [_count(usage, name) for name in ("prompt_tokens", "completion_tokens")]
@@ -110,7 +111,7 @@ def answered(line: Line, reply: LineReply) -> Result:
 
 
 def refused(line: Line, code: str, message: str) -> Result:
-    """The result of a line that was not asked, with its number."""
+    """Build the result of a line that was not sent, with its number."""
     problem: dict[str, Any] = {"code": code, "message": message, "line": line.number}
     if isinstance(line, MalformedLine):
         problem |= {"message": f"line {line.number}: {message}", "param": line.param}
@@ -127,7 +128,7 @@ def _result_line(custom_id: str | None, response: Mapping[str, Any] | None, prob
     try:
         return one_line(fields, separators=(",", ":")).encode() + b"\n"
     except UnicodeEncodeError:
-        # Half a character, from some other server.
+        # A lone surrogate from another server.
         return json.dumps(fields, separators=(",", ":")).encode() + b"\n"
 
 
@@ -137,10 +138,10 @@ def _count(usage: object, name: str) -> int:
 
 
 def recovered(*paths: Path) -> ScannedResults:
-    """Every result in these files, which may be missing; half a line at the end of one is cut off.
+    """Read the results in these files, which may be missing, and cut off half a line at the end of each.
 
     Raises:
-        NoResults: a line is none, or not the beginning of one; then nothing was changed.
+        ResultsUnreadable: a line is not a result, or not the beginning of one; no file was changed.
         OSError.
     """
     found = _read_results(paths)
@@ -151,7 +152,7 @@ def recovered(*paths: Path) -> ScannedResults:
 
 
 def _read_results(paths: Sequence[Path]) -> ScannedResults:
-    """Whole lines only."""
+    """Read whole lines only."""
     keys, oks = array("Q"), bytearray()
     for path in paths:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
@@ -176,12 +177,12 @@ def _read_result(data: bytes, where: str) -> tuple[int, bool]:
         if not isinstance(custom_id, str | None) or not isinstance(number, int):
             raise ValueError
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ResultsUnreadable(f"{where} is no result of a batch") from None
+        raise ResultsUnreadable(f"{where} is not a result of a batch") from None
     return line_key(custom_id, number), ok
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Take away what follows the last whole line."""
+    """Truncate the file after its last whole line."""
     with path.open("r+b") as file:
         end = size = file.seek(0, os.SEEK_END)
         torn = b""
@@ -195,13 +196,16 @@ def _cut_torn_line(path: Path) -> None:
         file.seek(whole)
         start = file.read(len(LINE_START))
         if start != LINE_START[: len(start)]:
-            raise ResultsUnreadable(f"the end of {path.name} is no result of a batch")
+            raise ResultsUnreadable(f"the end of {path.name} is not a result of a batch")
         file.truncate(whole)
         os.fsync(file.fileno())
 
 
 def copy_without(path: Path, keys: "np.ndarray[Any, np.dtype[np.uint64]]", into: int) -> None:
-    """Copy the results that have none of these keys to another file, durably. Raises: OSError."""
+    """Copy the results with other keys to another file, durably.
+
+    Raises: OSError.
+    """
     dropped = frozenset(keys.tolist())
     with path.open("rb") as file, os.fdopen(into, "wb", closefd=False) as kept:
         kept.writelines(data for data in file if _read_result(data, path.name)[0] not in dropped)
@@ -211,13 +215,17 @@ def copy_without(path: Path, keys: "np.ndarray[Any, np.dtype[np.uint64]]", into:
 
 @dataclass
 class ResultFile:
-    """A file that results are appended to, opened for the first of them. Not thread-safe."""
+    """Append results to a file, which is opened for the first of them. Not thread-safe."""
 
     path: Path
     _fd: int | None = field(default=None, init=False)
 
     def append(self, data: bytes) -> None:
-        """Durable when it returns. Raises: OSError: half of it may be there."""
+        """Write data durably.
+
+        Raises:
+            OSError: part of the data may be written.
+        """
         if self._fd is None:
             is_new = not self.path.exists()
             self._fd = os.open(self.path, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -235,9 +243,9 @@ class ResultFile:
 
 
 class ResultSink:
-    """Where results go: answers to one file, failures to another or to the same one. For any thread.
+    """Write answers to one file and failures to another, or to the same one. Thread-safe.
 
-    `add` keeps a result, `flush` writes all that were kept and counts them: one fsync for many.
+    `add` buffers a result; `flush` writes and counts the buffered ones, with one fsync for many.
     """
 
     def __init__(self, output: Path, errors: Path, tally: Tally) -> None:
@@ -262,7 +270,11 @@ class ResultSink:
         self._kept.append(result)
 
     def flush(self) -> None:
-        """Raises: OSError: the disk refused."""
+        """Write the buffered results.
+
+        Raises:
+            OSError: writing failed.
+        """
         with self._lock:
             taken = [self._kept.popleft() for _ in range(len(self._kept))]
             for file in (self._output, self._errors):

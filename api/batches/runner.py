@@ -1,4 +1,4 @@
-"""Asks the lines of a batch, some at a time, and writes what comes of them: for the command and for the server."""
+"""Send the lines of a batch concurrently and write their results, for the command and for the server."""
 
 import asyncio
 import random
@@ -12,20 +12,20 @@ from api.errors import ANSWERS, INVALID, error_body
 from lorasrv.errors import DeadlineUnreachable
 
 BATCH_PRIORITY = 100
-"""Online requests have 0 unless they say otherwise, and lower goes first."""
+"""Online requests have 0 by default; lower values go first."""
 DEFAULT_CONCURRENCY = 16
-# How far an ordered run may be ahead of its oldest open line: what is answered already waits in memory.
+# How far an ordered run may be ahead of its oldest open line: finished results wait in memory.
 AHEAD = 8
 MAX_PAUSE_S = 30.0
 USUAL_PAUSE_S = 1.0
 MAX_PUT_OFF_S = {429: 24 * 3600.0, 503: 3600.0}
-"""How long a line is asked again and again, by what it is told: 429, others come first; 503, something is the matter
-with the server. Then that is its result."""
+"""Time for which a line is retried, by status: 429, other requests go first; 503, the server has a problem. Afterwards
+the last reply is its result."""
 Ask = Callable[[str, Mapping[str, Any]], Awaitable[LineReply]]
-"""Asks a url with a body. Raises only what ends the whole batch."""
+"""Sends a body to a URL. Raises only what ends the whole batch."""
 Sleep = Callable[[float], Awaitable[object]]
 
-# To ask again in vain: the same line with the same deadline would only wait longer.
+# No retry: the same line with the same deadline would fail again.
 _FINAL_CODES = frozenset({ANSWERS[DeadlineUnreachable].code})
 _STREAM = LineReply(
     400, error_body("stream is not possible in a batch; leave it out", INVALID, "stream", "invalid_value")
@@ -33,11 +33,11 @@ _STREAM = LineReply(
 
 
 class LineRunner:
-    """One run through the lines of a batch.
+    """Run the lines of a batch once.
 
     Args:
-        slots: how many lines are asked at a time; several runs may share it.
-        ordered: write results in the order of the lines, not as they come.
+        slots: semaphore of concurrent lines; several runs may share it.
+        ordered: write results in the order of the lines, not of their completion.
         tell: called when results have been written.
     """
 
@@ -67,11 +67,11 @@ class LineRunner:
         self._all_asked = False
 
     async def run(self, lines: Iterator[Line]) -> None:
-        """Until every line has its result. However it ends, results that have come are written.
+        """Run until every line has its result. Results that have arrived are written however the run ends.
 
         Raises:
             OSError: results cannot be written, or lines cannot be read.
-            Whatever `ask` raises.
+            Exception: raised by `ask`.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -102,7 +102,7 @@ class LineRunner:
                 most = self._ahead
                 async with self._moved:
                     await self._moved.wait_for(lambda: self._num_taken - self._num_passed < most)
-            # In a thread: a line may have megabytes, and many may be left out before the next one is found.
+            # In a thread: a line may have megabytes, and many may be skipped before the next one is found.
             line = await in_thread(next, lines, None)
             if line is None:
                 return None
@@ -117,7 +117,7 @@ class LineRunner:
         reply = await self._ask(line.url, line.body)
         pause_s, waited_s = USUAL_PAUSE_S, 0.0
         while reply.retry_after_s is not None and waited_s < MAX_PUT_OFF_S.get(reply.status, 0.0):
-            # Not all at once again: those who were refused together would be refused together.
+            # Spread the retries: lines that were refused together would be refused together again.
             pause_s = min(MAX_PAUSE_S, max(reply.retry_after_s, pause_s))
             await self._sleep(pause_s * random.uniform(0.8, 1.2))
             waited_s += pause_s
@@ -148,7 +148,7 @@ class LineRunner:
 
 
 def put_off_s(status: int, headers: Mapping[str, str], body: Any) -> float | None:
-    """After how many seconds a line that was answered so may be asked again; None: this is its answer."""
+    """Return after how many seconds a line with this reply may be retried; None if the reply is final."""
     if status not in MAX_PUT_OFF_S or headers.get("x-should-retry") == "false":
         return None
     error = body.get("error") if isinstance(body, dict) else None
@@ -161,8 +161,10 @@ def put_off_s(status: int, headers: Mapping[str, str], body: Any) -> float | Non
 
 
 def at_priority(body: Mapping[str, Any], priority: int) -> dict[str, Any]:
-    """The body with this priority, unless its own is lower still (a higher number). What is no number stays, to be
-    refused."""
+    """Return the body with this priority, unless its own is a higher number (goes later).
+
+    An invalid priority is left as it is, to be refused by validation.
+    """
     own = body.get("priority")
     if own is not None and type(own) is not int:
         return dict(body)

@@ -1,12 +1,12 @@
-"""Where the server keeps files and batches, below the store's folder:
+"""Store files and batches below the store's folder.
 
-    root/batches/files/<file id>          content: complete, or results of a batch that runs
-    root/batches/files/<file id>.json     its record: with it, the file is there
+    root/batches/files/<file id>          content: complete, or results of a running batch
+    root/batches/files/<file id>.json     its record, which makes the file visible
     root/batches/<batch id>.json          a batch
-    root/batches/tmp/<hex>                uploads and records under way; wiped at the start
+    root/batches/tmp/<hex>                uploads and records being written; wiped at the start
 
-A record is replaced as a whole (temporary file, fsync, rename, fsync of the folder), and it comes after the content
-that it is about: a crash leaves the old state or the new one. What no record names is removed at the start.
+A record is replaced atomically (temporary file, fsync, rename, fsync of the folder), after the content that it
+describes: a crash leaves the old state or the new one. Content without a record is removed at the start.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ R = TypeVar("R", FileRecord, BatchRecord)
 
 
 class BatchFolder:
-    """The folder of one server, made when the first thing comes into it. Blocking: for worker threads, and the start.
+    """Manage the folder of one server, created on first use. Blocking: for worker threads and the start.
 
     Raises (all methods): StoreFull, StoreUnusable.
     """
@@ -38,7 +38,7 @@ class BatchFolder:
         self._is_made = False
 
     def read(self) -> tuple[dict[str, FileRecord], dict[str, BatchRecord]]:
-        """All records by id, oldest first; then what no record names is gone."""
+        """Return the records by id, oldest first, after removing content without a record."""
         if not self._root.is_dir():
             return {}, {}
         self._make()
@@ -52,16 +52,16 @@ class BatchFolder:
         return files, batches
 
     def content(self, file_id: str) -> Path:
-        """Where a file's bytes are."""
+        """Return the path of a file's content."""
         return self._files / file_id
 
     def new_temporary(self) -> Path:
-        """A name for an upload under way."""
+        """Return a path for an upload in progress."""
         self._make()
         return self._temporary / secrets.token_hex(16)
 
     def add_file(self, temporary: Path, record: FileRecord) -> None:
-        """A complete and synced file gets its name and its record."""
+        """Give a complete and synced file its name and its record."""
         with disk_errors("storing a file"):
             os.replace(temporary, self.content(record.id))
             fsync_directory(self._files)
@@ -74,7 +74,7 @@ class BatchFolder:
         self._write(self._root / f"{record.id}.json", record.to_dict())
 
     def remove_file(self, file_id: str) -> None:
-        """The record first: without it the content is nobody's."""
+        """Remove the record first: content without a record belongs to no file."""
         self._remove(self._files / f"{file_id}.json", self.content(file_id))
 
     def remove_batch(self, batch_id: str) -> None:

@@ -1,4 +1,4 @@
-"""Entry point of the `lorasrv` command. Subcommands import what they need when they run: `--help` stays fast."""
+"""Run the `lorasrv` command. Subcommands import their dependencies when they run, so that `--help` stays fast."""
 
 import contextlib
 import os
@@ -41,16 +41,16 @@ from lorasrv.errors import ConfigError, LorasrvError
 EXIT_CODES = (
     "Exit codes: 0 done, 1 refused (the reason is on stderr), 2 wrong usage, 3 server unreachable, 130 interrupted."
 )
-# Of all that goes wrong while arguments are read; typer has no public name for it.
+# Base class of errors in arguments, for which typer has no public name.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 class _Interrupted(Exception):
-    """Ctrl-C. typer would end by itself, with words of its own."""
+    """Signal Ctrl-C, which typer would handle itself with its own message."""
 
 
 class _PipeClosed(Exception):
-    """Whoever read our output has seen enough."""
+    """Signal that the reader of our output has closed the pipe."""
 
 
 class _Group(TyperGroup):
@@ -66,7 +66,7 @@ class _Group(TyperGroup):
 app = typer.Typer(
     name="lorasrv",
     cls=_Group,
-    help="One base model, many LoRA adapters, every request in one batch.",
+    help="Serve one base model with many LoRA adapters, every request in one batch.",
     epilog=EXIT_CODES,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -81,7 +81,7 @@ def _command(
     of: typer.Typer = app,
     cls: type[TyperCommand] = TyperCommand,
 ) -> None:
-    """Add a subcommand; every one comes with examples."""
+    """Add a subcommand with its examples."""
     # A paragraph each, and no markup: a bracket would be some.
     shown = [f"Example: {example}".replace("[", r"\[") for example in examples]
     of.command(name, cls=cls, epilog="\n\n".join(shown))(taking_key(with_option_groups(function)))
@@ -190,19 +190,19 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _root(
     ctx: typer.Context,
-    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print it."),
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
 ) -> None:
-    """One base model, many LoRA adapters, every request in one batch."""
+    """Serve one base model with many LoRA adapters, every request in one batch."""
     ctx.default_map = ServerDefaults()
 
 
 def main() -> NoReturn:
-    """Run the command; whatever goes wrong becomes one clear line and an exit code."""
+    """Run the command; each error becomes one clear line and an exit code."""
     try:
         code = _run()
         sys.stdout.flush()
     except (_PipeClosed, BrokenPipeError):
-        # Python would complain once more when it flushes at exit.
+        # Python would report the error again when it flushes at exit.
         with contextlib.suppress(OSError, ValueError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = ExitCode.DONE
@@ -211,7 +211,7 @@ def main() -> NoReturn:
 
 def _run() -> int:
     try:
-        # The code of typer.Exit, else what the command returned: None.
+        # The code of typer.Exit, or else the command's return value, None.
         return app(args=spread(sys.argv[1:]), prog_name="lorasrv", standalone_mode=False) or ExitCode.DONE
     except CliError as error:
         return _say(str(error), error.details, error.code)
@@ -239,7 +239,7 @@ def _run() -> int:
 
 def _wrong_usage(error: Any) -> int:
     if type(error).__name__ == "NoArgsIsHelpError":
-        error.show()  # the help, which typer has put into the message or prints itself
+        error.show()  # typer put the help into the message, or prints it itself
         return ExitCode.USAGE
     command = error.ctx.command_path if error.ctx is not None else "lorasrv"
     message = error.format_message()

@@ -27,7 +27,7 @@ from adapter_store.quota import ANONYMOUS
 from adapter_store.registry.records import Registration
 from adapter_store.registry.references import VERBS, check_adapter_id
 from adapter_store.spec import AdapterId, AdapterRef
-from adapter_store.storage.pending_uploads import Sender
+from adapter_store.storage.pending_uploads import Uploader
 from adapter_store.store import AdapterStore
 from adapter_store.validation.validate import validate_adapter
 from api.config.lora_module_path import LoraModulePath
@@ -94,11 +94,11 @@ def add_folder(
     with open_adapter_dir(folder, opener) as peft, peft.open_weights() as weights:
         digest = hashlib.file_digest(weights, "sha256").hexdigest()
         if not moves and (older := _older_version(store, name, peft.config, weights, digest)):
-            return Registration(older, created=False, report=store.uploads.report(older))
+            return Registration(older, created=False, report=store.version_history.report(older))
         with contextlib.suppress(BlobNotFound, AdapterCorrupt, AdapterInvalid):
             return store.register(name, peft.config, digest, if_not_exists=if_not_exists, **owner)
         # Not there, or perhaps damaged on the disk: what is here puts that right.
-        _copy(store, weights, digest, Sender(owner.get("principal", ANONYMOUS)))
+        _copy(store, weights, digest, Uploader(owner.get("principal", ANONYMOUS)))
         return store.register(name, peft.config, digest, if_not_exists=if_not_exists, **owner)
 
 
@@ -117,7 +117,7 @@ def _older_version(
     return record.ref(found[-1]) if found and record.current_version not in found else None
 
 
-def _copy(store: AdapterStore, weights: BufferedReader, digest: str, sender: Sender) -> None:
+def _copy(store: AdapterStore, weights: BufferedReader, digest: str, sender: Uploader) -> None:
     weights.seek(0)
     with store.open_blob(digest, os.fstat(weights.fileno()).st_size, sender) as upload:
         while chunk := weights.read(CHUNK_BYTES):

@@ -1,1 +1,1 @@
-"""The console: a page for operators, served as plain files that ask the server's own routes."""
+"""Console: a page for operators, served as plain files that call the server's own routes."""

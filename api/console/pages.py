@@ -1,8 +1,8 @@
-"""GET and HEAD below /console: files that are read when the server starts, by an exact table of paths.
+"""Serve GET and HEAD below /console: files read at the start, by an exact table of paths.
 
-No path of a request ever becomes the name of a file. What the console may do in a browser is in its headers: it loads
-from its own server only, runs no inline script, and may not make markup of text (Trusted Types), so that adapter ids
-and answers of models stay text.
+A request's path never becomes a file name. Headers restrict the console in the browser: it loads from its own server
+only, runs no inline script, and cannot turn text into markup (Trusted Types), so that adapter ids and model answers
+stay text.
 """
 
 import hashlib
@@ -47,10 +47,11 @@ MEDIA_TYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One file as it is sent; `etag` tells its content."""
+    """Hold one file as it is sent."""
 
     content: bytes
     media_type: str
+    # Identifies the content.
     etag: str
 
     @classmethod
@@ -59,7 +60,7 @@ class Page:
         return cls(content, MEDIA_TYPES[name.rpartition(".")[2]], f'"{digest}"')
 
     def answer(self, request: Request) -> Response:
-        """The file, or 304 to whoever has it already."""
+        """Send the file, or 304 if the client has it already."""
         headers = {**HEADERS, "etag": self.etag}
         if self.etag in _known_tags(request):
             return Response(status_code=304, headers=headers)
@@ -67,10 +68,10 @@ class Page:
 
 
 def read_pages() -> dict[str, Page]:
-    """Every path of `CONSOLE_PATHS` with its file.
+    """Read the file of each path in `CONSOLE_PATHS`.
 
-    The page names its files relative to `/console`, for servers behind a proxy's prefix; at `/console/` they are
-    beside it.
+    The page names its resources relative to `/console`, for servers behind a proxy's prefix; for `/console/` the names
+    are relative to the page itself.
     """
     folder = resources.files("api.console") / "static"
     index = (folder / "index.html").read_text("utf-8")
@@ -85,7 +86,7 @@ def read_pages() -> dict[str, Page]:
 
 
 def _known_tags(request: Request) -> set[str]:
-    """What If-None-Match names; compared weakly, as RFC 9110 section 13.1.2 has it."""
+    """Return the tags of If-None-Match, for weak comparison (RFC 9110 section 13.1.2)."""
     values = ",".join(request.headers.getlist("if-none-match")).split(",")
     return {value.strip().removeprefix("W/") for value in values}
 

@@ -1,4 +1,4 @@
-"""Where the console's files are: exact paths. They hold no data, so that they are open without a key."""
+"""List the exact paths of the console's files. They contain no data, and therefore need no key."""
 
 STATIC_FILES = (
     "icon.svg",
@@ -31,6 +31,6 @@ STATIC_FILES = (
     "try_it.js",
     "upload.js",
 )
-"""All files of `static/` but the page itself."""
+"""Files of `static/` except for the page itself."""
 CONSOLE_PATHS = ("/console", "/console/", *(f"/console/{name}" for name in STATIC_FILES))
-"""Every path of the console. The page is at the first two, everything else is what it loads."""
+"""Paths of the console: the page is at the first two, the others are its resources."""

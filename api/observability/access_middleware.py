@@ -1,5 +1,6 @@
-"""Around every request: what came, what went, how long it took, for whoever counts, logs or traces. No contents, unless
-asked for. Plain ASGI, the outermost of all, so that what any other layer answers is seen.
+"""Observe each HTTP request for metrics, logs and spans: route, status, times; contents only on request.
+
+Plain ASGI, and the outermost middleware, so that responses of all other layers are seen.
 """
 
 import logging
@@ -21,9 +22,13 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 class RequestInfo:
-    """One HTTP request. `answers` are what the engine has computed for it, in the order of their ends; `broken`: its
-    answer had begun when something failed. `began_s` is monotonic, `began_ns` Unix time. `sent` and `received` hold the
-    first bytes of both bodies if they are to be kept.
+    """Describe one HTTP request.
+
+    Attributes:
+        answers: finished engine requests, in the order of their ends.
+        broken: whether something failed after the response had begun.
+        began_s, began_ns: start, monotonic and Unix time.
+        received, sent: first bytes of both bodies, if they are kept.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -46,7 +51,7 @@ class RequestInfo:
 
     @property
     def route(self) -> str:
-        """The template that matched, `/v1/adapters/{adapter_id}`; never what the client wrote."""
+        """Return the matched template, such as `/v1/adapters/{adapter_id}`; never the client's text."""
         return str(getattr(self._scope.get("route"), "path_format", NO_ROUTE))
 
     @property
@@ -55,33 +60,33 @@ class RequestInfo:
 
     @property
     def principal(self) -> str:
-        """Whose key it was."""
+        """Return the principal of the request's key."""
         return caller_of(self._scope).principal
 
     def asked(self, name: str) -> str:
-        """A header of the request; "" if it is not there."""
+        """Return a request header; "" if missing."""
         wanted = name.encode()
         return next((value.decode("latin-1") for key, value in self._scope["headers"] if key == wanted), "")
 
     def ended(self, request: FinishedRequestStats) -> None:
-        """The engine is done with a part of it. Not told when it is over: a batch runs on in its context."""
+        """Add a finished engine request. Ignored after the response: a batch runs on in its context."""
         if not self._is_over and len(self.answers) < MAX_ANSWERS:
             self.answers.append(request)
 
     def over(self) -> None:
-        """Its answer has been sent, or never will be."""
+        """Finish: the response has been sent, or never will be."""
         self._is_over = True
         self.seconds = time.monotonic() - self.began_s
         self.status = self.status or CLIENT_CLOSED_REQUEST
 
 
 CURRENT: ContextVar[RequestInfo | None] = ContextVar("current_request", default=None)
-"""The request in whose context this runs, for log lines."""
+"""The HTTP request that is being processed, for log lines."""
 Sink = Callable[[RequestInfo], None]
 
 
 class AccessMiddleware:
-    """Tells every sink of every request when it is over. `keeps_text`: with the beginnings of both bodies."""
+    """Report each finished request to every sink; with `keeps_text`, including the beginnings of both bodies."""
 
     def __init__(self, app: ASGIApp, sinks: Sequence[Sink], keeps_text: bool = False) -> None:
         self._app = app
@@ -124,8 +129,8 @@ class AccessMiddleware:
             try:
                 sink(seen)
             except Exception:
-                # Who only looks on must not cost a client its answer.
-                _LOG.exception("seeing request %s failed", seen.request_id)
+                # A failing observer must not cost a client its response.
+                _LOG.exception("observing request %s failed", seen.request_id)
 
 
 def _keep(kept: bytearray, more: bytes) -> None:

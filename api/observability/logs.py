@@ -1,8 +1,8 @@
-"""What the server writes to stderr: a line for each event, as JSON or as text, whoever says it.
+"""Write the server's log to stderr: a line per event, as JSON or as text, from every source.
 
-Everything goes through one handler of Python's logging: ours, uvicorn's, Python's warnings. Our own lines start at
-`--log-level`, those of others at warning, at the earliest. No line holds a prompt, an answer or a header, unless
-`--log-prompts` asks for the beginnings of bodies.
+All lines go through one handler of Python's logging: ours, uvicorn's, Python's warnings. Our own start at
+`--log-level`, those of others at warning or above. No line contains a prompt, an answer or a header, unless
+`--log-prompts` requests the beginnings of bodies.
 """
 
 import io
@@ -23,18 +23,20 @@ from lorasrv.metrics.request_stats import FinishedRequestStats
 
 OURS = ("api", "lorasrv", "adapter_store", "sgmv_kernels")
 PROBES = frozenset({"/health", "/ready", "/ping", "/metrics"})
-"""Asked every few seconds by machines: lines of level debug."""
+"""Polled by machines every few seconds: logged at debug."""
 MAX_SHOWN = 500
-"""Characters of a body."""
+"""Shown characters of a body."""
 _LOG = logging.getLogger(__name__)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 @contextmanager
 def written(log_format: str, log_level: str, stream: TextIO | None = None) -> Iterator[None]:
-    """All lines of the process go to `stream` (stderr) while this lasts.
+    """Send all log lines of the process to `stream` (default stderr) within the block.
 
-    `log_format`: json, text, or auto: text for a terminal. `log_level`: debug, info, warning or error.
+    Args:
+        log_format: json, text, or auto, which is text for a terminal.
+        log_level: debug, info, warning or error.
     """
     stream = stream or sys.stderr
     handler = logging.StreamHandler(stream)
@@ -56,7 +58,9 @@ def written(log_format: str, log_level: str, stream: TextIO | None = None) -> It
 
 
 def request_logger(keeps_text: bool = False) -> Callable[[RequestInfo], None]:
-    """Writes a line for each request; `keeps_text`: with the beginnings of both bodies, if it was answered."""
+    """Return a function that logs each request; with `keeps_text`, including the beginnings of both bodies if it was
+    answered.
+    """
 
     def log(seen: RequestInfo) -> None:
         level = _level(seen)
@@ -67,7 +71,7 @@ def request_logger(keeps_text: bool = False) -> Callable[[RequestInfo], None]:
 
 
 def facts(seen: RequestInfo) -> dict[str, Any]:
-    """What is told of a request: who asked what, who answered, how much, how long (ms), and how it ended."""
+    """Return the log fields of a request: client, model, counts, times (ms) and result."""
     told: dict[str, Any] = {
         "method": seen.method,
         "route": seen.route,
@@ -86,7 +90,7 @@ def facts(seen: RequestInfo) -> dict[str, Any]:
 
 
 def _of_answers(answers: list[FinishedRequestStats]) -> dict[str, Any]:
-    """Of all choices as one: a prompt counts once, times are the longest."""
+    """Combine all choices: a prompt counts once, times are the longest."""
     prompts = [answer for answer in answers if not answer.is_further] or answers[:1]
     told: dict[str, Any] = {
         "prompt_tokens": sum(answer.prompt_tokens for answer in prompts),
@@ -147,7 +151,7 @@ def _formatter(log_format: str, is_terminal: bool) -> logging.Formatter:
     ]
     last: list[Processor] = [structlog.stdlib.ProcessorFormatter.remove_processors_meta]
     if as_text:
-        # Plain tracebacks: the prettier ones show variables, and those hold prompts.
+        # Plain tracebacks: the prettier ones show variables, which hold prompts.
         last.append(_escape_event)
         last.append(structlog.dev.ConsoleRenderer(colors=is_terminal, exception_formatter=_traceback, pad_event_to=0))
     else:
@@ -156,13 +160,13 @@ def _formatter(log_format: str, is_terminal: bool) -> logging.Formatter:
 
 
 def _escape_event(_: object, __: str, event: EventDict) -> EventDict:
-    """One line stays one: what came from a client may hold ends of lines, and commands for a terminal."""
+    """Keep an event on one line: text from a client may contain line breaks and terminal control sequences."""
     event["event"] = _CONTROL.sub(_escaped, str(event["event"]))
     return event
 
 
 def _traceback(out: TextIO, info: ExcInfo) -> None:
-    """A plain one, of which no line looks like a line of the log."""
+    """Write a plain traceback, indented so that none of its lines looks like a log line."""
     text = io.StringIO()
     structlog.dev.plain_traceback(text, info)
     out.write("\n".join(f"  {_CONTROL.sub(_escaped, line)}".rstrip() for line in text.getvalue().split("\n")))
@@ -173,7 +177,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def _add_request_id(_: object, __: str, event: EventDict) -> EventDict:
-    """Whatever is said while a request is worked on names it."""
+    """Add the id of the request being processed."""
     seen = CURRENT.get()
     if seen is not None and seen.request_id:
         event["request_id"] = seen.request_id

@@ -1,4 +1,4 @@
-"""Everything that looks on, put together: figures, log lines, spans, the ledger."""
+"""Assemble all observers of a server: metrics, log lines, spans, the ledger."""
 
 import asyncio
 from dataclasses import dataclass
@@ -17,9 +17,10 @@ from lorasrv.metrics.usage_ledger import Ledger
 
 @dataclass(slots=True)
 class Observability:
-    """Of one server. `middleware` goes around all others."""
+    """Hold the observers of one server."""
 
     registry: CollectorRegistry
+    # Wraps all other middleware.
     middleware: Middleware
     _ledger: Ledger
     _tracing: Tracing | None
@@ -27,7 +28,11 @@ class Observability:
 
     @classmethod
     def of(cls, services: Services) -> "Observability":
-        """Raises: ConfigError: spans are asked for, and the packages for it are not installed."""
+        """Build the observers from the settings.
+
+        Raises:
+            ConfigError: spans are configured, and the packages for them are not installed.
+        """
         settings, http = services.settings, HttpFigures()
         tracing = open_tracing(settings.otlp_traces_endpoint)
         sinks: list[Sink] = [http.saw, request_logger(settings.log_prompts)]
@@ -37,11 +42,11 @@ class Observability:
         return cls(make_registry(services, http), middleware, services.ledger, tracing)
 
     def start(self) -> None:
-        """Begin to write the ledger."""
+        """Start writing the ledger."""
         self._writing = asyncio.create_task(self._ledger.run())
 
     async def close(self) -> None:
-        """Write and send what is left. The engine has ended, so that nothing more comes."""
+        """Write and send what is left, after the engine has ended."""
         if self._writing is not None:
             self._writing.cancel()
         await self._ledger.close()

@@ -1,8 +1,8 @@
-"""OpenTelemetry spans, if asked for: one a request, with its wait for the adapter, its queueing, prefill and decode.
+"""Export OpenTelemetry spans on request: one per HTTP request, with adapter load, queue, prefill and decode inside.
 
-A span is made when its request is over, from times that were noted anyway: until then tracing costs nothing, and no
-context has to be carried anywhere. Sending is a thread's work (`BatchSpanProcessor`), which drops spans when it cannot
-keep up. Attributes are those of OpenTelemetry's conventions for HTTP and for generative AI; ours begin with `lorasrv.`.
+A span is created when its request is over, from times that were recorded anyway: until then tracing costs nothing, and
+no context has to be passed on. A thread sends spans (`BatchSpanProcessor`) and drops them when it cannot keep up.
+Attributes follow OpenTelemetry's conventions for HTTP and for generative AI; ours begin with `lorasrv.`.
 """
 
 import os
@@ -26,13 +26,14 @@ OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completio
 GENERATION = "generate_content"
 MAX_CHOICES_SHOWN = 8
 LAST_SPANS_S = 2.0
-"""How long the end of a server may wait for a collector: it has that much left after draining (`--drain-s`)."""
+"""Time for which shutdown may wait for a collector: draining (`--drain-s`) leaves that much time."""
 
 
 def open_tracing(endpoint: str | None, environment: Mapping[str, str] = os.environ) -> "Tracing | None":
-    """As `--otlp-endpoint` or OpenTelemetry's own variables say; None if neither says anything.
+    """Configure tracing from `--otlp-endpoint` or OpenTelemetry's own variables; return None without either.
 
-    Raises: ConfigError: the packages for it are not installed.
+    Raises:
+        ConfigError: the packages for it are not installed.
     """
     asker = (
         "--otlp-endpoint" if endpoint else next((name for name in ENDPOINT_VARIABLES if environment.get(name)), None)
@@ -45,7 +46,7 @@ def open_tracing(endpoint: str | None, environment: Mapping[str, str] = os.envir
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigError(f"{asker} needs packages that are not here: pip install 'lorasrv[otel]'") from error
+        raise ConfigError(f"{asker} needs packages that are not installed: pip install 'lorasrv[otel]'") from error
     known = {"service.name": "lorasrv", "service.version": __version__}
     resource = Resource.create(known if "OTEL_SERVICE_NAME" not in environment else {})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
@@ -55,14 +56,14 @@ def open_tracing(endpoint: str | None, environment: Mapping[str, str] = os.envir
 
 
 class Tracing:
-    """Makes spans of requests that are over."""
+    """Create spans of finished requests."""
 
     def __init__(self, provider: "TracerProvider") -> None:
         self._provider = provider
         self._tracer: Tracer = provider.get_tracer("lorasrv", __version__)
 
     def saw(self, seen: RequestInfo) -> None:
-        """A request is over. What only probes or reads figures makes no span."""
+        """Export a finished request; probes and reads of statistics get no span."""
         from opentelemetry import trace
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -76,7 +77,7 @@ class Tracing:
             attributes=_attributes(seen),
             start_time=seen.began_ns,
         )
-        # Our own failures only: a client's mistake is its own.
+        # Server errors only: a client's mistake is not an error of the span.
         if seen.status >= 500 or seen.broken:
             span.set_status(trace.Status(trace.StatusCode.ERROR))
         if span.is_recording():
@@ -85,13 +86,13 @@ class Tracing:
         span.end(seen.began_ns + round(1e9 * seen.seconds))
 
     def close(self) -> None:
-        """Send what is left. Waits `LAST_SPANS_S` at most: the exporter itself would try for ten seconds."""
+        """Send the remaining spans, for at most `LAST_SPANS_S`: the exporter itself would retry for ten seconds."""
         sending = threading.Thread(target=self._provider.shutdown, name="lorasrv-last-spans", daemon=True)
         sending.start()
         sending.join(LAST_SPANS_S)
 
     def _parts(self, seen: RequestInfo, answer: FinishedRequestStats, span: "Span") -> None:
-        """The request's time in the engine, one part after another. The wait for the adapter begins on arrival."""
+        """Add a child span per phase in the engine, one after another; the load begins on arrival."""
         from opentelemetry import trace
 
         context = trace.set_span_in_context(span)

@@ -1,1 +1,1 @@
-"""HTTP routes, one module a subject."""
+"""HTTP routes, one module per resource."""

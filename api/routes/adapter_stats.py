@@ -1,4 +1,4 @@
-"""GET /v1/adapters/{id}/stats: what an adapter was asked, and what it cost, since it was uploaded."""
+"""Serve GET /v1/adapters/{id}/stats: usage and cost of an adapter since its upload."""
 
 import logging
 import sqlite3
@@ -22,9 +22,10 @@ BASE = "base"
 
 @router.get("/v1/adapters/{adapter_id}/stats")
 async def show_stats(adapter_id: str, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
-    """What an id was asked and what it cost, in all and by version, since it was uploaded, over restarts.
+    """Return the usage and cost of an id since its upload, over restarts, in total and by version.
 
-    `base`, or the base's name, is the base; for administrators who may see every adapter, as it tells what all did.
+    `base`, or the base's name, is the base, visible to administrators who may see every adapter, as it covers all
+    traffic.
     """
     if (record := view.records().get(AdapterId(adapter_id))) is None:
         return await _of_base(adapter_id, services, view)
@@ -38,7 +39,7 @@ async def show_stats(adapter_id: str, services: ServicesDep, view: ViewDep) -> d
 
 async def _of_base(name: str, services: Services, view: ScopedStore) -> dict[str, Any]:
     if name not in (BASE, services.base_name) or not view.is_whole:
-        # Says what else it may have meant.
+        # Raises the error, with similar names.
         await run_in_threadpool(view.get, name)
         raise AdapterNotFound(name)
     usage = (await _read(services, "", [BASE_KEY]))[BASE_KEY]

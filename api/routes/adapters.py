@@ -1,4 +1,4 @@
-"""Uploading, listing, warming, pinning, limiting and removing adapters; moving ids and aliases between versions."""
+"""Serve /v1/adapters: upload, list, warm, pin, limit and delete adapters; move ids and aliases between versions."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.concurrency import run_in_threadpool
 
 from adapter_store.errors import AdapterNotFound
-from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_state
+from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration, check_preconditions
 from adapter_store.spec import AdapterKey
 from adapter_store.storage.blobs import BlobUpload
 from api.asgi.json_body import JsonRoute
@@ -27,7 +27,7 @@ from lorasrv.outputs import AdapterTier
 
 router = APIRouter(route_class=JsonRoute)
 
-# A hop to a worker thread costs about 50 us: not for every 64 KiB that the socket brings.
+# A hop to a worker thread costs about 50 us: too much for every 64 KiB from the socket.
 WRITE_BYTES = 1 << 20
 MAX_WAIT_S = 60.0
 Switch = Annotated[Literal["true", "1", "false", "0", ""] | None, "on or off"]
@@ -35,15 +35,17 @@ Switch = Annotated[Literal["true", "1", "false", "0", ""] | None, "on or off"]
 
 @router.put("/v1/blobs/sha256:{digest}")
 async def put_blob(digest: str, request: Request, view: ViewDep) -> JSONResponse:
-    """Store weights under their digest. Bytes that are there already are written once more: that repairs a bad disk.
-    200 says that they were there, to whom may know it: who can read an id that has them, or has sent them before."""
+    """Store weights under their digest. Existing bytes are written again, which repairs a damaged disk.
+
+    Returns 200 if the weights existed, but only to callers that can read an id with them or have sent them before.
+    """
     length = _content_length(request)
     upload, known = await run_in_threadpool(view.open_blob, digest, length)
     try:
         await _receive(request, upload)
         await run_in_threadpool(upload.commit)
     except BaseException:
-        # The client went away, perhaps: nobody may wait for it, and the event loop not for the disk.
+        # The client may have disconnected: the abort must not block the event loop.
         asyncio.get_running_loop().run_in_executor(None, upload.abort)
         raise
     body = {"object": "blob", "digest": f"sha256:{digest}", "bytes": length, "created": not known}
@@ -52,8 +54,10 @@ async def put_blob(digest: str, request: Request, view: ViewDep) -> JSONResponse
 
 @router.post("/v1/adapters")
 async def register(body: AdapterBody, view: ViewDep, if_match: IfMatch) -> JSONResponse:
-    """Check uploaded weights and give them an id, and an alias: 201 for a new version, 200 if the id had this content
-    already."""
+    """Validate uploaded weights and register them under an id, and an alias.
+
+    Returns 201 for a new version, 200 if the id had this content already.
+    """
     body.refuse_unbuilt()
     done: Registration = await run_in_threadpool(
         view.register,
@@ -82,7 +86,7 @@ async def register(body: AdapterBody, view: ViewDep, if_match: IfMatch) -> JSONR
 async def list_adapters(
     services: ServicesDep, view: ViewDep, search: str = "", limit: Limit = None, after: str | None = None
 ) -> Response:
-    """Every id with its versions and aliases, or those whose id contains `search`, at most `limit`, behind `after`."""
+    """List ids with their versions and aliases: those that contain `search`, at most `limit`, after the id `after`."""
     return await run_in_threadpool(_list_adapters, services, view, search, limit, after)
 
 
@@ -96,18 +100,19 @@ def _list_adapters(
 
 @router.get("/v1/adapters/{adapter_id}")
 async def show_adapter(adapter_id: str, services: ServicesDep, view: ViewDep) -> JSONResponse:
-    """One id with its versions and aliases, and of the current version the upload report and what verifying it came
-    to (null: it was not)."""
+    """Return an id with its versions and aliases, and the current version's upload report and verdict (null: not
+    verified).
+    """
     record = await run_in_threadpool(view.get, adapter_id)
     current = record.ref(record.current_version)
-    report = await run_in_threadpool(services.store.uploads.report, current)
-    verified = await run_in_threadpool(services.store.uploads.verdict, current)
+    report = await run_in_threadpool(services.store.version_history.report, current)
+    verified = await run_in_threadpool(services.store.version_history.verdict, current)
     shown = adapter_json(record, services.store.quarantined()) | await _used(services, record)
     return JSONResponse({**shown, "report": report.to_dict(), "verified": verified}, headers=etag_header(record))
 
 
 async def _used(services: Services, record: AdapterRecord) -> dict[str, Any]:
-    """Where the current version is (null: nobody knows, the engine is dead), and what was asked of the id so far."""
+    """Return the tier of the current version (null: unknown, the engine is dead) and the traffic of the id."""
     traffic = services.engine.traffic
     account = traffic.of(record.adapter_id)
     try:
@@ -122,9 +127,9 @@ async def _used(services: Services, record: AdapterRecord) -> dict[str, Any]:
 async def warm_adapter(
     reference: str, body: WarmBody, request: Request, services: ServicesDep, view: ViewDep
 ) -> dict[str, Any]:
-    """Bring an adapter to the pool ahead of its requests; answers as soon as it is there, or at the deadline."""
+    """Load an adapter into the pool ahead of its requests; returns once it is resident, or at the deadline."""
     ref = await run_in_threadpool(view.resolve_one, reference)
-    # Held until it is there; one that is known to be damaged is refused here.
+    # Held until it is loaded; an adapter known to be damaged is refused here.
     hold = await run_in_threadpool(services.store.hold, ref.key)
     work = services.engine.warm(hold.key, body.deadline_ms / 1000)
     reached = await run_until_disconnect(request.receive, work)
@@ -142,19 +147,20 @@ async def warm_adapter(
 async def change_adapter(
     reference: str, body: AdapterPatch, services: ServicesDep, view: ViewDep, if_match: IfMatch
 ) -> JSONResponse:
-    """Move an id to one of its versions, and aliases to theirs; limit it, for all its versions, until it is deleted:
-    all in one step. Pin an adapter to the pool, answering when it is there or after ten seconds; or let it go,
-    answering at once.
+    """Change an adapter in one step: move the id to a version, move aliases, set limits (for all versions), or pin
+    it.
 
-    What is pinned is the content that the reference names then, until it is unpinned or the server restarts: a version
-    that is uploaded later is not, and the older one is unpinned by its own name (`mia@1`). With keys, pins and limits
-    need scope `admin`: they take from everybody else.
+    Pinning returns when the adapter is resident or after ten seconds; unpinning returns at once.
+
+    A pin applies to the content that the reference names at that time, until it is unpinned or the server restarts: a
+    version uploaded later is not pinned, and the older one is unpinned by its own name (`mia@1`). With keys, pins and
+    limits need scope `admin`, as they take resources from other keys.
     """
     change = body.wanted()
     _check_may_share_out(body, view.caller)
     ref = await run_in_threadpool(view.resolve_one, reference)
     record = await run_in_threadpool(view.get, ref.adapter_id)
-    check_state(ref.adapter_id, record, if_match)
+    check_preconditions(ref.adapter_id, record, if_match)
     if change is not None:
         _check_is_of_all(change, reference, record)
     if change is not None and change.version is not None:
@@ -162,13 +168,13 @@ async def change_adapter(
         ref = record.ref(change.version)
     changed: dict[str, Any] = {"object": "adapter", "id": ref.adapter_id, "digest": f"sha256:{ref.key}"}
     undo_pin = None
-    # Before the rest: a pin may be refused, and then nothing is to change. Letting go is not.
+    # First, as a pin may be refused, and then nothing must change. Unpinning is not refused.
     if body.pinned:
         if change is not None and not await _is_pinned(services, ref.key):
             undo_pin = partial(services.engine.unpin, ref.key)
         changed |= {"pinned": True, "tier": await _set_pinned(services, ref.key, reference, True)}
     if change is not None:
-        # Also if the client has left by now: the engine would keep to the old limits.
+        # Also after the client has disconnected: otherwise the engine would keep the old limits.
         record = await asyncio.shield(_change(services, view, ref.adapter_id, change, if_match, undo_pin))
         changed |= _changed(change, record)
     if body.pinned is False:
@@ -210,7 +216,7 @@ async def _is_pinned(services: Services, key: AdapterKey) -> bool:
 async def _set_pinned(services: Services, key: AdapterKey, reference: str, pinned: bool) -> AdapterTier:
     reached = await (services.engine.pin if pinned else services.engine.unpin)(key)
     if pinned and not await run_in_threadpool(services.store.is_named, key):
-        # Deleted meanwhile: nothing would be left to unpin it by.
+        # Deleted meanwhile: without a name it could not be unpinned.
         await services.engine.unpin(key)
         raise AdapterNotFound(reference)
     return reached.tier
@@ -224,7 +230,7 @@ async def _change(
     if_match: Collection[str] | None,
     undo: Callable[[], Awaitable[object]] | None,
 ) -> AdapterRecord:
-    """Do it; what belongs to it and was done before is undone if it is refused."""
+    """Apply the change; if it is refused, undo the pin that was set for it."""
     try:
         record: AdapterRecord = await run_in_threadpool(view.change, adapter_id, change, if_match=if_match)
     except Exception:
@@ -246,10 +252,10 @@ async def delete_adapter(
     wait: Annotated[float, Query(ge=0, le=MAX_WAIT_S)] = 0.0,
     force: Switch = None,
 ) -> JSONResponse:
-    """Forget an id, or one version (`mia@3`): 202, and its requests go on to their end on what they began with. `wait`
-    answers when they have, with 200, or after so many seconds.
+    """Delete an id, or one version (`mia@3`): returns 202, and running requests finish with their version.
 
-    `force` lets nothing stand in the way: aliases that name the version go, and its requests end with an error.
+    `wait` returns 200 once they have finished, or 202 after so many seconds. `force` also deletes aliases that point to
+    the version, and ends its requests with an error.
     """
     is_forced = force in ("true", "1")
     gone = await delete(services, view, reference, force=is_forced, if_match=if_match)
@@ -276,9 +282,10 @@ async def delete(
     force: bool = False,
     if_match: Collection[str] | None = None,
 ) -> Deletion:
-    """`AdapterStore.delete`, and have the engine forget limits, and pins that nothing is left to unpin by."""
+    """Delete as `AdapterStore.delete` does; the engine drops limits, and pins that no remaining name could unpin."""
     gone: Deletion = await run_in_threadpool(view.delete, reference, force=force, if_match=if_match)
-    # Also if the client has left by now: pins without a name would stay for ever, and limits for the next of the name.
+    # Also after the client has disconnected: pins without a name would stay, and limits would apply to the next
+    # adapter of that name.
     await asyncio.shield(_forget(services, view, gone))
     return gone
 

@@ -1,4 +1,4 @@
-"""/v1/batches: files of requests, answered when there is room."""
+"""Serve /v1/batches: files of requests, processed at low priority."""
 
 import asyncio
 from typing import Annotated, Any
@@ -14,10 +14,12 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/batches")
 async def create(body: BatchBody, batches: BatchesDep) -> dict[str, Any]:
-    """Answer every line of a file, behind all online requests. `completion_window` in minutes, hours or days: `24h`."""
+    """Answer every line of a file, after all online requests. `completion_window` is in minutes, hours or days:
+    `24h`.
+    """
     window = (body.completion_window, body.window_s())
     age_s = None if body.output_expires_after is None else body.output_expires_after.seconds
-    # Also if the client has left by now: what is on the disk is in the books.
+    # Also after the client has disconnected, so that memory and disk agree.
     making = batches.create(body.input_file_id, body.endpoint, window, body.metadata, age_s)
     return batches.shown(await asyncio.shield(making))
 
@@ -26,19 +28,19 @@ async def create(body: BatchBody, batches: BatchesDep) -> dict[str, Any]:
 async def list_batches(
     batches: BatchesDep, limit: Annotated[int, Query(ge=1, le=100)] = 20, after: str | None = None
 ) -> dict[str, Any]:
-    """Newest first; behind the batch `after`, at most `limit`."""
+    """List batches, newest first; at most `limit`, after the batch `after`."""
     page, more = page_after(batches.all(), after, limit, newest_first=True)
     return {"object": "list", "data": [batches.shown(record) for record in page], **page_ends(page), "has_more": more}
 
 
 @router.get("/v1/batches/{batch_id}")
 async def show(batch_id: str, batches: BatchesDep) -> dict[str, Any]:
-    """Where a batch stands."""
+    """Return the state of a batch."""
     return batches.shown(batches.get(batch_id))
 
 
 @router.post("/v1/batches/{batch_id}/cancel")
 async def cancel(batch_id: str, batches: BatchesDep) -> dict[str, Any]:
-    """Ask nothing more; what was answered until now can be read when the batch is `cancelled`."""
+    """Stop sending lines; the results so far can be read when the batch is `cancelled`."""
     batches.get(batch_id)
     return batches.shown(await asyncio.shield(batches.cancel(batch_id)))

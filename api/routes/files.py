@@ -1,4 +1,4 @@
-"""/v1/files: what batches read and write, kept for a while."""
+"""Serve /v1/files, which keeps the inputs and results of batches for a while."""
 
 import asyncio
 from collections.abc import Iterator
@@ -50,14 +50,14 @@ BatchesDep = Annotated[ScopedBatches, Depends(get_batches)]
 
 @router.post("/v1/files", openapi_extra=_FORM)
 async def upload(request: Request, batches: BatchesDep) -> dict[str, Any]:
-    """Keep a file of batch lines: a multipart form with `purpose=batch` and `file`. A batch looks at what is in it."""
+    """Store a file of batch lines: a multipart form with `purpose=batch` and `file`. A batch validates its content."""
     length = check_form_headers(request)
     async with batches.receiving(length) as place:
         form = await receive_form(request, place.write)
         purpose, age_s = file_purpose(form.fields), file_age_s(form.fields)
         if form.filename is None:
             raise ApiError(400, "the form needs a part named file", code="invalid_form", param="file")
-        # A name of the client's machine may come with folders.
+        # A name from the client's machine may include folders.
         name = form.filename.replace("\\", "/").rpartition("/")[2].replace("\0", "")[:MAX_NAME_CHARS] or "file"
         record = await batches.keep(place, name, purpose, age_s)
     return record.shown()
@@ -71,7 +71,7 @@ async def list_files(
     after: str | None = None,
     order: Literal["asc", "desc"] = "desc",
 ) -> dict[str, Any]:
-    """Newest first, or oldest with `order=asc`; behind the file `after`, at most `limit`."""
+    """List files, newest first, or oldest first with `order=asc`; at most `limit`, after the file `after`."""
     wanted = [record for record in batches.files() if purpose in (None, record.purpose)]
     page, more = page_after(wanted, after, limit, newest_first=order == "desc")
     return {"object": "list", "data": [record.shown() for record in page], **page_ends(page), "has_more": more}
@@ -79,13 +79,13 @@ async def list_files(
 
 @router.get("/v1/files/{file_id}")
 async def show_file(file_id: str, batches: BatchesDep) -> dict[str, Any]:
-    """One file."""
+    """Return a file's description."""
     return batches.file(file_id).shown()
 
 
 @router.get("/v1/files/{file_id}/content")
 async def read_file(file_id: str, batches: BatchesDep) -> Response:
-    """The bytes as they were sent, or results, a line each."""
+    """Return a file's content: the bytes as sent, or one result per line."""
     record = batches.file(file_id)
     content = await run_in_threadpool(_opened, batches.path(file_id))
     headers = {"content-length": str(record.bytes)}
@@ -94,13 +94,13 @@ async def read_file(file_id: str, batches: BatchesDep) -> Response:
 
 @router.delete("/v1/files/{file_id}")
 async def delete_file(file_id: str, batches: BatchesDep) -> dict[str, Any]:
-    """Forget a file; one that an open batch needs stays (409)."""
+    """Delete a file; a file that an open batch needs stays (409)."""
     await asyncio.shield(batches.delete_file(file_id))
     return {"object": "file", "id": file_id, "deleted": True}
 
 
 def _opened(path: Path) -> Iterator[bytes]:
-    """Opened here, so that a file that is deleted meanwhile is still read to its end."""
+    """Open the file now, so that a file deleted meanwhile is still read to its end."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -115,16 +115,19 @@ def _opened(path: Path) -> Iterator[bytes]:
 
 
 def page_after(oldest_first: list[T], after: str | None, limit: int, *, newest_first: bool) -> tuple[list[T], bool]:
-    """A page behind the record `after`, and whether there are more.
+    """Return a page after the record `after`, and whether there are more.
 
-    Raises: ApiError: 400, there is no such record (any more), so that what follows it is not known.
+    Raises:
+        ApiError: 400, the record does not exist (any more), so the page is undefined.
     """
     records = oldest_first[::-1] if newest_first else oldest_first
     begin = 0
     if after is not None:
         begin = next((i for i, record in enumerate(records, 1) if record.id == after), 0)
         if not begin:
-            raise ApiError(400, "after names nothing that is there; begin anew", code="invalid_value", param="after")
+            raise ApiError(
+                400, "after names nothing that exists; start again without it", code="invalid_value", param="after"
+            )
     return records[begin : begin + limit], len(records) > begin + limit
 
 

@@ -1,7 +1,4 @@
-"""What runs here: /info, /version, /ping.
-
-Health, readiness and figures.
-"""
+"""Serve information, health and metrics: /info, /version, /ping, /health, /ready, /metrics."""
 
 from typing import Any
 
@@ -24,19 +21,19 @@ router = APIRouter()
 
 @router.get("/ping")
 async def ping() -> Response:
-    """The process answers; /health says whether the engine does."""
+    """Return 200 while the process responds; /health reports the engine."""
     return Response(media_type="text/plain")
 
 
 @router.get("/version")
 async def version() -> dict[str, str]:
-    """The server's version."""
+    """Return the server's version."""
     return {"version": __version__}
 
 
 @router.get("/info")
 async def info(services: ServicesDep) -> dict[str, Any]:
-    """What runs here: the fields of TGI's and LoRAX's /info that mean something here, and our own."""
+    """Return the model and settings: the applicable fields of TGI's and LoRAX's /info, and our own."""
     engine, settings = services.engine, services.settings
     snapshot = engine.metrics.snapshot()
     return {
@@ -64,13 +61,13 @@ async def info(services: ServicesDep) -> dict[str, Any]:
     }
 
 
-# Without a watchdog a stalled engine still is none that lives.
+# Without a watchdog, an engine that stalls for so long counts as dead.
 STALLED_AFTER_S = 60.0
 
 
 @router.get("/health")
 async def health(services: ServicesDep) -> JSONResponse:
-    """Live: the engine's thread runs, and steps while there is work."""
+    """Return 200 while the engine is alive: its thread runs, and makes steps while there is work."""
     problem = _health_problem(services)
     if problem is None:
         return JSONResponse({"status": "ok"})
@@ -79,7 +76,7 @@ async def health(services: ServicesDep) -> JSONResponse:
 
 @router.get("/ready")
 async def ready(services: ServicesDep) -> JSONResponse:
-    """Whether requests should be sent here."""
+    """Return 200 while the server should get requests."""
     problem = "draining" if services.draining.is_on else _health_problem(services)
     if problem is None and not await services.store_probe.is_writable():
         problem = "store not writable"
@@ -90,7 +87,7 @@ async def ready(services: ServicesDep) -> JSONResponse:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Prometheus text."""
+    """Return metrics as Prometheus text."""
     text = await run_in_threadpool(as_text, collected(request.app.state.registry))
     return Response(text, media_type=CONTENT_TYPE_LATEST)
 

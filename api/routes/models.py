@@ -1,4 +1,4 @@
-"""GET /v1/models: the base first, then every adapter."""
+"""Serve GET /v1/models: the base first, then the adapters."""
 
 from typing import Any
 
@@ -18,16 +18,16 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(view: ViewDep, search: str = "", limit: Limit = None, after: str | None = None) -> Response:
-    """All models, or those whose id contains `search`, at most `limit` of them, beginning behind the id `after`."""
+    """List models: those whose id contains `search`, at most `limit`, after the id `after`."""
     content = await run_in_threadpool(view.models, search, limit, after)
     return Response(content, media_type="application/json")
 
 
 @router.get("/v1/models/{name:path}")
 async def show_model(name: str, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
-    """One model, by any reference that a request may use, with the versions that answer to it and their shares.
+    """Return a model by any reference that a request may use, with the versions that answer and their shares.
 
-    The base's name may have slashes, as those of hubs have; a client's `%2F` is one by the time it is here.
+    The base's name may contain slashes, as names on hubs do; a client's `%2F` arrives here as a slash.
     """
     if not name:
         raise HTTPException(404, "Not Found")
@@ -42,7 +42,7 @@ async def show_model(name: str, services: ServicesDep, view: ViewDep) -> dict[st
         {"version": version, "digest": _digest(record.ref(version)), "share": share}
         for version, share in shares.items()
     ]
-    # What answers to a name that is split is known request by request only.
+    # For a split name, the version is chosen per request.
     root = targets[0]["digest"] if len(targets) == 1 else None
     return {**adapter_card(base, record), "id": name, "root": root, "targets": targets}
 

@@ -1,4 +1,4 @@
-"""GET /v1/pool: whose the pages of the pool are."""
+"""Serve GET /v1/pool, the memory map of the pool."""
 
 import asyncio
 from collections import defaultdict
@@ -22,18 +22,20 @@ Names = Mapping[AdapterKey, list[AdapterId]]
 
 @router.get("/v1/pool")
 async def show_pool(services: ServicesDep, view: ViewDep) -> dict[str, Any]:
-    """The memory map of one moment. pages_free + pages_kv + pages_prefix + pages_adapters = pages_total. Beside it who
-    is asked most. A key that is not an administrator's finds its own requests and the adapters that it may see; the
-    counts of pages are everybody's."""
+    """Return the pool's memory map: pages_free + pages_kv + pages_prefix + pages_adapters = pages_total.
+
+    Includes the adapters with the most traffic. Keys without scope `admin` see the counts of pages, their own requests
+    and the adapters that they may see.
+    """
     pool = await services.engine.pool_map()
     traffic = await _traffic(services, view)
-    # In a thread: the store may know thousands of adapters.
+    # In a thread: the store may have thousands of adapters.
     shown = await run_in_threadpool(lambda: _as_json(pool, _names(view.list_adapters()), view))
     return {**shown, "traffic": traffic}
 
 
 async def _traffic(services: Services, view: ScopedStore) -> dict[str, Any]:
-    """`hottest` by tokens a second; its base has neither digest nor tier."""
+    """Return traffic with `hottest` by tokens per second; the base has neither digest nor tier."""
     traffic = services.engine.traffic
     asked = traffic.hottest(MAX_ACCOUNTS)
     totals = [traffic.total]
@@ -63,7 +65,7 @@ async def _traffic(services: Services, view: ScopedStore) -> dict[str, Any]:
 
 
 def _names(records: Iterable[AdapterRecord]) -> Names:
-    """The ids of each content: every one that has a version of it."""
+    """Map each content to the ids that have a version of it."""
     names = defaultdict(list)
     for record in records:
         for version in record.versions:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize, GET /tokenizer_info, as vLLM has them; lm-eval's remote tokenizer uses all three."""
+"""Serve POST /tokenize and /detokenize, GET /tokenizer_info, as in vLLM; lm-eval's remote tokenizer uses all three."""
 
 from functools import partial
 from typing import Any
@@ -19,19 +19,19 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
-    """The token ids of a prompt or of a conversation, exactly as a request would have them."""
+    """Return the token ids of a prompt or of a conversation, exactly as a request would use them."""
     return await services.in_thread([body.prompt, body.messages], partial(_tokenize, body, services, view), view.caller)
 
 
 @router.post("/detokenize")
 async def detokenize(body: DetokenizeBody, services: ServicesDep, view: ViewDep) -> dict[str, str]:
-    """The text of token ids, special tokens with it; of as many as the context holds."""
+    """Return the text of token ids, special tokens included; at most as many ids as the context holds."""
     return await run_in_threadpool(_detokenize, body, services, view)
 
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(services: ServicesDep) -> dict[str, Any]:
-    """The tokenizer's special tokens by name, and the chat template. All adapters share the base's tokenizer."""
+    """Return the tokenizer's special tokens by name, and the chat template. All adapters share the base's tokenizer."""
     tokenizer, template = services.engine.tokenizer, services.engine.chat_template
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -1,4 +1,4 @@
-"""Routes that clients of the OpenAI and Anthropic APIs try, and that say plainly that they are not served."""
+"""Refuse routes of the OpenAI and Anthropic APIs that clients try, naming the alternative."""
 
 from fastapi import APIRouter
 from starlette.responses import Response
@@ -11,21 +11,21 @@ router = APIRouter()
 @router.get("/v1/embeddings", include_in_schema=False)
 @router.post("/v1/embeddings")
 async def embeddings() -> Response:
-    """Not served: the models here generate text."""
+    """Respond that embeddings are not supported: the models here generate text."""
     raise _not_served("/v1/embeddings", "the models here generate text")
 
 
 @router.get("/v1/responses", include_in_schema=False)
 @router.post("/v1/responses")
 async def responses() -> Response:
-    """Not served: use /v1/chat/completions."""
+    """Respond that the route is not supported: use /v1/chat/completions."""
     raise _not_served("/v1/responses", "use /v1/chat/completions")
 
 
 @router.get("/v1/messages", include_in_schema=False)
 @router.post("/v1/messages")
 async def messages() -> Response:
-    """Not served: use /v1/chat/completions."""
+    """Respond that the route is not supported: use /v1/chat/completions."""
     raise _not_served("/v1/messages", "use /v1/chat/completions")
 
 

@@ -1,4 +1,4 @@
-"""POST /v1/adapters/{id}:verify: a stored adapter as this server computes it, beside PEFT."""
+"""Serve POST /v1/adapters/{id}:verify, which compares a stored adapter as served with PEFT."""
 
 import asyncio
 import contextlib
@@ -33,13 +33,13 @@ router = APIRouter(route_class=JsonRoute)
 async def verify_adapter(
     reference: str, body: VerifyBody, request: Request, services: ServicesDep, view: ViewDep
 ) -> Response:
-    """Verify in a process of its own, which ends with the request; the verdict is stored with the version."""
+    """Verify an adapter in a separate process, which ends with the request; the verdict is stored with the version."""
     if body.ignore_memory and not view.caller.may(Scope.ADMIN):
-        # Without memory the server goes down, for everybody.
+        # A server without memory would go down, for all clients.
         raise ApiError(403, "ignore_memory needs a key of scope admin", code="forbidden", param="ignore_memory")
     services.verifier.check_ready(view.sees)
     ref = await run_in_threadpool(view.resolve_one, reference)
-    # Held until the answer is out: the other process reads the stored file.
+    # Held until the response is complete: the other process reads the stored file.
     hold = await run_in_threadpool(services.store.hold, ref.key)
     job = await run_in_threadpool(_make_job, services, ref, body)
 
@@ -54,9 +54,9 @@ async def verify_adapter(
             "created": int(time.time()),
             **figures,
         }
-        # Deleted meanwhile: there is nothing to keep it with, but who has waited for it may have it.
+        # A version deleted meanwhile cannot store the verdict, but the caller gets it.
         with contextlib.suppress(AdapterNotFound):
-            await run_in_threadpool(services.store.uploads.record_verdict, ref, verdict)
+            await run_in_threadpool(services.store.version_history.record_verdict, ref, verdict)
         return verdict
 
     if body.stream:
@@ -66,14 +66,14 @@ async def verify_adapter(
 
 
 def _make_job(services: Services, ref: AdapterRef, body: VerifyBody) -> VerifyJob:
-    """In a thread: it asks the disk, and tokenizes."""
+    """Build the job. Call in a thread: it reads the disk and tokenizes."""
     config, store = services.settings.engine_config(), services.store
     # Read whole, so that damaged weights are refused as everywhere, and not taken for a verification that failed.
-    peft, spec = store.uploads.peft(ref), store.load(ref.key).spec
+    peft, spec = store.version_history.peft_dir(ref), store.load(ref.key).spec
     if not body.ignore_memory:
         weight_bytes = services.engine.metrics.snapshot().weight_bytes
         check_memory(needed_bytes(services.engine.spec, weight_bytes, spec.weights_bytes))
-    # There is no GPU in the other process: what the server computes on one is computed as on a CPU.
+    # The other process has no GPU: what the server computes on one is computed as on a CPU.
     kernels = "auto" if config.model.kernels == "triton" else config.model.kernels
     new_tokens = min(NEW_TOKENS, services.engine.max_model_len // 2)
     return VerifyJob(
@@ -90,7 +90,7 @@ def _make_job(services: Services, ref: AdapterRef, body: VerifyBody) -> VerifyJo
 
 
 def _prompts(services: Services, body: VerifyBody, max_tokens: int) -> tuple[tuple[int, ...], ...]:
-    """Token ids, through the chat template where there is one. Those of our own are cut to what fits."""
+    """Return token ids, rendered with the chat template if there is one; built-in prompts are cut to fit."""
     if body.prompts is None:
         return tuple(tuple(_encode(services, text)[:max_tokens]) for text in BUILTIN_PROMPTS)
     prompts = []
@@ -112,7 +112,7 @@ def _encode(services: Services, text: str) -> list[int]:
 
 
 class _Told:
-    """A verification that tells how far it is, as events, and at last its verdict, or why there is none."""
+    """Stream a verification as events: progress, then the verdict or the error."""
 
     def __init__(self, verify: Verify) -> None:
         self._progress: asyncio.Queue[Progress | None] = asyncio.Queue()

@@ -1,4 +1,6 @@
-"""vLLM's routes for adapters at run time: folders of the server's machine, where its operator allows that."""
+"""Serve vLLM's routes that load and unload adapters, from folders on the server's machine, if its operator allows
+that.
+"""
 
 import contextlib
 
@@ -22,7 +24,7 @@ router = APIRouter(route_class=JsonRoute)
 
 @router.post("/v1/load_lora_adapter")
 async def load_lora_adapter(body: LoadBody, services: ServicesDep, view: ViewDep) -> PlainTextResponse:
-    """Register a folder below the import root under a name; `load_inplace` adds a version to one that is taken."""
+    """Register a folder below the import root under a name; `load_inplace` adds a version to an existing name."""
     root = _import_root(services)
     if not body.lora_name or not body.lora_path:
         raise ApiError(400, "Both 'lora_name' and 'lora_path' must be provided.", code="invalid_value")
@@ -33,10 +35,10 @@ async def load_lora_adapter(body: LoadBody, services: ServicesDep, view: ViewDep
 
 @router.post("/v1/unload_lora_adapter")
 async def unload_lora_adapter(body: UnloadBody, services: ServicesDep, view: ViewDep) -> PlainTextResponse:
-    """Forget an id with all its versions, as DELETE /v1/adapters does; requests that run go on to their end."""
+    """Delete an id with all its versions, as DELETE /v1/adapters does; running requests finish."""
     _import_root(services)
     try:
-        # By its id: a version of one (`mia@3`) is not what vLLM's clients mean by a name.
+        # Ids only: vLLM's clients do not mean a version (`mia@3`) by a name.
         record = await run_in_threadpool(view.get, body.lora_name)
         await delete(services, view, record.adapter_id)
     except AdapterNotFound:
@@ -80,7 +82,10 @@ def _add(services: Services, view: ScopedStore, root: ImportRoot, body: LoadBody
 
 
 def _check_new(view: ScopedStore, name: str) -> None:
-    """Before anything is read. Raises: AdapterExists."""
+    """Check that the name is free, before anything is read.
+
+    Raises: AdapterExists.
+    """
     with contextlib.suppress(AdapterNotFound):
         view.get(name)
         raise AdapterExists(name)

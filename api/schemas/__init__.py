@@ -1,1 +1,1 @@
-"""Bodies of requests, as pydantic models."""
+"""Request bodies as pydantic models."""

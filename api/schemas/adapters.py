@@ -1,8 +1,7 @@
-"""Bodies of the routes below /v1/adapters. A field that nobody knows is refused here: it can only be a typing error.
+"""Define the bodies of the routes below /v1/adapters, and of vLLM's two routes that load and unload adapters.
 
-Body of POST /v1/adapters/{id}:verify.
-
-Bodies of vLLM's two routes for adapters at run time. What vLLM sends beside these fields changes nothing here.
+Bodies below /v1/adapters refuse unknown fields, which can only be typing errors; vLLM's ignore them, as vLLM's clients
+send others.
 """
 
 from typing import Annotated, Any
@@ -26,8 +25,9 @@ _Count = Annotated[int, Field(le=MAX_INT)]
 
 
 class AdapterBody(ClosedBody):
-    """An id, the parsed adapter_config.json, and the digest of weights that were uploaded before; `alias` is moved to
-    the version that it becomes.
+    """Register uploaded weights: an id, the parsed adapter_config.json, and the weights' digest.
+
+    `alias` is moved to the new version.
     """
 
     id: str
@@ -39,13 +39,17 @@ class AdapterBody(ClosedBody):
     defaults: dict[str, Any] | None = None
 
     def refuse_unbuilt(self) -> None:
-        """Raises: InvalidRequest: `defaults` asks for what is not built."""
+        """Refuse unsupported fields.
+
+        Raises:
+            InvalidRequest: `defaults` is set.
+        """
         if self.defaults:
             raise InvalidRequest("defaults is not supported by this server yet; leave it out", param="defaults")
 
 
 class LimitsBody(ClosedBody):
-    """What one id may have at a time, as `lorasrv.config.Limits` has it."""
+    """Limit what one id may use at a time, as `lorasrv.config.Limits` does."""
 
     max_running: _Count | None = None
     max_queued: _Count | None = None
@@ -54,9 +58,10 @@ class LimitsBody(ClosedBody):
     weight: float | None = None
 
     def checked(self) -> dict[str, float]:
-        """Those that are given.
+        """Return the limits that are set.
 
-        Raises: InvalidRequest: one is out of range; names it.
+        Raises:
+            InvalidRequest: a limit is out of range; names it.
         """
         given: dict[str, Any] = self.model_dump(exclude_none=True)
         try:
@@ -67,10 +72,10 @@ class LimitsBody(ClosedBody):
 
 
 class AdapterPatch(ClosedBody):
-    """What is to change about an adapter. `limits` are all that the id has from then on; null or {} are none.
+    """Change an adapter. `limits` replaces all limits of the id; null or {} removes them.
 
     `version` becomes the current one. `aliases` maps a name to a version, to two with shares ({"3": 0.9, "4": 0.1}), or
-    to null, which removes it; those that are not named stay.
+    to null, which removes the alias; aliases that are not named stay.
     """
 
     pinned: bool | None = None
@@ -79,10 +84,10 @@ class AdapterPatch(ClosedBody):
     version: Annotated[int, Field(ge=1, le=MAX_INT)] | None = None
 
     def wanted(self) -> Change | None:
-        """What is to change in the store; None: nothing, only the pin.
+        """Return the change in the store; None if only the pin changes.
 
         Raises:
-            InvalidRequest: a limit or an alias is none, or nothing is to change.
+            InvalidRequest: a limit or an alias is invalid, or the patch is empty.
         """
         limits: dict[str, float] | None = None
         if "limits" in self.model_fields_set:
@@ -91,7 +96,7 @@ class AdapterPatch(ClosedBody):
         if change != Change():
             return change
         if self.pinned is None:
-            raise InvalidRequest("nothing is to change; send pinned, limits, aliases or version", param="pinned")
+            raise InvalidRequest("the body changes nothing; send pinned, limits, aliases or version", param="pinned")
         return None
 
 
@@ -105,20 +110,20 @@ def _targets(aliases: dict[str, Any]) -> dict[str, AliasTarget | None]:
 
 
 class WarmBody(ClosedBody):
-    """How long the caller waits for an adapter to be in the pool; 0 only begins."""
+    """Set how long to wait for an adapter to be resident; 0 starts loading and returns at once."""
 
     deadline_ms: Annotated[int, Field(ge=0, le=MAX_DEADLINE_MS)] = DEFAULT_DEADLINE_MS
 
 
 MAX_TIMEOUT_S = 3600
-"""While one adapter is verified, nobody else's is."""
+"""Only one adapter is verified at a time, so others wait for so long at most."""
 MAX_PROMPT_CHARS = 16_384
 
 
 class VerifyBody(ClosedBody):
-    """What to verify with: `prompts` as a user would write them, None for the built-in ones.
+    """Set the verification: `prompts` as a user would write them, by default the built-in ones.
 
-    `ignore_memory`: begin also where memory is likely to run out. `stream`: tell progress as events.
+    `ignore_memory` starts even if memory is likely to run out. `stream` reports progress as events.
     """
 
     prompts: (
@@ -134,7 +139,7 @@ class VerifyBody(ClosedBody):
 
 
 class LoadBody(BaseModel):
-    """`load_inplace`: an id that is taken gets a new version."""
+    """Register a folder; with `load_inplace`, an id that exists gets a new version."""
 
     model_config = ConfigDict(strict=True)
 
@@ -144,7 +149,7 @@ class LoadBody(BaseModel):
 
 
 class UnloadBody(BaseModel):
-    """The id to forget, with all its versions."""
+    """Delete an id with all its versions."""
 
     model_config = ConfigDict(strict=True)
 

@@ -1,9 +1,9 @@
-"""What bodies have in common: strict types, and an end to looking for what is wrong with them.
+"""Define the base classes of bodies: strict types, with a bound on the work of validation.
 
-Bodies are validated on the event loop, and pydantic collects every error that it finds: of a million wrong values, a
-million for each branch of a union, which takes half a minute and gigabytes. So a list is left at its first wrong item
-(`Items`), and objects are not looked into where they have more entries than could be meant (`at_most`). A test goes
-through all schemas for lists and objects without.
+Bodies are validated on the event loop, and pydantic collects every error it finds: a million wrong values give a
+million errors for each branch of a union, which takes half a minute and gigabytes. Therefore a list stops at its first
+wrong item (`Items`), and objects with more entries than any valid one are not validated (`at_most`). A test checks
+that no list or object in the schemas lacks this.
 """
 
 from typing import Annotated, Any, TypeVar
@@ -17,7 +17,7 @@ MAX_FIELDS = 64
 
 
 def at_most(entries: int) -> BeforeValidator:
-    """Refuses an object of more entries before any of them is looked at."""
+    """Refuse an object with more entries before any of them is validated."""
 
     def check(value: Any) -> Any:
         if isinstance(value, dict) and len(value) > entries:
@@ -28,20 +28,20 @@ def at_most(entries: int) -> BeforeValidator:
 
 
 class Body(BaseModel):
-    """Strictly typed; NaN and infinity are no numbers."""
+    """Base of bodies: strictly typed, without NaN and infinity."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
 
 class ClosedBody(BaseModel):
-    """As `Body`, and a field that nobody knows is refused: it can only be a typing error."""
+    """Base of bodies that refuse unknown fields, which can only be typing errors."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, value: Any) -> Any:
-        """Each of them that is unknown would be an error of its own."""
+        """Bound the number of fields, as each unknown one would be an error of its own."""
         if isinstance(value, dict) and len(value) > MAX_FIELDS:
             raise PydanticCustomError("too_many_entries", f"must have at most {MAX_FIELDS} fields")
         return value

@@ -1,4 +1,4 @@
-"""Bodies and form fields of /v1/files and /v1/batches."""
+"""Define the bodies and form fields of /v1/files and /v1/batches."""
 
 from collections.abc import Mapping
 from typing import Annotated, Literal
@@ -18,7 +18,7 @@ Text = Annotated[str, StringConstraints(max_length=512)]
 
 
 class Age(BaseModel):
-    """How long after it was made a file goes, in seconds."""
+    """Set a file's lifetime in seconds after its creation."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -27,7 +27,7 @@ class Age(BaseModel):
 
 
 class BatchBody(BaseModel):
-    """A batch to be made of a file."""
+    """Create a batch from a file."""
 
     model_config = ConfigDict(strict=True, extra="ignore")
 
@@ -38,7 +38,11 @@ class BatchBody(BaseModel):
     output_expires_after: Age | None = None
 
     def window_s(self) -> int:
-        """Seconds. Raises: InvalidRequest: longer than a batch is kept."""
+        """Return the completion window in seconds.
+
+        Raises:
+            InvalidRequest: it is longer than a batch is kept.
+        """
         seconds = int(self.completion_window[:-1]) * WINDOW_UNITS_S[self.completion_window[-1]]
         if seconds > MAX_WINDOW_S:
             raise InvalidRequest("completion_window is at most 30d", param="completion_window")
@@ -46,17 +50,25 @@ class BatchBody(BaseModel):
 
 
 def file_purpose(fields: Mapping[str, str]) -> str:
-    """Raises: InvalidRequest: it is not said, or is for something that is not served."""
+    """Return the purpose of a file.
+
+    Raises:
+        InvalidRequest: it is missing or not supported.
+    """
     purpose = fields.get("purpose")
     if purpose is None:
         raise InvalidRequest("the form needs a field purpose, which must be batch", param="purpose")
     if purpose not in PURPOSES:
-        raise InvalidRequest("purpose must be batch: files for anything else are not kept here", param="purpose")
+        raise InvalidRequest("purpose must be batch: other files are not supported", param="purpose")
     return purpose
 
 
 def file_age_s(fields: Mapping[str, str]) -> int | None:
-    """`expires_after[anchor]` and `expires_after[seconds]`, as OpenAI's client sends them. Raises: InvalidRequest."""
+    """Return the file's lifetime from `expires_after[anchor]` and `expires_after[seconds]`, as OpenAI's client sends
+    them.
+
+    Raises: InvalidRequest.
+    """
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
         return None

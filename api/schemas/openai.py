@@ -1,7 +1,7 @@
-"""Bodies of /v1/chat/completions and /v1/completions: what is served of OpenAI's and vLLM's fields.
+"""Define the bodies of /v1/chat/completions and /v1/completions: the supported fields of OpenAI and vLLM.
 
-Types are strict ("8" is no number); ranges are `SamplingParams`'s to check. Fields that are not here are kept apart by
-pydantic (`model_extra`) for `unbuilt.refuse_unbuilt`.
+Types are strict ("8" is not a number); `SamplingParams` checks ranges. Pydantic collects other fields (`model_extra`)
+for `unsupported.refuse_unbuilt`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,14 +38,14 @@ MAX_COMPLETION_LOGPROBS = 5
 
 
 class StreamOptions(Body):
-    """`include_usage`: a last chunk with usage and no choices. `continuous_usage_stats`: usage in every chunk."""
+    """Configure usage in streams: in a last chunk without choices (`include_usage`), or in every chunk."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(StructuredFields):
-    """What both routes share."""
+    """Define the fields that both routes share."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -81,26 +81,30 @@ class GenerationBody(StructuredFields):
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    # A strict enum takes no string.
+    # A strict enum would not accept a string.
     on_cold: Annotated[OnCold, Field(strict=False)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
-    # As vLLM has it: lower goes first.
+    # As in vLLM, lower values go first.
     priority: int | None = None
     timeout_s: float | None = None
 
     @property
     def num_choices(self) -> int:
-        """How many answers to each prompt are asked for."""
+        """Return the number of answers wanted for each prompt."""
         return 1 if self.n is None else self.n
 
     @property
     def num_tried(self) -> int:
-        """How many are generated, of which the best are the answer."""
+        """Return the number of answers generated for each prompt, of which the best are returned."""
         return self.num_choices if self.best_of is None else self.best_of
 
     @property
     def beams(self) -> BeamOptions | None:
-        """How to search, if so. Raises: InvalidRequest: a value is out of range."""
+        """Build the beam search options; None without beam search.
+
+        Raises:
+            InvalidRequest: a value is out of range.
+        """
         if not self.use_beam_search:
             return None
         penalty = 1.0 if self.length_penalty is None else self.length_penalty
@@ -108,24 +112,24 @@ class GenerationBody(StructuredFields):
 
     @property
     def top_shown(self) -> int | None:
-        """How many of the likeliest tokens are shown beside each of the answer; None: no probabilities at all."""
+        """Return how many of the likeliest tokens to report beside each token; None: no log-probabilities."""
         return None
 
     @property
     def echoes(self) -> bool:
-        """Whether the prompt comes back before the answer."""
+        """Return whether the response repeats the prompt."""
         return False
 
     @property
     def unanswered(self) -> bool:
-        """Whether only the prompt is wanted."""
+        """Return whether only the prompt is wanted."""
         return self.echoes and self.wanted_tokens() == 0
 
     def sampling(self, vocab_size: int) -> SamplingParams:
-        """How to sample. A `top_k` of -1 means off, as vLLM has it.
+        """Build the sampling options. A `top_k` of -1 means off, as in vLLM.
 
         Raises:
-            InvalidRequest: a value is out of range, or a field asks for what is not built.
+            InvalidRequest: a value is out of range, or a field is not supported.
         """
         refuse_unbuilt(self.model_extra)
         self._check_choices()
@@ -141,7 +145,7 @@ class GenerationBody(StructuredFields):
             "stop": (self.stop,) if isinstance(self.stop, str) else self.stop and tuple(self.stop),
             "stop_token_ids": _token_ids(self.stop_token_ids, vocab_size),
             "ignore_eos": self.ignore_eos,
-            # The best are found by their probabilities.
+            # The best answers are selected by log-probabilities.
             "logprobs": 0 if self._is_ranked else self.top_shown,
             "prompt_logprobs": self._prompt_top(),
             "logit_bias": bias_of_tokens(self.logit_bias),
@@ -150,7 +154,7 @@ class GenerationBody(StructuredFields):
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def _wanted_temperature(self) -> float | None:
-        """FSD chooses without chance, which is greedy's business unless a temperature says otherwise."""
+        """Return the temperature; FSD is deterministic, so it implies 0 unless one is given."""
         return 0.0 if self.temperature is None and self.fsd_alpha else self.temperature
 
     @property
@@ -179,14 +183,14 @@ class GenerationBody(StructuredFields):
             raise InvalidRequest("echo with logprobs streams one choice; leave out stream, echo or n", param="echo")
 
     def _check_beams(self) -> None:
-        """What `SamplingParams` alone does not show; the rest is refused at admission."""
+        """Check the fields that `SamplingParams` does not show; admission refuses the others."""
         if self.temperature not in (None, 0.0):
-            raise InvalidRequest("temperature does not go with beam search; leave it out", param="temperature")
+            raise InvalidRequest("temperature cannot be used with beam search; leave it out", param="temperature")
         if self.top_shown is not None:
-            raise InvalidRequest("logprobs does not go with beam search; leave it out", param="logprobs")
+            raise InvalidRequest("logprobs cannot be used with beam search; leave it out", param="logprobs")
 
     def wanted_tokens(self) -> int | None:
-        """Most tokens to generate; None is the rest of the context.
+        """Return the most tokens to generate; None is the rest of the context.
 
         Raises:
             InvalidRequest: the older and the newer name of the limit differ.
@@ -197,11 +201,11 @@ class GenerationBody(StructuredFields):
 
 
 class CompletionBody(GenerationBody):
-    """One prompt or several, each as text or as token ids."""
+    """Continue one prompt or several, each given as text or as token ids."""
 
     prompt: str | Items[int] | Items[str] | Items[Items[int]]
     echo: bool | None = None
-    # What the tokenizer adds of its own is added.
+    # The tokenizer always adds its own special tokens.
     add_special_tokens: Literal[True] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_COMPLETION_LOGPROBS)] | None = None
 
@@ -225,7 +229,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Each of them."""
+        """Return the prompts as a list."""
         if isinstance(self.prompt, list) and self.prompt and isinstance(self.prompt[0], str | list):
             return self.prompt  # type: ignore[return-value]
         return [self.prompt]  # type: ignore[list-item]
@@ -244,10 +248,10 @@ class CompletionBody(GenerationBody):
 
 
 class ChatBody(ToolFields, GenerationBody):
-    """A conversation to continue."""
+    """Continue a conversation."""
 
     messages: Annotated[Items[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    # The template writes them.
+    # The template writes special tokens.
     add_special_tokens: Literal[False] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -260,14 +264,18 @@ class ChatBody(ToolFields, GenerationBody):
 
 
 def bias_of_tokens(bias: Mapping[str, float] | None) -> tuple[tuple[int, float], ...] | None:
-    """JSON's keys are text. Raises: InvalidRequest: one is no token id."""
+    """Convert `logit_bias`, whose keys are text in JSON.
+
+    Raises:
+        InvalidRequest: a key is not a token id.
+    """
     if bias is None:
         return None
     for token in bias:
         if not (token.isascii() and token.isdigit() and len(token) < MAX_ID_DIGITS):
             shown = f"{token[:MAX_ID_DIGITS]!r}"
             raise InvalidRequest(
-                f'logit_bias must have token ids as its keys, such as "42"; {shown} is none', param="logit_bias"
+                f'logit_bias must have token ids as its keys, such as "42"; {shown} is not one', param="logit_bias"
             )
     return tuple((int(token), value) for token, value in bias.items())
 

@@ -1,6 +1,6 @@
-"""The OpenAPI description: what FastAPI reads off the routes, with an example each and the errors as they really look.
+"""Build the OpenAPI description: FastAPI's own, with an example per route and the real error shapes.
 
-FastAPI would promise its own 422; here every failure is in one of two shapes, OpenAI's or TGI's.
+FastAPI would describe its own 422; here every error has one of two shapes, OpenAI's or TGI's.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ _TEXT = {"type": "string"}
 _MAYBE_TEXT = {"type": ["string", "null"]}
 _ERROR = {
     "type": "object",
-    "description": "What went wrong, as OpenAI words it: `param` names the field, `code` the case.",
+    "description": "Error in OpenAI's format: `param` names the field, `code` the case.",
     "required": ["error"],
     "properties": {
         "error": {
@@ -37,7 +37,7 @@ _ERROR = {
 }
 _TGI_ERROR = {
     "type": "object",
-    "description": "What went wrong, as TGI and LoRAX word it.",
+    "description": "Error in the format of TGI and LoRAX.",
     "required": ["error", "error_type"],
     "properties": {
         "error": _TEXT,
@@ -49,25 +49,24 @@ _TGI_ERROR = {
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One use of a route: what is sent, and what comes back with `status`.
-
-    `body` and `answer` are JSON, or text of another kind where `body_type` or `answer_type` say so. `stream` is the
-    same answer as events. `failure` is the body of a failure that is in neither of the two shapes.
-    """
+    """Show one use of a route: the request, and the response with `status`."""
 
     summary: str
+    # JSON, or text if `answer_type` or `body_type` is another type.
     answer: Any = None
     body: Any = None
     status: int = 200
     parameters: Mapping[str, Any] = field(default_factory=dict)
     answer_type: str = "application/json"
     body_type: str = "application/json"
+    # The same response as events.
     stream: str | None = None
+    # Body of an error in neither of the two shapes.
     failure: Json | None = None
 
 
 class DocumentedApi(FastAPI):
-    """An application whose description has an example of every route that `examples` knows, by method and path."""
+    """Application whose description has an example of each route in `examples`, by method and path."""
 
     def __init__(self, examples: Mapping[tuple[str, str], Example], **options: Any) -> None:
         super().__init__(**options)
@@ -129,15 +128,17 @@ def _description(known: Json | None, status: int) -> str:
 
 
 def _schema_of(example: Any) -> Json:
-    """What can be said of all answers like this one: its type. Which fields there are is up to the request."""
+    """Return the schema of all responses like this one: its type only, as the fields depend on the request."""
     if isinstance(example, dict):
         return {"type": "object"}
     return {"type": "array" if isinstance(example, list) else "string"}
 
 
 def _shape_of(example: Any) -> Json:
-    """What an example promises of all answers: its fields, but for those that are up to the request, and their types;
-    any of them may be null. Items of a list have what all of them have in common."""
+    """Return the schema that an example implies: its fields, which may be null, and their types.
+
+    Fields that depend on the request are optional. Items of a list have what they have in common.
+    """
     if isinstance(example, Mapping):
         fields = {name: _or_null(_shape_of(value)) for name, value in example.items()}
         return {"type": "object", "required": [name for name in fields if name not in _ASKED_FOR], "properties": fields}
@@ -146,7 +147,7 @@ def _shape_of(example: Any) -> Json:
     return next(({"type": name} for kind, name in _TYPES if isinstance(example, kind)), {})
 
 
-# TGI's details, and what maps names that somebody has chosen.
+# Optional fields: TGI's details, and keys that are names chosen by users.
 _ASKED_FOR = frozenset({"details", "prod"})
 _TYPES = ((bool, "boolean"), (int | float, "number"), (str, "string"))
 
@@ -156,7 +157,7 @@ def _or_null(shape: Json) -> Json:
 
 
 def _common(one: Json, other: Json) -> Json:
-    """What two shapes promise both."""
+    """Return what two shapes have in common."""
     if one.get("type") != other.get("type"):
         return {}
     if "items" in one:

@@ -1,7 +1,4 @@
-"""An example of every route, for /openapi.json. A test asks a server each of them and compares what comes back.
-
-The example of /v1/adapters/{id}/stats.
-"""
+"""Provide an example of each route for /openapi.json. A test sends each to a server and compares the response."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,7 +32,7 @@ _STATS_USAGE: dict[str, Any] = {
 _DIGEST = "sha256:cc888f2667f09e1f243dfc94a139c1e1e83e7201f82b409002ef3e669017b491"
 STATS_EXAMPLES = {
     ("GET", "/v1/adapters/{adapter_id}/stats"): Example(
-        "Show what an adapter was asked and what it cost",
+        "Show the usage and cost of an adapter",
         {
             "object": "adapter.stats",
             "id": "mia",
@@ -266,7 +263,7 @@ _LINE = '{"custom_id":"1","method":"POST","url":"/v1/completions","body":{"model
 def _not_served(path: str, instead: str) -> Example:
     message = f"{path} is not served by this server: {instead}"
     error = {"message": message, "type": "invalid_request_error", "param": None, "code": "not_served"}
-    return Example(f"Not served: {path.rpartition('/')[2]}", {"error": error}, status=404)
+    return Example(f"Not supported: {path.rpartition('/')[2]}", {"error": error}, status=404)
 
 
 EXAMPLES: Mapping[tuple[str, str], Example] = {
@@ -285,16 +282,16 @@ EXAMPLES: Mapping[tuple[str, str], Example] = {
     ),
     ("POST", "/generate"): Example("Continue a text (TGI, LoRAX)", _TGI, _TGI_BODY),
     ("POST", "/generate_stream"): Example(
-        "Continue a text, a token at a time (TGI, LoRAX)", None, _TGI_BODY, stream=_TGI_STREAM
+        "Continue a text, streamed token by token (TGI, LoRAX)", None, _TGI_BODY, stream=_TGI_STREAM
     ),
     ("POST", "/"): Example("Continue a text, whole or streamed (TGI, LoRAX)", [_TGI], _TGI_BODY, stream=_TGI_STREAM),
     ("POST", "/tokenize"): Example(
-        "Text to token ids (vLLM)",
+        "Tokenize a text (vLLM)",
         {"count": 2, "max_model_len": 2048, "tokens": [57, 74], "token_strs": ["I", "Ġam"]},
         {"prompt": "I am", "return_token_strs": True},
     ),
-    ("POST", "/detokenize"): Example("Token ids to text (vLLM)", {"prompt": "I am"}, {"tokens": [57, 74]}),
-    ("GET", "/tokenizer_info"): Example("What the tokenizer is (vLLM)", _TOKENIZER),
+    ("POST", "/detokenize"): Example("Detokenize token ids (vLLM)", {"prompt": "I am"}, {"tokens": [57, 74]}),
+    ("GET", "/tokenizer_info"): Example("Show the tokenizer (vLLM)", _TOKENIZER),
     ("GET", "/v1/models"): Example(
         "List the base and every adapter",
         {"object": "list", "data": [_BASE_CARD, _CARD], "has_more": False},
@@ -328,7 +325,7 @@ EXAMPLES: Mapping[tuple[str, str], Example] = {
         parameters={"adapter_id": "mia"},
     ),
     ("POST", "/v1/adapters/{reference}:warm"): Example(
-        "Bring an adapter to the pool",
+        "Load an adapter into the pool",
         {
             "object": "adapter.warm",
             "id": "mia",
@@ -368,36 +365,38 @@ EXAMPLES: Mapping[tuple[str, str], Example] = {
         stream='data: {"progress":["loading the model",0.5]}\n\ndata: {"object":"adapter.verdict"}\n\ndata: [DONE]\n\n',
     ),
     ("GET", "/v1/pool"): Example(
-        "Show whose the pool's pages are",
+        "Show the memory map of the pool",
         {
             **_POOL,
             "traffic": {**_TRAFFIC, "hottest": [{"id": "mia", "digest": _DIGEST, "tier": "resident", **_TRAFFIC}]},
         },
     ),
-    ("GET", "/health"): Example("Is it alive", {"status": "ok"}, failure={"status": "engine dead"}),
+    ("GET", "/health"): Example("Check that the engine is alive", {"status": "ok"}, failure={"status": "engine dead"}),
     ("GET", "/ready"): Example(
-        "Should requests be sent here", {"status": "ready", "model": _BASE}, failure={"status": "store not writable"}
+        "Check that the server is ready for requests",
+        {"status": "ready", "model": _BASE},
+        failure={"status": "store not writable"},
     ),
     ("GET", "/metrics"): Example(
-        "Figures for Prometheus", "lorasrv_requests_running 0.0\n", answer_type=CONTENT_TYPE_LATEST
+        "Show metrics for Prometheus", "lorasrv_requests_running 0.0\n", answer_type=CONTENT_TYPE_LATEST
     ),
-    ("GET", "/ping"): Example("Does the process answer", "", answer_type="text/plain"),
+    ("GET", "/ping"): Example("Check that the process responds", "", answer_type="text/plain"),
     ("GET", "/version"): Example("Show the version", {"version": "0.1.0"}),
-    ("GET", "/info"): Example("Show what runs here (TGI, LoRAX)", _INFO),
+    ("GET", "/info"): Example("Show model and settings (TGI, LoRAX)", _INFO),
     ("POST", "/v1/load_lora_adapter"): Example(
-        "Register a folder of the server's machine (vLLM)",
+        "Register a folder on the server's machine (vLLM)",
         "Success: LoRA adapter 'mia' added successfully.",
         {"lora_name": "mia", "lora_path": "team/mia"},
         answer_type=_TEXT,
     ),
     ("POST", "/v1/unload_lora_adapter"): Example(
-        "Forget an adapter (vLLM)",
+        "Delete an adapter (vLLM)",
         "Success: LoRA adapter 'mia' removed successfully.",
         {"lora_name": "mia"},
         answer_type=_TEXT,
     ),
     ("POST", "/v1/files"): Example(
-        "Keep a file of batch lines", _FILE, {"purpose": "batch", "file": _LINE}, body_type="multipart/form-data"
+        "Upload a file of batch lines", _FILE, {"purpose": "batch", "file": _LINE}, body_type="multipart/form-data"
     ),
     ("GET", "/v1/files"): Example("List files", {"object": "list", "data": [_FILE], "has_more": False}),
     ("GET", "/v1/files/{file_id}"): Example("Show a file", _FILE, parameters=_FILE_ID),

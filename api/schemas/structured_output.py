@@ -1,5 +1,8 @@
-"""Fields that say what an answer must look like: OpenAI's `response_format`, vLLM's `guided_*` and its newer
-`structured_outputs`. One of them at most."""
+"""Define the structured output fields: OpenAI's `response_format`, vLLM's `guided_*` and its newer
+`structured_outputs`.
+
+A request may use one of them.
+"""
 
 from typing import Any, Literal
 
@@ -21,7 +24,7 @@ _INERT_IN_STRUCTURED = {
 
 
 class JsonSchemaFormat(Body):
-    """The schema is enforced whole or refused, whether `strict` is set or not. A name is the client's own."""
+    """Name a JSON schema. The whole schema is enforced or refused, whether `strict` is set or not."""
 
     name: str | None = None
     description: str | None = None
@@ -30,14 +33,14 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """OpenAI's. `json_object`: any object."""
+    """Select OpenAI's output format; `json_object` means any object."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
 class StructuredOutputs(Body):
-    """vLLM's. One of the five."""
+    """Set one of vLLM's five constraints."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -49,7 +52,7 @@ class StructuredOutputs(Body):
 
 
 class StructuredFields(Body):
-    """What both routes take."""
+    """Define the structured output fields of both routes."""
 
     response_format: ResponseFormat | None = None
     guided_json: JsonSchema | None = None
@@ -59,7 +62,7 @@ class StructuredFields(Body):
     structured_outputs: StructuredOutputs | None = None
 
     def grammar(self) -> Grammar | None:
-        """What the answer is held to, None if to nothing: some clients send empty texts. For a thread.
+        """Build the grammar of the answer, None without one (some clients send empty strings). Call in a thread.
 
         Raises:
             InvalidRequest: it is malformed or too large, or there are two.

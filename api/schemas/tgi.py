@@ -1,7 +1,7 @@
-"""Bodies of /generate, /generate_stream and POST /: what is served of the fields that TGI 3 and LoRAX know.
+"""Define the bodies of /generate, /generate_stream and POST /: the supported fields of TGI 3 and LoRAX.
 
-Ranges are `SamplingParams`'s to check. A field of theirs that is not served is refused by name unless its value asks
-for nothing; fields that neither knows are ignored, as both do.
+`SamplingParams` checks ranges. An unsupported field of theirs is refused by name unless its value has no effect; fields
+unknown to both are ignored, as both do.
 """
 
 from collections.abc import Mapping
@@ -33,36 +33,46 @@ _INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "max_time": _NULL,
     "logit_bias": (None, [], {}),
 }
-# Where an uploaded adapter comes from does not matter any more: these say no more than "by its name".
+# The origin of an uploaded adapter does not matter any more: these values only say that it has a name.
 _INERT_SOURCES = (None, "", "hub", "local")
 _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Top = Annotated[int, Field(ge=0, le=MAX_TOP_TOKENS)]
 
 
 class TgiGrammar(Body):
-    """TGI's `grammar`: a JSON schema, which may be text, one with a name around it, or a regular expression."""
+    """Constrain the answer: a JSON schema, as object or text, plain or with a name around it, or a regular
+    expression.
+    """
 
     type: Literal["json", "json_schema", "regex"]
     value: Any
 
     def parsed(self) -> Grammar:
-        """Raises: InvalidRequest: it is none, or too large."""
+        """Build the grammar.
+
+        Raises:
+            InvalidRequest: the value is invalid or too large.
+        """
         if self.type == "regex":
             if not isinstance(self.value, str):
-                raise InvalidRequest("grammar.value must be text", param="grammar")
+                raise InvalidRequest("grammar.value must be a string", param="grammar")
             return source.regex_of(self.value, "grammar")
         named = self.type == "json_schema" and isinstance(self.value, dict) and "schema" in self.value
         return source.json_of(self.value["schema"] if named else self.value, "grammar")
 
 
 class LoraxFormat(Body):
-    """LoRAX's `response_format`: JSON, of a schema if there is one."""
+    """Request JSON, with a schema if there is one."""
 
     type: Literal["text", "json_object", "json_schema"]
     schema_: dict[str, Any] | str | bool | None = Field(None, alias="schema")
 
     def parsed(self) -> Grammar | None:
-        """None for plain text. Raises: InvalidRequest: the schema is none, or too large."""
+        """Build the grammar; None for plain text.
+
+        Raises:
+            InvalidRequest: the schema is invalid or too large.
+        """
         if self.type == "text":
             return None
         if self.schema_ is None:
@@ -71,7 +81,9 @@ class LoraxFormat(Body):
 
 
 class Parameters(Body):
-    """How to generate. `api_token` opens private adapters elsewhere; nothing is fetched here, so it is not read."""
+    """Set generation options. `api_token`, which opens private adapters on a hub, is ignored, as adapters are only
+    uploaded.
+    """
 
     model_config = ConfigDict(extra="allow")
 
@@ -103,7 +115,7 @@ class Parameters(Body):
     decoder_input_details: bool | None = None
     top_n_tokens: _Top | None = None
     return_k_alternatives: _Top | None = None
-    # Ours, as in the OpenAI bodies. A strict enum takes no string.
+    # Our own fields, as in the OpenAI bodies. A strict enum would not accept a string.
     on_cold: Annotated[OnCold, Field(strict=False)] | None = None
     cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARS)] | None = None
     priority: int | None = None
@@ -111,14 +123,15 @@ class Parameters(Body):
 
     @property
     def num_choices(self) -> int:
-        """How many answers are generated for one that is given."""
+        """Return the number of answers generated for the one returned."""
         return self.best_of or 1
 
     @property
     def is_sampled(self) -> bool:
-        """Whether tokens are drawn: asked for, or a filter is on, as TGI decides; temperature 0 is greedy, as in LoRAX.
+        """Return whether tokens are sampled: requested, or implied by a filter, as in TGI; temperature 0 is greedy,
+        as in LoRAX.
 
-        TGI's own temperature of 1 changes nothing, so alone it does not ask for sampling.
+        TGI's own temperature of 1 has no effect, so alone it does not request sampling.
         """
         if self.temperature == 0:
             return False
@@ -127,11 +140,11 @@ class Parameters(Body):
 
     @property
     def num_likeliest(self) -> int:
-        """How many of the likeliest tokens are to be told at each position."""
+        """Return how many of the likeliest tokens to report at each position."""
         return max(self.top_n_tokens or 0, self.return_k_alternatives or 0)
 
     def wanted_grammar(self) -> Grammar | None:
-        """What the answer is held to, None if to nothing. For a thread.
+        """Build the grammar of the answer, None without one. Call in a thread.
 
         Raises:
             InvalidRequest: it is malformed or too large, or there are two.
@@ -142,7 +155,11 @@ class Parameters(Body):
         return wanted.parsed() if wanted is not None else None
 
     def check(self, stream: bool) -> None:
-        """Raises: InvalidRequest: fields that do not go together, or ask for what is not served; names one."""
+        """Check combinations of fields.
+
+        Raises:
+            InvalidRequest: fields contradict each other, or one is not supported; names it.
+        """
         refuse_unless_inert(self.model_extra, _INERT_VALUES)
         if self.adapter_source not in _INERT_SOURCES:
             raise InvalidRequest(
@@ -153,7 +170,7 @@ class Parameters(Body):
             self._check_best_of(stream)
         if stream and self.decoder_input_details:
             raise InvalidRequest(
-                "decoder_input_details is not told in a stream; send it without stream", param="decoder_input_details"
+                "decoder_input_details cannot be streamed; leave out stream", param="decoder_input_details"
             )
 
     def _check_best_of(self, stream: bool) -> None:
@@ -165,7 +182,10 @@ class Parameters(Body):
             raise InvalidRequest("seed cannot be set with best_of above 1", param="seed")
 
     def sampling(self, seed: int | None, with_tokens: bool) -> SamplingParams:
-        """How to sample; without `max_new_tokens` the rest of the context. `with_tokens`: each token is told.
+        """Build the sampling options; without `max_new_tokens`, the rest of the context may be generated.
+
+        Args:
+            with_tokens: report each token.
 
         Raises:
             InvalidRequest: a value is out of range.
@@ -193,7 +213,7 @@ class Parameters(Body):
 
 
 class GenerateBody(Body):
-    """A text to continue. `model` may name an adapter as it does on the OpenAI routes; most clients do not send it."""
+    """Continue a text. `model` may name an adapter as on the OpenAI routes; most clients do not send it."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -203,11 +223,14 @@ class GenerateBody(Body):
     model: str | None = None
 
     def wanted(self, stream: bool) -> Parameters:
-        """The parameters, checked. Raises: InvalidRequest."""
+        """Return the checked parameters.
+
+        Raises: InvalidRequest.
+        """
         for name, value in (self.model_extra or {}).items():
             if value is not None and name in Parameters.model_fields:
-                # Ignored, the base would answer in an adapter's place, or at any length.
-                raise InvalidRequest(f"{name} belongs into parameters", param=name)
+                # If it were ignored, the base would answer in place of an adapter, or at any length.
+                raise InvalidRequest(f"{name} must be inside parameters", param=name)
         parameters = self.parameters or Parameters()
         parameters.check(stream)
         return parameters

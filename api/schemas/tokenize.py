@@ -1,4 +1,4 @@
-"""Bodies of /tokenize and /detokenize, as vLLM has them."""
+"""Define the bodies of /tokenize and /detokenize, as in vLLM."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
@@ -24,10 +24,10 @@ _INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 class TokenizeBody(Body):
-    """A `prompt`, or `messages` to put through the chat template. `model` is checked, and changes nothing.
+    """Tokenize a `prompt`, or `messages` rendered with the chat template. `model` is checked, and changes nothing.
 
-    `add_special_tokens` None: for a prompt what the tokenizer adds of its own, for messages nothing, which is the
-    template's to write.
+    `add_special_tokens` defaults to the tokenizer's own tokens for a prompt, and to none for messages, whose template
+    writes them.
     """
 
     model_config = ConfigDict(extra="allow")
@@ -46,7 +46,11 @@ class TokenizeBody(Body):
         return self
 
     def refuse_unbuilt(self) -> None:
-        """Raises: InvalidRequest: a field that would change the tokens and is not served."""
+        """Refuse unsupported fields.
+
+        Raises:
+            InvalidRequest: a field that would change the tokens is not supported.
+        """
         if self.messages is not None and self.add_special_tokens:
             raise InvalidRequest(
                 "add_special_tokens is not supported with messages: the chat template writes them",
@@ -56,7 +60,7 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    """Token ids to read back as text."""
+    """Convert token ids to text."""
 
     model: str | None = None
     tokens: Items[int]

@@ -1,4 +1,4 @@
-"""Messages of a conversation, tools and what a chat template is told: OpenAI's and vLLM's fields of a chat."""
+"""Define the fields of a chat: messages, tools and template variables, as in OpenAI and vLLM."""
 
 import json
 from collections.abc import Mapping
@@ -16,34 +16,34 @@ NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additio
 
 
 class TextPart(Body):
-    """A part of a message; text is the only kind served."""
+    """Add text to a message; other kinds of parts are not supported."""
 
     type: Literal["text"]
     text: str
 
 
 class CalledFunction(Body):
-    """`arguments` is JSON text, as OpenAI has it, or the object itself."""
+    """Name a called function. `arguments` is JSON text, as in OpenAI's API, or the object itself."""
 
     name: str
     arguments: str | dict[str, Any] = ""
 
 
 class MessageToolCall(Body):
-    """A call that an earlier answer made."""
+    """Repeat a call that an earlier answer made."""
 
     id: str | None = None
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def plain(self) -> dict[str, Any]:
-        """As templates take it: arguments as an object."""
+        """Return the call for templates, with arguments as an object."""
         function = {"name": self.function.name, "arguments": _object(self.function.arguments)}
         return {**({"id": self.id} if self.id else {}), "type": "function", "function": function}
 
 
 class Message(Body):
-    """One turn. `developer` is OpenAI's newer word for `system`, which is what chat templates know."""
+    """Add one turn. `developer` is OpenAI's newer word for `system`, which chat templates know."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Items[MessageToolCall] | None = None
@@ -60,14 +60,14 @@ class Message(Body):
 
     @property
     def is_about_tools(self) -> bool:
-        """Whether only a template that knows tools can write it."""
+        """Return whether only a template with tools can render the message."""
         return self.role == "tool" or bool(self.tool_calls)
 
     def plain(self) -> dict[str, Any]:
-        """As a chat template takes it. Parts are joined by line breaks, as vLLM does.
+        """Return the message for a chat template. Text parts are joined by line breaks, as in vLLM.
 
         Raises:
-            InvalidRequest: arguments of a call are no JSON object.
+            InvalidRequest: the arguments of a call are not a JSON object.
         """
         text = self.content if isinstance(self.content, str) else "\n".join(part.text for part in self.content or ())
         plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
@@ -79,7 +79,7 @@ class Message(Body):
 
 
 class Function(Body):
-    """What a tool is."""
+    """Describe a function that the model may call."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
     description: str | None = None
@@ -88,7 +88,7 @@ class Function(Body):
 
 
 class FunctionTool(Body):
-    """The only kind of tool there is."""
+    """Offer a function, the only kind of tool."""
 
     type: Literal["function"]
     function: Function
@@ -99,14 +99,14 @@ class ChosenFunction(Body):
 
 
 class NamedChoice(Body):
-    """This tool, and no other."""
+    """Force a call of one tool."""
 
     type: Literal["function"]
     function: ChosenFunction
 
 
 class ToolFields(Body):
-    """What chat takes of tools and templates. Tools go to the template as the client wrote them."""
+    """Define the tool and template fields of a chat. Templates get the tools as the client wrote them."""
 
     tools: Annotated[Items[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
@@ -116,7 +116,7 @@ class ToolFields(Body):
 
     @property
     def uses_tools(self) -> bool:
-        """Whether the model is told of tools; with tool_choice `none` it is not."""
+        """Return whether the prompt contains the tools; with tool_choice `none` it does not."""
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
@@ -124,10 +124,10 @@ class ToolFields(Body):
         return self.uses_tools and self.tool_choice not in (None, "auto")
 
     def offered_tools(self) -> list[Tool]:
-        """The tools that may be called: all, or the one that is named.
+        """Return the tools that may be called: all of them, or the one that is named.
 
         Raises:
-            InvalidRequest: one is malformed, two have one name, or there is none of that name.
+            InvalidRequest: a tool is malformed, two have the same name, or the named one is missing.
         """
         if not self.tools:
             if self.tool_choice not in (None, "none", "auto"):
@@ -165,5 +165,5 @@ def _object(arguments: str | dict[str, Any]) -> dict[str, Any]:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise InvalidRequest("messages: arguments of a tool call are no JSON object", param="messages")
+        raise InvalidRequest("messages: arguments of a tool call are not a JSON object", param="messages")
     return value

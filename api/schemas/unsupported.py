@@ -1,8 +1,6 @@
-"""Fields that clients know and this server does not yet: refused by name, unless the value asks for nothing.
+"""List the fields of other servers that this one does not support: refused by name, unless the value has no effect.
 
-Fields that are in no table at all are ignored: clients of other servers send many.
-
-Fields that are refused by name unless their value asks for nothing.
+Fields in no table are ignored, as clients of other servers send many.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,8 +12,15 @@ from lorasrv.errors import InvalidRequest
 def refuse_unless_inert(
     fields: Mapping[str, Any] | None, inert: Mapping[str, Sequence[Any]], within: str | None = None
 ) -> None:
-    """Raises: InvalidRequest: a field of the table `inert` has none of its values there; `param` names it, or the
-    field `within` which it stands.
+    """Refuse fields of a table whose values are not inert.
+
+    Args:
+        fields: the fields that were sent.
+        inert: field -> values without effect.
+        within: field that contains them, for the message and `param`.
+
+    Raises:
+        InvalidRequest: a field has another value; `param` names it, or `within`.
     """
     for name, value in (fields or {}).items():
         if not any(_same(value, nothing) for nothing in inert.get(name, (value,))):
@@ -24,7 +29,7 @@ def refuse_unless_inert(
 
 
 def _same(value: Any, inert: Any) -> bool:
-    """Equality of JSON values: unlike in Python, true is not 1."""
+    """Compare JSON values: unlike in Python, true is not 1."""
     return isinstance(value, bool) == isinstance(inert, bool) and bool(value == inert)
 
 
@@ -33,7 +38,7 @@ _OFF = (None, False)
 _ZERO = (None, 0)
 _ONE = (None, 1)
 INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
-    # probabilities: `top_logprobs` of plain completions, `echo` of chat
+    # log-probabilities: `top_logprobs` of plain completions, `echo` of chat
     "top_logprobs": _ZERO,
     "echo": _OFF,
     "return_token_ids": _OFF,
@@ -46,7 +51,7 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": _NULL,
     "repetition_detection": _NULL,
     "vllm_xargs": (None, {}),
-    # sampling and searching, as transformers' generation has it
+    # sampling and search, as in transformers' generation
     "penalty_alpha": _ZERO,
     "do_sample": (None, True),
     "num_beams": _ONE,
@@ -62,15 +67,15 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     "bad_words_ids": (None, []),
     "suppress_tokens": (None, []),
     "min_new_tokens": _ZERO,
-    # what TGI and LoRAX call otherwise, or have on their own routes only
+    # names of TGI and LoRAX for other fields, or fields of their own routes
     "stop_sequences": (None, []),
     "truncate": _NULL,
     "return_full_text": _OFF,
     "merged_adapters": _NULL,
     "adapter_parameters": _NULL,
-    # answers of a form: what blanks JSON may have
+    # structured output: white space in JSON
     "guided_whitespace_pattern": _NULL,
-    # conversation: what chat has and plain completions do not
+    # fields of chat that plain completions do not have
     "tools": (None, []),
     "tool_choice": (None, "none", "auto"),
     "chat_template_kwargs": (None, {}),
@@ -97,5 +102,9 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
 
 
 def refuse_unbuilt(fields: Mapping[str, Any] | None) -> None:
-    """Raises: InvalidRequest: a field asks for something that is not built; `param` names it."""
+    """Refuse unsupported fields.
+
+    Raises:
+        InvalidRequest: a field has an effect that is not supported; `param` names it.
+    """
     refuse_unless_inert(fields, INERT_VALUES)

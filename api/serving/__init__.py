@@ -1,1 +1,1 @@
-"""From a request body to an engine request and back to a response, for each protocol."""
+"""Convert request bodies to engine requests, and outputs to responses, for each protocol."""

@@ -1,4 +1,4 @@
-"""Limits of adapters on their way from the store, which keeps plain numbers, to the engine, which obeys them."""
+"""Pass limits of adapters from the store, which keeps plain numbers, to the engine, which enforces them."""
 
 import asyncio
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class AdapterLimits:
-    """Has the engine hold each id to what the store says of it; what it does not say is as for every adapter."""
+    """Apply the store's limits of each id in the engine; unset limits have the server's defaults."""
 
     def __init__(self, engine: "AsyncEngine", store: AdapterStore, defaults: Limits) -> None:
         self._engine = engine
@@ -23,26 +23,35 @@ class AdapterLimits:
         self._defaults = defaults
 
     def check(self) -> None:
-        """Raises: StoreUnusable: it keeps limits that this server does not understand, so it could not keep to them."""
+        """Check all stored limits.
+
+        Raises:
+            StoreUnusable: a stored limit is unknown to this server, so it could not be enforced.
+        """
         for record in self._store.list_adapters():
             try:
                 self._merged(record.limits)
             except (InvalidLimits, TypeError) as error:
-                raise StoreUnusable(f"the store keeps limits of {record.adapter_id!r} that are none: {error}") from None
+                raise StoreUnusable(
+                    f"the store keeps limits of {record.adapter_id!r} that are invalid: {error}"
+                ) from None
 
     async def tell_all(self) -> None:
-        """For a start, before the first request. Raises: EngineDead."""
+        """Apply all limits at the start, before the first request.
+
+        Raises: EngineDead.
+        """
         limited = [record.adapter_id for record in self._store.list_adapters() if record.limits]
         await asyncio.gather(*map(self.tell, limited))
 
     async def tell(self, adapter_id: str) -> None:
-        """Pass on what the store says now of an id, which may be gone.
+        """Apply the current limits of an id, which may be deleted.
 
         Raises: EngineDead.
         """
-        # No await between reading and asking: of two changes, whichever is passed on last has seen both.
+        # No await between reading and sending: of two changes, the one sent last includes both.
         await self._engine.set_limits(adapter_id, self._merged(self._store.limits(adapter_id)))
 
     def _merged(self, own: Mapping[str, Any]) -> Limits | None:
-        """None: nothing of its own."""
+        """Return the id's limits merged with the defaults; None if it has none."""
         return replace(self._defaults, **own) if own else None

@@ -1,4 +1,4 @@
-"""A chat's body to what is asked of the engine: prompt, grammar, and how the answer is read for tool calls."""
+"""Convert a chat body to an engine request: prompt, grammar, and the format of tool calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,19 +19,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ChatPlan:
-    """`shown_token_ids`: special tokens that the reader of tool calls must see."""
+    """Hold the engine's view of a chat request."""
 
     prompt: list[int]
     grammar: Grammar | None
     wording: ProtocolFormat
+    # Special tokens that the tool parser must see.
     shown_token_ids: frozenset[int] = frozenset()
 
 
 def plan_chat(body: ChatBody, engine: "AsyncEngine") -> ChatPlan:
-    """Takes milliseconds for long conversations and large schemas: for a thread.
+    """Convert the body. Call in a thread: long conversations and large schemas take milliseconds.
 
     Raises:
-        InvalidRequest: a field is malformed, or the base's template cannot do what it asks.
+        InvalidRequest: a field is malformed, or the base's template does not support it.
     """
     template, tokenizer = engine.chat_template, engine.tokenizer
     if template is None:
@@ -58,7 +59,11 @@ def plan_chat(body: ChatBody, engine: "AsyncEngine") -> ChatPlan:
 
 
 def check_tellable(messages: Sequence[Message], template: "ChatTemplate") -> None:
-    """Raises: InvalidRequest: a message is about tools, which the template would leave out."""
+    """Check that the template supports tools if messages need it.
+
+    Raises:
+        InvalidRequest: a message is about tools, which the template would leave out.
+    """
     for number, message in enumerate(messages):
         if message.is_about_tools:
             _format_of(template, f"messages[{number}].{'role' if message.role == 'tool' else 'tool_calls'}")
@@ -69,7 +74,7 @@ def _prompt(body: ChatBody, engine: "AsyncEngine", template: "ChatTemplate", var
         _format_of(template, "tools")
     messages = [message.plain() for message in body.messages]
 
-    # Of what the template has written: it may leave out some of what was said.
+    # Check the template's output, as it may leave out part of the messages.
     def check(texts: Sequence[str]) -> None:
         check_could_fit(texts, engine.tokenizer, engine.max_model_len)
 
@@ -78,10 +83,11 @@ def _prompt(body: ChatBody, engine: "AsyncEngine", template: "ChatTemplate", var
 
 def _format_of(template: "ChatTemplate", param: str) -> ToolFormat:
     if "tools" not in template.variables:
-        raise InvalidRequest(f"{param}: this base's chat template has no place for tools; leave them out", param=param)
+        raise InvalidRequest(f"{param}: this base's chat template does not support tools; leave them out", param=param)
     form = detect_format(template.source)
     if form is None:
         raise InvalidRequest(
-            f"{param}: this base's chat template writes tool calls in a way that this server cannot read", param=param
+            f"{param}: this base's chat template writes tool calls in a format that this server cannot parse",
+            param=param,
         )
     return form

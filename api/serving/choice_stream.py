@@ -1,4 +1,4 @@
-"""Several answers as one stream: each output with the index of its choice, in the order they come."""
+"""Merge the output streams of several choices into one, in order of arrival."""
 
 import asyncio
 import time
@@ -10,14 +10,16 @@ from lorasrv.outputs import FinishReason, OutputStream, RequestOutput
 
 
 class ChoiceStream:
-    """The outputs of all streams of one request, `width` for each of its prompts. Ends when the last choice has ended;
-    one that fails fails them all. `unanswered`: of each only the prompt is told, as if nothing had been generated.
+    """Iterate over (choice index, output), with `width` choices per prompt, until the last choice ends.
 
-    A task for each stream waits for its next output, and then until somebody has room for it: for a client that reads
-    slowly little is kept here. Must be closed, also when it has ended.
+    A choice that fails fails all of them. With `unanswered`, outputs contain only the prompt, as if nothing was
+    generated.
+
+    A task per stream waits for its next output, and then until it is taken: for a slow client little is buffered. Must
+    be closed, also at the end.
 
     Raises (from iteration):
-        LorasrvError, AdapterError, ApiError: a choice has failed; what came before is no answer.
+        LorasrvError, AdapterError, ApiError: a choice failed; earlier outputs are not an answer.
     """
 
     def __init__(self, streams: Sequence[OutputStream], width: int | None = None, *, unanswered: bool = False) -> None:
@@ -32,7 +34,7 @@ class ChoiceStream:
         self._pumps = [asyncio.create_task(self._pump(*numbered)) for numbered in enumerate(streams)]
 
     def firsts(self) -> list[RequestOutput]:
-        """Of each prompt, what the first choice that has come said last."""
+        """Return, for each prompt, the latest output of its first choice that has any."""
         indices = {index // self.width: index for index in sorted(self.latest, reverse=True)}
         return [self.latest[indices[prompt]] for prompt in sorted(indices)]
 
@@ -48,7 +50,10 @@ class ChoiceStream:
         return await self._take()
 
     async def wait_for_first(self) -> None:
-        """Until something has come, which stays in the stream. Raises: as iteration; then it is closed."""
+        """Wait for the first output, which stays in the stream.
+
+        Raises: as iteration, after closing the stream.
+        """
         try:
             self._ahead = await self._take()
         except BaseException:
@@ -56,10 +61,10 @@ class ChoiceStream:
             raise
 
     async def aclose(self) -> None:
-        """End the choices that have not ended."""
+        """Abort the unfinished choices."""
         for pump in self._pumps:
             pump.cancel()
-        # Before anything is awaited that takes time: whoever is cancelled meanwhile has still ended every request.
+        # Before anything slow is awaited, so that a cancelled close has still aborted every request.
         for stream in self._streams:
             await stream.aclose()
         await asyncio.gather(*self._pumps, return_exceptions=True)
@@ -69,7 +74,7 @@ class ChoiceStream:
         if isinstance(output, Exception):
             raise output
         if output.finish_reason is FinishReason.ERROR:
-            # The same request would fail again: clients are not to repeat it.
+            # The same request would fail again: tell clients not to retry.
             never = {"x-should-retry": "false"}
             raise ApiError(500, output.error or "the generation failed", code="generation_failed", headers=never)
         if self._unanswered:
@@ -92,7 +97,7 @@ class ChoiceStream:
 
 
 def _without_answer(output: RequestOutput) -> RequestOutput:
-    """The one token that the engine generates at least is not what was asked for."""
+    """Remove the answer: the engine generates at least one token, which was not requested."""
     reason = FinishReason.LENGTH if output.finished else None
     return replace(
         output,

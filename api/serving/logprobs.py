@@ -1,9 +1,7 @@
-"""How likely tokens are, as OpenAI's clients read it: in chat's shape and in the older one of plain completions.
+"""Format log-probabilities for OpenAI's clients: for chat, and in the older form for plain completions.
 
-The pieces of an answer and of its probabilities go out together: a token waits until text behind its beginning does, or
-the end. Tokens of a stop string that was cut off never do.
-
-Prompts that come back before their answer (`echo`): their text, and where in it each token begins.
+Text and log-probabilities are sent together: a token waits until the text at its beginning, or the end, is sent. Tokens
+of a removed stop string are not sent. With `echo`, the prompt is returned with the position of each token in its text.
 """
 
 import math
@@ -17,27 +15,30 @@ from lorasrv.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
 LEAST = -9999.0
-"""What OpenAI says for "never": JSON has no infinity."""
+"""OpenAI's value for zero probability, as JSON has no infinity."""
 
 
 class PlacedToken(NamedTuple):
-    """A token that has its probability, or the first of a prompt, and where in the text it begins, in characters."""
+    """Place a token in the text."""
 
     token_id: int
+    # None for the first token of a prompt.
     known: TokenLogprobs | None
+    # Character at which the token begins.
     offset: int
 
 
 @dataclass(slots=True)
 class ShownTokens:
-    """Of one choice: which tokens go out with which piece of its text. `shift` characters stand before the answer."""
+    """Assign the tokens of one choice to the pieces of its text."""
 
+    # Characters in front of the answer.
     shift: int = 0
     _num_shown: int = 0
     _waiting: list[PlacedToken] = field(default_factory=list)
 
     def take(self, output: RequestOutput) -> list[PlacedToken]:
-        """The tokens that go with this output's text."""
+        """Return the tokens to send with this output's text."""
         placed = zip(output.logprobs, output.text_offsets, strict=True)
         self._waiting += [PlacedToken(known.token_id, known, offset) for known, offset in placed]
         self._num_shown += len(output.text)
@@ -51,13 +52,14 @@ class ShownTokens:
 
 @dataclass(frozen=True, slots=True)
 class LogprobsFormatter:
-    """Tokens as text. `as_ids` spells them `token_id:17`, as vLLM does on request."""
+    """Format tokens as text."""
 
     tokenizer: Tokenizer
+    # Spell tokens `token_id:17`, as vLLM does on request.
     as_ids: bool = False
 
     def chat(self, tokens: Sequence[PlacedToken]) -> Json | None:
-        """Chat's shape; None if there are no tokens."""
+        """Return the form for chat; None without tokens."""
         if not tokens:
             return None
         content = []
@@ -68,7 +70,7 @@ class LogprobsFormatter:
         return {"content": content, "refusal": None}
 
     def completion(self, tokens: Sequence[PlacedToken], top: int) -> Json | None:
-        """The older shape; None if there are no tokens. The token itself is among the likeliest `top` in any case."""
+        """Return the older form; None without tokens. The likeliest `top` always include the token itself."""
         if not tokens:
             return None
         return {
@@ -79,7 +81,7 @@ class LogprobsFormatter:
         }
 
     def prompt(self, known: Iterable[TokenLogprobs | None], top: int) -> list[Json | None]:
-        """vLLM's shape for prompts: by token id. The rank of a token that is not among the likeliest is not known."""
+        """Return vLLM's form for prompts, by token id. Tokens that are not among the likeliest have no rank."""
         return [None if one is None else self._prompt_token(one, top) for one in known]
 
     def _prompt_token(self, one: TokenLogprobs, top: int) -> Json:
@@ -92,7 +94,7 @@ class LogprobsFormatter:
         }
 
     def _legacy_top(self, one: TokenLogprobs, top: int) -> Json:
-        # The likelier first: where two are spelled alike, that one is told.
+        # Likelier tokens first: the first one wins where two have the same spelling.
         pairs = [*one.top[:top], (one.token_id, one.logprob)]
         return {self._legacy(token): finite(value) for token, value in reversed(pairs)}
 
@@ -113,7 +115,7 @@ class LogprobsFormatter:
 
 
 def _text_of(raw: bytes) -> str | None:
-    """None for a part of a character."""
+    """Decode UTF-8; None for part of a character."""
     try:
         return raw.decode()
     except UnicodeDecodeError:
@@ -125,27 +127,28 @@ def _escaped(raw: bytes) -> str:
 
 
 def finite(logprob: float) -> float:
-    """As JSON can have it."""
+    """Return a value that JSON can represent."""
     return max(LEAST, logprob)
 
 
 def mean_logprob(outputs: Sequence[RequestOutput]) -> float:
-    """Of all tokens of an answer: OpenAI and TGI rank `best_of` by it."""
+    """Return the mean over all tokens of an answer, by which OpenAI and TGI rank `best_of`."""
     known = [one.logprob for output in outputs for one in output.logprobs]
     return math.fsum(known) / max(1, len(known))
 
 
 @dataclass(frozen=True, slots=True)
 class PromptEcho:
-    """A prompt as it is shown. `offsets`: the character of `text` at which each token begins."""
+    """Hold a prompt as it is returned."""
 
     text: str
     token_ids: Sequence[int]
+    # Character of `text` at which each token begins.
     offsets: Sequence[int]
 
     @classmethod
     def of(cls, prompt: str | Sequence[int], tokenizer: Tokenizer, *, add_special_tokens: bool = True) -> "PromptEcho":
-        """A text as it was sent, token ids as their text, special tokens included."""
+        """Build from a text as sent, or from token ids as their text, special tokens included."""
         if isinstance(prompt, str):
             return cls._of_text(prompt, tokenizer, add_special_tokens)
         detokenizer = Detokenizer(tokenizer, skip_special_tokens=False)
@@ -162,10 +165,10 @@ class PromptEcho:
         plain = cls.of(tokenizer.encode(text, add_special_tokens=False), tokenizer)
         at = next((n for n in range(len(ids)) if ids[n] == plain.token_ids[0]), 0) if plain.token_ids else 0
         if plain.text == text and list(ids[at : at + len(plain.token_ids)]) == plain.token_ids:
-            # The library's own offsets leave a blank out that a token begins with.
+            # The library's own offsets leave out a leading blank of a token.
             offsets[at : at + len(plain.offsets)] = plain.offsets
         return cls(text, ids, offsets)
 
     def placed(self, known: Sequence[TokenLogprobs | None]) -> list[PlacedToken]:
-        """Its tokens with how likely they are."""
+        """Return the tokens with their log-probabilities."""
         return [PlacedToken(*each) for each in zip(self.token_ids, known, self.offsets, strict=True)]

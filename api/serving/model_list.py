@@ -1,9 +1,9 @@
-"""The list of models as bytes, kept between requests: clients with a menu ask for all of it again and again.
+"""Build and cache the list of models as bytes, as clients with a menu request all of it again and again; format
+adapters.
 
-What was encoded holds for one state of the store's names, which is a mapping that is replaced and never changed: the
-very same mapping means the very same list, whatever is uploaded meanwhile. Of a new state only what differs is encoded.
-
-An adapter as JSON: the same from the server and from a store that is read without one.
+A cached list belongs to one state of the store's names, an immutable mapping that is replaced on change: the same
+mapping object means the same list. For a new state only the changed entries are encoded. The server and commands that
+read a store without one format adapters in the same way.
 """
 
 import json
@@ -24,18 +24,22 @@ _encode = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",",
 
 @dataclass(frozen=True, slots=True)
 class _State:
-    """One state of the names: ids in order, each card as JSON, and the answer that has all of them, without `first`."""
+    """Cache one state of the names."""
 
     records: Records
+    # In order.
     ids: Sequence[AdapterId]
+    # Each card as JSON.
     cards: Mapping[AdapterId, str]
+    # The response with all models.
     everything: bytes
 
 
 class ModelList:
-    """Pages of model cards. Thread-safe: a state is replaced as a whole, and at worst made twice.
+    """Return pages of model cards. Thread-safe: a state is replaced as a whole, and at worst built twice.
 
-    `card` makes an adapter's; it must depend on the record alone.
+    Args:
+        card: builds an adapter's card; must depend on the record alone.
     """
 
     def __init__(self, base: Card, card: Callable[[AdapterRecord], Card]) -> None:
@@ -45,7 +49,7 @@ class ModelList:
         self._state = self._make({}, None)
 
     def page(self, records: Records, search: str, limit: int | None, after: str | None) -> bytes:
-        """The base, then adapters in the order of their ids: those whose id contains `search`, behind `after`."""
+        """Return the base, then adapters ordered by id: those whose id contains `search`, after `after`."""
         state = self._state
         if state.records is not records:
             state = self._state = self._make(records, state)
@@ -76,7 +80,7 @@ def _listing(cards: Sequence[str], has_more: bool) -> bytes:
 
 
 def base_card(name: str, created_s: int, max_model_len: int) -> Card:
-    """The base as a model card."""
+    """Build the model card of the base."""
     return {
         "id": name,
         "object": "model",
@@ -89,7 +93,7 @@ def base_card(name: str, created_s: int, max_model_len: int) -> Card:
 
 
 def adapter_card(base: Card, record: AdapterRecord) -> Card:
-    """An adapter as one: `root` is what its current version's content is called by."""
+    """Build the model card of an adapter; `root` is the digest of its current version."""
     return {
         **base,
         "id": record.adapter_id,
@@ -100,7 +104,7 @@ def adapter_card(base: Card, record: AdapterRecord) -> Card:
 
 
 def adapter_json(record: AdapterRecord, corrupt: Collection[AdapterKey]) -> dict[str, Any]:
-    """An id, its versions, aliases and limits; `corrupt` are contents that are known to be damaged."""
+    """Describe an id with its versions, aliases and limits; `corrupt` are contents known to be damaged."""
     versions = [
         {
             "version": v.version,
@@ -127,5 +131,5 @@ def adapter_json(record: AdapterRecord, corrupt: Collection[AdapterKey]) -> dict
 
 
 def aliases_json(record: AdapterRecord) -> dict[str, int | dict[str, float]]:
-    """What each alias of the id points to."""
+    """Return the targets of the id's aliases."""
     return {alias: target_to_json(shares) for alias, shares in record.aliases.items()}

@@ -1,4 +1,4 @@
-"""Who is to answer: `model` and `adapter_id` of a request, resolved once and for all."""
+"""Resolve `model` and `adapter_id` of a request to the base or one version of an adapter, once per request."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,14 +11,16 @@ from lorasrv.errors import InvalidRequest
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """The base (`ref` None) or one version of an adapter. `name` is what the client called it."""
+    """Identify the model that answers."""
 
+    # The client's name for it.
     name: str
+    # The adapter's version; None: the base.
     ref: AdapterRef | None = None
 
     @property
     def headers(self) -> dict[str, str]:
-        """Which adapter answers; the base has none of these headers."""
+        """Return the headers that name the adapter; none for the base."""
         if self.ref is None:
             return {}
         return {
@@ -31,11 +33,11 @@ class ResolvedModel:
 def resolve_target(
     model: str | None, adapter_id: str | None, base_name: str, resolve: Callable[[str], AdapterRef]
 ) -> ResolvedModel:
-    """The one rule: `adapter_id` wins where `model` is the base's name, empty or absent; both may name the same.
+    """Resolve the names: `adapter_id` wins if `model` is the base's name, empty or absent; both may name the same.
 
     Raises:
-        InvalidRequest: the two contradict each other, or nothing is named: the base never answers by default.
-        ApiError: 404, there is no such model; up to three near names.
+        InvalidRequest: the two contradict each other, or both are missing: the base never answers by default.
+        ApiError: 404, there is no such model; the message has up to three similar names.
     """
     if adapter_id == "":
         raise InvalidRequest("adapter_id is empty; leave it out to ask the base", param="adapter_id")
@@ -43,7 +45,7 @@ def resolve_target(
         raise InvalidRequest("model and adapter_id name two different adapters; send one", param="adapter_id")
     if name := adapter_id or model:
         return ResolvedModel(name, _resolve(name, "adapter_id" if adapter_id else "model", base_name, resolve))
-    raise InvalidRequest(f"name a model: {base_name!r} is the base, an adapter id is an adapter", param="model")
+    raise InvalidRequest(f"model is missing: send {base_name!r} for the base, or an adapter id", param="model")
 
 
 def _resolve(name: str, param: str, base_name: str, resolve: Callable[[str], AdapterRef]) -> AdapterRef | None:
@@ -56,6 +58,6 @@ def _resolve(name: str, param: str, base_name: str, resolve: Callable[[str], Ada
 
 
 def model_not_found(error: AdapterNotFound, param: str) -> ApiError:
-    """The 404 of a name that means nothing here."""
+    """Build the 404 of an unknown name."""
     hint = f"; did you mean {', '.join(error.near)}?" if error.near else ""
     return ApiError(404, f"the model {show(error.reference)} does not exist{hint}", code="model_not_found", param=param)

@@ -1,8 +1,7 @@
-"""From the engine's outputs to OpenAI's answers: whole ones, and streams of chunks.
+"""Convert the engine's outputs to OpenAI's responses, whole or as streams of chunks.
 
-One writer serves both routes; what differs between chat and plain completions is in the two `ProtocolFormat`s.
-
-Chat answers that may hold tool calls: as OpenAI words them, whole and in deltas.
+One builder serves chat and plain completions; a `ProtocolFormat` contains the differences. `ToolCallFormat` adds tool
+calls to chat, whole and as deltas.
 """
 
 import secrets
@@ -30,33 +29,33 @@ Json = dict[str, Any]
 
 
 class ProtocolFormat(Protocol):
-    """How one route words its choices."""
+    """Format the choices of one route."""
 
     id_prefix: str
     whole_object: str
     chunk_object: str
 
     def opening(self) -> Json | None:
-        """What the first chunk says before any text, None if nothing."""
+        """Return the content of the first chunk, before any text; None if there is none."""
 
     def logprobs(self, speller: LogprobsFormatter, tokens: Sequence[PlacedToken], top: int) -> Json | None:
-        """How likely tokens are; None if there are none."""
+        """Format log-probabilities; None if there are none."""
 
     def piece(self, text: str) -> Json:
-        """A piece of text, in a chunk."""
+        """Format a piece of text in a chunk."""
 
     def whole(self, text: str) -> Json:
-        """All of the text."""
+        """Format the whole text."""
 
     def pieces(self, index: int, output: RequestOutput) -> list[Json]:
-        """What one output of a choice says, in as many chunks."""
+        """Format one output of a choice as one or more chunks."""
 
     def reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
-        """Why a choice ended, whose last words are `content`."""
+        """Return the finish reason of a choice whose last content is `content`."""
 
 
 class _PlainText(ABC):
-    """An answer that is read for nothing."""
+    """Format answers without parsing them."""
 
     @abstractmethod
     def piece(self, text: str) -> Json: ...
@@ -69,7 +68,7 @@ class _PlainText(ABC):
 
 
 class ChatFormat(_PlainText):
-    """Messages and deltas."""
+    """Format messages and deltas."""
 
     id_prefix = "chatcmpl"
     whole_object = "chat.completion"
@@ -89,7 +88,7 @@ class ChatFormat(_PlainText):
 
 
 class CompletionFormat(_PlainText):
-    """Bare text."""
+    """Format bare text."""
 
     id_prefix = "cmpl"
     whole_object = chunk_object = "text_completion"
@@ -109,31 +108,31 @@ class CompletionFormat(_PlainText):
 
 @dataclass(frozen=True)
 class ResponseBuilder:
-    """Writes one request's answer, of one choice or many; `include_usage` and `usage_in_chunks` are stream options.
-
-    `shown`: so many of the choices to each prompt, the best by mean logarithm of their tokens' probabilities. With a
-    `speller`, probabilities are shown: of the likeliest `top` tokens beside each of the answer, of `prompt_top` beside
-    each of the prompt. `echoes`: the prompts, where they come back.
-    """
+    """Build one request's response, with one choice or many."""
 
     answer_id: str
     target: ResolvedModel
     wording: ProtocolFormat
+    # Stream options.
     include_usage: bool = False
     usage_in_chunks: bool = False
+    # Number of choices returned per prompt, the best by mean log-probability; None: all.
     shown: int | None = None
+    # Set to return log-probabilities.
     speller: LogprobsFormatter | None = None
+    # Number of likeliest tokens beside each token of the answer, and of the prompt.
     top: int | None = None
     prompt_top: int | None = None
+    # The prompts, if they are returned.
     echoes: Sequence[PromptEcho] = ()
     created_s: int = field(default_factory=lambda: int(time.time()))
     started_s: float = field(default_factory=time.monotonic)
 
     async def collect(self, choices: ChoiceStream) -> tuple[Json, dict[str, str]]:
-        """The whole answer and its headers. Closes the choices.
+        """Return the whole response and its headers, and close the choices.
 
         Raises:
-            LorasrvError, ApiError: one of them failed; what came before is dropped.
+            LorasrvError, ApiError: a choice failed; partial outputs are dropped.
         """
         outputs: defaultdict[int, list[RequestOutput]] = defaultdict(list)
         try:
@@ -144,7 +143,7 @@ class ResponseBuilder:
         if self.speller is None:
             wholes = self._wholes(outputs, choices.width)
         else:
-            # In a thread: to spell a long answer's probabilities takes seconds, in which nobody's stream would go on.
+            # In a thread: formatting a long answer's log-probabilities takes seconds, which would stop all streams.
             wholes = await run_in_threadpool(self._wholes, outputs, choices.width)
         body = self._envelope(self.wording.whole_object, wholes)
         return {**body, "usage": self.usage(choices)}, self.headers(choices)
@@ -153,7 +152,7 @@ class ResponseBuilder:
         return [self._whole(number, index, width, outputs) for number, index in enumerate(self._best(outputs, width))]
 
     def _best(self, outputs: Mapping[int, Sequence[RequestOutput]], width: int) -> list[int]:
-        """Which choices are shown, prompt by prompt."""
+        """Return the indices of the returned choices, prompt by prompt."""
         shown = self.shown or width
         best: list[int] = []
         for first in range(0, len(outputs), width):
@@ -162,7 +161,7 @@ class ResponseBuilder:
         return best
 
     def _whole(self, number: int, index: int, width: int, outputs: Mapping[int, Sequence[RequestOutput]]) -> Json:
-        """A whole choice; its prompt is told by the first of those that were tried."""
+        """Format a whole choice; its prompt is in the outputs of the first one that was tried."""
         own, first = outputs[index], outputs[index - index % width][0]
         echo = self.echoes[index // width] if self.echoes else None
         text = (echo.text if echo else "") + "".join(output.text for output in own)
@@ -204,7 +203,7 @@ class ResponseBuilder:
         yield DONE
 
     def _opening(self, index: int, output: RequestOutput, echo: PromptEcho | None) -> Json | None:
-        """The first chunk of a choice, before any text of its answer; None if there is nothing to say."""
+        """Return the first chunk of a choice, before any text of its answer; None if there is none."""
         if echo is not None:
             tokens = echo.placed(output.prompt_logprobs or ()) if self.top is not None else ()
             return self._choice(index, self.wording.piece(echo.text), None, tokens)
@@ -212,7 +211,7 @@ class ResponseBuilder:
         return None if opening is None else self._choice(index, opening)
 
     def headers(self, choices: ChoiceStream) -> dict[str, str]:
-        """Who was asked and who answered, where the adapter was found, and how long that took."""
+        """Return headers with the requested and the answering model, the adapter's tier and the times."""
         timing = choices.firsts()[0].timing
         known = {
             **self.target.headers,
@@ -226,9 +225,9 @@ class ResponseBuilder:
         return known
 
     def usage(self, choices: ChoiceStream) -> Json:
-        """OpenAI's counts so far, and under `lorasrv` who answered and where the time went (ms).
+        """Return OpenAI's counts so far, and under `lorasrv` the answering model and times in ms.
 
-        A prompt counts once: the first choice computes it, the others share its pages. Choices that were not the best
+        A prompt counts once: the first choice computes it, the others share its pages. Choices that are not returned
         count.
         """
         firsts = choices.firsts()
@@ -288,7 +287,7 @@ class ResponseBuilder:
 
 
 def _fallback(choices: ChoiceStream) -> str | None:
-    """`base` if that answered in the adapter's place."""
+    """Return `base` if the base answered in place of the adapter."""
     return "base" if any(output.timing.fell_back for output in choices.latest.values()) else None
 
 
@@ -296,7 +295,7 @@ TOOL_CALLS = "tool_calls"
 
 
 class ToolCallFormat(ChatFormat):
-    """One request's answers. Each choice has a reader of its own.
+    """Format one request's answers with tool calls, with a tool parser per choice.
 
     Args:
         names: the tools that may be called.
@@ -311,7 +310,9 @@ class ToolCallFormat(ChatFormat):
         self._num_calls: dict[int, int] = {}
 
     def pieces(self, index: int, output: RequestOutput) -> list[Json]:
-        """A call takes two deltas: its id and name, then its arguments. The last output has at least one delta."""
+        """Format an output. A call takes two deltas: its id and name, then its arguments. The last output has at
+        least one.
+        """
         reader = self._readers.get(index)
         if reader is None:
             reader = self._readers[index] = self._reader()

@@ -1,8 +1,7 @@
-"""The adapter store as one caller may know it. Routes have no other way to it.
+"""Restrict the adapter store to what one caller may see. Routes have no other access to it.
 
-What a caller may not see is left out of the names that its references are looked up in: an id of another's is not
-there, as one that nobody has is not, by the very same steps. So nothing has to be hidden in answers, near names and
-times.
+Ids that a caller may not see are left out of the names in which its references are looked up: they are missing in
+exactly the same way as ids that do not exist. Hence nothing has to be hidden in responses, similar names and timing.
 """
 
 import random
@@ -15,13 +14,13 @@ from functools import cached_property
 from typing import Any
 
 from adapter_store.errors import AdapterNotFound, InvalidDigest, QuotaExceeded, VersionNotFound, show
-from adapter_store.quota import OF_ALL
+from adapter_store.quota import SHARED_QUOTAS
 from adapter_store.registry.names import Names
 from adapter_store.registry.records import AdapterRecord, Change, Deletion, Registration
 from adapter_store.registry.references import VERBS, Shares, check_adapter_id, check_digest
 from adapter_store.spec import AdapterId, AdapterRef
 from adapter_store.storage.blobs import BlobUpload
-from adapter_store.storage.pending_uploads import Sender
+from adapter_store.storage.pending_uploads import Uploader
 from adapter_store.store import AdapterStore
 from api.auth.principal import Caller, Scope
 from api.errors import ApiError
@@ -29,13 +28,13 @@ from api.serving.model_list import ModelList
 
 Records = Mapping[AdapterId, AdapterRecord]
 MAX_KEPT = 64
-"""Sets of patterns of which is kept what they match."""
+"""Number of pattern sets whose matches are cached."""
 
 
 class ScopedStore:
-    """What one caller knows of the store. Cheap to make; as live as the store, and as thread-safe.
+    """Present the store to one caller. Cheap to create; as current and thread-safe as the store.
 
-    Methods that the store has too do and raise what they do there.
+    Methods that the store also has behave and raise as there.
     """
 
     def __init__(self, views: "ScopedStores", caller: Caller) -> None:
@@ -45,11 +44,11 @@ class ScopedStore:
 
     @property
     def is_whole(self) -> bool:
-        """Nothing is hidden: neither adapters, nor what others do."""
+        """Return whether the caller sees everything, including the usage of others."""
         return self.caller.sees_all and self.caller.may(Scope.ADMIN)
 
     def sees(self, adapter_id: str) -> bool:
-        """Whether there may be such an id, as far as the caller is to know."""
+        """Return whether the caller may see this id, if it exists."""
         return self.caller.may_see(adapter_id)
 
     # Names.
@@ -67,7 +66,7 @@ class ScopedStore:
         return self._names.get(adapter_id)
 
     def records(self) -> Records:
-        """As `AdapterStore.records`: the same object as long as nothing changes."""
+        """Return the visible records; as with `AdapterStore.records`, the same object until something changes."""
         return self._seen().records
 
     def list_adapters(self) -> list[AdapterRecord]:
@@ -75,16 +74,17 @@ class ScopedStore:
         return [records[name] for name in sorted(records)]
 
     def models(self, search: str, limit: int | None, after: str | None) -> bytes:
-        """A page of `ModelList`."""
+        """Return a page of `ModelList`."""
         seen = self._seen()
         return seen.models.page(seen.records, search, limit, after)
 
     # Changes.
 
     def register(self, adapter_id: str, config: Mapping[str, object], digest: str, **options: Any) -> Registration:
-        """As `AdapterStore.register`, for the caller.
+        """Register a version for the caller, as `AdapterStore.register` does.
 
-        Raises: ApiError: 403, it may not use such ids.
+        Raises:
+            ApiError: 403, the caller may not use such ids.
         """
         self.check_may_name(adapter_id)
         options |= self.owner
@@ -92,7 +92,12 @@ class ScopedStore:
             return self._store.register(adapter_id, config, digest, is_known=self._knows(digest), **options)
 
     def check_may_name(self, adapter_id: str, param: str = "id") -> None:
-        """Raises: InvalidAdapterId. ApiError: 403, the caller may not use such ids."""
+        """Check that the caller may use an id.
+
+        Raises:
+            InvalidAdapterId: malformed.
+            ApiError: 403, the caller may not use such ids.
+        """
         check_adapter_id(adapter_id, VERBS)
         if not self.sees(adapter_id):
             globs = ", ".join(self.caller.adapters) or "none at all"
@@ -101,16 +106,20 @@ class ScopedStore:
 
     @property
     def owner(self) -> dict[str, Any]:
-        """Whose a version becomes, and how much may be stored, for `AdapterStore.register`."""
+        """Return the owner of a new version and its quota, for `AdapterStore.register`."""
         return {"principal": self.caller.principal, "max_bytes": self.caller.limits.max_stored_bytes}
 
     @contextmanager
     def own_figures(self) -> Iterator[None]:
-        """Whoever is refused is not told how much others have stored. Raises: ApiError: 507, in that one's place."""
+        """Replace quota errors that would reveal how much others have stored.
+
+        Raises:
+            ApiError: 507, in place of such an error.
+        """
         try:
             yield
         except QuotaExceeded as error:
-            if self.is_whole or error.quota not in OF_ALL:
+            if self.is_whole or error.quota not in SHARED_QUOTAS:
                 raise
             message = f"quota exceeded: there is no room for it among the adapters of all keys ({error.quota})"
             never = {"x-should-retry": "false"}
@@ -130,20 +139,22 @@ class ScopedStore:
     # Weights and what is known of them.
 
     def open_blob(self, digest: str, length: int) -> tuple[BlobUpload, bool]:
-        """As `AdapterStore.open_blob`; and whether they are there already, as far as the caller is to know."""
+        """Open an upload as `AdapterStore.open_blob` does, and return whether the caller may know that the weights
+        exist.
+        """
         is_known = self._knows(digest)
         exists = self._store.blob_exists(digest) and is_known
-        sender = Sender(self.caller.principal, self.caller.limits.max_stored_bytes, is_known)
+        uploader = Uploader(self.caller.principal, self.caller.limits.max_stored_bytes, is_known)
         with self.own_figures():
-            return self._store.open_blob(digest, length, sender), exists
+            return self._store.open_blob(digest, length, uploader), exists
 
     def _knows(self, digest: str) -> bool:
-        """Whether the caller may know that weights are there: it can read an id that has them, or has sent them."""
+        """Return whether the caller may know that weights exist: it can read an id that has them, or has sent them."""
         try:
             hex_digest = check_digest(digest)
         except InvalidDigest:
             return True
-        is_sent = self._store.staging.has_sent(self.caller.principal, hex_digest)
+        is_sent = self._store.pending_uploads.has_uploaded(self.caller.principal, hex_digest)
         return self.is_whole or is_sent or hex_digest in self._seen().digests
 
     def _seen(self) -> "_Visible":
@@ -156,8 +167,9 @@ class ScopedStore:
 
 @dataclass(frozen=True)
 class _Visible:
-    """One state of the store's names, as far as some patterns match them. `of` is the whole state."""
+    """Cache the visible part of one state of the store's names."""
 
+    # The whole state.
     of: Records
     records: Records
     models: ModelList
@@ -168,13 +180,12 @@ class _Visible:
 
     @cached_property
     def digests(self) -> frozenset[str]:
-        """Of all weights that a version here has."""
+        """Return the digests of the weights of all visible versions."""
         return frozenset(version.weights_digest for record in self.records.values() for version in record.versions)
 
 
 class ScopedStores:
-    """Makes the views of a store. What patterns match is found once for each state of the names, and of a new state
-    only for the ids that are new."""
+    """Create the views of a store, caching pattern matches for each state; for a new state only new ids are matched."""
 
     def __init__(self, store: AdapterStore, make_list: Callable[[], ModelList]) -> None:
         self.store = store
@@ -186,7 +197,7 @@ class ScopedStores:
         return ScopedStore(self, caller)
 
     def seen(self, caller: Caller) -> _Visible:
-        """What the caller's patterns match now."""
+        """Return what the caller's patterns match now."""
         patterns = ("*",) if caller.sees_all else caller.adapters
         records = self.store.records()
         with self._lock:
@@ -205,13 +216,13 @@ class ScopedStores:
             return _Visible(records, {k: r for k, r in records.items() if caller.may_see(k)}, self._make_list())
         seen, of = known.records, known.of
         found = {k: r for k, r in records.items() if (k in seen if k in of else caller.may_see(k))}
-        # What others do changes nothing here: not even the very object, by which lists are known to be the same.
+        # Changes of others must not even replace the object, whose identity marks a list as unchanged.
         return _Visible(records, seen if found == seen else found, known.models)
 
 
 @contextmanager
 def _as_seen() -> Iterator[None]:
-    """Whatever goes between looking and doing: the store's near names are of all ids."""
+    """Remove similar names from the store's errors for races between lookup and action, as those cover all ids."""
     try:
         yield
     except VersionNotFound:

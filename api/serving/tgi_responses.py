@@ -1,7 +1,8 @@
-"""From the engine's outputs to TGI's and LoRAX's answers: whole ones, and streams of tokens.
+"""Convert the engine's outputs to TGI's and LoRAX's responses, whole or as streams of tokens.
 
-Texts of tokens are the pieces whose concatenation is the text: what became certain with each token, "" for a special
-one. As in TGI a stop sequence is part of the text. Shapes: TGI's `router/src/lib.rs`, lorax-client 0.6.3 `types.py`.
+The texts of tokens are pieces that concatenate to the whole text: what became certain with each token, "" for special
+tokens. As in TGI, the text includes the stop sequence. Shapes: TGI's `router/src/lib.rs`, lorax-client 0.6.3
+`types.py`.
 """
 
 import time
@@ -39,17 +40,17 @@ LORAX_HEADERS = (
 
 @dataclass(frozen=True)
 class TokenWriter:
-    """Tokens as entries of an answer, with as many of the likeliest as were asked for."""
+    """Format tokens as entries of a response, with the requested number of likeliest tokens."""
 
     tokenizer: Tokenizer
     num_top: int = 0
     num_alternatives: int = 0
 
     def entries(self, output: RequestOutput) -> list[tuple[Json, list[Json]]]:
-        """Each token of an output, and the likeliest tokens in its place.
+        """Return each token of an output, with the likeliest tokens at its position.
 
         Raises:
-            ApiError: the output has no probability for one.
+            ApiError: a log-probability is missing.
         """
         if len(output.logprobs) != len(output.token_ids):
             raise _no_probability()
@@ -57,7 +58,11 @@ class TokenWriter:
         return [self._entry(*found) for found in zip(output.token_ids, output.logprobs, pieces, strict=True)]
 
     def prefill(self, token_ids: Sequence[int], found: Sequence[TokenLogprobs | None] | None) -> list[Json]:
-        """The prompt's tokens; special ones have their names for text. Raises: ApiError: as `entries`."""
+        """Return the prompt's tokens; the text of special tokens is their name.
+
+        Raises:
+            ApiError: see `entries`.
+        """
         if found is None or [None, *token_ids[1:]] != [None, *(f and f.token_id for f in found[1:])]:
             raise _no_probability()
         pieces = Detokenizer(self.tokenizer, skip_special_tokens=False)
@@ -72,7 +77,7 @@ class TokenWriter:
     def _entry(self, token_id: int, found: TokenLogprobs, piece: str) -> tuple[Json, list[Json]]:
         if found.token_id != token_id or len(found.top) < max(self.num_top, self.num_alternatives):
             raise _no_probability()
-        # Clients leave out what is special when they put texts together, so text that came with one is not.
+        # Clients skip special tokens when they join texts, so a token with text is not marked as special.
         special = token_id in self.tokenizer.special_ids and not piece
         entry: Json = {"id": token_id, "text": piece, "logprob": finite(found.logprob), "special": special}
         if self.num_alternatives:
@@ -94,6 +99,7 @@ class TgiResponseBuilder:
     parameters: Parameters
     inputs: str
     prompt_ids: Sequence[int]
+    # Seed of the first choice; None without sampling.
     seed: int | None
     tokens: TokenWriter
     as_list: bool = False
@@ -102,7 +108,7 @@ class TgiResponseBuilder:
         """The whole answer and its headers. Closes the choices.
 
         Raises:
-            LorasrvError, AdapterError, ApiError: it failed, or ended before its end.
+            LorasrvError, AdapterError, ApiError: the request failed, or was aborted.
         """
         outputs: defaultdict[int, list[RequestOutput]] = defaultdict(list)
         try:
@@ -110,7 +116,7 @@ class TgiResponseBuilder:
                 outputs[index].append(output)
         finally:
             await choices.aclose()
-        # In a thread: to spell a long answer's likeliest tokens takes seconds, in which nobody's stream would go on.
+        # In a thread: formatting a long answer's likeliest tokens takes seconds, which would stop all streams.
         body = await run_in_threadpool(self._whole, outputs)
         body["usage"] = self.figures.usage(choices)
         return [body] if self.as_list else body, self.headers(choices, ended=True)
@@ -131,7 +137,7 @@ class TgiResponseBuilder:
         return body
 
     async def events(self, choices: ChoiceStream) -> AsyncGenerator[bytes, None]:
-        """One event a token. The last has the whole text, and the details if they are wanted; there is no [DONE]."""
+        """Yield one event per token. The last has the whole text, and the details if requested; there is no [DONE]."""
         text, count = [], 0
         try:
             async for _, output in choices:
@@ -150,7 +156,9 @@ class TgiResponseBuilder:
             yield event(describe_tgi(error).body)
 
     def headers(self, choices: ChoiceStream, *, ended: bool = False) -> dict[str, str]:
-        """Ours, and LoRAX's: tokens, and times in whole milliseconds; of a stream what is known as it begins."""
+        """Return our headers and LoRAX's: tokens, and times in whole milliseconds; for a stream, those known at its
+        start.
+        """
         usage = self.figures.usage(choices)
         queue_ms = usage["lorasrv"]["queue_ms"]
         known = {"x-prompt-tokens": usage["prompt_tokens"], "x-queue-time": int(queue_ms)}
@@ -180,7 +188,7 @@ class TgiResponseBuilder:
         return {**details, "top_tokens": [top for _, top in entries]} if self.tokens.num_top else details
 
     def _end(self, text: str, output: RequestOutput) -> Json:
-        """Of the last event."""
+        """Return the details of the last event."""
         details: Json = {
             "finish_reason": finish_reason(output),
             "prompt_tokens": output.num_prompt_tokens,
@@ -191,7 +199,7 @@ class TgiResponseBuilder:
         return {"generated_text": self._full(text), "details": details if self.parameters.details else None}
 
     def _prefill(self, outputs: Sequence[RequestOutput]) -> list[Json]:
-        """From the first choice: it computes the prompt that the others share."""
+        """Return the prompt's tokens from the first choice, which computes the prompt that the others share."""
         if not self.parameters.decoder_input_details:
             return []
         found = (output.prompt_logprobs for output in outputs if output.prompt_logprobs is not None)
@@ -205,12 +213,16 @@ class TgiResponseBuilder:
 
 
 def text_of(output: RequestOutput) -> str:
-    """The text of an output, and the stop sequence that ended it."""
+    """Return an output's text with the stop sequence that ended it."""
     return output.text + (output.stop_reason if isinstance(output.stop_reason, str) else "")
 
 
 def finish_reason(output: RequestOutput) -> str:
-    """Why it ended, in TGI's words. Raises: ApiError: it did not come to an end."""
+    """Return the finish reason in TGI's words.
+
+    Raises:
+        ApiError: the answer is incomplete.
+    """
     if output.finish_reason is FinishReason.LENGTH:
         return "length"
     if output.finish_reason is FinishReason.STOP:
@@ -219,24 +231,28 @@ def finish_reason(output: RequestOutput) -> str:
 
 
 def token_text(tokenizer: Tokenizer, token_id: int) -> str:
-    """The text of one token alone, in the midst of a text: half a character is U+FFFD, a special token its name."""
+    """Return the text of one token within a text: part of a character is U+FFFD, a special token its name."""
     alone = Detokenizer(tokenizer, skip_special_tokens=False)
-    # Some decoders strip a space from the beginning of a text; the second time it is none.
+    # Some decoders strip a space from the beginning of a text: decode the token a second time.
     alone.push([token_id])
     alone.flush()
     return alone.push([token_id]) + alone.flush()
 
 
 def _mean_logprob(outputs: Sequence[RequestOutput]) -> float:
-    """What TGI chooses the best sequence by. Raises: ApiError: a probability is missing."""
+    """Return the mean log-probability, by which TGI chooses the best sequence.
+
+    Raises:
+        ApiError: a log-probability is missing.
+    """
     if any(len(output.logprobs) != len(output.token_ids) for output in outputs):
         raise _no_probability()
     return mean_logprob(outputs)
 
 
 def _no_probability() -> ApiError:
-    return ApiError(500, "a token came without its probability, which this answer needs", code="logprobs_missing")
+    return ApiError(500, "a token has no log-probability, which this response needs", code="logprobs_missing")
 
 
 def _broken_off() -> ApiError:
-    return ApiError(500, "the generation ended before its end", code=BROKEN_OFF)
+    return ApiError(500, "the generation ended early", code=BROKEN_OFF)

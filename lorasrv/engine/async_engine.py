@@ -83,7 +83,7 @@ class AsyncEngine:
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._loader: ThreadedLoader | None = None
         if model.parts.source is not None:
-            write = model.parts.runner.write_adapter
+            write = model.parts.executor.write_adapter
             self._loader = ThreadedLoader(model.parts.source, write, lambda: self._inbox.put(Wake()))
         self._engine = EngineCore(model.parts, self._loader)
         self.input_processor = model.input_processor(self._engine.poison, options.queue_timeout_s)

@@ -28,7 +28,7 @@ from lorasrv.engine.pool_snapshot import describe_pool
 from lorasrv.engine.step_failures import StepFailureHandler
 from lorasrv.engine.step_retry import StepResult, StepRetrier
 from lorasrv.engine.watchdog import Heartbeat
-from lorasrv.errors import InvalidRequest, LorasrvError
+from lorasrv.errors import DeviceLost, InvalidRequest, LorasrvError
 from lorasrv.memory.cost_model import StepShape
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
@@ -40,7 +40,7 @@ from lorasrv.scheduler.scheduler import WARM_GRACE_S, Scheduler
 from lorasrv.scheduler_output import AdapterOrders, DropSwap, PageOp, SchedulerOutput, SwapIn, SwapOut
 from lorasrv.worker.adapter_loader import Done, Loader, LoaderReport
 from lorasrv.worker.adapter_source import HostAdapterStore
-from lorasrv.worker.model_runner import ModelRunner
+from lorasrv.worker.executor import Executor, StepHandle
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 _LOG = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class EngineParts:
 
     books: MemoryManager
     scheduler: Scheduler
-    runner: ModelRunner
+    executor: Executor
     source: HostAdapterStore | None
     max_model_len: int
     vocab_size: int
@@ -61,6 +61,14 @@ class EngineParts:
     pool_bytes: int
     eos_token_ids: frozenset[int] = frozenset()
     watermark: Watermark | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _UnderWay:
+    """A step and what collects it; None: it is submitted when its turn has come, in parts."""
+
+    step: SchedulerOutput
+    handle: StepHandle | None
 
 
 @dataclass(slots=True)
@@ -81,10 +89,14 @@ class EngineCore:
         self._loader = loader
         self.heartbeat = Heartbeat()
         self.poison = PoisonGuard()
-        runner = parts.runner
-        self.attempts = StepRetrier(lambda step: runner.run(step), runner.recover, self.heartbeat.beat)
+        executor = self._executor = parts.executor
+        self.attempts = StepRetrier(
+            lambda step: executor.collect(executor.submit(step)), executor.recover, self.heartbeat.beat
+        )
         self._faults = StepFailureHandler(parts.scheduler, self.poison)
         self._due_ops: deque[PageOp] = deque()
+        self._under_way: deque[_UnderWay] = deque()
+        self._one_at_a_time = False
         self._asked_to_warm: dict[int, tuple[AdapterKey, float]] = {}
         self._answers: list[UtilityResult] = []
         self._loads = _LoadCounters()
@@ -99,7 +111,7 @@ class EngineCore:
     @property
     def has_requests(self) -> bool:
         """Whether somebody still waits for an answer."""
-        return self._scheduler.has_requests
+        return self._scheduler.has_requests or bool(self._under_way)
 
     @property
     def made_progress(self) -> bool:
@@ -114,11 +126,11 @@ class EngineCore:
     @property
     def profile(self) -> StepProfile:
         """Where the time of steps has gone."""
-        return self._parts.runner.profile
+        return self._executor.profile
 
     def settle(self) -> None:
         """The calling thread is the one that will call `step`."""
-        self._parts.runner.settle()
+        self._executor.settle()
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request that `InputProcessor` has made."""
@@ -160,7 +172,8 @@ class EngineCore:
         return answers
 
     def step(self) -> list[EngineOutput]:
-        """Compute one batch, and say what it brought for each request; if it fails, some end with an error.
+        """Submit one batch, and say what the oldest that is under way brought for each request; if it fails, some end
+        with an error. An executor of depth 1 computes every batch in the step that plans it.
 
         Raises: DeviceLost, AssertionError: nothing can be computed any more.
         """
@@ -177,10 +190,18 @@ class EngineCore:
         with self.profile.span("pages"):
             step = self._arrange(step)
             self._give_orders(step.orders)
-        attempted = self.attempts.run(step)
+        if step.scheduled:
+            self._submit(step)
+        else:
+            self._scheduler.discard(step)
+        outputs = self._scheduler.take_outputs()
+        has_room = self._executor.depth > 1 and bool(step.scheduled) and not self._one_at_a_time
+        most, was_under_way = self._executor.depth - 1 if has_room else 0, bool(self._under_way)
+        while len(self._under_way) > most:
+            outputs += self._collect(begun)
+            begun = time.perf_counter()
         with self.profile.span("scheduling"):
-            outputs = self._enter(step, attempted)
-            self._finish_step(step, time.perf_counter() - begun, is_usual=attempted.num_runs == 1)
+            self._finish_step(step, made_progress=was_under_way or step.num_preempted > 0)
         return outputs
 
     def check_integrity(self) -> None:
@@ -190,6 +211,50 @@ class EngineCore:
     def close(self) -> None:
         if self._loader is not None:
             self._loader.close()
+
+    def _submit(self, step: SchedulerOutput) -> None:
+        most = self.attempts.most_tokens
+        fits = most is None or step.num_tokens <= most
+        self._one_at_a_time = self._one_at_a_time or most is not None
+        self._under_way.append(_UnderWay(step, self._executor.submit(step) if fits else None))
+
+    def _collect(self, begun: float) -> list[EngineOutput]:
+        """Enter what the oldest step that is under way says."""
+        oldest = self._under_way.popleft()
+        step, handle = oldest.step, oldest.handle
+        collect = None if handle is None else lambda: self._executor.collect(handle)
+        if collect is not None and self._under_way:
+            try:
+                attempted = self.attempts.collect(step, collect)
+            except Exception as error:
+                return self._start_over(step, error)
+        else:
+            attempted = self.attempts.run(step, collect)
+            self._one_at_a_time = False
+        with self.profile.span("scheduling"):
+            outputs = self._enter(step, attempted)
+            seconds = time.perf_counter() - begun
+            if attempted.num_runs == 1:
+                self._books.costs.observe_step(StepShape.of(step), seconds)
+            self.heartbeat.computed()
+            self.book.step(step, seconds)
+            self._steps += 1
+        return outputs
+
+    def _start_over(self, step: SchedulerOutput, error: Exception) -> list[EngineOutput]:
+        """A step has failed with others behind it, which may read what it did not write: they are planned again, one
+        at a time, so that it can be found out which request it was.
+
+        Raises: DeviceLost: the device is gone.
+        """
+        _LOG.error("%d steps are planned again: %s", 1 + len(self._under_way), type(error).__name__, exc_info=error)
+        if not self._executor.recover():
+            raise DeviceLost(f"the device cannot be used any more: {type(error).__name__}") from error
+        for lost in (step, *(later.step for later in self._under_way)):
+            self._scheduler.discard(lost)
+        self._under_way.clear()
+        self._one_at_a_time = True
+        return self._scheduler.take_outputs()
 
     def _enter(self, step: SchedulerOutput, attempted: StepResult) -> list[EngineOutput]:
         if attempted.failed:
@@ -239,7 +304,7 @@ class EngineCore:
         while self._due_ops:
             op = self._due_ops[0]
             try:
-                swapped += self._parts.runner.apply_page_ops((op,))
+                swapped += self._executor.apply_page_ops((op,))
             except Exception as error:
                 if not isinstance(op, SwapOut | SwapIn):
                     raise
@@ -248,7 +313,7 @@ class EngineCore:
                 self._scheduler.swap_failed(op.request_id)
                 step = replace(step, scheduled=tuple(s for s in step.scheduled if s.request_id != op.request_id))
             self._due_ops.popleft()
-        self._parts.runner.apply_page_ops(())
+        self._executor.apply_page_ops(())
         self._books.costs.page_copy.observe(time.perf_counter() - begun, swapped)
         return step
 
@@ -315,15 +380,9 @@ class EngineCore:
 
     # Figures.
 
-    def _finish_step(self, step: SchedulerOutput, seconds: float, *, is_usual: bool) -> None:
-        if is_usual:
-            self._books.costs.observe_step(StepShape.of(step), seconds)
-        if step.scheduled:
-            self.heartbeat.computed()
-        self.book.step(step, seconds)
+    def _finish_step(self, step: SchedulerOutput, *, made_progress: bool) -> None:
         self._wake_s = step.wake_s
-        self._made_progress = bool(step.scheduled) or step.num_preempted > 0
-        self._steps += bool(step.scheduled)
+        self._made_progress = made_progress
         self._last_step_s = time.monotonic()
         self.metrics.publish(self._snapshot())
 

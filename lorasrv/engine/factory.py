@@ -24,12 +24,15 @@ from lorasrv.models.loader import Checkpoint, WeightMeter
 from lorasrv.models.quantization import Fit, QuantFormat, StoredWeights, get_format, select_format
 from lorasrv.models.spec import ModelSpec, operations
 from lorasrv.scheduler.scheduler import Scheduler
+from lorasrv.speculation.checked_drafter import CheckedDrafter
+from lorasrv.speculation.drafter import Drafter
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.adapter_source import HostAdapterStore
 from lorasrv.worker.decoder import DecoderLimits
 from lorasrv.worker.device import activation_dtype, free_device_bytes, resolve_device
 from lorasrv.worker.device_pool import DevicePool
+from lorasrv.worker.executor import InProcessExecutor
 from lorasrv.worker.host_memory import free_bytes
 from lorasrv.worker.model_runner import ModelRunner
 from lorasrv.worker.weights import load_weights
@@ -73,9 +76,13 @@ class BuiltModel:
 
 
 def build(
-    checkpoint: Checkpoint, config: EngineConfig, store: AdapterStore | None, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    store: AdapterStore | None,
+    progress: Progress | None = None,
+    drafter: Drafter | None = None,
 ) -> BuiltModel:
-    """Load the model and make an empty engine around it.
+    """Load the model and make an empty engine around it; `drafter` guesses what answers go on with.
 
     Raises:
         ModelError: the checkpoint cannot be served.
@@ -103,8 +110,14 @@ def build(
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
     parts = EngineParts(
         books=books,
-        scheduler=Scheduler(config.scheduler, books, frozenset(spec.eos_token_ids), is_on_host),
-        runner=ModelRunner(weights, memory, limits, ops),
+        scheduler=Scheduler(
+            config.scheduler,
+            books,
+            frozenset(spec.eos_token_ids),
+            is_on_host,
+            CheckedDrafter(drafter, spec.vocab_size),
+        ),
+        executor=InProcessExecutor(ModelRunner(weights, memory, limits, ops)),
         source=adapters,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,

@@ -14,7 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from adapter_store.spec import AdapterKey
@@ -50,8 +50,21 @@ class OutputProcessor:
         """Add one step's tokens.
 
         The result may be finished although `output` is not: a stop string was met, and the engine must be told to
-        abort. Nothing may be processed after a finished result.
+        abort. The tokens behind such a stop are left out. Nothing may be processed after a finished result.
         """
+        if len(output.new_token_ids) <= 1:
+            return self._process_one(output)
+        result: RequestOutput | None = None
+        for single in _singles(output):
+            then = self._process_one(single)
+            result = then if result is None else result.followed_by(then)
+            if result.finished:
+                break
+        assert result is not None
+        return result
+
+    def _process_one(self, output: EngineOutput) -> RequestOutput:
+        """Add one token, or the end."""
         self._num_generated += len(output.new_token_ids)
         is_early = self._num_generated <= self._min_tokens
         text = self._held + self._push(output)
@@ -108,6 +121,16 @@ class OutputProcessor:
             prompt_logprobs=output.prompt_logprobs,
             text_offsets=tuple(self._offsets) if output.logprobs else (),
         )
+
+
+def _singles(output: EngineOutput) -> Iterator[EngineOutput]:
+    """Split an output into one for each token; the end, if there is one, comes with the last."""
+    last = len(output.new_token_ids) - 1
+    for at, token in enumerate(output.new_token_ids):
+        single = replace(output, new_token_ids=(token,), logprobs=output.logprobs[at : at + 1])
+        if at > 0:
+            single = replace(single, prompt_logprobs=None)
+        yield single if at == last else replace(single, finish_reason=None, stop_token_id=None, error=None)
 
 
 MAX_SINGLE = 64

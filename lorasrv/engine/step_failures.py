@@ -61,6 +61,7 @@ class StepFailureHandler:
     def on_update_error(self, step: SchedulerOutput, error: Exception) -> list[EngineOutput]:
         """The results of a step were not, or not all. Raises: AssertionError: the accounts are wrong."""
         _LOG.error("the results of a step could not be entered", exc_info=error)
+        self._scheduler.discard(step)
         names = {share.request_id for share in step.scheduled}
         self._end([r for r in self._scheduler.requests() if r.request_id in names], Refusal.STEP, FAILED)
         self._scheduler.check_integrity()

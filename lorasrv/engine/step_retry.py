@@ -74,26 +74,27 @@ class StepRetrier:
         """Tokens that are computed together at most, since memory was short; None: as many as are scheduled."""
         return self._most_tokens
 
-    def run(self, step: SchedulerOutput) -> StepResult:
+    def run(self, step: SchedulerOutput, collect: Callable[[], ModelRunnerOutput] | None = None) -> StepResult:
         """Compute a step, in parts if it cannot be computed as a whole.
 
+        Args:
+            collect: waits for the whole step, which is under way already.
         Raises:
             DeviceLost: the device is gone; nothing can be computed any more.
         """
-        if not step.scheduled:
-            return StepResult(self._run(step))
-        if self.rehearsal is not None:
-            self.rehearsal.begins()
+        self._begin()
         parts, bound = [step], self._most_tokens
         gathered, failed, again, num_runs = _Gathered(), dict[RequestId, Exception](), set[RequestId](), 0
         while parts:
             part, *parts = [*self._bounded(parts[0]), *parts[1:]]
             num_runs += 1
-            self._beat()
             try:
-                if self.rehearsal is not None:
-                    self.rehearsal.runs(part)
-                gathered.take(self._run(part))
+                self._prepare(part)
+                if collect is not None and part is step:
+                    wait, collect = collect, None
+                    gathered.take(wait())
+                else:
+                    gathered.take(self._run(part))
                 continue
             except Exception as error:
                 names = ", ".join(share.request_id for share in part.scheduled[:MAX_NAMED])
@@ -105,6 +106,10 @@ class StepRetrier:
                 caught = error.with_traceback(None)
             if not self._recover():
                 raise DeviceLost(f"the device cannot be used any more: {type(caught).__name__}") from caught
+            if part.num_draft_tokens:
+                # Guesses may have been what was wrong, or too much; nothing is lost without them.
+                parts.insert(0, part.without_drafts())
+                continue
             smaller = self._smaller(part, caught)
             if smaller:
                 parts[:0] = smaller
@@ -119,6 +124,21 @@ class StepRetrier:
                 parts = _without(parts, failed)
         self._calm_down()
         return StepResult(gathered.output(), failed, num_runs)
+
+    def collect(self, step: SchedulerOutput, collect: Callable[[], ModelRunnerOutput]) -> StepResult:
+        """Wait for a step behind which others are under way. Raises: whatever goes wrong with it."""
+        self._begin()
+        self._prepare(step)
+        return StepResult(collect())
+
+    def _begin(self) -> None:
+        if self.rehearsal is not None:
+            self.rehearsal.begins()
+
+    def _prepare(self, part: SchedulerOutput) -> None:
+        self._beat()
+        if self.rehearsal is not None:
+            self.rehearsal.runs(part)
 
     def _smaller(self, part: SchedulerOutput, error: Exception) -> list[SchedulerOutput]:
         """Its halves; none if it is one request, and less of it would not help."""
@@ -135,6 +155,7 @@ class StepRetrier:
         most = self._most_tokens
         if most is None or step.num_tokens <= most:
             return [step]
+        step = step.without_drafts()
         parts: list[list[ScheduledRequest]] = [[]]
         room = most
         for share in step.scheduled:
@@ -170,8 +191,8 @@ def _without(parts: Sequence[SchedulerOutput], failed: Container[RequestId]) -> 
 class _Gathered:
     """The outputs of parts, put together."""
 
-    sampled: dict[RequestId, int] = field(default_factory=dict)
-    logprobs: dict[RequestId, TokenLogprobs] = field(default_factory=dict)
+    sampled: dict[RequestId, tuple[int, ...]] = field(default_factory=dict)
+    logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
     def take(self, output: ModelRunnerOutput) -> None:

@@ -36,7 +36,10 @@ GUESS = (10e-3, 1e-3, 0.2e-3, 0.2e-9, 20e-9)
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Describe a step by what its time depends on."""
+    """Describe a step by what its time depends on.
+
+    A draft token counts as one of the `tokens` and as one of the `requests`: its row's logits are computed too.
+    """
 
     tokens: int
     requests: int
@@ -50,7 +53,7 @@ class StepShape:
         """Return the shape of a scheduled step."""
         return cls(
             tokens=step.num_tokens,
-            requests=len(step.scheduled),
+            requests=len(step.scheduled) + step.num_draft_tokens,
             adapter_bytes=sum(placed.layout.nbytes for placed in step.placements.values()),
             pairs=sum(len(s.token_ids) * (s.start + (len(s.token_ids) + 1) // 2) for s in step.scheduled),
         )

@@ -104,6 +104,18 @@ class KVCacheManager:
         self.num_copies += len(copies)
         return tuple(copies)
 
+    def num_writable_tokens(self, request_id: RequestId) -> int:
+        """Return how many tokens the request's pages hold when they are full."""
+        return len(self._tables[request_id].pages) * self.page_size
+
+    def truncate(self, request_id: RequestId, num_tokens: int) -> None:
+        """Give back the request's pages behind those of its first `num_tokens` tokens."""
+        table = self._tables[request_id]
+        surplus = table.pages[self.pages_for(num_tokens) :]
+        del table.pages[len(table.pages) - len(surplus) :]
+        for page in reversed(surplus):
+            self._let_go(page)
+
     def cache_full_pages(self, request_id: RequestId, token_ids: Sequence[int], num_computed: int) -> None:
         """Offer the request's pages that are full by now to the prefix cache."""
         table = self._tables[request_id]

@@ -77,7 +77,7 @@ class MemoryManager:
         is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
         clock: Callable[[], float] = time.monotonic,
         costs: CostModel | None = None,
-        adapter_floor: float = ADAPTER_FLOOR,
+        adapter_floor: float | None = None,
     ) -> "MemoryManager":
         """Create empty accounts.
 
@@ -85,6 +85,7 @@ class MemoryManager:
             preemption: mode of the swap space.
             is_on_host: whether the host cache has an adapter, which makes its eviction cheaper.
             costs: rates of this machine, if they are known already.
+            adapter_floor: share of the pages that stay with adapters; by default `ADAPTER_FLOOR`.
         """
         costs = costs or CostModel()
         kv_pool, adapter_pool = _pools(layout.num_pages, options.adapter_pool_fraction)
@@ -99,7 +100,7 @@ class MemoryManager:
         kv = KVCacheManager(kv_pool, layout.page_size, prefixes)
         adapters = AdapterCache(adapter_pool, layout.page_bytes, reload_s, gdsf)
         adapter_manager = AdapterManager(adapters, prefixes, options.host_cache_bytes, costs, clock)
-        floor = int(adapter_floor * layout.num_pages)
+        floor = int((ADAPTER_FLOOR if adapter_floor is None else adapter_floor) * layout.num_pages)
         evictor = Evictor(kv_pool, kv, adapter_manager, prefixes, floor)
         swap = SwapSpace(preemption, options.swap_bytes, layout.block_bytes, costs)
         return cls(layout, kv_pool, adapter_pool, prefixes, kv, adapters, adapter_manager, evictor, swap, costs, clock)

@@ -17,7 +17,7 @@ class RequestAllocator:
     """Allocate and free the memory of requests. Mutated by the engine thread only."""
 
     def __init__(self, memory: MemoryManager) -> None:
-        self._evictor = memory.evictor
+        self._evictor, self._kv_pool = memory.evictor, memory.kv_pool
         self._kv, self._adapters, self._swap = memory.kv, memory.adapters, memory.swap
         self._ops: list[PageOp] = []
 
@@ -63,7 +63,7 @@ class RequestAllocator:
         self, request: Request, level: EvictionLevel, keep_free: int = 0, ahead: Set[AdapterKey] = frozenset()
     ) -> bool:
         """Take the pages that all known tokens of a request need; return False if this level does not free them."""
-        rid, computed = request.request_id, request.num_computed_tokens
+        rid, computed = request.request_id, request.num_scheduled_tokens
         missing = self._kv.missing_pages(rid, computed, request.num_tokens)
         if missing and not self._evictor.make_room(missing + keep_free, level, ahead.__contains__):
             return False
@@ -72,6 +72,27 @@ class RequestAllocator:
         if copies:
             self._ops.append(CopyPages(copies))
         return True
+
+    def extend_for_drafts(self, request: Request, num_drafts: int, keep_free: int) -> int:
+        """Take free pages for draft tokens behind a request's known tokens, which have theirs; evict nothing.
+
+        Args:
+            num_drafts: number of draft tokens that want a place.
+            keep_free: pages that stay free.
+        Returns: the number of draft tokens that have a place.
+        """
+        rid, known = request.request_id, request.num_tokens
+        free = max(0, self._kv_pool.num_free - keep_free)
+        room = self._kv.num_writable_tokens(rid) + free * self._kv.page_size - known
+        count = min(num_drafts, room)
+        if count > 0:
+            copies = self._kv.allocate(rid, known - 1, known + count)
+            assert copies == (), "the page of the last known token is the request's own already"
+        return count
+
+    def truncate_drafts(self, request: Request) -> None:
+        """Give back the pages that held rejected draft tokens only."""
+        self._kv.truncate(request.request_id, request.num_computed_tokens)
 
     def preempt(self, request: Request) -> None:
         """Take back a running request's pages: swap out what is computed, or discard it, whichever costs less."""
@@ -116,6 +137,8 @@ class RequestAllocator:
         if request.num_swapped_pages:
             self._free_swap(request)
         request.num_computed_tokens = 0
+        if request.status is RequestStatus.RUNNING:
+            self._kv.truncate(request.request_id, request.num_tokens)
 
     def note_moves(self) -> None:
         """Append the copies that compaction has made necessary to the page operations."""

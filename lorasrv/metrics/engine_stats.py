@@ -1,4 +1,6 @@
-"""What the engine did, as plain numbers. The engine thread publishes, anyone reads; the edge gives them names."""
+"""Publish the engine's counters as plain numbers, written by the engine's thread and read by any; the API names
+them.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -6,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """What happened since the start."""
+    """Count events since the start."""
 
     preemptions: int = 0
     swaps: int = 0
@@ -18,7 +20,7 @@ class SchedulerCounters:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """The state after one step. Totals count from the start; `last_step_s` is on the monotonic clock."""
+    """Hold the state after one step; totals count from the start."""
 
     requests_running: int = 0
     requests_waiting: int = 0
@@ -39,6 +41,7 @@ class EngineStats:
     cached_tokens_total: int = 0
     generated_tokens_total: int = 0
     requests_finished_total: Mapping[str, int] = field(default_factory=dict)
+    # Requests that reached the starvation bound.
     requests_due_total: int = 0
     answers_predicted_total: int = 0
     answers_within_prediction_total: int = 0
@@ -57,6 +60,7 @@ class EngineStats:
     adapter_evictions_total: int = 0
     prefix_evictions_total: int = 0
     requests_failed_total: int = 0
+    # Monotonic clock.
     last_step_s: float = 0.0
     weight_bytes: int = 0
     pool_bytes: int = 0
@@ -67,13 +71,13 @@ class EngineStats:
 
     @property
     def kv_cache_usage_ratio(self) -> float:
-        """Keys and values' share of the pages that they could have: all but those of adapters in use."""
+        """Return the share of pages that hold keys and values, among all pages but those of adapters in use."""
         reachable = self.pages_total - self.pages_adapters + self.pages_adapters_idle
         return self.pages_kv / reachable if reachable else 0.0
 
 
 class EngineMetrics:
-    """The newest snapshot; replacing it is one assignment, so readers need no lock."""
+    """Hold the newest snapshot. Replacing it is one assignment, so readers need no lock."""
 
     def __init__(self, first: EngineStats) -> None:
         self._snapshot = first

@@ -1,17 +1,18 @@
-"""How often something was how large, by fixed bounds: what Prometheus calls a histogram. No torch."""
+"""Count values by fixed upper bounds, as Prometheus histograms do. Torch-free."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
 
 SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 60.0, 300.0)
-"""Upper bounds for what a client waits for."""
+"""Upper bounds for latencies that a client sees."""
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 DISTINCT = (0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0)
 
 
 class Histogram:
-    """Counts by upper bounds, and of what was larger; and the sum of it all. One thread adds, any may read: what it
-    reads may lack the newest value in one place and not in another.
+    """Count values by upper bounds, with one more count for larger values, and their sum.
+
+    One thread adds, any thread may read; a reader may see the newest value in one field and not in another.
     """
 
     __slots__ = ("bounds", "counts", "sum")
@@ -26,7 +27,7 @@ class Histogram:
         self.sum += value * times
 
     def merge(self, other: "Histogram") -> None:
-        """Add all that another of the same bounds has counted."""
+        """Add the counts of a histogram with the same bounds."""
         self.counts = [own + others for own, others in zip(self.counts, other.counts, strict=True)]
         self.sum += other.sum
 
@@ -36,11 +37,11 @@ class Histogram:
 
     @property
     def mean(self) -> float | None:
-        """None: nothing was counted."""
+        """Return the mean; None without values."""
         return self.sum / self.count if self.count else None
 
     def cumulative(self) -> list[tuple[str, int]]:
-        """(bound, how many were at most so large), as Prometheus has them."""
+        """Return (bound, number of values up to it) pairs, as Prometheus expects."""
         total = 0
         rows = []
         for bound, count in zip((*map(str, self.bounds), "+Inf"), self.counts, strict=True):
@@ -49,8 +50,9 @@ class Histogram:
         return rows
 
     def quantile(self, share: float) -> float | None:
-        """About the value that this share of all does not exceed: evenly spread between two bounds; of what is above
-        the last one, that bound. None: nothing was counted.
+        """Estimate the value that this share of all values does not exceed.
+
+        Interpolates linearly between two bounds; values above the last bound count as that bound. None without values.
         """
         wanted, below, lower = share * self.count, 0, 0.0
         if not wanted:

@@ -1,9 +1,7 @@
-"""Who is asked how much, and how long answers take: for operators, as answers come by. No torch.
+"""Count requests and measure their latency per adapter, for operators and listeners. Torch-free; holds no text.
 
-Belongs to the event loop's thread. An output costs a microsecond. Rates are sums that fade: a token counts for less the
-longer ago it was, by 1/e in `FADE_S`, so that nothing has to be kept of each.
-
-What is known of a request when it is over, and who wants to hear of it. No torch, no text of it.
+Owned by the event loop's thread; an output costs a microsecond. Rates are decaying sums: a token's weight falls by 1/e
+in `FADE_S`, so that no token has to be kept.
 """
 
 import logging
@@ -24,45 +22,46 @@ from lorasrv.request import EngineCoreRequest
 
 @dataclass(frozen=True, slots=True)
 class FinishedRequestStats:
-    """One choice of one prompt, from its arrival (`arrived_s`, monotonic) to its end `total_s` later.
-
-    `why` names what went wrong, `adapter_cold` for instance; for `abort` who ended it, `client` or the error's name; ""
-    if nothing did. `first_token_s` after arrival; None: there was none. `queue_s` and `load_s` are parts of that.
-    `is_further` choices share the pages of the first one's prompt. `fell_back`: the base answered.
-    """
+    """Describe one finished choice of one prompt."""
 
     request_id: str
     adapter_id: str
     adapter_key: AdapterKey | None
     principal: str
     reason: FinishReason
+    # Cause of failure, such as `adapter_cold`; after `abort`, `client` or the error's name; "" if there is none.
     why: str
+    # Monotonic arrival time; the request ended `total_s` later.
     arrived_s: float
     total_s: float
     prompt_tokens: int
     cached_tokens: int = 0
     generated_tokens: int = 0
+    # Parts of the time to the first token.
     queue_s: float = 0.0
     load_s: float = 0.0
+    # Seconds after arrival; None: there was no token.
     first_token_s: float | None = None
     tier: AdapterTier | None = None
+    # The base answered in place of the adapter.
     fell_back: bool = False
+    # The choice shares the pages of the first choice's prompt.
     is_further: bool = False
 
     @property
     def prefill_s(self) -> float:
-        """From its first step to its first token; 0 if there was none."""
+        """Return the seconds from the first step to the first token; 0 without a token."""
         return max(0.0, self.first_token_s - self.queue_s - self.load_s) if self.first_token_s is not None else 0.0
 
     @property
     def decode_s(self) -> float:
-        """From its first token to its end; 0 if there was none."""
+        """Return the seconds from the first token to the end; 0 without a token."""
         return self.total_s - self.first_token_s if self.first_token_s is not None else 0.0
 
 
 Listener = Callable[[FinishedRequestStats], None]
 REQUEST_LISTENER: ContextVar[Listener | None] = ContextVar("request_listener", default=None)
-"""Whoever sets it hears of the end of each request that is added in its context."""
+"""Listener for the end of each request that is added in its context."""
 _LOG = logging.getLogger(__name__)
 FADE_S = 10.0
 MAX_ACCOUNTS = 8192
@@ -70,8 +69,9 @@ MAX_ACCOUNTS = 8192
 
 @dataclass(slots=True)
 class RequestTotals:
-    """Of one adapter id; "" is the base. `key` is the content that was asked for last."""
+    """Accumulate the requests and tokens of one adapter id; "" is the base."""
 
+    # The content requested last.
     key: AdapterKey | None = None
     requests: int = 0
     tokens: int = 0
@@ -79,13 +79,13 @@ class RequestTotals:
     _at_s: float = 0.0
 
     def add(self, tokens: int, now_s: float) -> None:
-        """So many tokens have been generated."""
+        """Count generated tokens."""
         self.tokens += tokens
         self._faded = self._faded * math.exp((self._at_s - now_s) / FADE_S) + tokens
         self._at_s = now_s
 
     def tokens_per_s(self, now_s: float) -> float:
-        """About now."""
+        """Return the decaying average of tokens per second."""
         return self._faded * math.exp((self._at_s - now_s) / FADE_S) / FADE_S
 
 
@@ -108,9 +108,11 @@ class _LiveRequest:
 class RequestStats(RequestObserver):
     """Hears of every request. Ids that were not asked for longest are forgotten when there are too many.
 
-    `rejected` and `aborted` count by reason: `name_of` the error that a client was told; `aborted` has `client` for
-    those who left. `askers`: the id by which a content was asked for last. Each of `listeners` is told of every request
-    that is over.
+    Attributes:
+        rejected: count by error name (`name_of`).
+        aborted: count by error name, or `client` for clients that disconnected.
+        askers: content -> the id that requested it last.
+        listeners: called with each finished request.
 
     Args:
         clock: monotonic seconds.
@@ -193,25 +195,25 @@ class RequestStats(RequestObserver):
             self._over(request_id, request, FinishReason.ABORT, why, self._clock())
 
     def of(self, adapter_id: str) -> RequestTotals:
-        """One id's account; an empty one if it was never asked."""
+        """Return an id's account; an empty one for an id without requests."""
         return self._accounts.get(adapter_id) or RequestTotals()
 
     def forget(self, adapter_id: str) -> None:
-        """It was deleted: the next of its name begins anew."""
+        """Drop the account of a deleted id, so that a new adapter of that name starts from zero."""
         self._accounts.pop(adapter_id, None)
 
     def hottest(self, most: int) -> list[tuple[str, RequestTotals]]:
-        """Ids by their tokens a second, the base ("") among them; those that were never asked are not there."""
+        """Return up to `most` ids by tokens per second, the base ("") included; ids without requests are left out."""
         now_s = self._clock()
         ranked = sorted(self._accounts.items(), key=lambda item: -item[1].tokens_per_s(now_s))
         return ranked[:most]
 
     def rate(self, account: RequestTotals) -> float:
-        """Its tokens a second now."""
+        """Return an account's tokens per second now."""
         return account.tokens_per_s(self._clock())
 
     def open(self) -> Iterator[tuple[str, bool]]:
-        """(adapter id, has a token) of each request that is not over."""
+        """Yield (adapter id, has a token) for each unfinished request."""
         for request in self._open.values():
             yield request.adapter_id, request.first_s is not None
 
@@ -252,12 +254,12 @@ def _tell(listener: Listener, ended: FinishedRequestStats) -> None:
     try:
         listener(ended)
     except Exception:
-        # Who only looks on must not cost a client its answer.
+        # A failing listener must not cost a client its answer.
         _LOG.exception("counting request %s failed", ended.request_id)
 
 
 def _why(output: RequestOutput) -> str:
-    """What went wrong, as a label; "" if nothing did."""
+    """Return the cause of failure as a label; "" if there is none."""
     if (error := refused(output)) is not None:
         return name_of(type(error))
     if output.error is not None:

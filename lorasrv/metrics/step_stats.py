@@ -1,9 +1,8 @@
-"""What steps and loads took, and for whom: counted by the engine's thread, taken by the event loop. No torch.
+"""Measure steps and adapter loads: counted by the engine's thread, collected by the event loop. Torch-free.
 
-A step costs a quarter of a microsecond for each request in it, and two beside that. Its time is shared by tokens: a
-request with 3 of a step's 12 rows has taken a quarter of it.
-
-Where the time of steps goes, by part: always counted, for some microseconds a step; written by `serve --profile`.
+A step costs 2 microseconds, and 0.25 for each request in it. Its time is divided by tokens: a request with 3 of a
+step's 12 rows is charged a quarter. `StepProfile` divides a step's time by part; it always counts, at some microseconds
+a step, and `serve --profile` prints it.
 """
 
 import threading
@@ -18,12 +17,12 @@ from lorasrv.metrics.histogram import DISTINCT, STEP_SECONDS, Histogram
 from lorasrv.scheduler_output import SchedulerOutput
 
 Account = tuple[str, AdapterKey | None]
-"""An adapter id and the content that it meant; ("", None) is the base."""
+"""An adapter id and the content it named; ("", None) is the base."""
 
 
 @dataclass(slots=True)
 class Moved:
-    """An adapter's ways: from disk to host memory, and from there to the pool. Bytes."""
+    """Count an adapter's transfers: loads from disk to host memory, copies from there to the pool."""
 
     loads: int = 0
     load_bytes: int = 0
@@ -33,26 +32,27 @@ class Moved:
 
 @dataclass(slots=True)
 class StepUsage:
-    """Since it was taken last: seconds of steps by account, and what was moved."""
+    """Hold the usage since the last `take`."""
 
+    # Seconds of steps.
     seconds: dict[Account, float] = field(default_factory=dict)
     moved: dict[AdapterKey, Moved] = field(default_factory=dict)
 
 
 class StepStats:
-    """The engine's thread adds; histograms and counts may be read at any time, the rest is taken by `take`."""
+    """Collect histograms and counts, which any thread may read, and usage, which `take` hands over."""
 
     def __init__(self) -> None:
         self.step_seconds = Histogram(STEP_SECONDS)
         self.distinct_adapters = Histogram(DISTINCT)
         self.load_seconds = {"disk": Histogram(STEP_SECONDS), "host": Histogram(STEP_SECONDS)}
-        """By the tier that the adapter came from: disk -> host memory, host memory -> pool."""
+        """By the adapter's source tier: disk -> host memory, host memory -> pool."""
         self.failures: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._spent = StepUsage()
 
     def step(self, step: SchedulerOutput, seconds: float) -> None:
-        """A step was computed in so many seconds."""
+        """Count a computed step."""
         if not step.scheduled:
             return
         self.step_seconds.add(seconds)
@@ -65,7 +65,7 @@ class StepStats:
                 spent[account] = spent.get(account, 0.0) + each * len(share.token_ids)
 
     def loaded(self, key: AdapterKey, seconds: float, nbytes: int) -> None:
-        """An adapter was read from disk to host memory."""
+        """Count an adapter read from disk to host memory."""
         self.load_seconds["disk"].add(seconds)
         with self._lock:
             moved = self._spent.moved.setdefault(key, Moved())
@@ -73,7 +73,7 @@ class StepStats:
             moved.load_bytes += nbytes
 
     def copied(self, key: AdapterKey, seconds: float, nbytes: int) -> None:
-        """An adapter was copied from host memory to the pool."""
+        """Count an adapter copied from host memory to the pool."""
         self.load_seconds["host"].add(seconds)
         with self._lock:
             moved = self._spent.moved.setdefault(key, Moved())
@@ -81,18 +81,18 @@ class StepStats:
             moved.copy_bytes += nbytes
 
     def failed(self, reason: str) -> None:
-        """A load or a copy has failed."""
+        """Count a failed load or copy."""
         self.failures[reason] += 1
 
     def take(self) -> StepUsage:
-        """What was spent since the last call."""
+        """Return the usage since the last call, and reset it."""
         with self._lock:
             spent, self._spent = self._spent, StepUsage()
         return spent
 
 
 class StepProfile:
-    """Seconds by part. Every part is counted by one thread only: the engine's, or the event loop's."""
+    """Accumulate seconds by part. Each part is counted by one thread only: the engine's or the event loop's."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -101,7 +101,7 @@ class StepProfile:
 
     @contextmanager
     def span(self, part: str) -> Iterator[None]:
-        """Count what is done inside."""
+        """Count the time of the block."""
         begun = time.perf_counter()
         try:
             yield
@@ -112,11 +112,11 @@ class StepProfile:
         self._seconds[part] = self._seconds.get(part, 0.0) + seconds
 
     def add_kernels(self, seconds: float, kernels: Mapping[str, float]) -> None:
-        """A forward pass: what its kernels took, by kind, and the rest of it."""
+        """Count a forward pass: its kernels by kind, and the remaining time."""
         for kind, spent in kernels.items():
             self.add(kind, spent)
         self.add("forward", seconds - sum(kernels.values()))
 
     def seconds(self) -> dict[str, float]:
-        """By part, most first; a copy."""
+        """Return a copy of the seconds by part, largest first."""
         return dict(sorted(self._seconds.items(), key=lambda item: -item[1]))

@@ -1,4 +1,4 @@
-"""Recorded traffic: one line of JSON for each request that has ended. No torch.
+"""Record traffic as a trace file, one line of JSON per finished request, and read it back. Torch-free.
 
 A request needs `arrival_s`, `prompt_tokens` and `output_tokens`; `adapter` names one, or is null for the base. The
 other fields make a replay closer to what happened; those that end in `_ms`, and `tier`, are what a server measured.
@@ -22,18 +22,20 @@ MAX_SHOWN_CHARS = 60
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. `arrival_s` counts from the start of the trace; `max_tokens` is what it might have had, None: what
-    it got. `cached_tokens` of its prompt were known from an earlier one. `key` is who asked. `finish`: how it ended.
-    """
+    """Describe one request of a trace."""
 
+    # Seconds since the start of the trace.
     arrival_s: float
     prompt_tokens: int
     output_tokens: int
     adapter: str | None = None
+    # The request's bound; None: as many as it got.
     max_tokens: int | None = None
+    # Prompt tokens found in the prefix cache.
     cached_tokens: int = 0
     priority: int = 0
     timeout_s: float | None = None
+    # The principal.
     key: str | None = None
     adapter_bytes: int | None = None
     ttft_ms: float | None = None
@@ -41,10 +43,11 @@ class TraceRequest:
     queue_ms: float | None = None
     load_ms: float | None = None
     tier: AdapterTier | None = None
+    # Finish reason.
     finish: str | None = None
 
     def line(self) -> str:
-        """As it stands in a file, without what is not known."""
+        """Return the request as a line of a file, without fields that have their defaults."""
         known = {name: getattr(self, name) for name in _DEFAULTS}
         return json.dumps({name: value for name, value in known.items() if value != _DEFAULTS[name]})
 
@@ -53,10 +56,10 @@ _DEFAULTS = {f.name: f.default for f in fields(TraceRequest)}
 
 
 def read_trace(path: Path) -> tuple[TraceRequest, ...]:
-    """All requests of a file, in order of arrival.
+    """Read all requests of a file, in order of arrival.
 
     Raises:
-        InvalidTrace: a line is malformed, with its number and the field; or there is none.
+        InvalidTrace: a line is malformed (names the line and the field), or the file is empty.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
@@ -67,12 +70,16 @@ def read_trace(path: Path) -> tuple[TraceRequest, ...]:
 
 
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> None:
-    """Write a whole trace; an existing file is replaced."""
+    """Write a whole trace, replacing an existing file."""
     path.write_text("".join(request.line() + "\n" for request in requests), "utf-8")
 
 
 def parse_line(line: str | bytes, where: str) -> TraceRequest:
-    """One request. Raises: InvalidTrace: it is malformed; the message begins with `where`."""
+    """Parse one request.
+
+    Raises:
+        InvalidTrace: the line is malformed; the message begins with `where`.
+    """
     try:
         facts = json.loads(line, parse_constant=_no_number)
     except (ValueError, RecursionError):
@@ -115,7 +122,7 @@ def _checked(name: str, value: Any, where: str) -> Any:
 
 
 def _no_number(text: str) -> object:
-    """NaN and infinities are not JSON, and no rule below accepts them; a string of theirs shows which it was."""
+    """Wrap NaN and infinities, which are not JSON, so that each check rejects them and the message shows them."""
     return _NotANumber(text)
 
 

@@ -1,4 +1,4 @@
-"""What an adapter was asked and what it cost: figures that add up. No torch."""
+"""Count what one adapter was asked and what it cost, in numbers that can be added up. Torch-free."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -13,19 +13,18 @@ SHARES = (0.5, 0.95)
 
 @dataclass(slots=True)
 class Usage:
-    """Of one content under one id, or of the base.
+    """Accumulate the usage of one content under one id, or of the base.
 
-    A request (a choice of one) counts where it was asked for; what computing it cost counts where that was done: what
-    fell back to the base is one of `fallbacks` here, and its tokens and time are the base's. `errors` failed, `refused`
-    were not served or not in time, `aborted` were left by their clients or ended with the server. `hits_*`: in which
-    tier requests found the adapter. `resident_byte_s`: bytes of the pool's pages x seconds. `hot`, `cold`: seconds to
-    the first token, of requests that found the adapter in the pool (the base is always there) and of the others.
-    `first_used_s`, `last_used_s`: Unix time of the ends of requests; 0: never.
+    A request (one choice) counts for the adapter it named; its cost counts where it was computed. A request that fell
+    back to the base is one of the adapter's `fallbacks`, with its tokens and time counted for the base.
     """
 
     requests: int = 0
+    # Requests that failed.
     errors: int = 0
+    # Requests refused, or not done in time.
     refused: int = 0
+    # Requests whose client disconnected, or that ended with the server.
     aborted: int = 0
     fallbacks: int = 0
     prompt_tokens: int = 0
@@ -36,17 +35,21 @@ class Usage:
     load_bytes: int = 0
     copies: int = 0
     copy_bytes: int = 0
+    # Bytes of pool pages x seconds.
     resident_byte_s: float = 0.0
+    # Tier in which requests found the adapter.
     hits_resident: int = 0
     hits_host: int = 0
     hits_disk: int = 0
+    # Unix time at which the first and the last request ended; 0: never.
     first_used_s: float = 0.0
     last_used_s: float = 0.0
+    # Seconds to the first token of requests whose adapter was resident (the base always is), and of the others.
     hot: Histogram = field(default_factory=Histogram)
     cold: Histogram = field(default_factory=Histogram)
 
     def asked(self, request: FinishedRequestStats, now_s: float) -> None:
-        """A request for it is over."""
+        """Count a finished request for the adapter it named."""
         self.requests += 1
         self.fallbacks += request.fell_back
         self.errors += request.reason is FinishReason.ERROR
@@ -59,7 +62,7 @@ class Usage:
         self.last_used_s = now_s
 
     def answered(self, request: FinishedRequestStats) -> None:
-        """It has computed one, or a part of it."""
+        """Count the tokens of an answer, whole or partial, where it was computed."""
         if request.first_token_s is None:
             return
         self.prompt_tokens += request.prompt_tokens
@@ -69,7 +72,7 @@ class Usage:
         (self.cold if is_cold else self.hot).add(request.first_token_s)
 
     def merge(self, other: "Usage") -> None:
-        """Add another's figures, which are of the same time or later."""
+        """Add the usage of the same or a later period."""
         first = [at for at in (self.first_used_s, other.first_used_s) if at]
         last = max(self.last_used_s, other.last_used_s)
         for name in SUMS:
@@ -79,7 +82,7 @@ class Usage:
         self.cold.merge(other.cold)
 
     def to_dict(self) -> dict[str, Any]:
-        """As `GET /v1/adapters/{id}/stats` shows it. Ratios, means and times of nothing are null."""
+        """Return the usage as in `GET /v1/adapters/{id}/stats`, with null for ratios, means and times without data."""
         found = {"resident": self.hits_resident, "host": self.hits_host, "disk": self.hits_disk}
         tried = sum(found.values())
         return {
@@ -106,11 +109,11 @@ class Usage:
 
 
 SUMS = tuple(f.name for f in fields(Usage) if f.name not in ("first_used_s", "last_used_s", "hot", "cold"))
-"""The fields that are sums."""
+"""The fields that are summed."""
 
 
 def total(usages: Iterable[Usage]) -> Usage:
-    """All of them as one."""
+    """Add up several usages."""
     whole = Usage()
     for usage in usages:
         whole.merge(usage)
@@ -118,7 +121,7 @@ def total(usages: Iterable[Usage]) -> Usage:
 
 
 def _summary(seconds: Histogram) -> dict[str, float | int | None]:
-    """Quantiles are read off the histogram: off by up to the distance between two of its bounds."""
+    """Summarise a histogram; quantiles are exact only to the distance between two of its bounds."""
     assert seconds.bounds is SECONDS
     quantiles = {f"p{round(100 * share)}_ms": _ms(seconds.quantile(share)) for share in SHARES}
     return {"count": seconds.count, "mean_ms": _ms(seconds.mean), **quantiles}

@@ -1,6 +1,6 @@
-"""The ledger on disk: one SQLite file, a row for each content under each id. Every call opens it and waits.
+"""Store the ledger in one SQLite file, a row for each content under each id. Calls open the file and block.
 
-Not as durable as the store's index, on purpose: what a crash of the machine takes is figures of some seconds.
+Less durable than the store's index on purpose: a crash of the machine loses some seconds of statistics.
 """
 
 import contextlib
@@ -30,18 +30,19 @@ _SCHEMA = f"""CREATE TABLE usage (
 
 
 class LedgerFile:
-    """`ledger.db` of a store's folder. One thread at a time may call.
+    """Access `ledger.db` in a store's folder, from one thread at a time.
 
-    A file that cannot be read as one is put aside under another name, with a line in the log: figures are not worth a
-    server that does not start.
-    Raises (all methods): sqlite3.Error, OSError: the disk failed; nothing of the call was done.
+    An unreadable file is renamed and logged: statistics must not keep a server from starting.
+
+    Raises (all methods):
+        sqlite3.Error, OSError: the disk failed; nothing of the call was done.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def add(self, usages: Mapping[Account, Usage]) -> None:
-        """Add to what is there: all of it or nothing."""
+        """Add to the stored usage, in one transaction."""
         if not usages:
             return
         marks = ", ".join("?" * (2 + len(_COLUMNS)))
@@ -52,30 +53,30 @@ class LedgerFile:
                 db.execute(f"REPLACE INTO usage VALUES ({marks})", (adapter_id, key or "", *_row(whole)))
 
     def read(self, adapter_id: str) -> dict[AdapterKey, Usage]:
-        """By content, all that an id has had; the base's ("") key is ""."""
+        """Return the usage of an id by content; the base's id and key are ""."""
         with self._open() as db:
             return {AdapterKey(digest): usage for digest, usage in _find(db, adapter_id).items()}
 
     def drop(self, adapter_id: str, keys: Collection[AdapterKey]) -> None:
-        """Forget these contents of an id."""
+        """Delete the usage of these contents of an id."""
         with self._open() as db:
             db.executemany("DELETE FROM usage WHERE adapter_id = ? AND digest = ?", [(adapter_id, key) for key in keys])
 
     def accounts(self) -> list[tuple[str, AdapterKey]]:
-        """Every id and content that has a row."""
+        """Return each id and content that has a row."""
         with self._open() as db:
             return [(name, AdapterKey(key)) for name, key in db.execute("SELECT adapter_id, digest FROM usage")]
 
     @contextlib.contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
-        """A connection with a transaction around what is done with it."""
+        """Open a connection with a transaction around the block."""
         with contextlib.closing(self._connect()) as db:
             db.execute("BEGIN IMMEDIATE")
             try:
                 yield db
                 db.execute("COMMIT")
             except BaseException:
-                # After some errors (disk full) SQLite has rolled back by itself.
+                # After some errors (disk full) SQLite has already rolled back.
                 if db.in_transaction:
                     db.execute("ROLLBACK")
                 raise
@@ -87,7 +88,9 @@ class LedgerFile:
             if isinstance(error, sqlite3.OperationalError):
                 raise
             aside = self.path.with_name(f"{self.path.name}.unreadable")
-            _LOG.error("the ledger %s cannot be read (%s); it is now %s, and a new one begins", self.path, error, aside)
+            _LOG.error(
+                "cannot read the ledger %s (%s); renamed it to %s and started a new one", self.path, error, aside
+            )
             self.path.replace(aside)
             return self._connect_to()
 
@@ -110,7 +113,7 @@ class LedgerFile:
 
 
 class _OtherLayout(Exception):
-    """Another lorasrv has written it."""
+    """Signal a file written by another version of lorasrv."""
 
 
 def _find(db: sqlite3.Connection, adapter_id: str, digest: str | None = None) -> dict[str, Usage]:
@@ -131,7 +134,7 @@ def _usage(row: tuple[object, ...]) -> Usage:
 
 
 def _histogram(text: str) -> Histogram:
-    """One that is damaged begins anew: it must not be in the way of all that is to be written with it."""
+    """Parse a histogram; a damaged one starts again from zero, so that it does not block further writes."""
     try:
         counts, total = json.loads(text)
         found = Histogram(SECONDS, [int(count) for count in counts], float(total))
@@ -139,5 +142,5 @@ def _histogram(text: str) -> Histogram:
             return found
     except (TypeError, ValueError):
         pass
-    _LOG.error("times in the ledger are damaged, and counted anew: %.80r", text)
+    _LOG.error("a histogram in the ledger is damaged and restarts from zero: %.80r", text)
     return Histogram()

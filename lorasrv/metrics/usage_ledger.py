@@ -1,8 +1,8 @@
-"""What every adapter was asked and cost since it was uploaded, and the base: kept over restarts. No torch.
+"""Keep the usage of each adapter since its upload, and of the base, over restarts. Torch-free.
 
-Figures are added up in the event loop as requests end, and written by a thread every `WRITE_EVERY_S` seconds, when
-somebody asks for them, and at the end; a crash loses what was not written. In memory is only that: not what ten
-thousand adapters had, but what those that were busy in these seconds have had in them.
+Numbers are added up in the event loop as requests end, and written by a thread every `WRITE_EVERY_S` seconds, when the
+ledger is read, and at shutdown; a crash loses what was not written. Memory holds only the unwritten usage of adapters
+that were busy in this interval, not that of ten thousand adapters.
 """
 
 import asyncio
@@ -26,16 +26,16 @@ _LOG = logging.getLogger(__name__)
 FILE_NAME = "ledger.db"
 WRITE_EVERY_S = 5.0
 IDLE_WRITES = 12
-"""While nobody asks, only how long adapters are resident changes: every so many turns is enough for that."""
+"""While there are no requests, only residency changes; writing it every so many turns is enough."""
 MAX_ASKING_S = 2.0
-"""A step may take longer, or hang; then the next look counts for this time too."""
+"""A step may take longer, or hang; the next sample then covers this time too."""
 MAX_UNWRITTEN = 16384
-"""Accounts kept in memory while the disk refuses to take them; of more, the oldest are lost."""
+"""Accounts kept in memory while writing fails; beyond this the oldest are dropped."""
 BASE_KEY = AdapterKey("")
 
 
 class LedgerEngine(Protocol):
-    """What the ledger hears of an engine; `AsyncEngine` is one."""
+    """Declare what the ledger reads from an engine; `AsyncEngine` implements it."""
 
     @property
     def traffic(self) -> RequestStats: ...
@@ -47,17 +47,17 @@ class LedgerEngine(Protocol):
 
 
 class LedgerStore(Protocol):
-    """What it must know of names; `AdapterStore` knows it."""
+    """Declare what the ledger reads from a store; `AdapterStore` implements it."""
 
     def records(self) -> Mapping[AdapterId, AdapterRecord]:
-        """The same object as long as nothing changes."""
+        """Return the records: the same object until something changes."""
 
 
 class Ledger:
-    """Belongs to the event loop's thread. Listens to an engine's traffic from its construction on.
+    """Listen to an engine's requests and keep their usage. Owned by the event loop's thread.
 
-    Bytes moved and resident bytes are a content's: they count for the id by which it was asked for last, so that of two
-    ids with the same content neither sees what is done for the other.
+    Bytes moved and residency belong to a content and count for the id that requested it last, so that of two ids with
+    the same content neither sees the other's usage.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Ledger:
         engine.traffic.listeners.append(self.ended)
 
     def ended(self, request: FinishedRequestStats) -> None:
-        """A request is over."""
+        """Count a finished request."""
         self._has_news = True
         asked = self._usage(request.adapter_id, request.adapter_key)
         asked.asked(request, time.time())
         (self._usage("", None) if request.fell_back else asked).answered(request)
 
     async def run(self) -> None:
-        """Write every some seconds, until cancelled."""
+        """Write periodically until cancelled."""
         await self._prune()
         for turn in itertools.count(1):
             await asyncio.sleep(WRITE_EVERY_S)
@@ -93,12 +93,13 @@ class Ledger:
                 try:
                     await self._settle()
                 except Exception:
-                    _LOG.exception("the ledger was not kept this time; it goes on")
+                    _LOG.exception("the ledger was not updated; trying again at the next interval")
 
     async def stats(self, adapter_id: str, keys: Collection[AdapterKey]) -> dict[AdapterKey, Usage]:
-        """By content, what an id has had so far, of these contents; "" is the base, with the key `BASE_KEY`.
+        """Return the usage of an id by content, for these contents; id "" is the base, with the key `BASE_KEY`.
 
-        Raises: sqlite3.Error, OSError: the disk failed.
+        Raises:
+            sqlite3.Error, OSError: the disk failed.
         """
         await self._settle()
         async with self._turn:
@@ -106,22 +107,22 @@ class Ledger:
         return {key: found.get(key, Usage()) for key in keys}
 
     async def forget(self, adapter_id: str, keys: Collection[AdapterKey]) -> None:
-        """These contents of an id were deleted: the id is free at once, and what it had is nobody else's business."""
+        """Drop the usage of deleted contents of an id: the id may be reused at once by another principal."""
         for key in keys:
             self._unwritten.pop((adapter_id, key), None)
         async with self._turn:
             try:
                 await asyncio.to_thread(self._file.drop, adapter_id, keys)
             except (sqlite3.Error, OSError) as error:
-                # Pruned at the next start; and shown to nobody who has other contents.
-                _LOG.warning("the ledger of deleted adapters stays for now: %s", error)
+                # Pruned at the next start; until then shown only for the same contents.
+                _LOG.warning("cannot remove deleted adapters from the ledger now: %s", error)
 
     async def close(self) -> None:
-        """Write what is left; the engine may have ended."""
+        """Write the remaining usage; the engine may have ended."""
         await self._settle()
 
     async def _settle(self) -> None:
-        """Take what the engine has counted, and write."""
+        """Collect the engine's counts and write."""
         self._take_spent()
         await self._sample_residents()
         async with self._turn:
@@ -130,15 +131,15 @@ class Ledger:
                 await asyncio.to_thread(self._write, unwritten)
                 self._is_failing = False
             except Exception as error:
-                # Whatever it is: what was counted stays, and the next time may be better.
+                # Keep the counts after any error; the next write may succeed.
                 self._keep(unwritten)
                 if not self._is_failing:
                     self._is_failing = True
-                    why = "the ledger cannot be written, and is kept in memory for now: %s"
+                    why = "cannot write the ledger; it stays in memory for now: %s"
                     _LOG.error(why, error, exc_info=None if isinstance(error, sqlite3.Error | OSError) else error)
 
     def _write(self, usages: Mapping[Account, Usage]) -> None:
-        """What ended after its adapter was deleted is dropped: the id may be another's by now."""
+        """Write the usage of existing adapters; a deleted adapter's id may be another's by now."""
         records = self._store.records()
         self._file.add({account: usage for account, usage in usages.items() if _exists(account, records)})
 
@@ -150,7 +151,7 @@ class Ledger:
             del usages[account]
 
     async def _prune(self) -> None:
-        """Adapters may have been deleted while nobody kept a ledger."""
+        """Drop the usage of adapters that were deleted while no ledger was open."""
         async with self._turn:
             try:
                 await asyncio.to_thread(self._drop_unknown)
@@ -175,7 +176,7 @@ class Ledger:
             usage.copy_bytes += moved.copy_bytes
 
     async def _sample_residents(self) -> None:
-        """What is in the pool now has been there since the last time that we looked."""
+        """Charge residency since the last sample to the contents that are resident now."""
         try:
             async with asyncio.timeout(MAX_ASKING_S):
                 residents = await self._engine.residents()
@@ -187,8 +188,10 @@ class Ledger:
             self._usage(self._asker(key), key).resident_byte_s += nbytes * seconds
 
     def _asker(self, key: AdapterKey) -> str:
-        """The id by which a content was asked for last; else, of one that was only warmed or pinned, or whose asker is
-        gone, an id that has it; else ""."""
+        """Return the id that requested a content last.
+
+        For a content that was only warmed or pinned, or whose last id was deleted, return any id that has it; else "".
+        """
         records = self._store.records()
         asker = self._engine.traffic.askers.get(key)
         if asker is not None and _exists((asker, key), records):

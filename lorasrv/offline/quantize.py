@@ -1,9 +1,7 @@
-"""What the float model computes on its way through a text: the second moments of every linear's inputs.
+"""Quantize a base offline for `--quantized-weights`, rounding so that the outputs of linears change least.
 
-The text may be the model's own: then nothing is to be chosen, and it is of the kind that the model writes. Source of
-that idea: LLM-QAT (Liu et al. 2023).
-
-Offline quantization: weights rounded so that what linears compute changes least, for `--quantized-weights`.
+The float model reads a text, and the second moments of each linear's inputs are collected. The text may be the model's
+own: then none has to be chosen, and it is of the kind that the model writes (LLM-QAT, Liu et al. 2023).
 """
 
 import random
@@ -40,7 +38,7 @@ Progress = Callable[[str, float], None]
 
 
 def own_texts(model: str, progress: Progress) -> list[list[int]]:
-    """What the model says, at temperature 1, after one token each; the same every time."""
+    """Generate texts with the model itself at temperature 1 from random first tokens; deterministic."""
     config = EngineConfig(ModelOptions(), MemoryOptions(pool_bytes=1 << 30))
     with LLM(model, config) as llm:
         draw = random.Random(0)
@@ -59,16 +57,16 @@ def own_texts(model: str, progress: Progress) -> list[list[int]]:
 
 
 def cut(token_ids: Sequence[int]) -> list[list[int]]:
-    """A long text as pieces of `TEXT_TOKENS`."""
+    """Cut a long text into pieces of `TEXT_TOKENS`."""
     return [list(token_ids[i : i + TEXT_TOKENS]) for i in range(0, len(token_ids), TEXT_TOKENS)]
 
 
 def moments_of_layers(
     weights: ModelWeights, texts: Sequence[Sequence[int]], ops: Ops
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-    """Layer by layer, for each of its sites, [H, H] fp32: the sum of x xᵀ over all rows of all texts.
+    """Yield, for each layer, the [H, H] fp32 sum of x xᵀ over all rows of all texts, for each of its sites.
 
-    As many layers at a time are watched as `MAX_MOMENT_BYTES` allow; each time the texts are read anew.
+    As many layers are watched at a time as `MAX_MOMENT_BYTES` allow; the texts are read again for each group.
     """
     of_layer = sum(4 * site.in_features**2 for site in weights.spec.sites())
     at_once = max(1, MAX_MOMENT_BYTES // of_layer)
@@ -82,7 +80,7 @@ def moments_of_layers(
 
 
 class _Watched:
-    """A linear that adds up what comes in. See `Linear`."""
+    """Wrap a `Linear` and accumulate the second moments of its inputs."""
 
     can_be_recorded = False
 
@@ -120,17 +118,21 @@ def _read(weights: ModelWeights, texts: Sequence[Sequence[int]], ops: Ops) -> No
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """Codes by the names of weights, and how much the outputs of linears change, as parts of their energy: on the mean,
-    and had every weight just been rounded to the nearest code.
-    """
+    """Hold quantized weights, with the mean change of linear outputs as a share of their energy."""
 
+    # By weight name.
     codes: Mapping[str, GroupQuantizedWeight]
     error: float
+    # The change if each weight were rounded to the nearest code.
     error_of_rounding: float
 
 
 def check_format(checkpoint: Checkpoint, quantization: str, group: int) -> None:
-    """Raises: UnsupportedFormat: no format of few bits, or a group that it has not or that does not divide."""
+    """Check that the format quantizes to few levels and the group divides each linear's inputs.
+
+    Raises:
+        UnsupportedFormat: names the option and the choices.
+    """
     if quantization not in FEW_LEVELS:
         raise UnsupportedFormat(f"--quantization {quantization!r:.60}: choose from {', '.join(FEW_LEVELS)}")
     get_format(quantization, Ops(CPU, "torch"), group)
@@ -146,10 +148,11 @@ def quantize(
 
     Args:
         quantization: int4 or q3h.
-        texts: token ids that the float model reads, to see what its linears are given; none longer than its context.
+        texts: token ids that the float model reads to collect the inputs of linears; none longer than its context.
+
     Raises:
-        UnsupportedFormat: as `check_format`.
-        CorruptModel: a tensor cannot be read, or the model computes no numbers.
+        UnsupportedFormat: see `check_format`.
+        CorruptModel: a tensor cannot be read, or the model's outputs are not finite.
     """
     check_format(checkpoint, quantization, group)
     ops = Ops(CPU)
@@ -174,6 +177,6 @@ def quantize(
 
 
 def _parts(layer: int, site: SiteShape, stacked: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The weights of a site by their own names."""
+    """Yield the weights of a site under their own names."""
     for module, weight in zip(site.modules, torch.split(stacked, list(site.out_features)), strict=True):
         yield f"model.layers.{layer}.{module}.weight", weight

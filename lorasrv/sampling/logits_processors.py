@@ -1,19 +1,15 @@
-"""What changes a row's logits before a token is chosen from them: docs/sampling.md has each formula and its source.
+"""Change a row's logits before a token is chosen from them; docs/sampling.md has each formula and its source.
 
 All of it follows from what has come so far (`SamplingMetadata.history`); nothing is kept between steps, and no row
 looks at another. Which tokens are concerned is found on the host, from ids that it has anyway; the logits stay where
 they are, and nothing waits for a device.
 
-Frustratingly simple decoding: of the likeliest tokens, the one that repeats the text so far least. No torch.
+FSD: Yang et al. 2023, "A Frustratingly Simple Decoding Method for Neural Text Generation" (arXiv:2305.12675), in the
+discrete form of Inferflow: among the likeliest tokens, take the one that repeats the text so far least, measured by an
+n-gram model of that text.
 
-Yang et al. 2023, "A Frustratingly Simple Decoding Method for Neural Text Generation" (arXiv:2305.12675), the discrete
-form, as Inferflow has it: an n-gram model of the text so far, which likes what has been said, votes against the model.
-
-What choosing a token of one row depends on.
-
-Locally typical sampling: tokens about as surprising as the distribution is on average, likelier ones left out too.
-
-Meister et al. 2022, "Locally Typical Sampling" (arXiv:2202.00666); transformers' `TypicalLogitsWarper` is the oracle.
+Locally typical sampling: Meister et al. 2022, "Locally Typical Sampling" (arXiv:2202.00666): keep the tokens whose
+surprise is nearest to the entropy of the distribution. Tested against transformers' `TypicalLogitsWarper`.
 """
 
 from collections.abc import Sequence
@@ -35,15 +31,17 @@ SMOOTHING = 0.9
 
 
 def repetition(history: npt.NDArray[np.int64], ngram: int, vocab_size: int) -> npt.NDArray[np.float32]:
-    """[V]: how much each token would repeat the text so far, from 0 to 1.
+    """Score from 0 to 1 how much each token would repeat the text so far.
 
-    The longest context that the token has followed before, of n - 1 tokens, weighs most (0.9 of the whole); what is
-    left over goes to the next shorter one, where it has followed that. A context's vote is count / (total + 1), that of
-    no context count / total. A text of fewer than n - 1 tokens repeats nothing.
+    The longest context of n - 1 tokens that the token has followed before weighs most (0.9 of the whole); the remaining
+    weight goes to the next shorter context, and so on. A context's vote is count / (total + 1), that of the empty
+    context count / total. A text of fewer than n - 1 tokens repeats nothing.
 
     Args:
         history: [T] prompt and answer so far.
         ngram: n, at least 1.
+
+    Returns: [V] fp32.
     """
     score = np.zeros(vocab_size)
     left = np.ones(vocab_size)
@@ -60,7 +58,7 @@ def repetition(history: npt.NDArray[np.int64], ngram: int, vocab_size: int) -> n
 
 
 def _followers(history: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.int64]:
-    """The tokens that came after the last `length` tokens wherever they stood before."""
+    """Return the tokens that followed earlier occurrences of the last `length` tokens."""
     if length == 0:
         return history
     found = np.ones(len(history) - length, dtype=np.bool_)
@@ -70,48 +68,64 @@ def _followers(history: npt.NDArray[np.int64], length: int) -> npt.NDArray[np.in
 
 
 class SamplingMetadata(NamedTuple):
-    """One row of logits: how to choose, and what has come so far.
-
-    `num_generated` tokens of the answer exist: the row's position in the seed's random stream; they are the last of
-    `history`, which begins with the prompt.
-    """
+    """Describe how to choose the token of one row of logits."""
 
     params: SamplingParams
+    # Number of the answer's tokens so far: the row's position in the seed's random stream.
     num_generated: int = 0
+    # Token ids of the prompt, followed by those of the answer.
     history: Sequence[int] = ()
     constraint: ConstraintState | None = None
 
     @classmethod
     def of(cls, share: ScheduledRequest) -> "SamplingMetadata":
-        """The row of a request's last token."""
+        """Return the row of a request's last known token."""
         return cls(share.sampling, share.num_generated, share.history, share.constraint)
+
+    @classmethod
+    def after(
+        cls, share: ScheduledRequest, path: Sequence[int], constraint: ConstraintState | None
+    ) -> "SamplingMetadata":
+        """Return the row of a draft token, before which this step has chosen `path`, that token last.
+
+        Args:
+            constraint: a state that has followed `path`.
+        """
+        return cls(share.sampling, share.num_generated + len(path), [*share.history, *path], constraint)
 
     @property
     def is_early(self) -> bool:
-        """Whether the answer may not end yet."""
+        """Return whether the answer may not end yet."""
         return self.num_generated < self.params.min_tokens
 
     @property
     def changes_logits(self) -> bool:
-        """Whether the row asks for anything that `logit_adjustments` does."""
+        """Return whether this module has to change the row's logits."""
         return self.params.changes_logits or self.constraint is not None or self.is_early
 
     @property
     def generated(self) -> Sequence[int]:
-        """The answer so far."""
+        """Return the token ids of the answer so far."""
         return self.history[len(self.history) - self.num_generated :]
 
 
 MAX_LOGIT = 1e30
-"""Penalties may make no infinity of a huge logit: two of them have no difference. Divided by the lowest temperature it
-is still a number in fp32.
+"""Bound of logits after penalties: two infinities would have no difference. Divided by the lowest temperature it is
+still finite in fp32.
 """
 BANNED = float("-inf")
 Mask = npt.NDArray[np.bool_]
 
 
 def adjusted(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
-    """[B, V] fp32: the logits that tokens are chosen from; the given ones stay as they are. -inf: never this token."""
+    """Return the logits that tokens are chosen from, without changing the given ones.
+
+    Args:
+        logits: [B, V] fp32.
+        rows: B rows.
+
+    Returns: [B, V] fp32; -inf excludes a token.
+    """
     asking = [number for number, row in enumerate(rows) if row.changes_logits]
     if not asking:
         return logits
@@ -122,7 +136,7 @@ def adjusted(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
 
 
 def adjusted_rows(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
-    """As `adjusted`, in place, of rows that all ask for something."""
+    """Adjust the logits in place, for rows that all need it."""
     _add_bias(logits, rows)
     _penalise(logits, rows)
     for row_logits, row in zip(logits, rows, strict=True):
@@ -138,7 +152,7 @@ def adjusted_rows(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
 
 
 def _add_bias(logits: Tensor, rows: Sequence[SamplingMetadata]) -> None:
-    """`logit_bias` is added."""
+    """Add `logit_bias`."""
     biased = [(number, *entry) for number, row in enumerate(rows) for entry in row.params.logit_bias]
     if biased:
         numbers, tokens, bias = (np.array(column) for column in zip(*biased, strict=True))
@@ -147,7 +161,9 @@ def _add_bias(logits: Tensor, rows: Sequence[SamplingMetadata]) -> None:
 
 
 def _penalise(logits: Tensor, rows: Sequence[SamplingMetadata]) -> None:
-    """`repetition_penalty` for what prompt and answer have, then the other two for what the answer has."""
+    """Apply `repetition_penalty` to tokens of prompt and answer, then the other two penalties to tokens of the
+    answer.
+    """
     parts = [_penalties(n, row, logits.shape[1]) for n, row in enumerate(rows) if row.params.has_penalties]
     if not parts:
         return
@@ -160,26 +176,30 @@ def _penalise(logits: Tensor, rows: Sequence[SamplingMetadata]) -> None:
 
 
 def _penalties(number: int, row: SamplingMetadata, vocab_size: int) -> tuple[npt.NDArray[np.generic], ...]:
-    """Of each token that has come: the row's number, the token, what divides its logit, what is then taken off it."""
+    """Return, for each token of the history: row number, token id, divisor of its logit, and what is then
+    subtracted.
+    """
     p = row.params
     history = np.array(row.history, dtype=np.int64)
     counts = np.bincount(history[len(history) - row.num_generated :], minlength=vocab_size)
     seen = counts if p.repetition_penalty == 1.0 else np.bincount(history, minlength=vocab_size)
-    tokens = np.flatnonzero(seen > 0)  # of booleans: five times as fast
+    tokens = np.flatnonzero(seen > 0)  # five times as fast on booleans
     counts = counts[tokens]
     minus = p.frequency_penalty * counts + p.presence_penalty * (counts > 0)
     return np.full(len(tokens), number), tokens, np.full(len(tokens), p.repetition_penalty), minus
 
 
 def _mark(logits: Tensor, row: SamplingMetadata) -> None:
-    """Green tokens get `delta` more."""
+    """Add the watermark's `delta` to green tokens."""
     watermark = row.params.watermark if isinstance(row.params.watermark, Watermark) else Watermark()
     is_green = green(watermark, row.history[-1], np.arange(len(logits), dtype=np.uint32))
     logits.add_(_on(logits, is_green).to(logits.dtype), alpha=watermark.delta)
 
 
 def _allowed(row: SamplingMetadata, vocab_size: int) -> Mask | None:
-    """[V]: which tokens may come; None: all. Where nothing but an end is left, that may come before `min_tokens`."""
+    """Return the [V] mask of allowed tokens; None: all. End tokens are allowed before `min_tokens` if nothing else
+    is.
+    """
     may = _permitted(row.constraint.allowed(), vocab_size) if row.constraint is not None else None
     if not row.is_early or not row.params.end_token_ids:
         return may
@@ -189,7 +209,7 @@ def _allowed(row: SamplingMetadata, vocab_size: int) -> Mask | None:
 
 
 def _permitted(words: npt.NDArray[np.int32], vocab_size: int) -> Mask:
-    """[V]: the bits of a constraint. What it does not know, such as rows that pad a vocabulary, may not come."""
+    """Expand a constraint's bits to a [V] mask; tokens it does not know, such as vocabulary padding, are excluded."""
     bits = np.unpackbits(np.ascontiguousarray(words, dtype="<i4").view(np.uint8), bitorder="little")
     may = np.zeros(vocab_size, dtype=np.bool_)
     may[: len(bits)] = bits[:vocab_size]
@@ -197,7 +217,9 @@ def _permitted(words: npt.NDArray[np.int32], vocab_size: int) -> Mask:
 
 
 def _least_repetitive(logits: Tensor, row: SamplingMetadata) -> Tensor:
-    """[V]: (1 - alpha) p - alpha r of the likeliest tokens, -inf of others. The highest of these is FSD's choice."""
+    """Return FSD's [V] scores, (1 - alpha) p - alpha r for the likeliest tokens and -inf for others; the highest is
+    chosen.
+    """
     p = row.params
     probs = torch.softmax(logits, dim=-1)
     repeats = _on(logits, repetition(np.array(row.history, dtype=np.int64), p.fsd_ngram, len(logits)))
@@ -207,17 +229,18 @@ def _least_repetitive(logits: Tensor, row: SamplingMetadata) -> Tensor:
 
 
 def _on(logits: Tensor, array: npt.NDArray[np.generic]) -> Tensor:
-    """An array where the logits are."""
+    """Copy an array to the device of the logits, without waiting."""
     host = torch.from_numpy(array)
     return host.pin_memory().to(logits.device, non_blocking=True) if logits.device.type == "cuda" else host
 
 
 def typical(probs: Tensor, mass: float | Tensor) -> Tensor:
-    """Which tokens stay: those whose surprise -log p is nearest to the entropy, until they have this mass together.
+    """Select the tokens whose surprise -log p is nearest to the entropy, until together they have the given mass.
 
     Args:
-        probs: [..., V], not negative; need not add up to 1. What is 0 never stays, and at least one stays.
+        probs: [..., V], not negative; need not sum to 1. Zeros are never kept, and at least one token is.
         mass: above 0; a number, or [..., 1].
+
     Returns: [..., V] bool.
     """
     probs = probs / probs.sum(dim=-1, keepdim=True)

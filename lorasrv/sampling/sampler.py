@@ -1,8 +1,9 @@
-"""Logits -> the next token of each row. Of a GPU's logits only token ids come back, all rows' in one copy.
+"""Choose the next token of each row from its logits; from a GPU only token ids are copied back, for all rows at
+once.
 
-A random choice depends on the request's seed and on how many tokens it has, on nothing else: the same request gives the
-same text whatever shares its batch, and after a preemption. (On a CPU and on a GPU it may be another text: filters sort
-likely tokens in the one, all of them in the other.)
+A random choice depends only on the request's seed and its number of tokens, so the same request gives the same text
+whatever shares its batch, and after a preemption. CPU and GPU may give different texts: filters sort the likely tokens
+on a CPU, and all tokens on a GPU.
 """
 
 import math
@@ -25,25 +26,26 @@ def sample(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int]:
 
     Args:
         logits: [B, V] fp32, finite.
-        rows: how to choose; `seed` must be set unless greedy.
+        rows: B rows; `seed` must be set unless greedy.
     """
     chosen: list[int] = _tokens(logits, rows).tolist()
     return chosen
 
 
 def sample_finite(logits: Tensor, rows: Sequence[SamplingMetadata]) -> list[int | None]:
-    """As `sample`, for any logits; None for a row whose logits are no numbers."""
+    """Choose a token for each row as `sample` does; None for a row with logits that are not finite."""
     finite = torch.isfinite(logits.sum(dim=-1))
     if logits.device.type != "cuda" and not bool(finite.all()):
         tokens = iter(sample(logits[finite], [rows[i] for i in finite.nonzero()[:, 0].tolist()]))
         return [next(tokens) if is_good else None for is_good in finite.tolist()]
-    # On a GPU a draw from a row that is no numbers gives some token, and nothing has been waited for.
+    # On a GPU, a draw from a row with NaN gives an arbitrary token, which is replaced here without waiting for the
+    # device.
     marked = torch.where(finite, _tokens(logits, rows), _NO_TOKEN)
     return [None if token == _NO_TOKEN else token for token in marked.tolist()]
 
 
 def _tokens(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
-    """[B] int64. Rows that ask for more than the model's logits are copied, the others are not."""
+    """Return [B] int64 tokens. Only rows that change logits are copied."""
     asking = [number for number, row in enumerate(rows) if row.changes_logits]
     if not asking:
         return _chosen(logits, rows, range(len(rows)))
@@ -57,7 +59,7 @@ def _tokens(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
 
 
 def _chosen(logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int]) -> Tensor:
-    """[B] int64: the argmax; of those rows, if they are random, what is drawn."""
+    """Return [B] int64: the argmax of each row, replaced by a draw in the random rows among `of`."""
     tokens = logits.argmax(dim=-1)
     random = [number for number in of if not rows[number].params.is_greedy]
     if random and logits.device.type == "cuda":
@@ -70,7 +72,7 @@ def _chosen(logits: Tensor, rows: Sequence[SamplingMetadata], of: Iterable[int])
 
 
 def draw_together(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
-    """What `_draw` does, for all rows at once, over sorted logits: nothing on the way is known to the host.
+    """Draw as `_draw` does, for all rows at once over sorted logits, without copying anything to the host.
 
     Returns: [B] int64.
     """
@@ -84,7 +86,7 @@ def draw_together(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
     probs, order = torch.softmax(logits / temperature.float(), dim=-1).sort(dim=-1, descending=True, stable=True)
     probs = torch.where(torch.arange(probs.shape[1], device=probs.device) < top_k, probs, 0.0)
     probs = probs / probs.sum(dim=-1, keepdim=True)
-    # The likeliest is always kept.
+    # The likeliest token is always kept.
     kept = (probs.cumsum(dim=-1) - probs < top_p) & (probs >= min_p * probs[:, :1])
     probs = torch.where(kept, probs, 0.0)
     if any(p.typical_p < 1.0 for p in params):
@@ -96,7 +98,9 @@ def draw_together(logits: Tensor, rows: Sequence[SamplingMetadata]) -> Tensor:
 
 
 def _draw(logits: Tensor, p: SamplingParams, count: int) -> Tensor:
-    """One token from a row: temperature, then top-k, top-p over what is left, min-p against the likeliest, typical."""
+    """Draw a token of one row: temperature, top-k, top-p over the rest, min-p relative to the likeliest, then
+    typical.
+    """
     probs = torch.softmax(logits / p.temperature, dim=-1)
     candidates: Tensor | None = None
     if 0 < p.top_k < probs.numel():
@@ -110,15 +114,15 @@ def _draw(logits: Tensor, p: SamplingParams, count: int) -> Tensor:
         probs = torch.where(typical(probs, p.typical_p), probs, 0.0)
     cumulative = probs.double().cumsum(0)
     at = torch.searchsorted(cumulative, _uniform(p.seed, count) * cumulative[-1], right=True)
-    if int(at) == probs.numel():  # the draw was rounded up to the whole
+    if int(at) == probs.numel():  # the draw was rounded up to the total
         at = probs.nonzero()[-1, 0]
     return at if candidates is None else candidates[at]
 
 
 def _nucleus(probs: Tensor, candidates: Tensor | None, top_p: float) -> tuple[Tensor, Tensor]:
-    """The fewest likeliest tokens whose probabilities reach `top_p`, likeliest first.
+    """Return the fewest likeliest tokens whose probabilities reach `top_p`, likeliest first.
 
-    A few hundred nearly always do, and finding them is far cheaper than sorting the vocabulary.
+    A few hundred tokens are nearly always enough, and finding them is far cheaper than sorting the vocabulary.
     """
     top, order = probs.topk(min(TOP_P_CANDIDATES, probs.numel()))
     if float(top.sum()) < top_p:
@@ -129,6 +133,6 @@ def _nucleus(probs: Tensor, candidates: Tensor | None, top_p: float) -> tuple[Te
 
 
 def _uniform(seed: int | None, count: int) -> float:
-    assert seed is not None, "a random request is given a seed when it is admitted"
+    assert seed is not None, "a random request gets a seed at admission"
     key = np.array([seed % 2**64, count], dtype=np.uint64)
     return float(np.random.Generator(np.random.Philox(key=key)).random())

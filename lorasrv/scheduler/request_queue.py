@@ -145,8 +145,10 @@ class RequestQueue:
         self.policy.on_throttled(request)
 
     def select_victim(self) -> Request | None:
-        """Who gives way to those that run and grow."""
-        return self.policy.select_victim(self._unprotected()) or self.policy.select_victim(self._running)
+        """Who gives way to those that run and grow; None: all of them are in steps that are under way."""
+        return self.policy.select_victim(self._unprotected()) or self.policy.select_victim(
+            filter(_may_stop, self._running)
+        )
 
     def select_victim_below(self, request: Request) -> Request | None:
         """Who gives way to a request that wants to start, if anybody does."""
@@ -168,12 +170,17 @@ class RequestQueue:
         assert self._due.keys() <= live, "one that is gone is due"
 
     def _unprotected(self) -> Iterator[Request]:
-        return (r for r in self._running if not _is_protected(r))
+        return (r for r in self._running if _may_stop(r) and not _is_protected(r))
 
     def _unqueue(self, request: Request) -> None:
         del self._waiting[request.request_id]
         self._set_back.pop(request.request_id, None)
         self.policy.leaves(request)
+
+
+def _may_stop(request: Request) -> bool:
+    """Whether no step that is under way writes to its pages."""
+    return not request.num_in_flight_tokens
 
 
 def _is_protected(request: Request) -> bool:

@@ -24,6 +24,7 @@ from lorasrv.scheduler.quotas import Quotas
 from lorasrv.scheduler.request_queue import RequestQueue
 from lorasrv.scheduler.step_planner import StepPlan, StepPlanner
 from lorasrv.scheduler_output import ScheduledRequest, SchedulerOutput
+from lorasrv.speculation.checked_drafter import CheckedDrafter
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 WARM_GRACE_S = 30.0
@@ -38,6 +39,7 @@ class Scheduler:
     Args:
         books: the pool's accounts.
         is_on_host: whether an adapter is in host memory, which tells in what tier it was found.
+        drafter: guesses what answers go on with; None: every step says one token of an answer.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Scheduler:
         books: MemoryManager,
         eos_token_ids: frozenset[int],
         is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
+        drafter: CheckedDrafter | None = None,
     ) -> None:
         self._options = options
         self._books = books
@@ -61,10 +64,22 @@ class Scheduler:
         self._deadlines = Deadlines(options.queue_timeout_s, books.costs, self.predictor, books.clock)
         self._memory = RequestAllocator(books)
         self._beams = BeamGroups(self._memory, eos_token_ids)
+        self._drafter = drafter or CheckedDrafter(None, vocab_size=0)
         self._planner = StepPlanner(
-            options, books, self._queue, self._memory, self.quotas, self.predictor, self.counters, self._beams
+            options,
+            books,
+            self._queue,
+            self._memory,
+            self.quotas,
+            self.predictor,
+            self._beams,
+            self._drafter,
+            self._set_status,
         )
         self._outbox: list[EngineOutput] = []
+        self._num_steps = 0
+        self._under_way: dict[int, Sequence[tuple[Request, int]]] = {}
+        self._finished_in_flight: dict[RequestId, Request] = {}
 
     @property
     def num_running(self) -> int:
@@ -111,9 +126,7 @@ class Scheduler:
         if message.beams is not None and not self._beams.add(request):
             self._finish(request, RequestStatus.FINISHED_ABORTED)
             return
-        self._queue.arrives(request)
-        self.quotas.arrives(request)
-        self._deadlines.watch(request)
+        self._set_status(request, RequestStatus.WAITING)
         if message.adapter_key is not None:
             assert message.layout is not None, "an adapter's layout is known when its request is admitted"
             self._find_adapter(request, message.adapter_key, message.layout)
@@ -138,8 +151,8 @@ class Scheduler:
         """A copy that the step's orders asked for has filled its pages."""
         self._adapter_manager.on_copied(key)
         for request in self._queue.waiting.values():
-            if request.adapter_key == key:
-                request.load_ends(self._clock())
+            if request.adapter_key == key and request.status is RequestStatus.WAITING_FOR_ADAPTER:
+                self._set_status(request, RequestStatus.WAITING)
 
     def adapter_failed(self, key: AdapterKey, error: str, refusal: Refusal | None = None) -> None:
         """A load failed: the requests that wait for it end with the reason, nobody else notices."""
@@ -150,7 +163,11 @@ class Scheduler:
     # Steps.
 
     def schedule(self) -> SchedulerOutput:
-        """Choose the next step's tokens and take the pages they need."""
+        """Choose the next step's tokens and take the pages they need.
+
+        Until its results are entered, or it is discarded, the step is under way: its tokens are not chosen again, and
+        its requests keep their pages, even if they end.
+        """
         preemptions = self.counters.preemptions
         self._memory.note_moves()  # of a step that could not be planned to its end
         self._queue.begin_step()
@@ -164,46 +181,77 @@ class Scheduler:
         if not planned.has_preempted:
             self._books.prefetch_reserved(planned.keep_free + self.num_running)
         self._memory.note_moves()
+        drafts = self._planner.plan_drafts(planned)  # behind all that takes pages
         counts = planned.budget.counts
         chosen = [r for r in self._queue.running if r.request_id in counts]
         keys = {r.adapter_key for r in chosen if r.adapter_key is not None}
-        return SchedulerOutput(
-            scheduled=tuple(
-                ScheduledRequest.of(r, counts[r.request_id], self._kv.page_table(r.request_id)) for r in chosen
-            ),
+        scheduled = tuple(
+            ScheduledRequest.of(
+                r, counts[r.request_id], self._kv.page_table(r.request_id), drafts.get(r.request_id, ())
+            )
+            for r in chosen
+        )
+        self._num_steps += 1
+        step = SchedulerOutput(
+            scheduled=scheduled,
             placements={key: self._adapters.placed(key) for key in keys},
             num_preempted=self.counters.preemptions - preemptions,
             wake_s=self._wake_s(planned),
             page_ops=self._memory.take_ops(),  # last: what is taken and not done would be lost
             orders=self._adapter_manager.take_orders(),
+            number=self._num_steps,
         )
+        self._under_way[step.number] = in_flight = [(r, counts[r.request_id]) for r in chosen]
+        for request, count in in_flight:
+            request.num_in_flight_tokens += count
+        return step
+
+    def discard(self, step: SchedulerOutput) -> None:
+        """Forget a step whose results are lost: what it was to compute is chosen again."""
+        self._retire(step)
+        for share in step.scheduled:
+            if share.draft_token_ids and (request := self._queue.requests.get(share.request_id)) is not None:
+                self._kv.truncate(request.request_id, request.num_tokens)
+
+    def _retire(self, step: SchedulerOutput) -> None:
+        """Note that a step is not under way any more; requests that have ended meanwhile give back their pages."""
+        for request, count in self._under_way.pop(step.number, ()):
+            request.num_in_flight_tokens -= count
+            if not request.num_in_flight_tokens and self._finished_in_flight.pop(request.request_id, None) is not None:
+                self._memory.free(request)
 
     def update_from_output(
         self,
         step: SchedulerOutput,
-        sampled: Mapping[RequestId, int],
-        logprobs: Mapping[RequestId, TokenLogprobs] = MappingProxyType({}),
+        sampled: Mapping[RequestId, Sequence[int]],
+        logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
         prompt_logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
     ) -> list[EngineOutput]:
         """Append the sampled tokens and end what has ended; a request without its token, or without its prompt's
-        probabilities if it asks for them, has failed."""
+        probabilities if it asks for them, has failed.
+
+        Args:
+            sampled: one token of each share that samples, and one more for each of its first drafts that was right.
+        """
+        self._retire(step)
         for share in step.scheduled:
             request = self._queue.requests.get(share.request_id)
             if request is None:
-                continue
-            self._account(request, share)
-            request.num_computed_tokens += len(share.token_ids)
+                continue  # it has ended while the step was under way
             no_token = share.samples and share.request_id not in sampled
             if no_token or (share.prompt_rows and share.request_id not in prompt_logprobs):
+                self._count_computed(request, share, int(share.samples))
                 self.fail(request.request_id, "the model's values are no numbers; the adapter's weights are too large")
                 continue
-            self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
             if share.prompt_rows:
                 request.prompt_logprobs += prompt_logprobs[share.request_id]
-            if share.samples and request.message.beams is not None:
-                self._beams.offer(request, logprobs[share.request_id].top)
-            elif share.samples:
-                self._append(request, sampled[share.request_id], logprobs.get(share.request_id))
+            if share.samples and request.message.beams is None:
+                self._append(request, share, sampled[share.request_id], logprobs.get(share.request_id, ()))
+                continue
+            self._count_computed(request, share, int(share.samples))
+            self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
+            if share.samples:
+                self._beams.offer(request, logprobs[share.request_id][0].top)
         self.counters.generated_tokens += self._beams.advance(self._take_answer)
         return self.take_outputs()
 
@@ -218,7 +266,8 @@ class Scheduler:
         self._queue.check_integrity()
         running, waiting = self._queue.running, list(self._queue.waiting.values())
         self.quotas.check_integrity(running, waiting)
-        pins = Counter(r.adapter_key for r in running if r.adapter_key is not None)
+        holders = (*running, *self._finished_in_flight.values())
+        pins = Counter(r.adapter_key for r in holders if r.adapter_key is not None)
         assert self._adapters.pins() == pins, "adapter pins differ from the running requests"
         wanted = Counter(r.adapter_key for r in self._queue.requests.values() if r.adapter_key is not None)
         assert self._adapter_manager.requests() == wanted, "wanted adapters differ from the requests"
@@ -226,19 +275,30 @@ class Scheduler:
         assert dict(self._books.swap.holders()) == swapped, "swapped pages differ from the waiting requests"
         self._beams.check_integrity(self._queue.requests)
         loading = [r.adapter_key for r in waiting if r.status is RequestStatus.WAITING_FOR_ADAPTER]
-        assert all(key and not self._adapter_manager.is_resident(key) for key in loading), (
-            "an adapter waited for is resident"
-        )
-        assert self._kv.holders().keys() == {r.request_id for r in running}, "tables differ from those that run"
+        are_missing = all(key and not self._adapter_manager.is_resident(key) for key in loading)
+        assert are_missing, "an adapter waited for is resident"
+        tables = self._kv.holders()
+        assert tables.keys() == {r.request_id for r in holders}, "tables differ from the running requests"
+        settled = [r for r in running if not r.num_in_flight_tokens]
+        limits = {r.request_id: self._kv.pages_for(r.num_tokens) for r in settled}
+        assert all(len(tables[rid]) <= pages for rid, pages in limits.items()), "a request has pages for no token"
+        in_flight = Counter[RequestId]()
+        for request, count in (pair for pairs in self._under_way.values() for pair in pairs):
+            in_flight[request.request_id] += count
+        held = {r.request_id: r.num_in_flight_tokens for r in holders}
+        assert in_flight == +Counter(held), "tokens in flight differ from the steps that are under way"
 
-    def _account(self, request: Request, share: ScheduledRequest) -> None:
-        """What is computed a second time, after a preemption, is nobody's service."""
-        end = share.start + len(share.token_ids)
+    def _count_computed(self, request: Request, share: ScheduledRequest, num_said: int) -> None:
+        """Count what a step has computed for a request: its known tokens, and those draft tokens that it has said. What
+        is computed a second time, after a preemption, is nobody's service."""
+        computed = share.num_known_tokens + max(0, num_said - 1)
+        request.num_computed_tokens += computed
+        end = share.start + computed
         fresh = end - max(share.start, request.num_charged_tokens)
         if fresh > 0:
             request.num_charged_tokens = end
             self.quotas.charge(request, fresh)
-            self.policy.served(request, fresh - share.samples, int(share.samples))
+            self.policy.served(request, fresh - num_said, num_said)
 
     def _wake_s(self, planned: StepPlan) -> float | None:
         """When there is something to do though nothing happens."""
@@ -291,7 +351,7 @@ class Scheduler:
         if request.tier is AdapterTier.RESIDENT:
             return
         if message.on_cold is OnCold.WAIT:
-            request.load_begins(self._clock())
+            self._set_status(request, RequestStatus.WAITING_FOR_ADAPTER)
         else:
             self._answer_cold(request, key, layout)
 
@@ -313,17 +373,31 @@ class Scheduler:
 
     # Ends.
 
-    def _append(self, request: Request, token: int, logprob: TokenLogprobs | None) -> None:
-        request.token_ids.append(token)
-        logprobs = () if logprob is None else (logprob,)
-        self.counters.generated_tokens += 1
-        if request.constraint_state is not None:
-            request.constraint_state.advance(token)
-        status = self._status_after(request, token)
+    def _append(
+        self, request: Request, share: ScheduledRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> None:
+        """Take what a step says of an answer, up to the token that ends it."""
+        status, num_said = None, 0
+        for token in tokens:
+            request.token_ids.append(token)
+            num_said += 1
+            if request.constraint_state is not None:
+                request.constraint_state.advance(token)
+            status = self._status_after(request, token)
+            if status is not None:
+                break
+        self.counters.generated_tokens += num_said
+        self._count_computed(request, share, num_said)
+        self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
+        if share.draft_token_ids:
+            self._memory.truncate_drafts(request)
+        said = tuple(tokens[:num_said])
+        if self._drafter.is_active:
+            self._drafter.observe(request, said)
         if status is None:
-            self._emit(request, (token,), logprobs)
+            self._emit(request, said, tuple(logprobs[:num_said]))
         else:
-            self._finish(request, status, (token,), logprobs)
+            self._finish(request, status, said, logprobs[:num_said])
 
     def _take_answer(self, request: Request, answer: Hypothesis) -> None:
         """Of a beam search that is over."""
@@ -358,9 +432,7 @@ class Scheduler:
             return  # with another beam of its group
         if request.request_id in self._queue.requests:
             self._let_go(request)
-        request.status = status
-        if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):
-            self.predictor.ended(request, was_cut=status is RequestStatus.FINISHED_LENGTH)
+        self._set_status(request, status)
         reason = request.finish_reason
         assert reason is not None
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
@@ -368,15 +440,53 @@ class Scheduler:
         for other in self._beams.ended(request) if request.message.beams is not None else ():
             other.error, other.refusal, other.retry_after_s = request.error, request.refusal, request.retry_after_s
             self._finish(other, status)
+        self._drafter.forget(request)
         request.constraint_state = None  # may be large, and a deadline remembers the request
 
-    def _let_go(self, request: Request) -> None:
-        """Of all that a live request has."""
-        if request.status is RequestStatus.RUNNING:
-            self._memory.free(request)
+    def _set_status(self, request: Request, status: RequestStatus) -> None:
+        """Move a request on in its life, and tell those that keep account of it; no status changes elsewhere.
+
+        Pages and pins are the caller's business: taken before the request runs, given back before it stops.
+        """
+        was, request.status = request.status, status
+        if not request.number:  # one that is refused on arrival was never known
+            if status is RequestStatus.WAITING:
+                self._queue.arrives(request)
+                self.quotas.arrives(request)
+                self._deadlines.watch(request)
+        elif status is RequestStatus.RUNNING:
+            self._beams.starts(request)
+            self.quotas.starts(request)
+            self._queue.starts(request)
+            self.predictor.starts(request)
+            if request.scheduled_s is None:
+                request.scheduled_s = self._clock()
+                self.counters.prompt_tokens += request.num_prompt_tokens
+                self.counters.cached_tokens += request.num_cached_tokens
+        elif status is RequestStatus.PREEMPTED:
+            request.num_preemptions += 1
+            self.counters.preemptions += 1
+            self.counters.swaps += request.num_swapped_pages > 0
             self.quotas.stops(request)
-        self.quotas.leaves(request)
-        self._queue.ends(request)
+            self._queue.stops(request)
+        elif status is RequestStatus.WAITING_FOR_ADAPTER:
+            request.load_begins(self._clock())
+        elif status is RequestStatus.WAITING:
+            request.load_ends(self._clock())
+        else:
+            if was is RequestStatus.RUNNING:
+                self.quotas.stops(request)
+            self.quotas.leaves(request)
+            self._queue.ends(request)
+            if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):
+                self.predictor.ended(request, was_cut=status is RequestStatus.FINISHED_LENGTH)
+
+    def _let_go(self, request: Request) -> None:
+        """Give back what a live request holds."""
+        if request.num_in_flight_tokens:
+            self._finished_in_flight[request.request_id] = request
+        elif request.status is RequestStatus.RUNNING:
+            self._memory.free(request)
         self._memory.drop_swap(request)
         if request.adapter_key is not None:
             self._adapter_manager.remove_request(request.adapter_key)

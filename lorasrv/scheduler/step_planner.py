@@ -12,6 +12,7 @@ run out all the same, others give way (`Evictor`), at last a running request: it
 computed again, whichever costs less.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from adapter_store.spec import AdapterKey
@@ -19,13 +20,15 @@ from lorasrv.config import SchedulerOptions
 from lorasrv.memory.eviction import EvictionLevel
 from lorasrv.memory.memory_manager import MemoryManager
 from lorasrv.memory.request_allocator import RequestAllocator
-from lorasrv.metrics.engine_stats import SchedulerCounters
+from lorasrv.outputs import RequestId
 from lorasrv.request import Request, RequestStatus
 from lorasrv.scheduler.beam_search import BeamGroups
 from lorasrv.scheduler.length_predictor import LengthPredictor, peak_growth
 from lorasrv.scheduler.quotas import Quotas
 from lorasrv.scheduler.request_queue import RequestQueue
-from lorasrv.scheduler.token_budget import TokenBudget, num_uncomputed_tokens
+from lorasrv.scheduler.token_budget import TokenBudget, is_decoding, num_uncomputed_tokens, num_unscheduled_tokens
+from lorasrv.speculation.checked_drafter import MAX_DRAFT_TOKENS, CheckedDrafter
+from lorasrv.speculation.drafter import DraftAsk
 
 MAX_LOOK_AHEAD = 256
 """So many behind one that is blocked are looked at, for adapters to bring near."""
@@ -65,7 +68,11 @@ class StepPlan:
 
 
 class StepPlanner:
-    """Mutated by the engine thread only."""
+    """Mutated by the engine thread only.
+
+    Args:
+        set_status: moves a request on in its life, and tells everybody.
+    """
 
     def __init__(
         self,
@@ -75,8 +82,9 @@ class StepPlanner:
         memory: RequestAllocator,
         quotas: Quotas,
         predictor: LengthPredictor,
-        counters: SchedulerCounters,
         beams: BeamGroups,
+        drafter: CheckedDrafter,
+        set_status: Callable[[Request, RequestStatus], None],
     ) -> None:
         self._options = options
         self._books = books
@@ -86,8 +94,9 @@ class StepPlanner:
         self._memory = memory
         self._quotas = quotas
         self._predictor = predictor
-        self._counters = counters
         self._beams = beams
+        self._drafter = drafter
+        self._set_status = set_status
         self._target_s = None if options.target_itl_ms is None else options.target_itl_ms / 1e3
 
     def plan(self) -> StepPlan:
@@ -124,6 +133,29 @@ class StepPlanner:
             seats_ahead=int(others_first),
         )
 
+    def plan_drafts(self, planned: StepPlan) -> dict[RequestId, tuple[int, ...]]:
+        """Have the answers of a planned step guessed ahead, with the tokens, the logit rows and the free pages that it
+        leaves over. Nothing else is evicted, preempted or put off for a guess."""
+        room = planned.budget.num_draft_tokens
+        if not self._drafter.is_active or planned.has_preempted or room <= 0:
+            return {}
+        asks = [DraftAsk(r, most) for r in self._queue.running if (most := self._most_drafts(r, planned.budget)) > 0]
+        keep_free = planned.keep_free + self._pages_to_grow()
+        drafts = {}
+        for ask, tokens in zip(asks, self._drafter.propose(asks), strict=True):
+            count = self._memory.extend_for_drafts(ask.request, min(len(tokens), room), keep_free) if tokens else 0
+            if count > 0:
+                drafts[ask.request.request_id] = tokens[:count]
+                room -= count
+        return drafts
+
+    def _most_drafts(self, request: Request, budget: TokenBudget) -> int:
+        """The last token of an answer needs no guess: it comes with the one before it."""
+        if request.request_id not in budget.counts or not is_decoding(request) or request.message.beams is not None:
+            return 0
+        left = request.message.max_tokens - request.num_generated_tokens
+        return min(MAX_DRAFT_TOKENS, budget.num_draft_tokens, left - 1)
+
     # Those that run.
 
     def _schedule_running(self, request: Request, this: _PlanState) -> None:
@@ -134,7 +166,7 @@ class StepPlanner:
             this.budget.take(request, self._share_of_prompt(request, this))
 
     def _share_of_prompt(self, request: Request, this: _PlanState) -> int:
-        if num_uncomputed_tokens(request) <= this.budget.chunk or not self._somebody_could_start():
+        if num_unscheduled_tokens(request) <= this.budget.chunk or not self._somebody_could_start():
             return 1
         return LONG_PROMPT_SHARE
 
@@ -145,10 +177,12 @@ class StepPlanner:
         )
 
     def _make_room(self, request: Request, this: _PlanState) -> bool:
-        """Pages for all tokens of a running request; False if the request itself had to give way."""
+        """Pages for all tokens of a running request; False if there are none before a step that is under way is over,
+        or the request itself had to give way."""
         while not self._memory.extend(request, self._need_to_grow(), ahead=self._adapters_ahead()):
             victim = self._queue.select_victim()
-            assert victim is not None, "a request that grows runs"
+            if victim is None:
+                return False
             self._give_way(victim, this)
             if victim is request:
                 return False
@@ -166,12 +200,7 @@ class StepPlanner:
     def preempt(self, request: Request) -> None:
         """Take back everything but the tokens."""
         self._memory.preempt(request)
-        request.status = RequestStatus.PREEMPTED
-        request.num_preemptions += 1
-        self._counters.preemptions += 1
-        self._counters.swaps += request.num_swapped_pages > 0
-        self._quotas.stops(request)
-        self._queue.stops(request)
+        self._set_status(request, RequestStatus.PREEMPTED)
 
     def _give_way(self, request: Request, this: _PlanState) -> None:
         self.preempt(request)
@@ -248,15 +277,7 @@ class StepPlanner:
                 self._start_over(request, this)
                 return False
             self._give_way(victim, this)
-        self._beams.starts(request)
-        self._quotas.starts(request)
-        self._queue.starts(request)
-        self._predictor.starts(request)
-        request.status = RequestStatus.RUNNING
-        if request.scheduled_s is None:
-            request.scheduled_s = self._books.clock()
-            self._counters.prompt_tokens += request.num_prompt_tokens
-            self._counters.cached_tokens += request.num_cached_tokens
+        self._set_status(request, RequestStatus.RUNNING)
         return True
 
     def _try_to_start(self, request: Request, this: _PlanState) -> bool:
@@ -295,7 +316,7 @@ class StepPlanner:
         """
         layout = request.message.layout
         assert layout is not None, "an adapter's layout is known when its request is admitted"
-        request.load_begins(self._books.clock())
+        self._set_status(request, RequestStatus.WAITING_FOR_ADAPTER)
         need = EvictionLevel.PREFETCH if this.blocked else self._need()
         while not self._bring(key, request, need, this):
             victim = self._queue.select_victim_below(request) if not this.blocked else None

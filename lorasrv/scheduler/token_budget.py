@@ -24,7 +24,8 @@ bytes for each token of the vocabulary."""
 @dataclass(slots=True)
 class TokenBudget:
     """`tokens` left for all, `seats` left, `chunk` left for prompts, `reserved`: answers that are to have a token,
-    `prompt_rows` that may still have logits."""
+    `prompt_rows` that may still have logits, `logit_rows`: those of the whole step. Of the chunk, prompts may have
+    `late_tokens` though they are beyond the target."""
 
     tokens: int
     seats: int
@@ -32,6 +33,8 @@ class TokenBudget:
     reserved: set[RequestId]
     counts: dict[RequestId, int] = field(default_factory=dict)
     prompt_rows: int = MAX_PROMPT_ROWS
+    logit_rows: int = 0
+    late_tokens: int = 0
 
     @classmethod
     def of(
@@ -45,11 +48,21 @@ class TokenBudget:
     ) -> "TokenBudget":
         """Of a step in which these run, behind so many others."""
         answering = [request for request in running if is_decoding(request)][: max(0, max_seqs - seats_ahead)]
-        chunk = max_tokens - len(answering)
+        chunk, late = max_tokens - len(answering), 0
         if target_s is not None and answering:
             left_s = target_s - costs.seconds(_shape(answering, running))
-            chunk = min(chunk, max(MIN_CHUNK, int(left_s / max(costs.token_s, 1e-9))))
-        return cls(max_tokens, max_seqs, chunk, {request.request_id for request in answering})
+            in_time = max(0, int(left_s / max(costs.token_s, 1e-9)))
+            chunk = min(chunk, max(MIN_CHUNK, in_time))
+            late = max(0, chunk - in_time)
+        reserved = {request.request_id for request in answering}
+        return cls(max_tokens, max_seqs, chunk, reserved, logit_rows=max_seqs, late_tokens=late)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Return how many draft tokens may be added when everything else has its tokens."""
+        prompt_rows = MAX_PROMPT_ROWS - self.prompt_rows
+        rows = self.logit_rows - len(self.counts) - prompt_rows
+        return max(0, min(self.tokens, self.chunk - self.late_tokens, rows))
 
     def may_take(self, request: Request) -> bool:
         """Whether there is a seat, and a token."""
@@ -74,7 +87,7 @@ class TokenBudget:
     def take_more(self, request: Request) -> None:
         """Give a request that has its seat what is left of the chunk."""
         had = self.counts[request.request_id]
-        more = min(num_uncomputed_tokens(request) - had, self.chunk, self.tokens - len(self.reserved))
+        more = min(num_unscheduled_tokens(request) - had, self.chunk, self.tokens - len(self.reserved))
         if more <= 0:
             return
         more = self._with_rows(request, had + more, self.prompt_rows + len(_prompt_rows(request, had))) - had
@@ -95,18 +108,18 @@ class TokenBudget:
     def _most(self, request: Request) -> int:
         if is_decoding(request):
             return min(1, self.tokens)
-        count = min(num_uncomputed_tokens(request), self.chunk, self.tokens - len(self.reserved))
+        count = min(num_unscheduled_tokens(request), self.chunk, self.tokens - len(self.reserved))
         return self._with_rows(request, count, self.prompt_rows)
 
     def _with_rows(self, request: Request, count: int, left: int) -> int:
         """So many tokens, or fewer: those whose prompt rows are not more than are left."""
         rows = _prompt_rows(request, count)
-        return count if len(rows) <= left else rows.start + left - request.num_computed_tokens
+        return count if len(rows) <= left else rows.start + left - request.num_scheduled_tokens
 
 
 def _prompt_rows(request: Request, count: int) -> range:
     """Those of its next tokens whose logits are asked for."""
-    return request.prompt_rows(request.num_computed_tokens, request.num_computed_tokens + count)
+    return request.prompt_rows(request.num_scheduled_tokens, request.num_scheduled_tokens + count)
 
 
 def num_uncomputed_tokens(request: Request) -> int:
@@ -114,9 +127,14 @@ def num_uncomputed_tokens(request: Request) -> int:
     return request.num_tokens - request.num_computed_tokens
 
 
+def num_unscheduled_tokens(request: Request) -> int:
+    """Return how many known tokens are neither computed nor in a step that is under way."""
+    return request.num_tokens - request.num_scheduled_tokens
+
+
 def is_decoding(request: Request) -> bool:
     """Whether it computes its newest token only: its prompt is done."""
-    return num_uncomputed_tokens(request) == 1 and request.num_generated_tokens > 0
+    return num_unscheduled_tokens(request) == 1 and request.num_generated_tokens > 0
 
 
 def _shape(answering: list[Request], running: Iterable[Request]) -> StepShape:

@@ -1,18 +1,13 @@
-"""Messages to a prompt through the model's own Jinja template, in a sandbox, with the options of transformers.
+"""Render messages to a prompt with the model's own Jinja template, sandboxed, with the options of transformers.
 
-What a message says can never become a special token (a forged end of turn, another role): `encode` marks special
-tokens that are written in messages before the template sees them, and encodes them as plain text. See
-`lorasrv.text.chat_template`. Ordinary content gives the ids of transformers' `apply_chat_template`.
+Message content can never become a special token (a forged end of turn, another role); ordinary content gives the ids
+of transformers' `apply_chat_template`. `encode` sets a mark, a Unicode noncharacter that the messages do not contain,
+in front of each control token in a message, and in front of each beginning of one at the end of a string, which the
+next string could complete. Templates may trim, split or join strings; the mark stays with its text. After rendering,
+the marks are removed and the text is cut behind the first character of each marked control token: no piece holds that
+token any more, so encoding piece by piece cannot find it. Text without such tokens is one piece, encoded unchanged.
 
-Keeps special tokens written in messages from becoming special tokens of the prompt.
-
-A mark, a Unicode noncharacter that the messages do not contain, goes in front of every control token in them, and in
-front of every beginning of one at the end of a string, which the next string could complete. Templates may trim,
-split or join strings; the mark stays with its text. After rendering the marks are taken out, and the text is cut behind
-the first character of each control token that begins where a mark was: no piece holds that token any more, so that
-encoding piece by piece cannot find it. Text without such tokens is one piece, encoded as if nobody had looked.
-
-The idea of marking is transformers' (`sanitize_control_tokens`), which does not see a token split over two strings.
+The idea of marking is transformers' (`sanitize_control_tokens`), which misses a token split over two strings.
 """
 
 import json
@@ -37,16 +32,19 @@ MARKS = "".join(map(chr, range(0xFDD0, 0xFDF0)))
 
 
 class PromptGuard:
-    """For one tokenizer and template: control tokens are the special ones, and added ones that the template writes.
+    """Mark control tokens for one tokenizer and template: the special tokens, and added tokens that the template
+    writes.
 
-    `added_tokens` maps text to whether it is special.
+    Args:
+        added_tokens: text -> whether the token is special.
+        template: source of the template.
     """
 
     def __init__(self, added_tokens: Mapping[str, bool], template: str) -> None:
         tokens = [
             token
             for token, special in added_tokens.items()
-            # A token of one character cannot be cut; blank ones (Gemma's newlines) are ordinary text.
+            # A token of one character cannot be cut; blank tokens (Gemma's newlines) are ordinary text.
             if len(token) > 1 and not token.isspace() and (special or token in template)
         ]
         # Longest first, as the tokenizer prefers; (?!) never matches.
@@ -55,10 +53,10 @@ class PromptGuard:
         self._longest = max(map(len, tokens), default=0)
 
     def choose_mark(self, value: Any) -> str:
-        """A noncharacter that no string within `value` contains.
+        """Return a noncharacter that no string within `value` contains.
 
         Raises:
-            InvalidRequest: all 32 occur, which no text has a reason for.
+            InvalidRequest: all 32 occur, for which no text has a reason.
         """
         used: set[str] = set()
         _collect_marks(value, used)
@@ -68,10 +66,10 @@ class PromptGuard:
         return free
 
     def mark_tokens(self, value: Any, mark: str) -> Any:
-        """A copy of plain JSON data with marks set, in keys too.
+        """Return a copy of plain JSON data with marks set, in keys too.
 
         Raises:
-            InvalidRequest: a value that is no JSON.
+            InvalidRequest: a value is not JSON.
         """
         if isinstance(value, str):
             return self._mark_text(value, mark)
@@ -81,10 +79,10 @@ class PromptGuard:
             return {self.mark_tokens(k, mark): self.mark_tokens(v, mark) for k, v in value.items()}
         if isinstance(value, list | tuple):
             return [self.mark_tokens(item, mark) for item in value]
-        raise InvalidRequest(f"messages hold a {type(value).__name__}, which is no JSON", param="messages")
+        raise InvalidRequest(f"messages hold a {type(value).__name__}, which is not JSON", param="messages")
 
     def pieces(self, text: str, mark: str) -> list[str]:
-        """Rendered text without its marks, cut so that no marked control token is whole in any piece."""
+        """Remove the marks from rendered text and cut it so that no piece holds a whole marked control token."""
         parts = text.split(mark)
         text, marked, at = "".join(parts), set(), 0
         for part in parts[:-1]:
@@ -100,7 +98,9 @@ class PromptGuard:
         return [*pieces, text[start:]]
 
     def _mark_text(self, text: str, mark: str) -> str:
-        """Marks in front of control tokens, overlapping ones too, and of beginnings of one at the end."""
+        """Set marks before control tokens, overlapping ones included, and before beginnings of one at the end of the
+        text.
+        """
         places = {m.start() for m in self._overlapping(text)}
         end = len(text.rstrip())
         places |= {i for i in range(max(0, end - self._longest), end) if text[i:end] in self._beginnings}
@@ -140,10 +140,10 @@ _TEMPLATE_FAULTS = (jinja2.TemplateError, TypeError, ValueError, LookupError, Ar
 
 
 class ChatTemplate:
-    """A compiled template. `special` maps bos_token, eos_token... to their text.
+    """Compile a chat template. `special` maps bos_token, eos_token... to their text.
 
     Raises:
-        CorruptModel: not valid Jinja.
+        CorruptModel: the template is not valid Jinja.
     """
 
     def __init__(self, template: str, special: Mapping[str, str] | None = None) -> None:
@@ -159,14 +159,14 @@ class ChatTemplate:
 
     @classmethod
     def from_source(cls, source: TokenizerSource) -> "ChatTemplate | None":
-        """The checkpoint's template, None if it has none."""
+        """Compile the checkpoint's template; return None if it has none."""
         return None if source.chat_template is None else cls(source.chat_template, source.special)
 
     def checked_variables(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """What a client may tell the template: variables that it reads, but for those that are the server's.
+        """Check a client's template variables: the template must read them, and the server must not own them.
 
         Raises:
-            InvalidRequest: param chat_template_kwargs; one is none of these, or no plain value.
+            InvalidRequest: param chat_template_kwargs; a variable is not accepted, or not a plain value.
         """
         readable = (self.variables | {"enable_thinking"}) - self._special.keys() - _OWN_VARIABLES
         for name, value in given.items():
@@ -178,16 +178,16 @@ class ChatTemplate:
                 )
             if not isinstance(value, bool | int | float | str):
                 raise InvalidRequest(
-                    f"chat_template_kwargs: {name} must be true, false, a number or a text",
+                    f"chat_template_kwargs: {name} must be true, false, a number or a string",
                     param="chat_template_kwargs",
                 )
         return dict(given)
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True, **kwargs: Any) -> str:
-        """The prompt as text. `kwargs` are template variables (tools, documents, enable_thinking...).
+        """Render the prompt as text. `kwargs` are template variables (tools, documents, enable_thinking...).
 
         Raises:
-            InvalidRequest: param messages; the template refuses them, or they are not what a template can read.
+            InvalidRequest: param messages; the template refuses them or cannot read them.
         """
         variables = {"tools": None, "documents": None, **self._special, **kwargs}
         plain = [_plain(message) for message in messages]
@@ -206,13 +206,14 @@ class ChatTemplate:
         check: Callable[[Sequence[str]], object] | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """The prompt as token ids; special tokens come from the template only, never from what messages say.
+        """Render the prompt as token ids; special tokens come from the template only, never from message content.
 
-        `check` is given the whole text, in pieces, before it is tokenized, which takes a hundred times as long as
-        writing it.
+        Args:
+            check: called with the whole text, in pieces, before it is tokenized, which takes a hundred times as long as
+                rendering. Its exceptions propagate.
+
         Raises:
             InvalidRequest: see `render`.
-            Whatever `check` raises.
         """
         guard = self._guard(tokenizer)
         plain = [_plain(message) for message in messages]
@@ -242,9 +243,9 @@ def _refused(reason: str) -> InvalidRequest:
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """A message as a fresh dict; content given as a list of text parts becomes one string, parts on lines of their own.
+    """Copy a message into a dict, joining a list of text parts with line breaks.
 
-    Joined before anything else looks at it: a special token cut in two by a border of parts is whole again here.
+    Joining comes first, so that a special token split over two parts is whole when tokens are marked.
     """
     role = message.get("role")
     if not isinstance(role, str) or not _ROLE.fullmatch(role):
@@ -262,7 +263,7 @@ def _part_text(part: Any) -> str:
     return text
 
 
-# The template's world -------------------------------------------------------------------------------------------------
+# Template environment -------------------------------------------------------------------------------------------------
 def _environment() -> ImmutableSandboxedEnvironment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
@@ -274,7 +275,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}...{% endgeneration %}` marks the assistant's words for trainers; here it is only its body."""
+    """Render the body of `{% generation %}...{% endgeneration %}`, which marks the assistant's text for trainers."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
 
@@ -290,7 +291,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """transformers' filter: no HTML escapes. A guard's mark stays itself even in ASCII, else it would guard nothing."""
+    """Serialise as transformers' filter does, without HTML escapes; the guard's marks stay unescaped even in ASCII."""
     text = json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
     return _NOT_ASCII.sub(lambda match: json.dumps(match[0])[1:-1], text) if ensure_ascii else text
 

@@ -1,4 +1,4 @@
-"""Token ids to text as they come: only whole characters leave, and all of it equals decoding the ids at once."""
+"""Decode token ids to text incrementally: only whole characters are returned, and the total equals decoding at once."""
 
 import codecs
 from collections.abc import Iterable
@@ -10,10 +10,12 @@ from lorasrv.text.tokenizer import Decoding, Tokenizer
 
 
 class Detokenizer:
-    """Text of one growing sequence. Constant work a token: nothing is decoded twice.
+    """Decode one growing sequence with constant work per token.
 
-    `push(ids)` gives the text that has become certain, `flush()` the rest (an unfinished character as U+FFFD). Of the
-    special tokens those of `shown` are written. `strip_start` False keeps a blank that the tokenizer would strip.
+    Args:
+        skip_special_tokens: omit special tokens from the text.
+        shown: special tokens written all the same.
+        strip_start: False keeps a leading blank that the tokenizer would strip.
     """
 
     def __init__(
@@ -30,22 +32,26 @@ class Detokenizer:
         self._stream = _stream(decoding if strip_start else replace(decoding, strip_start=False))
 
     def push(self, ids: Iterable[int]) -> str:
+        """Add ids and return the text that is now certain."""
         tokens = (self._tokenizer.token(i) for i in ids if i not in self._skipped)
         return "".join(self._stream.push(token) for token in tokens if token is not None)
 
     def flush(self) -> str:
+        """Return the remaining text; an unfinished character becomes U+FFFD."""
         return self._stream.flush()
 
 
 def token_id_bytes(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """What a token stands for, which may be a part of a character; nothing outside the vocabulary. The blank that some
-    tokenizers strip from the beginning of a text is in it."""
+    """Return the bytes of a token, possibly part of a character; b"" outside the vocabulary.
+
+    Includes the blank that some tokenizers strip from the beginning of a text.
+    """
     token = tokenizer.token(token_id)
     return b"" if token is None else token_bytes(token, tokenizer.decoding)
 
 
 def token_bytes(token: str, decoding: Decoding) -> bytes:
-    """What a token, as the vocabulary spells it, adds to a text."""
+    """Return the bytes that a token, as the vocabulary spells it, adds to a text."""
     if decoding.kind == "byte_level":
         return _token_bytes(token)
     text = token.replace(decoding.space, " ")
@@ -66,7 +72,7 @@ def _stream(decoding: Decoding) -> _Stream:
 
 
 class _ByteLevelStream:
-    """Each character of a token stands for a byte (GPT-2); UTF-8 may be cut anywhere between tokens."""
+    """Decode tokens whose characters stand for bytes (GPT-2); UTF-8 may be cut anywhere between tokens."""
 
     def __init__(self) -> None:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -79,7 +85,9 @@ class _ByteLevelStream:
 
 
 def _token_bytes(token: str) -> bytes:
-    """Bytes of a byte-level token. One that has a character outside the alphabet, an added token, is its own text."""
+    """Return the bytes of a byte-level token; a token with characters outside the alphabet (an added token) is its
+    own text.
+    """
     alphabet = _byte_alphabet()
     try:
         return bytes([alphabet[char] for char in token])
@@ -89,15 +97,17 @@ def _token_bytes(token: str) -> bytes:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's characters for the 256 bytes: printable ones stand for themselves, the rest for U+0100 and up."""
+    """Build GPT-2's characters for the 256 bytes: printable ones stand for themselves, the others are U+0100 and up."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
 
 
 class _ByteFallbackStream:
-    """SentencePiece: tokens are text, but `<0xE2>` is a byte. A run of bytes leaves when it ends, as text if all of it
-    is UTF-8, else as one U+FFFD a byte: that is how the library decodes, so a run cannot leave earlier.
+    """Decode SentencePiece tokens, which are text, except that `<0xE2>` stands for a byte.
+
+    A run of bytes is returned when it ends: as text if the whole run is UTF-8, else as one U+FFFD per byte. The library
+    decodes in this way, so a run cannot be returned earlier.
     """
 
     def __init__(self, decoding: Decoding) -> None:

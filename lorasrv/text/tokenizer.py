@@ -1,9 +1,8 @@
-"""Text to token ids and back, over the `tokenizers` library: from a tokenizer.json, or built from GGUF metadata.
+"""Convert text to token ids and back with the `tokenizers` library, from a tokenizer.json or from GGUF metadata.
 
-A text is encoded as a batch of one: of the library's functions that take texts, only those for batches let Python's
-other threads run, and a long text takes a second.
-
-How a checkpoint describes its tokenizer: plain data, read by the loaders, built by `lorasrv.text.tokenizer`. No torch.
+A text is encoded as a batch of one: among the library's functions that take texts, only the batch functions release
+the GIL, and a long text takes a second. Loaders describe a checkpoint's tokenizer as plain data (`TokenizerSource`).
+Torch-free.
 """
 
 import json
@@ -21,28 +20,28 @@ from lorasrv.errors import CorruptModel, InvalidRequest, UnsupportedModel
 
 @dataclass(frozen=True, slots=True)
 class TokenizerJson:
-    """The text of a tokenizer.json."""
+    """Hold the text of a tokenizer.json."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class BpeVocabulary:
-    """A byte-level BPE as GGUF metadata holds it. `merges` are pairs joined by a space, in order of rank.
-
-    `pre` names the pre-tokenizer (tokenizer.ggml.pre); `control` and `user_defined` are ids of added tokens.
-    """
+    """Hold a byte-level BPE as GGUF metadata describes it."""
 
     tokens: tuple[str, ...]
+    # Pairs joined by a space, in order of rank.
     merges: tuple[str, ...]
+    # Name of the pre-tokenizer (tokenizer.ggml.pre).
     pre: str
+    # Ids of added tokens: control tokens and user-defined ones.
     control: tuple[int, ...] = ()
     user_defined: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSource:
-    """A vocabulary and what goes around it. `special` maps bos_token, eos_token... to their text, for templates."""
+    """Describe a vocabulary with its chat template and special tokens."""
 
     vocabulary: TokenizerJson | BpeVocabulary
     chat_template: str | None = None
@@ -50,15 +49,16 @@ class TokenizerSource:
     bos_token_id: int | None = None
     add_bos: bool = False
     add_eos: bool = False
+    # bos_token, eos_token... -> their text, for templates.
     special: dict[str, str] = field(default_factory=dict)
 
 
-# For a batch of one the library would start a thread on each core, and warn on stderr when the process forks.
+# The library would start a thread on each core even for a batch of one, and warn on stderr when the process forks.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class Tokenizer:
-    """A tokenizer and the ids that end or begin a text. Thread-safe: nothing changes after construction."""
+    """Wrap a tokenizer with the ids that begin or end a text. Immutable after construction, hence thread-safe."""
 
     def __init__(self, backend: tokenizers.Tokenizer, source: TokenizerSource) -> None:
         self._backend = backend
@@ -74,29 +74,34 @@ class Tokenizer:
 
     @classmethod
     def from_source(cls, source: TokenizerSource) -> "Tokenizer":
-        """Raises UnsupportedModel (pre-tokenizer or decoder by name) or CorruptModel."""
+        """Build the tokenizer that a checkpoint describes.
+
+        Raises:
+            UnsupportedModel: an unknown pre-tokenizer or decoder; names it.
+            CorruptModel: the description is invalid.
+        """
         vocabulary = source.vocabulary
         if isinstance(vocabulary, TokenizerJson):
             return cls(_parse(vocabulary.text), source)
         return cls(_build(vocabulary, source), source)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text; special tokens written in it are recognised.
+        """Return the ids of a text, with special tokens in it recognised.
 
         Raises:
-            InvalidRequest: lone surrogates, which are no text.
+            InvalidRequest: the text has lone surrogates.
         """
         return self._encode(self._backend.encode_batch_fast, text, add_special_tokens).ids
 
     def least_tokens(self, text: str) -> int:
-        """As many tokens a text has at least, by its length alone; 0 where a tokenizer may leave some of it out."""
+        """Return a lower bound of a text's tokens by its length alone; 0 if the tokenizer may drop part of the text."""
         return -(-len(text) // longest) if (longest := self._longest_token) else 0
 
     @cached_property
     def _longest_token(self) -> int | None:
-        """Most characters of a text that become one token (of which each is a byte or more); None: any number."""
+        """Return the most characters that one token can stand for (each at least one byte); None: no bound."""
         normalizer = self._backend.normalizer
-        # NFC joins up to four characters, and nothing is left out.
+        # NFC joins up to four characters, and drops nothing.
         kind = None if normalizer is None else json.loads(normalizer.__getstate__()).get("type")
         strips = any(token.lstrip or token.rstrip for token in self._backend.get_added_tokens_decoder().values())
         if strips or kind not in (None, "NFC"):
@@ -104,9 +109,11 @@ class Tokenizer:
         return (4 if kind else 1) * max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
 
     def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> tuple[list[int], list[int]]:
-        """Ids of a text, and the character at which each of them begins; one that was added begins with the next.
+        """Return the ids of a text and the character offset at which each begins.
 
-        Raises: as `encode`.
+        A token that the tokenizer adds itself begins where the next one does.
+
+        Raises: see `encode`.
         """
         encoding = self._encode(self._backend.encode_batch, text, add_special_tokens)
         offsets: list[int] = []
@@ -122,15 +129,15 @@ class Tokenizer:
     ) -> tokenizers.Encoding:
         try:
             return encode([text], add_special_tokens=add_special_tokens)[0]
-        except (TypeError, UnicodeEncodeError):  # which of them is up to the version of the library
+        except (TypeError, UnicodeEncodeError):  # depending on the version of the library
             raise InvalidRequest("prompt has a lone surrogate (U+D800 to U+DFFF): not text", param="prompt") from None
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ids; bytes that are no UTF-8 become U+FFFD, ids outside the vocabulary nothing."""
+        """Return the text of ids; invalid UTF-8 becomes U+FFFD, ids outside the vocabulary are skipped."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def token(self, token_id: int) -> str | None:
-        """A token as the vocabulary spells it, None outside the vocabulary."""
+        """Return a token as the vocabulary spells it; None outside the vocabulary."""
         return self._backend.id_to_token(token_id)
 
     def token_id(self, token: str) -> int | None:
@@ -139,17 +146,18 @@ class Tokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """How tokens become text. `kind` is byte_level or byte_fallback; `space` stands for a blank in the latter, and
-    `strip_start` removes one from the beginning of the text.
-    """
+    """Describe how tokens become text."""
 
+    # byte_level or byte_fallback.
     kind: str
+    # Character that stands for a blank (byte_fallback only).
     space: str = ""
+    # Remove one blank from the beginning of the text.
     strip_start: bool = False
 
 
 def _decoding(backend: tokenizers.Tokenizer) -> Decoding:
-    """Recognise the library's decoder, so that `Detokenizer` can do the same a token at a time."""
+    """Recognise the library's decoder, so that `Detokenizer` can decode token by token in the same way."""
     state: dict[str, Any] = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"type": "none"}
     steps: list[dict[str, Any]] = state["decoders"] if state["type"] == "Sequence" else [state]
     kinds = [step["type"] for step in steps]
@@ -168,7 +176,7 @@ def _decoding(backend: tokenizers.Tokenizer) -> Decoding:
 def _parse(text: str) -> tokenizers.Tokenizer:
     try:
         return tokenizers.Tokenizer.from_str(text)
-    except Exception as e:  # the library raises bare Exception for whatever is wrong with the file
+    except Exception as e:  # the library raises bare Exception for any invalid file
         raise CorruptModel(f"tokenizer.json is not valid: {e}") from None
 
 
@@ -192,7 +200,7 @@ def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
 
 @dataclass(frozen=True, slots=True)
 class _PreKind:
-    """One value of tokenizer.ggml.pre, as the published tokenizer.json of its model defines it."""
+    """Define one value of tokenizer.ggml.pre as the published tokenizer.json of its model does."""
 
     pre_tokenizer: Callable[[], pre_tokenizers.PreTokenizer]
     normalizer: Callable[[], normalizers.Normalizer] | None = None
@@ -230,7 +238,7 @@ def _bpe(vocabulary: BpeVocabulary, ignore_merges: bool) -> models.BPE:
     merges: list[Any] = [tuple(merge.split(" ")) for merge in vocabulary.merges]
     try:
         return models.BPE(vocab=ids, merges=merges, ignore_merges=ignore_merges)
-    except Exception as e:  # the library raises bare Exception: a merge of tokens that do not exist
+    except Exception as e:  # the library raises bare Exception for a merge of unknown tokens
         raise CorruptModel(f"the GGUF vocabulary and merges do not fit together: {e}") from None
 
 
@@ -239,7 +247,7 @@ def _added(vocabulary: BpeVocabulary, ids: Sequence[int], *, special: bool) -> l
 
 
 def _around(vocabulary: BpeVocabulary, source: TokenizerSource) -> processors.PostProcessor:
-    """Adds the begin and end tokens that the metadata asks for."""
+    """Build the post-processor that adds the begin and end tokens requested by the metadata."""
     begin = source.bos_token_id if source.add_bos else None
     end = source.eos_token_ids[0] if source.add_eos and source.eos_token_ids else None
     if any(i is not None and i >= len(vocabulary.tokens) for i in (begin, end)):

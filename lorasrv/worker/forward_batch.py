@@ -17,8 +17,8 @@ from sgmv_kernels.ops import Ops, StepTables
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """T rows of B sequences, those of one adapter together. Logits want the last rows of those `sampled`, and behind
-    them the `prompt_rows` of `asked`."""
+    """T rows of B sequences, those of one adapter together. Logits want the last `num_logit_rows` rows of each of those
+    `sampled`, and behind them the `prompt_rows` of `asked`."""
 
     token_ids: Tensor
     positions: Tensor
@@ -41,7 +41,7 @@ def build_batch(step: SchedulerOutput, memory: DevicePool, adapter_dtype: torch.
     token_ids = np.array([t for s in scheduled for t in s.token_ids])
     firsts = np.cumsum(lens) - lens
     asked = [firsts[i] + np.array(s.prompt_rows) for i, s in enumerate(scheduled) if s.prompt_rows]
-    wanted = np.concatenate([(firsts + lens - 1)[samples], *asked])
+    wanted = np.concatenate([_logit_rows(scheduled, firsts + lens, samples), *asked])
     ids, places, sample_rows = upload([token_ids, positions, wanted], memory.device)
 
     attention = ops.plan_attention(tables, lens.tolist(), (starts + lens).tolist(), page_size, memory.num_pages)
@@ -54,6 +54,16 @@ def build_batch(step: SchedulerOutput, memory: DevicePool, adapter_dtype: torch.
         sampled=tuple(s for s in scheduled if s.samples),
         asked=tuple(s for s in scheduled if s.prompt_rows),
     )
+
+
+def _logit_rows(
+    scheduled: list[ScheduledRequest], ends: npt.NDArray[np.int64], samples: npt.NDArray[np.bool_]
+) -> npt.NDArray[np.int64]:
+    """[S] rows whose logits say what comes next, those of a sequence together; `ends`: the row behind each sequence."""
+    if not any(s.draft_token_ids for s in scheduled):
+        return (ends - 1)[samples]
+    rows = [np.arange(end - s.num_logit_rows, end) for s, end in zip(scheduled, ends.tolist(), strict=True)]
+    return np.concatenate(rows)
 
 
 def by_adapter(step: SchedulerOutput) -> tuple[list[ScheduledRequest], list[AdapterKey]]:

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from lorasrv.metrics.step_stats import StepProfile
 from lorasrv.outputs import RequestId, TokenLogprobs
-from lorasrv.sampling.logits_processors import SamplingMetadata
+from lorasrv.sampling.draft_verification import choose_tokens
 from lorasrv.sampling.logprobs import chosen_logprobs, prompt_logprobs
-from lorasrv.sampling.sampler import sample_finite
 from lorasrv.scheduler_output import PageOp, ScheduledRequest, SchedulerOutput
 from lorasrv.worker.adapter_loader import WriteAdapter
 from lorasrv.worker.cuda_streams import SideStream
@@ -29,13 +28,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The token of every request whose tokens are all computed; a request whose logits are no numbers has none.
+    """The tokens of every request whose tokens are all computed: one, and one more for each draft token that was right.
+    A request whose logits are no numbers has none.
 
     `logprobs` of these tokens for those that ask, `prompt_logprobs` of the prompts' tokens that were asked for.
     """
 
-    sampled: Mapping[RequestId, int]
-    logprobs: Mapping[RequestId, TokenLogprobs] = field(default_factory=dict)
+    sampled: Mapping[RequestId, tuple[int, ...]]
+    logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
@@ -99,16 +99,17 @@ class ModelRunner:
         logits, sampled, asked = self._logits(step)
         with self.profile.span("sampling"):
             # The weights of one adapter may overflow; its requests fail, the step's others do not.
-            tokens = sample_finite(logits[: len(sampled)], [SamplingMetadata.of(share) for share in sampled])
-            chosen = {s.request_id: token for s, token in zip(sampled, tokens, strict=True) if token is not None}
+            chosen = choose_tokens(logits, sampled)
+            num_rows = sum(share.num_logit_rows for share in sampled)
             return ModelRunnerOutput(
-                chosen, chosen_logprobs(logits, sampled, chosen), prompt_logprobs(logits[len(sampled) :], asked)
+                chosen, chosen_logprobs(logits, sampled, chosen), prompt_logprobs(logits[num_rows:], asked)
             )
 
     def _logits(
         self, step: SchedulerOutput
     ) -> tuple[Tensor, tuple[ScheduledRequest, ...], tuple[ScheduledRequest, ...]]:
-        """Logits [B, V] fp32, the request of each of the first rows, and those whose `prompt_rows` the others are."""
+        """Logits [S, V] fp32, the requests whose `num_logit_rows` the first rows are, and those whose `prompt_rows` the
+        others are."""
         graphed = self._graphs.compute(step) if self._graphs is not None else None
         if graphed is not None:
             return *graphed, ()

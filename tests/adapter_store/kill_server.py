@@ -1,11 +1,11 @@
-"""Kill a real `lorasrv serve` at random moments while clients upload, replace and delete. Run as a program.
+"""Kill a real `lorasrv serve` at random moments while clients upload, replace and delete.
 
     python kill_server.py --count 100 [--folder FOLDER] [--record docs/reliability.md]
 
-The store and the ledger of what was acknowledged stay in FOLDER, so that a later run goes on with both. After each kill
-a copy of the store is opened offline (every version is loaded and its digest verified) and compared with the ledger;
-then the server is started again and must list the same. What was under way at the kill is done or not done, never half.
-`--record` adds the kills to the table in a page.
+The store and the ledger of what was acknowledged stay in FOLDER for the next run. After each kill a copy of the store
+is opened offline, every version is loaded and verified, and compared with the ledger; then the server is started again
+and must list the same. What was in progress at the kill is done or not done, never half. `--record` adds the kills to
+a page.
 """
 
 import argparse
@@ -45,31 +45,30 @@ READY_TIMEOUT_S = 120.0
 NEXT_ROW = "<!-- the next row of kills -->"
 
 State = dict[str, Any]
-"""Of one id: {"current": version, "versions": {version: digest of its weights}}; empty if there is none."""
+"""One id: {"current": version, "versions": {version: number of its weights}}; empty if there is none."""
 
 
 def adapter(number: int) -> tuple[dict[str, object], bytes]:
-    """Config and file of an adapter for the q projections; another number, other weights."""
+    """Return config and file of an adapter for the q projections; another number means other weights."""
     rank = RANKS[number % len(RANKS)]
     values = np.random.default_rng(number).standard_normal(rank * tiny_llama.HIDDEN)
     return tiny_llama.adapter(rank, values.astype("<f4").tobytes())
 
 
 class Ledger:
-    """What was acknowledged, by id, and what is under way. Every id has one client, so nothing races in here."""
+    """Record what was acknowledged, by id, and what is in progress. Every id has one client, so nothing races."""
 
     def __init__(self, file: Path) -> None:
-        self._file = file
+        self._file, self._lock = file, threading.Lock()
         told = json.loads(file.read_text()) if file.is_file() else {"loading": True}
+        # Without a ledger, or after a run that did not end, the store cannot be compared with anything.
         self.is_lost = bool(told["loading"])
-        """The ledger of a run that did not end, or none at all: the store is no use."""
         if self.is_lost:
             told = {"states": {}, "last": {}, "numbers": 0}
         self.states: dict[str, State] = {name: _with_int_keys(state) for name, state in told["states"].items()}
         self.last: dict[str, int] = told["last"]
         self.numbers: int = told["numbers"]
         self.pending: dict[str, State] = {}
-        self._lock = threading.Lock()
 
     def new_number(self) -> int:
         with self._lock:
@@ -77,18 +76,16 @@ class Ledger:
             return self.numbers
 
     def save(self, *, loading: bool) -> None:
-        """`loading`: clients go on; if this program ends now, nobody knows any more what was acknowledged."""
+        """Write the ledger; `loading` marks it lost if this program ends while clients are running."""
         told = {"states": self.states, "last": self.last, "numbers": self.numbers, "loading": loading}
-        text = json.dumps(told)
-        self._file.with_suffix(".new").write_text(text)
-        self._file.with_suffix(".new").replace(self._file)
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(told))
+        new.replace(self._file)
 
     def settle(self, name: str, shown: State) -> None:
-        """After a kill. Raises: AssertionError: `shown` is neither what was acknowledged nor that plus what was under
-        way.
-        """
+        """After a kill, check that `shown` is what was acknowledged, with or without the change in progress."""
         old, new = self.states.get(name, {}), self.pending.pop(name, None)
-        assert shown in (old, new), f"{name}: acknowledged {old}, under way {new}, shown {shown}"
+        assert shown in (old, new), f"{name}: acknowledged {old}, in progress {new}, shown {shown}"
         self.acknowledge(name, shown)
 
     def acknowledge(self, name: str, state: State) -> None:
@@ -98,13 +95,12 @@ class Ledger:
 
 
 class Client:
-    """Uploads, replaces and deletes its own ids until the server is gone."""
+    """Upload, replace and delete a client's own ids until the server is gone."""
 
     def __init__(self, url: str, ledger: Ledger, number: int, seed: str) -> None:
         self.errors: list[BaseException] = []
         self.requests = 0
-        self.uploaded: str | None = None
-        """Weights that were acknowledged, and that nothing has deleted since."""
+        self.uploaded: str | None = None  # weights acknowledged and not deleted since
         self._http = httpx2.Client(base_url=url, trust_env=False, timeout=60)
         self._ledger, self._random = ledger, random.Random(seed)
         self._names = [f"c{number}-{n}" for n in range(NAMES_PER_CLIENT)]
@@ -113,7 +109,7 @@ class Client:
         self._thread.start()
 
     def join(self) -> None:
-        """The server is gone: wait for the end."""
+        """Wait for the end, once the server is gone."""
         self._over.set()
         self._thread.join()
 
@@ -124,28 +120,25 @@ class Client:
                     self._work(self._random.choice(self._names))
                     self.requests += 1
             except (httpx2.TransportError, httpx2.StreamError):
-                pass  # killed: what was under way stays pending
+                pass  # killed: the change in progress stays pending
             except BaseException as error:
                 self.errors.append(error)
 
     def _work(self, name: str) -> None:
-        state = self._ledger.states.get(name, {})
+        state, chance = self._ledger.states.get(name, {}), self._random.random
         versions = state.get("versions", {})
-        if versions and (len(versions) >= MAX_VERSIONS or self._random.random() < 0.3):
-            if self._random.random() < 0.3:
-                self._delete(name, name, {})
-            else:
-                version = self._random.choice(list(versions))
-                kept = {v: digest for v, digest in versions.items() if v != version}
-                current = max(kept, default=0) if state["current"] == version else state["current"]
-                self._delete(name, f"{name}@{version}", {"current": current, "versions": kept} if kept else {})
-        elif versions and self._random.random() < 0.2:
-            self._upload(name, state, self._random.choice(list(versions)))
+        version = self._random.choice(list(versions)) if versions else 0
+        if not versions or (len(versions) < MAX_VERSIONS and chance() >= 0.3):
+            self._upload(name, state, version if versions and chance() < 0.2 else None)
+        elif chance() < 0.3:
+            self._delete(name, name, {})
         else:
-            self._upload(name, state, None)
+            kept = {v: digest for v, digest in versions.items() if v != version}
+            current = max(kept, default=0) if state["current"] == version else state["current"]
+            self._delete(name, f"{name}@{version}", {"current": current, "versions": kept} if kept else {})
 
     def _upload(self, name: str, state: State, version: int | None) -> None:
-        """New weights, or those of an old version once more."""
+        """Upload new weights, or those of an old version once more."""
         if version is None:
             number, version = self._ledger.new_number(), self._ledger.last.get(name, 0) + 1
             versions = {**state.get("versions", {}), version: number}
@@ -173,7 +166,7 @@ class Client:
 
 @contextlib.contextmanager
 def server(model: Path, store: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """A started `lorasrv serve`; killed at the end, if it was not before."""
+    """Start `lorasrv serve`, and kill it at the end of the block if it still runs."""
     flags = ["--model", str(model), "--load-format", "dummy", "--kernels", "torch", "--pool-bytes", "16MiB"]
     flags += ["--store", str(store), "--port", "0", "--json"]
     process = subprocess.Popen(
@@ -198,7 +191,7 @@ def server(model: Path, store: Path) -> Iterator[tuple[str, "subprocess.Popen[st
 
 
 class Campaign:
-    """Kills, one after the other, of servers on one store."""
+    """Kill servers on one store, one after the other."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -214,7 +207,7 @@ class Campaign:
         self._kept = self._look()
 
     def kill_one(self) -> None:
-        """Start, check, load, kill, check. Raises: AssertionError: something was lost or is half done."""
+        """Start, check, load, kill, check; raise AssertionError if something was lost or is half done."""
         with server(self._model, self._store) as (url, process):
             self._compare(httpx2.get(f"{url}/v1/adapters", trust_env=False).json()["data"])
             self._ledger.save(loading=True)
@@ -233,7 +226,7 @@ class Campaign:
         self._ledger.save(loading=False)
 
     def _look(self) -> dict[str, dict[int, str]]:
-        """Open a copy of the store: every version's key, by id. All of it loads, and is what the ledger says."""
+        """Load all of a copy of the store and compare it with the ledger; return every version's key, by id."""
         shutil.rmtree(self._copy, ignore_errors=True)
         if not self._store.is_dir():
             return {}
@@ -249,7 +242,7 @@ class Campaign:
         return {name: {v.version: v.key for v in record.versions} for name, record in records.items()}
 
     def _shown(self, store: AdapterStore, name: str) -> State:
-        """One id as the ledger has it: weights by the number they were made of."""
+        """Return one id in the ledger's form: weights by the number they were made of."""
         record = store.get(name)
         loaded = {v.version: store.load(v.key).spec.weights_digest for v in record.versions}
         numbers = {}
@@ -269,7 +262,7 @@ class Campaign:
 
 
 def record_kills(page: Path, kills: int, requests: int, command: str) -> None:
-    """Add a row to the table in the page, and the kills to its sum."""
+    """Add a row to the table in the page, and the kills to its total."""
     text = page.read_text("utf-8")
     total = re.search(r"\*\*([\d,]+) kills\*\*", text)
     assert total is not None
@@ -288,13 +281,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Kill a real server at random moments.")
     parser.add_argument("--count", type=int, default=100, help="how many kills")
     parser.add_argument(
-        "--folder", type=Path, default=Path("build/crash"), help="store and ledger; a later run goes on"
+        "--folder", type=Path, default=Path("build/crash"), help="store and ledger, kept for later runs"
     )
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--record", type=Path, default=None, help="the page whose count grows")
     options = parser.parse_args()
     campaign = Campaign(options.folder, options.seed if options.seed is not None else random.randrange(1 << 30))
-    # Told to end, it finishes the kill that it is at, and records what it did.
+    # On a signal, finish the current kill and record the result.
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
@@ -302,7 +295,7 @@ def main() -> None:
     try:
         while campaign.kills < options.count and not stop.is_set():
             campaign.kill_one()
-            print(f"\r{campaign.kills} kills, {campaign.requests} requests, {campaign.pending} under way", end="")
+            print(f"\r{campaign.kills} kills, {campaign.requests} requests, {campaign.pending} in progress", end="")
     except (AssertionError, AdapterError) as error:
         sys.exit(f"\nafter {campaign.kills} kills: {type(error).__name__}: {error}\nthe store is in {options.folder}")
     finally:

@@ -1,17 +1,16 @@
-"""Any sequence of what may happen to a store, against a model made of plain dictionaries; reopened now and then."""
+"""Random sequences of operations on a store, compared with a model made of plain dictionaries; reopened at times."""
 
-import hashlib
-import json
 import shutil
-import struct
 import tempfile
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from store_scenarios import BASE, CONFIG, REFUSED, blobs, digest_of, weights
 
 from adapter_store.errors import (
     AdapterChanged,
@@ -20,54 +19,36 @@ from adapter_store.errors import (
     AdapterNotFound,
     VersionInUse,
     VersionNotFound,
-)
+)  # fmt: skip
 from adapter_store.registry.records import Change
-from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, BaseShapes
+from adapter_store.spec import AdapterId, AdapterKey, AdapterRef
 from adapter_store.storage.refcounts import ContentHold
 from adapter_store.store import AdapterStore
 
-BASE = BaseShapes("llama", 1, {"self_attn.q_proj": (4, 4)})
-NAMES = ("mia", "zoe")
-ALIASES = ("prod", "next")
+MISSING = 7
 NUM_FILES = 4
+FILES = [weights(value + 1) for value in range(NUM_FILES)]
+DIGESTS = [digest_of(value + 1) for value in range(NUM_FILES)]
 
-names = st.sampled_from(NAMES)
-aliases = st.sampled_from(ALIASES)
+names = st.sampled_from(("mia", "zoe"))
+aliases = st.sampled_from(("prod", "next"))
 files = st.integers(0, NUM_FILES - 1)
-places = st.integers(0, 7)
-"""Which of an id's versions; 7 is one that it does not have."""
+places = st.integers(0, MISSING)
+"""Index of one of an id's versions; `MISSING` is one that it does not have."""
 seldom = st.integers(0, 9).map(lambda number: number == 9)
 targets = st.one_of(st.none(), places, st.tuples(places, places), st.tuples(places, places))
 
 
-def weights(value: int) -> bytes:
-    """A rank 1 adapter of one module, all values alike."""
-    stem = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
-    header = {
-        f"{stem}A.weight": {"dtype": "F32", "shape": [1, 4], "data_offsets": [0, 16]},
-        f"{stem}B.weight": {"dtype": "F32", "shape": [4, 1], "data_offsets": [16, 32]},
-    }
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + struct.pack("<8f", *[float(value + 1)] * 8)
-
-
-FILES = [weights(value) for value in range(NUM_FILES)]
-DIGESTS = [hashlib.sha256(data).hexdigest() for data in FILES]
-CONFIG = {"peft_type": "LORA", "r": 1, "lora_alpha": 1}
-
-
+@dataclass
 class Model:
     """One id: its current version, its versions as numbers of files, its aliases as versions with shares."""
 
-    def __init__(self) -> None:
-        self.current = 0
-        self.versions: dict[int, int] = {}
-        self.aliases: dict[str, dict[int, float]] = {}
+    current: int = 0
+    versions: dict[int, int] = field(default_factory=dict)
+    aliases: dict[str, dict[int, float]] = field(default_factory=dict)
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """What the store must be like after every step."""
-
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp())
@@ -77,7 +58,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.keys: dict[int, AdapterKey] = {}
         self.uploaded: set[int] = set()
         self.present: set[int] = set()
-        self.awaited: Counter[int] = Counter()
+        self.pending: Counter[int] = Counter()
         self.holds: list[tuple[int, ContentHold]] = []
         self.verdicts: dict[tuple[str, int], int] = {}
         self.open()
@@ -93,22 +74,13 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize()
     def fill(self) -> None:
         for name, file in (("mia", 3), ("mia", 0), ("mia", 1), ("zoe", 2)):
-            self.upload(file)
-            done = self.store.register(name, CONFIG, DIGESTS[file])
-            self.awaited[file] -= 1
-            self.keys[file] = done.ref.key
-            model = self.model.setdefault(name, Model())
-            model.current = self.last[name] = done.ref.version
-            model.versions[done.ref.version] = file
-            self.present.add(file)
-
-    def named(self) -> set[int]:
-        return {file for model in self.model.values() for file in model.versions.values()}
+            self.register(name, file, None, False)
 
     def collected(self) -> None:
-        """Contents that are neither named nor held are gone, with their weights unless those were sent once more."""
-        kept = self.named() | {file for file, _ in self.holds}
-        self.uploaded -= {file for file in self.present - kept if not self.awaited[file]}
+        """Drop contents that are neither named nor held, with their weights unless those were sent once more."""
+        kept = {file for model in self.model.values() for file in model.versions.values()}
+        kept |= {file for file, _ in self.holds}
+        self.uploaded -= {file for file in self.present - kept if not self.pending[file]}
         self.present &= kept
 
     @rule(file=files)
@@ -117,16 +89,16 @@ class StoreMachine(RuleBasedStateMachine):
             upload.write(FILES[file])
             upload.commit()
         self.uploaded.add(file)
-        self.awaited[file] += 1
+        self.pending[file] += 1
 
     @rule(name=names, file=files)
     def register_what_does_not_fit(self, name: str, file: int) -> None:
-        """Ends one upload of the weights: they go if it was the last and nothing names them."""
+        """End one upload of the weights: they go if it was the last and nothing refers to them."""
         self.upload(file)
         with pytest.raises(AdapterInvalid):
-            self.store.register(name, CONFIG | {"use_dora": True}, DIGESTS[file])
-        self.awaited[file] -= 1
-        if not self.awaited[file] and file not in self.present:
+            self.store.register(name, REFUSED, DIGESTS[file])
+        self.pending[file] -= 1
+        if not self.pending[file] and file not in self.present:
             self.uploaded.discard(file)
 
     @rule(name=names, file=files, alias=st.none() | aliases, if_not_exists=st.booleans())
@@ -137,7 +109,7 @@ class StoreMachine(RuleBasedStateMachine):
                 self.store.register(name, CONFIG, DIGESTS[file], if_not_exists=True)
             return
         done = self.store.register(name, CONFIG, DIGESTS[file], alias=alias, if_not_exists=if_not_exists)
-        self.awaited[file] -= 1
+        self.pending[file] -= 1
         model = self.model.setdefault(name, Model())
         known = [version for version, of in model.versions.items() if of == file]
         if not known:
@@ -147,78 +119,73 @@ class StoreMachine(RuleBasedStateMachine):
         if alias is not None:
             model.aliases[alias] = {model.current: 1.0}
         self.present.add(file)
-        assert (done.ref.version, done.ref.key, done.created) == (model.current, self.keys[file], not known)
+        key = self.keys.setdefault(file, done.ref.key)
+        assert (done.ref.version, done.ref.key, done.created) == (model.current, key, not known)
 
     def at(self, name: str, place: int) -> int:
-        """The number of the version at a place, or one that the id does not have."""
+        """Return the number of the version at a place, or one that the id does not have."""
         model = self.model.get(name)
-        if model is None or place == 7:
+        if model is None or place == MISSING:
             return self.last.get(name, 0) + 1
         return sorted(model.versions)[place % len(model.versions)]
 
     def shares(self, name: str, target: object) -> dict[int, float] | None:
         if target is None:
             return None
-        pair = target if isinstance(target, tuple) else (target, target)
-        first, second = sorted(self.at(name, place) for place in pair)
+        first, second = sorted(self.at(name, p) for p in (target if isinstance(target, tuple) else (target, target)))
         return {first: 1.0} if first == second else {first: 0.25, second: 0.75}
 
     @rule(name=names, to=st.none() | places, flips=st.dictionaries(aliases, targets, max_size=2), is_stale=seldom)
     def change(self, name: str, to: int | None, flips: dict[str, object], is_stale: bool) -> None:
-        """Rollback and flips in one."""
+        """Roll back and flip aliases in one change."""
         version = None if to is None else self.at(name, to)
         shares = {alias: self.shares(name, target) for alias, target in flips.items()}
-        change = Change(version, shares)
-        model = self.model.get(name)
-        if model is None:
-            with pytest.raises(AdapterNotFound):
-                self.store.change(name, change)
-            return
         wanted = {v for of in shares.values() for v in of or ()} | ({version} - {None})
-        if is_stale:
-            with pytest.raises(AdapterChanged):
-                self.store.change(name, change, if_match={"0" * 32})
+        model = self.model.get(name)
+        tag = self.store.get(name).etag if model and not is_stale else "0" * 32
+        expected: type[Exception] | None = None
+        if model is None:
+            expected = AdapterNotFound
+        elif is_stale:
+            expected = AdapterChanged
         elif not wanted <= model.versions.keys():
-            with pytest.raises(VersionNotFound):
-                self.store.change(name, change, if_match={self.store.get(name).etag})
-        else:
-            self.store.change(name, change, if_match={self.store.get(name).etag})
-            model.current = version or model.current
-            model.aliases |= {alias: of for alias, of in shares.items() if of is not None}
-            for alias, of in shares.items():
-                if of is None:
-                    model.aliases.pop(alias, None)
+            expected = VersionNotFound
+        if expected is not None:
+            with pytest.raises(expected):
+                self.store.change(name, Change(version, shares), if_match={tag} if model else None)
+            return
+        assert model is not None
+        self.store.change(name, Change(version, shares), if_match={tag})
+        model.current = version or model.current
+        model.aliases |= {alias: of for alias, of in shares.items() if of is not None}
+        for alias in [alias for alias, of in shares.items() if of is None]:
+            model.aliases.pop(alias, None)
 
     @rule(name=names, place=places, whole=seldom, force=st.booleans())
     def delete(self, name: str, place: int, whole: bool, force: bool) -> None:
-        model = self.model.get(name)
-        if model is None:
-            with pytest.raises(AdapterNotFound):
-                self.store.delete(name)
-            return
-        number = None if whole else self.at(name, place)
+        model = self.model.get(name, Model())
+        number = None if whole or not model.versions else self.at(name, place)
         reference = name if number is None else f"{name}@{number}"
-        doomed = {v for v in model.versions if number in (None, v)}
-        if not doomed:
-            with pytest.raises(AdapterNotFound):
+        deleted = {v for v in model.versions if number in (None, v)}
+        in_use = {alias for alias, of in model.aliases.items() if of.keys() & deleted}
+        if not deleted or (in_use and not force):
+            with pytest.raises(VersionInUse if deleted else AdapterNotFound):
                 self.store.delete(reference, force=force)
             return
-        in_use = {alias for alias, of in model.aliases.items() if of.keys() & doomed}
-        if in_use and not force:
-            with pytest.raises(VersionInUse):
-                self.store.delete(reference)
-            return
         gone = self.store.delete(reference, force=force)
-        assert (gone.num_versions, set(gone.aliases)) == (len(doomed), in_use)
+        assert (gone.num_versions, set(gone.aliases)) == (len(deleted), in_use)
         for alias in in_use:
             del model.aliases[alias]
-        for v in doomed:
+        for v in deleted:
             del model.versions[v]
             self.verdicts.pop((name, v), None)
         if not model.versions:
             del self.model[name]
-        elif model.current in doomed:
+        elif model.current in deleted:
             model.current = max(model.versions)
+        named = {self.keys[file] for model in self.model.values() for file in model.versions.values()}
+        assert set(gone.unnamed) == set(gone.contents) - named
+        assert all(self.store.is_named(key) == (key in named) for key in gone.contents)
         self.collected()
 
     @rule(file=files)
@@ -231,7 +198,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(place=places)
     def hold_and_delete(self, place: int) -> None:
-        """What happens to a request's version while it runs."""
+        """Delete a version while a request uses it."""
         if "mia" in self.model and (version := self.at("mia", place)) in self.model["mia"].versions:
             self.hold(self.model["mia"].versions[version])
             self.delete("mia", place, False, True)
@@ -259,16 +226,16 @@ class StoreMachine(RuleBasedStateMachine):
         ref = AdapterRef(AdapterId(name), version, self.keys[model.versions.get(version, 0)])
         if version not in model.versions:
             with pytest.raises(AdapterNotFound):
-                self.store.uploads.record_verdict(ref, {"value": value})
+                self.store.version_history.record_verdict(ref, {"value": value})
             return
-        self.store.uploads.record_verdict(ref, {"value": value})
+        self.store.version_history.record_verdict(ref, {"value": value})
         self.verdicts[name, version] = value
 
     @rule()
     def reopen(self) -> None:
         self.store.close()
         self.holds.clear()
-        self.awaited.clear()
+        self.pending.clear()
         self.open()
         self.collected()
 
@@ -277,7 +244,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.number = number
 
     @invariant()
-    def it_is_what_the_model_says(self) -> None:
+    def shows_what_the_model_says(self) -> None:
         shown = {str(r.adapter_id): r for r in self.store.list_adapters()}
         assert shown.keys() == self.model.keys()
         for name, model in self.model.items():
@@ -290,19 +257,17 @@ class StoreMachine(RuleBasedStateMachine):
                 first = min(shares)
                 expected = first if len(shares) == 1 or self.number < shares[first] else max(shares)
                 assert self.store.resolve(f"{name}:{alias}").version == expected
+            for v in record.versions:
+                value = self.verdicts.get((name, v.version))
+                verdict = self.store.version_history.verdict(record.ref(v.version))
+                assert verdict == (None if value is None else {"value": value})
 
     @invariant()
     def everything_needed_is_on_the_disk(self) -> None:
-        stored = {path.name for path in (self.folder / "store" / "blobs" / "sha256").iterdir()}
-        assert stored == {DIGESTS[file] for file in self.uploaded}
+        assert blobs(self.store.root) == {DIGESTS[file] for file in self.uploaded}
         assert self.present <= self.uploaded
         for file in self.present:
             assert self.store.load(self.keys[file]).spec.weights_digest == DIGESTS[file]
-        for record in self.store.list_adapters():
-            for v in record.versions:
-                at = str(record.adapter_id), v.version
-                verdict = self.store.uploads.verdict(record.ref(v.version))
-                assert verdict == ({"value": self.verdicts[at]} if at in self.verdicts else None)
 
 
 TestStore = StoreMachine.TestCase

@@ -38,9 +38,9 @@ def test_a_new_subclass_is_answered_as_its_ancestor() -> None:
         ("/v1/completions", "max_tokens", "max_tokens"),
         ("/v1/chat/completions", "prompt", "messages"),
         ("/v1/chat/completions", "top_p", "top_p"),
-        *((path, "max_tokens", "max_new_tokens") for path in TGI_PATHS),
-        *((path, "prompt", "inputs") for path in TGI_PATHS),
-        *((path, "ignore_eos", "ignore_eos_token") for path in TGI_PATHS),
+        *((path, "max_tokens", "max_new_tokens") for path in sorted(TGI_PATHS)),
+        *((path, "prompt", "inputs") for path in sorted(TGI_PATHS)),
+        *((path, "ignore_eos", "ignore_eos_token") for path in sorted(TGI_PATHS)),
     ],
 )
 def test_fields_are_called_as_the_paths_bodies_call_them(path: str, param: str, shown: str) -> None:
@@ -55,7 +55,7 @@ def test_fields_are_called_as_the_paths_bodies_call_them(path: str, param: str, 
 def test_names_of_fields_are_those_of_bodies() -> None:
     fields = {
         "/v1/chat/completions": ChatBody.model_fields.keys(),
-        **{path: Parameters.model_fields.keys() | GenerateBody.model_fields.keys() for path in TGI_PATHS},
+        **{path: Parameters.model_fields.keys() | GenerateBody.model_fields.keys() for path in sorted(TGI_PATHS)},
     }
     assert FIELD_NAMES.keys() == fields.keys()
     for path, names in FIELD_NAMES.items():

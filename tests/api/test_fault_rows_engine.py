@@ -98,7 +98,7 @@ def test_row_40_steps_that_raise_and_run_out_of_memory(process: Served) -> None:
     assert text(complete(process)) == short
     figures = process.http.get("/metrics").text
     assert "lorasrv_requests_failed_total 2.0" in figures
-    assert "step_attempts" in process.log
+    assert "step_retry" in process.log
     assert process.http.get("/health").status_code == 200
 
     poisonous = [*PROMPT[:4], POISON]

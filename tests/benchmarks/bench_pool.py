@@ -91,7 +91,7 @@ class Bench:
         )
         scheduler = Scheduler(self.config.scheduler, books, self.eos, source.is_on_host)
         reported = threading.Event()
-        loader = ThreadedLoader(source, self.parts.runner.write_adapter, reported.set)
+        loader = ThreadedLoader(source, self.parts.executor.write_adapter, reported.set)
         engine = EngineCore(replace(self.parts, books=books, scheduler=scheduler), loader)
         try:
             yield engine, InputProcessor(books, source, self.parts.max_model_len, self.parts.vocab_size), reported

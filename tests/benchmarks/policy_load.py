@@ -64,7 +64,7 @@ class Script:
     """Stands before the model: ends answers where their labels say, and counts what is in each step."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        runner = engine._engine._parts.runner
+        runner = engine._engine._parts.executor.runner
         self._run = runner.run
         self._eos = min(engine.spec.eos_token_ids)
         self.adapters_by_step: list[int] = []
@@ -75,7 +75,7 @@ class Script:
         if step.scheduled:
             self.adapters_by_step.append(len({s.adapter_key for s in step.scheduled}))
         ends = {s.request_id: s.num_generated + 1 >= answer_of(s.request_id) for s in step.scheduled}
-        return ModelRunnerOutput({r: self._said(token, ends[r]) for r, token in output.sampled.items()})
+        return ModelRunnerOutput({r: (self._said(tokens[0], ends[r]),) for r, tokens in output.sampled.items()})
 
     def _said(self, token: int, is_last: bool) -> int:
         if is_last:

@@ -70,7 +70,7 @@ class Bare:
             self.adapters.on_loaded(key)
         for key, _ in step.orders.copies:
             self.scheduler.adapter_copied(key)
-        sampled = {share.request_id: 7 for share in step.scheduled if share.samples}
+        sampled = {share.request_id: (7,) for share in step.scheduled if share.samples}
         computed = time.thread_time_ns()
         self.scheduler.update_from_output(step, sampled)
         self.update_us.append((time.thread_time_ns() - computed) / 1e3)

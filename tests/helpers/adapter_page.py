@@ -1,4 +1,4 @@
-"""The parts of docs/adapters.md that say what is served and what is refused, made from the tables that decide it.
+"""Generate the parts of docs/adapters.md that say what is served and refused, from the tables that decide it.
 
 `python tests/helpers/adapter_page.py` writes them into the page; a test compares.
 """
@@ -21,9 +21,9 @@ def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def _fields(decision: Decision) -> str:
     rules = sorted((name, rule) for name, rule in FIELD_RULES.items() if rule.decision is decision)
     if decision is Decision.REFUSED:
-        rows = ((f"`{name}`", rule.what, rule.way_out) for name, rule in rules)
+        rows = ((f"`{name}`", rule.description, rule.remedy) for name, rule in rules)
         return _table(("field", "why", "what to do"), rows)
-    return _table(("field", "what it does"), ((f"`{name}`", rule.what) for name, rule in rules))
+    return _table(("field", "what it does"), ((f"`{name}`", rule.description) for name, rule in rules))
 
 
 def _inits() -> str:
@@ -46,7 +46,7 @@ def _wrappers() -> str:
 
 
 def _forms() -> str:
-    """One row a code, with all parts that lead to it for the same reason."""
+    """Return one row per code, with all name parts that lead to it for the same reason."""
     parts: dict[tuple[str, str], list[str]] = {}
     for part, code, what in KNOWN_FORMS:
         parts.setdefault((code, what), []).append(f"`{part}`")
@@ -65,7 +65,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 
 def up_to_date(page: str) -> str:
-    """The page with its generated parts made anew; everything else stays."""
+    """Return the page with its generated parts replaced."""
     for name, make in PARTS.items():
         begin, end = f"<!-- generated: {name} -->", "<!-- end -->"
         pattern = re.compile(rf"({re.escape(begin)}\n).*?({re.escape(end)})", re.DOTALL)

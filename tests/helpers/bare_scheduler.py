@@ -90,8 +90,10 @@ class Bench:
         self.loading = (self.loading | set(orders.loads)) - set(orders.cancels)
         self.on_host -= set(orders.cancels)
         self.copying |= {key for key, _ in orders.copies}
-        sampled = {s.request_id: self._says(s.request_id, s.num_generated, token) for s in step.scheduled if s.samples}
-        offered = {s.request_id: _offer(s.history) for s in step.scheduled if s.samples and s.sampling.logprobs}
+        sampled = {
+            s.request_id: (self._says(s.request_id, s.num_generated, token),) for s in step.scheduled if s.samples
+        }
+        offered = {s.request_id: (_offer(s.history),) for s in step.scheduled if s.samples and s.sampling.logprobs}
         self.outputs += self.scheduler.update_from_output(step, sampled, offered)
         self.steps.append(step)
         if self.checks:

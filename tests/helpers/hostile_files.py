@@ -1,5 +1,4 @@
-"""Files that are made to cost the store something, and what it has to answer; run as a script, it prints what each of
-them costs to refuse."""
+"""Files built to be expensive to refuse, and the expected answers. As a script, it prints the cost of each refusal."""
 
 import io
 import json
@@ -14,10 +13,7 @@ from adapter_store.spec import BaseShapes
 from adapter_store.validation.validate import check_adapter
 
 BASE = BaseShapes(
-    family="llama",
-    num_layers=2,
-    modules={"self_attn.q_proj": (32, 32), "self_attn.v_proj": (32, 16)},
-    name="tiny",
+    family="llama", num_layers=2, modules={"self_attn.q_proj": (32, 32), "self_attn.v_proj": (32, 16)}, name="tiny"
 )
 CAP_BYTES = header_cap_bytes(BASE)
 CONFIG: Mapping[str, object] = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
@@ -38,8 +34,7 @@ class CountingFile(io.BytesIO):
 
 @dataclass(frozen=True)
 class Hostile:
-    """`make` gives the file; `code` is the problem that has to be among those found; at most `read_bytes` may be read
-    of it, and `peak_bytes` allocated on the way."""
+    """Describe a file: `code` must be among the problems found, within `read_bytes` read and `peak_bytes` allocated."""
 
     what: str
     make: Callable[[], bytes]
@@ -51,7 +46,7 @@ class Hostile:
 
 @dataclass(frozen=True)
 class Cost:
-    """What refusing one came to."""
+    """Hold the cost of a refusal."""
 
     problems: tuple[Problem, ...]
     file_bytes: int
@@ -61,10 +56,7 @@ class Cost:
 
 
 def measure(case: Hostile) -> Cost:
-    """Check the file twice, as counting allocations takes many times what is counted.
-
-    Raises: AssertionError: it is not refused.
-    """
+    """Check the file twice, since counting allocations distorts the time; raise AssertionError if it is accepted."""
     data = case.make()
     file = CountingFile(data)
     started = time.perf_counter()
@@ -87,13 +79,13 @@ def _refuse(case: Hostile, file: CountingFile, file_bytes: int) -> tuple[Problem
 
 
 def with_header(header: object, data: bytes = b"") -> bytes:
-    """A file with any header: bytes as they are, anything else as JSON."""
+    """Return a file with any header: bytes as they are, anything else as JSON."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return len(text).to_bytes(8, "little") + text + data
 
 
 def tensors(**shapes: list[int]) -> dict[str, object]:
-    """Header entries of F32 tensors that tile the data."""
+    """Return header entries of F32 tensors that tile the data."""
     entries: dict[str, object] = {}
     at = 0
     for name, shape in shapes.items():
@@ -185,7 +177,7 @@ HOSTILE = (
 
 
 def main() -> None:
-    """A Markdown table of the costs."""
+    """Print a Markdown table of the costs."""
     print("| file | bytes | read | allocated | ms | refused as |\n|---|---|---|---|---|---|")
     for case in HOSTILE:
         cost = measure(case)

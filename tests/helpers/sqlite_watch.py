@@ -1,7 +1,7 @@
-"""SQLite's reads and writes, seen call by call: a VFS in front of the usual one, in the library that `sqlite3` uses.
+"""Watch SQLite's reads and writes call by call: a VFS in front of the usual one, in the library that `sqlite3` uses.
 
-It is made with ctypes and becomes the default, so that the store's own connections go through it unchanged. That needs
-a `sqlite3` module that links SQLite as a shared library, as Debian's and pyenv's do; `is_possible` says.
+It is built with ctypes and becomes the default, so that the store's own connections use it unchanged. That needs a
+`sqlite3` module that links SQLite as a shared library, as Debian's and pyenv's do; see `is_possible`.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from disk_watch import DiskWatch
+    from store_disk import DiskWatch
 
 NAME = b"watched"
 # Names and numbers are those of sqlite3.h.
@@ -65,7 +65,7 @@ class _Vfs(Structure):
 
 @functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The SQLite that the module `_sqlite3` was linked with; None if it cannot be had."""
+    """Return the SQLite that the module `_sqlite3` was linked with, None if it cannot be loaded."""
     spec = importlib.util.find_spec("_sqlite3")
     if spec is None or spec.origin is None or not Path(spec.origin).is_file():
         return None
@@ -80,12 +80,12 @@ def _library() -> ctypes.CDLL | None:
 
 
 def is_possible() -> bool:
-    """Whether connections of `sqlite3` can be watched here."""
+    """Return whether connections of `sqlite3` can be watched here."""
     return _library() is not None and os.name == "posix"
 
 
 class _WatchingVfs:
-    """The default VFS with calls for files below the watch's top told to it. Made once: open files point into it."""
+    """Report calls for files below the top, in front of the default VFS. Built once, as open files point into it."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.watch: DiskWatch | None = None
@@ -109,7 +109,7 @@ class _WatchingVfs:
             self.watch = None
 
     def _watched(self, name: int | None) -> tuple["DiskWatch | None", str]:
-        """Who watches a path, and how it is called there."""
+        """Return the watch of a path, and its name there."""
         if self.watch is None or name is None:
             return None, ""
         path = self.watch.inside(ctypes.string_at(name).decode())
@@ -155,7 +155,7 @@ class _WatchingVfs:
     def _sync_folder(self, watch: "DiskWatch", path: str) -> None:
         node = watch.disk.node(os.path.dirname(path))
         assert node is not None
-        watch.synced(node, "sqlite folder")
+        watch.note("sync", node=node, site="sqlite folder")
 
     def _patched(self, address: int) -> _Methods:
         if address not in self._methods:
@@ -168,50 +168,44 @@ class _WatchingVfs:
     # -- methods of files; a file that outlives its watch is written as usual
 
     def _close(self, address: int) -> int:
-        file = self._files.pop(address)
-        return int(file.usual.xClose(address))
+        return int(self._files.pop(address).usual.xClose(address))
+
+    def _on_file(self, address: int, what: str, failed: int, full: int, call: Callable[..., int], **change: Any) -> int:
+        """Run a method as a turn, and note the change if it succeeds."""
+        file, watch = self._files[address], self.watch
+        if watch is None:
+            return int(call(file.usual))
+
+        def work() -> int:
+            result = int(call(file.usual))
+            if result == SQLITE_OK and change:
+                watch.note(node=file.node, **change)
+            return result
+
+        return _guarded(watch, f"sqlite {what}", work, failed, full)
 
     def _read(self, address: int, buffer: int, amount: int, offset: int) -> int:
-        file = self._files[address]
-        if self.watch is None:
-            return int(file.usual.xRead(address, buffer, amount, offset))
-        work = functools.partial(file.usual.xRead, address, buffer, amount, offset)
-        return _guarded(self.watch, "sqlite read", work, IOERR_READ, IOERR_READ)
+        read = lambda usual: usual.xRead(address, buffer, amount, offset)  # noqa: E731
+        return self._on_file(address, "read", IOERR_READ, IOERR_READ, read)
 
     def _write(self, address: int, buffer: int, amount: int, offset: int) -> int:
-        file, watch = self._files[address], self.watch
-        if watch is None:
-            return int(file.usual.xWrite(address, buffer, amount, offset))
-
-        def work() -> int:
-            result = int(file.usual.xWrite(address, buffer, amount, offset))
-            if result == SQLITE_OK:
-                watch.note("write", node=file.node, offset=offset, data=ctypes.string_at(buffer, amount))
-            return result
-
-        return _guarded(watch, "sqlite write", work, IOERR_WRITE, SQLITE_FULL)
+        write = lambda usual: usual.xWrite(address, buffer, amount, offset)  # noqa: E731
+        change = {"kind": "write", "offset": offset, "data": ctypes.string_at(buffer, amount)}
+        return self._on_file(address, "write", IOERR_WRITE, SQLITE_FULL, write, **change)
 
     def _truncate(self, address: int, size: int) -> int:
-        file, watch = self._files[address], self.watch
-        if watch is None:
-            return int(file.usual.xTruncate(address, size))
-
-        def work() -> int:
-            result = int(file.usual.xTruncate(address, size))
-            if result == SQLITE_OK:
-                watch.note("truncate", node=file.node, offset=size)
-            return result
-
-        return _guarded(watch, "sqlite truncate", work, IOERR_TRUNCATE, IOERR_TRUNCATE)
+        truncate = lambda usual: usual.xTruncate(address, size)  # noqa: E731
+        kinds = (IOERR_TRUNCATE, IOERR_TRUNCATE)
+        return self._on_file(address, "truncate", *kinds, truncate, kind="truncate", offset=size)
 
     def _sync(self, address: int, flags: int) -> int:
-        """Not really: only the model needs it."""
+        """Sync in the model only."""
         file, watch = self._files[address], self.watch
         if watch is None:
             return int(file.usual.xSync(address, flags))
 
         def work() -> int:
-            watch.synced(file.node, f"sqlite {file.kind}")
+            watch.note("sync", node=file.node, site=f"sqlite {file.kind}")
             if file.syncs_folder:
                 file.syncs_folder = False
                 self._sync_folder(watch, file.path)
@@ -221,7 +215,7 @@ class _WatchingVfs:
 
 
 class _OpenFile:
-    """What is known of a file that SQLite has open."""
+    """Describe a file that SQLite has open."""
 
     def __init__(self, node: int, path: str, methods: int, syncs_folder: bool) -> None:
         self.node = node
@@ -232,7 +226,7 @@ class _OpenFile:
 
 
 def _guarded(watch: "DiskWatch", kind: str, work: Callable[[], int], failed: int, full: int) -> int:
-    """A turn, and the work if it does not fail. No exception may leave: SQLite's C code is the caller."""
+    """Take a turn and do the work unless it fails. No exception may leave: the caller is SQLite's C code."""
     try:
         watch.turn(kind)
         return int(work())
@@ -252,6 +246,6 @@ def _vfs() -> _WatchingVfs:
 
 @contextlib.contextmanager
 def watching(watch: "DiskWatch") -> Iterator[Any]:
-    """Connections that are opened from now on are watched, until the end."""
+    """Watch the connections that are opened inside the block."""
     with _vfs().default(watch):
         yield

@@ -1,8 +1,7 @@
-"""What is done to a store while it is killed, refused and unplugged: a table. A new operation is one entry more.
+"""What is done to a store while it is killed, refused and unplugged: a table. A new operation is one more entry.
 
-A scenario is steps, each a change that is acknowledged when it returns. What must be visible after each of them is
-found by letting them happen undisturbed; a disturbed store must show the state before or after the step that was under
-way (`Outcome.check`).
+A scenario is a list of steps, each acknowledged when it returns. An undisturbed run finds the state after each step; a
+disturbed store must show the state before or after the step that was interrupted (`Outcome.check`).
 """
 
 import contextlib
@@ -29,13 +28,12 @@ CONFIG = {"peft_type": "LORA", "r": 1, "lora_alpha": 1}
 REFUSED = CONFIG | {"use_dora": True}
 # Nested, so that a new store must make, and make durable, folders above its own.
 FOLDER = "data/store"
-
 State = dict[str, dict[str, Any]]
 """What a store shows, by id."""
 
 
 def weights(value: int) -> bytes:
-    """A rank 1 adapter of one module, float32, all values alike."""
+    """Return a rank 1 adapter of one module, float32, all values alike."""
     stem = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
     header = {
         f"{stem}A.weight": {"dtype": "F32", "shape": [1, 4], "data_offsets": [0, 16]},
@@ -45,13 +43,18 @@ def weights(value: int) -> bytes:
     return len(text).to_bytes(8, "little") + text + struct.pack("<8f", *[float(value)] * 8)
 
 
+def digest_of(value: int) -> str:
+    """Return the digest of `weights(value)`."""
+    return hashlib.sha256(weights(value)).hexdigest()
+
+
 class _Unplugged(BaseException):
-    """Ends an upload in the middle, as a kill does: nobody catches it."""
+    """Ends an upload in the middle, as a kill does: nothing catches it."""
 
 
 @dataclass
 class Hand:
-    """Whoever works at the store below `top`."""
+    """Carry out steps on the store below `top`."""
 
     top: Path
     held: list[ContentHold] = field(default_factory=list)
@@ -71,7 +74,7 @@ class Hand:
             self.opened = AdapterStore(self.root, BASE)
 
     def open_after_a_kill(self) -> None:
-        """A first server has made folders, and was killed before it made their names durable."""
+        """Open where a first server made folders and was killed before their names were durable."""
         folder = "adapter_store.storage.root_lock.fsync_directory"
         with contextlib.suppress(_Unplugged), mock.patch(folder, side_effect=_Unplugged):
             AdapterStore(self.root, BASE)
@@ -88,8 +91,7 @@ class Hand:
         self.open()
 
     def put(self, value: int, data: bytes | None = None) -> str:
-        digest = hashlib.sha256(weights(value)).hexdigest()
-        data = weights(value) if data is None else data
+        digest, data = digest_of(value), data or weights(value)
         with self.store.open_blob(digest, len(data)) as upload:
             # In two pieces, as a socket brings them.
             upload.write(data[:100])
@@ -112,37 +114,34 @@ class Hand:
         with self.store.open_blob("0" * 64, 1000) as upload:
             upload.write(b"x" * 10)
 
-    def upload_killed_after_rename(self, value: int) -> None:
-        """The file has its name, but the name is not durable yet."""
-        with (
-            contextlib.suppress(_Unplugged),
-            mock.patch("adapter_store.storage.blobs.fsync_directory", side_effect=_Unplugged),
-        ):
-            self.put(value)
+    def upload_killed_after_rename(self) -> None:
+        """Leave a file whose name is not durable yet."""
+        folder = "adapter_store.storage.blobs.fsync_directory"
+        with contextlib.suppress(_Unplugged), mock.patch(folder, side_effect=_Unplugged):
+            self.put(2)
 
-    def upload_what_is_missing(self, name: str, value: int) -> None:
-        """As a client does that asks whether the weights are there."""
-        digest = hashlib.sha256(weights(value)).hexdigest()
-        if not self.store.blob_exists(digest):
-            self.put(value)
-        self.store.register(name, CONFIG, digest)
+    def upload_what_is_missing(self) -> None:
+        """Upload as a client does that first asks whether the weights exist."""
+        if not self.store.blob_exists(digest_of(2)):
+            self.put(2)
+        self.store.register("mia", CONFIG, digest_of(2))
 
     def hold(self, name: str) -> None:
         self.held.append(self.store.hold(self.store.resolve(name).key))
 
     def collect_offline(self) -> None:
-        """`lorasrv store gc`."""
+        """Run `lorasrv store gc`."""
         self.close()
         with OfflineStore(self.root) as closed:
             closed.collect(age_s=-1.0)
         self.open()
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         self.held.clear()
         self.store.collect()
 
     def checkpoint_often(self) -> None:
-        """Every few pages instead of every thousand, so that it happens in here."""
+        """Checkpoint every few pages instead of every thousand, so that it happens in a scenario."""
         with sql_errors():
             self.store._index._db.execute("PRAGMA wal_autocheckpoint = 3")
 
@@ -150,9 +149,25 @@ class Hand:
 Step = Callable[[Hand], object]
 
 
+def up(name: str, *values: int) -> tuple[Step, ...]:
+    return tuple(lambda h, value=value: h.upload(name, value) for value in values)
+
+
+def put(value: int) -> Step:
+    return lambda h: h.put(value)
+
+
+def delete(reference: str, **options: bool) -> Step:
+    return lambda h: h.store.delete(reference, **options)
+
+
+def change(name: str, **changes: Any) -> Step:
+    return lambda h: h.store.change(name, Change(**changes))
+
+
 @dataclass(frozen=True)
 class Scenario:
-    """`before` is there, and safe, when it begins; None: there is no store yet. `open` is what it begins with."""
+    """`before` is there, and safe, when it begins; None: there is no store yet. `open` is the first step."""
 
     before: tuple[Step, ...] | None
     steps: tuple[Step, ...]
@@ -160,106 +175,67 @@ class Scenario:
 
 
 SCENARIOS: dict[str, Scenario] = {
-    "first upload": Scenario(None, (lambda h: h.upload("mia", 1), lambda h: h.upload("zoe", 1))),
-    "first upload after a kill": Scenario(None, (lambda h: h.upload("mia", 1),), Hand.open_after_a_kill),
-    "replace": Scenario(
-        (lambda h: h.upload("mia", 1), lambda h: h.upload("mia", 2), lambda h: h.upload("zoe", 2)),
-        (
-            lambda h: h.upload("mia", 3),
-            lambda h: h.upload("mia", 1),  # back to version 1
-            lambda h: h.put(2),  # once more: that repairs a bad disk
-        ),
-    ),
+    "first upload": Scenario(None, (*up("mia", 1), *up("zoe", 1))),
+    "first upload after a kill": Scenario(None, up("mia", 1), Hand.open_after_a_kill),
+    # Back to version 1; then weights once more, which repairs a bad disk.
+    "replace": Scenario((*up("mia", 1, 2), *up("zoe", 2)), (*up("mia", 3, 1), put(2))),
     "delete": Scenario(
-        (
-            lambda h: h.upload("mia", 1),
-            lambda h: h.upload("mia", 2),
-            lambda h: h.upload("mia", 3),
-            lambda h: h.upload("zoe", 1),
-            lambda h: h.upload("gone", 4),
-            lambda h: h.store.change("gone", Change(limits={"weight": 2.0})),
-        ),
-        (
-            lambda h: h.store.delete("mia@1"),  # zoe has its weights, too
-            lambda h: h.store.delete("mia@3"),
-            lambda h: h.store.delete("gone"),
-            lambda h: h.upload("gone", 5),  # version 2
-            lambda h: h.store.delete("zoe"),
-        ),
+        (*up("mia", 1, 2, 3), *up("zoe", 1), *up("gone", 4), change("gone", limits={"weight": 2.0})),
+        # zoe shares the weights of mia@1; the second upload of gone is version 2.
+        (delete("mia@1"), delete("mia@3"), delete("gone"), *up("gone", 5), delete("zoe"))
     ),
     "hold and collect": Scenario(
-        (lambda h: h.upload("mia", 1), lambda h: h.upload("zoe", 2)),
-        (
-            lambda h: h.hold("mia"),
-            lambda h: h.hold("zoe"),
-            lambda h: h.store.delete("mia"),
-            lambda h: h.store.delete("zoe"),
-            lambda h: h.upload("zoe", 2),
-            lambda h: h.let_go(),
-        ),
+        (*up("mia", 1), *up("zoe", 2)),
+        (lambda h: h.hold("mia"), lambda h: h.hold("zoe"), delete("mia"), delete("zoe"), *up("zoe", 2), Hand.release)
     ),
     "aliases and rollback": Scenario(
-        (lambda h: h.upload("mia", 1), lambda h: h.upload("mia", 2), lambda h: h.upload("mia", 3)),
+        up("mia", 1, 2, 3),
         (
-            lambda h: h.store.change("mia", Change(aliases={"prod": 3, "old": 1})),
-            lambda h: h.store.change("mia", Change(version=2, aliases={"prod": {2: 0.5, 3: 0.5}, "old": None})),
-            lambda h: h.store.delete("mia@3", force=True),
-        ),
+            change("mia", aliases={"prod": 3, "old": 1}),
+            change("mia", version=2, aliases={"prod": {2: 0.5, 3: 0.5}, "old": None}),
+            delete("mia@3", force=True)
+        )
     ),
     "gc": Scenario(
-        (lambda h: h.upload("mia", 1), lambda h: h.put(2), lambda h: h.put(3)),
-        (lambda h: h.store.remove_orphans(age_s=-1.0), lambda h: h.put(4), Hand.collect_offline),
+        (*up("mia", 1), put(2), put(3)),
+        (lambda h: h.store.remove_orphans(age_s=-1.0), put(4), Hand.collect_offline)
     ),
     "limits": Scenario(
-        (lambda h: h.upload("mia", 1),),
-        (
-            lambda h: h.store.change("mia", Change(limits={"max_running": 2})),
-            lambda h: h.store.change("mia", Change(limits={"tokens_per_s": 1.5})),
-            lambda h: h.store.change("mia", Change(limits={})),
-        ),
+        up("mia", 1), tuple(change("mia", limits=of) for of in ({"max_running": 2}, {"tokens_per_s": 1.5}, {}))
     ),
     "refused": Scenario(
-        (lambda h: h.upload("mia", 1),),
-        (Hand.upload_refused, Hand.upload_damaged, Hand.upload_abandoned, lambda h: h.upload("mia", 2)),
+        up("mia", 1), (Hand.upload_refused, Hand.upload_damaged, Hand.upload_abandoned, *up("mia", 2))
     ),
     "restart": Scenario(
-        (lambda h: h.upload("mia", 1),),
+        up("mia", 1),
         (
-            Hand.checkpoint_often,
-            lambda h: h.upload("mia", 2),
-            lambda h: h.upload("zoe", 3),
-            Hand.reopen,
-            lambda h: h.store.delete("mia"),
-            Hand.reopen,
-            lambda h: h.upload("mia", 4),
-        ),
+            Hand.checkpoint_often, *up("mia", 2), *up("zoe", 3), Hand.reopen, delete("mia"), Hand.reopen, *up("mia", 4)
+        )
     ),
     "found by the next server": Scenario(
-        (lambda h: h.upload("mia", 1),),
-        (lambda h: h.upload_killed_after_rename(2), Hand.reopen, lambda h: h.upload_what_is_missing("mia", 2)),
-    ),
-}
+        up("mia", 1), (Hand.upload_killed_after_rename, Hand.reopen, Hand.upload_what_is_missing)
+    )
+}  # fmt: skip
 
 
 def prepare(scenario: Scenario, top: Path) -> None:
-    """Make what is there before."""
+    """Create what is there before the scenario."""
     top.mkdir(parents=True, exist_ok=True)
-    if scenario.before is None:
-        return
-    hand = Hand(top)
-    hand.open()
-    for step in scenario.before:
-        step(hand)
-    hand.close()
+    if scenario.before is not None:
+        hand = Hand(top)
+        hand.open()
+        for step in scenario.before:
+            step(hand)
+        hand.close()
 
 
 def observe(store: AdapterStore) -> State:
-    """What anybody may see of a store, but for times. What else records come to hold belongs in here."""
+    """Return everything that a store shows, except times. Extend it with what records come to hold."""
     return {
         str(record.adapter_id): {
             "current": record.current_version,
             "versions": [(version.version, str(version.key)) for version in record.versions],
-            "reports": [store.uploads.report(record.ref(v.version)).digest for v in record.versions],
+            "reports": [store.version_history.report(record.ref(v.version)).digest for v in record.versions],
             "limits": dict(record.limits),
             "aliases": {alias: dict(shares) for alias, shares in record.aliases.items()},
         }
@@ -268,15 +244,14 @@ def observe(store: AdapterStore) -> State:
 
 
 def blobs(root: Path) -> frozenset[str]:
-    """The weights on the disk, by digest."""
+    """Return the weights on the disk, by digest."""
     folder = root / "blobs" / "sha256"
     return frozenset(path.name for path in folder.iterdir()) if folder.is_dir() else frozenset()
 
 
 @dataclass
 class Outcome:
-    """What a scenario comes to when nothing disturbs it: what is visible, and which weights are there, after so many
-    steps."""
+    """Record what is visible, and which weights are stored, after each step of an undisturbed run."""
 
     states: list[State] = field(default_factory=list)
     blobs: list[frozenset[str]] = field(default_factory=list)
@@ -286,33 +261,33 @@ class Outcome:
         self.blobs.append(blobs(hand.root))
 
     def check(self, top: Path, done: int, *, litter: bool = False) -> int:
-        """Open what is left after `done` acknowledged steps and look at everything; returns how many steps it shows.
-        `litter`: the disk refused to remove something, which may be there until it is old enough to be swept.
+        """Open what is left after `done` acknowledged steps and examine everything; return how many steps it shows.
 
-        Raises: AssertionError, AdapterError: something was lost, is half done or does not work.
+        `litter`: the disk refused to remove something, which may stay until it is old enough to be swept.
+
+        Raises:
+            AssertionError, AdapterError: something was lost, is half done or does not work.
         """
         root = top / FOLDER
         with AdapterStore(root, BASE) as store:
             state = observe(store)
             assert state in self.states[done : done + 2], f"after {done} steps: {state}"
-            named = frozenset(store.load(key).spec.weights_digest for key in _keys(store))
+            keys = [version.key for record in store.list_adapters() for version in record.versions]
+            named = frozenset(store.load(key).spec.weights_digest for key in keys)
             assert not list((root / "tmp").iterdir()), "an unfinished upload is left"
             gone = frozenset().union(*self.blobs[: done + 1]).difference(*self.blobs[done : done + 2])
             assert litter or not blobs(root) & gone, "deleted weights are back"
             store.remove_orphans(age_s=-1.0)
             assert blobs(root) == named, "an orphan survived"
-            self._check_that_it_works(store, done)
+            hand = Hand(Path(), opened=store)
+            for name, last in self._last_versions(done).items():
+                hand.upload(name, 70)
+                assert store.resolve(name).version > last, "a version number was reused"
+                store.load(store.resolve(name).key)
         with contextlib.closing(sqlite3.connect(root / "index.sqlite3")) as db:
             assert db.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
             assert db.execute("PRAGMA foreign_key_check").fetchall() == []
         return done if state == self.states[done] else done + 1
-
-    def _check_that_it_works(self, store: AdapterStore, done: int) -> None:
-        hand = Hand(Path(), opened=store)
-        for name, last in self._last_versions(done).items():
-            hand.upload(name, 70)
-            assert store.resolve(name).version > last, "a version number came twice"
-            store.load(store.resolve(name).key)
 
     def _last_versions(self, done: int) -> dict[str, int]:
         last = {"new": 0}
@@ -320,7 +295,3 @@ class Outcome:
             for name, shown in state.items():
                 last[name] = max(last.get(name, 0), *(version for version, _ in shown["versions"]))
         return last
-
-
-def _keys(store: AdapterStore) -> list[Any]:
-    return [version.key for record in store.list_adapters() for version in record.versions]

@@ -5,12 +5,14 @@ import random
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import markers as m
+from late_executor import LateExecutor
 from mispredict import expect_short_answers
 
 from adapter_store.errors import AdapterNotFound
@@ -22,8 +24,11 @@ from lorasrv.engine.input_processor import InputProcessor, further_choices
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import adapter_layout
 from lorasrv.outputs import EngineOutput, FinishReason, RequestId
+from lorasrv.request import Request
 from lorasrv.sampling_params import SamplingParams
+from lorasrv.speculation.drafter import Draft, DraftAsk, Drafter
 from lorasrv.worker.adapter_loader import InlineLoader, ThreadedLoader
+from lorasrv.worker.executor import InProcessExecutor
 
 PAGE_SIZE = 4
 PAGE_BYTES = 2 * m.KV_HEADS * m.HEAD_DIM * PAGE_SIZE * 4
@@ -59,8 +64,34 @@ def config(
     )
 
 
-def start(model: Path, library: Any, *, threaded: bool, preemption: str = "auto") -> Started:
-    """An engine whose pool and host cache are too small for what comes."""
+class EchoDrafter:
+    """Guesses that a text goes on as it did behind the same token before; else anything."""
+
+    def __init__(self) -> None:
+        self.num_right = 0
+        self._rng = random.Random(0)
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        drafts = []
+        for ask in asks:
+            ids = ask.request.token_ids
+            before = next((at for at in range(len(ids) - 2, -1, -1) if ids[at] == ids[-1]), None)
+            found = ids[before + 1 :] if before is not None else self._rng.sample(ids, min(3, len(ids)))
+            drafts.append(Draft(tuple(found[: ask.max_tokens])))
+        return drafts
+
+    def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
+        self.num_right += len(new_token_ids) - 1
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+def start(
+    model: Path, library: Any, *, threaded: bool, preemption: str = "auto", drafter: Drafter | None = None
+) -> Started:
+    """An engine whose pool and host cache are too small for what comes. With a drafter, its steps are collected late,
+    too."""
     checkpoint = open_checkpoint(str(model))
     keys = [library.store.resolve(name).key for name in library.names[: 4 * len(m.VARIETIES)]]
     layouts = [adapter_layout(checkpoint.spec, library.store.spec(key), 4) for key in keys]
@@ -69,12 +100,15 @@ def start(model: Path, library: Any, *, threaded: bool, preemption: str = "auto"
     host = HOSTED * sum(layout.nbytes for layout in layouts) // len(layouts)
     options = config(model, int(RESIDENTS * an_adapter + SEQS * a_request), host, preemption)
     with small_pages():
-        built = building.build(checkpoint, options, library.store)
+        built = building.build(checkpoint, options, library.store, drafter=drafter)
     checkpoint.close()
     parts = built.parts
     expect_short_answers(parts.scheduler.predictor)
     assert parts.source is not None
-    wake, write = threading.Event() if threaded else None, parts.runner.write_adapter
+    if drafter is not None:
+        assert isinstance(parts.executor, InProcessExecutor)
+        parts = replace(parts, executor=LateExecutor(parts.executor))
+    wake, write = threading.Event() if threaded else None, parts.executor.write_adapter
     loader = InlineLoader(parts.source, write) if wake is None else ThreadedLoader(parts.source, write, wake.set)
     engine = EngineCore(parts, loader)
     return Started(engine, built.input_processor(engine.poison), wake)

@@ -1,7 +1,4 @@
-"""Sends one request and watches its stream. Speaks what every OpenAI-compatible server does, and nothing else.
-
-One request: what is asked, and what came of it.
-"""
+"""Send requests and time their streams, using only what every OpenAI-compatible server supports."""
 
 import itertools
 import json
@@ -19,31 +16,31 @@ from api.client import CONNECT_S
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A streamed completion of exactly `max_tokens` tokens. `at_s`: when it is sent after the beginning, if that is
-    fixed; `has_adapter` tells an adapter from the base.
-    """
+    """Describe a streamed completion of exactly `max_tokens` tokens."""
 
     model: str
     prompt: str
     max_tokens: int
+    # False for the base.
     has_adapter: bool = True
+    # When to send it after the beginning, if fixed.
     at_s: float | None = None
 
 
 @dataclass(slots=True)
 class RequestOutcome:
-    """Times on the performance counter's clock: sent, each event with text, ended. `failure` is a kind, which failures
-    are counted by; `detail` is what was seen.
-    """
+    """Record the times of a request, on the performance counter's clock."""
 
     model: str
     has_adapter: bool
     sent_s: float
+    # One per event with text.
     arrivals_s: list[float] = field(default_factory=list)
     ended_s: float = 0.0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
+    # Kind of failure, by which failures are counted.
     failure: str | None = None
     detail: str = ""
 
@@ -68,23 +65,25 @@ class RequestOutcome:
 
     @property
     def tpot_ms(self) -> float | None:
-        """Of every token but the first; None of a single one."""
+        """Return the mean time per token after the first; None for a single token."""
         if self.output_tokens < 2:
             return None
         return 1e3 * (self.last_s - self.first_s) / (self.output_tokens - 1)
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Between events with text: of each token, where the server sends one at a time."""
+        """Return the times between events with text, which are those between tokens if the server sends them one by
+        one.
+        """
         return [1e3 * (b - a) for a, b in itertools.pairwise(self.arrivals_s)]
 
 
 class MalformedResponse(Exception):
-    """An event that is no JSON object."""
+    """Report an event that is not a JSON object."""
 
 
 class BenchClient:
-    """One server's completions, asked by many at once. `timeout_s` is how long a stream may be silent."""
+    """Request completions from one server concurrently. `timeout_s` bounds the time without an event."""
 
     def __init__(self, url: str, *, chat: bool = False, key: str | None = None, timeout_s: float = 600.0) -> None:
         self._path = "/v1/chat/completions" if chat else "/v1/completions"
@@ -106,7 +105,7 @@ class BenchClient:
         await self._http.aclose()
 
     async def ask(self, ask: Ask) -> RequestOutcome:
-        """Never raises for what the server or the network does: that is the outcome."""
+        """Send a request. Errors of the server or the network are recorded, not raised."""
         outcome = RequestOutcome(ask.model, ask.has_adapter, time.perf_counter())
         try:
             async with self._http.stream("POST", self._path, json=self._body(ask)) as response:
@@ -152,11 +151,11 @@ class BenchClient:
         if not ended:
             outcome.fail("cut stream", "the stream ended without its last event")
         elif not outcome.arrivals_s and event_s:
-            # Tokens that are no text, as those of a model of random weights may be: the last event is all there is.
+            # Tokens without text, as with random weights: the last event is the only time.
             outcome.arrivals_s.append(event_s)
 
     def _take(self, event: dict[str, Any], outcome: RequestOutcome) -> float | None:
-        """Usage and text of an event; when it came, if it is one of a choice."""
+        """Record usage and text of an event; return its time if it contains a choice."""
         if usage := event.get("usage"):
             _take_usage(outcome, usage)
         choices = event.get("choices")
@@ -192,15 +191,15 @@ def _take_usage(outcome: RequestOutcome, usage: dict[str, Any]) -> None:
 
 def _check(outcome: RequestOutcome, wanted: int) -> None:
     if outcome.prompt_tokens == 0:
-        outcome.fail("no usage", "the stream does not tell usage, without which tokens cannot be counted")
+        outcome.fail("no usage", "the stream does not report usage, so tokens cannot be counted")
     elif outcome.output_tokens != wanted:
         outcome.fail("wrong token count", f"{outcome.output_tokens} tokens instead of {wanted}")
     elif not outcome.arrivals_s:
-        outcome.fail("no text", "no event brought a choice")
+        outcome.fail("no text", "no event contained a choice")
 
 
 def _message(text: str) -> str:
-    """What an error body says, or the body."""
+    """Return the message of an error body, or the body."""
     try:
         error = json.loads(text)["error"]
         return str(error["message"] if isinstance(error, dict) else error)

@@ -1,4 +1,4 @@
-"""Sends requests as an arrival says and keeps what came of them, also if it is interrupted."""
+"""Send requests with a given arrival process and keep their outcomes, also after an interruption."""
 
 import asyncio
 import random
@@ -11,14 +11,14 @@ from api.cli.bench.client import Ask, RequestOutcome
 
 
 class ScheduledCall(Protocol):
-    """What sends a request: `Caller`, or a test's own."""
+    """Send a request; implemented by `BenchClient.ask` and by tests."""
 
     def __call__(self, ask: Ask) -> Coroutine[Any, Any, RequestOutcome]: ...
 
 
 @dataclass
 class Load:
-    """What a load came to, so far: outcomes in the order of their ends."""
+    """Hold the outcomes so far, in the order of their ends."""
 
     outcomes: list[RequestOutcome] = field(default_factory=list)
     begun_s: float = 0.0
@@ -26,7 +26,7 @@ class Load:
 
     @property
     def wall_s(self) -> float:
-        """From the first request to the end of the last; of an interrupted load, to the last end that was seen."""
+        """Return the seconds from the first request to the end of the last; to the last recorded end if interrupted."""
         if self.ended_s is not None:
             return self.ended_s - self.begun_s
         return max((outcome.ended_s for outcome in self.outcomes), default=self.begun_s) - self.begun_s
@@ -35,7 +35,7 @@ class Load:
 async def closed(
     ask: ScheduledCall, asks: Sequence[Ask], concurrency: int, load: Load, tell: Callable[[int], None] = lambda _: None
 ) -> None:
-    """So many clients, each of which sends its next request when the last one is answered."""
+    """Run `concurrency` clients, each of which sends its next request when the last one is answered."""
     left: Iterator[Ask] = iter(asks)
 
     async def client() -> None:
@@ -53,7 +53,7 @@ async def closed(
 async def opened(
     ask: ScheduledCall, asks: Sequence[Ask], load: Load, tell: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Each at its time (`at_s`), however many wait then."""
+    """Send each request at its time (`at_s`), regardless of how many are waiting."""
 
     async def at_its_time(one: Ask) -> None:
         assert one.at_s is not None
@@ -69,7 +69,7 @@ async def opened(
 
 
 def poisson(per_s: float, count: int, rng: random.Random) -> list[float]:
-    """Seconds after the beginning at which `count` requests arrive; the first at once."""
+    """Return arrival times of `count` requests in seconds, the first one at 0."""
     times, at_s = [], 0.0
     for _ in range(count):
         times.append(at_s)

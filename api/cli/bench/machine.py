@@ -1,10 +1,8 @@
-"""The machine and the versions that a figure belongs to, as far as they can be told without asking anybody.
+"""Describe the machine and versions of a measurement without network access, and measure the machine's rates.
 
-What this machine reads and computes in a second: a probe of about two seconds, in this process, on all its cores.
-
-Bandwidth: memory read front to back, far more of it than a cache holds. fp32: a large product of matrices, which is
-what a BLAS is best at. int8: 4-bit codes by int8 activations, as the server computes
-them where its processor is fastest.
+The probe takes about two seconds, in this process, on all its cores. Bandwidth: sequential reads of far more memory
+than the caches hold. fp32: a large matrix product, the best case of a BLAS. int8: 4-bit weights times int8
+activations, as the server computes them where its processor is fastest.
 """
 
 import importlib.metadata
@@ -37,7 +35,7 @@ PACKAGES = ("torch", "numba", "httpx2")
 
 
 def machine() -> dict[str, object]:
-    """Processor, its vector instructions, cores that this process may use, memory, system."""
+    """Return the processor, its vector instructions, cores that this process may use, memory, system."""
     info = _text("/proc/cpuinfo")
     flags = set(_found(r"^(?:flags|Features)\s*:(.*)$", info).split())
     memory = _found(r"^MemTotal:\s*(\d+)", _text("/proc/meminfo"))
@@ -51,7 +49,7 @@ def machine() -> dict[str, object]:
 
 
 def client_versions() -> dict[str, str]:
-    """Of what made the load, and of packages that a server in the same environment would use."""
+    """Return the versions of this client, and of packages that a server in the same environment would use."""
     versions = {"lorasrv": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -62,7 +60,9 @@ def client_versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Of the checkout that this file lies in, with `+changes` if files differ; None outside one."""
+    """Return the commit of the checkout that contains this file, with `+changes` if files differ; None outside a
+    checkout.
+    """
     if not (ROOT / ".git").exists():
         return None
     try:
@@ -103,14 +103,14 @@ ROUNDS = 7
 
 
 def measure() -> MachineRates:
-    """The best of several rounds each. Imports torch."""
-    # As `serve` does, before torch is imported.
+    """Measure the rates, the best of several rounds each. Imports torch."""
+    # As in `serve`, before torch is imported.
     os.environ.setdefault("GOMP_SPINCOUNT", "30000")
     return MachineRates(read_bytes=read_bandwidth(), fp32_ops=_fp32_ops(), int8_ops=_int8_ops())
 
 
 def read_bandwidth() -> float:
-    """Bytes a second."""
+    """Return bytes per second."""
     import torch
 
     from sgmv_kernels.cpu_runtime.kernel_cache import address_of
@@ -120,7 +120,7 @@ def read_bandwidth() -> float:
     try:
         kernel = address_of("bandwidth", "read")
     except ImportError:
-        # Without Numba: a sum of large numbers, which reads about as fast.
+        # Without Numba: a sum of floats, which reads about as fast.
         words = buffer.view(torch.float32)
         return READ_BYTES / _least(words.sum)
     chunks = READ_BYTES // CHUNK
@@ -149,7 +149,7 @@ def _int8_ops() -> float:
 
 
 def _least(work: Callable[[], object]) -> float:
-    """Seconds of the fastest round."""
+    """Return the seconds of the fastest round."""
     seconds = []
     for _ in range(ROUNDS):
         begun = time.perf_counter()

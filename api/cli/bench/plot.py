@@ -1,4 +1,4 @@
-"""Load points as a picture: latencies over load, throughput over adapters. Only this needs matplotlib."""
+"""Plot latency by load and throughput by adapters. The only module of the command that needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,10 @@ QUANTILES = ("p50", "p90", "p99")
 
 
 def draw(path: Path, results: Sequence[Result]) -> None:
-    """Write a PNG. Raises: OSError."""
+    """Write a PNG.
+
+    Raises: OSError.
+    """
     figure = Figure(figsize=SIZE_INCHES, layout="constrained")
     FigureCanvasAgg(figure)
     latencies, throughput = figure.subplots(1, 2)
@@ -27,7 +30,7 @@ def draw(path: Path, results: Sequence[Result]) -> None:
 
 
 def _draw_latencies(axes: Axes, results: Sequence[Result]) -> None:
-    """Of the most adapters, if there are several numbers of them."""
+    """Draw the latencies at the largest number of adapters."""
     most = max(result["figures"]["adapters"] for result in results)
     shown = sorted((r for r in results if r["figures"]["adapters"] == most), key=_load_of)
     for name, title, style in LATENCIES:

@@ -1,4 +1,4 @@
-"""Texts of a wanted length in a server's own tokens, which nobody has sent before; or which begin alike, if asked."""
+"""Generate prompts with a given number of the server's tokens: unique, or with shared beginnings if requested."""
 
 import random
 from dataclasses import dataclass, field
@@ -6,37 +6,39 @@ from dataclasses import dataclass, field
 _TEXT = "the robot city river stone quiet bright engine letter garden winter signal copper forest market lantern"
 WORDS = _TEXT.split()
 SHORT_WORDS, LONG_WORDS = len(WORDS), 3 * len(WORDS)
-"""Lengths of the two texts that a server is asked to count: every word once, and three times."""
+"""Lengths of the two texts that measure a server's tokenizer: each word once, and three times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ruler:
-    """Tokens of a text, by its words: `fixed` for the nonce and what a template adds, and so many for each word."""
+    """Convert words to tokens."""
 
+    # Tokens of the nonce and of what a template adds.
     fixed: float
+    # Tokens per word.
     per_word: float
 
     @classmethod
     def of(cls, short: int, long: int) -> "Ruler":
-        """From the counts of two texts, of `SHORT_WORDS` and `LONG_WORDS`."""
+        """Fit to the token counts of two texts of `SHORT_WORDS` and `LONG_WORDS`."""
         per_word = max(0.1, (long - short) / (LONG_WORDS - SHORT_WORDS))
         return cls(short - per_word * SHORT_WORDS, per_word)
 
     def words(self, tokens: float) -> int:
-        """How many words make a text of so many tokens; none, where the nonce alone is longer."""
+        """Return the number of words for a text of so many tokens; 0 if the nonce alone is longer."""
         return max(0, round((tokens - self.fixed) / self.per_word))
 
     def words_alone(self, tokens: int) -> int:
-        """Of a text without a nonce."""
+        """Return the number of words for a text without a nonce."""
         return round(tokens / self.per_word)
 
 
 @dataclass
 class Prompts:
-    """Texts in a seeded order of words. A prompt begins with a number of its own, so that no prefix cache helps.
+    """Generate texts with a seeded order of words. Each prompt begins with a nonce, so that no prefix cache helps.
 
-    `shared_tokens` of each come before that number and are the same for all with one `owner`; they begin with a number
-    of this object, so that the first of them finds nothing that an earlier load has left.
+    `shared_tokens` of each prompt precede the nonce and are the same for all prompts of one `owner`. They begin with a
+    nonce of this object, so that nothing is cached from an earlier load.
     """
 
     ruler: Ruler
@@ -62,10 +64,10 @@ class Prompts:
 
 
 def nonce() -> str:
-    """Nine digits that are not seeded: the same load, repeated, is not found in a cache."""
+    """Return nine unseeded digits, so that a repeated load is not found in a cache."""
     return f"{random.SystemRandom().randrange(10**9):09d}"
 
 
 def counted_texts() -> tuple[str, str]:
-    """What a server is asked to count for its ruler."""
+    """Return the texts that measure a server's tokenizer."""
     return " ".join([nonce(), *WORDS]), " ".join([nonce(), *WORDS * 3])

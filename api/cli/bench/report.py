@@ -1,4 +1,4 @@
-"""What `lorasrv bench` prints for people: a table of its load points, and what went wrong or was left out."""
+"""Print the results of `lorasrv bench` as a table of load points, with failures and missing values."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from api.cli.bench.stats import Result
 from api.cli.common.terminal import note, print_table, say
 
 Cells = list[tuple[str, str]]
-"""Titles and texts of one row."""
+"""Title and text of each cell of one row."""
 
 
 def print_results(results: Sequence[Result]) -> None:
@@ -58,10 +58,10 @@ def _left_out(result: Result) -> list[str]:
     if figures["mbu"] is not None and figures["mfu"] is not None:
         return []
     if result["machine"]["measured"] is None:
-        return ["MBU and MFU are left out: --measure-machine measures what they are shares of"]
+        return ["MBU and MFU are left out: they need --measure-machine"]
     missing = [("MBU", "mbu", "--model-bytes"), ("MFU", "mfu", "--model-ops")]
     return [
-        f"{title} is left out: the server does not tell what its model costs; {option} does"
+        f"{title} is left out: the server does not report the costs of its model; give {option}"
         for title, name, option in missing
         if figures[name] is None and figures["failed"] < figures["requests"]
     ]

@@ -1,4 +1,4 @@
-"""What must be read and computed at least, whatever the server does: what MBU, MFU and floors are shares of."""
+"""Compute the least bytes and operations of a load on any server, as the reference of MBU, MFU and floors."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -8,45 +8,42 @@ from api.cli.bench.client import RequestOutcome
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Facts of a model as it is served; 0 is unknown, and what would need it is left out.
+    """Describe a model as it is served; 0 is unknown, and disables what needs it."""
 
-    Args:
-        model_bytes: of the base's weights; a decode step reads them once.
-        kv_token_bytes: keys and values of one token in all layers.
-        adapter_bytes: of one adapter in the pool.
-        token_ops: for every token of prompt and answer, in the linears of all layers.
-        sampled_ops: more for a token that is sampled: the head.
-        context_ops: for each earlier token that one looks at: attention.
-        adapter_ops: more for a token of a request with an adapter.
-        is_int8: whether the products are of 8-bit integers.
-    """
-
+    # Base weights, which a decode step reads once.
     model_bytes: float = 0.0
+    # Keys and values of one token in all layers.
     kv_token_bytes: float = 0.0
+    # One resident adapter.
     adapter_bytes: float = 0.0
+    # Operations per token of prompt and answer, in the linears of all layers.
     token_ops: float = 0.0
+    # Additional operations per sampled token: the head.
     sampled_ops: float = 0.0
+    # Operations per attended token: attention.
     context_ops: float = 0.0
+    # Additional operations per token of a request with an adapter.
     adapter_ops: float = 0.0
+    # Whether the products are of 8-bit integers.
     is_int8: bool = False
 
     def step_bytes(self, adapters: float, context_tokens: float) -> float:
-        """Of one decode step with so many distinct adapters, whose requests look at so many tokens together."""
+        """Return the bytes of a decode step with so many distinct adapters and attended tokens."""
         return self.model_bytes + adapters * self.adapter_bytes + context_tokens * self.kv_token_bytes
 
     def prompt_ops(self, tokens: float, cached: float, has_adapter: bool) -> float:
-        """Of a prompt, up to its first new token."""
+        """Return the operations of a prompt up to its first new token."""
         looked_at = (tokens * (tokens + 1) - cached * (cached + 1)) / 2
         per_token = self.token_ops + (self.adapter_ops if has_adapter else 0.0)
         return (tokens - cached) * per_token + looked_at * self.context_ops + self.sampled_ops
 
     def decode_ops(self, context_tokens: float, has_adapter: bool) -> float:
-        """Of one more token, which looks at so many."""
+        """Return the operations of one more token with this context."""
         adapter = self.adapter_ops if has_adapter else 0.0
         return self.token_ops + adapter + self.sampled_ops + context_tokens * self.context_ops
 
     def request_ops(self, outcome: RequestOutcome) -> float:
-        """Of a whole request. The last token of an answer is sampled, and not computed with."""
+        """Return the operations of a whole request. The last token of an answer is sampled, but not computed with."""
         later = outcome.output_tokens - 1
         context = outcome.prompt_tokens + (later + 1) / 2
         first = self.prompt_ops(outcome.prompt_tokens, outcome.cached_tokens, outcome.has_adapter)
@@ -55,22 +52,20 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class MachineRates:
-    """What a machine does in a second, measured: bytes read, operations of fp32 and of int8."""
+    """Hold a machine's measured rates per second: bytes read, operations in fp32 and in int8."""
 
     read_bytes: float
     fp32_ops: float
     int8_ops: float
 
     def ops(self, work: Work) -> float:
-        """The rate that the products of a server are held against: of what it computes in, or fp32 where that is
-        faster.
-        """
+        """Return the reference rate of a server's products: in its own format, or fp32 where that is faster."""
         return max(self.fp32_ops, self.int8_ops) if work.is_int8 else self.fp32_ops
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Means over the time in which anybody generated: requests, distinct adapters, tokens that they look at."""
+    """Hold means over the time with generation: requests, distinct adapters, attended tokens."""
 
     requests: float
     adapters: float
@@ -78,7 +73,7 @@ class Batch:
 
 
 def mean_batch(outcomes: Iterable[RequestOutcome]) -> Batch | None:
-    """From when answers began and ended; None if none had two tokens at two times."""
+    """Compute the mean batch from the times of answers; None if no answer has two tokens at different times."""
     events: list[tuple[float, int, RequestOutcome]] = []
     for outcome in outcomes:
         if outcome.last_s > outcome.first_s:
@@ -103,8 +98,9 @@ def mean_batch(outcomes: Iterable[RequestOutcome]) -> Batch | None:
 
 
 def mbu(outcomes: list[RequestOutcome], tpot_ms: float | None, work: Work, rates: MachineRates) -> float | None:
-    """Share of the read bandwidth that decoding uses: bytes of a step over the time of a token. The definition is
-    Databricks' (LLM Inference Performance Engineering, 2023), with adapters added.
+    """Return the share of read bandwidth that decoding uses: bytes of a step over the time per token.
+
+    The definition is Databricks' (LLM Inference Performance Engineering, 2023), with adapters added.
     """
     batch = mean_batch(outcomes)
     if not work.model_bytes or not tpot_ms or batch is None:
@@ -114,7 +110,7 @@ def mbu(outcomes: list[RequestOutcome], tpot_ms: float | None, work: Work, rates
 
 
 def mfu(outcomes: list[RequestOutcome], wall_s: float, work: Work, rates: MachineRates) -> float | None:
-    """Share of the arithmetic: operations of all answered requests over the time of all. PaLM's definition."""
+    """Return the share of arithmetic: operations of all answered requests over the wall time (PaLM's definition)."""
     if not work.token_ops or not outcomes or wall_s <= 0:
         return None
     return sum(work.request_ops(outcome) for outcome in outcomes) / wall_s / rates.ops(work)
@@ -122,9 +118,10 @@ def mfu(outcomes: list[RequestOutcome], wall_s: float, work: Work, rates: Machin
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """Requests that run at a time: `requests` of them, with so many distinct adapters (a mean; 0: the base)."""
+    """Describe requests that run at the same time."""
 
     requests: int
+    # Mean number of distinct adapters; 0: the base.
     adapters: float
     prompt_tokens: int
     output_tokens: int
@@ -132,7 +129,7 @@ class Wave:
 
 @dataclass(frozen=True, slots=True)
 class Floor:
-    """What nobody can be faster than on a machine, if reading and computing overlap as well as they can."""
+    """Hold the best possible figures on a machine, with perfect overlap of reading and computing."""
 
     ttft_ms: float
     tpot_ms: float
@@ -140,9 +137,10 @@ class Floor:
 
 
 def floor(wave: Wave, work: Work, rates: MachineRates) -> Floor:
-    """Prompts computed at once, and a step for each further token of all; of reading and computing, what takes longer:
-    of the prompts (TTFT), of a step (TPOT), and of everything together, as some prompts may be computed while weights
-    are read for other answers.
+    """Compute the floor: all prompts at once, then a step for each further token of all requests.
+
+    Reading and computing overlap, so the longer one counts: for the prompts (TTFT), for a step (TPOT), and for the
+    whole, as some prompts may be computed while weights are read for other answers.
     """
     ops, has_adapter = rates.ops(work), wave.adapters > 0
     first_ops = wave.requests * work.prompt_ops(wave.prompt_tokens, 0, has_adapter)

@@ -1,4 +1,4 @@
-"""A sweep on one server: who answers, how long its tokens are, then point after point."""
+"""Run a sweep on one server: read its description, measure its tokenizer, run point after point."""
 
 import asyncio
 import sys
@@ -29,7 +29,7 @@ MAX_NAMED = 8
 
 
 class Bench:
-    """One server and what it is asked. `run` yields a result for each point; after an interrupted one it stops."""
+    """Run the points of a sweep on one server. `run` yields a result per point, and stops after an interrupted one."""
 
     def __init__(self, asked: "BenchOptions", url: str, rates: MachineRates | None) -> None:
         self._asked, self._url, self._rates = asked, url, rates
@@ -44,9 +44,9 @@ class Bench:
 
     def run(self) -> Iterator[Result]:
         with progress() as step:
-            step("asking the server", 0.0, 1.0)
+            step("querying the server", 0.0, 1.0)
             ruler = self._ruler()
-            step("asking the server", 1.0, 1.0)
+            step("querying the server", 1.0, 1.0)
             for point in self._points():
                 done = self._point(point, ruler, step)
                 yield done
@@ -112,7 +112,7 @@ class Bench:
 
 
 def _wanted_names(asked: "BenchOptions", served: Served) -> tuple[str, ...]:
-    """The names that take part, at most."""
+    """Return the names of the adapters that may take part."""
     if asked.names is not None:
         return asked.names
     if asked.url is None:
@@ -131,7 +131,7 @@ def _check_names(client: Client, served: Served, names: tuple[str, ...], option:
         if name in known:
             continue
         try:
-            # A name that is not listed may be understood all the same: a version of an adapter, for one.
+            # A name that is not listed may still be valid, such as a version of an adapter.
             client.get(f"/v1/models/{quote(name, safe='')}")
         except Refused:
             listed = [served.base, *served.adapters]
@@ -140,7 +140,7 @@ def _check_names(client: Client, served: Served, names: tuple[str, ...], option:
 
 
 def _work(asked: "BenchOptions", told: Work | None) -> Work | None:
-    """What the server tells, or what the command line does; that wins."""
+    """Return the model's costs from the command line where given, else from the server."""
     if told is None and not (asked.model_bytes or asked.model_ops):
         return None
     work = told or Work()
@@ -164,12 +164,13 @@ def _machine(rates: MachineRates | None) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """The command line, once checked. `names` None: those that the server has."""
+    """Hold the validated command line."""
 
     url: str | None
     key: str | None
     flags: tuple[str, ...]
     rank: int
+    # None: the server's.
     names: tuple[str, ...] | None
     adapters: tuple[int, ...] | None
     loads: tuple[dict[str, Any], ...]
@@ -186,7 +187,7 @@ class BenchOptions:
 
     @property
     def made_names(self) -> tuple[str, ...]:
-        """Adapters that a started server gets."""
+        """Return the adapters to generate for a started server."""
         from api.cli.bench.server import adapter_names
         from api.cli.bench.sweep import trace_names
 

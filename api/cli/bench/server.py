@@ -1,4 +1,4 @@
-"""The server that a bench loads: one that runs already, or one started for it, with adapters of random weights."""
+"""Start the server to benchmark, with adapters of random weights."""
 
 import os
 import tempfile
@@ -13,9 +13,12 @@ OWN_FLAGS = ("--store", "--host", "--port", "--json")
 
 
 def check_flags(flags: Sequence[str]) -> None:
-    """Flags for `serve` that stand behind `--`. Raises: CliError."""
+    """Check the options for `serve` after `--`.
+
+    Raises: CliError.
+    """
     if flags and not flags[0].startswith("-"):
-        raise CliError(f"unexpected argument {flags[0]!r}; flags of serve stand after --", code=ExitCode.USAGE)
+        raise CliError(f"unexpected argument {flags[0]!r}; options of serve go after --", code=ExitCode.USAGE)
     for flag in flags:
         if flag.partition("=")[0] in OWN_FLAGS:
             name = flag.partition("=")[0]
@@ -23,13 +26,13 @@ def check_flags(flags: Sequence[str]) -> None:
 
 
 def adapter_names(count: int) -> tuple[str, ...]:
-    """What adapters are called that are made here."""
+    """Return the names of generated adapters."""
     return tuple(f"a{number:04d}" for number in range(count))
 
 
 @contextmanager
 def started(flags: Sequence[str], names: Sequence[str], rank: int, seed: int) -> Iterator[str]:
-    """A server on a free port with a store of its own, in which those adapters are; its URL. Both go at the end."""
+    """Start a server on a free port with a temporary store of these adapters, and yield its URL."""
     with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder:
         store = Path(folder) / "store"
         if names:
@@ -56,7 +59,7 @@ def _fill(folder: Path, flags: Sequence[str], names: Sequence[str], rank: int, s
 
 
 def _value(flags: Sequence[str], name: str, default: str) -> str:
-    """What `serve` will take for an option: by the last of its flags, its variable or its default."""
+    """Return the value that `serve` will use for an option: from the last of its flags, its variable or its default."""
     found = os.environ.get(f"LORASRV_{name.replace('-', '_').upper()}") or default
     for flag, after in zip(flags, [*flags[1:], ""], strict=False):
         if flag == f"--{name}":

@@ -1,4 +1,4 @@
-"""What a server tells of itself: models, version, and what its model costs to read and to compute."""
+"""Read a server's description: models, version, and the costs of its model."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,14 +12,16 @@ ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """`name`: lorasrv, or what else it says it is; `version` None: it does not tell. `base`: the model that is no
-    adapter. `info`: of lorasrv, all it tells.
-    """
+    """Describe a server."""
 
+    # lorasrv, or the name it reports.
     name: str
+    # None if not reported.
     version: str | None
+    # The model that is not an adapter.
     base: str
     adapters: tuple[str, ...]
+    # /info of a lorasrv server.
     info: Mapping[str, Any]
 
     def to_dict(self) -> dict[str, object]:
@@ -28,11 +30,16 @@ class Served:
 
 
 def look(client: Client) -> Served:
-    """Raises: ServerUnreachable; Refused: it lists no models."""
+    """Read the description.
+
+    Raises:
+        ServerUnreachable: it does not respond.
+        Refused: it lists no models.
+    """
     cards = client.models()
     if not cards:
         raise ServerUnreachable(f"what answers at {client.url} lists no models at /v1/models")
-    # A server that knows adapters says whose child each is.
+    # Servers with adapters report the parent of each.
     adapters = tuple(str(card["id"]) for card in cards if card.get("parent"))
     bases = [str(card["id"]) for card in cards if not card.get("parent")]
     base = bases[0] if bases else str(cards[0]["id"])
@@ -45,7 +52,9 @@ def look(client: Client) -> Served:
 
 
 def work_of(client: Client, served: Served, adapters: Sequence[str]) -> Work | None:
-    """Of lorasrv; None of others, which do not tell. The first adapter stands for all."""
+    """Return the costs of a lorasrv server's model; None for others, which do not report them. Uses the first
+    adapter's size.
+    """
     info = served.info
     if "operations" not in info:
         return None
@@ -64,15 +73,15 @@ def work_of(client: Client, served: Served, adapters: Sequence[str]) -> Work | N
 
 
 def _adapter_weights(client: Client, name: str) -> int:
-    """How many numbers an adapter has; 0 if its files do not say."""
-    # A reference to a version (`mia@3`) is of the same id; sizes seldom differ.
+    """Count an adapter's weights; 0 if the dtype is unknown."""
+    # For a version (`mia@3`), use the id: sizes seldom differ.
     report = client.adapter(name.partition("@")[0])["report"]
     itemsize = ITEM_BYTES.get(report["dtype"])
     return int(report["weights_bytes"]) // itemsize if itemsize else 0
 
 
 def _optional(client: Client, path: str) -> dict[str, Any]:
-    """What stands at a path that other servers may not have."""
+    """Return the JSON at a path that other servers may not have, {} if missing."""
     try:
         return client.get(path)
     except (Refused, ServerUnreachable):

@@ -1,7 +1,4 @@
-"""What a load came to, in figures: throughput, latencies, goodput, failures.
-
-A load point as one line of JSON, and the same read back: what is printed, drawn and written into documents.
-"""
+"""Summarise a load: throughput, latencies, goodput, failures; write it as one line of JSON, and read it back."""
 
 import json
 from collections import Counter
@@ -19,7 +16,9 @@ QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Quantiles of a latency in ms: the smallest value that is at least as large as so many of all. None: no value."""
+    """Hold quantiles of a latency in ms: the smallest value that is at least as large as that share of all; None
+    without values.
+    """
 
     p50: float | None
     p90: float | None
@@ -32,24 +31,21 @@ class Spread:
 
 
 def quantile(ordered: Sequence[float], q: float) -> float | None:
-    """Of values in order."""
+    """Return a quantile of sorted values."""
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else None
 
 
 @dataclass(frozen=True, slots=True)
 class LoadStats:
-    """Of the requests that were answered in full; the others are only counted.
-
-    `adapters` is the number of distinct ones asked for. Rates are over `wall_s`, from the first request sent to the end
-    of the last. `goodput_per_s` counts requests that kept every bound of service, `good_share` is theirs of all,
-    failed ones among them. `mbu`, `mfu`: shares, None where something was not known.
-    """
+    """Hold the figures of the completely answered requests; others are only counted."""
 
     requests: int
     failed: int
     failures: Mapping[str, int]
     first_error: str | None
+    # Number of distinct adapters in the requests.
     adapters: int
+    # From the first request sent to the end of the last; rates refer to it.
     wall_s: float
     requests_per_s: float
     output_tok_per_s: float
@@ -61,14 +57,16 @@ class LoadStats:
     tpot_ms: Spread
     itl_ms: Spread
     e2e_ms: Spread
+    # Requests within all SLO bounds, per second and as a share of all, failed ones included.
     goodput_per_s: float | None = None
     good_share: float | None = None
+    # Shares; None if an input is unknown.
     mbu: float | None = None
     mfu: float | None = None
     more: Mapping[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, rounded to what can be told."""
+        """Return the figures as JSON data, rounded to their precision."""
         rounded: dict[str, Any] = _rounded(asdict(self))
         more = rounded.pop("more")
         return {**rounded, **more}
@@ -77,7 +75,7 @@ class LoadStats:
 def figures(
     load: Load, slo: Mapping[str, float], work: Work | None = None, rates: MachineRates | None = None, **more: Any
 ) -> LoadStats:
-    """Of a load that has ended or was interrupted."""
+    """Summarise a load that has ended or was interrupted."""
     good = [outcome for outcome in load.outcomes if outcome.failure is None]
     bad = [outcome for outcome in load.outcomes if outcome.failure is not None]
     wall_s = load.wall_s
@@ -109,7 +107,7 @@ def figures(
 
 
 def keeps(outcome: RequestOutcome, slo: Mapping[str, float]) -> bool:
-    """Whether a request kept every bound (ms): DistServe's goodput. An answer of one token has no time per token."""
+    """Return whether a request met all SLO bounds (ms), as in DistServe's goodput. One token has no time per token."""
     if outcome.failure is not None:
         return False
     had = {"ttft": outcome.ttft_ms, "tpot": outcome.tpot_ms or 0.0, "e2e": outcome.e2e_ms}
@@ -132,11 +130,11 @@ Result = dict[str, Any]
 
 
 class NothingAnswered(Exception):
-    """A file that does not hold lines of `lorasrv bench --json`."""
+    """Report a file that does not contain lines of `lorasrv bench --json`."""
 
 
 def result(label: str, figures: LoadStats, interrupted: bool, **surroundings: Any) -> Result:
-    """`surroundings`: settings, server, machine, client, commit, command, time."""
+    """Build the line of a load point. `surroundings`: settings, server, machine, client, commit, command, time."""
     return {
         "bench": FORMAT,
         "label": label,
@@ -147,10 +145,10 @@ def result(label: str, figures: LoadStats, interrupted: bool, **surroundings: An
 
 
 def read_results(paths: Iterable[Path]) -> list[Result]:
-    """All lines of all files, in order.
+    """Read all lines of all files, in order.
 
     Raises:
-        NoResults: with file, line and what is wrong.
+        NothingAnswered: a line is not a result; names file, line and problem.
         OSError: a file cannot be read.
     """
     found = []

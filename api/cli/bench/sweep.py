@@ -1,4 +1,4 @@
-"""The points of a sweep: each a load of its own, from settings that all share."""
+"""Build the points of a sweep: a load each, from shared settings."""
 
 import random
 from collections import Counter
@@ -17,10 +17,9 @@ LEAST_REQUESTS, REQUESTS_A_CLIENT, REQUESTS_AT_RATE = 8, 2, 64
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`concurrency` clients, or `rate` requests a second, or neither: as a trace has it. `adapters`: how many of the
-    names take part; 0: the base alone; None: the names of the trace.
-    """
+    """Describe a load: `concurrency` clients, or `rate` requests per second, or else a trace's times."""
 
+    # Number of adapters that take part; 0: the base alone; None: the names of the trace.
     adapters: int | None
     concurrency: int | None = None
     rate: float | None = None
@@ -36,13 +35,15 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What all points share. `names` in the order of their popularity; `requests` None: as many as the load needs."""
+    """Hold what all points share."""
 
+    # Most popular first.
     names: Sequence[str]
     base: str
     law: Law = Law("distinct")  # noqa: RUF009 - frozen
     prompt: Lengths = Lengths("fixed", 64)  # noqa: RUF009 - frozen
     output: Lengths = Lengths("fixed", 64)  # noqa: RUF009 - frozen
+    # None: as many as the load needs.
     requests: int | None = None
     shared_prefix: int = 0
     warmup: int = 2
@@ -59,7 +60,7 @@ class Settings:
         return max(LEAST_REQUESTS, REQUESTS_A_CLIENT * point.concurrency)
 
     def to_dict(self, point: Point) -> dict[str, Any]:
-        """As JSON, of one point."""
+        """Return the settings of one point as JSON data."""
         arrival = "concurrency" if point.concurrency else "rate" if point.rate else "trace"
         lengths = {} if self.trace is not None else {"prompt": _spelled(self.prompt), "output": _spelled(self.output)}
         return {
@@ -77,8 +78,9 @@ class Settings:
 
 
 def make_asks(point: Point, settings: Settings, ruler: Ruler) -> list[Ask]:
-    """The requests of a point. Names, lengths, words and times have seeds of their own: a change of one law leaves
-    what the others draw.
+    """Build the requests of a point.
+
+    Names, lengths, words and times have separate seeds: changing one distribution does not change the other draws.
     """
     prompts = Prompts(ruler, _rng(settings, "words"))
     count = settings.num_requests(point)
@@ -100,10 +102,10 @@ def make_asks(point: Point, settings: Settings, ruler: Ruler) -> list[Ask]:
 
 
 async def measure_ruler(ask: ScheduledCall, model: str) -> Ruler:
-    """By having a server count two texts.
+    """Measure a server's tokenizer by letting it count two texts.
 
     Raises:
-        Unserved: it does not answer them, with what came instead.
+        Unserved: it does not answer; says what was returned instead.
     """
     counts = []
     for text in counted_texts():
@@ -115,7 +117,7 @@ async def measure_ruler(ask: ScheduledCall, model: str) -> Ruler:
 
 
 class Unserved(Exception):
-    """A server that does not answer even one token: the kind of failure, and what was seen."""
+    """Report a server that does not answer even one token: the kind of failure, and its detail."""
 
     def __init__(self, failure: str, detail: str) -> None:
         super().__init__(f"{failure}: {detail}")
@@ -125,7 +127,7 @@ class Unserved(Exception):
 async def run_point(
     ask: ScheduledCall, point: Point, asks: Sequence[Ask], warmup: int, load: Load, tell: Callable[[int], None]
 ) -> None:
-    """Warm up, then load. What an interruption leaves is in `load`."""
+    """Warm up, then run the load. After an interruption, `load` has the results so far."""
     warm = [Ask(asks[n % len(asks)].model, "warm up", asks[0].max_tokens) for n in range(warmup)]
     if warm:
         await closed(ask, warm, point.concurrency or 1, Load())
@@ -136,7 +138,7 @@ async def run_point(
 
 
 def trace_names(trace: Sequence[TraceRequest]) -> list[str]:
-    """Adapters of a trace, the most popular first."""
+    """Return the adapters of a trace, the most popular first."""
     counted = Counter(request.adapter for request in trace if request.adapter is not None)
     return sorted(counted, key=lambda name: (-counted[name], name))
 
@@ -151,7 +153,7 @@ def _from_trace(
     trace: Sequence[TraceRequest], point: Point, settings: Settings, prompts: Prompts, times: list[float] | None
 ) -> list[Ask]:
     served = {name: _stand_in(k, name, point, settings) for k, name in enumerate(trace_names(trace))}
-    # As `lorasrv plan` has it: the requests of an adapter begin alike, as far as a cache knew their prompts.
+    # As in `lorasrv plan`: prompts of an adapter share as many tokens as were cached.
     most: dict[str | None, int] = {}
     for request in trace:
         most[request.adapter] = max(most.get(request.adapter, 0), request.cached_tokens)
@@ -174,7 +176,7 @@ def _from_trace(
 
 
 def _stand_in(rank: int, name: str, point: Point, settings: Settings) -> str:
-    """Who answers for the adapter of a trace that is so many places behind the most popular."""
+    """Return the model to use for the trace's adapter with this popularity rank."""
     if point.adapters is None:
         return name
     return settings.names[rank % point.adapters] if point.adapters else settings.base

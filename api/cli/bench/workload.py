@@ -1,9 +1,4 @@
-"""How options of the bench are spelled: lists of numbers for sweeps, bounds of service, sizes.
-
-How many tokens prompts and answers have.
-
-Which adapter each request names.
-"""
+"""Define workloads: parse lists, SLO bounds and sizes; draw prompt and answer lengths; choose adapters."""
 
 import itertools
 import math
@@ -19,21 +14,30 @@ _UNITS = {"": 1, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**
 
 
 class InvalidOption(Exception):
-    """One line that names the option, what is wrong with it, and what to write instead."""
+    """Report an option in one line: its name, the problem, and what to write instead."""
 
 
 def counts(option: str, text: str, least: int = 1) -> tuple[int, ...]:
-    """`1,4,16`. Raises: InvalidOption."""
+    """Parse integers such as `1,4,16`.
+
+    Raises: InvalidOption.
+    """
     return _list(option, text, int, lambda n: n >= least, f"integers of {least} or more, as 1,4,16")
 
 
 def rates(option: str, text: str) -> tuple[float, ...]:
-    """`0.5,2`, a second each. Raises: InvalidOption."""
+    """Parse rates per second such as `0.5,2`.
+
+    Raises: InvalidOption.
+    """
     return _list(option, text, float, lambda r: 0 < r < math.inf, "positive numbers, as 0.5,2")
 
 
 def amount(option: str, text: str) -> float:
-    """A positive number with an optional decimal or binary prefix: `134M`, `1.2GB`, `512MiB`. Raises: InvalidOption."""
+    """Parse a positive number with an optional decimal or binary prefix: `134M`, `1.2GB`, `512MiB`.
+
+    Raises: InvalidOption.
+    """
     body = text.strip().lower().removesuffix("b")
     digits = body.rstrip("kmgti")
     try:
@@ -41,12 +45,15 @@ def amount(option: str, text: str) -> float:
     except (ValueError, KeyError):
         value = math.nan
     if not 0 < value < math.inf:
-        raise InvalidOption(f"{option} {text!r} is no positive number; write 134M, 1.2GB or 512MiB")
+        raise InvalidOption(f"{option} {text!r} is not a positive number; write 134M, 1.2GB or 512MiB")
     return value
 
 
 def service_bounds(text: str) -> dict[str, float]:
-    """`ttft=500,tpot=100` -> milliseconds by name. Raises: InvalidOption."""
+    """Parse SLO bounds such as `ttft=500,tpot=100` to milliseconds by name.
+
+    Raises: InvalidOption.
+    """
     bounds: dict[str, float] = {}
     for part in text.split(","):
         name, equals, value = part.strip().partition("=")
@@ -64,14 +71,14 @@ def service_bounds(text: str) -> dict[str, float]:
 
 
 def hidden_key(words: Sequence[str]) -> list[str]:
-    """A command line without the keys in it."""
+    """Replace the keys in a command line."""
     parts = [(word, word.partition("=")) for word in words]
     hidden = [f"{option}=***" if equals and option in _KEYS else word for word, (option, equals, _) in parts]
     return ["***" if before in _KEYS else word for before, word in zip(["", *hidden], hidden, strict=False)]
 
 
 def spelled(bounds: Mapping[str, float]) -> str:
-    """The inverse of `service_bounds`."""
+    """Format SLO bounds as `service_bounds` parses them."""
     return ",".join(f"{name}={value:g}" for name, value in bounds.items())
 
 
@@ -92,13 +99,13 @@ MAX_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """`fixed`: always `a`; `uniform`: any of `a` to `b`; `lognormal`: mean `a`, `b` the spread of the logarithm.
+    """Define a distribution of lengths, clamped to 1 and `most`."""
 
-    No length is below 1 or above `most`. A lognormal's mean is that of the whole law: what `most` cuts lowers it.
-    """
-
+    # fixed, uniform or lognormal.
     kind: str
+    # fixed: the length; uniform: the least; lognormal: the mean before clamping to `most`, which lowers it.
     a: float
+    # uniform: the most; lognormal: standard deviation of the logarithm.
     b: float = 0.0
     most: int = MAX_TOKENS
 
@@ -112,7 +119,10 @@ class Lengths:
 
 
 def parse_lengths(option: str, text: str) -> Lengths:
-    """`64`, `uniform:16:256`, `lognormal:128:0.8`, `lognormal:128:0.8:1024`. Raises: InvalidOption."""
+    """Parse `64`, `uniform:16:256`, `lognormal:128:0.8` or `lognormal:128:0.8:1024`.
+
+    Raises: InvalidOption.
+    """
     kind, *numbers = text.split(":")
     try:
         if not numbers:
@@ -148,7 +158,7 @@ def _lognormal(mean: float, sigma: float, most: int = MAX_TOKENS) -> Lengths:
 
 
 def _within(*ordered: float) -> None:
-    # NaN is in no order.
+    # NaN fails every comparison.
     if not all(low <= high for low, high in itertools.pairwise(ordered)):
         raise ValueError("out of range")
 
@@ -158,10 +168,9 @@ KINDS = ("distinct", "uniform", "zipf", "identical")
 
 @dataclass(frozen=True, slots=True)
 class Law:
-    """`distinct`: each in turn; `uniform`: any of them; `zipf`: the k-th with weight k^-exponent; `identical`: the
-    first alone.
-    """
+    """Define which adapter each request names."""
 
+    # distinct: in turn; uniform: random; zipf: the k-th with weight k^-exponent; identical: always the first.
     kind: str
     exponent: float = 0.0
 
@@ -169,7 +178,7 @@ class Law:
         return f"zipf:{self.exponent:g}" if self.kind == "zipf" else self.kind
 
     def pick(self, num_names: int, count: int, rng: random.Random) -> list[int]:
-        """`count` positions in a list of `num_names` names."""
+        """Return `count` positions in a list of `num_names` names."""
         if self.kind == "distinct":
             return [number % num_names for number in range(count)]
         if self.kind == "identical":
@@ -179,7 +188,10 @@ class Law:
 
 
 def parse_law(text: str) -> Law:
-    """`distinct`, `uniform`, `identical`, `zipf:S`. Raises: InvalidOption."""
+    """Parse `distinct`, `uniform`, `identical` or `zipf:S`.
+
+    Raises: InvalidOption.
+    """
     kind, colon, exponent = text.partition(":")
     if kind not in KINDS or (colon and kind != "zipf"):
         raise InvalidOption(f"--law {text!r} is unknown; write distinct, uniform, identical or zipf:S, as zipf:1.1")

@@ -1,7 +1,4 @@
-"""upload, list, show, rm: adapters of a running server.
-
-What an adapter was asked and what it cost, as lines of `lorasrv show`.
-"""
+"""Upload, list, show and delete adapters of a running server (upload, list, show, rm)."""
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -31,16 +28,16 @@ MIB = 2**20
 
 
 def stats_lines(stats: dict[str, Any]) -> Iterator[str]:
-    """Of an answer of `GET /v1/adapters/{id}/stats`; one line if nothing was ever asked."""
+    """Format a response of `GET /v1/adapters/{id}/stats`; one line without requests."""
     if not stats["requests"]:
-        yield "never asked"
+        yield "no requests"
         return
     ends = {name: stats[name] for name in ("errors", "refused", "aborted", "fallbacks") if stats[name]}
     shown = "".join(f", {count} {name}" for name, count in ends.items())
-    yield f"asked {stats['requests']} times{shown}, last {_when(stats['last_used'])}"
+    yield f"{stats['requests']} requests{shown}, last {_when(stats['last_used'])}"
     yield (
         f"{stats['prompt_tokens']} prompt tokens ({stats['cached_tokens']} cached), "
-        f"{stats['generated_tokens']} generated, in {stats['compute_seconds']:.1f} s of computing"
+        f"{stats['generated_tokens']} generated, in {stats['compute_seconds']:.1f} s of compute"
     )
     if any(stats["found"].values()):
         ratios = ", ".join(f"{tier} {100 * share:.0f} %" for tier, share in stats["hit_ratio"].items())
@@ -63,23 +60,25 @@ IdArgument = Annotated[str, typer.Argument(metavar="ID", help="Adapter id.", aut
 
 def upload(
     directory: DirectoryArgument,
-    adapter_id: Annotated[str | None, typer.Option("--id", help="Name to serve it under.")] = None,
+    adapter_id: Annotated[str | None, typer.Option("--id", help="Id to serve it under.")] = None,
     if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Fail if the id is taken.")] = False,
-    alias: Annotated[str | None, typer.Option(help="Move this alias of the id, or of each id, to it, too.")] = None,
+    alias: Annotated[str | None, typer.Option(help="Also move this alias of the id, or of each id, to it.")] = None,
     allow_partial: PartialOption = False,
-    every: Annotated[bool, typer.Option("--all", help="DIR is a tree of such folders: send all.")] = False,
-    prefix: Annotated[str, typer.Option(help="Put before each id of --all.")] = "",
-    slugify: Annotated[bool, typer.Option("--slugify", help="Make allowed ids of others: Org/Mia is org-mia.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="DIR is a tree of such folders: upload all.")] = False,
+    prefix: Annotated[str, typer.Option(help="Prefix for each id of --all.")] = "",
+    slugify: Annotated[
+        bool, typer.Option("--slugify", help="Convert ids that are not allowed: Org/Mia becomes org-mia.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With --all: check here, send nothing.")] = False,
     model: Annotated[str, typer.Option(help="Base that --dry-run checks against.")] = BUILTIN_MODEL,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Send an adapter to the server, which checks it against its base and reports what matched."""
+    """Upload an adapter to the server, which validates it against its base and reports what matched."""
     from api.cli.commands import bulk_upload
 
     if every == (adapter_id is not None) or ((prefix or dry_run) and not every):
-        message = "give either --id ID for one adapter, or --all, to which alone belong --prefix and --dry-run"
+        message = "give either --id ID for one adapter, or --all; --prefix and --dry-run need --all"
         raise CliError(message, code=ExitCode.USAGE)
     if adapter_id is None:
         tree = bulk_upload.Tree(directory, prefix, slugify)
@@ -112,7 +111,7 @@ def upload(
 
 
 def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
-    """Adapters of the server."""
+    """List the server's adapters."""
     with connected(server) as client:
         adapters = client.adapters()
     if as_json:
@@ -131,7 +130,7 @@ def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = F
 
 
 def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
-    """One adapter: its versions, its aliases, the report of the current version, what it was asked and what it cost."""
+    """Show an adapter: versions, aliases, the current version's report, usage and cost."""
     with connected(server) as client:
         stats = client.stats(adapter_id)
         adapter = client.adapter(adapter_id) if stats["versions"] else None
@@ -145,7 +144,7 @@ def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json:
     say(f"{adapter['id']}@{adapter['version']}  {adapter['digest']}")
     for line in report_lines(adapter["report"]):
         say(f"  {line}")
-    say(f"  tier {adapter['tier'] or 'unknown'}, asked {adapter['traffic']['requests']} times since the start")
+    say(f"  tier {adapter['tier'] or 'unknown'}, {adapter['traffic']['requests']} requests since the start")
     for line in stats_lines(stats):
         say(f"  {line}")
     say(f"  {limits_line(adapter['limits'])}")
@@ -165,15 +164,15 @@ def rm(
         ),
     ],
     force: Annotated[
-        bool, typer.Option("--force", help="Whatever is in the way: aliases of it go, its requests end with an error.")
+        bool, typer.Option("--force", help="Also delete its aliases, and end its requests with an error.")
     ] = False,
     wait: Annotated[
-        float, typer.Option(min=0, max=60, metavar="SECONDS", help="Wait so long for its requests to end.")
+        float, typer.Option(min=0, max=60, metavar="SECONDS", help="How long to wait for its requests to finish.")
     ] = 0.0,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove an adapter, or one version; running requests finish on what they started with."""
+    """Delete an adapter, or one version; running requests finish with the version they started with."""
     with connected(server) as client:
         done = client.delete(reference, force=force, wait_s=wait)
     if as_json:
@@ -185,7 +184,7 @@ def rm(
     if done["requests_ended"]:
         say(f"ended {_count(done['requests_ended'], 'request')}")
     if done["requests_running"]:
-        note(f"{_count(done['requests_running'], 'request')} still on it")
+        note(f"{_count(done['requests_running'], 'request')} still running")
 
 
 def _cells(adapter: dict[str, Any]) -> tuple[str, ...]:

@@ -1,7 +1,4 @@
-"""alias, rollback: which version of an adapter answers to which name, on a running server.
-
-limit: how much of a running server one adapter may have at a time.
-"""
+"""Move names to versions (alias, rollback) and limit adapters (limit) on a running server."""
 
 from typing import Annotated, Any
 
@@ -31,11 +28,11 @@ def alias(
         list[str] | None,
         typer.Argument(metavar="VERSION", help="Point it to a version (3), or split it between two (3=0.9 4=0.1)."),
     ] = None,
-    remove: Annotated[bool, typer.Option("--remove", help="Take the alias away; its version stays.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the alias; its version stays.")] = False,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Point an alias to a version; requests for ID:NAME get that one from then on. Without a version: show."""
+    """Point an alias to a version, which then answers requests for ID:NAME. Without a version: show."""
     adapter_id, colon, label = name.partition(":")
     if remove and versions:
         raise CliError("give a version or --remove, not both", code=ExitCode.USAGE)
@@ -66,12 +63,12 @@ def rollback(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Make an older version the current one: requests for ID get it from then on. Aliases stay where they are."""
+    """Make an older version the current one, which then answers requests for ID. Aliases are not changed."""
     with connected(server) as client:
         shown = client.adapter(adapter_id)
         current: int = shown["version"]
         version = to if to is not None else _version_before(adapter_id, current, shown["versions"])
-        # With what was seen: if somebody moved the id meanwhile, "the one before" may be another.
+        # With the ETag that was read: if the id was moved meanwhile, its previous version may be another one.
         client.change(adapter_id, {"version": version}, etag=shown["etag"])
     if as_json:
         print_json({"id": adapter_id, "version": version, "version_before": current})
@@ -93,13 +90,13 @@ def _target(label: str, texts: list[str]) -> AliasTarget:
         pairs = [text.partition("=") for text in texts]
         target = {_version(version): float(share) for version, _, share in pairs}
         if len(target) < len(texts):
-            raise CliError("one version is named twice", code=ExitCode.USAGE)
+            raise CliError("a version is named twice", code=ExitCode.USAGE)
         check_shares(label, target)
     except InvalidAlias as error:
         raise CliError(str(error), code=ExitCode.USAGE) from None
     except ValueError:
         raise CliError(
-            f"{' '.join(texts)!r} is no version; expected 3, or two with shares: 3=0.9 4=0.1", code=ExitCode.USAGE
+            f"{' '.join(texts)!r} is not a version; expected 3, or two with shares: 3=0.9 4=0.1", code=ExitCode.USAGE
         ) from None
     return target
 
@@ -126,22 +123,22 @@ def _show(adapter_id: str, label: str | None, aliases: dict[str, Any], as_json: 
 
 def limit(
     adapter_id: IdArgument,
-    max_running: Annotated[int | None, typer.Option(help="Most of its requests in a step.")] = None,
-    max_queued: Annotated[int | None, typer.Option(help="Most of its requests that wait.")] = None,
-    tokens_per_s: Annotated[float | None, typer.Option(help="Most tokens in a second, on average.")] = None,
+    max_running: Annotated[int | None, typer.Option(help="Maximum number of its requests in a step.")] = None,
+    max_queued: Annotated[int | None, typer.Option(help="Maximum number of its waiting requests.")] = None,
+    tokens_per_s: Annotated[float | None, typer.Option(help="Maximum average of tokens per second.")] = None,
     resident_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most of the pool for it and its requests, e.g. 64MiB.")
+        str | None, typer.Option(metavar="SIZE", help="Maximum part of the pool for it and its requests, e.g. 64MiB.")
     ] = None,
     weight: Annotated[
-        float | None, typer.Option(help="Share of the service among those that wait; 1 is usual.")
+        float | None, typer.Option(help="Its share relative to other waiting adapters; the default is 1.")
     ] = None,
-    none: Annotated[bool, typer.Option("--none", help="Take away all limits that are not named beside it.")] = False,
+    none: Annotated[bool, typer.Option("--none", help="Remove all limits that are not given with it.")] = False,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Limit an adapter, all its versions together; what is not named stays. Without options: show its limits.
+    """Limit an adapter, all its versions together; limits not given stay. Without options: show its limits.
 
-    Where an adapter has no limit of its own, that of every adapter holds, which the server was started with.
+    Limits that an adapter does not have are the server's defaults for all adapters.
     """
     options = {
         "max_running": max_running,
@@ -162,7 +159,7 @@ def limit(
 
 
 def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    """Here and not only by the server: JSON has no word for some numbers that a flag may be given."""
+    """Check here as well as in the server: JSON cannot represent some numbers that an option accepts."""
     try:
         Limits(**given)
     except InvalidLimits as error:
@@ -179,5 +176,5 @@ def _bytes(text: str) -> int:
         return int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
         raise CliError(
-            f"--resident-bytes {text!r} is no size; expected 64MiB, 2GB or bytes", code=ExitCode.USAGE
+            f"--resident-bytes {text!r} is not a size; expected 64MiB, 2GB or bytes", code=ExitCode.USAGE
         ) from None

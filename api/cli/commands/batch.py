@@ -1,6 +1,6 @@
-"""batch: a file of requests to a file of answers, of a running server or of an engine of its own.
+"""Answer a file of requests with a running server or an engine in this process (batch).
 
-How far a batch is: a bar with rate and time left on a terminal, elsewhere a line at every tenth.
+Progress is a bar with rate and remaining time on a terminal, and otherwise a line per tenth.
 """
 
 import asyncio
@@ -29,33 +29,38 @@ ENGINE_SETTINGS = ("model", "store", "quantization", "device", "pool_bytes", "lo
 def batch(
     ctx: typer.Context,
     source: Annotated[Path, typer.Argument(metavar="IN", help="OpenAI batch lines: custom_id, method, url, body.")],
-    target: Annotated[Path, typer.Argument(metavar="OUT", help="Results, a line each; gone on with if it is there.")],
+    target: Annotated[
+        Path, typer.Argument(metavar="OUT", help="Results, one per line; an existing file is continued.")
+    ],
     concurrency: Annotated[
-        int | None, typer.Option(min=1, max=1024, help="Most lines asked at a time. [default: 16, or --max-num-seqs]")
+        int | None,
+        typer.Option(min=1, max=1024, help="Maximum number of lines in progress. [default: 16, or --max-num-seqs]"),
     ] = None,
-    priority: Annotated[int, typer.Option(min=0, max=1000, help="Of the requests; online ones have 0.")] = 100,
+    priority: Annotated[int, typer.Option(min=0, max=1000, help="Priority of the requests; online ones have 0.")] = 100,
     ordered: Annotated[
-        bool, typer.Option("--ordered", help="Results in the order of the lines, not as they come.")
+        bool, typer.Option("--ordered", help="Write results in the order of the lines, not as they arrive.")
     ] = False,
-    restart: Annotated[bool, typer.Option("--restart", help="Begin anew: drop what OUT holds.")] = False,
+    restart: Annotated[bool, typer.Option("--restart", help="Start again: drop the results in OUT.")] = False,
     retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Ask lines again whose result in OUT is an error, and replace it.")
+        bool, typer.Option("--retry-failed", help="Retry lines whose result in OUT is an error, and replace it.")
     ] = False,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Answer a file of requests, adapters mixed freely. The same command goes on where it was stopped.
+    """Answer a file of requests with any mix of adapters. The same command resumes where it was stopped.
 
-    With any option of an engine of its own, no server is asked; further options of serve are taken from LORASRV_NAME in
-    the environment or a configuration file. A line that fails, or is none, has its reason in OUT.
+    Any option of the local engine selects it instead of a server; its other options come from LORASRV_NAME in the
+    environment or a configuration file. Failed and malformed lines have their reason in OUT.
     """
     own = given_settings(ctx)
     given = ctx.get_parameter_source("server")
     if own and given is not None and given.name == "COMMANDLINE":
         flags = ", ".join(f"--{name}".replace("_", "-") for name in own)
-        raise CliError(f"--server is asked, or an engine of its own ({flags}): give one of them", code=ExitCode.USAGE)
+        raise CliError(
+            f"--server and the local engine ({flags}) exclude each other: give one of them", code=ExitCode.USAGE
+        )
     if restart and retry_failed:
-        raise CliError("--restart asks every line again, --retry-failed some: give one of them", code=ExitCode.USAGE)
+        raise CliError("--restart and --retry-failed exclude each other: give one of them", code=ExitCode.USAGE)
     _check_paths(source, target)
     with _prepared(source, target, restart, retry_failed) as job:
         begun = time.monotonic()
@@ -96,7 +101,7 @@ def _remote(
 
     at_a_time = concurrency or DEFAULT_CONCURRENCY
     with connected(server) as client:
-        client.base_name()  # a server that is not there is told before anything else
+        client.base_name()  # fails early if the server does not respond
         yield remote(server, priority, at_a_time, client_key(server)), at_a_time
 
 
@@ -119,7 +124,7 @@ def _run(job: "Job", asking: AbstractAsyncContextManager["Ask"], concurrency: in
             asyncio.run(job.run(asking, concurrency, ordered=ordered, tell=tell))
     finally:
         if job.tally.done < job.total:
-            note(f"{job.tally.done} of {job.total} lines have results; the same command goes on from there")
+            note(f"{job.tally.done} of {job.total} lines have results; run the same command to resume")
 
 
 def _report(job: "Job", seconds: float, as_json: bool) -> None:
@@ -145,7 +150,9 @@ def _report(job: "Job", seconds: float, as_json: bool) -> None:
         tokens = f", {tally.completion_tokens / seconds:.0f} tokens/s" if seconds and tally.completion_tokens else ""
         say(f"{tally.completed} of {job.total} lines answered in {seconds:.1f} s ({rate:.1f} lines/s{tokens})")
     if tally.failed:
-        raise CliError(f"{tally.failed} of {job.total} lines failed; {job.target} says why, --retry-failed asks again")
+        raise CliError(
+            f"{tally.failed} of {job.total} lines failed; {job.target} says why, --retry-failed retries them"
+        )
 
 
 LINES = 10
@@ -153,7 +160,7 @@ LINES = 10
 
 @contextmanager
 def watching(job: "Job") -> Iterator[Callable[["Job"], None]]:
-    """To be told whenever results have been written."""
+    """Yield a function to call whenever results have been written."""
     if sys.stderr.isatty():
         with _bar(job) as tell:
             yield tell
@@ -183,7 +190,7 @@ def _bar(job: "Job") -> Iterator[Callable[["Job"], None]]:
 
 
 class _ProgressLines:
-    """Progress for logs."""
+    """Write progress as lines for logs."""
 
     def __init__(self, job: "Job") -> None:
         self._begun = time.monotonic()
@@ -197,7 +204,7 @@ class _ProgressLines:
 
 
 def figures(job: "Job", seconds: float) -> str:
-    """Failures if there are any, lines a second in this run, and the time that the rest will take at that rate."""
+    """Format failures if there are any, lines per second in this run, and the remaining time at that rate."""
     failed = f"{job.tally.failed} failed, " if job.tally.failed else ""
     if not job.done_now or not seconds:
         return f"{failed}waiting for the first"

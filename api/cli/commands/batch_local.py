@@ -1,4 +1,4 @@
-"""Lines asked of an engine of one's own, without a server: the store is taken, the model loaded, and then as served."""
+"""Run batch lines on an engine in this process: lock the store, load the model, and compute as a server does."""
 
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -20,10 +20,10 @@ Progress = Callable[[str, float], None]
 
 @contextmanager
 def embedded(settings: ServerSettings, progress: Progress) -> Iterator[AbstractAsyncContextManager[Ask]]:
-    """Loads the model (seconds); what it gives starts the engine in the event loop where it is entered.
+    """Load the model, which takes seconds, and yield a context that starts the engine in the event loop.
 
     Raises:
-        LorasrvError, AdapterError: model, options or store do not serve; a server has the store.
+        LorasrvError, AdapterError: model, options or store are not usable, or a server uses the store.
     """
     config = settings.engine_config()
     from lorasrv.engine.async_engine import AsyncEngine

@@ -1,5 +1,7 @@
-"""upload --all: a tree of adapter folders, some at a time. What the server has already costs no transfer, so the same
-command goes on where it was stopped; what is refused is told at the end, and the rest is in.
+"""Upload a tree of adapter folders, several at a time (upload --all).
+
+Weights that the server already has are not sent, so the same command resumes where it was stopped. Refused adapters are
+reported at the end, and the others are registered.
 """
 
 import threading
@@ -28,24 +30,27 @@ MIN_PAUSE_S = 0.5
 MAX_DEPTH = 8
 SHOWN_NAMES = 20
 MARKS = (CONFIG_NAME, WEIGHTS_NAME, MLX_WEIGHTS_NAME, PICKLES[0])
-"""A folder with one of these is an adapter, if perhaps one that is refused; what lies below it is its own affair."""
+"""A folder with one of these files is an adapter, though it may be refused; folders below it are ignored."""
 
 
 @dataclass(frozen=True, slots=True)
 class FoundAdapter:
-    """An adapter of the tree: `place` is its path below the tree's root, `adapter_id` what it is to be called."""
+    """Locate an adapter of the tree."""
 
     folder: Path
+    # Path below the tree's root.
     place: str
     adapter_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class UploadOutcome:
-    """What became of one: the server's answer (or the local report), or every reason why not."""
+    """Hold the result for one adapter."""
 
     found: FoundAdapter
+    # The server's response, or the local report.
     done: dict[str, Any]
+    # Why the adapter was refused; empty if it was not.
     reasons: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -54,12 +59,16 @@ class UploadOutcome:
 
 
 def adapter_id_of(wanted: str, slugify: bool) -> str:
-    """The id as wanted, or the valid one that it could be. Raises: CliError: nothing of it could stay."""
+    """Return the id as given, or with `slugify` the nearest valid one.
+
+    Raises:
+        CliError: the id has no valid characters.
+    """
     if not slugify:
         return wanted
     slug = suggest_id(wanted, VERBS)
     if slug is None:
-        raise CliError(f"no id can be made of {show(wanted)}; give one with --id", code=ExitCode.USAGE)
+        raise CliError(f"no id can be derived from {show(wanted)}; give one with --id", code=ExitCode.USAGE)
     if slug != wanted:
         note(f"{show(wanted)} becomes {slug!r}")
     return slug
@@ -67,17 +76,17 @@ def adapter_id_of(wanted: str, slugify: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A folder of adapter folders, and how their paths below it become ids: `prefix` before, `slugify` after."""
+    """Define a folder of adapter folders, and how their paths become ids."""
 
     root: Path
     prefix: str = ""
     slugify: bool = False
 
     def adapters(self) -> list[FoundAdapter]:
-        """Sorted by path.
+        """Return the adapters sorted by path.
 
         Raises:
-            CliError: there is none; an id is not allowed, with what it could be; two adapters would have one id.
+            CliError: there is none; an id is not allowed (suggests one); two adapters would have the same id.
         """
         folders = list(_folders(self.root))
         if folders == [self.root]:
@@ -97,7 +106,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class How:
-    """What is asked of the server for each, as for one that is sent alone."""
+    """Hold the options of each upload, as for a single one."""
 
     if_not_exists: bool = False
     alias: str | None = None
@@ -105,11 +114,15 @@ class How:
 
 
 def upload_all(tree: Tree, server: str, how: How, as_json: bool) -> None:
-    """Send every adapter of a tree. Raises: CliError: some are refused, or the server is gone."""
+    """Upload all adapters of a tree.
+
+    Raises:
+        CliError: some are refused, or the server stopped responding.
+    """
     found = tree.adapters()
     outcomes = []
     with connected(server) as client, progress(in_bytes=True) as step:
-        client.base_name()  # a server that is not there is told before anything is read
+        client.base_name()  # fails early if the server does not respond
         meter = _Meter(step, found)
         for outcome in _each(found, lambda one: _send(client, one, how, meter)):
             outcomes.append(outcome)
@@ -118,9 +131,10 @@ def upload_all(tree: Tree, server: str, how: How, as_json: bool) -> None:
 
 
 def check_all(tree: Tree, model: str, allow_partial: bool, as_json: bool) -> None:
-    """List what would be sent under which id, as a server with this base would judge it.
+    """Validate each adapter locally as a server with this base would, and list its id.
 
-    Raises: CliError: some would be refused.
+    Raises:
+        CliError: some would be refused.
     """
     found = tree.adapters()
     base = check.shapes_of(model)
@@ -131,11 +145,11 @@ def check_all(tree: Tree, model: str, allow_partial: bool, as_json: bool) -> Non
             print_json(outcomes[-1].to_dict())
         elif not outcomes[-1].reasons:
             say(f"ok {one.adapter_id}{_from(one)}")
-    _end(outcomes, "would be taken; nothing was sent")
+    _end(outcomes, "would be accepted; nothing was sent")
 
 
 def _folders(folder: Path, above: frozenset[Path] = frozenset()) -> Iterator[Path]:
-    """Links are followed, but not in circles."""
+    """Yield adapter folders, following links but not cycles."""
     resolved = folder.resolve()
     if not folder.is_dir() or resolved in above or len(above) > MAX_DEPTH:
         return
@@ -154,13 +168,13 @@ def _check_ids(ids: Mapping[Path, str], wanted: Mapping[Path, str]) -> None:
         except InvalidAdapterId as error:
             bad.append(str(error))
     if bad:
-        message = "some ids are not allowed: rename the folders, or have ids made with --slugify"
+        message = "some ids are not allowed: rename the folders, or convert the ids with --slugify"
         raise CliError(message, details=_few(bad), code=ExitCode.USAGE)
     owners: dict[str, list[str]] = {}
     for folder, name in ids.items():
         owners.setdefault(name, []).append(show(wanted[folder]))
     if double := [f"{name}: {', '.join(names)}" for name, names in owners.items() if len(names) > 1]:
-        message = "several folders would have one id: rename all but one of each"
+        message = "several folders would have the same id: rename all but one of each"
         raise CliError(message, details=_few(double), code=ExitCode.USAGE)
 
 
@@ -170,7 +184,7 @@ def _few(lines: Sequence[str]) -> list[str]:
 
 
 class _Meter:
-    """Bytes of all adapters as one figure, whatever the threads do."""
+    """Show the progress of all threads as one number of bytes."""
 
     def __init__(self, step: Steps, found: Sequence[FoundAdapter]) -> None:
         self._step = step
@@ -181,7 +195,9 @@ class _Meter:
         self._total_sent = 0
 
     def sent(self, one: FoundAdapter, share: float = 1.0) -> None:
-        """Say how much of an adapter is through; all of it at last, whether it was sent, refused or there already."""
+        """Report the share of an adapter that is done; 1 at the end, whether it was sent, refused or already
+        present.
+        """
         with self._lock:
             now = int(share * self._sizes[one.adapter_id])
             self._total_sent += now - self._sent[one.adapter_id]
@@ -190,13 +206,13 @@ class _Meter:
 
 
 def _weights_bytes(folder: Path) -> int:
-    """At least 1: a folder without weights counts too."""
+    """Return the bytes of the weights, at least 1: a folder without weights counts too."""
     files = (folder / name for name in (WEIGHTS_NAME, MLX_WEIGHTS_NAME))
     return max([1, *(file.stat().st_size for file in files if file.is_file())])
 
 
 def _each(found: Sequence[FoundAdapter], work: Callable[[FoundAdapter], UploadOutcome]) -> Iterator[UploadOutcome]:
-    """Outcomes as they come; the first surprise ends what has not begun."""
+    """Yield results as they complete; an unexpected error cancels what has not started."""
     with ThreadPoolExecutor(PARALLEL) as pool:
         futures: list[Future[UploadOutcome]] = [pool.submit(work, one) for one in found]
         try:
@@ -204,7 +220,7 @@ def _each(found: Sequence[FoundAdapter], work: Callable[[FoundAdapter], UploadOu
                 yield future.result()
         except ServerUnreachable as error:
             done = sum(f.done() and not f.cancelled() and f.exception() is None for f in futures)
-            message = f"{error}; {done} of {len(found)} were done, the same command goes on from there"
+            message = f"{error}; {done} of {len(found)} are done; run the same command to resume"
             raise ServerUnreachable(message) from None
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -228,13 +244,16 @@ def _send(client: Client, one: FoundAdapter, how: How, meter: _Meter) -> UploadO
 
 
 def _patiently(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Again while the server is busy and says for how long, up to `MAX_PATIENCE_S` in all. Raises: Refused."""
+    """Retry while the server is busy and gives a delay, for up to `MAX_PATIENCE_S` in total.
+
+    Raises: Refused.
+    """
     waited = 0.0
     while True:
         try:
             return work()
         except Refused as error:
-            # At least a while each time, so that a server that says 0 for ever is not asked for ever.
+            # A minimum delay, so that a server that always says 0 is not called without end.
             pause = max(MIN_PAUSE_S, error.retry_after_s or 0.0)
             if error.retry_after_s is None or waited + pause > MAX_PATIENCE_S:
                 raise

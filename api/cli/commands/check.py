@@ -1,4 +1,4 @@
-"""check: the server's validator without a server."""
+"""Run the server's validation without a server (check)."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 def check(
     directory: DirectoryArgument,
-    model: Annotated[str, typer.Option(help="Base that it must fit.")] = BUILTIN_MODEL,
+    model: Annotated[str, typer.Option(help="Base that the adapter must fit.")] = BUILTIN_MODEL,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
     allow_partial: PartialOption = False,
     store: ClosedStoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say whether a server with this base would take the adapter, and every reason why not.
+    """Check whether a server with this base would accept the adapter, and list all problems.
 
-    Nothing is sent, and of the base only the configuration is read. With --store it must be the base that the store
-    was filled for, and versions that are this adapter already are named.
+    Nothing is sent, and only the base's configuration is read. With --store, the base must be the store's own, and
+    versions with the same content are listed.
     """
     from adapter_store.validation.validate import check_files
 
@@ -57,7 +57,10 @@ def check(
 
 
 def shapes_of(model: str) -> BaseShapes:
-    """What an adapter of this base must fit, from the model's header alone. Raises: LorasrvError."""
+    """Return the shapes that an adapter of this base must fit, from the model's header alone.
+
+    Raises: LorasrvError.
+    """
     from lorasrv.models.loader.locate import own_name, read_model_shape
     from lorasrv.models.lora_sites import base_shapes
 
@@ -66,7 +69,12 @@ def shapes_of(model: str) -> BaseShapes:
 
 
 def _versions(root: Path, base: BaseShapes) -> dict[AdapterKey, list[str]]:
-    """Which versions of a store each content is. Raises: CliError: it was filled for another base. AdapterError."""
+    """Map each content of a store to its versions.
+
+    Raises:
+        CliError: the store belongs to another base.
+        AdapterError.
+    """
     from adapter_store.maintenance.offline_store import OfflineStore
     from adapter_store.registry.base_identity import BaseIdentity, stored_base
 
@@ -74,7 +82,7 @@ def _versions(root: Path, base: BaseShapes) -> dict[AdapterKey, list[str]]:
         filled_for = stored_base(closed.index)
         records = closed.index.records()
     if filled_for.shapes and not filled_for.has_shapes_of(BaseIdentity.of(base)):
-        raise CliError(f"{root} was filled for a base of other shapes than {base.name}; name that one with --model")
+        raise CliError(f"{root} belongs to a base of other shapes than {base.name}; name that base with --model")
     found: dict[AdapterKey, list[str]] = {}
     for _, record in sorted(records.items()):
         for version in record.versions:

@@ -1,4 +1,4 @@
-"""demo: the whole path on this machine. A server, uploads, concurrent questions, answers side by side."""
+"""Demonstrate serving on this machine: a server, uploads, concurrent requests, answers side by side (demo)."""
 
 import tempfile
 import time
@@ -27,7 +27,7 @@ BASE = "base"
 
 @dataclass(frozen=True, slots=True)
 class PersonaReply:
-    """One answer and who gave it; `adapter` and `digest` come from the answer's headers, None for the base."""
+    """Hold one answer; `adapter` and `digest` come from the response headers, None for the base."""
 
     asked: str
     question: str
@@ -44,7 +44,7 @@ def demo(
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 64,
     as_json: JsonOption = False,
 ) -> None:
-    """Start a server, upload the example personas, and ask all of them and the base the same questions at once."""
+    """Start a server, upload the example personas, and ask them and the base the same questions concurrently."""
     folders = _persona_folders(personas)
     with tempfile.TemporaryDirectory(prefix="lorasrv-demo-") as store:
         with _running_server(model, Path(store)) as url, connected(url) as client:
@@ -84,7 +84,7 @@ def _running_server(model: str, store: Path) -> Iterator[str]:
 
 # Questions and answers ---------------------------------------------------------------------------------------------
 def _ask_all(client: "Client", asked: dict[str, str], max_tokens: int) -> list[PersonaReply]:
-    """Every question to everyone, all at the same time, so that they share the server's batches."""
+    """Send each question to each model concurrently, so that they share the server's batches."""
     jobs = [(name, model, question) for question in QUESTIONS for name, model in asked.items()]
     with ThreadPoolExecutor(len(jobs)) as threads:
         return list(threads.map(lambda job: _ask(client, job[0], job[1], job[2], max_tokens), jobs))
@@ -114,11 +114,11 @@ def _ask(client: "Client", name: str, model: str, question: str, max_tokens: int
 
 
 def _check(replies: Sequence[PersonaReply]) -> None:
-    """A demo that shows nothing must not pass."""
+    """Fail if the adapters have no visible effect."""
     base = {reply.question: reply for reply in replies if reply.asked == BASE}
     for reply in replies:
         if not reply.text:
-            raise CliError(f"{reply.asked} answered nothing to: {reply.question}")
+            raise CliError(f"{reply.asked} gave no answer to: {reply.question}")
         expected = None if reply.asked == BASE else reply.asked
         if reply.adapter != expected:
             raise CliError(f"{reply.asked} was asked, but {reply.adapter or 'the base'} answered")

@@ -1,4 +1,4 @@
-"""key create, list, rotate, revoke: who may use a server. They work on the store, with or without a running server."""
+"""Manage the keys of a store, with or without a running server (key create, list, rotate, revoke)."""
 
 import time
 from collections.abc import Iterator, Mapping
@@ -22,43 +22,46 @@ if TYPE_CHECKING:
 StoreOption = Annotated[
     Path | None,
     typer.Option("--store", envvar="LORASRV_STORE", metavar="DIR", show_default=False,
-                 help=r"The server's store. \[default: as serve has it]"),
+                 help=r"The server's store. \[default: as for serve]"),
 ]  # fmt: skip
-app = typer.Typer(help="Keys: who may use the server, for what, and how much.", no_args_is_help=True)
+app = typer.Typer(help="Manage API keys, their permissions and limits.", no_args_is_help=True)
 
 
 def create(
-    name: Annotated[str | None, typer.Option(help="What to call it, once and for all.", show_default=False)] = None,
+    name: Annotated[
+        str | None, typer.Option(help="Name of the key, which cannot be changed.", show_default=False)
+    ] = None,
     scope: Annotated[
         list[str] | None,
         typer.Option(
-            help=r"What it may do: infer, upload or admin; may be repeated. \[default: infer]", show_default=False
+            help=r"Permission: infer, upload or admin; may be repeated. \[default: infer]", show_default=False
         ),
     ] = None,
     adapters: Annotated[
         list[str] | None,
         typer.Option(
             metavar="PATTERN",
-            help=r"Adapters that it sees, e.g. 'mia*'; a,b or repeated. \[default: *]",
+            help=r"Adapters that the key may see, e.g. 'mia*'; a,b or repeated. \[default: *]",
             show_default=False,
         ),
     ] = None,
-    rpm: Annotated[int | None, typer.Option(min=1, help="Most requests in a minute.")] = None,
-    tpm: Annotated[int | None, typer.Option(min=1, help="Most tokens in a minute.")] = None,
-    concurrent: Annotated[int | None, typer.Option(min=1, help="Most requests at a time.")] = None,
+    rpm: Annotated[int | None, typer.Option(min=1, help="Maximum requests per minute.")] = None,
+    tpm: Annotated[int | None, typer.Option(min=1, help="Maximum tokens per minute.")] = None,
+    concurrent: Annotated[int | None, typer.Option(min=1, help="Maximum concurrent requests.")] = None,
     stored_bytes: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most weights of its adapters in the store, e.g. 2GiB.")
+        str | None, typer.Option(metavar="SIZE", help="Maximum size of its adapters' weights in the store, e.g. 2GiB.")
     ] = None,
     expires_in: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help=r"It ends by itself after 12h, 30d. \[default: never]", show_default=False),
+        typer.Option(metavar="AGE", help=r"Lifetime, e.g. 12h, 30d. \[default: never]", show_default=False),
     ] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Make a key and print its secret: once, and never again. The first one closes the server to all without a key.
+    """Create a key and print its secret, which cannot be shown again. The first key closes the server to clients
+    without one.
 
-    A running server takes it from its next request on.
+    A running server accepts it from the next request.
     """
     from api.auth.key_store import InvalidKey
     from api.auth.principal import KeyLimits, new_name
@@ -80,13 +83,13 @@ def create(
         return
     note(f"key {key.name}: {_told(key)}; in {place}")
     if first:
-        note("From now on a server of this store answers nobody without a key.")
-    note("This is shown once; nobody can show it again:")
+        note("Servers of this store now require a key.")
+    note("This secret is shown only once:")
     say(secret)
 
 
 def list_keys(store: StoreOption = None, as_json: JsonOption = False) -> None:
-    """Every key there was, with what it may do; secrets are nowhere."""
+    """List all keys there ever were, with their permissions; secrets are not stored."""
     with _book(store, must_be=True) as book:
         keys = book.all()
     if as_json:
@@ -98,18 +101,18 @@ def list_keys(store: StoreOption = None, as_json: JsonOption = False) -> None:
 
 
 def rotate(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As key list has it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, as in key list.")],
     grace: Annotated[
         str | None,
-        typer.Option(metavar="AGE", help=r"The old secret opens for 1h, 7d more. \[default: not at all]"),
+        typer.Option(metavar="AGE", help=r"How long the old secret stays valid, e.g. 1h, 7d. \[default: not at all]"),
     ] = None,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Give a key another secret and print it: once, and never again. What the key may do, its limits, its files and its
+    """Replace a key's secret and print the new one, which cannot be shown again. Permissions, limits, files and
     batches stay.
 
-    A running server takes it from its next request on.
+    A running server accepts it from the next request.
     """
     grace_s = 0.0 if grace is None else duration("--grace", grace)
     with _book(store, must_be=True) as book, _told_near(book, name):
@@ -118,20 +121,20 @@ def rotate(
     if as_json:
         print_json({"key": secret, "old_ends_s": round(ends_s, 3), **_plain(key)})
         return
-    until = f"until {_day(ends_s)}" if grace_s else "nothing any more"
-    note(f"key {name} has a new secret; those of before open {until}")
-    note("This is shown once; nobody can show it again:")
+    until = f"are valid until {_day(ends_s)}" if grace_s else "are invalid now"
+    note(f"key {name} has a new secret; earlier ones {until}")
+    note("This secret is shown only once:")
     say(secret)
 
 
 def revoke(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As key list has it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the key, as in key list.")],
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """End a key for good. A running server refuses it from its next request on; what runs goes on to its end.
+    """Revoke a key permanently. A running server refuses it from the next request; running requests finish.
 
-    The server stays closed after the last one, too.
+    The server stays closed to clients without a key, even after the last one.
     """
     with _book(store, must_be=True) as book, _told_near(book, name):
         done = book.revoke(name)
@@ -155,7 +158,7 @@ def _book(store: Path | None, *, must_be: bool = False) -> Iterator["KeyStore"]:
 
 @contextmanager
 def _told_near(book: "KeyStore", name: str) -> Iterator[None]:
-    """Why nothing can be done to the key of that name, and which one may be meant."""
+    """Report why the key cannot be changed, and a similar name."""
     from api.auth.key_store import InvalidKey
 
     try:
@@ -167,7 +170,7 @@ def _told_near(book: "KeyStore", name: str) -> Iterator[None]:
 
 
 def _configured_store() -> Path:
-    """Where `serve` would have it: a key in another store would open nothing, and close nothing."""
+    """Return the store that `serve` would use: keys in another store would have no effect."""
     from api.config.file import find, read
 
     path = find()
@@ -193,11 +196,11 @@ def _bytes(text: str) -> int:
     except ValidationError:
         count = 0
     if count < 1:
-        raise CliError(f"--stored-bytes {text!r} is no size; expected 512MiB, 2GB or bytes", code=ExitCode.USAGE)
+        raise CliError(f"--stored-bytes {text!r} is not a size; expected 512MiB, 2GB or bytes", code=ExitCode.USAGE)
     return count
 
 
-# How a key is shown.
+# Formatting of keys.
 def _plain(key: "Key") -> Mapping[str, Any]:
     return {
         "name": key.name,

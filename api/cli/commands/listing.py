@@ -1,4 +1,4 @@
-"""list: adapters of a running server, or of a store that no server uses."""
+"""List the adapters of a running server, or of a store that no server uses (list)."""
 
 from typing import TYPE_CHECKING
 
@@ -21,20 +21,20 @@ def list_adapters(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Adapters of the server; with --store those of a folder, without a server."""
+    """List the server's adapters, or with --store those of a folder, without a server."""
     if store is None:
         adapters.list_adapters(server, as_json)
         return
     given = ctx.get_parameter_source("server")
     if given is not None and given.name == "COMMANDLINE":
-        raise CliError("--server is asked, or --store is read: give one of them", code=ExitCode.USAGE)
+        raise CliError("--server and --store exclude each other: give one of them", code=ExitCode.USAGE)
     from adapter_store.maintenance.offline_store import OfflineStore
     from api.serving.model_list import adapter_json
 
     with OfflineStore(store.expanduser()) as closed:
         records = [record for _, record in sorted(closed.index.records().items())]
     if as_json:
-        # What is damaged only a server that met it knows, and store fsck.
+        # Only a server that found damage, and store fsck, know what is damaged.
         print_json([adapter_json(record, frozenset()) for record in records])
     elif not out().is_terminal:
         for record in records:

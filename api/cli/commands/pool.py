@@ -1,4 +1,4 @@
-"""warm, pin, unpin, pool: what lies in the pool of a running server, and what is to."""
+"""Show and control the pool of a running server (warm, pin, unpin, pool)."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 
-# What pages are for, and the colour of each.
+# Uses of pages with their colours.
 PARTS = {"kv": "cyan", "prefix": "blue", "adapters": "magenta", "free": "bright_black"}
 BAR_CHARS = 60
 Reference = Annotated[
@@ -28,12 +28,12 @@ Reference = Annotated[
 def warm(
     reference: Reference,
     deadline_ms: Annotated[
-        int | None, typer.Option(min=0, help=r"How long to wait; 0 only begins. \[default: 10000]")
+        int | None, typer.Option(min=0, help=r"How long to wait; 0 only starts loading. \[default: 10000]")
     ] = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Bring an adapter to the pool before its first request. Fails if it is not there in time."""
+    """Load an adapter into the pool before its first request. Fails if it is not resident in time."""
     with connected(server) as client:
         done = client.warm(reference, deadline_ms)
     if as_json:
@@ -41,9 +41,9 @@ def warm(
     elif done["reached"]:
         say(f"{done['id']} is in the pool  {short_digest(done['digest'])}  loaded in {done['load_ms']:.1f} ms")
     elif deadline_ms == 0:
-        say(f"{done['id']} is on its way from {done['tier']}  {short_digest(done['digest'])}")
+        say(f"{done['id']} is loading from {done['tier']}  {short_digest(done['digest'])}")
     if not done["reached"] and deadline_ms != 0:
-        raise CliError(f"{done['id']} was not in the pool in time ({done['tier']}); allow more with --deadline-ms")
+        raise CliError(f"{done['id']} was not loaded in time ({done['tier']}); allow more with --deadline-ms")
 
 
 def pin(reference: Reference, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
@@ -52,7 +52,7 @@ def pin(reference: Reference, server: ServerOption = DEFAULT_SERVER, as_json: Js
 
 
 def unpin(reference: Reference, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
-    """Let an adapter leave the pool when others need the room."""
+    """Allow an adapter to be evicted from the pool."""
     _set_pinned(reference, server, as_json, pinned=False)
 
 
@@ -67,7 +67,7 @@ def _set_pinned(reference: str, server: str, as_json: bool, *, pinned: bool) -> 
 
 
 def pool(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
-    """The server's memory: which pages are free, and whose the others are."""
+    """Show the server's memory: free pages, and the adapters and requests that hold the others."""
     with connected(server) as client:
         shown = client.pool()
     if as_json:
@@ -80,7 +80,7 @@ def pool(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> 
 
 
 def _rows(shown: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """For files and pipes; the first cell says what a row is."""
+    """Yield rows for files and pipes; the first cell is the type of row."""
     for part in ("total", *PARTS):
         yield "pages", part, str(shown[f"pages_{part}"])
     for adapter in _by_pages(shown["adapters"]):
@@ -108,7 +108,7 @@ def _print_tables(shown: dict[str, Any]) -> None:
 
 
 def _bar(shown: dict[str, Any]) -> "Text":
-    """Every part that holds a page is seen; what is free takes the rest."""
+    """Draw the pool; each part with a page gets at least one character, and free pages the rest."""
     from rich.text import Text
 
     total = max(1, shown["pages_total"])
@@ -146,5 +146,5 @@ def _request_cells(request: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _name(holder: dict[str, Any]) -> str:
-    """The ids of a content; one that was removed has only its digest left."""
+    """Return the ids of a content, or its digest if they were deleted."""
     return ", ".join(holder["ids"]) or short_digest(holder["digest"])

@@ -1,4 +1,4 @@
-"""quantize: a model's linears in 4 or 3.5 bits, rounded with care, for serve --quantized-weights."""
+"""Quantize a model's linears to 4 or 3.5 bits for serve --quantized-weights (quantize)."""
 
 import os
 import time
@@ -21,7 +21,7 @@ Progress = Callable[[str, float], None]
 
 
 def quantize(
-    output: Annotated[Path, typer.Argument(metavar="FILE", help="What to write, e.g. model-int4.safetensors.")],
+    output: Annotated[Path, typer.Argument(metavar="FILE", help="File to write, e.g. model-int4.safetensors.")],
     model: Annotated[
         str, typer.Option(help="Built-in name, .gguf file, Hugging Face folder or hf:org/name, best in 16 bits.")
     ] = BUILTIN_MODEL,
@@ -29,12 +29,14 @@ def quantize(
     quantization_group: Annotated[int, typer.Option(help="Weights that share a scale: 32, 64 or 128.")] = 64,
     text: Annotated[
         Path | None,
-        typer.Option(metavar="TXT", help="Of the kind that will be served. [default: the model writes some]"),
+        typer.Option(
+            metavar="TXT", help="Calibration text, like the text to be served. [default: the model writes some]"
+        ),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it is there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Round a model's linears so that what they compute changes least (GPTQ), which takes minutes.
+    """Quantize a model's linears so that their outputs change least (GPTQ); takes minutes.
 
     Example: lorasrv quantize llama-int4.safetensors --model ./Llama-3.2-1B;
     lorasrv serve --model ./Llama-3.2-1B --quantized-weights llama-int4.safetensors
@@ -49,7 +51,7 @@ def quantize(
     with closing(open_checkpoint(model)) as checkpoint:
         check_format(checkpoint, quantization, quantization_group)
         if checkpoint.codes("model.layers.0.mlp.down_proj.weight") is not None:
-            note("this model's weights are rounded already; from those in 16 bits, the result would be better")
+            note("this model is already quantized; the 16-bit model would give a better result")
         with progress() as step:
             bar: Progress = lambda what, done: step(_plain(what), done, 1.0)  # noqa: E731
             texts = _texts(text, model, checkpoint, bar)
@@ -59,18 +61,18 @@ def quantize(
 
 
 def _check_output(output: Path, force: bool) -> None:
-    """Before minutes go into what cannot be written."""
+    """Check that the file can be written before spending minutes."""
     folder = output.absolute().parent
     if output.exists() and not force:
         raise CliError(f"{output} exists; --force replaces it", code=ExitCode.USAGE)
     if output.is_dir():
         raise CliError(f"{output} is a folder; name a file", code=ExitCode.USAGE)
     if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise CliError(f"{folder} is no folder that can be written to", code=ExitCode.USAGE)
+        raise CliError(f"{folder} is not a writable folder", code=ExitCode.USAGE)
 
 
 def _plain(what: str) -> str:
-    """One bar for all layers."""
+    """Return one label for loading all layers."""
     return "loading weights" if what.startswith("load") else what
 
 
@@ -88,7 +90,9 @@ def _texts(text: Path | None, model: str, checkpoint: "Checkpoint", bar: Progres
     token_ids = Tokenizer.from_source(checkpoint.tokenizer_source()).encode(content, add_special_tokens=False)
     wanted = NUM_TEXTS * TEXT_TOKENS
     if len(token_ids) < wanted // 4:
-        raise CliError(f"--text {text} has {len(token_ids)} tokens; {wanted // 4} are the least, {wanted} are used")
+        raise CliError(
+            f"--text {text} has {len(token_ids)} tokens; at least {wanted // 4} are needed, {wanted} are used"
+        )
     return cut(token_ids[:wanted])
 
 
@@ -101,6 +105,6 @@ def _report(output: Path, made: "Quantized", seconds: float, as_json: bool) -> N
         return
     say(f"wrote {output}: {nbytes / 2**20:.0f} MiB in {seconds:.0f} s")
     say(
-        f"  what linears compute changes by {made.error**0.5:.1%} (root mean square); "
+        f"  the outputs of linears change by {made.error**0.5:.1%} (root mean square); "
         f"plain rounding: {made.error_of_rounding**0.5:.1%}"
     )

@@ -1,4 +1,4 @@
-"""store gc, fsck, export, import: work on an adapter store that no server uses."""
+"""Clean up, check, export and import an adapter store that no server uses (store gc, fsck, export, import)."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -17,13 +17,13 @@ from api.cli.common.terminal import CliError, note, print_json, print_table, pro
 from lorasrv.config import BUILTIN_MODEL, Limits, MemoryOptions, default_store_dir
 
 if TYPE_CHECKING:
-    from adapter_store.maintenance.archive import Moved
+    from adapter_store.maintenance.archive import ArchiveSummary
     from adapter_store.maintenance.offline_store import Finding, OfflineStore
 
 ARCHIVE_NAME = "lorasrv-store.tar"
 StoreOption = Annotated[
     Path | None,
-    typer.Option("--store", envvar="LORASRV_STORE", metavar="DIR", help=r"The store. \[default: as serve has it]",
+    typer.Option("--store", envvar="LORASRV_STORE", metavar="DIR", help=r"The store. \[default: as for serve]",
                  show_default=False),
 ]  # fmt: skip
 app = typer.Typer(help="Clean, check and move an adapter store. No server may be using it.", no_args_is_help=True)
@@ -33,11 +33,11 @@ def gc(
     store: StoreOption = None,
     older_than: Annotated[
         str,
-        typer.Option(metavar="AGE", help="Spare weights without a version that are younger: 90s, 30m, 12h, 7d."),
+        typer.Option(metavar="AGE", help="Keep unused weights that are younger: 90s, 30m, 12h, 7d."),
     ] = f"{UNREFERENCED_BLOB_AGE_S / 3600:g}h",
     as_json: JsonOption = False,
 ) -> None:
-    """Remove weights that no version names, and unfinished uploads."""
+    """Remove weights that no version uses, and unfinished uploads."""
     age_s = duration("--older-than", older_than)
     with _opened(store) as closed:
         done = closed.collect(age_s)
@@ -49,7 +49,7 @@ def gc(
 
 
 def fsck(store: StoreOption = None, as_json: JsonOption = False) -> None:
-    """Read all weights again and compare them with their digests; exit code 1 if anything is wrong."""
+    """Read all weights and compare them with their digests; exit code 1 if anything is wrong."""
     with _opened(store) as closed, progress(in_bytes=True) as step:
         findings = closed.check(lambda done, total: step("reading weights", done, total))
         count = len(closed.blobs.sizes())
@@ -72,7 +72,7 @@ def export(
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write every id, version, alias and limit with its weights into one tar file."""
+    """Write all ids, versions, aliases and limits with their weights into one tar file."""
     from adapter_store.maintenance.archive import export_store
 
     path = target / ARCHIVE_NAME if target.is_dir() else target
@@ -84,13 +84,13 @@ def export(
 
 
 def import_(
-    source: Annotated[Path, typer.Argument(metavar="DIR_OR_TAR", help="What export wrote.")],
+    source: Annotated[Path, typer.Argument(metavar="DIR_OR_TAR", help="File written by export.")],
     model: Annotated[str, typer.Option(help="Base that its adapters must fit.")] = BUILTIN_MODEL,
     max_lora_rank: Annotated[int, typer.Option(min=1, help="Highest rank to accept.")] = MemoryOptions().max_lora_rank,
     store: StoreOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add what an archive holds to a store, a new one if need be: verified, validated, and wholly or not at all."""
+    """Import an archive into a store, which is created if missing: verified, validated, all or nothing."""
     from adapter_store.maintenance.archive import import_store
 
     path = source / ARCHIVE_NAME if source.is_dir() else source
@@ -109,7 +109,7 @@ def import_(
 
 
 def _check_limits(limits: Mapping[str, Any]) -> None:
-    """Those that `serve` would not start with."""
+    """Check that `serve` would start with these limits."""
     Limits(**limits)
 
 
@@ -121,7 +121,7 @@ def _opened(store: Path | None, *, create: bool = False) -> "OfflineStore":
 
 @contextmanager
 def _written(path: Path) -> Iterator[BinaryIO]:
-    """A file that is there whole, and durably, or not at all."""
+    """Write a file atomically and durably."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("xb") as file:
@@ -137,7 +137,7 @@ def _written(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
-def _print_moved(what: str, moved: "Moved", path: Path, as_json: bool) -> None:
+def _print_moved(what: str, moved: "ArchiveSummary", path: Path, as_json: bool) -> None:
     if as_json:
         print_json({"path": str(path), **asdict(moved)})
         return

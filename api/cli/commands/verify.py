@@ -1,4 +1,4 @@
-"""`lorasrv verify`: ask a running server to compare one of its adapters with PEFT."""
+"""Let a running server compare one of its adapters with PEFT (verify)."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,11 +19,13 @@ def verify(
         ),
     ],
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help=r"Prompts, one a line. \[default: four built-in ones]")
+        Path | None, typer.Option(metavar="FILE", help=r"Prompts, one per line. \[default: four built-in ones]")
     ] = None,
-    timeout: Annotated[float | None, typer.Option(metavar="SECONDS", help=r"When to give up. \[default: 300]")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(metavar="SECONDS", help=r"Give up after this time. \[default: 300]")
+    ] = None,
     ignore_memory: Annotated[
-        bool, typer.Option("--ignore-memory", help="Begin also where memory is likely to run out.")
+        bool, typer.Option("--ignore-memory", help="Start even if memory is likely to run out.")
     ] = False,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,

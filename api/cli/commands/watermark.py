@@ -1,4 +1,4 @@
-"""watermark detect: whether a text was made with a server's watermark. No server, no torch."""
+"""Detect a server's watermark in a text (watermark detect), without a server and without torch."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -14,26 +14,26 @@ from lorasrv.sampling_params import DEFAULT_KEY, Watermark
 if TYPE_CHECKING:
     from lorasrv.sampling.watermark import Detection
 
-app = typer.Typer(help="Find the mark in text that was made with watermark: true.", no_args_is_help=True)
+app = typer.Typer(help="Detect the watermark in text generated with watermark: true.", no_args_is_help=True)
 DEFAULT_THRESHOLD = 4.0
 _SAYS = {"watermarked": "watermarked", "not_watermarked": "no watermark found", "too_short": "too short to tell"}
 
 
 @app.callback()
 def _group() -> None:
-    """Keeps `detect` a command of its own."""
+    """Keep `detect` a separate command."""
 
 
 def detect_watermark(
     text: Annotated[str, typer.Option(metavar="FILE", help="File of the text, UTF-8; - reads it from stdin.")] = "-",
-    model: Annotated[str, typer.Option(help="Base that made it, whose tokenizer is needed.")] = BUILTIN_MODEL,
+    model: Annotated[str, typer.Option(help="Base that generated it, whose tokenizer is needed.")] = BUILTIN_MODEL,
     gamma: Annotated[
-        float, typer.Option("--watermark-gamma", envvar="LORASRV_WATERMARK_GAMMA", help="As the server has it.")
+        float, typer.Option("--watermark-gamma", envvar="LORASRV_WATERMARK_GAMMA", help="As set on the server.")
     ] = Watermark().gamma,
     key: Annotated[
         int,
         typer.Option(
-            "--watermark-key", envvar="LORASRV_WATERMARK_KEY", show_default=False, help="As the server has it."
+            "--watermark-key", envvar="LORASRV_WATERMARK_KEY", show_default=False, help="As set on the server."
         ),
     ] = DEFAULT_KEY,
     threshold: Annotated[
@@ -41,7 +41,7 @@ def detect_watermark(
     ] = DEFAULT_THRESHOLD,
     as_json: JsonOption = False,
 ) -> None:
-    """Say how many tokens are green, how unlikely that is by chance (z-score and p-value), and what follows."""
+    """Report how many tokens are green, the probability of that by chance (z-score and p-value), and the verdict."""
     watermark = Watermark(gamma=gamma, key=key)
     written = _read(text)
 

@@ -1,4 +1,4 @@
-"""`lorasrv serve` as a process of its own, as a user would start it, for commands that need a server for a while."""
+"""Run `lorasrv serve` in a separate process, as a user would, for commands that need a server for a while."""
 
 import json
 import os
@@ -19,14 +19,17 @@ STOP_TIMEOUT_S = 20.0
 
 @contextmanager
 def running_server(options: Sequence[str]) -> Iterator[str]:
-    """A server on a free port, ready to answer: its URL. Stopped at the end, however that comes. Of its log only what
-    is wrong is shown, unless options say otherwise: whoever asked for a server did not ask for a line a request."""
-    # -P: a folder named api in the working directory must not be taken for ours.
+    """Start a server on a free port and yield its URL once it is ready; stop it at the end in any case.
+
+    Its log shows warnings and errors only, unless options say otherwise, as the user did not ask for a line per
+    request.
+    """
+    # -P: a folder named api in the working directory must not shadow this package.
     command = [sys.executable, "-P", "-c", "from api.cli.main import main; main()", "serve"]
     log = ["--log-level", "warning", "--log-format", "text"]
     place = ["--host", "127.0.0.1", "--port", "0", "--json"]
     key = client_key(DEFAULT_SERVER)
-    # The key that commands will show it, wherever they have it from.
+    # The key that commands will send, whatever its source.
     environment = {**os.environ, **({} if key is None else {"LORASRV_API_KEY": key})}
     process = subprocess.Popen(
         [*command, *log, *options, *place], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
@@ -43,7 +46,7 @@ def running_server(options: Sequence[str]) -> Iterator[str]:
 
 
 def _wait_until_ready(process: "subprocess.Popen[str]") -> str:
-    """The URL of the ready line. A server that takes too long is stopped, which ends its output."""
+    """Return the URL of the ready line. A server that takes too long is stopped, which ends its output."""
     assert process.stdout is not None
     too_late = threading.Timer(START_TIMEOUT_S, process.terminate)
     too_late.start()
@@ -52,7 +55,7 @@ def _wait_until_ready(process: "subprocess.Popen[str]") -> str:
     finally:
         too_late.cancel()
     if not line:
-        raise CliError("the server did not start; its last words are above")
+        raise CliError("the server did not start; its last output is above")
     ready = json.loads(line)
     note(f"server ready at {ready['url']} after {ready['seconds']:.1f} s: {ready['model']}, {ready['quantization']}")
     return str(ready["url"])

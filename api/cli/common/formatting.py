@@ -1,4 +1,4 @@
-"""TODO"""
+"""Format adapters, reports, limits and sizes for output, and define the options that several commands share."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes for people."""
+    """Format a number of bytes."""
     value = float(num_bytes)
     for unit in ("bytes", "KiB", "MiB"):
         if value < 1024:
@@ -23,14 +23,14 @@ def size(num_bytes: int) -> str:
 
 
 def found_lines(peft: PeftDir) -> list[str]:
-    """Where the adapter was found, what was converted, and what beside it is not used."""
+    """Format where the adapter was found, what was converted, and which files are ignored."""
     lines = [f"found in sub-folder {peft.subdirectory}"] if peft.subdirectory else []
     ignored = [f"not used: {', '.join(peft.ignored_files)}"] if peft.ignored_files else []
     return [*lines, *peft.notices, *ignored]
 
 
 def found_facts(peft: PeftDir) -> dict[str, Any]:
-    """The same for programs."""
+    """Return the content of `found_lines` as JSON data."""
     return {
         "subdirectory": peft.subdirectory,
         "converted": list(peft.notices),
@@ -39,7 +39,7 @@ def found_facts(peft: PeftDir) -> dict[str, Any]:
 
 
 def report_lines(report: dict[str, Any]) -> list[str]:
-    """An upload report for people."""
+    """Format an upload report."""
     ranks = _range(report["rank_min"], report["rank_max"])
     norm = f", norm of B {report['norm_b']:.4g}" if report.get("norm_b") is not None else ""
     scaling = _range(f"{report['scaling_min']:g}", f"{report['scaling_max']:g}")
@@ -52,13 +52,13 @@ def report_lines(report: dict[str, Any]) -> list[str]:
 
 
 def limits_line(limits: dict[str, Any]) -> str:
-    """Limits for people."""
+    """Format limits."""
     shown = (f"{name} {size(value) if name == 'resident_bytes' else f'{value:.10g}'}" for name, value in limits.items())
     return ", ".join(shown) or "no limits of its own"
 
 
 def verdict_line(verdict: dict[str, Any] | None) -> str:
-    """What the last verification of the current version came to, for people."""
+    """Format the last verification of the current version."""
     if verdict is None:
         return "never verified (lorasrv verify)"
     when = datetime.fromtimestamp(verdict["created"], UTC)
@@ -70,7 +70,7 @@ def verdict_line(verdict: dict[str, Any] | None) -> str:
 
 
 def target_text(adapter_id: str, target: int | dict[str, float]) -> str:
-    """What an alias points to, for people: `mia@3`, or `mia@3 90 %, mia@4 10 %`."""
+    """Format an alias's target: `mia@3`, or `mia@3 90 %, mia@4 10 %`."""
     if isinstance(target, int):
         return f"{adapter_id}@{target}"
     return ", ".join(f"{adapter_id}@{version} {100 * share:g} %" for version, share in target.items())
@@ -85,13 +85,13 @@ def _range(low: object, high: object) -> str:
 
 
 DirectoryArgument = Annotated[
-    Path, typer.Argument(metavar="DIR", help="Folder that PEFT's save_pretrained(), or MLX, wrote.")
+    Path, typer.Argument(metavar="DIR", help="Folder written by PEFT's save_pretrained(), or by MLX.")
 ]
 PartialOption = Annotated[
-    bool, typer.Option("--allow-partial", help="Take it though modules that its config names have no tensors.")
+    bool, typer.Option("--allow-partial", help="Accept it although modules named in its config have no tensors.")
 ]
 
-# Not from the environment, where it means serve's: whoever lists asks the server, unless he says otherwise here.
+# Not from the environment, where the variable means serve's store: list calls the server unless --store is given.
 ClosedStoreOption = Annotated[
     Path | None, typer.Option("--store", metavar="DIR", help="A store that no server uses.", show_default=False)
 ]

@@ -1,4 +1,6 @@
-"""How the command line talks: results on stdout, everything else on stderr; bars for people, plain lines for files."""
+"""Write to the terminal: results on stdout, everything else on stderr; progress bars on terminals, plain lines in
+files.
+"""
 
 import sys
 from collections.abc import Iterator, Sequence
@@ -15,7 +17,7 @@ DIGEST_CHARS = 12
 
 
 class ExitCode(IntEnum):
-    """What scripts may rely on."""
+    """Define the exit codes that scripts may rely on."""
 
     DONE = 0
     REFUSED = 1
@@ -25,7 +27,7 @@ class ExitCode(IntEnum):
 
 
 class CliError(Exception):
-    """Ends the command with one clear line; `details` are more lines below it."""
+    """End the command with one clear line; `details` are more lines below it."""
 
     def __init__(self, message: str, *, details: list[str] | None = None, code: ExitCode = ExitCode.REFUSED) -> None:
         super().__init__(message)
@@ -34,44 +36,52 @@ class CliError(Exception):
 
 
 def out() -> "Console":
-    """Where results go. Made anew each time: tests and pipes replace sys.stdout."""
+    """Return a console for results, created on each call, as tests and pipes replace sys.stdout."""
     from rich.console import Console
 
     return Console(file=sys.stdout, soft_wrap=not sys.stdout.isatty(), highlight=False)
 
 
 def err() -> "Console":
-    """Where progress and complaints go."""
+    """Return a console for progress and errors."""
     from rich.console import Console
 
     return Console(file=sys.stderr, soft_wrap=True, highlight=False)
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON on stdout, at once: whoever reads a pipe waits for it."""
+    """Print one line of JSON on stdout and flush it, as the reader of a pipe waits for it."""
     print(one_line(value), flush=True)
 
 
 def say(text: str) -> None:
-    """A line of result, as it is: no markup, no wrapping."""
+    """Print a line of the result unchanged: no markup, no wrapping."""
     print(text, flush=True)
 
 
 def note(text: str) -> None:
-    """A line for whoever watches."""
+    """Print a line of information on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def stdin_text() -> str:
-    """All of stdin. Raises: CliError: it is no UTF-8."""
+    """Return all of stdin.
+
+    Raises:
+        CliError: it is not UTF-8.
+    """
     return "".join(stdin_lines())
 
 
 def stdin_lines() -> Iterator[str]:
-    """Lines of stdin as they come, with their ends. Raises: CliError: one is no UTF-8."""
+    """Yield lines of stdin as they arrive, with their ends.
+
+    Raises:
+        CliError: a line is not UTF-8.
+    """
     try:
         for line in sys.stdin:
-            # Python lets bytes that are no text through as halves of characters, depending on the locale.
+            # Depending on the locale, Python decodes invalid bytes as lone surrogates.
             line.encode("utf-8")
             yield line
     except UnicodeError:
@@ -79,7 +89,7 @@ def stdin_lines() -> Iterator[str]:
 
 
 def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool = True) -> None:
-    """Aligned on a terminal, `numbers` to the right behind the first column; elsewhere a tab between cells."""
+    """Print a table: aligned on a terminal, with `numbers` right-aligned after the first column; else tab-separated."""
     console = out()
     if not console.is_terminal:
         for row in (titles, *rows):
@@ -92,25 +102,25 @@ def print_table(titles: Sequence[str], rows: Sequence[Sequence[str]], *, numbers
     for number, title in enumerate(titles):
         table.add_column(title, justify="right" if number and numbers else "left", overflow="fold")
     for row in rows:
-        # As they are: a bracket would be markup.
+        # As Text: brackets in plain strings would be markup.
         table.add_row(*(Text(cell) for cell in row))
     console.print(table)
 
 
 def short_digest(digest: str) -> str:
-    """Enough of a digest to tell contents apart, and to pin one by."""
+    """Return a prefix of a digest, long enough to identify a content."""
     return digest.removeprefix("sha256:")[:DIGEST_CHARS]
 
 
 class Steps(Protocol):
-    """Told how far a slow thing has come: what is done, how much of it, and how much there is."""
+    """Report progress: the activity, how much of it is done, and the total."""
 
     def __call__(self, what: str, done: float, total: float) -> None: ...
 
 
 @contextmanager
 def progress(*, in_bytes: bool = False) -> Iterator[Steps]:
-    """A bar on a terminal; elsewhere a line when a step begins, at each quarter, and when it is done."""
+    """Show progress: a bar on a terminal; else a line at the beginning of a step, at each quarter, and at its end."""
     if sys.stderr.isatty():
         yield from _bar(in_bytes)
     else:
@@ -134,7 +144,7 @@ def _bar(in_bytes: bool) -> Iterator[Steps]:
 
 
 class _Lines:
-    """Progress for logs."""
+    """Write progress as lines for logs."""
 
     def __init__(self) -> None:
         self._quarters: dict[str, int] = {}

@@ -1,4 +1,4 @@
-"""doctor: whether lorasrv would serve here, and what to do where not. Loads no weights."""
+"""Check whether lorasrv would serve here, and what to do if not (doctor). Loads no weights."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
@@ -23,11 +23,12 @@ COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One check as it is shown. `fix` "": there is nothing to do."""
+    """Hold one check as it is printed."""
 
     name: str
     status: str
     text: str
+    # What to do about it; "" if nothing.
     fix: str
 
 
@@ -37,9 +38,9 @@ def doctor(
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check this machine for serve, with the options that it would have: device, memory, store, port, libraries, model.
+    """Check this machine for serve with its options: device, memory, store, port, libraries, model.
 
-    Exit code 1 if something would keep it from serving.
+    Exit code 1 if a problem would prevent serving.
     """
     reports = []
     for report in _reports(given_settings(ctx), config, rank):
@@ -63,7 +64,7 @@ def _reports(flags: Mapping[str, Any], config: Path | None, rank: int) -> Iterat
         sources = Sources.gather(flags, config)
         settings = sources.settings()
     except ConfigError as error:
-        yield Report("settings", "fail", str(error), "the other checks need settings: put this right first")
+        yield Report("settings", "fail", str(error), "the other checks need valid settings: correct this first")
         return
     yield _run("settings", lambda: doctor_serving.configuration(sources))
     yield _run("processor", doctor_machine.processor)
@@ -78,7 +79,7 @@ def _reports(flags: Mapping[str, Any], config: Path | None, rank: int) -> Iterat
 
 
 def _run(name: str, check: "Callable[[], Check]") -> Report:
-    """Whatever goes wrong in a check is its finding."""
+    """Run a check; its errors become its result."""
     try:
         done = check()
     except (LorasrvError, AdapterError) as error:

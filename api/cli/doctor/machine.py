@@ -1,4 +1,4 @@
-"""doctor's checks of the machine: libraries, processor, threads, device, compiled kernels."""
+"""Check the machine for doctor: libraries, processor, threads, device, compiled kernels."""
 
 import importlib.metadata
 import os
@@ -21,15 +21,16 @@ FEATURES = ("avx2", "fma", "avx512f", "avx512vnni", "avx512bf16", "amx-bf16", "n
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What a check has found. `fix`: what to do about it."""
+    """Hold the result of a check."""
 
     status: Status
     text: str
+    # What to do about it; "" if nothing.
     fix: str = ""
 
 
 def libraries() -> Check:
-    """Versions of what is imported, and of what only some commands need."""
+    """Report versions of required packages, and of those that only some commands need."""
     versions = {name: _version(name) for name in (*NEEDED, *OPTIONAL)}
     found = ", ".join(f"{name} {version}" for name, version in versions.items() if version is not None)
     text = f"Python {platform.python_version()}, lorasrv {_version('lorasrv') or 'from its source'}, {found}"
@@ -42,21 +43,21 @@ def libraries() -> Check:
 
 
 def processor() -> Check:
-    """What it is, and which of its vector units are known."""
+    """Report the processor and its known vector instructions."""
     import llvmlite.binding as llvm
 
     from lorasrv.offline.planner.machine_profile import cpu_model
 
     features = llvm.get_host_cpu_features()
     known = [name for name in FEATURES if features.get(name)]
-    text = f"{cpu_model()} ({llvm.get_host_cpu_name()}): {', '.join(known) or 'no vector unit that is known'}"
+    text = f"{cpu_model()} ({llvm.get_host_cpu_name()}): {', '.join(known) or 'no known vector instructions'}"
     if platform.machine() in ("x86_64", "AMD64") and "avx2" not in known:
-        return Check("warn", text, "kernels are much slower without AVX2; another machine would serve better")
+        return Check("warn", text, "kernels are much slower without AVX2; use another machine if possible")
     return Check("ok", text)
 
 
 def threads() -> Check:
-    """How many processors may be used, and whether more threads would run than that."""
+    """Report the usable processors, and warn if more threads would run."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota()
     wanted = os.environ.get("OMP_NUM_THREADS", "")
@@ -71,7 +72,7 @@ def threads() -> Check:
 
 
 def device(settings: ServerSettings) -> Check:
-    """Where the model would compute."""
+    """Report the device that would run the model."""
     import torch
 
     from lorasrv.errors import ConfigError
@@ -80,26 +81,26 @@ def device(settings: ServerSettings) -> Check:
     try:
         found = resolve_device(settings.device)
     except ConfigError as error:
-        return Check("fail", str(error), "leave out --device to take what there is")
+        return Check("fail", str(error), "leave out --device to use the available device")
     if found.type == "cuda":
         free, total = torch.cuda.mem_get_info(found)
         return Check("ok", f"{torch.cuda.get_device_name(found)}: {size(free)} of {size(total)} free")
     unused = Path("/proc/driver/nvidia").exists() and not torch.cuda.is_available()
-    fix = "there is an NVIDIA driver that torch does not use: install a torch for CUDA" if unused else ""
+    fix = "torch does not use the NVIDIA driver of this machine: install torch with CUDA" if unused else ""
     return Check("warn" if unused else "ok", f"cpu, torch {torch.__version__}", fix)
 
 
 def kernels(settings: ServerSettings) -> Check:
-    """Whether compiled kernels are kept, and whether there are any yet."""
+    """Report whether compiled kernels are cached."""
     from sgmv_kernels.cpu_runtime.kernel_cache import cache_directory
 
     if settings.kernels == "torch":
-        return Check("ok", "plain torch, as --kernels asks: slow, and nothing to compile")
+        return Check("ok", "plain torch, as set by --kernels: slow, nothing to compile")
     directory = cache_directory()
     if directory is None:
         where = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        fix = f"make {where}/lorasrv yours alone (chmod -R go-w), or set XDG_CACHE_HOME to a folder that is"
-        return Check("warn", "compiled kernels cannot be kept: every start compiles them anew, 15 to 30 s", fix)
+        fix = f"make {where}/lorasrv writable by you only (chmod -R go-w), or set XDG_CACHE_HOME to such a folder"
+        return Check("warn", "compiled kernels cannot be cached: each start compiles them again, 15 to 30 s", fix)
     files = [path for path in directory.iterdir() if path.is_file() and path.suffix != ".json"]
     if not files:
         return Check("ok", f"none in {directory} yet: the first start compiles them, 15 to 30 s")
@@ -114,7 +115,7 @@ def _version(name: str) -> str | None:
 
 
 def _quota() -> float | None:
-    """Processors that the container may use at a time; None: no limit that we see."""
+    """Return the container's limit of processors; None if there is none."""
     try:
         limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
         return None if limit == "max" else int(limit) / int(period)

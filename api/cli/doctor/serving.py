@@ -1,4 +1,4 @@
-"""doctor's checks of what serve would be given: settings, model, memory, store, disk, port."""
+"""Check the inputs of serve for doctor: settings, model, memory, store, disk, port."""
 
 import errno
 import fcntl
@@ -25,43 +25,43 @@ ASK_S = 2.0
 LITTLE_DISK, NO_DISK = 1 << 30, 64 << 20
 MIN_PAGES = 4
 _OF_KEYS = frozenset({"missing_api_key", "invalid_api_key", "forbidden"})
-# Bits a weight with its scales, about; the embedding and the head keep eight bits where layers have fewer.
+# Approximate bits per weight, scales included; embedding and head keep eight bits where layers have fewer.
 _BITS = {"int8": 8.5, "int4": 4.5, "q3h": 4.0, "fp8": 8.0}
 _FOUR_BITS = 0.7
-"""Bytes a weight below which a file has 4-bit codes."""
+"""Bytes per weight below which a file contains 4-bit weights."""
 
 
 def configuration(sources: "Sources") -> Check:
-    """Where options come from; they are sound, or nobody would have come here."""
+    """Report where options come from; invalid ones have failed before this check."""
     from api.config.file import default_path
     from api.config.sources import FIELDS, unknown_variables
 
     given = [name for name in FIELDS if sources.origin(name).kind != "default"]
-    where = str(sources.file.path) if sources.file is not None else f"no file ({default_path()} is not there)"
+    where = str(sources.file.path) if sources.file is not None else f"no file ({default_path()} does not exist)"
     text = f"{where}; {len(given)} options set: {', '.join(given)}" if given else f"{where}; all defaults"
     if unknown := unknown_variables():
-        return Check("warn", f"{text}; {'; '.join(unknown)}", "rename or unset what nothing reads")
+        return Check("warn", f"{text}; {'; '.join(unknown)}", "rename or unset the unknown variables")
     file = sources.file
     if file is not None and "api_key" in (*file.client, *file.serve) and _others_may_read(file.path):
-        return Check("warn", f"{text}; others may read the key in it", f"chmod 600 {file.path}")
+        return Check("warn", f"{text}; other users may read the key in it", f"chmod 600 {file.path}")
     return Check("ok", f"{text} (lorasrv config show --origin)")
 
 
 def model(settings: ServerSettings) -> Check:
-    """Whether the base is there and of a known family, by its header."""
+    """Check by its header that the base exists and is of a known family."""
     try:
         shape = _shape(settings.model)
     except LorasrvError as error:
         text = str(error)
         install = text.rpartition(": ")[2] if "pip install" in text else ""
-        return Check("fail", text, install or "give another --model, or put the file right")
+        return Check("fail", text, install or "give another --model, or repair the file")
     spec = shape.spec
     text = f"{shape.name}: {spec.family}, {_weights(shape) / 1e6:.0f} M weights, {spec.num_layers} layers"
     return Check("ok", f"{text}, context {spec.max_position}")
 
 
 def memory(settings: ServerSettings, rank: int) -> Check:
-    """Base, pool and host cache against what is free, and how many adapters of a rank fit where."""
+    """Compare base, pool and host cache with the free memory, and count the adapters of a rank that fit."""
     from lorasrv.worker.device import free_device_bytes, resolve_device
     from lorasrv.worker.host_memory import free_bytes
 
@@ -98,27 +98,27 @@ def memory(settings: ServerSettings, rank: int) -> Check:
 
 
 def store(settings: ServerSettings) -> Check:
-    """Whether the folder can be used, by whom it may be read, and whether a server has it."""
+    """Check that the folder is usable and private, and whether a server uses it."""
     root = settings.store.expanduser()
     if not root.exists():
         above = next(path for path in root.absolute().parents if path.exists())
         if above.is_dir() and os.access(above, os.W_OK | os.X_OK):
-            return Check("ok", f"{root} is not there yet; serve makes it")
-        return Check("fail", f"{root} cannot be made: no right to write to {above}", "another --store")
+            return Check("ok", f"{root} does not exist yet; serve creates it")
+        return Check("fail", f"{root} cannot be created: {above} is not writable", "another --store")
     if not root.is_dir() or not os.access(root, os.R_OK | os.W_OK | os.X_OK):
-        return Check("fail", f"{root} is no folder that can be written to", "chown it, or another --store")
+        return Check("fail", f"{root} is not a writable folder", "chown it, or another --store")
     if _is_locked(root):
         answers = _who(settings)
         who = f"the server at {_url(settings)}" if answers else "a server or a command"
         fix = "" if answers else "stop it before serve starts, or give another --store"
         return Check("ok" if answers else "warn", f"{root} is in use by {who}", fix)
     if _others_may_read(root):
-        return Check("warn", f"{root} may be read by other users", f"chmod 700 {root}")
-    return Check("ok", f"{root}, yours alone, in use by nobody")
+        return Check("warn", f"{root} is readable by other users", f"chmod 700 {root}")
+    return Check("ok", f"{root}, private and not in use")
 
 
 def disk(settings: ServerSettings, rank: int) -> Check:
-    """Room for adapters below the store."""
+    """Check the disk space for adapters."""
     root = settings.store.expanduser().absolute()
     there = next(path for path in (root, *root.parents) if path.exists())
     free = shutil.disk_usage(there).free
@@ -132,12 +132,12 @@ def disk(settings: ServerSettings, rank: int) -> Check:
         pass
     text += f", {size(quota)} allowed by --store-bytes" if quota is not None else ""
     if free < NO_DISK:
-        return Check("fail", text, "make room: uploads would be refused")
+        return Check("fail", text, "free some space: uploads would be refused")
     return Check("warn", text, "make room") if free < LITTLE_DISK else Check("ok", text)
 
 
 def port(settings: ServerSettings) -> Check:
-    """Whether the address can be had, or who has it; and whether serve would take it without a key."""
+    """Check that the address is free, or report its user, and that serve would accept it without a key."""
     from api.server import check_guarded
 
     place = f"{settings.host}:{settings.port}"
@@ -152,11 +152,11 @@ def port(settings: ServerSettings) -> Check:
             return Check("fail", f"{place}: {error.strerror or error}", "another --host or --port")
         if (about := _who(settings)) is not None:
             return Check("ok", f"{place}: {about}")
-        return Check("fail", f"{place} is taken by another program", "another --port; 0 takes a free one")
+        return Check("fail", f"{place} is in use by another program", "another --port; 0 selects a free one")
     return Check("ok", f"{place} is free")
 
 
-# What they have in common.
+# Shared helpers.
 @cache
 def _shape(name: str) -> "ModelShape":
     from lorasrv.models.loader.locate import read_model_shape
@@ -174,7 +174,7 @@ def _linear_weights(shape: "ModelShape") -> int:
 
 
 def _table_weights(shape: "ModelShape") -> int:
-    """Of the embedding, and of the head if it is another."""
+    """Count the weights of the embedding, and of the head if it is separate."""
     spec = shape.spec
     return spec.vocab_size * spec.hidden_size * (1 if spec.tied_head else 2)
 
@@ -194,7 +194,7 @@ def _base_bytes(settings: ServerSettings, shape: "ModelShape") -> int:
 
 
 def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[int, int, int]:
-    """Bytes of a page through all layers; pages and packed bytes of an adapter of this rank on every linear."""
+    """Return bytes of a page in all layers, and pages and packed bytes of an adapter of this rank on every linear."""
     from lorasrv.models.lora_sites import site_dims
     from sgmv_kernels.formats.adapter_panels import AdapterLayout
     from sgmv_kernels.formats.kv_format import get_kv_format
@@ -210,14 +210,14 @@ def _adapter(settings: ServerSettings, shape: "ModelShape", rank: int) -> tuple[
 
 
 def _adapter_weights(shape: "ModelShape", rank: int) -> int:
-    """Numbers in the file of an adapter of this rank on every linear."""
+    """Count the numbers in the file of an adapter of this rank on every linear."""
     spec = shape.spec
     rows = sum(site.in_features + out for site in spec.sites() for out in site.out_features)
     return spec.num_layers * rank * rows
 
 
 def _is_locked(root: Path) -> bool:
-    """Whether a server has the store; the lock is taken for a moment, and nothing is made."""
+    """Return whether a server uses the store, by trying its lock without creating anything."""
     try:
         fd = os.open(root / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
@@ -241,7 +241,10 @@ def _url(settings: ServerSettings) -> str:
 
 
 def _try_address(settings: ServerSettings) -> None:
-    """Take the address as serve would, and give it back. Raises: OSError."""
+    """Bind the address as serve would, and release it.
+
+    Raises: OSError.
+    """
     found = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)
     family, kind, protocol, _, address = found[0]
     with socket.socket(family, kind, protocol) as listener:
@@ -250,7 +253,7 @@ def _try_address(settings: ServerSettings) -> None:
 
 
 def _who(settings: ServerSettings) -> str | None:
-    """What a lorasrv that answers at the address says of itself."""
+    """Describe the lorasrv server that responds at the address, if there is one."""
     from api.cli.common.options import client_key
     from api.client import Client, Refused, ServerUnreachable
 
@@ -259,7 +262,7 @@ def _who(settings: ServerSettings) -> str | None:
         with Client(url, settings.secret_key or client_key(url), wait_s=ASK_S) as client:
             about = client.get("/info")
     except Refused as error:
-        return "lorasrv answers, and wants another key" if error.error.get("code") in _OF_KEYS else None
+        return "a lorasrv server that requires another key" if error.error.get("code") in _OF_KEYS else None
     except ServerUnreachable:
         return None
     return f"lorasrv {about['version']} answers, with {about['model_id']}" if about.get("router") == "lorasrv" else None

@@ -1,4 +1,6 @@
-"""A plan as a picture: TTFT by the number of adapters, and over the time of the trace. Only this needs matplotlib."""
+"""Plot TTFT by the number of adapters and over the trace's time. The only module of the command that needs
+matplotlib.
+"""
 
 from pathlib import Path
 
@@ -15,7 +17,10 @@ DPI = 120
 
 
 def draw(path: Path, plan: Plan) -> None:
-    """Write a PNG. Raises: OSError."""
+    """Write a PNG.
+
+    Raises: OSError.
+    """
     figure = Figure(figsize=SIZE_INCHES, layout="constrained")
     FigureCanvasAgg(figure)
     if plan.capacity is not None:

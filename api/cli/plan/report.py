@@ -1,4 +1,4 @@
-"""What `lorasrv plan` prints: tables for people, one JSON value for programs."""
+"""Print the results of `lorasrv plan`: tables, or one JSON value."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,12 +14,13 @@ from lorasrv.offline.planner.what_if import Capacity, WhatIf, best_change
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that there is to tell. `wall_s`: what the first replay took."""
+    """Hold the results of a plan."""
 
     server: SimServer
     source: str
     trace: Sequence[TraceRequest]
     done: SimulationResult
+    # Duration of the first replay.
     wall_s: float
     predicted: SimulationStats
     measured: SimulationStats | None
@@ -29,7 +30,7 @@ class Plan:
 
     @property
     def times_real_time(self) -> float:
-        """How much faster the replay was than what it replayed."""
+        """Return how much faster than real time the replay was."""
         return self.predicted.seconds / max(1e-9, self.wall_s)
 
     @property
@@ -37,14 +38,14 @@ class Plan:
         return best_change(self.predicted, self.changes, self.server.scheduler.target_itl_ms)
 
     def ratios(self) -> dict[str, float]:
-        """Predicted over measured, of what both have."""
+        """Return predicted over measured, for figures that both have."""
         if self.measured is None:
             return {}
         pairs = {name: (getattr(self.predicted, name), getattr(self.measured, name)) for name in _COMPARED}
         return {name: round(p / m, 3) for name, (p, m) in pairs.items() if m and math.isfinite(p / m)}
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the plan as JSON data."""
         return {
             "costs": {"source": self.source, **self.server.costs.to_dict()},
             "pool_bytes": self.server.geometry.num_pages * self.server.geometry.block_bytes,
@@ -86,7 +87,7 @@ _ROWS: tuple[tuple[str, str, Show], ...] = (
 
 
 def print_plan(plan: Plan) -> None:
-    """Tables on a terminal as in a file; sentences between them."""
+    """Print tables with sentences between them, the same on a terminal and in a file."""
     _print_prediction(plan)
     if plan.capacity is not None:
         _print_capacity(plan, plan.capacity)

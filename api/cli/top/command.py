@@ -1,4 +1,4 @@
-"""top: what a running server does, live."""
+"""Watch a running server live (top)."""
 
 import select
 import sys
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
     from api.client import Client
 
 WAIT_S = 5.0
-"""A server that is silent for so long is shown as gone, and asked again."""
+"""A server without a response for so long is shown as gone, and polled again."""
 LOOK_S = 0.2
-"""How soon a key, or a terminal of another size, is seen."""
+"""Interval of checks for a pressed key or a resized terminal."""
 
 
 def top(
-    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Between two looks.")] = 2.0,
-    count: Annotated[int | None, typer.Option("--count", min=1, help="End after so many looks.")] = None,
-    once: Annotated[bool, typer.Option("--once", help="One look, as plain lines.")] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Time between two samples.")] = 2.0,
+    count: Annotated[int | None, typer.Option("--count", min=1, help="Stop after so many samples.")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one sample as plain lines.")] = False,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Watch a server: throughput, queue, pool, tiers, latencies, the hottest adapters. q or Ctrl-C ends.
+    """Watch a server: throughput, queue, pool, tiers, latencies, busiest adapters. q or Ctrl-C ends.
 
-    Where the output is no terminal: a line a look. A server that goes away is waited for.
+    Without a terminal: one line per sample. If the server stops, wait for it.
     """
     looks = 1 if once else count
     with connected(server, wait_s=WAIT_S) as client:
         watch = _Watch(client)
-        first = watch.look()  # whoever never answered is an error, and not waited for
+        first = watch.look()  # a server that never responded is an error
         if as_json or once or not out().is_terminal:
             _print(watch, first, interval, looks, as_json)
         else:
@@ -46,7 +46,7 @@ def top(
 
 
 class _Watch:
-    """One server, asked again and again."""
+    """Sample one server repeatedly."""
 
     def __init__(self, client: "Client") -> None:
         self._client = client
@@ -55,14 +55,17 @@ class _Watch:
         self.model = ""
 
     def look(self) -> dict[str, Any]:
-        """Raises: ServerUnreachable, Refused."""
+        """Take a sample.
+
+        Raises: ServerUnreachable, Refused.
+        """
         self.model = self.model or self._client.base_name()
         sample = Sample(time.monotonic(), self._client.metrics(), self._client.pool())
         about = {"time": round(time.time(), 3), "server": self.url, "model": self.model, "up": True}
         return {**about, **self._history.add(sample)}
 
     def look_again(self) -> tuple[dict[str, Any] | None, str | None]:
-        """The figures, or why there are none."""
+        """Return the figures, or why there are none."""
         from api.client import Refused, ServerUnreachable
 
         try:
@@ -72,7 +75,7 @@ class _Watch:
 
 
 def _print(watch: _Watch, first: dict[str, Any], interval: float, looks: int | None, as_json: bool) -> None:
-    """For files and programs. A server that is gone is said once, and an object a look."""
+    """Print for files and programs. A missing server is reported once as text, and per sample as JSON."""
     from api.cli.top.view import line
 
     figures: dict[str, Any] | None = first
@@ -95,7 +98,7 @@ def _print(watch: _Watch, first: dict[str, Any], interval: float, looks: int | N
 
 
 def _show(watch: _Watch, first: dict[str, Any], interval: float, looks: int | None) -> None:
-    """For people."""
+    """Show a live screen."""
     from rich.live import Live
 
     from api.cli.top.view import screen
@@ -128,7 +131,7 @@ def _show(watch: _Watch, first: dict[str, Any], interval: float, looks: int | No
 
 @contextmanager
 def _keys() -> Iterator[Any]:
-    """A function that waits so many seconds for a key; "" is none. Keys come at once and are not shown."""
+    """Yield a function that waits up to so many seconds for a key ("": none), with echo and line buffering off."""
     if not sys.stdin.isatty():
 
         def sleep(seconds: float) -> str:

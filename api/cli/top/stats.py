@@ -1,4 +1,4 @@
-"""What `top` shows, computed from /metrics and /v1/pool of two moments: one JSON object a tick."""
+"""Compute what `top` shows from two samples of /metrics and /v1/pool, as one JSON object per sample."""
 
 import re
 from collections import deque
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 WINDOW_S = 60.0
-"""Latencies are those of answers in the last so many seconds; before there are any, of all."""
+"""Latencies cover the requests that ended in this window; before there are any, all requests."""
 PARTS = ("kv", "prefix", "adapters", "free")
 _BUCKET = re.compile(r'lorasrv_(\w+)_seconds_bucket\{le="([^"]+)"\}')
 _LATENCIES = {"first_token": "time_to_first_token", "inter_token": "inter_token", "request": "e2e"}
@@ -29,21 +29,23 @@ _FAILED = "lorasrv_adapter_load_failures_total{"
 
 @dataclass(frozen=True)
 class Sample:
-    """One moment: `time_s` monotonic, samples of /metrics, and /v1/pool."""
+    """Hold one sample."""
 
+    # Monotonic.
     time_s: float
     metrics: Mapping[str, float]
+    # /v1/pool.
     pool: Mapping[str, Any]
 
 
 @dataclass
 class History:
-    """The moments of the last minute."""
+    """Hold the samples of the last minute."""
 
     samples: deque[Sample] = field(default_factory=deque)
 
     def add(self, sample: Sample) -> dict[str, Any]:
-        """The figures of this moment, against those before it. A server that was restarted begins anew."""
+        """Return the figures of this sample relative to earlier ones. The history restarts if the server did."""
         if self.samples and _total(sample, "lorasrv_steps_total") < _total(self.samples[-1], "lorasrv_steps_total"):
             self.samples.clear()
         before = self.samples[-1] if self.samples else None
@@ -82,7 +84,7 @@ def _figures(now: Sample, before: Sample | None, oldest: Sample | None) -> dict[
 
 def _rates(now: Sample, before: Sample | None) -> dict[str, float | None]:
     if before is None:
-        # The server's own, which fades over seconds, is all that one moment tells.
+        # Without an earlier sample, only the server's own decaying rate is known.
         unknown = dict.fromkeys((*_RATES, "ended_per_s"))
         return {**unknown, "output_tokens_per_s": now.pool["traffic"]["tokens_per_s"]}
     seconds = max(1e-9, now.time_s - before.time_s)
@@ -96,12 +98,12 @@ def _total(sample: Sample, name: str) -> float:
 
 
 def _sum(sample: Sample, prefix: str) -> float:
-    """Over all labels."""
+    """Add up the samples of all labels."""
     return sum(value for name, value in sample.metrics.items() if name.startswith(prefix))
 
 
 def _latency(name: str, now: Sample, oldest: Sample | None) -> dict[str, float] | None:
-    """Medians and the like, read off the counts between bounds; None: nothing ended."""
+    """Estimate quantiles from the bucket counts; None if no request ended."""
     counts = _buckets(now, name)
     if oldest is not None:
         earlier = _buckets(oldest, name)
@@ -122,7 +124,9 @@ def _buckets(sample: Sample, name: str) -> dict[float, float]:
 
 
 def quantile(counts: Mapping[float, float], share: float) -> float:
-    """Of durations counted up to bounds (the last is infinite), evenly spread between two: as Prometheus has it."""
+    """Estimate a quantile from cumulative counts by upper bound (the last is infinite), with linear interpolation,
+    as Prometheus does.
+    """
     bounds = sorted(counts)
     wanted = share * counts[bounds[-1]]
     lower, below = 0.0, 0.0

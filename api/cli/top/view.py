@@ -1,4 +1,4 @@
-"""How `top` looks: a screen for people, of any width, and a line a tick for files."""
+"""Render `top`: a screen of any width for terminals, and a line per sample for files."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 COLOURS = {"kv": "cyan", "prefix": "blue", "adapters": "magenta", "free": "bright_black"}
-# Also without colours each part can be told.
+# Parts are distinguishable without colours, too.
 GLYPHS = {"kv": "█", "prefix": "▓", "adapters": "▒", "free": "░"}
 NARROW, SMALL_BAR = 60, 10
 HOT_FROM_LINE = 9
@@ -20,7 +20,7 @@ Figures = Mapping[str, Any]
 
 
 def line(figures: Figures, clock: str) -> str:
-    """One moment in one line of name=value."""
+    """Format one sample as a line of name=value."""
     requests, pages, latency = figures["requests"], figures["pages"], figures["latency_ms"]
     shares = {part: f"{100 * pages[part] / max(1, pages['total']):.0f}%" for part in PARTS}
     cells = {
@@ -42,7 +42,7 @@ def line(figures: Figures, clock: str) -> str:
 
 
 def screen(figures: Figures, title: str, problem: str | None, width: int, height: int) -> "Group":
-    """One moment, no wider and no higher than it may be. `problem`: the figures are those from before it."""
+    """Render one sample within the given size. With a `problem`, the figures are older than it."""
     from rich.console import Group
     from rich.text import Text
 
@@ -84,12 +84,12 @@ def _latencies(latency: Figures) -> Iterator[str]:
 
 
 def _bar(pages: Figures, width: int) -> "Text":
-    """Every part that holds a page is seen; what is free takes the rest."""
+    """Draw the pool; each part with a page gets at least one character, and free pages the rest."""
     from rich.text import Text
 
     room, total = max(SMALL_BAR, width - 1), max(1, pages["total"])
     widths = {part: -(-room * pages[part] // total) for part in PARTS if part != "free"}
-    # Rounding up may be too much together: the widest gives.
+    # Rounding up may exceed the width: shorten the widest parts.
     while sum(widths.values()) > room:
         widths[max(widths, key=lambda part: widths[part])] -= 1
     widths["free"] = room - sum(widths.values())

@@ -1,6 +1,6 @@
-"""The engine's figures under Prometheus names: the newest snapshot, and what its thread has counted.
+"""Export the engine's newest snapshot and its thread's counters under Prometheus names, and the store's counts.
 
-What the adapter store knows by heart: nothing here reads a disk.
+Nothing here reads a disk.
 """
 
 import time
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lorasrv.metrics.engine_stats import EngineStats
 
 
-# Help texts of EngineSnapshot's fields; the metric is `lorasrv_` and the field's name.
+# Help texts of EngineStats' fields; the metric is `lorasrv_` and the field's name.
 GAUGES = {
     "requests_running": "Requests in the running batch",
     "requests_waiting": "Requests in the queue, without those waiting for their adapter",
@@ -63,7 +63,7 @@ COUNTERS = {
     "prefix_evictions": "Prefix-cache pages evicted",
     "requests_failed": "Requests ended by a failed step",
 }
-# Fields that map what costs time to its seconds; the metric's name ends in its unit.
+# Fields that map parts of the cost model to seconds; the metric's name ends in its unit.
 COSTS = {
     "step_costs": ("step_cost_seconds", "Estimated step time per unit of each cost part, learned on this machine"),
     "load_costs": (
@@ -71,7 +71,7 @@ COSTS = {
         "Estimated time per byte of loading or copying an adapter, learned on this machine",
     ),
 }
-# One metric each, by tier: of which tier a field of the snapshot tells.
+# A metric for several fields, one per tier.
 TIERS = {
     "adapters_resident": ("Adapters in each tier", {"pool": "adapters_resident", "host": "host_cache_adapters"}),
     "adapter_loads": (
@@ -84,11 +84,11 @@ TIERS = {
     ),
 }
 ELSEWHERE = frozenset({"requests_finished_total", "adapter_load_failures_total", "adapter_load_seconds_total"})
-"""Fields of the snapshot that other figures here tell in more detail."""
+"""Fields of the snapshot that other metrics here show in more detail."""
 
 
 class EngineCollector(Collector):
-    """Reads one snapshot a scrape; the engine's thread is not disturbed."""
+    """Read one snapshot per scrape, without disturbing the engine's thread."""
 
     def __init__(self, engine: "AsyncEngine", base_name: str) -> None:
         self._engine = engine
@@ -137,7 +137,7 @@ class EngineCollector(Collector):
 
 
 def histogram(name: str, text: str, counted: Histogram) -> HistogramMetricFamily:
-    """One without labels."""
+    """Build a histogram metric without labels."""
     return HistogramMetricFamily(f"lorasrv_{name}", text, counted.cumulative(), counted.sum)
 
 
@@ -152,12 +152,12 @@ def _by_tier(snapshot: "EngineStats") -> Iterator[Metric]:
 
 
 def _unix(monotonic_s: float) -> float:
-    """0 is never."""
+    """Convert a monotonic time to Unix time; 0 means never."""
     return round(time.time() - (time.monotonic() - monotonic_s), 3) if monotonic_s else 0.0
 
 
 class StoreCollector(Collector):
-    """Counts of what is stored."""
+    """Export counts of stored adapters."""
 
     def __init__(self, store: AdapterStore) -> None:
         self._store = store

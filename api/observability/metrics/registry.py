@@ -1,4 +1,4 @@
-"""All collectors of one server, and their text."""
+"""Register all collectors of one server and render their text."""
 
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def make_registry(services: Services, http: HttpFigures) -> CollectorRegistry:
-    """Everything that `/metrics` shows of a server; listens to its engine's traffic from now on."""
+    """Build the registry that `/metrics` shows, and start listening to the engine's requests."""
     engine: AsyncEngine = services.engine
     top = TopAdapters(services.settings.metrics_adapters)
     engine.traffic.listeners.append(top.ended)
@@ -32,12 +32,12 @@ def make_registry(services: Services, http: HttpFigures) -> CollectorRegistry:
 
 
 def collected(registry: CollectorRegistry) -> list[Metric]:
-    """What it shows now. For the event loop's thread, whose figures these are."""
+    """Collect the current metrics, in the event loop's thread, which owns them."""
     return list(registry.collect())
 
 
 def as_text(metrics: Iterable[Metric]) -> bytes:
-    """Prometheus text; any thread may write it."""
+    """Render Prometheus text, in any thread."""
     registry = CollectorRegistry()
     registry.register(_GivenMetrics(metrics))
     return generate_latest(registry)

@@ -1,4 +1,4 @@
-"""Requests as their clients see them: how long they waited, how they were refused, by route, key and adapter."""
+"""Export requests as their clients see them: waiting times and refusals by route, key and adapter."""
 
 import math
 import time
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lorasrv.engine.async_engine import AsyncEngine
 
 
-# Histograms of Traffic; the metric's name ends in its unit.
+# Histograms of RequestStats; the metric's name ends in its unit.
 DURATIONS = {
     "queue": ("queue_seconds", "Time from arrival to the first step, without the wait for the adapter"),
     "first_token": ("time_to_first_token_seconds", "Time from arrival to the first token"),
@@ -37,7 +37,7 @@ OTHER = "other"
 
 
 class TrafficCollector(Collector):
-    """What the event loop has seen of the engine's requests."""
+    """Export the event loop's statistics of engine requests."""
 
     def __init__(self, engine: "AsyncEngine") -> None:
         self._engine = engine
@@ -64,7 +64,7 @@ class TrafficCollector(Collector):
 
 
 class HttpFigures(Collector):
-    """Requests by route and status, and by key; hears of each when its answer has been sent."""
+    """Count requests by route and status, and by key, once their responses have been sent."""
 
     def __init__(self) -> None:
         self._requests: Counter[tuple[str, str, str]] = Counter()
@@ -72,7 +72,7 @@ class HttpFigures(Collector):
         self._keys: Counter[str] = Counter()
 
     def saw(self, seen: RequestInfo) -> None:
-        """An answer has been sent, or its client has gone."""
+        """Count a request whose response has been sent, or whose client has disconnected."""
         self._requests[seen.method, seen.route, str(seen.status)] += 1
         if seen.route not in self._seconds:
             self._seconds[seen.route] = Histogram()
@@ -104,7 +104,7 @@ class HttpFigures(Collector):
 
 
 class EdgeCollector(Collector):
-    """Whom the socket's side of the server has cut off, before a route was asked or while its answer was sent."""
+    """Export connections closed below the application, before a route was called or during a response."""
 
     def __init__(self, cuts: Mapping[str, int]) -> None:
         self._cuts = cuts
@@ -141,11 +141,11 @@ class _Shown:
 
 
 class TopAdapters(Collector):
-    """Figures of the adapters with most traffic, the others as one: a series each would be too many.
+    """Export series for the adapters with the most traffic, and one for all others, as a series each would be too
+    many.
 
-    Who has a name is decided when a request ends, and what is counted stays where it was counted, so that no series
-    ever goes down. Another takes a name, from the one with least traffic of late, once it has `PROMOTION` times as
-    much.
+    The name is decided when a request ends, and counts stay where they were counted, so that no series ever decreases.
+    An adapter takes the place of the named one with the least recent traffic once it has `PROMOTION` times as much.
     """
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -157,14 +157,14 @@ class TopAdapters(Collector):
         self._scores: dict[str, float] = {}
 
     def ended(self, request: FinishedRequestStats) -> None:
-        """A request is over; the base's are not counted here. An id that is spelled like `OTHER` is one of those."""
+        """Count a finished request, except for the base's. An id spelled like `OTHER` counts there."""
         name = request.adapter_id
         if not name:
             return
         if name == OTHER:
             self._other.add(request)
             return
-        # What is newer weighs more, instead of all that is older being made less.
+        # Newer requests weigh more, which avoids reducing the weight of all older ones.
         age = (self._clock() - self._began_s) / RANK_OVER_S
         if age > 500:
             self._begin_anew()
@@ -214,11 +214,11 @@ class TopAdapters(Collector):
             self._shown[name] = _Shown()
 
     def _begin_anew(self) -> None:
-        """Before numbers become too large for a float."""
+        """Rescale the scores before they exceed the range of a float."""
         shrunk = math.exp((self._began_s - self._clock()) / RANK_OVER_S)
         self._scores = {name: score * shrunk for name, score in self._scores.items()}
         self._began_s = self._clock()
 
     def _forget_one(self) -> None:
-        """Of those without a name, who was not asked for longest."""
+        """Drop the score of the unnamed adapter that was least recently requested."""
         del self._scores[next(name for name in self._scores if name not in self._shown)]

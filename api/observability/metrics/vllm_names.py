@@ -1,7 +1,7 @@
-"""`--metrics-compat vllm`: our figures under vLLM's names, for dashboards made for it and for gateways.
+"""Export metrics under vLLM's names (`--metrics-compat vllm`), for dashboards made for it and for gateways.
 
-Names, labels and units as vLLM documents them; of `lora_requests_info` as the model server protocol of the Gateway API
-inference extension has it: the value is the time at which it was true, the labels are lists separated by commas.
+Names, labels and units are as vLLM documents them. `lora_requests_info` follows the model server protocol of the
+Gateway API inference extension: the value is the sample's time, the labels are lists separated by commas.
 """
 
 import time
@@ -18,7 +18,7 @@ SUCCESSES = ("stop", "length", "abort")
 
 
 class VllmCollector(Collector):
-    """`max_lora`: most adapters in one step."""
+    """Export the metrics. `max_lora` is the most adapters in one step."""
 
     def __init__(self, engine: "AsyncEngine", base_name: str, max_lora: int) -> None:
         self._engine = engine

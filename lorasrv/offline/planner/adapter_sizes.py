@@ -1,4 +1,4 @@
-"""How large the adapters of a trace are: by the store, by the trace, or by a rank that is assumed. No torch."""
+"""Determine the sizes of a trace's adapters: from the store, from the trace, or from an assumed rank. Torch-free."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,18 +14,21 @@ from lorasrv.offline.planner.what_if import name_of_size
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
 PIECES = 4
-"""Sites of a layout of which only the bytes are known: about as many panels as an adapter's usual."""
+"""Sites of a layout of which only the bytes are known: about as many panels as an adapter usually has."""
 PIECE_RANK = 16
 
 
 @dataclass(frozen=True)
 class AdapterSizes:
-    """`layout` by name. `told` by the store, `recorded` bytes by the trace; for the others `rank` on every linear."""
+    """Hold what is known about the sizes of adapters."""
 
     spec: ModelSpec
     itemsize: int
+    # Rank on every linear, for adapters of unknown size.
     rank: int
+    # Layouts from the store.
     told: Mapping[str, AdapterLayout]
+    # Bytes from the trace.
     recorded: Mapping[str, int]
 
     @classmethod
@@ -41,7 +44,7 @@ class AdapterSizes:
         return cls(spec, itemsize, rank, told, recorded)
 
     def maker(self) -> Callable[[str], AdapterLayout]:
-        """Layouts by name, each made once."""
+        """Return a function from name to layout that builds each layout once."""
 
         @cache
         def layout_of(name: str) -> AdapterLayout:
@@ -54,7 +57,7 @@ class AdapterSizes:
         return layout_of
 
     def assumed(self, names: Sequence[str]) -> list[str]:
-        """Of which of these nobody has told the size."""
+        """Return the names whose size is neither stored nor recorded."""
         return [name for name in names if name not in self.told and name not in self.recorded]
 
     def _of_rank(self) -> AdapterLayout:
@@ -65,14 +68,14 @@ class AdapterSizes:
 
 @cache
 def layout_of_bytes(nbytes: int, num_layers: int, itemsize: int) -> AdapterLayout:
-    """One that takes about so many bytes, in equal layers."""
+    """Return a layout of about `nbytes` bytes, in equal layers."""
     width = max(1, round(nbytes / (num_layers * PIECES * 2 * PIECE_RANK * itemsize)))
     sites = (SiteDims(width, (width,)),) * PIECES
     return AdapterLayout(sites, (((PIECE_RANK,),) * PIECES,) * num_layers, itemsize)
 
 
 def _spec_in(store: AdapterStore, name: str) -> AdapterSpec | None:
-    """What the store has under a name, or under a digest, if it has it."""
+    """Look up an adapter in the store by name or digest; None if it is missing."""
     try:
         return store.spec(store.resolve(name).key)
     except (AdapterError, OSError):

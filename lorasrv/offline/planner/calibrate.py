@@ -1,7 +1,7 @@
-"""Measures on this machine what `replay` needs to know: a short run of the real engine on adapters made for it.
+"""Measure this machine for `replay` with a short run of the real engine on generated adapters.
 
 The engine runs as in a server: its thread beside an event loop that takes the outputs, adapters read by the loader's
-threads. What is measured are its own steps, the same that it learns from while serving.
+threads. The measurements are its own steps, the same that it learns from while serving.
 """
 
 import asyncio
@@ -32,23 +32,22 @@ from lorasrv.worker.device import compute_alone
 Progress = Callable[[str, float], None]
 NUM_ADAPTERS = 16
 LARGE = 4
-"""Every other adapter has so many times the rank, so that what a load takes for itself and for its bytes can be told
-apart."""
+"""Rank ratio of every other adapter, which separates a load's fixed cost from its cost per byte."""
 MAX_RANK = 64
 NUM_STREAMS = 8
 STREAM_TOKENS = 400
 STREAMS_ALONE_S = 1.0
 LOAD_EVERY_S = 0.6
 LOADS_S, STEPS_S = 10.0, 20.0
-"""Most that the two parts may take, on a machine that is slow or busy."""
+"""Time limits of the two parts, for a slow or busy machine."""
 MIN_WAVES = 4
 MOST_MISFIT = 0.25
 PASSES = 3
 POOL_BYTES = 1 << 29
 _Step = tuple[float, StepShape, float]
-"""When a step ended, what it was, and how long it took."""
+"""End time, shape and duration of a step."""
 
-# Requests, distinct adapters, tokens of each prompt and of each answer, seconds from one request to the next.
+# Requests, distinct adapters, tokens per prompt, tokens per answer, seconds between two requests.
 WAVES = (
     (16, 16, 32, 10, 0.0),
     (1, 0, 64, 12, 0.0),
@@ -68,7 +67,7 @@ WAVES = (
 
 @dataclass(slots=True)
 class _Observed(StepCosts):
-    """Keeps every step: when it ended, what it was and how long it took."""
+    """Keep each observed step."""
 
     steps: list[_Step] = field(default_factory=list)
 
@@ -80,11 +79,11 @@ class _Observed(StepCosts):
 
 @dataclass(frozen=True, slots=True)
 class Calibrated:
-    """`misfit`: by what share the steps took longer, together, than the costs say. Where something else ran beside, it
-    is large: a step waits for its slowest thread.
-    """
+    """Hold the measured costs and their quality."""
 
     costs: MachineProfile
+    # Share by which the steps together took longer than the costs predict. Large if something else ran on the machine:
+    # a step waits for its slowest thread.
     misfit: float
 
     @property
@@ -93,10 +92,10 @@ class Calibrated:
 
 
 def calibrate(config: EngineConfig, rank: int, progress: Progress) -> Calibrated:
-    """Half a minute of a machine that does nothing else; on a busy one it ends early, with what it has.
+    """Measure for half a minute on an otherwise idle machine; on a busy one, stop early with the results so far.
 
     Raises:
-        ModelError, ConfigError: the model or an option does not serve.
+        ModelError, ConfigError: the model cannot be served, or an option is wrong.
     """
     with (
         tempfile.TemporaryDirectory(prefix="lorasrv-calibrate-") as folder,
@@ -122,7 +121,7 @@ def calibrate(config: EngineConfig, rank: int, progress: Progress) -> Calibrated
 
 
 class _Run:
-    """The measures, one after another."""
+    """Run the measurements one after another."""
 
     def __init__(
         self, engine: AsyncEngine, adapters: Sequence[tuple[AdapterKey, int]], observed: _Observed, progress: Progress
@@ -136,7 +135,7 @@ class _Run:
     async def all(self) -> Calibrated:
         await self._engine.start()
         try:
-            await self._wave(4, 0, 64, 8)  # pages and kernels are touched for the first time
+            await self._wave(4, 0, 64, 8)  # warm-up: touch pages and kernels for the first time
             edge_s = await self._edge()
             loads = await self._loads()
             await self._steps()
@@ -168,7 +167,9 @@ class _Run:
         await asyncio.gather(*(one(number) for number in range(requests)))
 
     async def _ask(self, adapter: int | None, prompt: int, tokens: int) -> float:
-        """Seconds until the first token. An output costs the event loop about what a server's answer would."""
+        """Return the seconds until the first token. Taking an output costs the event loop about what a server's
+        answer would.
+        """
         ids = [self._rng.randrange(100, self._engine.spec.vocab_size) for _ in range(prompt)]
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
         key = None if adapter is None else self._adapters[adapter][0]
@@ -179,7 +180,7 @@ class _Run:
         return first_s
 
     async def _edge(self) -> float:
-        """What a first token takes beside its step."""
+        """Measure what a first token takes beside its step."""
         beside = []
         for _ in range(5):
             first_s = await self._ask(None, 16, 1)
@@ -187,7 +188,7 @@ class _Run:
         return max(0.0, statistics.median(beside))
 
     async def _loads(self) -> "_Loads":
-        """Adapters are read while others run."""
+        """Measure loads of adapters while requests run."""
         self._observed.steps.clear()
         streams = asyncio.create_task(self._wave(NUM_STREAMS, 0, 32, STREAM_TOKENS))
         ends_s = time.perf_counter() + LOADS_S
@@ -237,7 +238,7 @@ class _Loads:
 
     @classmethod
     def of(cls, loads: Sequence[_MeasuredLoad], steps: Sequence[_Step]) -> "_Loads":
-        """`steps` ran meanwhile: what those beside a load took beyond the others is what it cost them."""
+        """Fit load costs. The steps that ran beside a load, compared with the others, give the stall that it caused."""
         each_s, byte_s = _line([(load.nbytes, load.seconds) for load in loads])
         alike = [(end - s, end, s) for end, shape, s in steps if shape.tokens == shape.requests == NUM_STREAMS]
         beside = [[s for begin, end, s in alike if begin < load.ended_s and load.begun_s < end] for load in loads]
@@ -250,7 +251,7 @@ class _Loads:
 
 
 def fitted(steps: Sequence[_Step]) -> dict[str, float]:
-    """The same model that the engine learns, from all steps alike."""
+    """Fit the model that the engine learns, giving all steps the same weight."""
     costs = StepCosts()
     rng = random.Random(0)
     for _ in range(PASSES):
@@ -260,13 +261,15 @@ def fitted(steps: Sequence[_Step]) -> dict[str, float]:
 
 
 def _between(steps: Sequence[_Step]) -> float:
-    """From the end of a step to the begin of the next, mostly while there was work."""
+    """Return the median time from the end of a step to the begin of the next; mostly there was work."""
     gaps = [after[0] - after[2] - before[0] for before, after in itertools.pairwise(steps)]
     return max(0.0, statistics.median(gaps)) if gaps else 0.0
 
 
 def _line(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """(seconds for nothing, seconds a byte) through the medians of the small and of the large; neither is negative."""
+    """Fit (seconds at zero bytes, seconds per byte), neither negative, to the medians of small and of large
+    adapters.
+    """
     small, large = min(nbytes for nbytes, _ in points), max(nbytes for nbytes, _ in points)
     small_s, large_s = (statistics.median(s for n, s in points if n == nbytes) for nbytes in (small, large))
     byte_s = (large_s - small_s) / (large - small) if large > small else small_s / small

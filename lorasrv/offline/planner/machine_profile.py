@@ -1,6 +1,7 @@
-"""What serving costs on a machine, as plain numbers: what `replay` predicts with, kept as JSON. No torch.
+"""Describe the costs of serving on a machine as plain numbers for `replay`, and cache measured ones as JSON.
+Torch-free.
 
-What was measured on this machine, kept for the next time: one small file for each model and form of it. No torch.
+The cache has one small file for each model and form of it.
 """
 
 import hashlib
@@ -22,28 +23,27 @@ from lorasrv.memory.cost_model import PARTS, CostModel, Rate, StepCosts
 
 @dataclass(frozen=True, slots=True)
 class MachineProfile:
-    """Seconds.
+    """Hold costs in seconds.
 
-    Args:
-        step: for each of `step_costs.PARTS`, of the whole of `Engine.step`.
-        between_steps_s: from the end of a step to the begin of the next, while there is something to compute.
-        edge_s: from a request's arrival until the engine may see it.
-        load_s, load_byte_s: to bring an adapter from disk to host memory, whatever its size, and for each of its bytes.
-        copy_s, copy_byte_s: from there to the pool.
-        swap_byte_s: between the pool and host memory, for pages of preempted requests.
-        stall_s, stall_byte_s: what the step that runs meanwhile loses to a load from disk, and to each of its bytes.
     Raises:
-        ConfigError: a value is missing, negative or no number.
+        ConfigError: a value is missing, negative or not a number.
     """
 
+    # Seconds per part of `cost_model.PARTS`, for the whole of `EngineCore.step`.
     step: Mapping[str, float]
+    # From the end of a step to the begin of the next while there is work.
     between_steps_s: float = 0.0
+    # From a request's arrival until the engine may see it.
     edge_s: float = 0.0
+    # Disk to host memory: per adapter, and per byte.
     load_s: float = 0.0
     load_byte_s: float = 1 / 0.5e9
+    # Host memory to the pool: per adapter, and per byte.
     copy_s: float = 0.0
     copy_byte_s: float = 1 / 4e9
+    # Pool to host memory and back, for pages of preempted requests.
     swap_byte_s: float = 1 / 4e9
+    # Delay of the running step by a load from disk: per adapter, and per byte.
     stall_s: float = 0.0
     stall_byte_s: float = 0.0
 
@@ -57,7 +57,12 @@ class MachineProfile:
 
     @classmethod
     def read(cls, path: Path) -> "MachineProfile":
-        """Raises: ConfigError: the file is no costs. OSError: it cannot be read."""
+        """Read a profile from a file.
+
+        Raises:
+            ConfigError: the file is not a valid profile.
+            OSError: it cannot be read.
+        """
         try:
             facts = json.loads(path.read_text("utf-8"))
         except ValueError:
@@ -66,7 +71,11 @@ class MachineProfile:
 
     @classmethod
     def of(cls, facts: Any) -> "MachineProfile":
-        """From JSON. Raises: ConfigError."""
+        """Build a profile from JSON data.
+
+        Raises:
+            ConfigError: the data is not a valid profile.
+        """
         known = {f.name for f in fields(cls)}
         if not isinstance(facts, dict) or not isinstance(facts.get("step"), dict):
             raise ConfigError('costs: must be a JSON object with "step", an object')
@@ -75,11 +84,11 @@ class MachineProfile:
         return cls(**facts)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the profile as JSON data."""
         return {**asdict(self), "step": dict(self.step)}
 
     def model(self, typical_bytes: int) -> CostModel:
-        """As a server would have learnt them, with adapters of about that size."""
+        """Return the costs as a server with adapters of about that size would have learned them."""
         step = StepCosts.from_dict(self.step)
         return CostModel(
             load=Rate(self.load_byte_s + self.load_s / max(1, typical_bytes)),
@@ -97,7 +106,7 @@ FORMAT = 1
 
 
 def cache_file(model_name: str, options: ModelOptions) -> Path:
-    """Where the costs of this model are kept: they are this CPU's and this version's."""
+    """Return the path of the cached costs of this model on this CPU and version."""
     base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     made = str(options.quantized_weights.absolute()) if options.quantized_weights is not None else None
     weights = [options.quantization, options.quantization_group, made, options.load_format]
@@ -107,7 +116,7 @@ def cache_file(model_name: str, options: ModelOptions) -> Path:
 
 
 def read_cached(path: Path) -> MachineProfile | None:
-    """None if there is nothing, or nothing that can be read."""
+    """Read cached costs; None if the file is missing or invalid."""
     try:
         return MachineProfile.read(path)
     except (OSError, ConfigError):
@@ -115,7 +124,10 @@ def read_cached(path: Path) -> MachineProfile | None:
 
 
 def write_cached(path: Path, costs: MachineProfile) -> None:
-    """Whole or not at all. Raises: OSError."""
+    """Write costs atomically.
+
+    Raises: OSError.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}.part")
     part.write_text(json.dumps(costs.to_dict(), indent=1) + "\n", "utf-8")
@@ -123,7 +135,7 @@ def write_cached(path: Path, costs: MachineProfile) -> None:
 
 
 def cpu_model() -> str:
-    """What this machine computes with."""
+    """Return the name of this machine's CPU."""
     try:
         found = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     except OSError:

@@ -1,4 +1,4 @@
-"""Adapters of random weights, for measuring only: bf16 on every linear, put straight into a store. No torch."""
+"""Generate adapters with random weights for measurements: bf16 on every linear, written into a store. Torch-free."""
 
 import hashlib
 import json
@@ -13,7 +13,7 @@ SPREAD = 0.02
 
 
 def write_random_adapter(store: AdapterStore, adapter_id: str, rank: int, seed: int) -> None:
-    """Register one; its weights are of this seed."""
+    """Register an adapter whose weights are drawn from the seed."""
     data = _weights_file(store.base, rank, seed)
     digest = hashlib.sha256(data).hexdigest()
     with store.open_blob(digest, len(data)) as upload:
@@ -33,7 +33,7 @@ def write_random_adapter(store: AdapterStore, adapter_id: str, rank: int, seed: 
 
 
 def _weights_file(base: BaseShapes, rank: int, seed: int) -> bytes:
-    """A safetensors file."""
+    """Return the bytes of a safetensors file."""
     rng = np.random.default_rng(seed)
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     parts, end = [], 0

@@ -1,4 +1,4 @@
-"""A replay, or a recorded trace, in a handful of figures. No torch."""
+"""Summarise a replay or a recorded trace in a few figures. Torch-free."""
 
 import itertools
 import math
@@ -16,19 +16,21 @@ NAN = float("nan")
 
 @dataclass(frozen=True)
 class SimulationStats:
-    """NaN where it is not known. Throughput from the first arrival to the last end; TPOT is the mean time of an
-    answer's tokens after the first, ITL the time between any two. `tiers`: shares of the requests with an adapter.
-    """
+    """Hold the figures; NaN where unknown."""
 
     requests: int
     seconds: float
+    # Throughput from the first arrival to the last end.
     tok_per_s: float
     requests_per_s: float
     ttft_p50_ms: float
     ttft_p99_ms: float
+    # Mean time of an answer's tokens after the first.
     tpot_p50_ms: float
     tpot_p99_ms: float
+    # Shares of the requests with an adapter.
     tiers: Mapping[str, float]
+    # Time between any two tokens.
     itl_p99_ms: float = NAN
     refused: Mapping[str, int] = field(default_factory=dict)
     loads_from_disk: int = 0
@@ -44,12 +46,12 @@ class SimulationStats:
         return sum(self.refused.values())
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON, which has no NaN."""
+        """Return the figures as JSON, with null for NaN."""
         return {k: None if isinstance(v, float) and math.isnan(v) else v for k, v in asdict(self).items()}
 
 
 def predicted(done: SimulationResult) -> SimulationStats:
-    """What a replay came to."""
+    """Summarise a replay."""
     served = [o for o in done.outcomes if o.refused is None]
     seconds = done.end_s - min((o.request.arrival_s for o in done.outcomes), default=0.0)
     common = _common(
@@ -75,7 +77,7 @@ def predicted(done: SimulationResult) -> SimulationStats:
 
 
 def measured(trace: Sequence[TraceRequest]) -> SimulationStats | None:
-    """What the server measured that recorded it; None if nobody did."""
+    """Summarise the recording server's own measurements; None if the trace has none."""
     known = [r for r in trace if r.ttft_ms is not None and r.total_ms is not None]
     if not known or len(known) < len(trace):
         return None
@@ -92,7 +94,7 @@ def measured(trace: Sequence[TraceRequest]) -> SimulationStats | None:
 
 
 def over_time(points: Iterable[tuple[float, float]], windows: int = 40) -> list[tuple[float, float]]:
-    """Medians of (time, value) in windows of equal length, each with its middle; empty windows are left out."""
+    """Return (middle, median) for windows of equal length over (time, value) points; empty windows are left out."""
     ordered = sorted(points)
     if not ordered:
         return []
@@ -102,12 +104,12 @@ def over_time(points: Iterable[tuple[float, float]], windows: int = 40) -> list[
 
 
 def ttft_points(outcomes: Iterable[SimulatedRequest]) -> list[tuple[float, float]]:
-    """(arrival in seconds, TTFT in ms) of what was served."""
+    """Return (arrival in seconds, TTFT in ms) of the served requests."""
     return [(o.request.arrival_s, 1e3 * o.ttft_s) for o in outcomes if o.ttft_s is not None]
 
 
 def quantile(values: Iterable[float], q: float) -> float:
-    """The smallest value that is at least as large as `q` of all; NaN of none."""
+    """Return the smallest value that is at least as large as a share `q` of all; NaN without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else NAN
 

@@ -1,7 +1,7 @@
-"""A loader that takes time but does nothing: `ThreadedLoader`'s queues, on a clock that somebody else moves. No torch.
+"""Simulate `ThreadedLoader`'s queues on an external clock: loads take time but move no bytes. Torch-free.
 
-Up to `PARALLEL_LOADS` adapters are read side by side and share the disk's bytes a second; copies go one after another.
-What lies in host memory is the real `HostCache`'s to say, so that its bound, pins and evictions are the server's.
+Up to `PARALLEL_LOADS` adapters are read in parallel and share the disk's bandwidth; copies run one after another. Host
+memory is the real `HostCache`, so its bound, pins and evictions are the server's.
 """
 
 import math
@@ -16,11 +16,11 @@ from lorasrv.config import PARALLEL_LOADS
 from lorasrv.offline.planner.machine_profile import MachineProfile
 
 EPSILON_S = 1e-6
-"""What ends within a microsecond has ended: a clock of years has no finer steps."""
+"""Events within a microsecond have ended: a clock of years has no finer steps."""
 
 
 class LoadPart(Enum):
-    """What a report is about."""
+    """Name the subject of a report."""
 
     LOADED = "loaded"
     COPIED = "copied"
@@ -32,6 +32,7 @@ class _SimLoad:
 
     key: AdapterKey
     nbytes: int
+    # Seconds and bytes left to read.
     setup_s: float
     bytes_left: float
     # Otherwise a prefetch.
@@ -39,10 +40,10 @@ class _SimLoad:
 
 
 class SimLoader:
-    """Mutated by the replay only. Every time that it is told is at least the last one.
+    """Simulate a loader; only the replay calls it, with times that never decrease.
 
     Args:
-        cache: host memory; the value is the number of bytes.
+        cache: host memory; its values are numbers of bytes.
         size_of: bytes of an adapter.
     """
 
@@ -63,24 +64,24 @@ class SimLoader:
         self.num_from_host = 0
 
     def take_stall_s(self) -> float:
-        """What the loads that have ended since the last call take from the step that ran meanwhile."""
+        """Return the time that loads which ended since the last call take from the step that ran meanwhile."""
         stall_s, self._stall_s = self._stall_s, 0.0
         return stall_s
 
     @property
     def has_reports(self) -> bool:
-        """Whether something has ended that nobody has asked for."""
+        """Return whether a load or copy has ended that `poll` has not returned."""
         return bool(self._reports)
 
     def next_event_s(self) -> float:
-        """When the next load or copy ends, as it looks now; infinity if none is under way."""
+        """Predict when the next load or copy ends; infinity if none is in progress."""
         times = [self._now + self._seconds_left(load) for load in self._reading]
         if self._copies:
             times.append(self._copy_ends_s)
         return min(times, default=math.inf)
 
     def advance(self, now_s: float) -> None:
-        """Time passes, at most until the next event."""
+        """Move the clock, at most to the next event."""
         self._read_for(now_s - self._now)
         self._now = now_s
         while self._copies and self._copy_ends_s <= now_s + EPSILON_S:
@@ -93,7 +94,7 @@ class SimLoader:
             self._end_load(load)
         self._begin()
 
-    # As `ThreadedLoader`'s.
+    # Same interface as `ThreadedLoader`.
 
     def prefetch(self, key: AdapterKey) -> None:
         if key not in self._cache and key not in self._loads and len(self._loads) < PARALLEL_LOADS:
@@ -120,7 +121,7 @@ class SimLoader:
             self._begin()
 
     def poll(self) -> list[tuple[AdapterKey, LoadPart]]:
-        """What has ended since the last call."""
+        """Return what has ended since the last call."""
         reports, self._reports = self._reports, []
         return reports
 

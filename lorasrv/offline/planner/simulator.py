@@ -1,14 +1,14 @@
-"""Recorded traffic through the real scheduler, pool accounts and host cache, with a clock that jumps. No torch.
+"""Replay a trace through the real scheduler, page pool and host cache on a simulated clock. Torch-free.
 
-What a server does between two steps is done here in the same order: reports of the loader, `Scheduler.schedule`,
-orders, the step, `update_from_output`. Only the work is not: a step takes what `StepCosts` says of its shape, a load
-what its bytes take, an answer has as many tokens as it had. Queues, chunks and evictions are the scheduler's own.
+Each round does what a server does between two steps, in the same order: take loader reports, `Scheduler.schedule`,
+issue orders, compute the step, `update_from_output`. Only the work is simulated: a step takes what `StepCosts` predicts
+for its shape, a load takes what its bytes take, and an answer has as many tokens as recorded. Queueing, chunking and
+eviction are the scheduler's own.
 
-Prompts of a replay: as long as the recorded ones, and alike where those were. No torch.
-
-A trace tells how many tokens of a prompt were known, not which. Here the requests of one adapter begin with the same
-tokens, as many as were known; the first of each adapter begins with as many as any other shares, for it is where they
-come from. All other tokens are a request's own. Whether a beginning is still there is then up to the real prefix cache.
+Prompts have the recorded lengths and share tokens where the recorded ones did. A trace tells how many tokens of a
+prompt were cached, but not which. Here the requests of one adapter begin with the same tokens, as many as were cached;
+the first of each adapter begins with as many as any other shares, since it is their origin. All other tokens are a
+request's own. Whether a shared beginning is still cached is decided by the real prefix cache.
 """
 
 import hashlib
@@ -41,7 +41,7 @@ VOCABULARY = 1 << 62
 
 
 class SimulatedPrompts:
-    """Token ids by the number of a request in the trace."""
+    """Generate token ids by a request's number in the trace."""
 
     def __init__(self, trace: Sequence[TraceRequest]) -> None:
         self._trace = trace
@@ -55,7 +55,7 @@ class SimulatedPrompts:
             self._shared[number] = most[adapter]
 
     def of(self, number: int) -> tuple[int, ...]:
-        """The tokens of one. A page's hash tells its request from the first own token on, whatever follows."""
+        """Return the tokens of a request. A page's hash identifies its request from the first own token on."""
         length = self._trace[number].prompt_tokens
         shared = min(self._shared[number], length)
         if shared == length:
@@ -66,24 +66,25 @@ class SimulatedPrompts:
 Progress = Callable[[float], None]
 TELL_EVERY = 512
 SHORTEST_WAIT_S = 1e-3
-"""A clock that did not move on would wait for ever."""
+"""Minimum advance of the clock; without it the simulation could wait without end."""
 
 
 @dataclass(frozen=True)
 class SimServer:
-    """The server that a trace is replayed on. `layout_of` tells how an adapter of this name lies in the pool."""
+    """Describe the server on which a trace is replayed."""
 
     geometry: PoolLayout
     memory: MemoryOptions
     scheduler: SchedulerOptions
     costs: MachineProfile
+    # Adapter name -> its layout in the pool.
     layout_of: Callable[[str], AdapterLayout]
     max_model_len: int = 1 << 30
 
 
 @dataclass(slots=True)
 class SimulatedRequest:
-    """What became of a request; times are on the trace's clock. `refused` says why, if it was not served."""
+    """Record the result of a request; times are on the trace's clock."""
 
     request: TraceRequest
     first_token_s: float | None = None
@@ -91,6 +92,7 @@ class SimulatedRequest:
     end_s: float | None = None
     tokens: int = 0
     timing: RequestTiming = field(default_factory=RequestTiming)
+    # Why the request was not served; None: it was.
     refused: str | None = None
 
     @property
@@ -99,7 +101,7 @@ class SimulatedRequest:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time of a token after the first."""
+        """Return the mean time per token after the first."""
         if self.first_token_s is None or self.tokens < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (self.tokens - 1)
@@ -107,9 +109,10 @@ class SimulatedRequest:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Everything that a replay has counted. `gaps_s`: between the tokens of each answer, all of them."""
+    """Hold the counts of a replay."""
 
     outcomes: Sequence[SimulatedRequest]
+    # Gaps between the tokens of each answer, for all answers.
     gaps_s: Sequence[float]
     end_s: float
     busy_s: float
@@ -119,11 +122,11 @@ class SimulationResult:
     loads_from_host: int
     evictions: int
     pool_used: float
-    """Mean share of the pool that requests and adapters held while steps were computed."""
+    """Mean share of the pool held by requests and adapters while steps were computed."""
 
 
 class Simulator:
-    """One replay; `run` it once."""
+    """Replay one trace; call `run` once."""
 
     def __init__(self, server: SimServer, trace: Sequence[TraceRequest]) -> None:
         self._server = server
@@ -163,7 +166,7 @@ class Simulator:
         return self.cache.max_bytes
 
     def hold(self, key: AdapterKey, /) -> None:
-        """Nothing is deleted here."""
+        """Do nothing: no adapter is deleted in a replay."""
 
     def layout(self, key: AdapterKey, /) -> AdapterLayout:
         return self._layouts[key]
@@ -175,7 +178,7 @@ class Simulator:
         return key in self.cache
 
     def run(self, progress: Progress = lambda _: None) -> SimulationResult:
-        """Until the last request has ended."""
+        """Simulate until the last request has ended."""
         told = 0
         while self._is_busy:
             if not self._step() and self._is_busy:
@@ -192,7 +195,7 @@ class Simulator:
         return self._next < len(self._trace) or bool(self._inbox) or self.scheduler.has_requests
 
     def _step(self) -> bool:
-        """One round of the engine; whether anything was computed or given up."""
+        """Run one round of the engine; return whether anything was computed or given up."""
         for message in self._inbox:
             self.scheduler.add(message)
         self._inbox.clear()
@@ -210,7 +213,7 @@ class Simulator:
     # Time.
 
     def _wait(self) -> None:
-        """Nothing can be computed: until something comes."""
+        """Move the clock to the next event when nothing can be computed."""
         if not self._inbox and not self._loader.has_reports:
             wake_s = max(self._wake_s, self.now + SHORTEST_WAIT_S)
             self._move_to(min(self._arrival_s(), self._loader.next_event_s(), wake_s))
@@ -226,7 +229,7 @@ class Simulator:
         self._used_page_s += held * (self.now - begun)
 
     def _pass(self, work_s: float) -> None:
-        """So much work is done, and what the loads cost it that end meanwhile."""
+        """Pass the time of `work_s` of computing, and of the stalls by loads that end meanwhile."""
         ends_s = self.now + work_s
         self._loader.take_stall_s()
         while self.now < ends_s:
@@ -234,7 +237,7 @@ class Simulator:
             ends_s += self._loader.take_stall_s()
 
     def _move_to(self, time_s: float) -> None:
-        assert time_s < math.inf, "requests wait for nothing"
+        assert time_s < math.inf, "requests wait, but there is no event"
         self.now = max(self.now, time_s)
         self._loader.advance(self.now)
         while self._arrival_s() <= self.now:
@@ -249,7 +252,7 @@ class Simulator:
     # Requests.
 
     def _arrives(self, outcome: SimulatedRequest, number: int) -> None:
-        """At the edge, while the engine may be in a step: admitted, and its adapter's file begun to be read."""
+        """Admit a request, possibly during a step, and start reading its adapter's file."""
         request, rid = outcome.request, RequestId(f"r{number}")
         outcome.refused = self._why_not(request)
         message = None if outcome.refused else self._message(rid, request, number)
@@ -262,7 +265,7 @@ class Simulator:
             self._loader.prefetch(message.adapter_key)
 
     def _why_not(self, request: TraceRequest) -> str | None:
-        """Why a request is refused before anybody looks at its tokens, if it is."""
+        """Return the reason to refuse a request before tokenization, if there is one."""
         options, scheduler = self._server.scheduler, self.scheduler
         sent = len(self._inbox) + 1
         if num_queued(sent, scheduler.num_waiting, scheduler.num_running, options.max_num_seqs) > (
@@ -274,8 +277,8 @@ class Simulator:
         return None
 
     def _message(self, rid: RequestId, request: TraceRequest, number: int) -> EngineCoreRequest | None:
-        """None if it can never fit."""
-        # Where the context is shorter than the recorded server's, an answer may only have what is left of it.
+        """Admit a request; return None if it can never fit."""
+        # Where the context is shorter than the recorded server's, an answer gets only the rest of the context.
         most = max(request.output_tokens, request.max_tokens or 0)
         most = min(most, self._server.max_model_len - request.prompt_tokens)
         try:
@@ -292,13 +295,13 @@ class Simulator:
         except InvalidRequest:
             return None
 
-    def _sampled(self, step: SchedulerOutput) -> dict[RequestId, int]:
-        """The last token of an answer ends it, unless its length does."""
+    def _sampled(self, step: SchedulerOutput) -> dict[RequestId, tuple[int]]:
+        """Sample the end token as an answer's last token, unless its length ends it."""
         tokens = {}
         for share in step.scheduled:
             if share.samples:
                 is_last = share.num_generated + 1 >= self._live[share.request_id].request.output_tokens
-                tokens[share.request_id] = EOS if is_last else OTHER_TOKEN
+                tokens[share.request_id] = (EOS if is_last else OTHER_TOKEN,)
         return tokens
 
     def _hear(self, outputs: Sequence[EngineOutput]) -> None:
@@ -353,18 +356,18 @@ class Simulator:
 
 
 def replay(server: SimServer, trace: Sequence[TraceRequest], progress: Progress = lambda _: None) -> SimulationResult:
-    """What would happen if this traffic came to that server, which has nothing in memory yet."""
+    """Simulate this traffic on a server that starts with empty memory."""
     return Simulator(server, trace).run(progress)
 
 
 def resized(server: SimServer, pool_bytes: int) -> SimServer:
-    """The same with another pool."""
+    """Return the server with another pool size."""
     pages = max(1, pool_bytes // server.geometry.block_bytes)
     return replace(server, geometry=replace(server.geometry, num_pages=pages))
 
 
 def _key(adapter: str) -> AdapterKey:
-    """A name's content: here a name means one only."""
+    """Return a stand-in for a name's content: in a trace a name means one content only."""
     return AdapterKey(hashlib.sha256(adapter.encode("utf-8", "surrogatepass")).hexdigest())
 
 

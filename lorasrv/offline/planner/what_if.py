@@ -1,6 +1,7 @@
-"""What a trace says about another server: how many adapters would fit, and which change would help. No torch.
+"""Answer questions about another server by replaying a trace: how many adapters fit, and which change helps.
+Torch-free.
 
-Replays answer it, a few for each question. The same seed gives the same answer.
+Each question takes a few replays. The same seed gives the same answer.
 """
 
 import itertools
@@ -18,18 +19,18 @@ from lorasrv.offline.planner.simulator import SimServer, replay, resized
 
 MAX_ZIPF = 4.0
 PRECISION = 1.1
-"""The number of adapters is found to within so much."""
+"""Relative precision of the number of adapters."""
 WORTH_IT = 0.05
 MIN_POOL_PAGES = 4
 SPREAD_MARK = "\x00"
-"""No name of an adapter has it."""
+"""Occurs in no adapter's name."""
 Tell = Callable[[str], None]
-"""Told what is replayed now."""
+"""Called with a description of the next replay."""
 
 
 # Popularity.
 def fit_zipf(counts: Iterable[int]) -> float:
-    """The exponent under which these counts, the largest first, are most likely; 0 if all are asked for alike."""
+    """Return the maximum-likelihood Zipf exponent of these counts; 0 if all are equal."""
     ordered = sorted(counts, reverse=True)
     if len(ordered) < 2:
         return 0.0
@@ -37,7 +38,7 @@ def fit_zipf(counts: Iterable[int]) -> float:
     mean = sum(count * log for count, log in zip(ordered, logs, strict=True)) / sum(ordered)
     low, high = 0.0, MAX_ZIPF
     for _ in range(50):
-        # The likelihood is greatest where the law's own mean of log(rank) is that of the counts; it falls with s.
+        # The likelihood is greatest where the law's mean of log(rank) equals that of the counts; the mean falls with s.
         s = (low + high) / 2
         weights = [math.exp(-s * log) for log in logs]
         expected = sum(w * log for w, log in zip(weights, logs, strict=True)) / sum(weights)
@@ -47,8 +48,9 @@ def fit_zipf(counts: Iterable[int]) -> float:
 
 @dataclass(frozen=True)
 class Popularity:
-    """Whom requests ask for: adapters by Zipf's law. `names` are the trace's own, the most popular first."""
+    """Model which adapters requests name, by Zipf's law."""
 
+    # The trace's adapters, the most popular first.
     names: Sequence[str]
     exponent: float
 
@@ -58,8 +60,10 @@ class Popularity:
         return cls([name for name, _ in counts.most_common()], fit_zipf(counts.values()))
 
     def spread(self, trace: Sequence[TraceRequest], num_adapters: int, seed: int = 0) -> list[TraceRequest]:
-        """The same requests for other adapters, so many of them. They are as large as the trace's, in turns, and a
-        request asks for the same share of the popularity whatever the number, so that numbers can be compared.
+        """Distribute the trace's requests over another number of adapters.
+
+        New adapters take the sizes of the trace's in turn. Each request keeps its quantile of the popularity whatever
+        the number, so that different numbers are comparable.
         """
         rng = random.Random(seed)
         ends = list(itertools.accumulate(1 / rank**self.exponent for rank in range(1, num_adapters + 1)))
@@ -75,19 +79,19 @@ class Popularity:
 
 
 def spread_name(like: str, number: int) -> str:
-    """What an adapter is called that is as large as that one."""
+    """Return the name of a new adapter with the size of `like`."""
     return f"{like}{SPREAD_MARK}{number}"
 
 
 def name_of_size(adapter: str) -> str:
-    """The name in the trace of an adapter that is as large as this one, which `spread` has named."""
+    """Return the trace's adapter with the size of this one, which `spread` has named."""
     return adapter.rpartition(SPREAD_MARK)[0] or adapter
 
 
-# How many adapters.
+# Number of adapters.
 @dataclass(frozen=True)
 class Point:
-    """A replay with so many adapters."""
+    """Hold the figures of a replay with a number of adapters."""
 
     adapters: int
     figures: SimulationStats
@@ -95,11 +99,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Capacity:
-    """`fits` is the largest number found whose p99 TTFT stays within `limit_ms`; None if not even one does.
-    `is_bound` False: more would fit as well, each request had an adapter of its own already.
-    """
+    """Report how many adapters fit."""
 
+    # Largest number found whose p99 TTFT stays within `limit_ms`; None if one adapter exceeds it.
     fits: int | None
+    # False: more would fit as well, as each request had an adapter of its own already.
     is_bound: bool
     limit_ms: float
     exponent: float
@@ -107,7 +111,10 @@ class Capacity:
 
 
 def capacity(server: SimServer, trace: Sequence[TraceRequest], limit_ms: float, tell: Tell) -> Capacity:
-    """Doubling, then bisection. A refused request counts as one that waited for ever."""
+    """Find the largest number of adapters within a TTFT limit, by doubling and bisection.
+
+    A refused request counts as an infinite TTFT.
+    """
     popularity = Popularity.of(trace)
     points: dict[int, Point] = {}
 
@@ -130,7 +137,7 @@ def capacity(server: SimServer, trace: Sequence[TraceRequest], limit_ms: float, 
 
 
 def _bracket(fits: Callable[[int], bool], start: int, largest: int) -> tuple[int, int | None]:
-    """A number that fits, 0 if none does, and a larger one that does not, None if all do."""
+    """Return a number that fits (0: none) and a larger one that does not (None: all fit)."""
     count = start
     if fits(count):
         while count < largest:
@@ -147,10 +154,10 @@ def _bracket(fits: Callable[[int], bool], start: int, largest: int) -> tuple[int
     return 0, count
 
 
-# What to change.
+# Changes to try.
 @dataclass(frozen=True)
 class WhatIf:
-    """One option set otherwise, and what that would come to."""
+    """Hold the figures of a replay with one option changed."""
 
     name: str
     flags: str
@@ -158,7 +165,7 @@ class WhatIf:
 
 
 def changes(server: SimServer, trace: Sequence[TraceRequest], tell: Tell) -> list[WhatIf]:
-    """A replay for each."""
+    """Replay the trace once for each change."""
     done = []
     for name, flags, changed in _changed(server):
         tell(name)
@@ -167,8 +174,10 @@ def changes(server: SimServer, trace: Sequence[TraceRequest], tell: Tell) -> lis
 
 
 def best_change(now: SimulationStats, tried: Sequence[WhatIf], target_itl_ms: float | None = None) -> WhatIf | None:
-    """The one that lowers the p99 TTFT most, by more than 5 %, and costs no more than that in throughput, refuses no
-    more, and keeps answers as fast, or within the target. None if there is none.
+    """Return the harmless change that lowers the p99 TTFT most, by more than 5 %; None if there is none.
+
+    A change is harmless if it costs at most 5 % of throughput, refuses no more requests, and keeps the p99 TPOT within
+    5 % or within the target.
     """
     allowed_ms = max((1 + WORTH_IT) * now.tpot_p99_ms, target_itl_ms or 0.0)
     good = [c for c in tried if _is_harmless(now, c.figures, allowed_ms)]

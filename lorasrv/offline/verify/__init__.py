@@ -1,4 +1,5 @@
-"""`lorasrv verify`: what this server computes with a stored adapter, beside what transformers and PEFT compute.
+"""Compare what this server computes with a stored adapter with what transformers and PEFT compute (`lorasrv
+verify`).
 
-The server's part (`verifier.py`, `job.py`, `verdict.py`) imports no torch. The rest runs in a process of its own.
+The server's part (`verifier.py`, `job.py`, `verdict.py`) is torch-free. The rest runs in its own process.
 """

@@ -1,7 +1,4 @@
-"""Logits and deltas -> the figures of a verification.
-
-One verification, from a job to a verdict: the served computation first, then the oracle over the same tokens.
-"""
+"""Run one verification from job to verdict: the served computation first, then the reference over the same tokens."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -39,7 +36,7 @@ class _Sums:
         self.values += exact.numel()
         self.absolute += float(exact.sum())
         self.squares += float(exact.square().sum())
-        # Not max(): it would drop a NaN.
+        # Not max(), which would drop a NaN.
         top = float(exact.max())
         self.largest = top if math.isnan(top) or top > self.largest else self.largest
 
@@ -54,7 +51,7 @@ class _Sums:
 
 @dataclass
 class LogitComparison:
-    """Served logits beside the oracle's, prompt by prompt."""
+    """Accumulate differences between served and reference logits, prompt by prompt."""
 
     _sums: _Sums = field(default_factory=_Sums)
     _positions: int = 0
@@ -64,7 +61,7 @@ class LogitComparison:
     _variances: float = 0.0
 
     def add(self, served: Tensor, oracle: Tensor) -> None:
-        """Both [positions, V] fp32."""
+        """Compare logits, both [positions, V] fp32."""
         difference = served - oracle
         self._sums.add(difference)
         scale = oracle.abs().amax(dim=1).clamp_min(1e-30)
@@ -77,7 +74,11 @@ class LogitComparison:
         self._gap = max(self._gap, float(gaps.max()))
 
     def errors(self) -> LogitErrors:
-        """Raises: ValueError: logits are no numbers, so that there is nothing to compare."""
+        """Summarise the differences.
+
+        Raises:
+            ValueError: logits are not finite.
+        """
         if not math.isfinite(self._sums.squares):
             raise ValueError("logits are not finite")
         return LogitErrors(
@@ -94,13 +95,13 @@ class LogitComparison:
 
 @dataclass
 class EffectComparison:
-    """The oracle's logits with the adapter beside those without."""
+    """Accumulate differences between the reference's logits with the adapter and without."""
 
     _sums: _Sums = field(default_factory=_Sums)
     _changed: int = 0
 
     def add(self, adapted: Tensor, plain: Tensor) -> None:
-        """Both [positions, V] fp32."""
+        """Compare logits, both [positions, V] fp32."""
         self._sums.add(adapted - plain)
         self._changed += int((adapted.argmax(dim=1) != plain.argmax(dim=1)).sum())
 
@@ -109,16 +110,16 @@ class EffectComparison:
 
 
 def linear_errors(compared: Iterable[tuple[str, Tensor, Tensor]], limit: float) -> LinearErrors:
-    """(name, served delta, PEFT's delta) of every linear of the base -> how far they are off.
+    """Compare (name, served delta, PEFT's delta) of every linear of the base.
 
-    An adapter that is left out, or is where PEFT has none, is 1; one of twice the strength 0.5.
+    The error of an adapter missing on one side is 1, of one with twice the strength 0.5.
     """
     errors: dict[str, float] = {}
     adapted = 0
     for name, served, oracle in compared:
         larger = max(float(served.double().norm()), float(oracle.double().norm()))
         off = float((served.double() - oracle.double()).norm())
-        # What is not a number is as far off as can be.
+        # NaN and infinities count as the largest error.
         errors[name] = 0.0 if larger == 0 else off / larger if math.isfinite(off / larger) else 2.0
         adapted += bool(oracle.any())
     wrong = sorted((name for name, error in errors.items() if error > limit), key=lambda name: -errors[name])
@@ -128,12 +129,12 @@ def linear_errors(compared: Iterable[tuple[str, Tensor, Tensor]], limit: float) 
 
 Progress = Callable[[str, float], None]
 ROWS = 4
-"""Random inputs of each linear."""
+"""Random inputs per linear."""
 
 
 @dataclass(frozen=True)
 class Verified:
-    """A verdict, and with what it was computed."""
+    """Hold a verdict and the configuration it was computed with."""
 
     verdict: Verdict
     quantization: str
@@ -141,11 +142,11 @@ class Verified:
 
 
 def verify(job: VerifyJob, progress: Progress) -> Verified:
-    """Compute and compare.
+    """Compute with both implementations and compare.
 
     Raises:
-        CannotVerify: the oracle cannot be built, or there is nothing to compare.
-        AdapterError, ModelError: the adapter or the base is not what it was.
+        CannotVerify: the reference cannot be built, or the results cannot be compared.
+        AdapterError, ModelError: the adapter or the base has changed or is damaged.
     """
     model = job.model
     checkpoint = open_checkpoint(model.model, model.load_format, model.quantized_weights)
@@ -170,14 +171,14 @@ def verify(job: VerifyJob, progress: Progress) -> Verified:
     try:
         with_adapter, without = adapted.errors(), plain.errors()
     except ValueError:
-        raise CannotVerify("the logits are infinite or no numbers: the adapter overflows on these prompts") from None
+        raise CannotVerify("the logits are infinite or NaN: the adapter overflows on these prompts") from None
     linears = linear_errors(_deltas(served, oracle, progress), LINEAR_LIMITS[model.dtype])
     figures = ComparisonStats(model.dtype, with_adapter, without, effect.effect(), linears)
     return Verified(judge(figures), served.quantization, served.ops.name)
 
 
 def _deltas(served: ServedModel, oracle: PeftReference, progress: Progress) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Every linear of the base, whether or not it is adapted: (name, served delta, PEFT's delta)."""
+    """Yield (name, served delta, PEFT's delta) for every linear of the base, adapted or not."""
     spec = served.weights.spec
     random = torch.Generator().manual_seed(0)
     for layer in range(spec.num_layers):

@@ -1,4 +1,4 @@
-"""A `ModelSpec` as transformers writes it down, for bases whose file is no Hugging Face directory."""
+"""Convert a `ModelSpec` to a transformers configuration, for bases that are not Hugging Face directories."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -34,15 +34,15 @@ _BIASES: Mapping[str, Collection[tuple[bool, bool, bool]]] = {
     "gemma3": (_NONE, _ATTENTION),
     "phi3": (_NONE,),
 }
-"""Of each family, whether q, k and v, whether o, and whether the MLP may have them."""
+"""Allowed combinations per family: bias on q, k and v; on o; on the MLP."""
 SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 def config_from_spec(spec: ModelSpec) -> Any:
-    """The configuration from which transformers builds the same model.
+    """Return the configuration from which transformers builds the same model.
 
     Raises:
-        CannotVerify: the family has no such model there.
+        CannotVerify: transformers has no such model.
     """
     family = _family(spec)
     fields: dict[str, Any] = {
@@ -66,7 +66,7 @@ def config_from_spec(spec: ModelSpec) -> Any:
 
 
 def _family(spec: ModelSpec) -> str:
-    """A GGUF file of mistral calls itself llama."""
+    """Return the family name that transformers uses; a GGUF file of mistral calls itself llama."""
     if spec.family not in _CLASSES:
         raise CannotVerify(f"no model of transformers is known for family {spec.family}; known: {', '.join(_CLASSES)}")
     return "mistral" if spec.family == "llama" and spec.sliding_window else spec.family
@@ -139,7 +139,7 @@ def _rope(rope: RopeSpec, spec: ModelSpec) -> dict[str, Any]:
             "attention_factor": rope.attention_factor,
         }
     if rope.kind == "factors":
-        # Each frequency divided by a number of its own, however the checkpoint came to it: LongRoPE within its context.
+        # Each frequency has its own divisor, whatever the checkpoint's rule: LongRoPE within its context.
         params |= {
             "rope_type": "longrope",
             "short_factor": list(rope.factors),

@@ -1,7 +1,4 @@
-"""What the process that verifies is told, and what it tells: one JSON object a line, in both directions.
-
-Why a verification has no verdict. Raised in its own process; the server's side has `VerificationFailed`.
-"""
+"""Define the messages between the server and the verifying process: one JSON object per line, in both directions."""
 
 import json
 from collections.abc import Mapping
@@ -13,7 +10,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.config import ModelOptions
 
 NEW_TOKENS = 8
-"""Tokens that each prompt is continued by: single rows go through other kernels than prompts."""
+"""Tokens generated after each prompt: single rows use other kernels than prompts."""
 MAX_PROMPTS = 16
 MAX_PROMPT_TOKENS = 512
 BUILTIN_PROMPTS = (
@@ -26,31 +23,26 @@ BUILTIN_PROMPTS = (
 
 @dataclass(frozen=True, slots=True)
 class VerifyJob:
-    """One verification.
+    """Describe one verification."""
 
-    Args:
-        model: as the server was told, but for the device: it is computed on the CPU.
-        kv_dtype: of keys and values.
-        max_lora_rank: as the server's.
-        key: the content that is verified.
-        config: adapter_config.json as uploaded.
-        weights: where the adapter's weights are; `weights_digest` their SHA-256.
-        prompts: token ids.
-        new_tokens: how many tokens each prompt is continued by.
-    """
-
+    # As the server's options, except for the device, which is the CPU.
     model: ModelOptions
+    # Dtype of keys and values.
     kv_dtype: str
     max_lora_rank: int
+    # The content to verify.
     key: AdapterKey
+    # adapter_config.json as uploaded.
     config: Mapping[str, object]
+    # Path of the adapter's weights, and their SHA-256.
     weights: Path
     weights_digest: str
+    # Token ids.
     prompts: tuple[tuple[int, ...], ...]
     new_tokens: int = NEW_TOKENS
 
     def to_line(self) -> bytes:
-        """The job as JSON, with a line feed."""
+        """Serialise the job as one line of JSON."""
         return json.dumps(asdict(self), default=str).encode() + b"\n"
 
     @classmethod
@@ -69,11 +61,13 @@ class VerifyJob:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What is being done, and how much of that, 0 to 1."""
+    """Report the current activity and the share of it that is done, 0 to 1."""
 
     what: str
     done: float
 
 
 class CannotVerify(Exception):
-    """The oracle cannot be built for this base or adapter. The message is for the operator, and holds no path."""
+    """Report that the reference cannot be built for this base or adapter. The message is for the operator; it has no
+    path.
+    """

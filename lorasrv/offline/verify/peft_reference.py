@@ -1,6 +1,6 @@
-"""transformers and PEFT with the weights that are served, in float32: what a verification compares with.
+"""Compute the reference of a verification with transformers and PEFT, from the served weights in float32.
 
-The only module of the packages that imports them, and only the process that verifies imports it.
+No other module imports these packages, and only the worker process imports this one.
 """
 
 import json
@@ -33,7 +33,7 @@ READ_FIELDS = frozenset(name for name, rule in FIELD_RULES.items() if rule.decis
 
 
 class PeftReference:
-    """A float32 model of transformers over dequantized weights, with PEFT's own reading of the adapter around it."""
+    """Hold a float32 transformers model over dequantized weights, with the adapter as PEFT reads it."""
 
     def __init__(
         self, job: VerifyJob, checkpoint: Checkpoint, weights: ModelWeights, adapter: AdapterWeights, progress: Progress
@@ -47,7 +47,7 @@ class PeftReference:
 
     @torch.inference_mode()
     def logits(self, tokens: Sequence[int], positions: int) -> tuple[Tensor, Tensor]:
-        """Logits [positions, V] fp32 of the last tokens, with the adapter and without."""
+        """Return the [positions, V] fp32 logits of the last tokens, with the adapter and without."""
         ids = torch.tensor([list(tokens)])
         adapted = self._model(ids, use_cache=False).logits[0, -positions:].clone()
         with self._model.disable_adapter():
@@ -56,7 +56,7 @@ class PeftReference:
 
     @torch.inference_mode()
     def delta(self, layer: int, module: str, x: Tensor, width: int) -> Tensor:
-        """What PEFT adds to one linear: x [T, in] -> [T, width]; zeros where it adapts nothing."""
+        """Return what PEFT adds to one linear, x [T, in] -> [T, width]; zeros where it adapts nothing."""
         lora = self._model.get_base_model().get_submodule(f"model.layers.{layer}.{module}")
         if NAME not in getattr(lora, "lora_A", {}):
             return torch.zeros(len(x), width)
@@ -65,13 +65,13 @@ class PeftReference:
 
 
 def _base(job: VerifyJob, spec: ModelSpec) -> Any:
-    """An empty model: from config.json where there is one, which leaves our reading of it out of the comparison."""
+    """Build an empty model, from config.json where there is one, so that our parser does not affect the comparison."""
     folder = Path(job.model.model).expanduser()
     if job.model.load_format != "dummy" and folder.is_dir():
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
     else:
         config = config_from_spec(spec)
-    # Drawing random numbers for weights that are replaced takes longer than all the rest.
+    # Initialising weights that are replaced anyway would take longer than everything else.
     with initialization.no_init_weights():
         model = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
@@ -83,7 +83,7 @@ def _base(job: VerifyJob, spec: ModelSpec) -> Any:
 
 @torch.no_grad()
 def _fill(model: Any, checkpoint: Checkpoint, weights: ModelWeights, progress: Progress) -> None:
-    """Put what is served into the model, a tensor at a time.
+    """Copy the served weights into the model, one tensor at a time.
 
     Raises:
         CannotVerify: the model has other tensors than the checkpoint.
@@ -92,26 +92,26 @@ def _fill(model: Any, checkpoint: Checkpoint, weights: ModelWeights, progress: P
     gemma = spec.family.startswith("gemma")
     parameters = dict(model.named_parameters())
     for i, (name, parameter) in enumerate(parameters.items()):
-        progress("filling the oracle's base", i / len(parameters))
+        progress("filling the reference model", i / len(parameters))
         try:
             value = checkpoint.tensor(name).float() if name.endswith(".bias") else weights.dequantized(name)
         except KeyError:
-            raise CannotVerify(f"the {spec.family} model of transformers has {name}, which this base has not") from None
+            raise CannotVerify(f"the {spec.family} model of transformers has {name}, which this base lacks") from None
         if gemma and "norm" in name:
-            # Served norms are what is multiplied by; gemma's modules add 1 to theirs.
+            # Served norms are the factors themselves; gemma's modules add 1 to theirs.
             value = value - 1
         parameter.copy_(value)
-    progress("filling the oracle's base", 1.0)
+    progress("filling the reference model", 1.0)
     tied = {"lm_head.weight"} if spec.tied_head else set()
     if missing := sorted(set(checkpoint.names()) - parameters.keys() - tied):
-        raise CannotVerify(f"the {spec.family} model of transformers has no {missing[0]}, which this base has")
+        raise CannotVerify(f"the {spec.family} model of transformers lacks {missing[0]}, which this base has")
 
 
 def _write_adapter(folder: Path, job: VerifyJob, adapter: AdapterWeights) -> None:
-    """The adapter as PEFT loads it: the stored file itself, unless its tensors have names that PEFT would pass over.
+    """Write the adapter for PEFT: the stored file itself, unless PEFT would ignore its tensor names.
 
-    Of the config what PEFT is to honour, and nothing else. Which modules it adapts PEFT would find with expressions
-    that were uploaded, and one may take for ever to match; here they are the modules that have weights.
+    The config holds only the fields that PEFT should honour. PEFT would find the adapted modules with uploaded regular
+    expressions, which may take exponential time to match; here they are the modules that have weights.
     """
     config = {name: value for name, value in job.config.items() if name in READ_FIELDS}
     config["target_modules"] = sorted({f"{m.layer}.{m.module}" for m in adapter.spec.modules})

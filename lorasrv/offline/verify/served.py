@@ -1,6 +1,6 @@
-"""What a server computes: its decoder, its kernels and its panels of a stored adapter, over a small pool of its own.
+"""Compute as a server does: its decoder, kernels and panels of a stored adapter, over a small pool.
 
-As in serving, rows with the adapter and rows without share every step; prompts come in two chunks, then token by token.
+As in serving, rows with and without the adapter share each step; prompts come in two chunks, then token by token.
 """
 
 from collections.abc import Sequence
@@ -35,20 +35,20 @@ WITH, WITHOUT = RequestId("with"), RequestId("without")
 
 @dataclass(frozen=True)
 class PromptLogits:
-    """A prompt and the tokens that follow it, greedily with the adapter; logits [positions, V] fp32 of the last
-    `positions` tokens, with the adapter and without, over the same tokens.
-    """
+    """Hold the logits of a prompt and its greedy continuation with the adapter."""
 
+    # The prompt and the tokens that follow it.
     tokens: tuple[int, ...]
+    # [positions, V] fp32 of the last `positions` tokens, with the adapter and without, over the same tokens.
     adapted: Tensor
     plain: Tensor
 
 
 def read_adapter(job: VerifyJob, base: BaseShapes) -> AdapterWeights:
-    """The stored weights, as the store gives them to a server.
+    """Read the stored weights as the store gives them to a server.
 
     Raises:
-        AdapterError: they are damaged, or do not fit the base.
+        AdapterError: the weights are damaged, or do not fit the base.
     """
     with job.weights.open("rb") as file:
         data = read_verified(file, job.weights_digest)
@@ -60,7 +60,7 @@ def read_adapter(job: VerifyJob, base: BaseShapes) -> AdapterWeights:
 
 
 class ServedModel:
-    """A model as served, with one adapter in its pool. Weights stay readable as `weights`."""
+    """Load a model as served, with one adapter in its pool; its weights stay readable as `weights`."""
 
     def __init__(self, job: VerifyJob, checkpoint: Checkpoint, progress: Progress) -> None:
         dtype: torch.dtype = getattr(torch, job.model.dtype)
@@ -83,7 +83,9 @@ class ServedModel:
         return self._format.name
 
     def logits(self, prompt: Sequence[int], new_tokens: int) -> PromptLogits:
-        """The prompt in two chunks and `new_tokens` tokens after it, with the adapter and without side by side."""
+        """Compute the prompt in two chunks and `new_tokens` tokens after it, with the adapter and without in the
+        same steps.
+        """
         tokens = list(prompt)
         cut = len(tokens) // 2
         if cut:
@@ -97,14 +99,14 @@ class ServedModel:
 
     @torch.inference_mode()
     def delta(self, layer: int, site: int, x: Tensor) -> Tensor:
-        """What the adapter adds to one site. x [T, in] fp32 -> [T, sum of the slices' widths]."""
+        """Return what the adapter adds to one site: x [T, in] fp32 -> [T, sum of the slices' widths]."""
         y = torch.zeros(len(x), sum(self.weights.spec.sites()[site].out_features))
         plan = self._batch([0] * len(x), 0, samples=True, plain=False).tables.lora
         self.ops.sgmv_(y, x, self._memory.slab(layer), plan, layer, site)
         return y
 
     def _step(self, tokens: Sequence[int], start: int, samples: bool = True) -> tuple[Tensor, Tensor]:
-        """Logits [V] of the last token, with the adapter and without."""
+        """Return the [V] logits of the last token, with the adapter and without."""
         batch = self._batch(tokens, start, samples)
         logits = self._decoder.forward(batch)
         if not samples:
@@ -124,7 +126,7 @@ class ServedModel:
         return build_batch(step, self._memory, self._dtype, self.ops)
 
     def _pool(self, kv_format: KVFormat) -> tuple[DevicePool, PlacedAdapter]:
-        """Pages for two sequences, and behind them the adapter's."""
+        """Allocate pages for two sequences, followed by the adapter's pages."""
         spec = self.weights.spec
         layout = adapter_layout(spec, self.adapter.spec, self._dtype.itemsize)
         block = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_TOKENS)

@@ -1,7 +1,7 @@
-"""Figures of a verification, and the rule that makes a verdict of them (docs/verify.md). No torch.
+"""Judge the figures of a verification (docs/verify.md). Torch-free.
 
-Logits alone cannot say much where activations are rounded to int8: so the adapter's error is judged beside the base's
-on the same tokens, and every adapted linear is compared by itself, where nothing but the adapter is computed.
+Logits alone show little where activations are rounded to int8. Therefore the adapter's error is judged relative to the
+base's on the same tokens, and each adapted linear is compared alone, where only the adapter is computed.
 """
 
 from collections.abc import Mapping
@@ -10,17 +10,17 @@ from enum import StrEnum
 from typing import Any
 
 EXACT = 1e-4
-"""Of the largest logit, and of a linear's delta: what float32 sums of another order come to, with room."""
+"""Share of the largest logit, or of a linear's delta: float32 sums in another order stay below, with a margin."""
 BASE_ERRORS = 2.0
 EFFECT_SHARE = 0.05
 BASE_LIMIT = 0.1
-"""How much of the logits' spread the base's own error may be: rounded activations make 0.02."""
+"""Most the base's own error may be, as a share of the logits' spread; rounded activations make 0.02."""
 LINEAR_LIMITS: Mapping[str, float] = {"float32": EXACT, "bfloat16": 0.01}
-"""How far the delta of one linear may be off, by the dtype of adapters: rounding A and B to bf16 makes 0.002."""
+"""Most the delta of one linear may be off, by the dtype of adapters; rounding A and B to bf16 makes 0.002."""
 
 
 class ComparisonOutcome(StrEnum):
-    """How an adapter does beside PEFT."""
+    """Name the result of comparing an adapter with PEFT."""
 
     EXACT = "exact"
     WITHIN = "within"
@@ -29,54 +29,54 @@ class ComparisonOutcome(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class LogitErrors:
-    """Served logits less the oracle's, over all compared positions.
-
-    `spread`: standard deviation of the oracle's logits of a position, over all positions. `max_relative`: the largest
-    error of a position as a share of its largest logit. `greedy_equal` of `positions` have the same likeliest token;
-    where they differ, the oracle prefers its own by at most `largest_gap`, in logits.
-    """
+    """Hold served logits minus the reference's, over all compared positions."""
 
     positions: int
     max_abs: float
     mean_abs: float
     rms: float
+    # Standard deviation of the reference's logits within a position, over all positions.
     spread: float
+    # Largest error of a position as a share of its largest logit.
     max_relative: float
+    # Positions with the same likeliest token.
     greedy_equal: int
+    # Where they differ, the most by which the reference prefers its own token, in logits.
     largest_gap: float
 
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """How far the oracle's logits with the adapter are from those without; `tokens_changed`: positions whose likeliest
-    token is another."""
+    """Hold the reference's logits with the adapter minus those without."""
 
     max_abs: float
     mean_abs: float
     rms: float
+    # Positions whose likeliest token changes.
     tokens_changed: int
 
 
 @dataclass(frozen=True, slots=True)
 class LinearErrors:
-    """Deltas of single linears for random inputs: |served - PEFT's| / the larger of both norms, 0 to 2.
+    """Hold the errors of single linears for random inputs: |served - PEFT's| / the larger of both norms, 0 to 2."""
 
-    `compared` counts the linears of the base, `adapted` those that PEFT adapts; `worst` is the one of `max_error`, and
-    `wrong` up to eight that are above the limit.
-    """
-
+    # Linears of the base.
     compared: int
+    # Linears that PEFT adapts.
     adapted: int
     max_error: float
+    # The linear with `max_error`.
     worst: str
+    # Up to eight linears above the limit.
     wrong: tuple[str, ...]
     num_wrong: int
 
 
 @dataclass(frozen=True, slots=True)
 class ComparisonStats:
-    """Everything that was measured; `dtype` is that of adapters."""
+    """Hold the measurements."""
 
+    # Dtype of adapters.
     dtype: str
     adapter: LogitErrors
     base: LogitErrors
@@ -85,24 +85,25 @@ class ComparisonStats:
 
     @property
     def allowed_rms(self) -> float:
-        """What the adapter's error may be: see `judge`."""
+        """Return the bound of the adapter's error; see `judge`."""
         return BASE_ERRORS * self.base.rms + EFFECT_SHARE * self.effect.rms
 
     @property
     def has_effect(self) -> bool:
-        """Whether the adapter changes any logit beyond float32 rounding."""
+        """Return whether the adapter changes any logit beyond float32 rounding."""
         return self.linears.adapted > 0 and self.effect.max_abs > 0
 
     @property
     def shows_in_logits(self) -> bool:
-        """Whether an adapter that were left out, or twice as strong, would show in the logits by itself: its effect is
-        more than the error that is allowed."""
+        """Return whether a missing or doubled adapter would show in the logits: its effect exceeds the allowed
+        error.
+        """
         return self.effect.rms > self.allowed_rms
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The outcome, why, and what else should be known."""
+    """Hold the outcome with its reasons and notes."""
 
     outcome: ComparisonOutcome
     reasons: tuple[str, ...]
@@ -110,7 +111,7 @@ class Verdict:
     figures: ComparisonStats
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """Return the verdict as JSON data."""
         figures = self.figures
         return {
             "verdict": str(self.outcome),
@@ -129,14 +130,14 @@ class Verdict:
 
 
 def judge(figures: ComparisonStats) -> Verdict:
-    """The verdict.
+    """Decide the verdict.
 
     differs: the delta of a linear is off by more than `LINEAR_LIMITS`, or the rms of the adapter's logit errors by more
         than `BASE_ERRORS` times the base's plus `EFFECT_SHARE` of the adapter's effect, and by more than `EXACT`; or
-        those of the base by more than `BASE_LIMIT` of their spread, so that they are no measure.
+        the rms of the base's errors exceeds `BASE_LIMIT` of the logits' spread, which makes it useless as a measure.
     exact: no logit, with the adapter or without, is off by more than `EXACT` of the largest of its position, and no
         linear by more than `EXACT`.
-    within: all others.
+    within: everything else.
     """
     linears, limit = figures.linears, LINEAR_LIMITS[figures.dtype]
     reasons = []

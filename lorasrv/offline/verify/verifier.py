@@ -1,8 +1,6 @@
-"""The server's side of `verify`: one process at a time, started, listened to, and ended whatever happens.
+"""Run verifications for the server: one worker process at a time, supervised and always ended. Torch-free.
 
-Nothing is computed here, and no torch is imported: what is heavy is the child's, which has the lowest priority.
-
-How much memory a verification takes beside the server.
+All computing happens in the worker, at the lowest priority. The memory it needs beside the server is checked first.
 """
 
 import asyncio
@@ -32,7 +30,7 @@ LAST_LINES = 40
 RETRY_S = 30.0
 SHUTTING_DOWN = "the server is shutting down"
 _ENVIRONMENT = {
-    # One thread, no GPU, and nothing fetched from anywhere.
+    # One thread, no GPU, no network.
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "CUDA_VISIBLE_DEVICES": "",
@@ -43,10 +41,10 @@ _ENVIRONMENT = {
 
 
 class Verifier:
-    """Runs verifications. For the event loop's thread.
+    """Run verifications. For the event loop's thread.
 
     Args:
-        command: what is started for each; tests give others.
+        command: the worker's command line; tests replace it.
     """
 
     def __init__(self, command: Sequence[str] = COMMAND) -> None:
@@ -57,11 +55,14 @@ class Verifier:
         self._closed = False
 
     def check_ready(self, may_see: Callable[[str], bool] = lambda _: True) -> None:
-        """Before anything is prepared. `may_see`: whether whoever asks may hear of an adapter id.
+        """Check that a verification can start, before anything is prepared.
+
+        Args:
+            may_see: whether the caller may see an adapter id.
 
         Raises:
-            VerificationUnavailable: what it compares with is not installed, or the server ends.
-            VerificationBusy: another one runs.
+            VerificationUnavailable: a package is not installed, or the server is shutting down.
+            VerificationBusy: another verification runs.
         """
         if self._closed:
             raise VerificationUnavailable(SHUTTING_DOWN)
@@ -87,11 +88,12 @@ class Verifier:
         on_progress: Callable[[Progress], None],
         may_see: Callable[[str], bool] = lambda _: True,
     ) -> dict[str, Any]:
-        """The verdict, as the child tells it. Cancelling ends the child, and returns when it is gone.
+        """Verify and return the worker's verdict. Cancelling kills the worker and returns when it is gone.
 
         Args:
-            name: what is verified, for whoever comes meanwhile.
-            on_progress: called whenever there is some.
+            name: what is verified, for the message to concurrent callers.
+            on_progress: called with each progress event.
+
         Raises:
             VerificationUnavailable, VerificationBusy: see `check_ready`.
             RequestTimeout: it was not done in time, and was stopped.
@@ -111,7 +113,7 @@ class Verifier:
             self._running = None
 
     async def close(self) -> None:
-        """End what runs, and begin nothing more; who waits is told that the server ends."""
+        """Kill the running worker and start no more; its caller is told that the server is shutting down."""
         self._closed = True
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
@@ -143,7 +145,7 @@ class Verifier:
             _LOG.warning("verifying failed: %s; the last words of its process:\n%s", why, "\n".join(last_words))
             raise VerificationFailed(f"the verification failed: {why}")
         finally:
-            # Also when this is cancelled: the process must be gone before another may be begun.
+            # Also on cancellation: the process must be gone before another may start.
             if process.returncode is None:
                 process.kill()
             process.stdin.close()
@@ -159,32 +161,34 @@ class Verifier:
             stderr=asyncio.subprocess.PIPE,
             limit=MAX_LINE_BYTES,
             env={**os.environ, **_ENVIRONMENT},
-            # Ctrl-C of the server's terminal is the server's, which ends this in its own time.
+            # Ctrl-C in the server's terminal is handled by the server, which ends this process itself.
             start_new_session=True,
         )
         return self._process
 
 
 async def _keep_last(stderr: asyncio.StreamReader, last_words: deque[str]) -> None:
-    """Read what nobody else does, so that the child never waits for it."""
+    """Drain stderr, so that the worker never blocks on it, keeping its last lines."""
     while chunk := await stderr.read(MAX_LINE_BYTES):
         last_words.extend(chunk.decode(errors="replace").splitlines())
 
 
 def _how(code: int) -> str:
     if code >= 0:
-        return f"its process ended with exit code {code}; the server's log has its last words"
-    return f"its process was ended by signal {-code}, as the system does where memory runs out"
+        return f"its process ended with exit code {code}; the server's log has its last output"
+    return f"its process was ended by signal {-code}, as the system does when memory runs out"
 
 
 LIBRARY_BYTES = 1280 << 20
-"""torch, transformers and PEFT, the kernels, on a first start their compiler, and logits."""
+"""torch, transformers and PEFT, the kernels, their compiler on a first start, and logits."""
 FLOAT_BYTES = 4
 
 
 def needed_bytes(spec: ModelSpec, weight_bytes: int, adapter_bytes: int) -> int:
-    """The base once as served and once in float32, one stack of weights on its way, and the adapter five times: the
-    file twice, its panels, and in float32.
+    """Estimate the memory of a verification.
+
+    The base as served and in float32, one stack of weights in transit, and the adapter five times: the file twice, its
+    panels, and in float32, which takes twice the bytes of bf16.
     """
     sizes = [math.prod(shape) for shape in tensor_shapes(spec).values()]
     stacked = max(sum(site.out_features) * site.in_features for site in spec.sites())
@@ -193,12 +197,16 @@ def needed_bytes(spec: ModelSpec, weight_bytes: int, adapter_bytes: int) -> int:
 
 
 def check_memory(needed: int) -> None:
-    """Raises: VerificationUnavailable: less is free than a verification would take."""
+    """Check the free memory.
+
+    Raises:
+        VerificationUnavailable: less is free than a verification takes.
+    """
     free = free_bytes()
     if needed > free:
         raise VerificationUnavailable(
             f"verifying takes about {_gib(needed)} beside the server, most of it the base in float32; {_gib(free)} are "
-            "free. Verify on a machine with more, or try nevertheless with ignore_memory (--ignore-memory)"
+            "free. Verify on a machine with more, or override this check with ignore_memory (--ignore-memory)"
         )
 
 

@@ -1,7 +1,7 @@
-"""The process that verifies: `python -m lorasrv.offline.verify.worker`. A job on stdin, events on stdout, a line each.
+"""Verify an adapter in a worker process: `python -m lorasrv.offline.verify.worker`.
 
-It gives way to everything else on the machine, computes with one thread, and ends when its stdin does: so it does not
-outlive a server that was killed.
+Reads a job from stdin and writes one event per line to stdout. Runs at the lowest priority with one thread, and ends
+when its stdin is closed, so it does not outlive a server that was killed.
 """
 
 import json
@@ -23,7 +23,7 @@ CHUNK_BYTES = 1 << 12
 def main() -> None:
     """Answer one job with `progress` events and one `result` or `error`."""
     os.nice(NICENESS)
-    # Libraries print: what they say goes to stderr, and only events to whoever started this.
+    # Libraries print to stdout: redirect that to stderr, so that the parent reads only events.
     events = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     job = VerifyJob.from_line(sys.stdin.buffer.readline())
@@ -47,7 +47,7 @@ class _Events:
         self._tell({"result": {**facts, "seconds": round(time.monotonic() - started, 2), **_used()}})
 
     def progress(self, what: str, done: float) -> None:
-        """Hundredths are enough."""
+        """Report progress in steps of a hundredth."""
         step = (what, int(100 * done))
         if step != self._last:
             self._last = step
@@ -57,7 +57,7 @@ class _Events:
         import torch
 
         torch.set_num_threads(1)
-        # Seconds of imports, which who only asks for the job's fields does without.
+        # Takes seconds; code that only needs the job's fields does not pay for it.
         from lorasrv.offline.verify.compare import verify
 
         self.progress("importing transformers and PEFT", 1.0)
@@ -82,7 +82,7 @@ def _used() -> dict[str, float]:
 
 
 def _shown(error: Exception) -> str:
-    """What the client may read; everything else is in the server's log."""
+    """Return the part of an error that the client may read; the server's log has the rest."""
     from adapter_store.errors import AdapterError
     from lorasrv.offline.verify.job import CannotVerify
 
@@ -94,7 +94,7 @@ def _shown(error: Exception) -> str:
 
 
 def _end_with_stdin() -> None:
-    # Not through sys.stdin, whose lock a thread that waits would hold at the end.
+    # Not through sys.stdin, whose lock a waiting thread would hold at exit.
     while os.read(0, CHUNK_BYTES):
         pass
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Grammars to constraints: tried out first, compiled in a thread, kept by their content; the event loop only waits."""
+"""Compile grammars to constraints: tested in the sandbox, compiled in a thread, cached by content."""
 
 import asyncio
 
@@ -18,14 +18,15 @@ KEPT_BYTES = 256 << 20
 KEPT_REFUSALS = 512
 MAX_WAITING = 256
 LEAST_BYTES = 256 << 10
-"""What a grammar counts as at least: small ones are not seen in a process's memory."""
+"""Minimum size that a grammar counts as: small ones do not show in a process's memory."""
 
 
 class GrammarCompiler:
-    """One tokenizer's grammars. For the event loop's thread; building it takes some tenths of a second.
+    """Compile and cache the grammars of one tokenizer. Call from the event loop's thread; construction takes some
+    0.1 s.
 
     Args:
-        vocab_size: how many logits the model has.
+        vocab_size: number of the model's logits.
         ends: the tokens that end an answer.
     """
 
@@ -40,11 +41,11 @@ class GrammarCompiler:
         self._turns = FairLock("grammars to be compiled", MAX_WAITING)
 
     async def compile(self, grammar: Grammar, principal: str = ANONYMOUS) -> TokenConstraint:
-        """One at a time, keys in turn: each may take half a second.
+        """Compile a grammar, one at a time with fair turns between keys: each may take half a second.
 
         Raises:
-            InvalidRequest: it is none, no answer satisfies it, or it costs too much; names the field.
-            EngineOverloaded: many others wait to be compiled, of this key or of all.
+            InvalidRequest: invalid, unsatisfiable or too costly; names the field.
+            EngineOverloaded: too many grammars wait, of this key or in total.
         """
         if (kept := self._known(grammar)) is not None:
             return kept
@@ -52,7 +53,7 @@ class GrammarCompiler:
             return self._known(grammar) or await self._compiled(grammar)
 
     async def aclose(self) -> None:
-        """End the process that tries grammars out."""
+        """End the sandbox process."""
         await self.examiner.aclose()
 
     def _known(self, grammar: Grammar) -> CompiledGrammar | None:

@@ -1,7 +1,7 @@
-"""What a client asks an answer to look like -> one grammar text for llguidance. Nothing is compiled here.
+"""Convert structured output options into one grammar text for llguidance, without compiling it.
 
-What is refused here is what can be told from the text alone: size, depth, counted repetitions, schemas that no finite
-value satisfies. What remains is tried out in a process that may be killed (`lorasrv.text.structured_output.sandbox`).
+Refuses what can be decided from the text alone: size, depth, counted repetitions, schemas that no finite value
+satisfies. The rest is tested in a process that may be killed (`lorasrv.text.structured_output.sandbox`).
 """
 
 import json
@@ -16,33 +16,35 @@ MAX_TEXT_BYTES = 256 << 10
 MAX_DEPTH = 64
 MAX_TEXTS = 10_000
 WHITESPACE = r"( |\n[ \t]{0,20})"
-"""Between JSON's tokens, if anything: a blank, or a new line and its indentation. JSON itself would let a model write
-blank lines for ever (llama.cpp's grammars are bounded in the same way)."""
+"""Optional white space between JSON tokens: a blank, or a new line and its indentation. Plain JSON would let a model
+write blank lines without end (llama.cpp's grammars have the same bound)."""
 _JSON_OPTIONS = {"whitespace_pattern": WHITESPACE, "lenient": False, "coerce_one_of": False}
 FORMATS = frozenset({"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"})
-"""Those of JSON schema's `format` that are enforced. Others say something to readers, and forbid nothing."""
+"""Values of JSON schema's `format` that are enforced; others are treated as annotations."""
 _NAMED_SCHEMAS = frozenset({"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"})
 _DATA = frozenset({"const", "enum", "default", "examples", "example"})
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """`text` is Lark with llguidance's extensions, or its JSON form; `param` is the field that it came from."""
+    """Hold a grammar and the field it was sent in."""
 
+    # Lark with llguidance's extensions, or llguidance's JSON form.
     text: str
+    # The request field, for error messages.
     param: str
 
 
 def any_json_object(param: str) -> Grammar:
-    """Any JSON object."""
+    """Build the grammar of any JSON object."""
     return json_of({"type": "object"}, param)
 
 
 def json_of(schema: Mapping[str, Any] | str | bool, param: str) -> Grammar:
-    """JSON that satisfies a schema, which may come as text.
+    """Build the grammar of JSON that satisfies a schema, given as an object or as text.
 
     Raises:
-        InvalidRequest: it is no schema, too large or deep, or no finite value satisfies it.
+        InvalidRequest: not a schema, too large or deep, or no finite value satisfies it.
     """
     if isinstance(schema, str):
         schema = _parsed(schema, param)
@@ -52,7 +54,8 @@ def json_of(schema: Mapping[str, Any] | str | bool, param: str) -> Grammar:
 
 
 def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, Any]:
-    """A schema as llguidance is given it: every keyword is enforced or refused, whatever the schema itself asks for.
+    """Return a schema in the form given to llguidance: each keyword is enforced or refused, whatever the schema
+    requests.
 
     Raises:
         InvalidRequest: see `json_of`.
@@ -66,7 +69,7 @@ def checked_schema(schema: Mapping[str, Any] | bool, param: str) -> dict[str, An
 
 
 def _without_annotations(schema: Any) -> Any:
-    """A schema of known depth without the formats that are not enforced. What it holds as data stays as it is."""
+    """Remove the formats that are not enforced from a schema of checked depth, leaving literal data unchanged."""
     if isinstance(schema, list):
         return [_without_annotations(item) for item in schema]
     if not isinstance(schema, dict):
@@ -83,10 +86,11 @@ def _without_annotations(schema: Any) -> Any:
 
 
 def regex_of(pattern: str, param: str) -> Grammar:
-    """Text that a regular expression (Rust's syntax, no look-around) matches from its beginning to its end.
+    """Build the grammar of text that a regular expression (Rust syntax, no look-around) matches from beginning to
+    end.
 
     Raises:
-        InvalidRequest: empty, too large, or its counted repetitions multiply to too many.
+        InvalidRequest: the pattern is empty, too large, or its counted repetitions multiply to too many.
     """
     if not pattern:
         raise InvalidRequest(f"{param} is empty: only an empty answer would match", param=param)
@@ -95,10 +99,10 @@ def regex_of(pattern: str, param: str) -> Grammar:
 
 
 def choice_of(choices: Sequence[str], param: str) -> Grammar:
-    """One of several texts.
+    """Build the grammar of one of several texts.
 
     Raises:
-        InvalidRequest: none, too many, or an empty one.
+        InvalidRequest: there is no choice, there are too many, or one is empty.
     """
     if not 0 < len(choices) <= MAX_TEXTS or "" in choices:
         raise InvalidRequest(f"{param} must hold 1 to {MAX_TEXTS} texts, none of them empty", param=param)
@@ -106,27 +110,31 @@ def choice_of(choices: Sequence[str], param: str) -> Grammar:
 
 
 def grammar_of(text: str, param: str) -> Grammar:
-    """A grammar in Lark's syntax with llguidance's extensions, or in llguidance's JSON form.
+    """Check a grammar in Lark syntax with llguidance's extensions, or in llguidance's JSON form.
 
     Raises:
-        InvalidRequest: empty, too large, or in another syntax.
+        InvalidRequest: empty, too large, in another syntax, or without a finite sentence.
     """
     if text.lstrip().startswith("{"):
         parsed = _parsed(text, param)
         if not isinstance(parsed, dict) or "grammars" not in parsed:
-            raise InvalidRequest(f"{param} is JSON, but no llguidance grammar: `grammars` is missing", param=param)
+            raise InvalidRequest(f"{param} is JSON, but not an llguidance grammar: `grammars` is missing", param=param)
         _check_depth(parsed, param)
         return _checked(json.dumps(parsed), param)
     if "::=" in text:
         raise InvalidRequest(f"{param} is GBNF or EBNF (::=); send a Lark grammar (start: ...)", param=param)
     _checked(text, param)
     if not lark_can_end(text):
-        raise InvalidRequest(f"{param} never ends: every sentence of `start` needs another one", param=param)
+        raise InvalidRequest(f"{param} has no finite sentence: `start` always contains itself", param=param)
     return lark_of(text, param)
 
 
 def lark_of(text: str, param: str) -> Grammar:
-    """A Lark grammar. Raises: InvalidRequest: too large."""
+    """Wrap a Lark grammar.
+
+    Raises:
+        InvalidRequest: the grammar is too large.
+    """
     return _checked(text, param)
 
 
@@ -184,7 +192,7 @@ def _children(value: Any) -> list[Any]:
 
 
 def _slashed(pattern: str) -> str:
-    """A pattern between Lark's slashes: its own slashes and line breaks escaped."""
+    """Escape a pattern's slashes and line breaks, to put it between Lark's slashes."""
     out, escaped = [], False
     for char in pattern:
         if char == "/" and not escaped:

@@ -1,11 +1,8 @@
-"""The served tokenizer's vocabulary as llguidance needs it: every token's bytes, and which tokens end an answer.
+"""Compile grammars with llguidance and present them to the engine as `TokenConstraint` and `ConstraintState`.
 
-Made once from the tokenizer, byte for byte as `Detokenizer` writes tokens; sent as bytes to the process that tries
-grammars out, which has no tokenizer.
-
-Compiled grammars as the engine sees them: `TokenConstraint` and `ConstraintState` over llguidance's matcher.
-
-Nothing here raises in the engine's thread: what goes wrong in a matcher is kept as `error`, and ends its own request.
+The vocabulary is built once from the tokenizer, byte for byte as `Detokenizer` writes tokens, and sent as bytes to the
+sandbox process, which has no tokenizer. Nothing here raises in the engine's thread: a matcher's failure is kept as
+`error` and ends its own request only.
 """
 
 import json
@@ -26,16 +23,20 @@ Encode = Callable[[str], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """`tokens` has the model's V entries: b"" where there is no token. `special` ones are no text and never allowed,
-    but for those of `ends`, which are allowed where the answer may end."""
+    """Hold the bytes of each token, and the tokens that end an answer."""
 
+    # V entries, as many as the model has logits; b"" for missing tokens.
     tokens: tuple[bytes, ...]
+    # Ids that are not text and never allowed, except for those in `ends`.
     special: tuple[int, ...]
+    # Ids allowed where the answer may end.
     ends: tuple[int, ...]
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, vocab_size: int, ends: Sequence[int]) -> "Vocabulary":
-        """`vocab_size`: how many logits the model has, which may be more than there are tokens."""
+        """Read the vocabulary from a tokenizer. `vocab_size` is the number of the model's logits, which may exceed
+        the tokens.
+        """
         texts = [tokenizer.token(i) for i in range(vocab_size)]
         tokens = tuple(b"" if text is None else token_bytes(text, tokenizer.decoding) for text in texts)
         special = sorted({*tokenizer.special_ids, *ends})
@@ -43,7 +44,7 @@ class Vocabulary:
         return cls(tokens, tuple(i for i in special if i in in_range), tuple(i for i in sorted(ends) if i in in_range))
 
     def packed(self) -> bytes:
-        """For `unpacked`: a header, the tokens' lengths, their bytes."""
+        """Serialise as a header, the lengths of the tokens and their bytes, for `unpacked`."""
         header = json.dumps([self.special, self.ends]).encode()
         lengths = [len(token) for token in self.tokens]
         numbers = struct.pack(f"<II{len(lengths)}I", len(header), len(lengths), *lengths)
@@ -63,16 +64,16 @@ class Vocabulary:
         return cls(tuple(tokens), tuple(special), tuple(ends))
 
     def build(self, encode: Encode | None = None) -> llguidance.LLTokenizer:
-        """llguidance's own form: a trie. Takes 0.2 s for 50,000 tokens, and nothing else in Python runs meanwhile.
+        """Build llguidance's trie; takes 0.2 s for 50,000 tokens while holding the GIL.
 
-        `encode` gives a text's usual tokens, so that forced text is spelled as the model knows it.
+        `encode` returns the usual tokens of a text, so that forced text is tokenized as the model expects.
         """
         wrapper = _Wrapper(self, encode)
         return llguidance.LLTokenizer(wrapper, n_vocab=len(self.tokens), eos_token=list(self.ends))  # type: ignore[arg-type]
 
 
 class _Wrapper:
-    """What llguidance wants of a tokenizer. It asks for the tokens of text that a grammar forces."""
+    """Implement llguidance's tokenizer interface, which tokenizes text forced by a grammar."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -92,7 +93,9 @@ class _Wrapper:
         return self._usual(wanted) or self._longest_first(wanted)
 
     def _usual(self, wanted: bytes) -> list[int]:
-        """[] if the tokenizer would write something else: a blank in front, or a special token."""
+        """Tokenize as the tokenizer does; return [] if its tokens decode to something else (a leading blank, a
+        special token).
+        """
         if self._encode is None:
             return []
         try:
@@ -110,15 +113,15 @@ class _Wrapper:
                     ids.append(found)
                     break
             else:
-                return ids  # a byte that no token has
+                return ids  # no token has this byte
             at = end
         return ids
 
 
 BITS = 32
 NO_SENTENCE = "no text satisfies it"
-# A grammar that needs more than this has become too large for its step: its request fails, the others go on. llguidance
-# computes some 14,000 units of lexer fuel a millisecond, 20,000 items, and takes 1 to 2 kB for a lexer's state.
+# Limits per step: a grammar that exceeds them fails its own request only. llguidance computes some 14,000 units of
+# lexer fuel or 20,000 items per millisecond, and takes 1 to 2 kB per lexer state.
 STEP_LEXER_FUEL = 100_000
 STEP_ITEMS = 10_000
 LEXER_STATES = 50_000
@@ -127,14 +130,14 @@ INITIAL_LEXER_FUEL = 1_000_000
 
 
 def compile_matcher(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.LLMatcher:
-    """A matcher before its first token; `get_error()` says what is wrong with the grammar. Releases the GIL."""
+    """Compile a grammar, with the GIL released; `get_error()` of the result describes an invalid one."""
     limits = llguidance.LLParserLimits(
         initial_lexer_fuel=INITIAL_LEXER_FUEL,
         step_lexer_fuel=STEP_LEXER_FUEL,
         step_max_items=STEP_ITEMS,
         max_lexer_states=LEXER_STATES,
         max_grammar_size=GRAMMAR_SIZE,
-        # Off: it walks the vocabulary for every large expression of a grammar before it is known whether it is used.
+        # Off: it walks the vocabulary for each large expression of a grammar, even for unused ones.
         precompute_large_lexemes=False,
         verbose_errors=False,
     )
@@ -142,14 +145,14 @@ def compile_matcher(tokenizer: llguidance.LLTokenizer, text: str) -> llguidance.
 
 
 class CompiledGrammar:
-    """A `TokenConstraint`. `nbytes` is what it was seen to take."""
+    """Implement `TokenConstraint`. `nbytes` is the measured memory use."""
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, ends: tuple[int, ...], nbytes: int) -> None:
         self.nbytes = nbytes
         self._matcher = matcher
         self._vocab_size = vocab_size
         self._ends = ends
-        # What the first mask computes is kept by the matcher, for all copies.
+        # The matcher keeps the results of the first mask for all copies.
         self.begin().allowed()
 
     def begin(self) -> "GrammarState":
@@ -157,26 +160,32 @@ class CompiledGrammar:
 
 
 class GrammarState:
-    """A `ConstraintState`: one answer's matcher, and the buffer that its masks are written to.
+    """Implement `ConstraintState`: the matcher of one answer and the buffer for its masks.
 
-    `error`: what the matcher failed with; from then on only the end is allowed, and the engine ends the request.
+    After a failure, `error` says why; only the end is allowed then, and the engine ends the request.
     """
 
     def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, ends: tuple[int, ...]) -> None:
         self.error: str | None = None
         self._matcher = matcher
+        self._vocab_size = vocab_size
         self._ends = ends
         self._mask = np.zeros(-(-vocab_size // BITS), np.int32)
         self._address, self._nbytes = self._mask.ctypes.data, self._mask.nbytes
 
     @property
     def is_over(self) -> bool:
-        """Nothing but the end may follow."""
+        """Return whether only the end may follow."""
         return self.error is None and self._matcher.is_stopped()
 
     def advance(self, token_id: int) -> None:
         if self.error is None and not self._matcher.consume_token(token_id):
             self._fail()
+
+    def copy(self) -> "GrammarState":
+        copied = GrammarState(self._matcher.deep_copy(), self._vocab_size, self._ends)
+        copied.error = self.error
+        return copied
 
     def allowed(self) -> npt.NDArray[np.int32]:
         if self.error is None:
@@ -198,6 +207,6 @@ class GrammarState:
 
 
 def one_line(error: str, most: int = 240) -> str:
-    """llguidance's message without its line breaks and state dumps."""
+    """Return llguidance's message without line breaks and state dumps."""
     message = " ".join(error.replace("<non-verbose/>", "").split())[:most]
     return NO_SENTENCE if message == "NoExtensionBias" else message

@@ -1,8 +1,7 @@
-"""Tries grammars out in a process of their own, with limits of time and memory that hold, before anything in this one
-compiles them: llguidance bounds most of its work, but a few expressions take gigabytes, and rules that nest thousands
-deep overflow its stack.
+"""Test grammars in a separate process with hard limits on time and memory before this process compiles them.
 
-A grammar that exceeds a limit costs its process, which is replaced at once.
+llguidance bounds most of its work, but a few expressions take gigabytes, and rules nested thousands deep overflow its
+stack. A grammar that exceeds a limit ends the process, which is replaced at once.
 """
 
 import asyncio
@@ -18,22 +17,26 @@ from lorasrv.errors import EngineOverloaded
 
 COMMAND = (sys.executable, "-P", "-m", "lorasrv.text.structured_output.sandbox_worker")
 WALL_SECONDS = 20.0
-"""Only a machine that gives the process no time comes to this: its own limit is less than a second of computing."""
+"""Reached only when the machine is overloaded: the process's own limit is less than a second of CPU time."""
 FOREIGN_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-NO_START = "the process that compiles grammars does not start; this machine may have no memory or time for it"
-TOO_COSTLY = "compiling it takes more time, memory or depth than a grammar may"
+NO_START = "the grammar compiler does not start; this machine may be short of memory or CPU time"
+TOO_COSTLY = "compiling it exceeds the limits of time, memory or depth"
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarVerdict:
-    """`error` None: it compiles, and took `nbytes`."""
+    """Report whether a grammar compiles."""
 
+    # None: the grammar compiles.
     error: str | None
+    # Memory that compiling took.
     nbytes: int = 0
 
 
 class GrammarSandbox:
-    """One process, started when first needed. For the event loop's thread; one grammar at a time."""
+    """Own the worker process, which is started on first use. Call from the event loop's thread, one grammar at a
+    time.
+    """
 
     def __init__(self, vocabulary: bytes, command: Sequence[str] = COMMAND) -> None:
         self._vocabulary = vocabulary
@@ -43,14 +46,18 @@ class GrammarSandbox:
         self.num_started = 0
 
     async def examine(self, text: str) -> GrammarVerdict:
-        """Raises: EngineOverloaded: the process does not start, was ended from outside, or got no time to answer in."""
+        """Compile a grammar in the worker process.
+
+        Raises:
+            EngineOverloaded: the process does not start, was ended from outside, or got no CPU time to answer in.
+        """
         process = await self._running()
         try:
             async with asyncio.timeout(WALL_SECONDS):
                 line = await _asked(process, text.encode())
         except TimeoutError:
             await self._end()
-            raise EngineOverloaded("this machine has no time to compile a grammar now", retry_after_s=5.0) from None
+            raise EngineOverloaded("this machine is too busy to compile a grammar now", retry_after_s=5.0) from None
         except BaseException:
             await self._end()
             raise
@@ -59,11 +66,11 @@ class GrammarSandbox:
         ended_by = await _ended(process, patience_s=5.0)
         self._process, self._starting = None, asyncio.create_task(self._started())
         if -ended_by in FOREIGN_SIGNALS:
-            raise EngineOverloaded("the process that compiles grammars was ended from outside", retry_after_s=1.0)
+            raise EngineOverloaded("the grammar compiler was killed by the system", retry_after_s=1.0)
         return GrammarVerdict(TOO_COSTLY)
 
     async def aclose(self) -> None:
-        """End the process. Another `examine` would start one."""
+        """End the process; another `examine` starts a new one."""
         starting, self._starting = self._starting, None
         if starting is not None:
             starting.cancel()
@@ -75,7 +82,7 @@ class GrammarSandbox:
     async def _running(self) -> asyncio.subprocess.Process:
         starting, self._starting = self._starting, None
         if starting is not None:
-            # What kept it from starting then was another request's, and may be over.
+            # The last start failed for another request; the cause may be over.
             with contextlib.suppress(EngineOverloaded):
                 self._process = await starting
         if self._process is None or self._process.returncode is not None:
@@ -112,7 +119,7 @@ class GrammarSandbox:
 
 
 async def _asked(process: asyncio.subprocess.Process, content: bytes) -> bytes:
-    """The line that answers; b"" if the process has ended instead."""
+    """Send a frame and return the answering line; b"" if the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -124,7 +131,7 @@ async def _asked(process: asyncio.subprocess.Process, content: bytes) -> bytes:
 
 
 async def _ended(process: asyncio.subprocess.Process, patience_s: float = 0.0) -> int:
-    """Its exit code, as subprocess has it; it is killed if it does not end by itself."""
+    """Return the exit code as `subprocess` reports it, killing the process if it does not end in time."""
     if process.stdin is not None:
         process.stdin.close()
     try:

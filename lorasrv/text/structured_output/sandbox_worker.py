@@ -1,8 +1,8 @@
-"""Worker process in which `sandbox` compiles grammars: `python -m lorasrv.text.structured_output.sandbox_worker`.
+"""Compile grammars in a worker process: `python -m lorasrv.text.structured_output.sandbox_worker`.
 
-Reads frames (4 bytes of length, little-endian, then the content) from stdin: the vocabulary, then grammars. Writes a
-line of JSON for each: `{"error": null or text, "nbytes": ...}`. A grammar that costs too much ends the process: by
-SIGPROF when its computing time is used up, by an abort when memory is, by SIGSEGV when it nests too deeply.
+Reads frames from stdin (4 bytes of length, little-endian, then the content): first the vocabulary, then grammars.
+Writes one line of JSON per frame: `{"error": null or text, "nbytes": ...}`. A grammar that costs too much ends the
+process: by SIGPROF when its CPU time is used up, by an abort when its memory is, by SIGSEGV when it nests too deeply.
 """
 
 import json
@@ -21,7 +21,7 @@ from lorasrv.text.structured_output.matcher import Vocabulary, compile_matcher, 
 
 CPU_SECONDS = 0.6
 MEMORY_BYTES = 320 << 20
-# A quarter of what the server's threads have: what fits in here does not overflow there.
+# A quarter of the stack of the server's threads: a grammar that fits in here does not overflow there.
 STACK_BYTES = 2 << 20
 WALKS = 2
 WALK_TOKENS = 64
@@ -54,7 +54,7 @@ def _examine(tokenizer: llguidance.LLTokenizer, ends: set[int], text: str, verdi
 
 
 def _walked(matcher: llguidance.LLMatcher, ends: set[int]) -> str:
-    """What goes wrong on the way, where answers go by chance: a grammar may be small, and explode in use."""
+    """Follow random answers and return the first error: a small grammar may explode in use."""
     until = time.process_time() + WALK_SECONDS
     for number in range(WALKS):
         chance, walker = random.Random(number), matcher.deep_copy()
@@ -72,7 +72,7 @@ def _walked(matcher: llguidance.LLMatcher, ends: set[int]) -> str:
 
 
 def _some_token(mask: bytes, ends: set[int], chance: random.Random) -> int | None:
-    """An allowed token that does not end the answer; None: there is none."""
+    """Return a random allowed token that does not end the answer, or None."""
     begin = chance.randrange(len(mask))
     for at in (*range(begin, len(mask)), *range(begin)):
         if mask[at]:
@@ -83,7 +83,9 @@ def _some_token(mask: bytes, ends: set[int], chance: random.Random) -> int | Non
 
 
 def _limit_memory(more: int) -> None:
-    """So much address space more than now, where the system tells how much that is; and no core files."""
+    """Limit the address space to `more` bytes above its current size where the system reports it, and disable core
+    files.
+    """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
         with open("/proc/self/statm", encoding="ascii") as file:

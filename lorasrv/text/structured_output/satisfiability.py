@@ -1,11 +1,12 @@
-"""Whether a Lark grammar has a finite sentence: `start: word start` has none. llguidance would follow it for ever.
+"""Decide without compiling whether a grammar or a JSON schema can be satisfied by a finite text, and how large it
+is.
 
-Whether a finite value can satisfy a JSON schema: `{"required": ["next"], "properties": {"next": {"$ref": "#"}}}` has
-only endless ones, and a model that is held to it would write until its tokens are used up.
+A Lark grammar such as `start: word start` has no finite sentence; llguidance would follow it without end. A schema such
+as `{"required": ["next"], "properties": {"next": {"$ref": "#"}}}` has no finite value; a model held to it would write
+until its tokens are used up.
 
-How large a regular expression becomes when its counted repetitions are written out: `(a{0,500}){0,500}` is 250,000.
-
-llguidance does not write them out, it takes derivatives; but nested counts give it as many different ones.
+The size of a regular expression is counted with its counted repetitions written out: `(a{0,500}){0,500}` is 250,000.
+llguidance takes derivatives instead of writing them out, but nested counts give it as many different derivatives.
 """
 
 import re
@@ -20,18 +21,21 @@ _TOKEN = re.compile(
     re.VERBOSE,
 )
 MAX_WORK = 500_000
-"""Tokens of rules that are looked at, again each time that one of the rules they name is known to end."""
+"""Tokens of rules to look at; a rule is looked at again each time a rule it names is found to end."""
 MAX_GROUPS = 100
-"""Parentheses inside one another: Python's own stack is not much deeper."""
+"""Depth of nested parentheses, bounded by Python's recursion limit."""
 Tokens = list[tuple[str, str]]
 
 
 class _UnknownError(Exception):
-    """Something of the language that is not looked through here."""
+    """Signal syntax that this module does not interpret."""
 
 
 def lark_can_end(text: str) -> bool:
-    """False only if it is certain. Grammars with more than rules, groups and repetitions may end, for all we know."""
+    """Return False only if the grammar certainly has no finite sentence.
+
+    Grammars with more than rules, groups and repetitions are assumed to end.
+    """
     try:
         rules = _rules(_tokens(text))
     except _UnknownError:
@@ -71,7 +75,7 @@ def _tokens(text: str) -> Tokens:
 
 
 def _rules(tokens: Tokens) -> dict[str, Tokens]:
-    """Name -> its alternatives. A rule begins at the beginning of a line, with its name and a colon."""
+    """Map each rule's name to its alternatives; a rule begins at the beginning of a line with its name and a colon."""
     rules: dict[str, Tokens] = {}
     body: Tokens = []
     at_line = True
@@ -87,7 +91,7 @@ def _rules(tokens: Tokens) -> dict[str, Tokens]:
 
 @dataclass
 class _Body:
-    """One rule's alternatives, read from left to right."""
+    """Interpret one rule's alternatives from left to right."""
 
     tokens: Tokens
     rules: Mapping[str, Tokens]
@@ -96,7 +100,7 @@ class _Body:
 
     def ends(self) -> bool:
         ends = self._alternatives()
-        return ends or self.at < len(self.tokens)  # what is left over was not understood
+        return ends or self.at < len(self.tokens)  # the rest was not understood
 
     def _alternatives(self) -> bool:
         any_ends, this_ends = False, True
@@ -135,11 +139,13 @@ class _Body:
 
 MAX_VISITS = 10_000
 MAX_LEVELS = 150
-"""Schemas inside one another, references followed: Python's own stack is not much deeper."""
+"""Depth of nested schemas, references followed, bounded by Python's recursion limit."""
 
 
 def can_end(root: Mapping[str, Any]) -> bool:
-    """False only if it is certain: whatever is unclear, or too large to look through, may end."""
+    """Return False only if certainly no finite value satisfies the schema; unclear or too large schemas count as
+    satisfiable.
+    """
     return _Walk(root).ends(root, frozenset())
 
 
@@ -150,7 +156,9 @@ class _Walk:
         self._level = 0
 
     def ends(self, schema: Any, inside: frozenset[str]) -> bool:
-        """`inside`: references that are being followed; one that leads back to itself does not end that way."""
+        """Return whether a schema can end. `inside` are the references being followed: a reference to one of them
+        cannot end.
+        """
         self._visits += 1
         if self._visits > MAX_VISITS or self._level >= MAX_LEVELS:
             return True
@@ -187,7 +195,7 @@ class _Walk:
 
 
 def _needed(schema: Mapping[str, Any]) -> list[Any]:
-    """Schemas of what every value must contain."""
+    """Return the schemas of the parts that every value must contain."""
     if schema.get("type") == "object":
         properties, required = schema.get("properties"), schema.get("required")
         if isinstance(properties, Mapping) and isinstance(required, list):
@@ -202,11 +210,11 @@ def _needed(schema: Mapping[str, Any]) -> list[Any]:
 
 MAX_REPETITIONS = 100_000
 _MANY = 10**15
-"""More are not told apart: the product of thousands of counts is no number to work with, or to print."""
+"""Larger products are capped here: thousands of counts multiply to numbers too large to compute with or to print."""
 
 
 def repetitions(pattern: str) -> int:
-    """Characters and classes of the pattern, each as often as it is repeated. An upper bound, in one pass."""
+    """Count the pattern's characters and classes, each as often as it is repeated: an upper bound, in one pass."""
     sizes, last, at = [0], 0, 0
     while at < len(pattern):
         char = pattern[at]
@@ -230,7 +238,7 @@ def repetitions(pattern: str) -> int:
 
 
 def _counted(pattern: str, at: int) -> tuple[int, int] | None:
-    """The most repetitions that `{m}`, `{m,}` or `{m,n}` stands for, and where it ends; None: it is none of these."""
+    """Read `{m}`, `{m,}` or `{m,n}`: return the most repetitions and the end position; None if there is no count."""
     end = pattern.find("}", at, at + 32)
     if end < 0:
         return None

@@ -1,4 +1,4 @@
-"""A tool, a call of it, and what readers of calls have in common. No HTTP, no template."""
+"""Define tools, tool calls, and the helpers shared by their readers, independent of HTTP and templates."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,38 +8,48 @@ from typing import Any, NoReturn, Protocol
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters` is the JSON schema of its arguments, an object. `is_strict`: they follow it also where the model may
-    call or not; else they are the model's own affair there."""
+    """Describe a tool that the model may call."""
 
     name: str
+    # JSON schema of the arguments, an object.
     parameters: Mapping[str, Any]
+    # Enforce the schema also where the model may choose not to call a tool.
     is_strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is JSON text of an object."""
+    """Hold one call of a tool."""
 
     name: str
+    # JSON text of an object.
     arguments: str
 
 
 Part = str | ToolCall
-"""Of an answer: text, or a call."""
+"""Part of an answer: text or a call."""
 
 
 class ToolReader(Protocol):
-    """Reads one answer as it comes. What turns out to be no call comes out as the text that it is."""
+    """Read one answer as it streams; anything that is not a call is returned as text."""
 
     def push(self, text: str) -> list[Part]:
-        """More of the answer; the parts that have become certain."""
+        """Add text of the answer and return the parts that are now certain."""
 
     def flush(self) -> list[Part]:
-        """The answer has ended: the rest."""
+        """Return the remaining parts after the end of the answer."""
 
 
 def read_call(value: Any, names: frozenset[str], keys: Sequence[str]) -> ToolCall | None:
-    """A call from `{"name": ..., KEY: {...}}`, None if it is none: of no tool on offer, or without arguments."""
+    """Read a call from `{"name": ..., KEY: {...}}`.
+
+    Args:
+        value: parsed JSON.
+        names: tools on offer.
+        keys: accepted names of the arguments' key, preferred first.
+
+    Returns: None if the tool is not on offer or the arguments are missing.
+    """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str) or value["name"] not in names:
         return None
     arguments = next((value[key] for key in keys if key in value), None)
@@ -51,7 +61,7 @@ def read_call(value: Any, names: frozenset[str], keys: Sequence[str]) -> ToolCal
 
 
 def parse_json(text: str) -> Any:
-    """None if it is no strict JSON."""
+    """Parse strict JSON; return None if the text is not valid."""
     try:
         return json.loads(text, parse_constant=refuse_constant)
     except (ValueError, RecursionError):
@@ -59,10 +69,13 @@ def parse_json(text: str) -> Any:
 
 
 def refuse_constant(name: str) -> NoReturn:
-    """For `json`: NaN and Infinity are not JSON. Raises: ValueError."""
+    """Reject NaN and Infinity, which are not JSON (for `json`'s `parse_constant`).
+
+    Raises: ValueError.
+    """
     raise ValueError(name)
 
 
 def possible_beginning(text: str, marker: str) -> int:
-    """How much of the text's end may be the beginning of the marker."""
+    """Return how many characters at the end of the text may be the beginning of the marker."""
     return next((n for n in range(min(len(marker) - 1, len(text)), 0, -1) if marker.startswith(text[-n:])), 0)

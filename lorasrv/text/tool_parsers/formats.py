@@ -1,4 +1,4 @@
-"""Which way of writing tool calls a chat template teaches, told by the markers that it writes itself."""
+"""Detect the tool-call format that a chat template teaches, by the markers it writes itself."""
 
 import json
 import re
@@ -21,33 +21,35 @@ from lorasrv.text.tool_parsers.parsers import (
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One way of writing calls.
-
-    `marker` begins a call; where it is a special token, it is shown to the reader. `around` a call's JSON stands
-    before and after it, `between` calls; None: there is one call at most. `list_of`: brackets around all calls.
-    `unforced` is the Lark rule of an answer in which the model may call tools, or not: where the reader would see the
-    beginning of a call (`head`, or `first` at the answer's beginning), a whole call follows.
-    `id_chars`: how long ids of calls are, in templates that check it; 0: any.
-    """
+    """Describe one format of tool calls."""
 
     name: str
+    # Begins a call; shown to the reader where it is a special token.
     marker: str
     reader: Callable[[frozenset[str], bool], ToolReader]
+    # Key of the arguments in a call's JSON.
     arguments: str
+    # beginning of the answer) must be followed by a whole call.
+    # Lark rule of an answer in which calls are optional: the beginning of a call (`head`, or `first` at the
     unforced: str
+    # Text before and after a call's JSON.
     around: tuple[str, str] = ("", "")
+    # Text between calls; None: at most one call.
     between: str | None = None
+    # Brackets around the list of calls.
     list_of: tuple[str, str] = ("", "")
     forces_marker: bool = False
+    # Length of call ids in templates that check it; 0: any.
     id_chars: int = 0
 
     def shown(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The marker's token, if it is one that is not written as text otherwise."""
+        """Return the marker's token id if the marker is a special token, which is not written as text by default."""
         token = tokenizer.token_id(self.marker)
         return frozenset({token} if token is not None and token in tokenizer.special_ids else ())
 
     def grammar(self, tools: Sequence[Tool], parallel: bool, tokenizer: Tokenizer) -> Grammar:
-        """Nothing but a call, or some, of these tools, with arguments of their schemas.
+        """Build the grammar of one or more calls of these tools and nothing else, with arguments that match their
+        schemas.
 
         Raises:
             InvalidRequest: a schema is malformed or too large.
@@ -58,8 +60,9 @@ class ToolFormat:
         return lark_of("\n".join([*rules, *self._calls(tools, self.around[0])]), "tools")
 
     def unforced_grammar(self, tools: Sequence[Tool], tokenizer: Tokenizer) -> Grammar:
-        """Any text, and calls of these tools: of those that are strict with arguments of their schemas, of others with
-        any object.
+        """Build the grammar of any text with optional calls of these tools.
+
+        Arguments of strict tools match their schemas, arguments of others may be any object.
 
         Raises:
             InvalidRequest: a schema is malformed or too large.
@@ -72,7 +75,7 @@ class ToolFormat:
             f"written[lazy]: TEXT {_quoted(self.marker)}",
             f"first: BLANK | BLANK {_quoted(self.marker)}{shown_first}",
             r"TEXT: /(.|\n)*/",
-            # What Python's `strip` takes away.
+            # The white space that Python's `strip` removes.
             r"BLANK: /[\s\x1c-\x1f]*/",
             r"PLAIN: /[\s\x1c-\x1f]*([^\s\x1c-\x1f{](.|\n)*)?/ & ~/[\s\x1c-\x1f]*"
             + re.escape(self.marker)
@@ -82,7 +85,7 @@ class ToolFormat:
         return lark_of("\n".join([*rules, *self._calls(kept, self.around[0].removeprefix(self.marker))]), "tools")
 
     def _calls(self, tools: Sequence[Tool], before: str) -> Iterator[str]:
-        """The rule `call`, and what it needs."""
+        """Yield the rule `call` and the rules it uses."""
         yield "call: " + " | ".join(f"tool_{number}" for number in range(len(tools)))
         for number, tool in enumerate(tools):
             head = f'{before}{{"name": {json.dumps(tool.name)}, "{self.arguments}": '
@@ -121,7 +124,7 @@ LLAMA = ToolFormat("llama", LLAMA_MARKER, LlamaReader, "parameters", "PLAIN | fi
 
 
 def detect_format(template: str) -> ToolFormat | None:
-    """The format of a template that has a place for tools; None: it writes calls in a way that is not known here."""
+    """Return the format of a template that supports tools; None: the template writes calls in an unknown format."""
     if OPEN in template:
         # Qwen3-Coder and others put XML, not JSON, between the same tags.
         return None if "<function=" in template or "<arg_key>" in template else HERMES
@@ -133,5 +136,5 @@ def detect_format(template: str) -> ToolFormat | None:
 
 
 def _quoted(text: str) -> str:
-    """As a string of Lark."""
+    """Return the text as a Lark string."""
     return json.dumps(text, ensure_ascii=False)

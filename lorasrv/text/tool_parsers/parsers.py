@@ -1,7 +1,8 @@
-"""Calls that are the rest of an answer: Mistral's `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, and Llama's, whose
-answers are nothing but `{"name": ..., "parameters": {...}}`, with `<|python_tag|>` in front or not.
+"""Read tool calls out of a streamed answer, one reader per family of formats.
 
-Calls between tags, as Hermes and Qwen write them: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+Mistral ends an answer with `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`. Llama's whole answer is
+`{"name": ..., "parameters": {...}}`, with or without `<|python_tag|>` in front. Hermes and Qwen put each call between
+tags: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 """
 
 import json
@@ -13,7 +14,7 @@ LLAMA_MARKER = "<|python_tag|>"
 
 
 class MistralReader:
-    """Text comes at once until the marker; what follows it when the answer has ended."""
+    """Stream text until the marker, then hold the rest back until the answer ends."""
 
     def __init__(self, names: frozenset[str], parallel: bool) -> None:
         self._names = names
@@ -44,7 +45,7 @@ class MistralReader:
 
 
 class LlamaReader:
-    """An answer that begins like a call comes when it has ended, any other at once."""
+    """Hold back an answer that begins like a call until it ends; stream any other answer."""
 
     def __init__(self, names: frozenset[str], parallel: bool) -> None:
         self._names = names
@@ -69,7 +70,7 @@ class LlamaReader:
         return [text] if text else []
 
     def _calls(self, text: str) -> list[ToolCall]:
-        """One or more, separated by semicolons; [] if anything else stands there."""
+        """Parse calls separated by semicolons; return [] if the text contains anything else."""
         calls, decoder, at = [], json.JSONDecoder(parse_constant=refuse_constant), 0
         text = text.strip()
         while at < len(text):
@@ -90,8 +91,11 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 class TaggedReader:
-    """Text outside of tags comes at once, but for white space, which goes if a call follows it; a call when its tag is
-    closed, or the answer ends. With `parallel` False nothing comes after the first."""
+    """Stream the text outside of tags, and return each call when its tag closes or the answer ends.
+
+    White space outside of tags is held back, and dropped if a call follows. With `parallel` False, everything after the
+    first call is dropped.
+    """
 
     def __init__(self, names: frozenset[str], parallel: bool) -> None:
         self._names = names
@@ -130,7 +134,7 @@ class TaggedReader:
         return [] if self._has_called and not text.strip() else self._text(text)
 
     def _ended(self, inside: str, close: str) -> list[Part]:
-        """A tag's content, after what stood before it."""
+        """Return the pending text in front of a tag, followed by the tag's content."""
         before, self._outside = self._outside, ""
         call = read_call(parse_json(inside.strip()), self._names, ("arguments", "parameters"))
         if call is None:

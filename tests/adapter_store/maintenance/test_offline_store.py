@@ -1,75 +1,23 @@
-"""Work on a store without a server: garbage collection, checks, archives."""
-
-import hashlib
-import io
-import json
 import os
-import tarfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
+from store_kit import BASE, add, blobs, build, digest_of, flip, put
 
-from adapter_store.errors import (
-    AdapterCorrupt,
-    AdapterError,
-    AdapterInvalid,
-    DigestMismatch,
-    InvalidArchive,
-    StoreLocked,
-    StoreUnusable,
-)
-from adapter_store.maintenance.archive import Moved, export_store, import_store
-from adapter_store.maintenance.offline_store import Collected, OfflineStore
+from adapter_store.errors import StoreLocked, StoreUnusable
+from adapter_store.maintenance.offline_store import CollectSummary, OfflineStore
 from adapter_store.quota import ANONYMOUS, StoreQuota
-from adapter_store.registry.records import Change
-from adapter_store.spec import BaseShapes
 from adapter_store.store import AdapterStore
-
-Put = Callable[..., str]
-LIMITS = {"max_running": 2, "tokens_per_s": 12.5}
-
-
-@pytest.fixture
-def root(tmp_path: Path, base: BaseShapes, put: Put, build: Any) -> Path:
-    """A closed store: mia@1, mia@3 (by ann), aliases, limits; zoe@1 with mia@1's weights; one orphan."""
-    root = tmp_path / "store"
-    with AdapterStore(root, base) as store:
-        for seed, whose in enumerate(("bob", "ann", "ann")):
-            store.register("mia", build.config(), put(store, build.file(seed=seed), whose), principal=whose)
-        store.register("zoe", build.config(alpha_pattern={"q_proj": 3, "v": 5}), put(store, build.file(seed=0)))
-        store.delete("mia@2")
-        store.change("mia", Change(version=1, aliases={"prod": {1: 0.9, 3: 0.1}, "next": 3}, limits=LIMITS))
-        store.register("gone", build.config(), put(store, build.file(seed=0)))
-        store.delete("gone")
-        put(store, build.file(seed=8))
-    return root
-
-
-def blobs(root: Path) -> dict[str, Path]:
-    return {path.name: path for path in (root / "blobs" / "sha256").iterdir()}
-
-
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
-def digest_of(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 class TestOpening:
-    def test_a_server_keeps_it(self, root: Path, base: BaseShapes) -> None:
-        with AdapterStore(root, base), pytest.raises(StoreLocked, match="another server"):
+    def test_a_server_keeps_it(self, root: Path) -> None:
+        with AdapterStore(root, BASE), pytest.raises(StoreLocked, match="another server"):
             OfflineStore(root)
         with OfflineStore(root), pytest.raises(StoreLocked):
-            AdapterStore(root, base)
-        AdapterStore(root, base).close()
+            AdapterStore(root, BASE)
+        AdapterStore(root, BASE).close()
 
     def test_it_makes_none(self, tmp_path: Path) -> None:
         for path in (tmp_path / "new", tmp_path):
@@ -79,19 +27,19 @@ class TestOpening:
 
 
 class TestCollect:
-    def test_what_nothing_names(self, root: Path, build: Any) -> None:
+    def test_what_nothing_names(self, root: Path) -> None:
         (root / "tmp" / "half").write_bytes(b"x")
         orphan = digest_of(build.file(seed=8))
         num_bytes = blobs(root)[orphan].stat().st_size
         with OfflineStore(root) as closed:
-            assert closed.collect() == Collected(0, 0, 0, 1), "it is younger than a day"
+            assert closed.collect() == CollectSummary(0, 0, 0, 1), "it is younger than a day"
             assert orphan in blobs(root)
-            assert closed.collect(age_s=-1.0) == Collected(0, 1, num_bytes, 0)
+            assert closed.collect(age_s=-1.0) == CollectSummary(0, 1, num_bytes, 0)
             assert orphan not in blobs(root)
-            assert closed.collect(age_s=-1.0) == Collected(0, 0, 0, 0)
+            assert closed.collect(age_s=-1.0) == CollectSummary(0, 0, 0, 0)
             assert closed.check() == []
 
-    def test_contents_that_were_held_when_the_server_died(self, root: Path, build: Any) -> None:
+    def test_contents_that_were_held_when_the_server_died(self, root: Path) -> None:
         with OfflineStore(root) as closed:
             record = closed.index.records()["mia"]  # type: ignore[index]
             closed.index.delete_versions(record, frozenset({3}))
@@ -100,14 +48,14 @@ class TestCollect:
             assert (done.contents, done.blobs) == (1, 1)
             assert digest_of(build.file(seed=2)) not in blobs(root)
 
-    def test_while_a_server_runs(self, root: Path, base: BaseShapes, put: Put, build: Any) -> None:
-        with AdapterStore(root, base) as store:
+    def test_while_a_server_runs(self, root: Path) -> None:
+        with AdapterStore(root, BASE) as store:
             old, young = (put(store, build.file(seed=seed)) for seed in (8, 9))
             past = time.time() - 2 * 86_400
             for path in blobs(root).values():
                 if path.name != young:
                     os.utime(path, (past, past))
-            with store._leases.lease(old), store.staging.using(ANONYMOUS, old):
+            with store._leases.lease(old), store.pending_uploads.using(ANONYMOUS, old):
                 assert store.remove_orphans().num_blobs == 0
                 assert old in blobs(root)
             assert old not in blobs(root), "the last to leave removes it"
@@ -118,28 +66,28 @@ class TestCollect:
 
 
 class TestCheck:
-    def test_what_is_no_plain_file(self, root: Path, base: BaseShapes, put: Put, build: Any, tmp_path: Path) -> None:
-        """Somebody's folders and links: no reason not to start, and nothing to remove."""
+    def test_what_is_no_plain_file(self, root: Path, tmp_path: Path) -> None:
+        """Foreign folders and links neither prevent the start nor are removed."""
         mine = tmp_path / "mine"
         mine.write_bytes(b"x")
-        strangers = [root / "tmp" / "lost+found", root / "blobs" / "sha256" / ("0" * 64)]
+        foreign_paths = [root / "tmp" / "lost+found", root / "blobs" / "sha256" / ("0" * 64)]
         links = [root / "tmp" / "link", root / "blobs" / "sha256" / "link"]
-        for path in strangers:
+        for path in foreign_paths:
             (path / "notes").mkdir(parents=True)
         for path in links:
             path.symlink_to(mine)
-        with AdapterStore(root, base, quota=StoreQuota(store_bytes=1 << 30)) as store:
+        with AdapterStore(root, BASE, quota=StoreQuota(store_bytes=1 << 30)) as store:
             assert store.remove_orphans(-1.0).num_blobs == 1
             assert not store.blob_exists("0" * 64)
-            store.register("new", build.config(), put(store, build.file(seed=5)))
+            add(store, "new", 5)
         with OfflineStore(root) as closed:
             assert closed.collect(age_s=-1.0).blobs == 0
             findings = {(f.kind, f.what) for f in closed.check()}
-        assert findings == {("foreign", f"'{path.parent.name}/{path.name}'") for path in [*strangers, *links]}
-        assert all((path / "notes").is_dir() for path in strangers)
+        assert findings == {("foreign", f"'{path.parent.name}/{path.name}'") for path in [*foreign_paths, *links]}
+        assert all((path / "notes").is_dir() for path in foreign_paths)
         assert all(path.is_symlink() for path in links)
 
-    def test_everything_is_found(self, root: Path, build: Any) -> None:
+    def test_everything_is_found(self, root: Path) -> None:
         first, last, orphan = (digest_of(build.file(seed=seed)) for seed in (0, 2, 8))
         flip(blobs(root)[first])
         blobs(root)[last].unlink()
@@ -157,7 +105,7 @@ class TestCheck:
         assert told[0] == (0, total)
         assert told[-1] == (total, total)
 
-    def test_a_blob_that_is_no_file(self, root: Path, build: Any) -> None:
+    def test_a_blob_that_is_no_file(self, root: Path) -> None:
         path = blobs(root)[digest_of(build.file(seed=2))]
         path.unlink()
         path.mkdir()
@@ -170,282 +118,3 @@ class TestCheck:
             closed.index._db.execute("UPDATE aliases SET version = 7 WHERE alias = 'next'")
             [finding] = [f for f in closed.check() if f.kind == "index"]
         assert "aliases names a versions row" in finding.message
-
-
-def exported(root: Path) -> bytes:
-    file = io.BytesIO()
-    with OfflineStore(root) as closed:
-        export_store(closed, file)
-    return file.getvalue()
-
-
-def manifest_of(data: bytes) -> dict[str, Any]:
-    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-        return json.load(tar.extractfile("lorasrv-store.json"))  # type: ignore[arg-type,no-any-return]
-
-
-def first_version(manifest: dict[str, Any]) -> dict[str, Any]:
-    version: dict[str, Any] = manifest["adapters"]["mia"]["versions"]["1"]
-    return version
-
-
-def rebuilt(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
-    """The archive with another manifest, as Python's tarfile writes it."""
-    manifest = manifest_of(data)
-    change(manifest)
-    out = io.BytesIO()
-    with tarfile.open(fileobj=io.BytesIO(data)) as old, tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as new:  # fmt: skip # noqa: E501
-        for member in old.getmembers():
-            content = old.extractfile(member).read()  # type: ignore[union-attr]
-            if member.name == "lorasrv-store.json":
-                content = json.dumps(manifest).encode()
-            member.size = len(content)
-            new.addfile(member, io.BytesIO(content))
-    return out.getvalue()
-
-
-class TestArchive:
-    @pytest.fixture
-    def data(self, root: Path) -> bytes:
-        return exported(root)
-
-    @pytest.fixture
-    def take(self, tmp_path: Path, base: BaseShapes) -> Callable[[bytes], Moved]:
-        def run(data: bytes) -> Moved:
-            with OfflineStore(tmp_path / "new", create=True) as closed:
-                return import_store(closed, io.BytesIO(data), base, 16)
-
-        return run
-
-    def assert_nothing_came(self, tmp_path: Path) -> None:
-        with OfflineStore(tmp_path / "new") as closed:
-            assert closed.index.records() == {}
-            assert closed.index.last_versions() == {}
-            assert closed.blobs.sizes() == {}
-
-    def test_there_and_back(
-        self, root: Path, data: bytes, take: Any, tmp_path: Path, base: BaseShapes, put: Put, build: Any
-    ) -> None:
-        moved = take(data)
-        assert (moved.adapters, moved.versions, moved.blobs) == (2, 3, 2)
-        with AdapterStore(root, base) as old, AdapterStore(tmp_path / "new", base) as new:
-            assert new.list_adapters() == old.list_adapters()
-            assert [r.etag for r in new.list_adapters()] == [r.etag for r in old.list_adapters()]
-            for record in old.list_adapters():
-                for version in record.versions:
-                    ref = record.ref(version.version)
-                    assert new.uploads.report(ref) == old.uploads.report(ref)
-                    assert new.uploads.peft(ref).config == old.uploads.peft(ref).config
-                    assert new.spec(version.key) == old.spec(version.key)
-                    a, b = old.load(version.key), new.load(version.key)
-                    assert all((a[site].b == b[site].b).all() for site in a)
-            assert new._index.owners() == old._index.owners() == {("mia", 1): "bob", ("mia", 3): "ann"}
-            assert new._index.last_versions() == old._index.last_versions()
-            for name, version in (("mia", 4), ("gone", 2)):
-                assert new.register(name, build.config(), put(new, build.file(seed=9))).ref.version == version
-        assert digest_of(build.file(seed=8)) not in manifest_of(data)["contents"], "orphans stay behind"
-
-    def test_what_was_allowed_at_the_upload_stays_allowed(
-        self, tmp_path: Path, base: BaseShapes, put: Put, build: Any, take: Any
-    ) -> None:
-        with AdapterStore(tmp_path / "partial", base) as store:
-            config = build.config(target_modules=["q_proj", "v_proj", "o_proj"])
-            store.register("mia", config, put(store, build.file()), allow_partial=True)
-        data = exported(tmp_path / "partial")
-        for wrong in (None, 1):
-            with pytest.raises((AdapterInvalid, InvalidArchive), match="partial"):
-                take(rebuilt(data, lambda m, wrong=wrong: first_version(m).update(partial=wrong)))
-        with pytest.raises(AdapterInvalid, match="allow-partial"):
-            take(rebuilt(data, lambda m: first_version(m).pop("partial")))
-        assert take(data).versions == 1
-        with AdapterStore(tmp_path / "new", base) as store:
-            assert "partial: 2 of 6" in store.uploads.report(store.resolve("mia")).warnings[0]
-
-    def test_versions_of_one_content_keep_what_is_their_own(
-        self, tmp_path: Path, base: BaseShapes, put: Put, build: Any, take: Any
-    ) -> None:
-        configs = {
-            "ann": build.config(base_model_name_or_path="acme/secret-13b"),
-            "bob": build.config(base_model_name_or_path="probe", target_modules=["q_proj", "v_proj", "o_proj"]),
-        }
-        with AdapterStore(tmp_path / "both", base) as store:
-            digest = put(store, build.file())
-            done = {who: store.register(who, config, digest, allow_partial=True) for who, config in configs.items()}
-        assert take(exported(tmp_path / "both")) == Moved(2, 2, 1, len(build.file()))
-        with AdapterStore(tmp_path / "new", base) as store:
-            for who, config in configs.items():
-                assert store.uploads.report(done[who].ref) == done[who].report
-                assert store.uploads.peft(done[who].ref).config == config
-
-    def test_the_first_format(self, data: bytes, take: Any, tmp_path: Path, base: BaseShapes) -> None:
-        """There a content had one config: whose, nobody knows, so nobody is told what that one trained on."""
-
-        def older(manifest: dict[str, Any]) -> None:
-            manifest["format"] = 1
-            for record in manifest["adapters"].values():
-                for version in record["versions"].values():
-                    content = manifest["contents"][version["content"]]
-                    content |= {"config": version.pop("config") | {"base_model_name_or_path": "acme/secret-13b"}}
-
-        assert take(rebuilt(data, older)).versions == 3
-        with AdapterStore(tmp_path / "new", base) as store:
-            for record in store.list_adapters():
-                for version in record.versions:
-                    assert store.uploads.report(record.ref(version.version)).warnings == ()
-                    store.load(version.key)
-        assert b"secret" not in (tmp_path / "new" / "index.sqlite3").read_bytes()
-
-    def test_limits_that_no_server_would_start_with(self, data: bytes, tmp_path: Path, base: BaseShapes) -> None:
-        def refuse(limits: Mapping[str, float]) -> None:
-            if "tokens_per_s" in limits:
-                raise ValueError("tokens_per_s is too much")
-
-        why = "limits of 'mia' that are none: tokens_per_s is too much"
-        with OfflineStore(tmp_path / "new", create=True) as closed, pytest.raises(InvalidArchive, match=why):
-            import_store(closed, io.BytesIO(data), base, 16, check_limits=refuse)
-        self.assert_nothing_came(tmp_path)
-
-    def test_the_same_store_makes_the_same_file(self, root: Path, data: bytes) -> None:
-        assert exported(root) == data
-
-    def test_other_programs_can_read_it(self, data: bytes, build: Any) -> None:
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            for member in tar.getmembers()[1:]:
-                content = tar.extractfile(member).read()  # type: ignore[union-attr]
-                assert member.name == f"blobs/sha256/{digest_of(content)}"
-
-    def test_what_another_program_packed_comes_in(self, data: bytes, take: Any) -> None:
-        assert take(rebuilt(data, lambda manifest: None)).versions == 3
-
-    def test_into_a_store_with_others(
-        self, data: bytes, tmp_path: Path, base: BaseShapes, put: Put, build: Any
-    ) -> None:
-        with AdapterStore(tmp_path / "new", base) as store:
-            store.register("bob", build.config(), put(store, build.file(seed=0)))
-        with OfflineStore(tmp_path / "new") as closed:
-            import_store(closed, io.BytesIO(data), base, 16)
-        with AdapterStore(tmp_path / "new", base) as store:
-            assert [r.adapter_id for r in store.list_adapters()] == ["bob", "mia", "zoe"]
-            before = store.list_adapters()
-        with OfflineStore(tmp_path / "new") as closed, pytest.raises(InvalidArchive, match="has mia, zoe already"):
-            import_store(closed, io.BytesIO(data), base, 16)
-        with AdapterStore(tmp_path / "new", base) as store:
-            assert store.list_adapters() == before
-            for record in before:
-                store.load(record.key)
-
-    def test_an_empty_store(self, tmp_path: Path, base: BaseShapes, take: Any) -> None:
-        AdapterStore(tmp_path / "empty", base).close()
-        assert take(exported(tmp_path / "empty")) == Moved(0, 0, 0, 0)
-
-    def test_damaged_weights_are_not_exported(self, root: Path, build: Any) -> None:
-        blob = blobs(root)[digest_of(build.file(seed=0))]
-        flip(blob)
-        with pytest.raises(AdapterCorrupt, match=r"mia@1, zoe@1 are damaged"):
-            exported(root)
-        blob.unlink()
-        with pytest.raises(AdapterCorrupt, match=r"mia@1, zoe@1 are gone"):
-            exported(root)
-
-    @pytest.mark.parametrize("position", [0, 200, 600, -4000, -3000])
-    def test_any_damage_is_found(self, data: bytes, take: Any, tmp_path: Path, position: int) -> None:
-        damaged = bytearray(data)
-        damaged[position] ^= 4
-        with pytest.raises(AdapterError):
-            take(bytes(damaged))
-        self.assert_nothing_came(tmp_path)
-
-    def test_any_end_is_found(self, data: bytes, take: Any, tmp_path: Path) -> None:
-        for end in (0, 100, 512, 1000, len(data) // 2, len(data) - 1024, len(data) - 1100):
-            with pytest.raises(InvalidArchive, match="ends early"):
-                take(data[:end])
-            self.assert_nothing_came(tmp_path)
-
-    def test_a_flip_in_weights(self, data: bytes, take: Any, tmp_path: Path) -> None:
-        with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-            last = tar.getmembers()[-1]
-        damaged = bytearray(data)
-        damaged[last.offset_data + last.size - 1] ^= 1
-        with pytest.raises(DigestMismatch):
-            take(bytes(damaged))
-        self.assert_nothing_came(tmp_path)
-
-    @pytest.mark.parametrize(
-        ("change", "says"),
-        [
-            (lambda m: m.update(format=3), "has format 3; this lorasrv reads 2 and older"),
-            (lambda m: m.update(format=True, kind="x"), "no archive of an adapter store"),
-            (lambda m: m.pop("contents"), "contents of the archive's manifest"),
-            (lambda m: m["adapters"]["mia"].update(version=2), r"adapters.'mia'.version .*no such version"),
-            (lambda m: m["adapters"]["mia"]["aliases"].update(prod=2), "no such version"),
-            (lambda m: m["adapters"]["mia"]["aliases"].update(prod={"1": 0.5}), "add up to 1"),
-            (lambda m: m["adapters"]["mia"]["aliases"].update(Prod=1), "'Prod' is not allowed"),
-            (lambda m: m["adapters"]["mia"]["limits"].update(weight="x"), "limits"),
-            (lambda m: m["adapters"]["mia"]["limits"].update(weight=10**400), "limits"),
-            (lambda m: m["adapters"]["mia"].update(created="x"), "created"),
-            (lambda m: m["adapters"]["mia"]["versions"].update({"01": {}}), "no version number"),
-            (lambda m: m["adapters"]["mia"]["versions"].update({"-1": {}}), "no version number"),
-            (lambda m: m["adapters"]["mia"]["versions"].clear(), "no such version"),
-            (lambda m: m["adapters"]["mia"]["versions"]["1"].update(content="0" * 64), "no such content"),
-            (lambda m: m["adapters"].update({"../x": m["adapters"]["mia"]}), r"'\.\./x' is not allowed"),
-            (lambda m: m["adapters"].update({"tiny-llama": m["adapters"].pop("mia")}), "taken by the server"),
-            (lambda m: m["last_versions"].update(mia=-1), "last_versions"),
-            (lambda m: next(iter(m["contents"].values())).update(weights="../../etc/passwd"), "is not a digest"),
-            (lambda m: next(iter(m["contents"].values())).update(bytes=-1), "bytes"),
-            (lambda m: next(iter(m["contents"].values())).update(bytes=5), "is not one that its manifest announces"),
-            (lambda m: first_version(m)["config"].update(lora_alpha=77), "another than its config"),
-            (lambda m: first_version(m)["config"].update(use_dora=True), "use_dora"),
-            (lambda m: m["contents"].update({"f" * 64: next(iter(m["contents"].values()))}), "no version names it"),
-            (lambda m: first_version(m).update(config=[]), r"versions.'1'.config .*wrong type"),
-            (lambda m: first_version(m).pop("config"), r"contents.*.config .*missing"),
-            (lambda m: first_version(m).update(partial=1), "partial"),
-            (lambda m: m.update(base="0" * 64), "base of other shapes"),
-            (lambda m: m["last_versions"].update({"\ud800": 1}), "last_versions.'.ud800'"),
-            (lambda m: m["adapters"]["mia"]["versions"]["1"].update(owner="\ud800"), "versions.'1'.owner"),
-            *(
-                (lambda m, text=text: m.update(base=text.replace("<shapes>", m["base"][:64])), "^base of the archive")
-                for text in (
-                    "x y", "\ud800", "<shapes> x", "<shapes> 5", "<shapes> {}", "<shapes> [null, 1]", "<shapes> [true]",
-                    "<shapes> [NaN]", "<shapes> [1e999]", f"<shapes> {[0.5] * 513}", f"<shapes> [1{400 * '0'}]",
-                    "<shapes> " + "[" * 100_000, 'x [1]',
-                )
-            ),
-        ],
-    )  # fmt: skip
-    def test_manifests_that_lie(self, data: bytes, take: Any, tmp_path: Path, change: Any, says: str) -> None:
-        with pytest.raises((InvalidArchive, AdapterInvalid, AdapterError), match=says):
-            take(rebuilt(data, change))
-        self.assert_nothing_came(tmp_path)
-
-    @pytest.mark.parametrize(
-        "trick", ["../../evil", "/etc/evil", "blobs/sha256/../../evil", "link", "hardlink", "folder", "device", "twice"]
-    )
-    def test_members_that_are_none(self, data: bytes, take: Any, tmp_path: Path, trick: str) -> None:
-        out = io.BytesIO()
-        with tarfile.open(fileobj=io.BytesIO(data)) as old, tarfile.open(fileobj=out, mode="w") as new:
-            members = old.getmembers()
-            for member in [*members, *([members[-1]] if trick == "twice" else [])]:
-                new.addfile(member, old.extractfile(member))
-            info = tarfile.TarInfo(trick if "/" in trick else members[1].name)
-            kinds = {"link": tarfile.SYMTYPE, "hardlink": tarfile.LNKTYPE, "folder": tarfile.DIRTYPE, "device": tarfile.BLKTYPE}  # fmt: skip # noqa: E501
-            info.type = kinds.get(trick, tarfile.REGTYPE)
-            info.linkname = "/etc/passwd"
-            if trick != "twice":
-                new.addfile(info)
-        with pytest.raises(InvalidArchive, match="member"):
-            take(out.getvalue())
-        self.assert_nothing_came(tmp_path)
-        assert {path.name for path in tmp_path.iterdir()} == {"store", "new"}
-
-    @pytest.mark.parametrize("data", [b"", b"x" * 5000, bytes(2000), b"PK\x03\x04" + bytes(600)])
-    def test_what_is_no_archive(self, data: bytes, take: Any) -> None:
-        with pytest.raises(InvalidArchive):
-            take(data)
-
-    def test_another_base(self, data: bytes, tmp_path: Path, base: BaseShapes) -> None:
-        with OfflineStore(tmp_path / "new", create=True) as closed:
-            with pytest.raises(InvalidArchive, match="base of other shapes"):
-                import_store(closed, io.BytesIO(data), replace(base, num_layers=3), 16)
-            with pytest.raises(AdapterInvalid, match="max-lora-rank"):
-                import_store(closed, io.BytesIO(data), base, 2)
-        self.assert_nothing_came(tmp_path)

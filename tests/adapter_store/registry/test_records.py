@@ -1,247 +1,96 @@
-"""Limits of an id: kept over restarts, gone with the id; and what becomes of index files of older layouts."""
-
-import json
-import sqlite3
 from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
+from store_kit import add, build, put
 
-from adapter_store.errors import AdapterNotFound, StoreUnusable
-from adapter_store.registry.database import SCHEMA_VERSION
+from adapter_store.errors import AdapterChanged, AdapterNotFound, StoreUnusable
 from adapter_store.registry.records import Change
-from adapter_store.spec import BaseShapes
+from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 
-LIMITS = {"max_running": 2, "tokens_per_s": 12.5}
-# Layout 1, word for word as it was written: such files exist.
-LAYOUT_1 = """
-CREATE TABLE base (fingerprint TEXT NOT NULL) STRICT;
-CREATE TABLE contents (
-    key TEXT PRIMARY KEY, weights_digest TEXT NOT NULL, config TEXT NOT NULL, report TEXT NOT NULL,
-    created_s REAL NOT NULL
-) STRICT;
-CREATE INDEX contents_by_digest ON contents (weights_digest);
-CREATE TABLE adapters (adapter_id TEXT PRIMARY KEY, current_version INTEGER NOT NULL, created_s REAL NOT NULL) STRICT;
-CREATE TABLE versions (
-    adapter_id TEXT NOT NULL REFERENCES adapters, version INTEGER NOT NULL, key TEXT NOT NULL REFERENCES contents,
-    created_s REAL NOT NULL, PRIMARY KEY (adapter_id, version)
-) STRICT;
-CREATE INDEX versions_by_key ON versions (key);
-CREATE TABLE last_versions (adapter_id TEXT PRIMARY KEY, version INTEGER NOT NULL) STRICT;
-"""
-TABLES_1 = ("base", "contents", "adapters", "versions", "last_versions")
-# Layout 2 is 1 and this, word for word.
-LAYOUT_2 = """
-CREATE TABLE adapter_limits (adapter_id TEXT PRIMARY KEY REFERENCES adapters, limits TEXT NOT NULL) STRICT;
-"""
-# Layout 3 is 2 and this, word for word.
-LAYOUT_3 = """
-CREATE TABLE aliases (
-    adapter_id TEXT NOT NULL, alias TEXT NOT NULL, version INTEGER NOT NULL,
-    share REAL NOT NULL CHECK (share > 0 AND share <= 1), PRIMARY KEY (adapter_id, alias, version),
-    FOREIGN KEY (adapter_id, version) REFERENCES versions
-) STRICT;
-CREATE TABLE owners (
-    adapter_id TEXT NOT NULL, version INTEGER NOT NULL, principal TEXT NOT NULL, PRIMARY KEY (adapter_id, version),
-    FOREIGN KEY (adapter_id, version) REFERENCES versions ON DELETE CASCADE
-) STRICT;
-CREATE TABLE verdicts (
-    key TEXT PRIMARY KEY REFERENCES contents ON DELETE CASCADE, verdict TEXT NOT NULL, created_s REAL NOT NULL
-) STRICT;
-"""
-LAYOUTS = {1: LAYOUT_1, 2: LAYOUT_1 + LAYOUT_2, 3: LAYOUT_1 + LAYOUT_2 + LAYOUT_3}
-TABLES = {1: TABLES_1, 2: (*TABLES_1, "adapter_limits"), 3: (*TABLES_1, "adapter_limits", "aliases", "owners")}
-# A content had the config and the report of its first uploader.
-CONTENTS = """
-SELECT key, weights_digest, uploads.config, report, contents.created_s FROM contents JOIN versions USING (key)
-JOIN uploads USING (adapter_id, version) WHERE versions.created_s = contents.created_s
-"""
+
+class TestExpectedState:
+    def test_every_change_makes_another(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
+        def states() -> Iterator[str]:
+            yield store.get("mia").etag
+            for change in (
+                Change(version=1),
+                Change(aliases={"prod": 1}),
+                Change(aliases={"prod": {1: 0.5, 2: 0.5}}),
+                Change(limits={"weight": 2.0}),
+                Change(aliases={"prod": None}),
+            ):
+                yield store.change("mia", change).etag
+            store.delete("mia@2")
+            yield store.get("mia").etag
+            add(store, "mia", 9)
+            yield store.get("mia").etag
+            store.delete("mia")
+            add(store, "mia", 0)
+            yield store.get("mia").etag
+
+        seen = list(states())
+        assert len(set(seen)) == len(seen)
+
+    def test_what_matches(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
+        digest = put(store, build.file(seed=9))
+        old = store.get("mia").etag
+        for tags in ({old}, {"x", old}, {"*"}, {f"sha256:{mia[2]}"}, None):
+            store.change("mia", Change(limits={}), if_match=tags)
+        store.change("mia", Change(version=1), if_match={old})
+        for stale in ({old}, set(), {f"sha256:{mia[2]}"}):
+            with pytest.raises(AdapterChanged, match="has changed since you looked"):
+                store.change("mia", Change(version=2), if_match=stale)
+            with pytest.raises(AdapterChanged):
+                store.delete("mia@2", if_match=stale)
+            with pytest.raises(AdapterChanged):
+                store.register("mia", build.config(), digest, if_match=stale)
+        assert (store.resolve("mia").version, len(store.get("mia").versions)) == (1, 3)
+        with pytest.raises(AdapterChanged, match="does not exist"):
+            store.register("new", build.config(), digest, if_match={"*"})
+        assert store.register("mia", build.config(), digest, if_match={store.get("mia").etag}).created
+
+    def test_it_is_compared_when_it_is_done(
+        self, store: AdapterStore, mia: list[AdapterKey], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another client changes the id while an upload is being checked."""
+        check, etag = store._content_reader.check, store.get("mia").etag
+
+        def slow_check(*arguments: Any) -> Any:
+            checked = check(*arguments)
+            store.change("mia", Change(version=1))
+            return checked
+
+        monkeypatch.setattr(store._content_reader, "check", slow_check)
+        with pytest.raises(AdapterChanged):
+            add(store, "mia", 9, if_match={etag})
+        assert (store.resolve("mia").version, len(store.get("mia").versions)) == (1, 3)
 
 
-@pytest.fixture
-def root(tmp_path: Path, base: BaseShapes, put: Any, build: Any) -> Path:
-    """A closed store: `mia` has two versions, `zoe` one."""
-    root = tmp_path / "store"
-    with AdapterStore(root, base) as store:
-        for name, seed in (("mia", 1), ("mia", 2), ("zoe", 1)):
-            store.register(name, build.config(), put(store, build.file(seed=seed)))
-    return root
-
-
-@pytest.fixture
-def opened(root: Path, base: BaseShapes) -> Iterator[AdapterStore]:
-    with AdapterStore(root, base) as store:
-        yield store
-
-
-def database(root: Path) -> "closing[sqlite3.Connection]":
-    return closing(sqlite3.connect(root / "index.sqlite3", isolation_level=None))
-
-
-def make_layout(version: int, root: Path) -> None:
-    """The same adapters, in a file of an old layout."""
-    path = root / "index.sqlite3"
-    with database(root) as db:
-        rows = {table: db.execute(f"SELECT * FROM {table}").fetchall() for table in TABLES[version]}
-        rows["contents"] = db.execute(CONTENTS).fetchall()
-    for file in root.glob("index.sqlite3*"):
-        file.unlink()
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute("PRAGMA journal_mode = WAL")
-        db.executescript(LAYOUTS[version])
-        for table, values in rows.items():
-            if not values:
-                continue
-            db.executemany(f"INSERT INTO {table} VALUES ({','.join('?' * len(values[0]))})", values)
-        db.execute(f"PRAGMA user_version = {version}")
-
-
-def test_they_stay_over_restarts_and_versions(root: Path, base: BaseShapes, put: Any, build: Any) -> None:
-    with AdapterStore(root, base) as store:
-        assert store.limits("mia") == store.get("mia").limits == {}
-        store.change("mia", Change(limits=LIMITS))
-        assert store.limits("mia") == store.get("mia").limits == LIMITS
-        store.register("mia", build.config(), put(store, build.file(seed=3)))
-        store.delete("mia@3")
-    with AdapterStore(root, base) as store:
-        assert [dict(record.limits) for record in store.list_adapters()] == [LIMITS, {}]
-        assert isinstance(store.limits("mia")["max_running"], int)
+class TestLimits:
+    def test_they_replace_the_old_ones_and_go_with_the_id(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
+        assert store.limits("mia") == store.limits("nobody") == {}
+        given: dict[str, float] = {"max_running": 2, "tokens_per_s": 12.5}
+        store.change("mia", Change(limits=given))
+        given["max_running"] = 9
+        with pytest.raises(TypeError):
+            store.limits("mia")["max_running"] = 9  # type: ignore[index]
+        assert store.limits("mia") == store.get("mia").limits == {"max_running": 2, "tokens_per_s": 12.5}
+        add(store, "mia", 9)
         store.change("mia", Change(limits={"weight": 2.0}))
-        assert store.limits("mia") == {"weight": 2.0}, "the new ones replace all of the old"
-        store.change("mia", Change(limits={}))
-        store.change("zoe", Change(limits={}))
-    with AdapterStore(root, base) as store:
-        assert [dict(record.limits) for record in store.list_adapters()] == [{}, {}]
-
-
-def test_they_go_with_the_id(root: Path, base: BaseShapes, put: Any, build: Any) -> None:
-    with AdapterStore(root, base) as store:
-        for name in ("mia", "zoe"):
-            store.change(name, Change(limits=LIMITS))
+        assert store.limits("mia") == {"weight": 2.0}
         store.delete("mia")
+        add(store, "mia")
         assert store.limits("mia") == {}
-        store.register("mia", build.config(), put(store, build.file(seed=4)))
+
+    def test_what_is_refused_changes_nothing(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
+        with pytest.raises(ValueError, match="JSON"):
+            store.change("mia", Change(limits={"max_running": float("nan")}))
+        for name in ("nobody", "mia@1"):
+            with pytest.raises(AdapterNotFound):
+                store.change(name, Change(limits={"weight": 2.0}))
         assert store.limits("mia") == {}
-        assert store.limits("zoe") == LIMITS
-    with database(root) as db:
-        assert db.execute("SELECT adapter_id FROM adapter_limits").fetchall() == [("zoe",)]
-
-
-def test_a_record_is_no_way_to_change_them(opened: AdapterStore) -> None:
-    given = dict(LIMITS)
-    opened.change("mia", Change(limits=given))
-    given["max_running"] = 9
-    with pytest.raises(TypeError):
-        opened.limits("mia")["max_running"] = 9  # type: ignore[index]
-    assert opened.limits("mia") == LIMITS
-
-
-def test_an_id_that_is_not_there(opened: AdapterStore) -> None:
-    assert opened.limits("nobody") == {}
-    for name in ("nobody", "mia@1"):
-        with pytest.raises(AdapterNotFound):
-            opened.change(name, Change(limits=LIMITS))
-
-
-def test_what_is_refused_changes_nothing(opened: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened.change("mia", Change(limits=LIMITS))
-    with pytest.raises(ValueError, match="JSON"):
-        opened.change("mia", Change(limits={"max_running": float("nan")}))
-    assert opened.limits("mia") == LIMITS
-    opened.close()
-    with pytest.raises(StoreUnusable):
-        opened.change("mia", Change(limits={}))
-
-
-@pytest.mark.parametrize("layout", [1, 2, 3])
-def test_a_file_of_an_old_layout_keeps_its_adapters(root: Path, base: BaseShapes, layout: int) -> None:
-    with AdapterStore(root, base) as store:
-        if layout >= 2:
-            store.change("zoe", Change(limits=LIMITS))
-        before = store.list_adapters()
-    make_layout(layout, root)
-    for _ in range(2):
-        with AdapterStore(root, base) as store:
-            assert store.list_adapters() == before
-            for record in before:
-                for version in record.versions:
-                    assert store.load(version.key).spec == store.spec(version.key)
-    with AdapterStore(root, base) as store:
-        store.change("mia", Change(limits={"weight": 2.0}))
-        store.change("mia", Change(version=1, aliases={"prod": 2}))
-    with AdapterStore(root, base) as store:
-        assert (store.limits("mia"), store.limits("zoe")) == ({"weight": 2.0}, LIMITS if layout >= 2 else {})
-        assert (store.resolve("mia").version, store.resolve("mia:prod").version) == (1, 2)
-    with database(root) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (SCHEMA_VERSION,)
-
-
-def test_what_was_kept_with_a_content_goes_to_whose_it_was(
-    tmp_path: Path, base: BaseShapes, put: Any, build: Any
-) -> None:
-    """Up to layout 3, all versions of a content showed its first uploader's report, and the newest verdict."""
-    root, trained_on = tmp_path / "store", {"base_model_name_or_path": "acme/secret-13b", "revision": "secret-1"}
-    config = build.config(**trained_on, target_modules=["q_proj", "v_proj", "o_proj"], rank_pattern={"v_proj": 4})
-    with AdapterStore(root, base) as store:
-        refs = [
-            store.register(who, config, put(store, build.file()), principal=who, allow_partial=True).ref
-            for who in ("ann", "bob")
-        ]
-        anns = store.uploads.report(refs[0])
-    make_layout(3, root)
-    with database(root) as db:
-        verdict = {"id": "bob", "version": 1, "verdict": "exact"}
-        db.execute("INSERT INTO verdicts VALUES (?, ?, ?)", (refs[0].key, json.dumps(verdict), 1.0))
-    with AdapterStore(root, base) as store:
-        assert [store.uploads.verdict(ref) for ref in refs] == [None, verdict]
-        assert store.uploads.report(refs[0]) == anns
-        assert "secret-13b" in " ".join(anns.warnings)
-        assert store.uploads.peft(refs[0]).config == config
-        bobs = store.uploads.report(refs[1])
-        assert bobs == replace(anns, warnings=anns.warnings[:1])
-        assert bobs.is_partial
-        assert store.uploads.peft(refs[1]).config == {k: v for k, v in config.items() if k not in trained_on}
-        store.load(refs[1].key)
-    with database(root) as db:
-        assert "secret" not in db.execute("SELECT config FROM contents").fetchone()[0]
-
-
-@pytest.mark.parametrize("version", [1, 2, 3])
-def test_every_way_to_the_newest_layout_leads_to_the_same(root: Path, base: BaseShapes, version: int) -> None:
-    query = "SELECT type, name, sql FROM sqlite_schema ORDER BY name"
-    with database(root) as db:
-        fresh = db.execute(query).fetchall()
-    make_layout(version, root)
-    AdapterStore(root, base).close()
-    with database(root) as db:
-        assert db.execute(query).fetchall() == fresh
-
-
-@pytest.mark.parametrize(
-    ("version", "table"), [(1, "adapter_limits"), (1, "verdicts"), (2, "aliases"), (2, "verdicts"), (3, "uploads")]
-)
-def test_a_migration_that_fails_leaves_the_old_layout(root: Path, base: BaseShapes, version: int, table: str) -> None:
-    make_layout(version, root)
-    with database(root) as db:
-        db.execute(f"CREATE TABLE {table} (of_somebody_else TEXT) STRICT")
-        tables = db.execute("SELECT name FROM sqlite_schema ORDER BY 1").fetchall()
-    with pytest.raises(StoreUnusable, match=table):
-        AdapterStore(root, base)
-    with database(root) as db:
-        assert db.execute("PRAGMA user_version").fetchone() == (version,)
-        assert db.execute("SELECT name FROM sqlite_schema ORDER BY 1").fetchall() == tables
-        db.execute(f"DROP TABLE {table}")
-    with AdapterStore(root, base) as store:
-        assert len(store.list_adapters()) == 2
-
-
-@pytest.mark.parametrize("version", [-1, SCHEMA_VERSION + 1, 99])
-def test_a_layout_that_nobody_knows(root: Path, base: BaseShapes, version: int) -> None:
-    with database(root) as db:
-        db.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(StoreUnusable, match=f"layout {version}, this one reads {SCHEMA_VERSION}"):
-        AdapterStore(root, base)
+        store.close()
+        with pytest.raises(StoreUnusable):
+            store.change("mia", Change(limits={}))

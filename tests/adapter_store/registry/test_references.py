@@ -1,11 +1,167 @@
+import random
 import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from store_kit import BASE, add
 
-from adapter_store.errors import AdapterNotFound, InvalidAdapterId, InvalidDigest
-from adapter_store.registry.references import check_adapter_id, check_digest, parse_reference, suggest_id
+from adapter_store.errors import (
+    AdapterNotFound,
+    InvalidAdapterId,
+    InvalidAlias,
+    InvalidDigest,
+    StoreUnusable,
+    VersionInUse,
+    VersionNotFound,
+)
+from adapter_store.registry.records import Change
+from adapter_store.registry.references import (
+    check_adapter_id,
+    check_digest,
+    draw_version,
+    parse_reference,
+    suggest_id,
+    target_from_json,
+    target_to_json,
+)
+from adapter_store.spec import AdapterKey
+from adapter_store.store import AdapterStore
+
+
+def aliases(store: AdapterStore) -> dict[str, dict[int, float]]:
+    return {alias: dict(shares) for alias, shares in store.get("mia").aliases.items()}
+
+
+class TestAliases:
+    def test_set_move_and_remove(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
+        store.change("mia", Change(aliases={"prod": 1, "next": 3}))
+        assert store.change("mia", Change(aliases={"prod": 2, "next": None, "never": None})) == store.get("mia")
+        assert aliases(store) == {"prod": {2: 1.0}}
+        ref = store.resolve("mia:prod")
+        assert (ref.adapter_id, ref.version, ref.key) == ("mia", 2, mia[1])
+        with pytest.raises(AdapterNotFound, match=r"mia:prodd.*did you mean mia:prod"):
+            store.resolve("mia:prodd")
+        assert store.resolve("mia").version == 3
+
+    def test_an_upload_moves_one(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
+        add(store, "mia", 9, alias="prod")
+        assert aliases(store) == {"prod": {4: 1.0}}
+        again = add(store, "mia", 1, alias="prod")
+        assert (again.created, again.ref.version, aliases(store)) == (False, 2, {"prod": {2: 1.0}})
+        with pytest.raises(InvalidAlias):
+            add(store, "mia", 9, alias="warm")
+
+    def test_all_or_nothing(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
+        before = store.change("mia", Change(aliases={"prod": 1}))
+        for wrong in (
+            Change(version=1, aliases={"prod": 9}),
+            Change(version=9, aliases={"prod": 2}),
+            Change(aliases={"prod": 2, "next": {2: 0.5, 9: 0.5}}),
+        ):
+            with pytest.raises(VersionNotFound, match="no version 9; it has 1, 2, 3"):
+                store.change("mia", wrong)
+        with pytest.raises(ValueError, match="JSON"):
+            store.change("mia", Change(version=1, aliases={"prod": 2}, limits={"weight": float("inf")}))
+        assert store.get("mia") == before
+        with pytest.raises(AdapterNotFound):
+            store.change("mio", Change(version=1))
+        store.close()
+        with pytest.raises(StoreUnusable):
+            store.change("mia", Change(version=1))
+
+    @pytest.mark.parametrize(
+        "name", ["", "Prod", "a b", "3", "007", "warm", "verify", "x" * 65, "a:b", "a@1", "é", "²"]
+    )
+    def test_names_that_are_none(self, store: AdapterStore, mia: list[AdapterKey], name: str) -> None:
+        with pytest.raises(InvalidAlias, match="use 1 to 64"):
+            store.change("mia", Change(aliases={name: 1}))
+        with pytest.raises(AdapterNotFound):
+            store.resolve(f"mia:{name}")
+        assert aliases(store) == {}
+
+    @pytest.mark.parametrize("reference", ["mia:prod@1", "mia@1:prod", ":prod", "mia::prod", "mia:prod:x"])
+    def test_references_that_are_none(self, store: AdapterStore, mia: list[AdapterKey], reference: str) -> None:
+        store.change("mia", Change(aliases={"prod": 1}))
+        with pytest.raises(AdapterNotFound):
+            store.resolve(reference)
+
+    def test_a_version_that_one_names_stays(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
+        store.change("mia", Change(aliases={"prod": {1: 0.5, 2: 0.5}, "old": 1, "next": 3}))
+        before = store.get("mia")
+        for reference in ("mia@1", f"mia@sha256:{mia[0]}"):
+            with pytest.raises(VersionInUse, match="mia:old, mia:prod"):
+                store.delete(reference)
+        with pytest.raises(VersionInUse, match="mia:next, mia:old, mia:prod"):
+            store.delete("mia")
+        assert store.get("mia") == before
+        gone = store.delete("mia@1", force=True)
+        assert (gone.aliases, gone.num_versions) == (("old", "prod"), 1)
+
+    def test_an_alias_is_no_version_to_delete(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
+        store.change("mia", Change(aliases={"prod": 1}))
+        with pytest.raises(InvalidAlias, match="lorasrv alias mia:prod --remove"):
+            store.delete("mia:prod", force=True)
+        with pytest.raises(AdapterNotFound):
+            store.delete("mia:other")
+        assert aliases(store) == {"prod": {1: 1.0}}
+
+
+class TestCanary:
+    def test_the_shares_are_kept(self, tmp_path: Path) -> None:
+        with AdapterStore(tmp_path / "canary", BASE, draw=random.Random(7).random) as store:
+            for seed in range(2):
+                add(store, "mia", seed)
+            store.change("mia", Change(aliases={"prod": {1: 0.9, 2: 0.1}}))
+            counts = Counter(store.resolve("mia:prod").version for _ in range(20_000))
+            # 1,800 expected of 2 at most 0.1 +- 5 standard deviations of 0.0021
+            assert counts.keys() == {1, 2}
+            assert abs(counts[2] / 20_000 - 0.1) < 0.0106
+
+    @pytest.mark.parametrize(("number", "version"), [(0.0, 1), (0.89, 1), (0.9, 2), (1 - 2**-53, 2)])
+    def test_what_a_number_falls_to(self, tmp_path: Path, number: float, version: int) -> None:
+        with AdapterStore(tmp_path / "canary", BASE, draw=lambda: number) as store:
+            for seed in range(2):
+                add(store, "mia", seed)
+            store.change("mia", Change(aliases={"prod": {2: 0.1, 1: 0.9}}))
+            assert store.resolve("mia:prod").version == version
+
+    def test_rounding_leaves_no_gap(self) -> None:
+        assert draw_version({1: 0.1, 2: 0.9 - 1e-9}, 1 - 2**-53) == 2
+
+    @pytest.mark.parametrize(
+        "shares", [{}, {1: 0.5}, {1: 0.5, 2: 0.6}, {1: 1.0, 2: 0.0}, {1: 1.5, 2: -0.5}, {1: 0.4, 2: 0.3, 3: 0.3}]
+    )
+    def test_shares_that_are_none(self, store: AdapterStore, mia: list[AdapterKey], shares: dict[int, float]) -> None:
+        with pytest.raises(InvalidAlias, match="'prod'"):
+            store.change("mia", Change(aliases={"prod": shares}))
+        with pytest.raises(InvalidAlias, match="'prod'"):
+            store.change("mia", Change(aliases={"prod": {1: float("nan"), 2: 0.5}}))
+        assert aliases(store) == {}
+
+    def test_what_cannot_be_about_two(self, store: AdapterStore, mia: list[AdapterKey]) -> None:
+        store.change("mia", Change(aliases={"prod": {1: 0.9, 2: 0.1}, "next": 3}))
+        with pytest.raises(InvalidAlias, match="mia@1 and mia@2; name one"):
+            store.resolve_one("mia:prod")
+        assert store.resolve_one("mia:next") == store.resolve_one("mia@3") == store.resolve_one("mia")
+
+    @pytest.mark.parametrize("target", [3, {3: 1.0}, {3: 0.9, 4: 0.1}])
+    def test_on_the_wire(self, target: Any) -> None:
+        shares = {target: 1.0} if isinstance(target, int) else target
+        wire = target_to_json(shares)
+        assert target_from_json("prod", wire) == (3 if len(shares) == 1 else shares)
+
+    @pytest.mark.parametrize(
+        "value",
+        [True, 0, -1, 2**63, 1.0, "3", [3], {"3": True}, {"3": "1"}, {"x": 1}, {"03": 1}, {3: 1}, {"3": 10**400}],
+    )
+    def test_not_on_the_wire(self, value: object) -> None:
+        with pytest.raises(InvalidAlias, match="'prod' must be a version"):
+            target_from_json("prod", value)
+
 
 RESERVED = frozenset({"warm", "verify", "smollm2"})
 RULE = re.compile(r"^[a-z0-9][a-z0-9._-]{0,63}\Z")
@@ -73,7 +229,7 @@ def test_references() -> None:
 @pytest.mark.parametrize(
     "text",
     ["mia@", "mia@0", "mia@-1", "mia@03", "mia@x", "mia@3@4", "mia@sha256:abc", "mia@sha256:" + "g" * 12, "Mia", "",
-     "@3", "mia@" + "9" * 5000, "mia@sha256:" + "a" * 65, "mia@٣"],
+     "@3", "mia@" + "9" * 5000, "mia@sha256:" + "a" * 65, "mia@٣"]
 )  # fmt: skip
 def test_bad_references_name_nothing(text: str) -> None:
     with pytest.raises(AdapterNotFound):

@@ -1,34 +1,30 @@
 """A flipped bit stops its own content only, is not looked for twice, and goes with the next upload of the file."""
 
 import threading
-from collections.abc import Callable
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from store_kit import add, blobs, build, flip, put, registered
 
 from adapter_store.errors import AdapterCorrupt
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 
-Put = Callable[[AdapterStore, bytes], str]
-
 
 @pytest.fixture
-def damaged(store: AdapterStore, put: Put, build: Any, tmp_path: Path) -> tuple[AdapterKey, bytes]:
+def damaged(store: AdapterStore) -> tuple[AdapterKey, bytes]:
     """A content whose last byte has flipped, and its file as it was uploaded."""
-    data = build.file()
-    digest = put(store, data)
-    key = store.register("mia", build.config(), digest).ref.key
-    (tmp_path / "store" / "blobs" / "sha256" / digest).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
-    return key, data
+    key, digest = registered(store)
+    flip(blobs(store)[digest])
+    return key, build.file()
 
 
 def test_the_disk_is_read_once(
-    store: AdapterStore, damaged: tuple[AdapterKey, bytes], put: Put, build: Any, monkeypatch: pytest.MonkeyPatch
+    store: AdapterStore, damaged: tuple[AdapterKey, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, data = damaged
-    other = store.register("zoe", build.config(), put(store, build.file(seed=1))).ref.key
+    other = add(store, "zoe", 1).ref.key
     assert store.quarantined() == frozenset()
     store.hold(key)
     with pytest.raises(AdapterCorrupt, match="upload the same file again"):
@@ -50,13 +46,13 @@ def test_the_disk_is_read_once(
 
 
 def test_a_twin_with_the_same_weights_is_judged_by_its_own_read(
-    store: AdapterStore, put: Put, build: Any, damaged: tuple[AdapterKey, bytes], tmp_path: Path
+    store: AdapterStore, damaged: tuple[AdapterKey, bytes]
 ) -> None:
     key, data = damaged
     put(store, data)
     twin = store.register("twin", build.config(lora_alpha=3), put(store, data)).ref.key
-    [file] = (tmp_path / "store" / "blobs" / "sha256").iterdir()
-    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    [file] = blobs(store).values()
+    flip(file)
     with pytest.raises(AdapterCorrupt):
         store.load(key)
     store.hold(twin)
@@ -67,9 +63,7 @@ def test_a_twin_with_the_same_weights_is_judged_by_its_own_read(
     assert store.quarantined() == frozenset()
 
 
-def test_a_content_that_goes_is_not_in_quarantine(
-    store: AdapterStore, damaged: tuple[AdapterKey, bytes], put: Put, build: Any
-) -> None:
+def test_a_content_that_goes_is_not_in_quarantine(store: AdapterStore, damaged: tuple[AdapterKey, bytes]) -> None:
     key, data = damaged
     with pytest.raises(AdapterCorrupt):
         store.load(key)
@@ -80,10 +74,10 @@ def test_a_content_that_goes_is_not_in_quarantine(
 
 
 def test_a_repair_while_it_is_read_is_not_undone(
-    store: AdapterStore, damaged: tuple[AdapterKey, bytes], put: Put, monkeypatch: pytest.MonkeyPatch
+    store: AdapterStore, damaged: tuple[AdapterKey, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key, data = damaged
-    load, reading, repaired = store._contents.load, threading.Event(), threading.Event()
+    load, reading, repaired = store._content_reader.load, threading.Event(), threading.Event()
 
     def slow_load(*arguments: Any) -> Any:
         try:
@@ -92,22 +86,14 @@ def test_a_repair_while_it_is_read_is_not_undone(
             reading.set()
             assert repaired.wait(10)
 
-    monkeypatch.setattr(store._contents, "load", slow_load)
-    errors: list[Exception] = []
-
-    def read() -> None:
-        try:
-            store.load(key)
-        except AdapterCorrupt as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=read)
-    thread.start()
-    assert reading.wait(10)
-    put(store, data)
-    repaired.set()
-    thread.join()
-    assert len(errors) == 1
+    monkeypatch.setattr(store._content_reader, "load", slow_load)
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(store.load, key)
+        assert reading.wait(10)
+        put(store, data)
+        repaired.set()
+        with pytest.raises(AdapterCorrupt):
+            read.result()
     assert store.quarantined() == frozenset()
     store.load(key)
 

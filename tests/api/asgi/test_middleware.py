@@ -62,7 +62,7 @@ def test_a_length_that_is_said_twice_ends_the_connection(server, engine, path: s
             answer += piece
     assert answer.count(b"HTTP/1.1 ") == 1
     assert answer.split()[1] in (b"400", b"422")
-    assert b"said twice" in answer
+    assert b"given twice" in answer
 
 
 class TestOrigin:

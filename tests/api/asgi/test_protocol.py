@@ -141,7 +141,7 @@ class TestTime:
                     client.drip(pause_s=0.05)
                 status, _, body = client.answer()
             assert (status, body["error"]["code"]) == (408, "body_timeout")
-            assert "1024 bytes a second" in body["error"]["message"]
+            assert "1024 bytes per second" in body["error"]["message"]
         eventually(lambda: edge.app.gone == ["reading"] * 2)
         assert edge.cuts == {"body_timeout": 2}
 

@@ -61,7 +61,7 @@ class TestBook:
         assert book.all() == [replace(key, last_used_s=book.all()[0].last_used_s)]
         book.revoke("alice")
         assert not any(opens(ring, secret) for secret in (first, second, third))
-        with pytest.raises(InvalidKey, match="key alice is revoked, and stays so"):
+        with pytest.raises(InvalidKey, match="key alice is revoked; create another"):
             book.rotate("alice")
         ring.close()
 
@@ -99,7 +99,7 @@ class TestBook:
         (tmp_path / "keys.db").chmod(0o644)
         KeyStore(tmp_path)
         assert (tmp_path / "keys.db").stat().st_mode & 0o777 == 0o600
-        assert "was open to other users" in caplog.text
+        assert "was accessible to other users" in caplog.text
 
     def test_a_name_is_used_once(self, book) -> None:
         book.create("alice", INFER)
@@ -144,12 +144,12 @@ class TestBook:
             has_keys(tmp_path)
         path.unlink()
         path.symlink_to(tmp_path / "elsewhere")
-        with pytest.raises(StoreUnusable, match="is no file"):
+        with pytest.raises(StoreUnusable, match="is not a regular file"):
             KeyStore(tmp_path)
 
     def test_a_later_layout_is_not_touched(self, book, tmp_path: Path) -> None:
         book._db.execute("PRAGMA user_version = 7")
-        with pytest.raises(StoreUnusable, match="written by another lorasrv"):
+        with pytest.raises(StoreUnusable, match="written by another version of lorasrv"):
             KeyStore(tmp_path)
 
     def test_all_who_write_at_once(self, tmp_path: Path) -> None:
@@ -232,7 +232,7 @@ class TestRing:
         assert opens(ring, secret)
 
         def fail() -> int:
-            raise StoreUnusable("the key book keys.db cannot be used: disk I/O error")
+            raise StoreUnusable("the key store keys.db cannot be used: disk I/O error")
 
         monkeypatch.setattr(ring._book, "changes", fail)
         assert opens(ring, secret), "for a moment those hold that are known"
@@ -259,7 +259,7 @@ class TestCommands:
         assert secret.startswith("lorasrv-")
         assert "\n" not in secret
         assert secret not in made.err
-        assert "answers nobody without a key" in made.err
+        assert "now require a key" in made.err
         (key,) = KeyStore(store).all()
         assert key.limits == KeyLimits(6, 7, 2, 2 * 2**30)
         assert key.adapters == ("mia*", "bob", "x-?")
@@ -285,7 +285,7 @@ class TestCommands:
         done = cli("key", "rotate", "alice", "--store", tmp_path)
         second = done.out.removesuffix("\n")
         assert (done.code, len(second)) == (0, len(first))
-        assert "those of before open nothing any more" in done.err
+        assert "earlier ones are invalid now" in done.err
         as_json = json.loads(cli("key", "rotate", "alice", "--grace", "24h", "--store", tmp_path, "--json").out)
         assert (as_json["name"], as_json["limits"]) == ("alice", {"requests_per_min": 6})
         assert 86_000 < as_json["old_ends_s"] - time.time() < 87_000
@@ -307,11 +307,11 @@ class TestCommands:
         ("options", "says"),
         [
             (["--scope", "root"], "--scope: 'root' is none of infer, upload, admin"),
-            (["--name", "A/b"], "--name: 'A/b' is no name for a key"),
-            (["--adapters", "../x"], "--adapters: '../x' is no pattern"),
+            (["--name", "A/b"], "--name: 'A/b' is not a valid name of a key"),
+            (["--adapters", "../x"], "--adapters: '../x' is not a pattern"),
             (["--adapters", ","], "--adapters: a key needs a pattern"),
-            (["--stored-bytes", "lots"], "--stored-bytes 'lots' is no size"),
-            (["--stored-bytes", "-1"], "--stored-bytes '-1' is no size"),
+            (["--stored-bytes", "lots"], "--stored-bytes 'lots' is not a size"),
+            (["--stored-bytes", "-1"], "--stored-bytes '-1' is not a size"),
             (["--expires-in", "soon"], "--expires-in 'soon' is no age"),
             (["--rpm", "0"], "--rpm"),
         ],
@@ -332,7 +332,7 @@ class TestCommands:
         (tmp_path / "keys.db").write_bytes(b"x" * 9999)
         broken = cli("key", "list", "--store", tmp_path)
         assert broken.code == 1
-        assert broken.err.startswith("lorasrv: the key book keys.db cannot be used")
+        assert broken.err.startswith("lorasrv: the key store keys.db cannot be used")
 
     def test_the_store_is_that_of_serve(self, cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         path = tmp_path / "c.toml"
@@ -354,7 +354,7 @@ class TestServe:
         done = cli("serve", *flags, "--store", tmp_path / "store", "--config", path)
         spelled = "--host" if where == "flag" else f"{path}: host"
         assert done.code == 2
-        assert done.err.startswith(f"lorasrv: {spelled} 0.0.0.0 opens the server to other machines without any key; ")
+        assert done.err.startswith(f"lorasrv: {spelled} 0.0.0.0 opens the server to other machines without a key; ")
         assert "lorasrv key create" in done.err
         assert not (tmp_path / "store").exists(), "nothing is made before"
 

@@ -151,7 +151,7 @@ class TestTables:
         assert [line.split("\t")[0] for line in cli("list", "--server", server.url).out.splitlines()] == ["mia", "tom"]
         shown = cli("show", "mia", "--server", server.url).out
         assert "mia:prod -> mia@1" in shown
-        assert "  tier resident, asked 0 times since the start\n" in shown
+        assert "  tier resident, 0 requests since the start\n" in shown
         assert "\x1b" not in shown
 
 

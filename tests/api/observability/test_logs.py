@@ -194,7 +194,7 @@ def test_whoever_looks_on_cannot_hurt(caplog: pytest.LogCaptureFixture) -> None:
     scope = {"type": "http", "method": "BREW", "headers": []}
     asyncio.run(AccessMiddleware(app, [broken, seen.append])(scope, send, send))  # type: ignore[arg-type]
     assert (seen[0].status, seen[0].method, seen[0].route) == (204, "other", "none")
-    assert "seeing request" in caplog.text
+    assert "observing request" in caplog.text
 
 
 def test_what_runs_on_in_its_context_is_no_part_of_a_request() -> None:

@@ -111,14 +111,14 @@ def test_a_dead_engine_and_a_disk_that_fails(mia, engine, store, monkeypatch: py
 class TestShow:
     def test_for_people_and_programs(self, cli, mia) -> None:
         text = cli("show", "mia", "--server", mia.url).out
-        assert "asked 2 times, last 20" in text
+        assert "2 requests, last 20" in text
         assert "found: resident 0 %, host 0 %, disk 100 %" in text
         assert "first token, cold: " in text
-        assert "never asked" in cli("show", "tom", "--server", mia.url).out
+        assert "no requests" in cli("show", "tom", "--server", mia.url).out
         shown = json.loads(cli("show", "mia", "--json", "--server", mia.url).out)
         assert shown["stats"]["requests"] == 2
         assert shown["id"] == "mia"
 
     def test_the_base(self, cli, mia) -> None:
         mia.chat()
-        assert cli("show", "base", "--server", mia.url).out.startswith("tiny-base, the base\nasked 1 times")
+        assert cli("show", "base", "--server", mia.url).out.startswith("tiny-base, the base\n1 requests")

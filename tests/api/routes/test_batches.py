@@ -110,7 +110,7 @@ class TestFiles:
             ([("purpose", None, b"batch")], "a part named file"),
             ([("file", "x", b"1")], "a field purpose"),
             ([("purpose", None, b"batch"), ("file", "x", b"1"), ("file", "x", b"1")], "two parts named 'file'"),
-            ([("purpose", None, b"batch")] * 2, "two parts of one name"),
+            ([("purpose", None, b"batch")] * 2, "two parts of the same name"),
             ([(f"p{i}", None, b"x") for i in range(20)], "more than 16 parts"),
             ([("purpose", None, b"x" * 2000)], "more than 1024 bytes"),
             ([("other", "x", b"x")], "only the part named 'file'"),
@@ -247,7 +247,7 @@ class TestBatches:
         assert (batch.status, engine.added) == ("failed", [])
         [error] = batch.errors.data
         assert (error.line, error.code, error.param) == (3, "duplicate_custom_id", "custom_id")
-        assert error.message == "custom_id 'a' is that of line 1 too"
+        assert error.message == "custom_id 'a' is also that of line 1"
 
     @pytest.mark.parametrize(("content", "code"), [(b"", "empty_file"), (b"\n \n", "empty_file")])
     def test_nothing_to_do(self, finished, content: bytes, code: str) -> None:
@@ -290,7 +290,7 @@ class TestBatches:
         file = client.files.create(file=lines(3), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint=PLAIN, completion_window="24h")
         eventually(lambda: len(engine.added) == 3)
-        with pytest.raises(openai.ConflictError, match="cancel it first"):
+        with pytest.raises(openai.ConflictError, match="cancel the batch first"):
             client.files.delete(file.id)
         client.batches.cancel(batch.id)
         eventually(lambda: client.batches.retrieve(batch.id).status == "cancelled")

@@ -283,7 +283,7 @@ class TestCommand:
             (("--max-queued", "many"), "--max-queued"),
             (("--tokens-per-s", "nan"), "--tokens-per-s must be above 0, not nan"),
             (("--tokens-per-s", "inf"), "--tokens-per-s must be above 0, not inf"),
-            (("--resident-bytes", "much"), "--resident-bytes 'much' is no size"),
+            (("--resident-bytes", "much"), "--resident-bytes 'much' is not a size"),
             (("--resident-bytes", "0"), "--resident-bytes must be above 0"),
             (("--weight", "0"), "--weight must be above 0"),
         ],

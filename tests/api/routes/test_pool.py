@@ -260,14 +260,14 @@ class TestCommands:
         engine.reached = AdapterStatus(AdapterTier.DISK)
         late = run("warm", "mia", "--deadline-ms", 5)
         assert (late.code, late.out) == (1, "")
-        assert late.err == "lorasrv: mia was not in the pool in time (disk); allow more with --deadline-ms\n"
+        assert late.err == "lorasrv: mia was not loaded in time (disk); allow more with --deadline-ms\n"
         late = run("warm", "mia", "--json")
         assert (late.code, json.loads(late.out)["reached"]) == (1, False)
 
     def test_warm_only_begins(self, run, engine, keys: list[str]) -> None:
         engine.reached = AdapterStatus(AdapterTier.DISK)
         begun = run("warm", "mia", "--deadline-ms", 0)
-        assert (begun.code, begun.out) == (0, f"mia is on its way from disk  {keys[1][:12]}\n")
+        assert (begun.code, begun.out) == (0, f"mia is loading from disk  {keys[1][:12]}\n")
         assert run("warm", "mia", "--deadline-ms", 0, "--json").code == 0
 
     def test_pin_and_unpin(self, run, engine, keys: list[str]) -> None:

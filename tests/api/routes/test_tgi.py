@@ -432,7 +432,7 @@ class TestErrors:
     @pytest.mark.parametrize("name", sorted(Parameters.model_fields))
     def test_a_parameter_beside_the_parameters_is_refused(self, server, engine, name: str) -> None:
         response = server.http.post("/generate", json={"inputs": "hi", name: 1})
-        assert (response.status_code, refusal(response)) == (422, f"{name} belongs into parameters")
+        assert (response.status_code, refusal(response)) == (422, f"{name} must be inside parameters")
         assert engine.added == []
         assert server.http.post("/generate", json={"inputs": "hi", name: None}).status_code == 200
 

@@ -123,21 +123,21 @@ class TestAnswer:
         assert body["digest"] == before["digest"]
         assert {**body, **RESULT} == body
         assert server.http.get("/v1/adapters/mia").json()["verified"] == body
-        assert store.uploads.verdict(store.resolve("mia@1")) == body
+        assert store.version_history.verdict(store.resolve("mia@1")) == body
 
     def test_a_version_that_is_deleted_meanwhile(self, verified_by, store, monkeypatch) -> None:
         """Whoever has waited gets the verdict, which is kept nowhere."""
-        record = store.uploads.record_verdict
+        record = store.version_history.record_verdict
 
         def deleted_first(*arguments: Any) -> None:
             store.delete("mia")
             record(*arguments)
 
         server, ref = verified_by("answers"), store.resolve("mia")
-        monkeypatch.setattr(store.uploads, "record_verdict", deleted_first)
+        monkeypatch.setattr(store.version_history, "record_verdict", deleted_first)
         response = verify(server)
         assert (response.status_code, response.json()["id"]) == (200, "mia")
-        assert store.uploads.verdict(ref) is None
+        assert store.version_history.verdict(ref) is None
 
     def test_the_process_is_told_what_the_server_serves(self, verified_by, children: Children, store, engine) -> None:
         server = verified_by("answers")
@@ -186,7 +186,7 @@ class TestEnds:
         assert response.headers["x-should-retry"] == "false"
         assert named in error["message"]
         assert "/secret" not in response.text
-        assert store.uploads.verdict(store.resolve("mia")) is None
+        assert store.version_history.verdict(store.resolve("mia")) is None
         assert children.alive() == []
         (failed,) = [told for told in events(verify(server, stream=True)) if "error" in told]
         assert named in failed["error"]["message"]

@@ -234,7 +234,7 @@ class TestQuota:
 class TestVerdict:
     def test_it_is_shown(self, server, store) -> None:
         assert shown(server)["verified"] is None
-        store.uploads.record_verdict(store.resolve("mia"), {"ok": True, "max_error": 0.01})
+        store.version_history.record_verdict(store.resolve("mia"), {"ok": True, "max_error": 0.01})
         assert shown(server)["verified"] == {"ok": True, "max_error": 0.01}
         patch(server, version=1)
         assert shown(server)["verified"] is None
@@ -263,11 +263,11 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("arguments", "code", "says"),
         [
-            (("mia:prod", "three"), 2, "'three' is no version"),
+            (("mia:prod", "three"), 2, "'three' is not a version"),
             (("mia:prod", "1=0.5"), 2, "add up to 1"),
             (("mia:prod", "1=0.5", "1=0.5"), 2, "twice"),
-            (("mia:prod", "1=x", "2=y"), 2, "no version"),
-            (("mia:prod", "1", "2"), 2, "no version"),
+            (("mia:prod", "1=x", "2=y"), 2, "not a version"),
+            (("mia:prod", "1", "2"), 2, "not a version"),
             (("mia:prod", "1", "--remove"), 2, "not both"),
             (("mia", "1"), 2, "name the alias: mia:NAME"),
             (("mia", "--remove"), 2, "name the alias"),
@@ -302,5 +302,5 @@ class TestCommands:
         assert shown(server)["aliases"] == {"prod": 4}
         done = run("rm", "mia@4")
         assert done.code == 1
-        assert "named by mia:prod" in done.err
+        assert "while mia:prod points to it" in done.err
         assert run("rm", "mia@4", "--force").out == "removed mia@4 (1 version)\nremoved mia:prod\n"

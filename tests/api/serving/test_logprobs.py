@@ -441,7 +441,7 @@ def test_tokens_are_spelled_beside_the_event_loop(served, monkeypatch: pytest.Mo
 def test_what_cannot_fit_is_not_spelled(server, engine, monkeypatch: pytest.MonkeyPatch, prompt: object) -> None:
     """Eight million characters would take a minute to be refused."""
     engine.tokenizer = tiny_tokenizer()
-    monkeypatch.setattr("api.serving.serving_openai.Echo.of", lambda *_, **__: pytest.fail("it was"))
+    monkeypatch.setattr("api.serving.serving_openai.PromptEcho.of", lambda *_, **__: pytest.fail("it was"))
     body = {"model": "tiny-base", "prompt": prompt, "echo": True}
     refused = server.http.post("/v1/completions", json=body)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")

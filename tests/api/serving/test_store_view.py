@@ -513,7 +513,7 @@ def test_what_others_verify(filled, store, make_adapter, monkeypatch) -> None:
     refs = [store.resolve(name) for name in (HIDDEN, "mia-same")]
     assert refs[0].key == refs[1].key
     for ref in refs:
-        store.uploads.record_verdict(ref, {"id": ref.adapter_id, "version": 1})
+        store.version_history.record_verdict(ref, {"id": ref.adapter_id, "version": 1})
         assert filled.bob.get(f"/v1/adapters/{HIDDEN}").json()["verified"]["id"] == HIDDEN
         anns = filled.ann.get("/v1/adapters/mia-same").json()["verified"]
         assert anns == (None if ref is refs[0] else {"id": "mia-same", "version": 1})
@@ -584,8 +584,8 @@ class TestViews:
 def test_routes_know_the_store_through_a_view() -> None:
     """What names of adapters mean is never asked of the store itself, but where it cannot be told to anybody."""
     allowed = {
-        "adapters.py": {"quarantined", "uploads", "hold", "is_named"},
-        "verify.py": {"hold", "uploads", "load", "max_lora_rank"},
+        "adapters.py": {"quarantined", "version_history", "hold", "is_named"},
+        "verify.py": {"hold", "version_history", "load", "max_lora_rank"},
         "operate.py": {"is_writable"},
     }
     for path in (path for folder in ("api", "api/routes", "api/batches") for path in (ROOT / folder).glob("*.py")):

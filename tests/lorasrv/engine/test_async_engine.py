@@ -375,9 +375,11 @@ def test_a_text_that_can_never_fit_is_not_tokenized(serve, model: Path, monkeypa
 
 def test_only_the_engine_thread_computes_in_parallel(serve, store, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(engine: AsyncEngine) -> None:
-        run, seen = engine._engine._parts.runner.run, []
+        run, seen = engine._engine._parts.executor.runner.run, []
         monkeypatch.setattr(
-            engine._engine._parts.runner, "run", lambda *step: seen.append(torch.get_num_threads()) or run(*step)
+            engine._engine._parts.executor.runner,
+            "run",
+            lambda *step: seen.append(torch.get_num_threads()) or run(*step),
         )
         await _collect(engine, GREEDY, store.resolve("one").key)
         loader = engine._engine._loader

@@ -60,7 +60,7 @@ def test_whoever_leaves_is_in_no_further_step(model: Path, store: AdapterStore) 
 
     async def main() -> None:
         engine = AsyncEngine.build(config, store)
-        world = World(engine, Gate(engine._engine._parts.runner), Clock(), store)
+        world = World(engine, Gate(engine._engine._parts.executor.runner), Clock(), store)
         await engine.start()
         try:
             await scenario(world)

@@ -1,11 +1,14 @@
 """Text of a request: whole characters, stop strings cut exactly, one end."""
 
+import itertools
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lorasrv.engine.output_processor import OutputProcessor
-from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestOutput, RequestTiming
+from lorasrv.outputs import EngineOutput, FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.tokenizer import Tokenizer
@@ -111,3 +114,45 @@ def test_stop_strings_wait_for_min_tokens(
         if output.finished:
             break
     assert text == want
+
+
+def _together(outputs: list[RequestOutput]) -> RequestOutput:
+    whole = outputs[0]
+    for output in outputs[1:]:
+        whole = whole.followed_by(output)
+    return whole
+
+
+@given(
+    st.text(alphabet="ab c🦜", max_size=24),
+    st.lists(st.text(alphabet="ab c", min_size=1, max_size=4), max_size=3),
+    st.integers(0, 6),
+    st.lists(st.integers(1, 7), min_size=30, max_size=30),
+    st.booleans(),
+)
+def test_several_tokens_at_once_are_those_tokens_one_by_one(
+    builtin_tokenizer: Tokenizer, text: str, stops: list[str], min_tokens: int, sizes: list[int], stop_token: bool
+) -> None:
+    """Text, ids, logprobs, offsets and the end, wherever steps begin and end."""
+    ids = builtin_tokenizer.encode(text, add_special_tokens=False)
+    sampling = SamplingParams(stop=tuple(stops), min_tokens=min_tokens)
+
+    def said(sizes: Iterator[int]) -> RequestOutput:
+        processor, outputs, at = OutputProcessor(5, sampling, Detokenizer(builtin_tokenizer)), [], 0
+        while not outputs or not outputs[-1].finished:
+            new = tuple(ids[at : at + next(sizes)])
+            at += len(new)
+            is_last = at == len(ids)
+            output = EngineOutput(
+                RequestId("r"),
+                new,
+                FinishReason.STOP if is_last else None,
+                RequestTiming(),
+                stop_token_id=ids[-1] if is_last and stop_token and ids else None,
+                logprobs=tuple(TokenLogprobs(token, -1.0) for token in new),
+                prompt_logprobs=(None, TokenLogprobs(7, -2.0)) if not outputs else None,
+            )
+            outputs.append(processor.process(output))
+        return _together(outputs)
+
+    assert said(iter(sizes)) == said(itertools.repeat(1))

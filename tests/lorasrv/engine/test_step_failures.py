@@ -12,7 +12,7 @@ import pytest
 import torch
 from mispredict import expect_short_answers
 
-import lorasrv.worker.model_runner
+import lorasrv.sampling.draft_verification
 from adapter_store.store import AdapterStore
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.engine import step_retry as step_attempts
@@ -142,32 +142,32 @@ def undisturbed(llm: LLM) -> list[Outcome]:
 
 def _fail_before(llm: LLM, monkeypatch: pytest.MonkeyPatch, fails: Callable[[SchedulerOutput], object]) -> None:
     """The model is not run."""
-    run = llm.engine._parts.runner.run
+    run = llm.engine._parts.executor.runner.run
 
     def failing(step: SchedulerOutput) -> Any:
         fails(step)
         return run(step)
 
-    monkeypatch.setattr(llm.engine._parts.runner, "run", failing)
+    monkeypatch.setattr(llm.engine._parts.executor.runner, "run", failing)
 
 
 def _fail_after(llm: LLM, monkeypatch: pytest.MonkeyPatch, fails: Callable[[SchedulerOutput], object]) -> None:
     """It has run, and its result is lost."""
-    run = llm.engine._parts.runner.run
+    run = llm.engine._parts.executor.runner.run
 
     def failing(step: SchedulerOutput) -> Any:
         found = run(step)
         fails(step)
         return found
 
-    monkeypatch.setattr(llm.engine._parts.runner, "run", failing)
+    monkeypatch.setattr(llm.engine._parts.executor.runner, "run", failing)
 
 
 def _fail_half_way(llm: LLM, monkeypatch: pytest.MonkeyPatch, fails: Callable[[SchedulerOutput], object]) -> None:
     """Between the layers, some of whose keys and values are written."""
     now: list[SchedulerOutput] = []
     _fail_before(llm, monkeypatch, lambda step: now.append(step))
-    decoder = llm.engine._parts.runner._decoder
+    decoder = llm.engine._parts.executor.runner._decoder
     monkeypatch.setattr(decoder, "_program", None)  # else its parts are run as one
     mlp = decoder._mlp
 
@@ -182,13 +182,13 @@ def _fail_half_way(llm: LLM, monkeypatch: pytest.MonkeyPatch, fails: Callable[[S
 def _fail_in_sampling(llm: LLM, monkeypatch: pytest.MonkeyPatch, fails: Callable[[SchedulerOutput], object]) -> None:
     now: list[SchedulerOutput] = []
     _fail_before(llm, monkeypatch, lambda step: now.append(step))
-    real = lorasrv.worker.model_runner.sample_finite
+    real = lorasrv.sampling.draft_verification.sample_finite
 
     def failing(*arguments: Any) -> Any:
         fails(now[-1])
         return real(*arguments)
 
-    monkeypatch.setattr(lorasrv.worker.model_runner, "sample_finite", failing)
+    monkeypatch.setattr(lorasrv.sampling.draft_verification, "sample_finite", failing)
 
 
 PLACES = (_fail_before, _fail_half_way, _fail_in_sampling, _fail_after)
@@ -306,7 +306,7 @@ def test_pages_that_do_not_get_to_host_memory_or_back_are_computed_again(llm, ma
     want = answers(llm, work)
     small = make(pages=6, preemption="swap")
     expect_short_answers(small.engine._parts.scheduler.predictor)
-    memory = small.engine._parts.runner._memory
+    memory = small.engine._parts.executor.runner._memory
     apply, failed = memory.apply, []
 
     def refusing(ops: Any) -> int:
@@ -425,7 +425,7 @@ def test_a_request_in_two_faults_is_refused(model: Path, store: AdapterStore, mo
 
     async def main() -> None:
         engine = AsyncEngine.build(_config(model), store)
-        runner = engine._engine._parts.runner
+        runner = engine._engine._parts.executor.runner
         run = runner.run
 
         def fails(step: SchedulerOutput) -> Any:

@@ -144,7 +144,7 @@ def test_every_way_of_choosing(make, monkeypatch: pytest.MonkeyPatch, pages: int
     assert all(why is None for _, why in expected)
     assert len({str(said) for said, _ in expected}) > len(WAYS) + 3
     llm, chance = make(pages), random.Random(4)
-    runner = llm.engine._parts.runner
+    runner = llm.engine._parts.executor.runner
     run = runner.run
     number, fails = 0, frozenset[int]()
 

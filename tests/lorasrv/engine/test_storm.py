@@ -121,6 +121,16 @@ def test_storm_short(start, library, threaded: bool, preemption: str) -> None:
     assert (tally.swaps > 0) == (preemption == "swap")
 
 
+def test_storm_with_drafts_and_late_steps(model: Path, library: Any) -> None:
+    drafter = storm.EchoDrafter()
+    started = storm.start(model, library, threaded=True, preemption="auto", drafter=drafter)
+    tally = storm.storm(started, library, SHORT_TOKENS)
+    started.engine.close()
+    _assert_stormy(tally)
+    assert drafter.num_right > 100
+    assert started.engine._executor.most_under_way == 2
+
+
 @pytest.mark.long
 def test_storm(start, library) -> None:
     tally = storm.storm(start(threaded=True), library, LONG_TOKENS, seed=1, integrity_every=100)

@@ -1,10 +1,14 @@
 """Keep or compute again: by measured rates, within the bytes there are."""
 
+from dataclasses import replace
+
 import pytest
 
 from lorasrv.memory.cost_model import CostModel, StepShape
 from lorasrv.memory.kv_cache_manager import SwapSpace
 from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.scheduler_output import AdapterOrders, ScheduledRequest, SchedulerOutput
 
 BLOCK = 1000
 
@@ -58,3 +62,12 @@ def test_modes_and_the_bound() -> None:
     swap.free(RequestId("a"))
     assert swap.should_swap(10, 1)
     assert list(swap.holders()) == []
+
+
+def test_a_draft_token_costs_what_another_request_would() -> None:
+    """A row to compute, and a row of logits."""
+    plain = ScheduledRequest(RequestId("a"), (7,), 9, (0,), None, True, SamplingParams(), 1)
+    drafted = replace(plain, token_ids=(7, 8, 9), draft_token_ids=(8, 9))
+    shapes = [StepShape.of(SchedulerOutput((share,), {}, (), AdapterOrders(), 0)) for share in (plain, drafted)]
+    assert [(s.tokens, s.requests, s.pairs) for s in shapes] == [(1, 1, 10), (3, 3, 33)]
+    assert drafted.without_drafts() == plain

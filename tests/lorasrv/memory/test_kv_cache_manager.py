@@ -130,3 +130,32 @@ def test_tables_follow_moves(kv: KVCacheManager) -> None:
     kv.move({old[1]: 20})
     assert kv.page_table(A) == (old[0], 20, old[2])
     _check(kv)
+
+
+def test_what_was_taken_ahead_is_given_back(kv: KVCacheManager) -> None:
+    ids = list(range(20))
+    _computed(kv, A, ids[:6])
+    assert kv.num_writable_tokens(A) == 8
+    assert kv.allocate(A, 6, 20) == ()
+    first = kv.page_table(A)
+    assert len(first) == 5
+    for num_tokens, num_pages in ((20, 5), (17, 5), (16, 4), (9, 3), (8, 2), (7, 2)):
+        kv.truncate(A, num_tokens)
+        assert kv.page_table(A) == first[:num_pages]
+        _check(kv)
+    assert kv._pool.num_free == 22
+    kv.open(B, None, "")
+    assert kv.attach_prefix(B, ids) == 4, "the page that was computed is still there"
+
+
+def test_what_is_given_back_stays_with_others_that_hold_it(kv: KVCacheManager) -> None:
+    ids = list(range(13))
+    _computed(kv, A, ids)
+    kv.open(B, None, "")
+    assert kv.attach_prefix(B, ids) == 12
+    kv.truncate(A, 5)
+    assert kv.page_table(B)[:2] == kv.page_table(A)
+    kv.free(B)
+    assert kv._prefixes is not None
+    assert kv._prefixes.num_cached == 1
+    _check(kv)

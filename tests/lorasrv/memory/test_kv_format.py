@@ -63,7 +63,7 @@ def test_answers_are_near_those_of_float_pages(model: Path) -> None:
             found[kv_dtype] = [
                 known.logprob for answer in done for known in (answer.prompt_logprobs or ()) if known is not None
             ]
-            pages = llm.engine._parts.runner._memory.kv_pages(1)
+            pages = llm.engine._parts.executor.runner._memory.kv_pages(1)
             assert (VALUE_SCALES in pages.parts) == (kv_dtype == TOY.name)
             assert (pages.slab != 0).any()
     errors = [abs(one - other) for one, other in zip(found[TOY.name], found["float32"], strict=True)]
@@ -104,7 +104,7 @@ def test_float16_pages_are_served(model: Path) -> None:
     asked = SamplingParams(max_tokens=3, temperature=0.0)
     with opened(model, 100, "float16", kernels="auto") as llm:
         halves = llm.generate(PROMPTS[:2], asked)
-        assert llm.engine._parts.runner._memory.page_bytes == KV_HEADS * DIM * PAGE * 2 * 2
+        assert llm.engine._parts.executor.runner._memory.page_bytes == KV_HEADS * DIM * PAGE * 2 * 2
     with opened(model, 100, "float32") as llm:
         floats = llm.generate(PROMPTS[:2], asked)
     assert [a.token_ids[0] for a in halves] == [a.token_ids[0] for a in floats]

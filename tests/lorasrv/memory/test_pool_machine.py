@@ -6,6 +6,7 @@ page operations in their order, adapter copies at any later time, keys and value
 step reads must carry the tag that it would have, had the request been alone. Every accepted request ends exactly once.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -20,10 +21,12 @@ from lorasrv.memory.adapter_manager import AdapterState
 from lorasrv.memory.eviction import Moves
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.outputs import EngineOutput, RequestId
-from lorasrv.request import EngineCoreRequest, OnCold, RequestStatus
+from lorasrv.request import EngineCoreRequest, OnCold, Request, RequestStatus
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler_output import CopyPages, DropSwap, PageOp, ScheduledRequest, SchedulerOutput, SwapIn, SwapOut
+from lorasrv.speculation.checked_drafter import CheckedDrafter
+from lorasrv.speculation.drafter import Draft, DraftAsk
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
 from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 
@@ -57,13 +60,44 @@ def _tag(*content: object) -> int:
     return hash(content) & (2**62 - 1)
 
 
+class Guesses:
+    """Drafts of which the first are right, how many depends on the request."""
+
+    def __init__(self, says: Callable[[int], int]) -> None:
+        self._says = says
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        return [Draft(tuple(self._guess(ask, depth) for depth in range(ask.max_tokens))) for ask in asks]
+
+    def _guess(self, ask: DraftAsk, depth: int) -> int:
+        position = ask.request.num_tokens + depth
+        return self._says(position) + (depth >= (ask.request.number + position) % 4)
+
+    def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
+        pass
+
+    def forget(self, request: Request) -> None:
+        pass
+
+
+@dataclass
+class Submitted:
+    """A step that is to be computed, and what its requests had when it was planned."""
+
+    step: SchedulerOutput
+    choose: int
+    tokens: dict[RequestId, tuple[int, ...]]
+
+
 @dataclass
 class World:
-    """The engine's books and the model of its memory."""
+    """The engine's books and the model of its memory. `late`: a step is computed when the next one is planned."""
 
     pages: int
     options: SchedulerOptions
     memory: MemoryOptions
+    drafts: bool = False
+    late: bool = False
     outputs: list[EngineOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -72,7 +106,10 @@ class World:
         self.now = 0.0
         on_host = self.on_host.__contains__
         self.books = MemoryManager.make(layout, self.memory, self.options.preemption, on_host, lambda: self.now)
-        self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), on_host)
+        self.choose = 0
+        drafter = CheckedDrafter(Guesses(lambda at: self._says(self.choose, at)) if self.drafts else None, 100)
+        self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), on_host, drafter)
+        self.submitted: list[Submitted] = []
         self.units = np.zeros((self.pages, UNITS), dtype=np.int64)
         self.swapped: dict[RequestId, np.ndarray] = {}
         self.loading: set[AdapterKey] = set()
@@ -88,7 +125,10 @@ class World:
 
     def step(self, choose: int) -> SchedulerOutput:
         self.now += 1.0
+        self.choose = choose
         step = self.scheduler.schedule()
+        if step.page_ops:
+            self._compute()
         for op in step.page_ops:
             self._apply(op)
         self.loading = (self.loading | set(step.orders.loads)) - set(step.orders.cancels)
@@ -97,11 +137,32 @@ class World:
             self.copying[key] = placed
         assert step.num_tokens <= self.options.max_num_batched_tokens
         assert len(step.scheduled) <= self.options.max_num_seqs
-        self._write(step)
-        sampled = {s.request_id: 3 + (choose + len(s.token_ids) + s.start) % 5 for s in step.scheduled if s.samples}
-        self.outputs += self.scheduler.update_from_output(step, sampled)
-        self.made_progress = bool(step.scheduled) or step.num_preempted > 0 or step.wake_s is not None
+        tokens = {s.request_id: (*s.history, *s.draft_token_ids) for s in step.scheduled}
+        self.submitted.append(Submitted(step, choose, tokens))
+        self.made_progress = len(self.submitted) > 1 or step.num_preempted > 0 or step.wake_s is not None
+        self.made_progress |= bool(step.scheduled)
+        while len(self.submitted) > (self.late and bool(step.scheduled)):
+            self._compute(1)
+            oldest = self.submitted.pop(0)
+            said = {s.request_id: self._said(s, oldest.choose) for s in oldest.step.scheduled if s.samples}
+            self.outputs += self.scheduler.update_from_output(oldest.step, said)
         return step
+
+    def _says(self, choose: int, position: int) -> int:
+        return 3 + (choose + position) % 5
+
+    def _said(self, share: ScheduledRequest, choose: int) -> tuple[int, ...]:
+        first = share.start + share.num_known_tokens
+        right = [self._says(choose, first + depth) for depth in range(share.num_logit_rows)]
+        agreed = (depth for depth, draft in enumerate(share.draft_token_ids) if draft != right[depth])
+        return tuple(right[: 1 + next(agreed, len(share.draft_token_ids))])
+
+    def _compute(self, most: int | None = None) -> None:
+        """As late as possible: when the results are wanted, or pages are to be copied."""
+        for submitted in self.submitted[:most]:
+            if submitted.tokens:
+                self._write(submitted.step, submitted.tokens)
+                submitted.tokens = {}
 
     def load(self, key: AdapterKey) -> None:
         self.loading.discard(key)
@@ -133,23 +194,28 @@ class World:
             case DropSwap():
                 del self.swapped[op.request_id]
 
-    def _write(self, step: SchedulerOutput) -> None:
+    def _write(self, step: SchedulerOutput, tokens: dict[RequestId, tuple[int, ...]]) -> None:
         """All write before any reads, as rows of a layer do; a page that two write is caught by what they read."""
         filling = {page for placed in self.copying.values() for page in placed.pages}
         for share in step.scheduled:
             assert filling.isdisjoint(share.page_table), "a request has a page that is being filled"
             for position in range(share.start, share.start + len(share.token_ids)):
-                self.units[share.page_table[position // PAGE_SIZE], position % PAGE_SIZE] = self._token(share, position)
+                tag = self._token(share, tokens, position)
+                self.units[share.page_table[position // PAGE_SIZE], position % PAGE_SIZE] = tag
         for share in step.scheduled:
-            self._check_reads(share)
+            self._check_reads(share, tokens)
             if share.adapter_key is not None:
                 self._check_adapter(share.adapter_key, step.placements[share.adapter_key])
 
-    def _check_reads(self, share: ScheduledRequest) -> None:
-        assert share.adapter_key == self._adapter_of(share.request_id)
+    def _check_reads(self, share: ScheduledRequest, tokens: dict[RequestId, tuple[int, ...]]) -> None:
+        request = self.scheduler._queue.requests.get(share.request_id)
+        if request is not None:
+            assert share.adapter_key == (None if request.fell_back else self.served_as[share.request_id])
         for position in range(share.start + len(share.token_ids)):
             found = self.units[share.page_table[position // PAGE_SIZE], position % PAGE_SIZE]
-            assert found == self._token(share, position), f"{share.request_id} reads another's token at {position}"
+            assert found == self._token(share, tokens, position), (
+                f"{share.request_id} reads another's token at {position}"
+            )
 
     def _check_adapter(self, key: AdapterKey, placed: PlacedAdapter) -> None:
         for panel, offset in enumerate(placed.offsets[0].tolist()):
@@ -157,13 +223,8 @@ class World:
             expected = self._adapter_tags(key, int(placed.layout.packed_offsets[0][panel]), size)
             assert (self._adapter_units(offset, size) == expected).all(), f"adapter {key} is not what its pages hold"
 
-    def _adapter_of(self, request_id: RequestId) -> AdapterKey | None:
-        request = self.scheduler._queue.requests[request_id]
-        return None if request.fell_back else self.served_as[request_id]
-
-    def _token(self, share: ScheduledRequest, position: int) -> int:
-        tokens = self.scheduler._queue.requests[share.request_id].token_ids[: position + 1]
-        return _tag(share.adapter_key, self.salts[share.request_id], tuple(tokens))
+    def _token(self, share: ScheduledRequest, tokens: dict[RequestId, tuple[int, ...]], position: int) -> int:
+        return _tag(share.adapter_key, self.salts[share.request_id], tokens[share.request_id][: position + 1])
 
     def _adapter_units(self, offset: int, size: int) -> np.ndarray:
         return self.units.reshape(-1)[offset // ALIGNMENT_BYTES : (offset + size) // ALIGNMENT_BYTES]
@@ -189,6 +250,8 @@ class PoolMachine(RuleBasedStateMachine):
         prefix_caching=st.sampled_from([True, True, False]),
         split=st.sampled_from([None, None, None, 0.4]),
         host_bytes=st.sampled_from([1 << 20, 9_000, 7_000]),
+        drafts=st.booleans(),
+        late=st.booleans(),
     )
     def begin(
         self,
@@ -204,6 +267,8 @@ class PoolMachine(RuleBasedStateMachine):
         prefix_caching,
         split,
         host_bytes,
+        drafts,
+        late,
     ) -> None:
         memory = MemoryOptions(
             swap_bytes=20 * PAGE_BYTES,
@@ -221,7 +286,7 @@ class PoolMachine(RuleBasedStateMachine):
             key_limits=LIMITS[2],
             early_abort=early_abort,
         )
-        self.world = World(pages, options, memory)
+        self.world = World(pages, options, memory, drafts, late)
         if is_misled:
             expect_short_answers(self.world.scheduler.predictor)
         self.names = dict.fromkeys(NAMES, 0)
@@ -327,7 +392,7 @@ class PoolMachine(RuleBasedStateMachine):
     def unpin(self, name: str) -> None:
         self.world.books.adapter_manager.unpin(_key(name, self.names[name]))
 
-    @precondition(lambda self: self.world.scheduler.num_running)
+    @precondition(lambda self: self.world.scheduler.num_running and not self.world.submitted)
     @rule()
     def preempt(self) -> None:
         self.world.scheduler._planner.preempt(self.world.scheduler._queue.running[-1])

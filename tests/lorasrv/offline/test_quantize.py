@@ -274,7 +274,7 @@ class TestCommand:
         assert not list(tmp_path.iterdir())
 
     def test_places_that_cannot_be_written(self, run, model: Path, tmp_path: Path) -> None:
-        assert "no folder" in str(run(tmp_path / "no" / "x.safetensors", "--model", model).exception)
+        assert "not a writable folder" in str(run(tmp_path / "no" / "x.safetensors", "--model", model).exception)
         assert "folder" in str(run(tmp_path, "--model", model, "--force").exception)
 
     def test_texts_that_say_too_little(self, run, model: Path, tmp_path: Path) -> None:

@@ -150,7 +150,7 @@ def test_a_step_computes_few_rows_of_prompts_and_nobody_waits_for_them(llm: LLM)
     plain = SamplingParams(max_tokens=1, temperature=0.0)
     rows: list[int] = []
     names: list[list[str]] = []
-    run = llm.engine._parts.runner.run
+    run = llm.engine._parts.executor.runner.run
 
     def noted(step: Any) -> Any:
         rows.append(sum(len(share.prompt_rows) for share in step.scheduled))
@@ -158,7 +158,7 @@ def test_a_step_computes_few_rows_of_prompts_and_nobody_waits_for_them(llm: LLM)
         names.append([share.request_id for share in step.scheduled])
         return run(step)
 
-    llm.engine._parts.runner.run = noted  # type: ignore[method-assign]
+    llm.engine._parts.executor.runner.run = noted  # type: ignore[method-assign]
     done = llm.generate([LONG, LONG[1:], LONG[2:], LONG[3:]], [asks, asks, asks, plain], [None, None, None, "one"])
     first_of = [next(i for i, step in enumerate(names) if f"offline-{number}" in step) for number in (2, 3)]
     assert first_of[1] < first_of[0], "one of another account does not wait for those that lack rows"

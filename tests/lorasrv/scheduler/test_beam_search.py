@@ -160,15 +160,15 @@ def test_pages_are_shared_and_copied_on_write(llm: LLM) -> None:
     beams = BeamOptions(8)
     copies = llm.engine.metrics.snapshot().copied_pages_total
     held: list[int] = []
-    run = llm.engine._parts.runner.run
+    run = llm.engine._parts.executor.runner.run
 
     def noted(step: Any) -> Any:
         held.append(len({page for share in step.scheduled for page in share.page_table}))
         return run(step)
 
-    llm.engine._parts.runner.run = noted  # type: ignore[method-assign]
+    llm.engine._parts.executor.runner.run = noted  # type: ignore[method-assign]
     llm._run(_group(llm, PROMPTS[1] * 4, "two", beams, tokens=20))
-    llm.engine._parts.runner.run = run  # type: ignore[method-assign]
+    llm.engine._parts.executor.runner.run = run  # type: ignore[method-assign]
     assert max(held) < 2 * 8 + 12, "not eight times the prompt's eleven pages"
     assert llm.engine.metrics.snapshot().copied_pages_total > copies
 

@@ -1,8 +1,12 @@
 """The bare scheduler with hand-made model outputs: order, budget, preemption, adapters, and exactly one end each."""
 
+import ast
+from pathlib import Path
+
 from bare_scheduler import EOS, KEYS, PAGE_BYTES, PAGE_SIZE, Bench, layout_of, names
 from mispredict import expect_short_answers
 
+import lorasrv
 from lorasrv.outputs import FinishReason, RequestId
 from lorasrv.request import OnCold, RequestStatus
 
@@ -191,3 +195,15 @@ def test_an_adapter_placed_in_pieces_gives_way_to_itself() -> None:
     assert bench.tokens("X") == most
     assert bench.ends()["X"] is FinishReason.LENGTH
     assert bench.ends()["base"] is FinishReason.LENGTH
+
+
+def test_a_status_changes_in_one_place() -> None:
+    """Else one of those that keep account of requests is forgotten somewhere."""
+    changes = []
+    for path in Path(lorasrv.__file__).parent.rglob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text())):
+            if isinstance(function, ast.FunctionDef):
+                targets = [t for n in ast.walk(function) if isinstance(n, ast.Assign) for t in n.targets]
+                parts = [p for t in targets for p in (t.elts if isinstance(t, ast.Tuple) else [t])]
+                changes += [function.name for p in parts if isinstance(p, ast.Attribute) and p.attr == "status"]
+    assert changes == ["_set_status"]

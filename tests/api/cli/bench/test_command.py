@@ -118,7 +118,7 @@ class TestAnyServer:
         assert done["figures"]["mfu"] == pytest.approx(4 * 47 * 2e6 / wall / 1e9, rel=1e-3)
         assert done["machine"]["measured"]["read_bytes_per_s"] == 1e9
         bare = cli("bench", "--url", healthy.url, *FEW, "--measure-machine")
-        assert "MBU is left out: the server does not tell what its model costs; --model-bytes does" in bare.err
+        assert "MBU is left out: the server does not report the costs of its model; give --model-bytes" in bare.err
 
     def test_table_and_lines(self, cli, healthy: BrokenServer) -> None:
         done = cli("bench", "--url", healthy.url, *FEW, "--concurrency", "1,2", "--slo", "ttft=1000")
@@ -128,7 +128,7 @@ class TestAnyServer:
         assert two.startswith("concurrency 2, 2 adapters\t")
         assert about == "nobody 9.9 base: 43 + 5 tokens a request, law distinct, seed 0"
         assert "concurrency 2, 2 adapters done" in done.err
-        assert "MBU and MFU are left out: --measure-machine measures" in done.err
+        assert "MBU and MFU are left out: they need --measure-machine" in done.err
 
     def test_a_picture(self, cli, healthy: BrokenServer, tmp_path: Path) -> None:
         pytest.importorskip("matplotlib")
@@ -157,7 +157,7 @@ class TestFailures:
             ("cut", "cut stream", ""),
             ("no done", "cut stream", "without its last event"),
             ("error event", "error event", "the engine died"),
-            ("no usage", "no usage", "does not tell usage"),
+            ("no usage", "no usage", "does not report usage"),
             ("no json", "malformed event", "{oops"),
             ("silent", "timeout", ""),
         ],

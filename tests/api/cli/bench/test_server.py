@@ -138,7 +138,7 @@ def test_a_server_that_does_not_start(run) -> None:
     out, err = (process := run(*LOAD, "--adapters", 0, "--", "--policy", "none")).communicate(timeout=100)
     assert (process.returncode, out) == (1, "")
     assert "server: lorasrv: --policy 'none' is unknown" in err
-    assert err.splitlines()[-1] == "lorasrv: the server did not start; its last words are above"
+    assert err.splitlines()[-1] == "lorasrv: the server did not start; its last output is above"
 
 
 def test_adapters_are_seeded(flags: tuple[str, ...], tmp_path: Path) -> None:

@@ -286,7 +286,7 @@ class TestGoingOn:
         engine.add_choices = add_and_interrupt
         done = batch([line(f"r{i}") for i in range(100)])
         assert done.code == 130
-        assert "the same command goes on from there" in done.err
+        assert "run the same command to resume" in done.err
         some = len(results(files[1]))
         assert 0 < some < 100
         engine.hang_after, engine.add_choices = None, add
@@ -317,8 +317,8 @@ class TestRefused:
     def test_duplicates_before_anything_runs(self, batch, files, engine) -> None:
         done = batch([line("a"), line("b"), line("a"), line("b")])
         assert (done.code, engine.added, files[1].exists()) == (2, [], False)
-        assert "line 3: custom_id 'a' is that of line 1 too" in done.err
-        assert "line 4: custom_id 'b' is that of line 2 too" in done.err
+        assert "line 3: custom_id 'a' is also that of line 1" in done.err
+        assert "line 4: custom_id 'b' is also that of line 2" in done.err
 
     def test_paths(self, cli, server, files, tmp_path: Path) -> None:
         source, target = files

@@ -130,7 +130,7 @@ class TestUpload:
             refused = cli("upload", tree, "--all", "--server", server.url, *more)
             assert (refused.code, refused.err.count("partial_adapter")) == (1, 1), refused.err
             assert cli("upload", tree, "--all", "--allow-partial", "--server", server.url, *more).code == 0
-        assert store.uploads.report(store.resolve("bot-1")).is_partial
+        assert store.version_history.report(store.resolve("bot-1")).is_partial
 
     def test_an_alias_of_each(self, cli, server, tree: Path, store: AdapterStore) -> None:
         assert cli("upload", tree, "--all", "--alias", "prod", "--server", server.url).code == 0
@@ -211,7 +211,7 @@ class TestUpload:
         monkeypatch.setattr(bulk, "_send", vanish)
         done = cli("upload", tree, "--all", "--server", server.url)
         assert done.code == 3
-        assert "2 of 5 were done, the same command goes on from there" in done.err
+        assert "2 of 5 are done; run the same command to resume" in done.err
 
     def test_no_server(self, cli, tree: Path) -> None:
         done = cli("upload", tree, "--all", "--server", "http://127.0.0.1:1")
@@ -244,7 +244,7 @@ class TestIds:
         make_adapter("lorax/org-plain", seed=7)
         done = cli("upload", lorax, "--all", "--slugify", "--server", server.url)
         assert (done.code, done.out, blobs_sent) == (2, "", [])
-        assert "several folders would have one id" in done.err
+        assert "several folders would have the same id" in done.err
         assert "org-plain: 'Org/plain', 'org-plain'" in done.err
 
     def test_of_nothing_that_can_stay(self, cli, server, lorax: Path, make_adapter) -> None:
@@ -290,8 +290,8 @@ class TestTree:
         [
             (["--all", "--id", "x"], 2, "either --id ID"),
             ([], 2, "either --id ID"),
-            (["--id", "x", "--dry-run"], 2, "to which alone belong --prefix and --dry-run"),
-            (["--id", "x", "--prefix", "y"], 2, "to which alone"),
+            (["--id", "x", "--dry-run"], 2, "--prefix and --dry-run need --all"),
+            (["--id", "x", "--prefix", "y"], 2, "need --all"),
             (["--all"], 2, "is an adapter itself"),
         ],
     )
@@ -314,7 +314,7 @@ class TestDryRun:
         done = cli("upload", tree, "--all", "--dry-run", "--prefix", "x-", "--server", "http://127.0.0.1:1")
         assert done.code == 1
         assert done.out.splitlines() == [f"ok x-bot-{number}  (from 'bot-{number}')" for number in (0, 2, 3, 4)]
-        assert "4 of 5 adapters would be taken; nothing was sent; refused:" in done.err
+        assert "4 of 5 adapters would be accepted; nothing was sent; refused:" in done.err
         assert "x-bot-1  (from 'bot-1'): use_dora" in done.err
         assert ids(store) == []
 

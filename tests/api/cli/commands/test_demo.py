@@ -67,7 +67,7 @@ def test_an_answer_that_fails_fails(cli, personas: Path, engine) -> None:
     engine.die_after = 3
     assert cli("demo", "--personas", personas).code == 1
     engine.die_after, engine.text = None, " "
-    assert "answered nothing" in cli("demo", "--personas", personas).err
+    assert "gave no answer" in cli("demo", "--personas", personas).err
 
 
 def test_no_personas(cli, tmp_path: Path) -> None:

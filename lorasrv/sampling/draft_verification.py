@@ -1,0 +1,79 @@
+"""Logits of known and draft tokens -> the tokens that plain decoding would have chosen, one or several a request.
+
+At each row the very token is drawn that a step without drafts would draw: the same logits, adjusted for the same
+history, by the same draw of the same seed. While it is the draft token that stands in the next row, that row's logits
+are those of the text so far, and the next token is drawn from them; at the first draft that is wrong the step has said
+all that it can. So the answer does not depend on the drafts, only the number of steps does (speculative decoding's
+acceptance for a drafter that proposes single tokens, Leviathan et al. 2023, with the draw shared).
+"""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from lorasrv.outputs import RequestId
+from lorasrv.request import ConstraintState
+from lorasrv.sampling.logits_processors import SamplingMetadata
+from lorasrv.sampling.sampler import sample_finite
+from lorasrv.scheduler_output import ScheduledRequest
+
+
+def choose_tokens(logits: Tensor, shares: Sequence[ScheduledRequest]) -> dict[RequestId, tuple[int, ...]]:
+    """Choose the next tokens of each share; a share whose first row is no numbers has none.
+
+    Args:
+        logits: [at least S, V] fp32, the `num_logit_rows` of each share first, in their order.
+    """
+    if not any(share.draft_token_ids for share in shares):
+        tokens = sample_finite(logits[: len(shares)], [SamplingMetadata.of(share) for share in shares])
+        return {s.request_id: (token,) for s, token in zip(shares, tokens, strict=True) if token is not None}
+    paths, first = [], 0
+    for share in shares:
+        paths.append(_Path(share, first))
+        first += share.num_logit_rows
+    left = paths
+    while left:
+        tokens = sample_finite(logits[[path.row for path in left]], [path.sampling_row() for path in left])
+        left = [path for path, token in zip(left, tokens, strict=True) if path.goes_on_with(token)]
+    return {path.share.request_id: tuple(path.tokens) for path in paths if path.tokens}
+
+
+class _Path:
+    """The tokens of one share so far, and the row that the next one is drawn from."""
+
+    def __init__(self, share: ScheduledRequest, first_row: int) -> None:
+        self.share = share
+        self.tokens: list[int] = []
+        self._first_row = first_row
+        # The scheduler's own state follows only what is said; a step may be computed twice.
+        self._ahead: ConstraintState | None = None
+
+    @property
+    def row(self) -> int:
+        return self._first_row + len(self.tokens)
+
+    def sampling_row(self) -> SamplingMetadata:
+        return (
+            SamplingMetadata.after(self.share, self.tokens, self._ahead)
+            if self.tokens
+            else SamplingMetadata.of(self.share)
+        )
+
+    def goes_on_with(self, token: int | None) -> bool:
+        """Take the token of the current row; whether the next row's logits are those of the text with it."""
+        if token is None or (self._ahead is not None and self._ahead.error is not None):
+            # What is wrong here is found, and told, by the next step.
+            return False
+        at = len(self.tokens)
+        self.tokens.append(token)
+        if at >= len(self.share.draft_token_ids) or token != self.share.draft_token_ids[at]:
+            return False
+        return self._follows_constraint(token)
+
+    def _follows_constraint(self, token: int) -> bool:
+        if self.share.constraint is None:
+            return True
+        if self._ahead is None:
+            self._ahead = self.share.constraint.copy()
+        self._ahead.advance(token)
+        return self._ahead.error is None and not self._ahead.is_over

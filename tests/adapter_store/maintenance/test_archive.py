@@ -1,0 +1,287 @@
+import io
+import json
+import tarfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_kit import BASE, add, blobs, build, digest_of, flip, put
+
+from adapter_store.errors import AdapterCorrupt, AdapterError, AdapterInvalid, DigestMismatch, InvalidArchive
+from adapter_store.maintenance.archive import ArchiveSummary, export_store, import_store
+from adapter_store.maintenance.offline_store import OfflineStore
+from adapter_store.store import AdapterStore
+
+KINDS = {"link": tarfile.SYMTYPE, "hardlink": tarfile.LNKTYPE, "folder": tarfile.DIRTYPE, "device": tarfile.BLKTYPE}
+
+
+def opened(data: bytes) -> tarfile.TarFile:
+    return tarfile.open(fileobj=io.BytesIO(data))
+
+
+def exported(root: Path) -> bytes:
+    file = io.BytesIO()
+    with OfflineStore(root) as closed:
+        export_store(closed, file)
+    return file.getvalue()
+
+
+def manifest_of(data: bytes) -> dict[str, Any]:
+    with opened(data) as tar:
+        return json.load(tar.extractfile("lorasrv-store.json"))  # type: ignore[arg-type,no-any-return]
+
+
+def first_version(manifest: dict[str, Any]) -> dict[str, Any]:
+    version: dict[str, Any] = manifest["adapters"]["mia"]["versions"]["1"]
+    return version
+
+
+def rebuilt(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
+    """The archive with another manifest, as Python's tarfile writes it."""
+    manifest = manifest_of(data)
+    change(manifest)
+    out = io.BytesIO()
+    with opened(data) as old, tarfile.open(fileobj=out, mode="w", format=tarfile.USTAR_FORMAT) as new:
+        for member in old.getmembers():
+            content = old.extractfile(member).read()  # type: ignore[union-attr]
+            if member.name == "lorasrv-store.json":
+                content = json.dumps(manifest).encode()
+            member.size = len(content)
+            new.addfile(member, io.BytesIO(content))
+    return out.getvalue()
+
+
+class TestArchive:
+    @pytest.fixture
+    def data(self, root: Path) -> bytes:
+        return exported(root)
+
+    @pytest.fixture
+    def take(self, tmp_path: Path) -> Callable[[bytes], ArchiveSummary]:
+        def run(data: bytes) -> ArchiveSummary:
+            with OfflineStore(tmp_path / "new", create=True) as closed:
+                return import_store(closed, io.BytesIO(data), BASE, 16)
+
+        return run
+
+    def assert_nothing_came(self, tmp_path: Path) -> None:
+        with OfflineStore(tmp_path / "new") as closed:
+            assert closed.index.records() == {}
+            assert closed.index.last_versions() == {}
+            assert closed.blobs.sizes() == {}
+
+    def test_there_and_back(self, root: Path, data: bytes, take: Any, tmp_path: Path) -> None:
+        moved = take(data)
+        assert (moved.adapters, moved.versions, moved.blobs) == (2, 3, 2)
+        with AdapterStore(root, BASE) as old, AdapterStore(tmp_path / "new", BASE) as new:
+            assert new.list_adapters() == old.list_adapters()
+            assert [r.etag for r in new.list_adapters()] == [r.etag for r in old.list_adapters()]
+            for record in old.list_adapters():
+                for version in record.versions:
+                    ref = record.ref(version.version)
+                    assert new.version_history.report(ref) == old.version_history.report(ref)
+                    assert new.version_history.peft_dir(ref).config == old.version_history.peft_dir(ref).config
+                    assert new.spec(version.key) == old.spec(version.key)
+                    a, b = old.load(version.key), new.load(version.key)
+                    assert all((a[site].b == b[site].b).all() for site in a)
+            assert new._index.owners() == old._index.owners() == {("mia", 1): "bob", ("mia", 3): "ann"}
+            assert new._index.last_versions() == old._index.last_versions()
+            for name, version in (("mia", 4), ("gone", 2)):
+                assert add(new, name, 9).ref.version == version
+        assert digest_of(build.file(seed=8)) not in manifest_of(data)["contents"], "orphans stay behind"
+
+    def test_what_was_allowed_at_the_upload_stays_allowed(self, tmp_path: Path, take: Any) -> None:
+        with AdapterStore(tmp_path / "partial", BASE) as store:
+            config = build.config(target_modules=["q_proj", "v_proj", "o_proj"])
+            store.register("mia", config, put(store, build.file()), allow_partial=True)
+        data = exported(tmp_path / "partial")
+        for wrong in (None, 1):
+            with pytest.raises((AdapterInvalid, InvalidArchive), match="partial"):
+                take(rebuilt(data, lambda m, wrong=wrong: first_version(m).update(partial=wrong)))
+        with pytest.raises(AdapterInvalid, match="allow-partial"):
+            take(rebuilt(data, lambda m: first_version(m).pop("partial")))
+        assert take(data).versions == 1
+        with AdapterStore(tmp_path / "new", BASE) as store:
+            assert "partial: 2 of 6" in store.version_history.report(store.resolve("mia")).warnings[0]
+
+    def test_versions_of_one_content_keep_what_is_their_own(self, tmp_path: Path, take: Any) -> None:
+        configs = {
+            "ann": build.config(base_model_name_or_path="acme/secret-13b"),
+            "bob": build.config(base_model_name_or_path="probe", target_modules=["q_proj", "v_proj", "o_proj"]),
+        }
+        with AdapterStore(tmp_path / "both", BASE) as store:
+            digest = put(store, build.file())
+            done = {who: store.register(who, config, digest, allow_partial=True) for who, config in configs.items()}
+        assert take(exported(tmp_path / "both")) == ArchiveSummary(2, 2, 1, len(build.file()))
+        with AdapterStore(tmp_path / "new", BASE) as store:
+            for who, config in configs.items():
+                assert store.version_history.report(done[who].ref) == done[who].report
+                assert store.version_history.peft_dir(done[who].ref).config == config
+
+    def test_the_first_format(self, data: bytes, take: Any, tmp_path: Path) -> None:
+        """A content had one config of an unknown uploader, so what it was trained on is shown to no other."""
+
+        def older(manifest: dict[str, Any]) -> None:
+            manifest["format"] = 1
+            for record in manifest["adapters"].values():
+                for version in record["versions"].values():
+                    content = manifest["contents"][version["content"]]
+                    content |= {"config": version.pop("config") | {"base_model_name_or_path": "acme/secret-13b"}}
+
+        assert take(rebuilt(data, older)).versions == 3
+        with AdapterStore(tmp_path / "new", BASE) as store:
+            for record, version in [(r, v) for r in store.list_adapters() for v in r.versions]:
+                assert store.version_history.report(record.ref(version.version)).warnings == ()
+                store.load(version.key)
+        assert b"secret" not in (tmp_path / "new" / "index.sqlite3").read_bytes()
+
+    def test_limits_that_no_server_would_start_with(self, data: bytes, tmp_path: Path) -> None:
+        def refuse(limits: Mapping[str, float]) -> None:
+            if "tokens_per_s" in limits:
+                raise ValueError("tokens_per_s is too much")
+
+        why = "invalid limits for 'mia': tokens_per_s is too much"
+        with OfflineStore(tmp_path / "new", create=True) as closed, pytest.raises(InvalidArchive, match=why):
+            import_store(closed, io.BytesIO(data), BASE, 16, check_limits=refuse)
+        self.assert_nothing_came(tmp_path)
+
+    def test_the_same_store_makes_the_same_file(self, root: Path, data: bytes) -> None:
+        assert exported(root) == data
+
+    def test_other_programs_can_read_it(self, data: bytes) -> None:
+        with opened(data) as tar:
+            for member in tar.getmembers()[1:]:
+                content = tar.extractfile(member).read()  # type: ignore[union-attr]
+                assert member.name == f"blobs/sha256/{digest_of(content)}"
+
+    def test_into_a_store_with_others(self, data: bytes, tmp_path: Path) -> None:
+        with AdapterStore(tmp_path / "new", BASE) as store:
+            add(store, "bob", 0)
+        with OfflineStore(tmp_path / "new") as closed:
+            import_store(closed, io.BytesIO(data), BASE, 16)
+        with AdapterStore(tmp_path / "new", BASE) as store:
+            assert [r.adapter_id for r in store.list_adapters()] == ["bob", "mia", "zoe"]
+            before = store.list_adapters()
+        with OfflineStore(tmp_path / "new") as closed, pytest.raises(InvalidArchive, match="has mia, zoe already"):
+            import_store(closed, io.BytesIO(data), BASE, 16)
+        with AdapterStore(tmp_path / "new", BASE) as store:
+            assert store.list_adapters() == before
+            for record in before:
+                store.load(record.key)
+
+    def test_an_empty_store(self, tmp_path: Path, take: Any) -> None:
+        AdapterStore(tmp_path / "empty", BASE).close()
+        assert take(exported(tmp_path / "empty")) == ArchiveSummary(0, 0, 0, 0)
+
+    def test_damaged_weights_are_not_exported(self, root: Path) -> None:
+        blob = blobs(root)[digest_of(build.file(seed=0))]
+        flip(blob)
+        with pytest.raises(AdapterCorrupt, match=r"mia@1, zoe@1 are damaged"):
+            exported(root)
+        blob.unlink()
+        with pytest.raises(AdapterCorrupt, match=r"mia@1, zoe@1 are missing"):
+            exported(root)
+
+    @pytest.mark.parametrize("position", [0, 200, 600, -4000, -3000])
+    def test_any_damage_is_found(self, data: bytes, take: Any, tmp_path: Path, position: int) -> None:
+        damaged = bytearray(data)
+        damaged[position] ^= 4
+        with pytest.raises(AdapterError):
+            take(bytes(damaged))
+        self.assert_nothing_came(tmp_path)
+
+    def test_any_end_is_found(self, data: bytes, take: Any, tmp_path: Path) -> None:
+        for end in (0, 100, 512, 1000, len(data) // 2, len(data) - 1024, len(data) - 1100):
+            with pytest.raises(InvalidArchive, match="ends early"):
+                take(data[:end])
+            self.assert_nothing_came(tmp_path)
+
+    def test_a_flip_in_weights(self, data: bytes, take: Any, tmp_path: Path) -> None:
+        with opened(data) as tar:
+            last = tar.getmembers()[-1]
+        damaged = bytearray(data)
+        damaged[last.offset_data + last.size - 1] ^= 1
+        with pytest.raises(DigestMismatch):
+            take(bytes(damaged))
+        self.assert_nothing_came(tmp_path)
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (lambda m: m.update(format=3), "has format 3; this lorasrv reads 2 and older"),
+            (lambda m: m.update(format=True, kind="x"), "not an archive of an adapter store"),
+            (lambda m: m.pop("contents"), "contents of the archive's manifest"),
+            (lambda m: m["adapters"]["mia"].update(version=2), r"adapters.'mia'.version .*no such version"),
+            (lambda m: m["adapters"]["mia"]["aliases"].update(prod=2), "no such version"),
+            (lambda m: m["adapters"]["mia"]["aliases"].update(prod={"1": 0.5}), "add up to 1"),
+            (lambda m: m["adapters"]["mia"]["aliases"].update(Prod=1), "'Prod' is not allowed"),
+            (lambda m: m["adapters"]["mia"]["limits"].update(weight="x"), "limits"),
+            (lambda m: m["adapters"]["mia"]["limits"].update(weight=10**400), "limits"),
+            (lambda m: m["adapters"]["mia"].update(created="x"), "created"),
+            (lambda m: m["adapters"]["mia"]["versions"].update({"01": {}}), "not a version number"),
+            (lambda m: m["adapters"]["mia"]["versions"].update({"-1": {}}), "not a version number"),
+            (lambda m: m["adapters"]["mia"]["versions"].clear(), "no such version"),
+            (lambda m: m["adapters"]["mia"]["versions"]["1"].update(content="0" * 64), "no such content"),
+            (lambda m: m["adapters"].update({"../x": m["adapters"]["mia"]}), r"'\.\./x' is not allowed"),
+            (lambda m: m["adapters"].update({"tiny-llama": m["adapters"].pop("mia")}), "taken by the server"),
+            (lambda m: m["last_versions"].update(mia=-1), "last_versions"),
+            (lambda m: next(iter(m["contents"].values())).update(weights="../../etc/passwd"), "is not a digest"),
+            (lambda m: next(iter(m["contents"].values())).update(bytes=-1), "bytes"),
+            (lambda m: next(iter(m["contents"].values())).update(bytes=5), "is not announced by its manifest"),
+            (lambda m: first_version(m)["config"].update(lora_alpha=77), "does not match its config"),
+            (lambda m: first_version(m)["config"].update(use_dora=True), "use_dora"),
+            (lambda m: m["contents"].update({"f" * 64: next(iter(m["contents"].values()))}), "no version refers to it"),
+            (lambda m: first_version(m).update(config=[]), r"versions.'1'.config .*wrong type"),
+            (lambda m: first_version(m).pop("config"), r"contents.*.config .*missing"),
+            (lambda m: first_version(m).update(partial=1), "partial"),
+            (lambda m: m.update(base="0" * 64), "base of other shapes"),
+            (lambda m: m["last_versions"].update({"\ud800": 1}), "last_versions.'.ud800'"),
+            (lambda m: m["adapters"]["mia"]["versions"]["1"].update(owner="\ud800"), "versions.'1'.owner"),
+            *(
+                (lambda m, text=text: m.update(base=text.replace("<shapes>", m["base"][:64])), "^base of the archive")
+                for text in (
+                    "x y", "\ud800", "<shapes> x", "<shapes> 5", "<shapes> {}", "<shapes> [null, 1]", "<shapes> [true]",
+                    "<shapes> [NaN]", "<shapes> [1e999]", f"<shapes> {[0.5] * 513}", f"<shapes> [1{400 * '0'}]",
+                    "<shapes> " + "[" * 100_000, 'x [1]'
+                )
+            )
+        ]
+    )  # fmt: skip
+    def test_manifests_that_lie(self, data: bytes, take: Any, tmp_path: Path, change: Any, says: str) -> None:
+        with pytest.raises((InvalidArchive, AdapterInvalid, AdapterError), match=says):
+            take(rebuilt(data, change))
+        self.assert_nothing_came(tmp_path)
+
+    @pytest.mark.parametrize(
+        "trick", ["../../evil", "/etc/evil", "blobs/sha256/../../evil", "link", "hardlink", "folder", "device", "twice"]
+    )
+    def test_members_that_are_none(self, data: bytes, take: Any, tmp_path: Path, trick: str) -> None:
+        out = io.BytesIO()
+        with opened(data) as old, tarfile.open(fileobj=out, mode="w") as new:
+            members = old.getmembers()
+            for member in [*members, *([members[-1]] if trick == "twice" else [])]:
+                new.addfile(member, old.extractfile(member))
+            info = tarfile.TarInfo(trick if "/" in trick else members[1].name)
+            info.type = KINDS.get(trick, tarfile.REGTYPE)
+            info.linkname = "/etc/passwd"
+            if trick != "twice":
+                new.addfile(info)
+        with pytest.raises(InvalidArchive, match="member"):
+            take(out.getvalue())
+        self.assert_nothing_came(tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == {"store", "new"}
+
+    @pytest.mark.parametrize("data", [b"", b"x" * 5000, bytes(2000), b"PK\x03\x04" + bytes(600)])
+    def test_what_is_no_archive(self, data: bytes, take: Any) -> None:
+        with pytest.raises(InvalidArchive):
+            take(data)
+
+    def test_another_base(self, data: bytes, tmp_path: Path) -> None:
+        with OfflineStore(tmp_path / "new", create=True) as closed:
+            with pytest.raises(InvalidArchive, match="base of other shapes"):
+                import_store(closed, io.BytesIO(data), replace(BASE, num_layers=3), 16)
+            with pytest.raises(AdapterInvalid, match="max-lora-rank"):
+                import_store(closed, io.BytesIO(data), BASE, 2)
+        self.assert_nothing_came(tmp_path)

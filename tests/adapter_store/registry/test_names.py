@@ -1,0 +1,87 @@
+import difflib
+import random
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from store_kit import add, build, put
+
+from adapter_store.errors import AdapterNotFound
+from adapter_store.registry.names import Names
+from adapter_store.registry.near_names import NUM_COMPARED, near_names
+from adapter_store.store import AdapterStore
+
+MANY = [f"bot-{number:04d}" for number in range(5000)]
+
+
+@pytest.mark.parametrize("wanted", ["mia", "Mio", "mai", "zzz", ""])
+def test_few_are_compared_all(wanted: str) -> None:
+    known = ["mia", "mia-2", "tom", "mario"]
+    assert near_names(wanted, known) == tuple(difflib.get_close_matches(wanted.lower(), known, 3))
+
+
+@pytest.mark.parametrize("typed", ["blakcbeard", "blackbeart", "lackbeard", "blackbeard2", "BlackBeard"])
+def test_found_among_thousands(typed: str) -> None:
+    assert near_names(typed, [*MANY[:2500], "blackbeard", *MANY[2500:]])[0] == "blackbeard"
+
+
+def test_few_are_compared_of_thousands(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = []
+    monkeypatch.setattr(difflib, "get_close_matches", lambda word, names, n: compared.append(len(names)) or [])
+    near_names("nobody", MANY)
+    assert compared == [NUM_COMPARED]
+
+
+def test_unknown_references_name_their_neighbours(store: AdapterStore) -> None:
+    digest = put(store, build.file())
+    for name in ("pirate", "pirates", "poet", "pilot-2", "zz"):
+        store.register(name, build.config(), digest)
+    with pytest.raises(AdapterNotFound) as caught:
+        store.resolve("pirat")
+    assert caught.value.near == ("pirate", "pirates")
+    with pytest.raises(AdapterNotFound) as caught:
+        store.resolve("Pirate")
+    assert "pirate" in caught.value.near
+    for reference in ("", "\x00", "x" * 100_000, "pirate@9", "pirate:prod", "../pirate"):
+        for call in (store.resolve, store.delete):
+            with pytest.raises(AdapterNotFound) as caught:
+                call(reference)
+            assert len(str(caught.value)) < 400
+            assert len(caught.value.near) <= 3
+    with pytest.raises(AdapterNotFound):
+        store.get("nobody")
+
+
+def test_resolve_is_fast_among_thousands(store: AdapterStore) -> None:
+    digest = put(store, build.file())
+    key = store.register("seed", build.config(), digest).ref.key
+    db = store._index._db
+    db.execute("BEGIN")
+    for i in range(5000):
+        db.execute("INSERT INTO adapters VALUES (?, 1, 0.0)", (f"persona-{i:04}",))
+        db.execute("INSERT INTO versions VALUES (?, 1, ?, 0.0)", (f"persona-{i:04}", key))
+        db.execute(
+            "INSERT INTO uploads SELECT ?, 1, report, config FROM uploads WHERE adapter_id = 'seed'",
+            (f"persona-{i:04}",),
+        )
+    db.execute("COMMIT")
+    store._names = Names(store._index.records(), random.random)
+    started = time.perf_counter()
+    for _ in range(1000):
+        store.resolve("persona-2500")
+    assert (time.perf_counter() - started) / 1000 < 1e-4
+    started = time.perf_counter()
+    assert len(store.list_adapters()) == 5001
+    assert time.perf_counter() - started < 0.05
+    started = time.perf_counter()
+    with pytest.raises(AdapterNotFound) as caught:
+        store.resolve("persona-25000")
+    assert len(caught.value.near) == 3
+    assert time.perf_counter() - started < 0.5
+
+
+def test_resolving_never_waits_for_a_writer(store: AdapterStore) -> None:
+    ref = add(store, "mia").ref
+    with ThreadPoolExecutor(1) as pool, store._lock:
+        assert pool.submit(store.resolve, "mia").result(timeout=2) == ref
+        assert pool.submit(store.list_adapters).result(timeout=2)

@@ -1,0 +1,262 @@
+"""A real engine on the tiny model in int4, drafters that know what is right, and what a request was told in full."""
+
+import random
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from late_executor import LateExecutor
+
+from adapter_store.spec import AdapterKey
+from adapter_store.store import AdapterStore
+from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.engine import factory
+from lorasrv.engine.core import EngineCore
+from lorasrv.engine.input_processor import further_choices
+from lorasrv.engine.output_processor import OutputProcessor
+from lorasrv.engine.poison_requests import PoisonGuard
+from lorasrv.memory import memory_manager
+from lorasrv.memory.memory_manager import ADAPTER_FLOOR
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.outputs import RequestId, RequestOutput, TokenLogprobs
+from lorasrv.request import EngineCoreRequest, Request, TokenConstraint
+from lorasrv.sampling_params import SamplingParams
+from lorasrv.speculation.drafter import Draft, DraftAsk
+from lorasrv.text.detokenizer import Detokenizer
+from lorasrv.worker.adapter_loader import InlineLoader
+from lorasrv.worker.executor import InProcessExecutor
+
+VOCAB = 384
+MAX_STEPS = 4000
+PAGE_SIZE = 16
+BLOCK = 3 * 2 * 2 * 16 * PAGE_SIZE * 4
+"""Bytes of a page in all layers: 3 layers, keys and values of 2 heads of 16 in float32."""
+Script = Callable[[list[int], DraftAsk, random.Random], Sequence[int]]
+"""Draft tokens, given what plain decoding says from here on."""
+
+
+class ScriptedDrafter:
+    """Proposes what its script makes of the right answers; without a script nothing."""
+
+    def __init__(self) -> None:
+        self.script: Script | None = None
+        self.answers: dict[RequestId, list[int]] = {}
+        self.rng = random.Random(0)
+        self.num_proposed = 0
+        self.heard: dict[RequestId, list[int]] = {}
+        self.forgotten: list[RequestId] = []
+
+    def propose(self, asks: Sequence[DraftAsk]) -> list[Draft]:
+        drafts = []
+        for ask in asks:
+            request = ask.request
+            right = self.answers.get(request.request_id, [])[request.num_generated_tokens :]
+            drafts.append(Draft(tuple(self.script(right, ask, self.rng)) if self.script is not None else ()))
+            self.num_proposed += len(drafts[-1].token_ids)
+        return drafts
+
+    def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
+        assert request.token_ids[-len(new_token_ids) :] == list(new_token_ids)
+        self.heard.setdefault(request.request_id, []).extend(new_token_ids)
+
+    def forget(self, request: Request) -> None:
+        self.forgotten.append(request.request_id)
+
+
+def oracle(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
+    return right[: ask.max_tokens]
+
+
+def liar(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
+    wrong = [(token + 1 + rng.randrange(VOCAB - 1)) % VOCAB for token in right]
+    return wrong[: ask.max_tokens]
+
+
+def guesser(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
+    return [rng.randrange(VOCAB) for _ in range(rng.randrange(ask.max_tokens + 1))]
+
+
+def mixed(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
+    """Right for a while, then wrong, then right again; beyond the end of the answer anything."""
+    tokens = [*right, *(rng.randrange(VOCAB) for _ in range(ask.max_tokens))][: rng.randrange(ask.max_tokens + 1)]
+    for _ in range(rng.randrange(3)):
+        if tokens:
+            tokens[rng.randrange(len(tokens))] = rng.randrange(VOCAB)
+    return tokens
+
+
+def rude(right: list[int], ask: DraftAsk, rng: random.Random) -> Sequence[int]:
+    """More than was asked for, and ids that are no tokens."""
+    tokens = [*right, *range(VOCAB - 4, VOCAB + 40)]
+    if rng.random() < 0.5:
+        tokens.insert(rng.randrange(len(tokens)), rng.choice([-1, VOCAB, 1 << 40]))
+    return tokens
+
+
+SCRIPTS: dict[str, Script] = {"oracle": oracle, "liar": liar, "guesser": guesser, "mixed": mixed, "rude": rude}
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One prompt. `count` choices; it is aborted when it has `abort_after` tokens."""
+
+    prompt: tuple[int, ...]
+    sampling: SamplingParams
+    adapter: str | None = None
+    count: int = 1
+    constraint: TokenConstraint | None = None
+    abort_after: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Said:
+    """Everything that one choice's caller was told; compared in full."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: object = None
+    text_offsets: list[int] = field(default_factory=list)
+    finish: object = None
+    stop_reason: object = None
+    error: str | None = None
+    usage: tuple[int, int] = (0, 0)
+
+    def take(self, output: RequestOutput) -> None:
+        self.text += output.text
+        self.token_ids += output.token_ids
+        self.logprobs += output.logprobs
+        self.text_offsets += output.text_offsets
+        self.prompt_logprobs = self.prompt_logprobs or output.prompt_logprobs
+        self.finish, self.stop_reason, self.error = output.finish_reason, output.stop_reason, output.error
+        self.usage = output.num_prompt_tokens, output.num_generated_tokens
+
+
+class Drafted:
+    """An engine that is asked again and again, with drafts and without. `checks`: its books are added up every step.
+    `late`: its executor has two steps under way."""
+
+    def __init__(
+        self,
+        model: Path,
+        store: AdapterStore,
+        *,
+        pages: int = 600,
+        quantization: str = "int4",
+        adapter_floor: float = ADAPTER_FLOOR,
+        late: bool = False,
+        **scheduler: Any,
+    ) -> None:
+        given = {"max_num_seqs": 64, "target_itl_ms": None, "policy": "fcfs", **scheduler}
+        config = EngineConfig(
+            model=ModelOptions(model=str(model), quantization=quantization, dtype="float32", kernels="numba"),
+            memory=MemoryOptions(pool_bytes=pages * BLOCK),
+            scheduler=SchedulerOptions(**given),
+        )
+        self.drafter = ScriptedDrafter()
+        self.store = store
+        with (
+            closing(open_checkpoint(str(model))) as checkpoint,
+            patch.object(factory, "PAGE_SIZE_TOKENS", PAGE_SIZE),
+            patch.object(memory_manager, "ADAPTER_FLOOR", adapter_floor),
+        ):
+            built = factory.build(checkpoint, config, store, drafter=self.drafter)
+        assert built.parts.source is not None
+        assert isinstance(built.parts.executor, InProcessExecutor)
+        self.runner = built.parts.executor.runner
+        self.late = LateExecutor(built.parts.executor) if late else None
+        parts = replace(built.parts, executor=self.late or built.parts.executor)
+        self.built, self.tokenizer = built, built.tokenizer
+        self.engine = EngineCore(parts, InlineLoader(built.parts.source, self.runner.write_adapter))
+        self.processor = built.input_processor(PoisonGuard())
+        self.scheduler = built.parts.scheduler
+        self.checks = True
+        self.num_runs = 0
+
+    def close(self) -> None:
+        self.engine.close()
+
+    @property
+    def steps(self) -> int:
+        return self.engine.metrics.snapshot().steps_total
+
+    def key(self, name: str | None) -> AdapterKey | None:
+        return None if name is None else self.store.resolve(name).key
+
+    def messages(self, asks: Sequence[Ask], salt: str) -> list[list[EngineCoreRequest]]:
+        groups = []
+        for number, ask in enumerate(asks):
+            options = {"cache_salt": salt, "adapter_id": ask.adapter or "", **ask.options}
+            first = self.processor.process(
+                RequestId(f"{number}.0"),
+                ask.prompt,
+                ask.sampling,
+                self.key(ask.adapter),
+                constraint=ask.constraint,
+                **options,
+            )
+            others = [RequestId(f"{number}.{choice}") for choice in range(1, ask.count)]
+            groups.append([first, *further_choices(first, others)])
+        return groups
+
+    def run(self, asks: Sequence[Ask], script: Script | None = None, salt: str | None = None) -> dict[RequestId, Said]:
+        """Answer all asks together. Prefixes are shared within a run only, unless it is given a salt."""
+        self.num_runs += 1
+        self.drafter.script = script
+        aborts, said, processors = dict[RequestId, int](), dict[RequestId, Said](), dict[RequestId, OutputProcessor]()
+        for ask, group in zip(asks, self.messages(asks, f"run {self.num_runs}" if salt is None else salt), strict=True):
+            for message in group:
+                rid = message.request_id
+                detokenizer = Detokenizer(self.tokenizer, strip_start=message.constraint is None)
+                processors[rid] = OutputProcessor(len(ask.prompt), message.sampling, detokenizer)
+                said[rid] = Said()
+                if ask.abort_after is not None:
+                    aborts[rid] = ask.abort_after
+                self.engine.add_request(message)
+        for _ in range(MAX_STEPS):
+            if not self.engine.has_requests:
+                break
+            self._step(said, processors, aborts)
+        else:
+            raise AssertionError("requests wait for ever")
+        self._step(said, processors, aborts)
+        return said
+
+    def _step(
+        self, said: dict[RequestId, Said], processors: dict[RequestId, OutputProcessor], aborts: dict[RequestId, int]
+    ) -> None:
+        for output in self.engine.step():
+            heard = said[output.request_id]
+            if heard.finish is not None:
+                assert not output.new_token_ids, "a token came after the engine was told of the end"
+                continue
+            heard.take(processors[output.request_id].process(output))
+            if heard.finish is not None and output.finish_reason is None:
+                self.engine.stop(output.request_id)
+            elif heard.finish is None and len(heard.token_ids) >= aborts.get(output.request_id, MAX_STEPS):
+                self.engine.abort(output.request_id)
+        if self.checks:
+            self.engine.check_integrity()
+
+    def compare(self, asks: Sequence[Ask], script: Script, salt: str | None = None) -> tuple[int, int]:
+        """Answer with drafts and without; returns the steps of both. Aborted answers are equal as far as they go."""
+        before = self.steps
+        plain = self.run(asks, salt=salt)
+        between = self.steps
+        self.drafter.answers = {rid: said.token_ids for rid, said in plain.items()}
+        drafted = self.run(asks, script, salt=salt)
+        after = self.steps
+        for rid, want in plain.items():
+            got, ask = drafted[rid], asks[int(rid.partition(".")[0])]
+            if ask.abort_after is None:
+                assert got == want, f"{rid} of {ask}"
+            else:
+                most = min(len(got.token_ids), len(want.token_ids))
+                assert most >= min(ask.abort_after, len(want.token_ids))
+                assert got.token_ids[:most] == want.token_ids[:most], f"{rid} of {ask}"
+                assert got.logprobs[:most] == want.logprobs[:most], f"{rid} of {ask}"
+        return between - before, after - between

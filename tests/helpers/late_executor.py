@@ -1,0 +1,52 @@
+"""An executor with two steps under way, for engines whose steps are to be collected one step late."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lorasrv.scheduler_output import PageOp, SchedulerOutput
+from lorasrv.worker.executor import InProcessExecutor, StepHandle
+from lorasrv.worker.model_runner import ModelRunnerOutput
+
+
+@dataclass(eq=False, slots=True)
+class _Late(StepHandle):
+    output: ModelRunnerOutput | None = None
+    error: Exception | None = None
+
+
+class LateExecutor(InProcessExecutor):
+    """Two steps under way: each is computed as late as the interface allows, and its results come one step later."""
+
+    depth = 2
+
+    def __init__(self, executor: InProcessExecutor) -> None:
+        super().__init__(executor.runner)
+        self.submitted: list[_Late] = []
+        self.most_under_way = 0
+
+    def submit(self, step: SchedulerOutput) -> StepHandle:
+        self.submitted.append(_Late(step))
+        self.most_under_way = max(self.most_under_way, len(self.submitted))
+        return self.submitted[-1]
+
+    def collect(self, handle: StepHandle) -> ModelRunnerOutput:
+        assert isinstance(handle, _Late)
+        self._compute(until=handle)
+        if handle.error is not None:
+            raise handle.error
+        assert handle.output is not None, "collected twice"
+        output, handle.output = handle.output, None
+        return output
+
+    def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
+        if ops:
+            self._compute(until=None)
+        return super().apply_page_ops(ops)
+
+    def _compute(self, until: _Late | None) -> None:
+        while self.submitted and (until is None or (until.output is None and until.error is None)):
+            first = self.submitted.pop(0)
+            try:
+                first.output = self.runner.run(first.step)
+            except Exception as error:
+                first.error = error

@@ -1,0 +1,522 @@
+"""Answers do not depend on drafts: real engine, real pool, int4 kernels, against the same requests without drafts.
+
+Drafters are scripted (`drafted.py`): one that is always right, one that is always wrong, and what lies between.
+"""
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafted import PAGE_SIZE, SCRIPTS, VOCAB, Ask, Drafted, guesser, liar, mixed, oracle, rude
+from mispredict import expect_short_answers
+
+from adapter_store.formats.peft_dir import read_peft_dir
+from adapter_store.store import AdapterStore
+from lorasrv.errors import InvalidRequest
+from lorasrv.memory.kv_cache_manager import KVCacheManager
+from lorasrv.memory.request_allocator import RequestAllocator
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import base_shapes
+from lorasrv.outputs import FinishReason, RequestId
+from lorasrv.request import TokenConstraint
+from lorasrv.sampling import draft_verification
+from lorasrv.sampling.draft_verification import _Path
+from lorasrv.sampling.logits_processors import SamplingMetadata
+from lorasrv.sampling_params import BeamOptions, SamplingParams
+from lorasrv.scheduler_output import ScheduledRequest
+from lorasrv.speculation.checked_drafter import MAX_DRAFT_TOKENS
+from lorasrv.text.structured_output import grammar as source
+from lorasrv.text.structured_output.matcher import CompiledGrammar, Vocabulary, compile_matcher
+from lorasrv.worker import forward_batch as batch
+from lorasrv.worker.device import compute_alone, compute_in_parallel
+
+PROMPT = tuple(range(10, 30))
+GREEDY = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+NAMES = (None, "one", "two", "three")
+CASES = [20, pytest.param(100, marks=pytest.mark.long)]
+"""Batches for each drafter, of one to five prompts each."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alone() -> Iterator[None]:
+    """So small a model gains nothing from a team of threads."""
+    compute_alone()
+    yield
+    compute_in_parallel()
+
+
+@pytest.fixture(scope="module")
+def library(model: Path, adapter_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    checkpoint = open_checkpoint(str(model))
+    checkpoint.close()
+    with AdapterStore(tmp_path_factory.mktemp("drafts") / "store", base_shapes(checkpoint.spec)) as store:
+        for name, folder in adapter_dirs.items():
+            peft = read_peft_dir(folder)
+            store.register(name, peft.config, store.add_blob(peft.weights_path))
+        yield store
+
+
+@pytest.fixture(scope="module")
+def wide(model: Path, library: AdapterStore) -> Iterator[Drafted]:
+    """Room for everybody."""
+    with closing(Drafted(model, library)) as drafted:
+        yield drafted
+
+
+@pytest.fixture(scope="module", params=["recompute", "swap"])
+def tight(request: pytest.FixtureRequest, model: Path, library: AdapterStore) -> Iterator[Drafted]:
+    """A pool that is too small for what it lets in, and prompts in chunks."""
+    with closing(
+        Drafted(model, library, pages=40, adapter_floor=0.0, preemption=request.param, max_num_batched_tokens=64)
+    ) as drafted:
+        expect_short_answers(drafted.scheduler.predictor)
+        yield drafted
+
+
+@pytest.fixture(scope="module")
+def grammars(wide: Drafted) -> list[TokenConstraint]:
+    vocabulary = Vocabulary.of(wide.tokenizer, VOCAB, sorted(wide.built.spec.eos_token_ids))
+    built = vocabulary.build(lambda text: wide.tokenizer.encode(text, add_special_tokens=False))
+    texts = [
+        source.regex_of(r"(ab|cd|ef){3,20}", "regex"),
+        source.regex_of(r"[0-9]{1,3}-[a-z]{2,9}", "regex"),
+        source.json_of({"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}}}, "schema"),
+    ]
+    return [CompiledGrammar(compile_matcher(built, text.text), VOCAB, vocabulary.ends, 1 << 18) for text in texts]
+
+
+def _sampling(rng: random.Random) -> SamplingParams:
+    """Any fields together, each of them off most of the time."""
+
+    def maybe(share: float, *values: object) -> Any:
+        return rng.choice(values) if rng.random() < share else None
+
+    fields = {
+        "temperature": maybe(0.6, 0.3, 0.7, 1.0, 1.5) or 0.0,
+        "top_k": maybe(0.2, 1, 5, 50) or 0,
+        "top_p": maybe(0.2, 0.3, 0.8, 0.95) or 1.0,
+        "min_p": maybe(0.15, 0.02, 0.2) or 0.0,
+        "typical_p": maybe(0.15, 0.3, 0.9) or 1.0,
+        "repetition_penalty": maybe(0.2, 0.7, 1.3, 5.0) or 1.0,
+        "presence_penalty": maybe(0.2, -1.0, 0.5, 2.0) or 0.0,
+        "frequency_penalty": maybe(0.2, -0.5, 0.5, 2.0) or 0.0,
+        "logit_bias": tuple((t, rng.uniform(-20, 20)) for t in rng.sample(range(VOCAB), 5)) if maybe(0.2, 1) else (),
+        "min_tokens": maybe(0.2, 1, 5, 9) or 0,
+        "ignore_eos": rng.random() < 0.4,
+        "stop": tuple(rng.sample([" ", "e", "th", "a", "1", "\n", "in"], rng.randrange(1, 3)))
+        if maybe(0.25, 1)
+        else (),
+        "stop_token_ids": tuple(rng.sample(range(VOCAB), rng.choice([2, 40]))) if maybe(0.25, 1) else (),
+        "seed": rng.randrange(1 << 32),
+        "logprobs": maybe(0.4, 0, 1, 7),
+        "prompt_logprobs": maybe(0.15, 0, 3),
+        "watermark": rng.random() < 0.15,
+        "max_tokens": rng.choice([1, 2, 3, 9, 17, 18, 33, 40]),
+    }
+    if fields["temperature"] == 0.0 and rng.random() < 0.2:
+        fields |= {"fsd_alpha": rng.choice([0.2, 0.6]), "fsd_ngram": rng.choice([2, 3, 5])}
+    fields["min_tokens"] = min(fields["min_tokens"], fields["max_tokens"])
+    return SamplingParams(**fields)
+
+
+def _ask(rng: random.Random, grammars: Sequence[TokenConstraint], longest: int = 60) -> Ask:
+    begin = rng.randrange(3)
+    prompt = tuple(10 + (7 * i + begin) % 300 for i in range(rng.choice([1, 5, 15, 16, 17, rng.randrange(1, longest)])))
+    sampling, constraint = _sampling(rng), None
+    if rng.random() < 0.2:
+        constraint = rng.choice(grammars)
+        sampling = replace(sampling, ignore_eos=False, stop=(), stop_token_ids=(), min_tokens=0)
+    if rng.random() < 0.05:
+        sampling = replace(
+            sampling, max_tokens=None, ignore_eos=True, stop=(), stop_token_ids=()
+        )  # to the context's end
+        prompt = prompt * (470 // len(prompt)) if constraint is None else prompt
+    return Ask(
+        prompt,
+        sampling,
+        adapter=rng.choice(NAMES),
+        count=rng.choice([1, 1, 1, 1, 3]),
+        constraint=constraint,
+        abort_after=rng.randrange(1, 12) if rng.random() < 0.08 else None,
+    )
+
+
+def _asks(drafted: Drafted, rng: random.Random, grammars: Sequence[TokenConstraint], most: int = 5) -> list[Ask]:
+    asks: list[Ask] = []
+    while not asks:
+        for _ in range(rng.randrange(1, most + 1)):
+            ask = _ask(rng, grammars)
+            try:
+                drafted.messages([ask], "")
+            except InvalidRequest:
+                continue  # fields that contradict each other
+            asks.append(ask)
+    return asks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", CASES)
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_any_drafter_gives_the_answers_of_none(
+    wide: Drafted, grammars: Sequence[TokenConstraint], name: str, cases: int
+) -> None:
+    rng, total = random.Random(name), Counter[str]()
+    for _ in range(cases):
+        plain, drafted = wide.compare(_asks(wide, rng, grammars), SCRIPTS[name])
+        total += Counter(plain=plain, drafted=drafted)
+    if name == "oracle":
+        assert 3 * total["drafted"] < total["plain"]
+    if name == "liar":
+        assert total["drafted"] == total["plain"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_preempted_answers_too(tight: Drafted, grammars: Sequence[TokenConstraint], name: str) -> None:
+    rng = random.Random(name)
+    for _ in range(4):
+        asks = _asks(tight, rng, grammars, most=4)
+        asks += [
+            Ask(PROMPT, replace(GREEDY, max_tokens=90, temperature=t, seed=5), adapter=adapter, count=2)
+            for t, adapter in ((0.0, None), (0.9, None), (0.0, "one"), (1.0, "two"))
+        ]
+        before = tight.engine.metrics.snapshot().preemptions_total
+        tight.compare(asks, SCRIPTS[name])
+        assert tight.engine.metrics.snapshot().preemptions_total > before
+
+
+def test_the_right_drafts_save_the_steps_that_they_can(wide: Drafted) -> None:
+    """40 tokens: the first with the prompt, 39 others in steps of 17."""
+    assert wide.compare([Ask(PROMPT, GREEDY)], oracle) == (40, 1 + 3)
+    assert wide.compare([Ask(PROMPT, GREEDY)], liar) == (40, 40)
+
+
+def test_no_more_draft_rows_than_logits_have_room_for(model: Path, library: AdapterStore) -> None:
+    """Eight seats are eight rows of logits: a single answer has seven drafts at most, eight of them none."""
+    with closing(Drafted(model, library, max_num_seqs=8, max_num_batched_tokens=16)) as drafted:
+        assert drafted.compare([Ask(PROMPT, replace(GREEDY, max_tokens=33))], oracle)[1] == 2 + 32 / 8
+        drafted.drafter.num_proposed = 0
+        steps = drafted.compare([Ask(PROMPT, replace(GREEDY, max_tokens=9), count=8)], oracle)
+        assert (steps[1], drafted.drafter.num_proposed) == (steps[0], 0)
+
+
+class TestEnds:
+    """An answer ends at its token, wherever in the window of drafts that stands."""
+
+    @pytest.mark.parametrize("at", range(MAX_DRAFT_TOKENS + 3))
+    def test_at_every_place(self, wide: Drafted, at: int) -> None:
+        [said] = wide.run([Ask(PROMPT, replace(GREEDY, temperature=1.0, seed=3, logprobs=2))]).values()
+        ids = said.token_ids
+        first = ids.index(ids[at])
+        base = replace(GREEDY, temperature=1.0, seed=3, logprobs=2)
+        ended = [
+            replace(base, stop_token_ids=(ids[at],)),
+            replace(base, max_tokens=at + 1),
+            replace(base, stop_token_ids=(ids[at],), min_tokens=min(at, 30)),
+            replace(base, stop=(said.text[: said.text_offsets[at] + 1][-2:] or "q",)),
+        ]
+        for number, sampling in enumerate(ended):
+            # Drafts that know what would have come behind the end.
+            wide.drafter.answers = {RequestId("0.0"): ids}
+            plain = wide.run([Ask(PROMPT, sampling)])
+            drafted = wide.run([Ask(PROMPT, sampling)], oracle)
+            assert drafted == plain
+            if number == 0:
+                assert drafted[RequestId("0.0")].finish is FinishReason.STOP
+                assert drafted[RequestId("0.0")].usage == (len(PROMPT), first + 1)
+
+    def test_the_end_of_the_model_itself(self, wide: Drafted) -> None:
+        eos = min(wide.built.spec.eos_token_ids)
+        for bias in (2.0, 4.0, 6.0):
+            sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=8, logit_bias=((eos, bias),))
+            longer = wide.run([Ask(PROMPT, replace(sampling, ignore_eos=True))])
+            wide.drafter.answers = {rid: said.token_ids for rid, said in longer.items()}
+            plain = wide.run([Ask(PROMPT, sampling)])
+            assert wide.run([Ask(PROMPT, sampling)], oracle) == plain
+            assert plain[RequestId("0.0")].finish is FinishReason.STOP
+
+
+def test_grammars_are_followed_along_the_drafts(wide: Drafted, grammars: Sequence[TokenConstraint]) -> None:
+    for number, grammar in enumerate(grammars):
+        asks = [
+            Ask(PROMPT, SamplingParams(max_tokens=60, temperature=t, seed=number), constraint=grammar)
+            for t in (0.0, 0.8, 1.3)
+        ]
+        for script in (oracle, mixed, guesser):
+            steps = wide.compare(asks, script)
+        assert wide.compare(asks, oracle)[1] < steps[0] / 2
+
+
+def test_what_is_kept_as_a_prefix_was_said(wide: Drafted) -> None:
+    """A prompt that goes on from an answer finds its pages; they hold what was said, not what was guessed."""
+    for script in (oracle, liar, mixed, rude):
+        salt = f"prefix {script.__name__}"
+        wide.drafter.answers = {}
+        [said] = wide.run([Ask(PROMPT, replace(GREEDY, max_tokens=50))]).values()
+        wide.drafter.answers = {RequestId("0.0"): said.token_ids}
+        assert wide.run([Ask(PROMPT, replace(GREEDY, max_tokens=50))], script, salt) == {RequestId("0.0"): said}
+        longer = (*PROMPT, *said.token_ids, 7, 8, 9)
+        before = wide.engine.metrics.snapshot().cached_tokens_total
+        got = wide.run([Ask(longer, replace(GREEDY, logprobs=3))], salt=salt)
+        assert wide.engine.metrics.snapshot().cached_tokens_total - before == 64
+        assert got == wide.run([Ask(longer, replace(GREEDY, logprobs=3))])
+
+
+def test_beams_have_no_drafts_and_say_the_same_beside_those_that_have(wide: Drafted) -> None:
+    def asks() -> list[Ask]:
+        beams = {"beams": BeamOptions(3)}
+        of_beams = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        return [Ask(PROMPT, of_beams, count=3, options=beams), Ask(PROMPT, replace(GREEDY, logprobs=1), adapter="one")]
+
+    drafted_for = set()
+
+    def noted(right: list[int], ask: Any, rng: random.Random) -> Sequence[int]:
+        drafted_for.add(ask.request.request_id)
+        return oracle(right, ask, rng)
+
+    wide.compare(asks(), noted)
+    assert drafted_for == {"1.0"}
+
+
+def test_nothing_is_kept_of_a_request_that_has_ended(wide: Drafted) -> None:
+    wide.drafter.heard.clear()
+    wide.drafter.forgotten.clear()
+    said = wide.run([Ask(PROMPT, GREEDY), Ask(PROMPT, GREEDY, abort_after=3), Ask(PROMPT, GREEDY, count=2)], mixed)
+    assert sorted(wide.drafter.forgotten) == sorted(said)
+    for rid, heard in wide.drafter.heard.items():
+        assert heard[: len(said[rid].token_ids)] == said[rid].token_ids
+
+
+def test_only_what_was_said_is_charged(wide: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
+    charged, served = Counter[str](), Counter[str]()
+    charge, serve = wide.scheduler.quotas.charge, wide.scheduler.policy.served
+
+    def noted_charge(request: Any, num_tokens: int) -> None:
+        charged[request.request_id] += num_tokens
+        charge(request, num_tokens)
+
+    def noted_served(request: Any, num_prompt: int, num_generated: int) -> None:
+        served[request.request_id] += num_generated
+        served["prompts"] += num_prompt
+        serve(request, num_prompt, num_generated)
+
+    monkeypatch.setattr(wide.scheduler.quotas, "charge", noted_charge)
+    monkeypatch.setattr(wide.scheduler.policy, "served", noted_served)
+    asks = [Ask(PROMPT, GREEDY), Ask(PROMPT, replace(GREEDY, temperature=1.0, seed=1), "two"), Ask(PROMPT[:3], GREEDY)]
+    generated = wide.scheduler.counters.generated_tokens
+    plain = wide.run(asks)
+    wide.drafter.answers = {rid: said.token_ids for rid, said in plain.items()}
+    want = dict(charged), dict(served), wide.scheduler.counters.generated_tokens - generated
+    for script in SCRIPTS.values():
+        charged.clear()
+        served.clear()
+        generated = wide.scheduler.counters.generated_tokens
+        wide.run(asks, script)
+        assert (dict(charged), dict(served), wide.scheduler.counters.generated_tokens - generated) == want
+
+
+class TestFaults:
+    def test_a_drafter_that_fails_costs_nobody_an_answer(self, model: Path, library: AdapterStore) -> None:
+        for method in ("propose", "observe", "forget"):
+            with closing(Drafted(model, library)) as drafted:
+                want = drafted.run([Ask(PROMPT, GREEDY)])
+
+                def failing(*_: object) -> Any:
+                    raise RuntimeError("as asked")
+
+                setattr(drafted.drafter, method, failing)
+                assert drafted.run([Ask(PROMPT, GREEDY)], oracle) == want
+                assert not drafted.scheduler._drafter.is_active
+
+    def test_too_few_proposals_are_a_failure(self, model: Path, library: AdapterStore) -> None:
+        with closing(Drafted(model, library)) as drafted:
+            want = drafted.run([Ask(PROMPT, GREEDY, count=2)])
+            drafted.drafter.propose = lambda asks: []  # type: ignore[method-assign]
+            assert drafted.run([Ask(PROMPT, GREEDY, count=2)], oracle) == want
+            assert not drafted.scheduler._drafter.is_active
+
+    def test_a_step_that_fails_is_computed_without_drafts_first(
+        self, wide: Drafted, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        runner = wide.runner
+        run, parts = runner.run, []
+
+        def failing(step: Any) -> Any:
+            parts.append(step.num_draft_tokens)
+            if step.num_draft_tokens:
+                raise RuntimeError("as asked")
+            return run(step)
+
+        monkeypatch.setattr(runner, "run", failing)
+        failed = wide.engine.metrics.snapshot().requests_failed_total
+        wide.compare([Ask(PROMPT, replace(GREEDY, max_tokens=12), count=3)], oracle)
+        assert sum(map(bool, parts)) == 11
+        assert wide.engine.metrics.snapshot().requests_failed_total == failed
+
+    def test_no_memory_for_drafts(self, wide: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
+        runner = wide.runner
+        run = runner.run
+
+        def failing(step: Any) -> Any:
+            if step.num_tokens > 20:
+                raise MemoryError("as asked")
+            return run(step)
+
+        monkeypatch.setattr(runner, "run", failing)
+        wide.compare([Ask(PROMPT, GREEDY, adapter) for adapter in NAMES], oracle)
+        wide.engine.attempts._most_tokens = None
+
+    def test_rows_of_no_numbers_matter_on_the_path_only(self, wide: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The rows of rejected drafts may hold anything; a row that is reached fails the request as it would alone."""
+        decoder = wide.runner._decoder
+        forward = decoder.forward
+        spoilt_rows: list[int] = []
+
+        def spoilt(batch: Any) -> torch.Tensor:
+            logits = forward(batch).clone()
+            [share] = batch.sampled
+            position = share.start + share.num_known_tokens - 1
+            for row in range(share.num_logit_rows):
+                if (position + row >= len(PROMPT) + 9) == on_path and (row or on_path):
+                    logits[row] = torch.nan
+                    spoilt_rows.append(row)
+            return logits
+
+        monkeypatch.setattr(decoder, "forward", spoilt)
+        on_path = False
+        wide.compare([Ask(PROMPT, replace(GREEDY, max_tokens=9))], liar)
+        assert spoilt_rows
+        on_path = True
+        wide.compare([Ask(PROMPT, GREEDY)], oracle)
+        [said] = wide.run([Ask(PROMPT, GREEDY)], oracle).values()
+        assert (said.finish, len(said.token_ids)) == (FinishReason.ERROR, 10)
+
+
+class TestRoom:
+    def test_nothing_makes_room_for_a_guess(self, model: Path, library: AdapterStore) -> None:
+        """Prefix pages that rest fill the pool: plain tokens may take them, drafts may not."""
+        with closing(Drafted(model, library, pages=24)) as drafted:
+            filler = replace(GREEDY, max_tokens=1)
+            for number in range(4):
+                drafted.run([Ask(tuple(40 + (number + i) % 300 for i in range(100)), filler)], salt="filler")
+            assert drafted.scheduler._books.num_free <= 2
+            plain = drafted.run([Ask(PROMPT, GREEDY)])
+            drafted.drafter.answers = {rid: said.token_ids for rid, said in plain.items()}
+            for number in range(4, 8):
+                drafted.run([Ask(tuple(40 + (number + i) % 300 for i in range(100)), filler)], salt="filler")
+            resting = drafted.scheduler._books.num_unused_prefix_pages
+            before = drafted.engine.metrics.snapshot()
+            assert before.pages_free <= 2
+            assert drafted.run([Ask(PROMPT, GREEDY)], oracle) == plain
+            after = drafted.engine.metrics.snapshot()
+            pages = -(-(len(PROMPT) + GREEDY.max_tokens - 1) // PAGE_SIZE)
+            assert after.prefix_evictions_total - before.prefix_evictions_total <= pages
+            assert after.preemptions_total == before.preemptions_total
+            assert resting >= 20
+
+    def test_a_target_for_the_time_of_steps_holds_for_drafts(self, model: Path, library: AdapterStore) -> None:
+        """No step is as short as that: answers have their tokens, and no drafts."""
+        with closing(Drafted(model, library, target_itl_ms=1e-3)) as drafted:
+            assert drafted.compare([Ask(PROMPT, GREEDY)], oracle) == (40, 40)
+
+
+# What makes it work, taken away.
+
+
+def _accepts_anything(patch: pytest.MonkeyPatch) -> None:
+    goes_on = _Path.goes_on_with
+
+    def blind(path: _Path, token: int | None) -> bool:
+        drafts, at = path.share.draft_token_ids, len(path.tokens)
+        return goes_on(path, drafts[at] if at < len(drafts) else token)
+
+    patch.setattr(_Path, "goes_on_with", blind)
+
+
+def _keeps_pages(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(RequestAllocator, "truncate_drafts", lambda *_: None)
+
+
+def _row_after(patch: pytest.MonkeyPatch, **wrong: Any) -> None:
+    after = SamplingMetadata.after
+
+    def changed(share: ScheduledRequest, path: Sequence[int], constraint: Any) -> SamplingMetadata:
+        return after(share, path, constraint)._replace(**{name: of(share) for name, of in wrong.items()})
+
+    patch.setattr(draft_verification.SamplingMetadata, "after", staticmethod(changed))
+
+
+def _draws_the_first_ones_chance(patch: pytest.MonkeyPatch) -> None:
+    _row_after(patch, num_generated=lambda share: share.num_generated)
+
+
+def _forgets_the_path(patch: pytest.MonkeyPatch) -> None:
+    _row_after(patch, history=lambda share: share.history)
+
+
+def _stands_still_in_the_grammar(patch: pytest.MonkeyPatch) -> None:
+    _row_after(patch, constraint=lambda share: share.constraint)
+
+
+def _follows_the_schedulers_own_grammar(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr("lorasrv.text.structured_output.matcher.GrammarState.copy", lambda state: state)
+
+
+def _offers_the_token_that_is_not_computed_yet(patch: pytest.MonkeyPatch) -> None:
+    keep = KVCacheManager.cache_full_pages
+
+    def eager(kv: KVCacheManager, request_id: RequestId, token_ids: Sequence[int], num_computed: int) -> None:
+        keep(kv, request_id, token_ids, min(num_computed + 1, kv.num_writable_tokens(request_id)))
+
+    patch.setattr(KVCacheManager, "cache_full_pages", eager)
+
+
+def _takes_the_last_rows_logits(patch: pytest.MonkeyPatch) -> None:
+    rows_of = batch._logit_rows
+
+    def shifted(scheduled: Any, ends: Any, samples: Any) -> Any:
+        rows = rows_of(scheduled, ends, samples)
+        return rows if len(rows) == samples.sum() else rows - 1
+
+    patch.setattr(batch, "_logit_rows", shifted)
+
+
+def _charges_ahead(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ScheduledRequest, "num_known_tokens", property(lambda share: len(share.token_ids)))
+
+
+SABOTAGE = [
+    _accepts_anything,
+    _keeps_pages,
+    _draws_the_first_ones_chance,
+    _forgets_the_path,
+    _stands_still_in_the_grammar,
+    _follows_the_schedulers_own_grammar,
+    _offers_the_token_that_is_not_computed_yet,
+    _takes_the_last_rows_logits,
+    _charges_ahead,
+]
+
+
+@pytest.mark.parametrize("sabotage", SABOTAGE)
+def test_without_its_parts_it_fails(
+    model: Path, library: AdapterStore, grammars: Sequence[TokenConstraint], sabotage: Any
+) -> None:
+    with closing(Drafted(model, library)) as drafted, pytest.MonkeyPatch.context() as patch:
+        sabotage(patch)
+        with pytest.raises(AssertionError):
+            _is_right(drafted, grammars)
+
+
+def _is_right(drafted: Drafted, grammars: Sequence[TokenConstraint]) -> None:
+    """Raises: AssertionError: an answer depends on drafts, or the books do not add up."""
+    test_what_is_kept_as_a_prefix_was_said(drafted)
+    rng = random.Random(1)
+    for _ in range(40):
+        drafted.compare(_asks(drafted, rng, grammars), mixed)

@@ -1,0 +1,220 @@
+"""Steps that are collected one step late: the answers are those of an engine that waits for each of them."""
+
+import random
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafted import SCRIPTS, VOCAB, Ask, Drafted, mixed, oracle
+from late_executor import LateExecutor
+from mispredict import expect_short_answers
+
+from adapter_store.formats.peft_dir import read_peft_dir
+from adapter_store.store import AdapterStore
+from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.lora_sites import base_shapes
+from lorasrv.outputs import FinishReason, Refusal, RequestId
+from lorasrv.sampling_params import BeamOptions, SamplingParams
+from lorasrv.worker.device import compute_alone, compute_in_parallel
+
+PROMPT = tuple(range(10, 30))
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+LONG = tuple(10 + (7 * i) % 300 for i in range(200))
+NAMES = (None, "one", "two", "three")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _alone() -> Iterator[None]:
+    compute_alone()
+    yield
+    compute_in_parallel()
+
+
+@pytest.fixture(scope="module")
+def library(model: Path, adapter_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    checkpoint = open_checkpoint(str(model))
+    checkpoint.close()
+    with AdapterStore(tmp_path_factory.mktemp("late") / "store", base_shapes(checkpoint.spec)) as store:
+        for name, folder in adapter_dirs.items():
+            peft = read_peft_dir(folder)
+            store.register(name, peft.config, store.add_blob(peft.weights_path))
+        yield store
+
+
+@pytest.fixture(scope="module")
+def plain_engine(model: Path, library: AdapterStore) -> Iterator[Drafted]:
+    """Each step is collected at once."""
+    with closing(Drafted(model, library, max_num_batched_tokens=64)) as drafted:
+        yield drafted
+
+
+@pytest.fixture(scope="module")
+def late_engine(model: Path, library: AdapterStore) -> Iterator[Drafted]:
+    with closing(Drafted(model, library, max_num_batched_tokens=64, late=True)) as drafted:
+        yield drafted
+
+
+@pytest.fixture
+def late(late_engine: Drafted) -> LateExecutor:
+    assert late_engine.late is not None
+    late_engine.late.most_under_way = 0
+    return late_engine.late
+
+
+def _asks(rng: random.Random) -> list[Ask]:
+    asks = []
+    for _ in range(rng.randrange(1, 6)):
+        ids = tuple(rng.sample(range(VOCAB), 20)) if rng.random() < 0.3 else ()
+        sampling = SamplingParams(
+            max_tokens=rng.choice([1, 2, 9, 30]),
+            temperature=rng.choice([0.0, 1.0]),
+            seed=rng.randrange(1 << 32),
+            stop_token_ids=ids,
+            stop=("e",) if rng.random() < 0.2 else (),
+            frequency_penalty=rng.choice([0.0, 0.5]),
+            logprobs=rng.choice([None, 2]),
+            prompt_logprobs=rng.choice([None, None, 1]),
+            ignore_eos=rng.random() < 0.5,
+        )
+        prompt = LONG[: rng.choice([1, 16, 40, 190])]
+        aborts = rng.randrange(1, 9) if rng.random() < 0.1 else None
+        asks.append(Ask(prompt, sampling, rng.choice(NAMES), rng.choice([1, 1, 3]), abort_after=aborts))
+    return asks
+
+
+def _agree(plain_engine: Drafted, late_engine: Drafted, asks: list[Ask], script: Any = None) -> None:
+    want = plain_engine.run(asks)
+    late_engine.drafter.answers = {rid: said.token_ids for rid, said in want.items()}
+    got = late_engine.run(asks, script)
+    for rid, said in want.items():
+        if asks[int(rid.partition(".")[0])].abort_after is None:
+            assert got[rid] == said, rid
+        else:
+            most = min(len(said.token_ids), len(got[rid].token_ids))
+            assert got[rid].token_ids[:most] == said.token_ids[:most]
+    assert not late_engine.engine._under_way
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [None, "oracle", "mixed", "liar"])
+def test_answers_are_the_same(
+    plain_engine: Drafted, late_engine: Drafted, late: LateExecutor, name: str | None
+) -> None:
+    rng = random.Random(name)
+    for _ in range(15):
+        _agree(plain_engine, late_engine, _asks(rng), None if name is None else SCRIPTS[name])
+    assert late.most_under_way == 2
+
+
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_preempted_ones_too(model: Path, library: AdapterStore, plain_engine: Drafted, preemption: str) -> None:
+    options = {"pages": 40, "adapter_floor": 0.0, "preemption": preemption, "max_num_batched_tokens": 64}
+    with closing(Drafted(model, library, late=True, **options)) as tight:
+        expect_short_answers(tight.scheduler.predictor)
+        asks = [
+            Ask(PROMPT, replace(GREEDY, max_tokens=90, temperature=t, seed=5), adapter=adapter, count=2)
+            for t, adapter in ((0.0, None), (0.9, None), (0.0, "one"), (1.0, "two"))
+        ]
+        for script in (None, mixed):
+            before = tight.engine.metrics.snapshot().preemptions_total
+            _agree(plain_engine, tight, asks, script)
+            assert tight.engine.metrics.snapshot().preemptions_total > before
+
+
+def test_beams_are_found_too(plain_engine: Drafted, late_engine: Drafted) -> None:
+    of_beams = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+    beams = [Ask(PROMPT, of_beams, name, count=3, options={"beams": BeamOptions(3)}) for name in (None, "one")]
+    _agree(plain_engine, late_engine, [*beams, Ask(PROMPT, GREEDY)])
+
+
+class TestEnds:
+    """A request that ends while a step is under way keeps its pages until the step is over, whose token is dropped."""
+
+    def _under_way(self, late: Drafted, **options: Any) -> RequestId:
+        """A request that has said some tokens, and whose next one is being computed."""
+        [[message]] = late.messages([Ask(PROMPT, GREEDY, "one", options=options)], "ends")
+        late.engine.add_request(message)
+        request = late.scheduler._queue.requests[message.request_id]
+        for _ in range(40):
+            late.engine.step()
+            if request.num_generated_tokens >= 3 and request.num_in_flight_tokens:
+                return message.request_id
+        raise AssertionError("it was never under way")
+
+    def _is_over(self, late: Drafted, held: set[int]) -> list[Any]:
+        """Pages stay until the step is collected; returns the outputs since."""
+        late.engine.check_integrity()
+        assert {page for pages in late.scheduler._kv.holders().values() for page in pages} == held
+        assert late.engine.has_requests
+        outputs = late.engine.step()
+        late.engine.check_integrity()
+        assert not late.scheduler._kv.holders()
+        assert not late.engine.has_requests
+        return outputs
+
+    def _held(self, late: Drafted) -> set[int]:
+        held = {page for pages in late.scheduler._kv.holders().values() for page in pages}
+        assert held
+        return held
+
+    @pytest.mark.parametrize("method", ["abort", "stop"])
+    def test_aborted_or_stopped(self, late_engine: Drafted, method: str) -> None:
+        rid, held = self._under_way(late_engine), self._held(late_engine)
+        generated = late_engine.scheduler.counters.generated_tokens
+        getattr(late_engine.engine, method)(rid)
+        [output] = self._is_over(late_engine, held)
+        want = FinishReason.ABORT if method == "abort" else FinishReason.STOP
+        assert (output.finish_reason, output.new_token_ids) == (want, ())
+        assert late_engine.scheduler.counters.generated_tokens == generated
+
+    def test_out_of_time(self, late_engine: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._under_way(late_engine, timeout_s=1000.0)
+        clock = late_engine.scheduler._deadlines._clock
+        monkeypatch.setattr(late_engine.scheduler._deadlines, "_clock", lambda: clock() + 1001.0)
+        [output] = late_engine.engine.step()
+        assert (output.refusal, output.new_token_ids) == (Refusal.TIMEOUT, ())
+        assert not late_engine.scheduler._kv.holders()
+        late_engine.engine.check_integrity()
+
+
+class TestFailures:
+    """A step that fails with another behind it: both are planned again, one at a time."""
+
+    def test_who_cannot_be_computed_ends_and_the_others_go_on(
+        self, plain_engine: Drafted, late_engine: Drafted, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run = late_engine.runner.run
+
+        def failing(step: Any) -> Any:
+            if any(s.request_id == "1.0" and s.start >= len(PROMPT) + 3 for s in step.scheduled):
+                raise RuntimeError("as asked")
+            return run(step)
+
+        asks = [Ask(LONG, GREEDY), Ask(PROMPT, GREEDY), Ask(PROMPT, GREEDY, "one"), Ask(PROMPT, GREEDY, "two")]
+        want = plain_engine.run(asks)
+        monkeypatch.setattr(late_engine.runner, "run", failing)
+        late_engine.drafter.answers = {rid: said.token_ids for rid, said in want.items()}
+        for script in (None, oracle):
+            got = late_engine.run(asks, script)
+            ended = got.pop(RequestId("1.0"))
+            assert ended.finish is FinishReason.ERROR
+            assert ended.token_ids == want[RequestId("1.0")].token_ids[: len(ended.token_ids)]
+            assert got == {rid: said for rid, said in want.items() if rid != "1.0"}
+            assert not late_engine.engine._one_at_a_time
+
+    def test_what_fails_once_costs_nobody_anything(
+        self, plain_engine: Drafted, late_engine: Drafted, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        run, count = late_engine.runner.run, iter(range(1000))
+
+        def failing(step: Any) -> Any:
+            if next(count) % 3 == 2:
+                raise MemoryError("as asked")
+            return run(step)
+
+        monkeypatch.setattr(late_engine.runner, "run", failing)
+        _agree(plain_engine, late_engine, [Ask(LONG, GREEDY), Ask(PROMPT, GREEDY, "one"), Ask(PROMPT, GREEDY)])
+        late_engine.engine.attempts._most_tokens = None
