@@ -10,26 +10,20 @@ from pathlib import Path
 import pytest
 import torch
 from mispredict import expect_short_answers
+from tiny_engine import offline_engine
 
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.config import SchedulerOptions
 from lorasrv.llm import LLM
 from lorasrv.models.loader import open_checkpoint, state_dict_fp32
 from lorasrv.outputs import RequestId
 from lorasrv.sampling_params import SamplingParams
 
+BASE = Path("smollm2-135m")
 MAX_TIE = 1e-3
 NEW_TOKENS = 48
 PROMPTS = {"numba": 2, "all": 20, "torch": 4}
 """All of them, and plain torch, which is slow, are in `make test-long`."""
 GREEDY = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
-
-
-def _config(kernels: str, **scheduler: int) -> EngineConfig:
-    return EngineConfig(
-        model=ModelOptions(quantization="none", dtype="float32", kernels=kernels),
-        memory=MemoryOptions(pool_bytes=700 << 20),
-        scheduler=SchedulerOptions(**scheduler),
-    )
 
 
 @pytest.fixture(
@@ -41,9 +35,8 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def llm(kernels: str, personas: dict[str, Path]) -> Iterator[LLM]:
-    with LLM(config=_config("numba" if kernels == "all" else kernels, max_num_seqs=20)) as llm:
-        for name, folder in personas.items():
-            llm.add_adapter(name, folder)
+    chosen, seats = "numba" if kernels == "all" else kernels, SchedulerOptions(max_num_seqs=20)
+    with offline_engine(BASE, personas, kernels=chosen, scheduler=seats, pool_bytes=700 << 20) as llm:
         yield llm
 
 
@@ -139,16 +132,10 @@ def test_a_turbulent_mixed_batch_equals_each_request_alone(
     """Base and personas, mixed lengths, arriving at different steps, chunked; one aborted; a pool so small that some
     are preempted. What is left equals the same requests run one at a time."""
     names: list[str | None] = [None, *personas]
-    config = EngineConfig(
-        model=ModelOptions(quantization="none", dtype="float32"),
-        memory=MemoryOptions(pool_bytes=40 << 20),
-        scheduler=SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=48),
-    )
+    scheduler = SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=48)
     work = [(names[i % 4], prompts[i] + prompts[i][: 7 * (i % 5)], 48 + 6 * (i % 5)) for i in range(12)]
-    with LLM(config=config) as llm:
+    with offline_engine(BASE, personas, scheduler=scheduler, pool_bytes=40 << 20) as llm:
         expect_short_answers(llm.engine._parts.scheduler.predictor)
-        for name, folder in personas.items():
-            llm.add_adapter(name, folder)
         alone = [list(llm.generate([p], _greedy(n), [name])[0].token_ids) for name, p, n in work]
         together, preemptions = _run_arriving(llm, work, aborted=5)
         llm.engine.check_integrity()

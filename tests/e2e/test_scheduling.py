@@ -2,12 +2,13 @@
 
 import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
+from served import Served, serve
 
 pytestmark = pytest.mark.long
 
@@ -21,15 +22,14 @@ def name(personas: dict[str, Path]) -> str:
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Callable[..., Any], cli, personas: dict[str, Path], name: str, tmp_path_factory) -> Any:
+def server(cli, personas: dict[str, Path], name: str, tmp_path_factory) -> Iterator[Served]:
     """Limited by flags, and by what was said of one adapter before a restart."""
     store = tmp_path_factory.mktemp("limits") / "store"
-    first = start_server(store, *FLAGS)
-    assert cli("upload", str(personas[name]), "--id", name, "--server", first.url).returncode == 0
-    done = cli("limit", name, "--max-queued", "1", "--weight", "2", "--server", first.url)
-    assert done.stdout == f"{name}: max_queued 1, weight 2\n", done.stderr
-    assert first.stop() == 0, "".join(first.lines)
-    return start_server(store, *FLAGS)
+    with serve(*FLAGS, adapters={name: personas[name]}, store=store) as first:
+        done = cli("limit", name, "--max-queued", "1", "--weight", "2", "--server", first.url)
+        assert done.stdout == f"{name}: max_queued 1, weight 2\n", done.stderr
+    with serve(*FLAGS, store=store) as second:
+        yield second
 
 
 def ask(client: httpx2.AsyncClient, model: str, max_tokens: int, **fields: object) -> Any:

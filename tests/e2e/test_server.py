@@ -5,26 +5,27 @@ import json
 import re
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import openai
 import pytest
+from served import Served, serve
 
 QUESTIONS = ("What should I eat for breakfast?", "How do I fall asleep faster?")
 NEW_TOKENS = 40
 
 
 @pytest.fixture(scope="module")
-def server(start_server: Callable[..., Any], cli: Callable[..., Any], personas: dict[str, Path], tmp_path_factory):
-    started = start_server(tmp_path_factory.mktemp("server") / "store", "--pool-bytes", "512MiB")
-    for name, folder in personas.items():
-        done = cli("upload", str(folder), "--id", name, "--server", started.url)
-        assert done.returncode == 0, done.stderr
-        assert "matched" in done.stdout
-    return started
+def server(cli: Callable[..., Any], personas: dict[str, Path]) -> Iterator[Served]:
+    with serve("--pool-bytes", "512MiB") as started:
+        for name, folder in personas.items():
+            done = cli("upload", str(folder), "--id", name, "--server", started.url)
+            assert done.returncode == 0, done.stderr
+            assert "matched" in done.stdout
+        yield started
 
 
 def _body(model: str, question: str, **more: object) -> dict[str, Any]:
@@ -108,14 +109,6 @@ def test_bad_fields_are_named(server, change: dict[str, object], status: int, na
     error = response.json()["error"]
     assert set(error) >= {"message", "type", "param", "code"}
     assert named in f"{error['param']} {error['message']}"
-
-
-def test_malformed_json_is_400(server) -> None:
-    response = httpx2.post(
-        server.url + "/v1/chat/completions", content=b'{"model": ', headers={"content-type": "application/json"}
-    )
-    assert response.status_code == 400
-    assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_a_client_that_leaves_frees_its_pages(server) -> None:
@@ -208,19 +201,14 @@ def test_unreachable_server_is_exit_code_3(cli) -> None:
 
 
 @pytest.mark.long
-def test_adapters_survive_a_restart(start_server, cli, personas: dict[str, Path], tmp_path: Path) -> None:
+def test_adapters_survive_a_restart(cli, personas: dict[str, Path], tmp_path: Path) -> None:
     name, folder = next(iter(personas.items()))
-    store = tmp_path / "store"
-    first = start_server(store, "--pool-bytes", "128MiB")
-    assert cli("upload", str(folder), "--id", name, "--server", first.url).returncode == 0
-    answer = cli(
-        "generate", QUESTIONS[0], "--adapter", name, "--max-tokens", "12", "--temperature", "0", "--server", first.url
-    )
-    assert first.stop() == 0, "".join(first.lines)
-    second = start_server(store, "--pool-bytes", "128MiB")
-    again = cli(
-        "generate", QUESTIONS[0], "--adapter", name, "--max-tokens", "12", "--temperature", "0", "--server", second.url
-    )
-    assert answer.returncode == again.returncode == 0
-    assert answer.stdout == again.stdout
-    assert second.stop() == 0
+    answers = []
+    for starts in range(2):
+        with serve("--pool-bytes", "128MiB", store=tmp_path / "store") as server:
+            if not starts:
+                assert cli("upload", str(folder), "--id", name, "--server", server.url).returncode == 0
+            asked = ("--adapter", name, "--max-tokens", "12", "--temperature", "0", "--server", server.url)
+            answers.append(cli("generate", QUESTIONS[0], *asked))
+            assert answers[-1].returncode == 0
+    assert answers[0].stdout == answers[1].stdout

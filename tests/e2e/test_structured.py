@@ -3,13 +3,14 @@
 import json
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import openai
 import pytest
 from openai import OpenAI
+from served import serve
 
 pytestmark = pytest.mark.long
 
@@ -56,9 +57,9 @@ BAD = {
 
 
 @pytest.fixture(scope="module")
-def url(start_server: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> str:
-    store = tmp_path_factory.mktemp("structured") / "store"
-    return str(start_server(store, "--pool-bytes", "256MiB").url)
+def url() -> Iterator[str]:
+    with serve("--pool-bytes", "256MiB") as server:
+        yield server.url
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from manual_clock import Clock
+
 from adapter_store.store import AdapterStore
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.engine.output_processor import RequestStream
@@ -15,15 +17,6 @@ from lorasrv.scheduler_output import SchedulerOutput
 from lorasrv.worker.model_runner import ModelRunner, ModelRunnerOutput
 
 PATIENCE_S = 30.0
-
-
-class Clock:
-    """Seconds that pass when a test says so."""
-
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Gate:

@@ -1,17 +1,42 @@
-"""Paged attention against its fp32 reference, with NaN in every slot that no token owns."""
+"""Paged attention by every backend against its fp32 reference, with NaN in every slot that no token owns; Triton
+compiled on a CUDA device, else interpreted."""
 
-from dataclasses import dataclass
+import itertools
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 import torch
 
+from sgmv_kernels.backend import AttentionPlan, plan_of
+from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import KernelArgumentError, Ops
 from sgmv_kernels.reference import paged_attention_reference
 from tests.helpers.float_pages import float_pages
 
-PAGE = 16
+FLOAT, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
+CLOSE = {FLOAT: {"rtol": 1e-4, "atol": 1e-5}, HALF: {"rtol": 2e-2, "atol": 2e-2}, BF16: {"rtol": 2e-2, "atol": 2e-2}}
+
+
+def long(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+every_backend = pytest.mark.parametrize("ops", ["torch", "numba", "triton"], indirect=True)
+exact_backends = pytest.mark.parametrize("ops", ["numba", "triton"], indirect=True)
+"""Not torch: its matrix products differ in the last bits by shape."""
+triton = pytest.mark.parametrize("ops", ["triton"], indirect=True)
+
+
+@pytest.fixture
+def short_parts(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of 64 keys, so that Triton's kernels cut short contexts as well."""
+    if ops.name == "triton":
+        from sgmv_kernels.triton_ops import attention
+
+        config = attention.attention_config
+        monkeypatch.setattr(attention, "attention_config", lambda *key: replace(config(*key), split_tokens=64))
 
 
 @dataclass
@@ -24,142 +49,272 @@ class Case:
     query_lens: list[int]
     kv_lens: list[int]
 
-    def attend(self, ops: Ops, scale: float, window: int | None = None, softcap=None, **lens) -> torch.Tensor:
-        lens = {"query_lens": self.query_lens, "kv_lens": self.kv_lens} | lens
-        plan = ops.plan_attention(self.tables, **lens, page_size=self.kv.page_size, num_pages=self.kv.num_pages)
-        return ops.paged_attention(self.q, self.kv, plan, scale, window, softcap)
+    def kv_on(self, device: torch.device) -> KvPages:
+        return KvPages(self.kv.slab.to(device), self.kv.format, self.kv.num_heads, self.kv.page_size, self.kv.head_dim)
 
-    def reference(self, scale: float, window: int | None = None, softcap=None) -> torch.Tensor:
+    def q_of(self, order: list[int], device: torch.device) -> torch.Tensor:
+        parts = self.q.split(self.query_lens)
+        return torch.cat([parts[i] for i in order]).to(device)
+
+    def attend(self, ops: Ops, scale=0.125, window=None, softcap=None, order=None, **lens: list[int]) -> torch.Tensor:
+        """Through the kernels, of some of the sequences in the given order."""
+        order = list(range(len(self.kv_lens))) if order is None else order
+        lens = {"query_lens": [self.query_lens[i] for i in order], "kv_lens": [self.kv_lens[i] for i in order]} | lens
+        plan = ops.plan_attention(self.tables[order], **lens, page_size=self.kv.page_size, num_pages=self.kv.num_pages)
+        q = self.q_of(order, ops.device)
+        return ops.paged_attention(q, self.kv_on(ops.device), plan, scale, window, softcap).cpu()
+
+    def reference(self, scale: float, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
         pages = [-(-n // self.kv.page_size) for n in self.kv_lens]
         tables = [row[:n].tolist() for row, n in zip(self.tables, pages, strict=True)]
         args = (self.q, self.kv.keys, self.kv.values, tables, self.query_lens, self.kv_lens)
         return paged_attention_reference(*args, scale, window, softcap)
 
+    def check(self, ops: Ops, scale=0.125, window=None, softcap=None, **close: float) -> torch.Tensor:
+        """What the kernels compute, which is what the reference does."""
+        got = self.attend(ops, scale, window, softcap)
+        want = self.reference(scale, window, softcap)
+        torch.testing.assert_close(got.float(), want, check_dtype=False, **(CLOSE[self.q.dtype] | close))
+        return got
 
-def make_case(query_lens, kv_lens, heads, kv_heads, dim, dtype, page=PAGE) -> Case:
+
+def make_case(query_lens, kv_lens, heads, kv_heads, dim, dtype=FLOAT, page=16, active=FLOAT) -> Case:
     counts = [-(-n // page) for n in kv_lens]
     order = torch.randperm(sum(counts) + 5).tolist()
-    bytes_ = (sum(counts) + 5) * 2 * kv_heads * page * dim * dtype.itemsize
-    kv = float_pages(torch.full((bytes_,), 0xFF, dtype=torch.uint8), dtype, kv_heads, page, dim)
-    tables = np.zeros((len(counts), max(counts)), dtype=np.int32)
+    size = (sum(counts) + 5) * 2 * kv_heads * page * dim * dtype.itemsize
+    kv = float_pages(torch.full((size,), 0xFF, dtype=torch.uint8), dtype, kv_heads, page, dim)
+    tables = np.full((len(counts), max(counts)), 1 << 20, dtype=np.int32)  # entries past a sequence name no page
     for row, n, length in zip(tables, counts, kv_lens, strict=True):
         row[:n] = [order.pop() for _ in range(n)]
         for i, p in enumerate(row[:n].tolist()):
             used = min(page, length - i * page)
             kv.keys[p, :, :, :used] = torch.randn(kv_heads, dim, used).to(dtype)
             kv.values[p, :, :used] = torch.randn(kv_heads, used, dim).to(dtype)
-    return Case(torch.randn(sum(query_lens), heads, dim), kv, tables, query_lens, kv_lens)
+    return Case(torch.randn(sum(query_lens), heads, dim).to(active), kv, tables, list(query_lens), list(kv_lens))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("window", [None, 7, 40])
+MIXED = ([1, 20, 1, 5], [57, 41, 130, 50])
+CPU_HEADS = [(9, 3, 64), (4, 4, 32), (8, 1, 80), (4, 2, 96), (7, 1, 128), (2, 1, 256)]
+GPU_HEADS = [(9, 3, 64), (2, 2, 80), (8, 1, 96), (4, 2, 128), (2, 1, 256), (18, 1, 16)]
+
+
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"), [(9, 3, 64), (4, 4, 32), (8, 1, 80), (4, 2, 96), (7, 1, 128), (2, 1, 256)]
+    ("ops", "heads", "window", "dtype"),
+    [
+        *itertools.product(("torch", "numba"), CPU_HEADS, (None, 7, 40), (FLOAT, BF16)),
+        *(("triton", heads, 40, FLOAT) for heads in GPU_HEADS),
+        *(long("triton", heads, None, FLOAT) for heads in GPU_HEADS),
+    ],
+    indirect=["ops"],
+    ids=str,
 )
-def test_matches_reference(
-    ops: Ops, heads: int, kv_heads: int, dim: int, window: int | None, dtype: torch.dtype
-) -> None:
-    case = make_case([1, 20, 1, 33, 5, 1], [1, 20, 57, 33, 50, 16], heads, kv_heads, dim, dtype)
-    got, want = case.attend(ops, dim**-0.5, window), case.reference(dim**-0.5, window)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+def test_matches_reference(ops: Ops, heads: tuple[int, int, int], window: int | None, dtype: torch.dtype) -> None:
+    lens = MIXED if ops.name == "triton" else ([1, 20, 1, 33, 5, 1], [1, 20, 57, 33, 50, 16])
+    make_case(*lens, *heads, dtype).check(ops, heads[2] ** -0.5, window)
 
 
-@pytest.mark.parametrize("page", [4, 16, 32])
-@pytest.mark.parametrize("dim", [8, 24])
-def test_small_pages_and_odd_dims(ops: Ops, page: int, dim: int) -> None:
-    case = make_case([1, 3, 11, 1], [6, 3, 70, 130], 6, 2, dim, torch.float32, page)
-    torch.testing.assert_close(case.attend(ops, 0.3), case.reference(0.3), rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize("active", [FLOAT, long(HALF), long(BF16)], ids=str)
+@pytest.mark.parametrize("dtype", [HALF, BF16], ids=str)
+@triton
+def test_half_pages(ops: Ops, dtype: torch.dtype, active: torch.dtype) -> None:
+    assert make_case(*MIXED, 4, 2, 64, dtype, active=active).check(ops).dtype == active
 
 
-@pytest.mark.parametrize("window", [None, 9])
-@pytest.mark.parametrize("softcap", [50.0, 0.5])
-def test_softcap(ops: Ops, softcap: float, window: int | None) -> None:
-    case = make_case([1, 9, 40, 1], [30, 70, 40, 300], 4, 2, 64, torch.float32)
+@pytest.mark.parametrize(
+    ("ops", "page", "dim", "window"),
+    [
+        *itertools.product(("torch", "numba"), (4, 16, 32), (8, 24), (None,)),
+        *itertools.product(("triton",), (4, 24, 128), (24,), (33,)),
+    ],
+    indirect=["ops"],
+)
+def test_small_pages_and_odd_dims(ops: Ops, page: int, dim: int, window: int | None) -> None:
+    make_case([1, 3, 11, 1], [6, 3, 70, 130], 6, 2, dim, page=page).check(ops, 0.3, window)
+
+
+@pytest.mark.parametrize("window", [None, 1, long(9), long(100)])
+@triton
+def test_parts_of_keys(ops: Ops, short_parts: None, window: int | None) -> None:
+    make_case([1, 9, 40, 1], [300, 70, 40, 64], 4, 2, 64).check(ops, window=window)
+
+
+@pytest.mark.parametrize(
+    ("ops", "softcap", "window"),
+    [
+        *itertools.product(("torch", "numba"), (50.0, 0.5), (None, 9)),
+        ("triton", 2.0, None),
+        long("triton", 2.0, 9),
+    ],
+    indirect=["ops"],
+)
+def test_softcap(ops: Ops, short_parts: None, softcap: float, window: int | None) -> None:
+    case = make_case([1, 9, 40, 1], [300, 70, 40, 64], 4, 2, 64)
     case.q *= 5
-    got = case.attend(ops, 0.5, window, softcap)
-    torch.testing.assert_close(got, case.reference(0.5, window, softcap), rtol=1e-4, atol=1e-5)
+    got = case.check(ops, 0.5, window, softcap)
     assert not torch.allclose(got, case.attend(ops, 0.5, window), atol=1e-3)
 
 
+@every_backend
 def test_softcap_keeps_nan_and_bits(ops: Ops) -> None:
-    case = make_case([5], [45], 4, 2, 64, torch.float32)
+    case = make_case([5], [45], 4, 2, 64)
     case.q[0, 1] = float("nan")
-    got = case.attend(ops, 0.125, softcap=30.0)
+    got = case.attend(ops, softcap=30.0)
     assert got[0, 1].isnan().all()
     assert got[1:].isfinite().all()
     if ops.name != "torch":
         case.q, case.query_lens, case.kv_lens = case.q[2:3].contiguous(), [1], [43]
-        assert torch.equal(case.attend(ops, 0.125, softcap=30.0), got[2:3])
+        assert torch.equal(case.attend(ops, softcap=30.0), got[2:3])
 
 
-def test_large_logits_are_safe(ops: Ops) -> None:
-    case = make_case([1, 4], [30, 4], 4, 2, 64, torch.float32)
+@triton
+def test_cutting_changes_little(ops: Ops, request: pytest.FixtureRequest) -> None:
+    case = make_case([1, 3], [700, 301], 4, 2, 64)
+    whole = case.check(ops)
+    request.getfixturevalue("short_parts")
+    assert not torch.equal(whole, case.check(ops))
+
+
+@every_backend
+def test_large_logits_are_safe(ops: Ops, short_parts: None) -> None:
+    case = make_case([1, 4, 30], [200, 4, 31], 4, 2, 64)
     case.q *= 1e4
-    got = case.attend(ops, 1.0)
-    assert got.isfinite().all()
-    torch.testing.assert_close(got, case.reference(1.0))
+    assert case.check(ops, 1.0).isfinite().all()
 
 
-def test_long_context(ops: Ops) -> None:
-    case = make_case([1, 3], [8192, 8001], 3, 1, 64, torch.bfloat16)
-    torch.testing.assert_close(case.attend(ops, 0.125), case.reference(0.125), rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize(
+    ("ops", "dim", "dtype"), [("torch", 64, BF16), ("numba", 64, BF16), long("triton", 16, HALF)], indirect=["ops"]
+)
+def test_long_context(ops: Ops, dim: int, dtype: torch.dtype) -> None:
+    make_case([1, 3], [8192, 8001], 3, 1, dim, dtype).check(ops, rtol=1e-3, atol=1e-4)
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(ops: Ops) -> None:
-    if ops.name == "torch":
-        pytest.skip("matrix products of torch differ in the last bits by shape")
-    case = make_case([1, 7, 1], [57, 33, 200], 9, 3, 64, torch.bfloat16)
-    together = case.attend(ops, 0.125)
-    case.q, case.tables, case.query_lens, case.kv_lens = case.q[8:], case.tables[2:], [1], [200]
-    assert torch.equal(case.attend(ops, 0.125), together[8:])
+@exact_backends
+def test_a_row_has_the_same_bits_whatever_sequences_are_beside_it(ops: Ops, short_parts: None) -> None:
+    case = make_case([1, 7, 1, 25], [57, 33, 200, 90], 9, 3, 64, BF16)
+    together = case.attend(ops).split(case.query_lens)
+    for i in range(4):
+        assert torch.equal(case.attend(ops, order=[i]), together[i])
+    mixed = case.attend(ops, order=[3, 1, 0, 2]).split([25, 7, 1, 1])
+    assert all(torch.equal(mixed[k], together[i]) for k, i in enumerate((3, 1, 0, 2)))
 
 
+@pytest.mark.parametrize("ops", ["numba"], indirect=True)
 def test_a_row_has_the_same_bits_in_any_chunk(ops: Ops) -> None:
-    if ops.name == "torch":
-        pytest.skip("matrix products of torch differ in the last bits by shape")
-    case = make_case([150], [150], 6, 2, 64, torch.bfloat16)
-    whole, q = case.attend(ops, 0.125), case.q
+    case = make_case([150], [150], 6, 2, 64, BF16)
+    whole, q = case.attend(ops), case.q
     for begin, end in ((0, 1), (0, 37), (37, 38), (37, 149), (120, 130), (149, 150)):
         case.q, case.query_lens, case.kv_lens = q[begin:end].contiguous(), [end - begin], [end]
-        assert torch.equal(case.attend(ops, 0.125), whole[begin:end]), (begin, end)
+        assert torch.equal(case.attend(ops), whole[begin:end]), (begin, end)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, under the interpreter
+@every_backend
 def test_nan_stays_nan(ops: Ops) -> None:
     """A request whose adapter overflows must fail, not answer something."""
-    case = make_case([1, 9], [40, 30], 4, 2, 64, torch.float32)
+    case = make_case([1, 9], [40, 30], 4, 2, 64)
     case.q[0, 1] = float("nan")
     case.q[3] = float("inf")
-    got = case.attend(ops, 0.125)
+    got = case.attend(ops)
     assert got[0, 1].isnan().all()
     assert got[3].isnan().any()
     assert got[[1, 2, 4]].isfinite().all()
 
 
 @pytest.mark.parametrize("window", [5, 8, 20])
+@every_backend
 def test_keys_and_values_before_the_window_are_not_seen(ops: Ops, window: int) -> None:
-    case = make_case([1], [40], 4, 2, 64, torch.float32)
+    case = make_case([1], [40], 4, 2, 64)
     want = case.reference(0.125, window)
     for t in range(40 - window):
-        page = case.tables[0, t // PAGE]
-        case.kv.keys[page, :, :, t % PAGE] = float("nan")
-        case.kv.values[page, :, t % PAGE] = float("nan")
-    torch.testing.assert_close(case.attend(ops, 0.125, window), want, rtol=1e-4, atol=1e-5)
+        page = case.tables[0, t // 16]
+        case.kv.keys[page, :, :, t % 16] = float("nan")
+        case.kv.values[page, :, t % 16] = float("nan")
+    torch.testing.assert_close(case.attend(ops, window=window), want, **CLOSE[FLOAT])
 
 
-def test_bad_arguments(ops: Ops) -> None:
-    case = make_case([1, 4], [30, 4], 4, 2, 64, torch.float32)
-    with pytest.raises(KernelArgumentError, match="sum to the rows"):
-        case.attend(ops, 1.0, query_lens=[1, 3])
-    with pytest.raises(KernelArgumentError, match="at most kv_lens"):
-        case.attend(ops, 1.0, kv_lens=[30, 3])
-    with pytest.raises(KernelArgumentError, match="too short"):
-        case.attend(ops, 1.0, kv_lens=[33, 4])
-    with pytest.raises(KernelArgumentError, match="one entry a sequence"):
-        case.attend(ops, 1.0, kv_lens=[30])
-    with pytest.raises(KernelArgumentError, match="window"):
-        case.attend(ops, 1.0, window=0)
-    with pytest.raises(KernelArgumentError, match="softcap must be positive"):
-        case.attend(ops, 1.0, softcap=0.0)
-    case.tables[0, 1] = 999
-    with pytest.raises(KernelArgumentError, match="outside the pool"):
-        case.attend(ops, 1.0)
+@pytest.mark.long
+@triton
+def test_a_capacity_takes_other_sequences(ops: Ops, short_parts: None) -> None:
+    """The buffer that a graph was captured with: the same memory and grid, the bits of exact tables."""
+    from sgmv_kernels.triton_ops import attention
+    from sgmv_kernels.triton_ops.attention_metadata import AttentionCapacity, AttentionTables
+
+    case, device = make_case([1, 1, 1, 3], [57, 200, 16, 130], 4, 2, 32), ops.device
+    held, kv = None, case.kv_on(device)
+    for order in ([1, 0, 3], [2], [3, 1], [0, 1, 2]):
+        lens = ([case.query_lens[i] for i in order], [case.kv_lens[i] for i in order])
+        plan = plan_of(case.tables[order], *lens, case.kv.page_size, case.kv.num_pages, device)
+        if held is None:
+            held = AttentionTables(plan, device, AttentionCapacity(4, 20, 12, 0, 8, 12))
+        else:
+            held.update(plan)
+        planned = replace(plan, prepared=held)
+        got = attention.attention(case.q_of(order, device), kv, planned, 0.125, None, None)
+        assert torch.equal(got.cpu(), case.attend(ops, order=order))
+    with pytest.raises(CapacityExceeded, match="sequences"):
+        held.update(plan_of(np.zeros((5, 1), dtype=np.int32), [1] * 5, [1] * 5, 16, 1, device))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"query_lens": [1, 3]}, "sum to the rows"),
+        ({"kv_lens": [30, 3]}, "at most kv_lens"),
+        ({"kv_lens": [33, 4]}, "too short"),
+        ({"kv_lens": [30]}, "one entry a sequence"),
+        ({"window": 0}, "window"),
+        ({"softcap": 0.0}, "softcap must be positive"),
+        ({"page": 999}, "outside the pool"),
+    ],
+)
+def test_bad_arguments(ops: Ops, change: dict, message: str) -> None:
+    case = make_case([1, 4], [30, 4], 4, 2, 64)
+    case.tables[0, 1] = change.get("page", case.tables[0, 1])
+    with pytest.raises(KernelArgumentError, match=message):
+        case.attend(ops, **{name: value for name, value in change.items() if name != "page"})
+
+
+# At full size, in tensor cores: only a CUDA device can show that.
+
+BIG = ([1, 200, 1, 17, 512], [57, 200, 4000, 900, 1024])
+
+
+def on_gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
+
+@on_gpu
+@pytest.mark.parametrize("window", [None, 300])
+@pytest.mark.parametrize("dtype", [FLOAT, BF16, HALF], ids=str)
+@pytest.mark.parametrize("heads", [(32, 8, 128), (9, 3, 64), (8, 2, 80), (8, 1, 256)])
+@triton
+def test_matches_reference_at_full_size(ops: Ops, heads, dtype: torch.dtype, window: int | None) -> None:
+    make_case(*BIG, *heads, dtype, active=dtype).check(ops, heads[2] ** -0.5, window)
+
+
+@on_gpu
+@triton
+def test_a_graph_replays_with_other_sequences(ops: Ops) -> None:
+    from sgmv_kernels.triton_ops import attention
+    from sgmv_kernels.triton_ops.attention_metadata import AttentionCapacity, AttentionTables
+
+    case = make_case([1] * 8, [57, 200, 4000, 900, 1024, 1, 16, 17], 32, 8, 128, BF16, active=BF16)
+    orders = ([0, 1, 2, 3], [4, 5, 6, 7], [2, 2, 2, 2])
+
+    def plan_for(order: list[int]) -> AttentionPlan:
+        lens = [case.kv_lens[i] for i in order]
+        return plan_of(case.tables[order], [1] * 4, lens, 16, case.kv.num_pages, ops.device)
+
+    kv, q = case.kv_on(ops.device), case.q_of(orders[0], ops.device)
+    held = AttentionTables(plan_for(orders[0]), ops.device, AttentionCapacity(4, 256, 64, 0, 4, 64))
+    planned = replace(plan_for(orders[0]), prepared=held)
+    attention.attention(q, kv, planned, 0.1, None, None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attention.attention(q, kv, planned, 0.1, None, None)
+    for order in orders:
+        held.update(plan_for(order))
+        graph.replay()
+        lens = [case.kv_lens[i] for i in order]
+        eager = ops.plan_attention(case.tables[order], [1] * 4, lens, 16, case.kv.num_pages)
+        assert torch.equal(out, ops.paged_attention(q, kv, eager, 0.1))

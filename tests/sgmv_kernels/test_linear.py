@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from quantized_codes import random_codes
 from torch import Tensor
 
 from sgmv_kernels.cpu_ops import linear as linear_cpu
@@ -29,28 +30,12 @@ FORMATS = [
 CPU = torch.device("cpu")
 
 
-def random_codes(levels: int, group: int, out: int, inputs: int, seed: int = 0) -> GroupQuantizedWeight:
-    generator = torch.Generator().manual_seed(seed)
-    scales = (torch.rand(out, inputs // group, generator=generator) * 0.01 + 0.001).half()
-    if levels == INT8_LEVELS:
-        codes = torch.randint(-128, 128, (out, inputs), generator=generator, dtype=torch.int8)
-        return GroupQuantizedWeight(codes, scales, None, levels)
-    codes = torch.randint(0, levels, (out, inputs), generator=generator, dtype=torch.uint8)
-    minima = -(torch.rand(out, inputs // group, generator=generator) * 0.05).half()
-    return GroupQuantizedWeight(codes, scales, minima, levels)
-
-
 def rows(count: int, width: int, seed: int = 1) -> Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(seed))
 
 
 def error(y: Tensor, expected: Tensor) -> float:
     return float((y.double() - expected).abs().max() / expected.abs().max())
-
-
-@pytest.fixture(params=["torch", "numba"])
-def ops(request: pytest.FixtureRequest) -> Ops:
-    return Ops(CPU, request.param)
 
 
 @pytest.mark.parametrize(("levels", "group"), FORMATS)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tiny_adapters import tiny_adapter
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -283,15 +284,9 @@ def model(tiny_hf_checkpoints: dict[str, TinyCheckpoint]) -> Path:
 @pytest.fixture(scope="session")
 def adapter_dirs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """PEFT's own adapters for it: `one`, `two`, `three`, of ranks 2, 5 and 8 on all linears."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    folders = {}
-    for i, name in enumerate(("one", "two", "three")):
-        torch.manual_seed(i)
-        config = LoraConfig(r=2 + 3 * i, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-        folders[name] = tmp_path_factory.mktemp("adapters") / name
-        get_peft_model(AutoModelForCausalLM.from_pretrained(model), config).save_pretrained(folders[name])
+    folders = {name: tmp_path_factory.mktemp("adapters") / name for name in ("one", "two", "three")}
+    for i, folder in enumerate(folders.values()):
+        tiny_adapter(model, folder, seed=i, r=2 + 3 * i)
     return folders
 
 

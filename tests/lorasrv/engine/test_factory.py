@@ -8,7 +8,6 @@ import torch
 from lorasrv.config import ModelOptions
 from lorasrv.engine import factory as build
 from lorasrv.engine.factory import make_ops
-from lorasrv.errors import ConfigError
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.spec import operations
 from sgmv_kernels.cpu_ops import backend as backend_numba
@@ -38,8 +37,3 @@ def test_bf16_copies_are_made_where_they_pay(
     plain = 32 * 64 * 5 // 8
     assert ops.pack_linear(codes, None).nbytes == plain + (2 * 32 * 64 if copied else 0)
     assert ops.pack_linear(codes, None, few_rows=True).nbytes == plain
-
-
-def test_wrong_ones_are_named() -> None:
-    with pytest.raises(ConfigError, match="--bf16-linears"):
-        ModelOptions(bf16_linears="on")

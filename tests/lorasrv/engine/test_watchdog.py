@@ -6,18 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from manual_clock import Clock
 
 from lorasrv.engine import watchdog
 from lorasrv.engine.watchdog import EXIT_CODE, Heartbeat, Watchdog
 
 LIMIT_S = 10.0
-
-
-class Clock:
-    now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 class Engine:

@@ -111,15 +111,6 @@ def test_a_pinned_adapter_and_one_being_filled_are_never_evicted() -> None:
     _check(cache)
 
 
-def test_an_abandoned_copy_gives_its_pages_back() -> None:
-    cache = _cache(60)
-    assert cache.place(A, _layout(16))
-    cache.remove(A)
-    assert A not in cache
-    assert cache.pool.num_free == 60
-    _check(cache)
-
-
 def test_splits_at_panel_borders_when_no_run_is_long_enough() -> None:
     pool = PagePool(60)
     taken = pool.allocate_singles(60)

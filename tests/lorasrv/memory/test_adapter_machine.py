@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import pytest
+from bare_scheduler import KEYS, PAGE_BYTES, layout_of
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
@@ -24,21 +25,12 @@ from lorasrv.memory.eviction import EvictionLevel
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.outputs import RequestId
 from lorasrv.worker.adapter_loader import Done, InlineLoader
-from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
-PAGE_BYTES = 1024
 PAGES = 20
-KEYS = [AdapterKey(x * 64) for x in "abcdef"]
 FILLER = RequestId("filler")
 
 
-def _layout(key: AdapterKey) -> AdapterLayout:
-    """Ranks 4 to 24 by key: 2 to 7 pages."""
-    rank = 4 * (int(key[0], 16) - 9)
-    return AdapterLayout((SiteDims(64, (64,)),), (((rank,),),), 2)
-
-
-HOST_BYTES = _layout(KEYS[-1]).nbytes + _layout(KEYS[1]).nbytes
+HOST_BYTES = layout_of(KEYS[-1]).nbytes + layout_of(KEYS[1]).nbytes
 """Not enough for all of them at once."""
 
 
@@ -48,7 +40,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        return _layout(self.key).nbytes
+        return layout_of(self.key).nbytes
 
 
 class Source:
@@ -64,7 +56,7 @@ class Source:
             return cached, False
         if key in self.broken:
             raise AdapterCorrupt("damaged")
-        return self.cache.put_pinned(key, Packed(key), _layout(key).nbytes), True
+        return self.cache.put_pinned(key, Packed(key), layout_of(key).nbytes), True
 
     def pinned(self, key: AdapterKey) -> Packed:
         return self.cache.pinned(key)
@@ -123,7 +115,7 @@ class World:
         """Every owner's total, from the states alone."""
         self.memory.check_integrity()
         owned = {key: OWNED[self.manager.state(key)] for key in KEYS}
-        assert self.manager.host_bytes == sum(_layout(key).nbytes for key in KEYS if owned[key].host_bytes)
+        assert self.manager.host_bytes == sum(layout_of(key).nbytes for key in KEYS if owned[key].host_bytes)
         assert {key for key in KEYS if key in self.memory.adapters} == {key for key in KEYS if owned[key].pages}
         pages = sum(self.memory.adapters.placed(key).num_pages for key in KEYS if owned[key].pages)
         assert self.memory.num_free == PAGES - pages - self.memory.kv.num_pages
@@ -131,7 +123,7 @@ class World:
 
     def check_host_pins(self) -> None:
         """When no order and no report is under way."""
-        pinned = sum(_layout(key).nbytes for key in KEYS if OWNED[self.manager.state(key)].host_pin)
+        pinned = sum(layout_of(key).nbytes for key in KEYS if OWNED[self.manager.state(key)].host_pin)
         assert self.source.cache.stats().bytes_pinned == pinned
 
 
@@ -145,7 +137,7 @@ def _to(world: World, key: AdapterKey, state: AdapterState) -> None:
 
 
 CALLS: dict[str, Callable[[AdapterManager, AdapterKey], object]] = {
-    "request_load": lambda manager, key: manager.request_load(key, _layout(key)),
+    "request_load": lambda manager, key: manager.request_load(key, layout_of(key)),
     "on_loaded": AdapterManager.on_loaded,
     "on_failed": AdapterManager.on_failed,
     "cancel": AdapterManager.cancel,
@@ -210,11 +202,11 @@ def test_a_report_that_a_cancel_has_overtaken_changes_nothing(is_broken: bool, i
     """A step that could not be planned to its end keeps its orders for the next; reports come in between."""
     world, key = World(), KEYS[0]
     world.source.broken |= {key} if is_broken else set()
-    world.manager.request_load(key, _layout(key))
+    world.manager.request_load(key, layout_of(key))
     world.order()
     world.manager.cancel(key)
     if is_wanted_again:
-        world.manager.request_load(key, _layout(key))
+        world.manager.request_load(key, layout_of(key))
     before = world.manager.state(key)
     world.poll()
     assert world.manager.state(key) is before
@@ -229,7 +221,7 @@ def test_a_report_that_a_cancel_has_overtaken_changes_nothing(is_broken: bool, i
 
 def test_a_cancel_of_a_load_that_was_not_ordered_yet_takes_the_order_back() -> None:
     world, key = World(), KEYS[0]
-    world.manager.request_load(key, _layout(key))
+    world.manager.request_load(key, layout_of(key))
     world.manager.cancel(key)
     orders = world.manager.take_orders()
     assert (orders.loads, orders.cancels) == ((), ())
@@ -260,11 +252,11 @@ class AdapterMachine(RuleBasedStateMachine):
 
     @rule(key=keys, seconds=st.sampled_from([0.0, 3.0, 1e9]))
     def reserve(self, key: AdapterKey, seconds: float) -> None:
-        self.manager.reserve(key, _layout(key), self.world.now + seconds)
+        self.manager.reserve(key, layout_of(key), self.world.now + seconds)
 
     @rule(key=keys)
     def pin(self, key: AdapterKey) -> None:
-        self.manager.pin(key, _layout(key))
+        self.manager.pin(key, layout_of(key))
 
     @rule(key=keys)
     def unpin(self, key: AdapterKey) -> None:
@@ -277,7 +269,7 @@ class AdapterMachine(RuleBasedStateMachine):
         self.manager.begin_step()
         self.manager.cancel_unneeded()
         for key in self.manager.requests():
-            self.memory.load_adapter(key, _layout(key), keep_free, level)
+            self.memory.load_adapter(key, layout_of(key), keep_free, level)
         self.memory.prefetch_reserved(keep_free)
         if is_given:
             self.world.order()

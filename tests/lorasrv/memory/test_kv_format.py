@@ -1,13 +1,14 @@
 """A KV format that only its own file knows, served: the registry entry is all that the engine needs."""
 
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 from mispredict import expect_short_answers
+from tiny_engine import engine_config, offline_engine
 
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.config import MemoryOptions, SchedulerOptions
 from lorasrv.engine.factory import build
 from lorasrv.errors import ConfigError
 from lorasrv.llm import LLM
@@ -29,13 +30,11 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KV_FORMATS, TOY.name, TOY)
 
 
-def opened(model: Path, pages: int, kv_dtype: str = TOY.name, preemption: str = "auto", **memory: Any) -> LLM:
-    config = EngineConfig(
-        ModelOptions(quantization="none", dtype="float32", kernels="torch"),
-        MemoryOptions(pool_bytes=pages * BLOCK, kv_dtype=kv_dtype, swap_bytes=64 * BLOCK, **memory),
-        SchedulerOptions(preemption=preemption),
-    )
-    return LLM(str(model), config)
+def opened(
+    model: Path, pages: int, kv_dtype: str = TOY.name, preemption: str = "auto", kernels: str = "torch", **memory: Any
+) -> AbstractContextManager[LLM]:
+    memory |= {"pool_bytes": pages * BLOCK, "kv_dtype": kv_dtype, "swap_bytes": 64 * BLOCK}
+    return offline_engine(model, kernels=kernels, scheduler=SchedulerOptions(preemption=preemption), **memory)
 
 
 def test_the_pool_counts_in_pages_of_the_format(model: Path) -> None:
@@ -88,15 +87,11 @@ def test_pages_are_copied_swapped_and_found_again_with_their_scales(model: Path,
 
 
 def test_kernels_that_do_not_read_it_are_refused_with_the_fix(model: Path) -> None:
-    config = EngineConfig(
-        ModelOptions(quantization="none", dtype="float32", kernels="numba"),
-        MemoryOptions(pool_bytes=40 * BLOCK, kv_dtype=TOY.name),
-    )
     with (
         closing(open_checkpoint(str(model))) as checkpoint,
         pytest.raises(ConfigError, match="do not read the KV format 'toy-int8'; use --kernels auto or torch"),
     ):
-        build(checkpoint, config, None)
+        build(checkpoint, engine_config(model, kernels="numba", kv_dtype=TOY.name), None)
 
 
 def test_the_option_lists_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,10 +101,10 @@ def test_the_option_lists_what_is_registered(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_float16_pages_are_served(model: Path) -> None:
-    options = ModelOptions(quantization="none", dtype="float32")
-    with LLM(str(model), EngineConfig(options, MemoryOptions(pool_bytes=100 * BLOCK, kv_dtype="float16"))) as llm:
-        halves = llm.generate(PROMPTS[:2], SamplingParams(max_tokens=3, temperature=0.0))
+    asked = SamplingParams(max_tokens=3, temperature=0.0)
+    with opened(model, 100, "float16", kernels="auto") as llm:
+        halves = llm.generate(PROMPTS[:2], asked)
         assert llm.engine._parts.executor.runner._memory.page_bytes == KV_HEADS * DIM * PAGE * 2 * 2
     with opened(model, 100, "float32") as llm:
-        floats = llm.generate(PROMPTS[:2], SamplingParams(max_tokens=3, temperature=0.0))
+        floats = llm.generate(PROMPTS[:2], asked)
     assert [a.token_ids[0] for a in halves] == [a.token_ids[0] for a in floats]

@@ -56,17 +56,6 @@ def test_a_pool_may_begin_anywhere() -> None:
     assert pool.allocate_run(10) == (5, 10)
 
 
-def test_moved_pages_take_their_references_along() -> None:
-    pool = PagePool(8)
-    old = pool.allocate_singles(2)
-    new = pool.allocate_run(2)
-    assert old == [0, 1]
-    assert new == (6, 2)
-    pool.share([0])
-    pool.move({0: 6, 1: 7})
-    pool.check_integrity([6, 6, 7])
-
-
 def test_a_shared_page_is_free_when_the_last_holder_lets_go() -> None:
     pool = PagePool(2)
     pages = pool.allocate_singles(1)

@@ -3,80 +3,25 @@ the one that a roomy engine without any of it gives."""
 
 import asyncio
 import threading
-from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from mispredict import expect_short_answers
+from tiny_engine import BLOCK, GREEDY, LONG, PROMPT, ask, collect, offline_engine, tokens, until
 
 from adapter_store.errors import AdapterNotFound
 from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.spec import AdapterKey
-from adapter_store.store import AdapterStore
-from lorasrv.config import EngineConfig, Limits, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.config import Limits, SchedulerOptions
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.engine.core import EngineCore
 from lorasrv.errors import AdapterCold, AdapterLoadFailed, InvalidRequest, RequestTimeout
-from lorasrv.llm import LLM
 from lorasrv.memory.adapter_manager import AdapterState
 from lorasrv.memory.eviction import Moves
 from lorasrv.outputs import AdapterTier, RequestId, RequestOutput
 from lorasrv.request import OnCold
 from lorasrv.sampling_params import SamplingParams
-
-LONG = [10 + (7 * i) % 300 for i in range(48)]
-PROMPT = LONG[:45]
-GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
-PAGE = 16
-BLOCK = 3 * 2 * 2 * 16 * PAGE * 4
-"""Bytes of a page in all layers: 3 layers, keys and values of 2 heads of 16 in float32."""
-
-
-def _config(model: Path, pages: int = 400, scheduler: SchedulerOptions | None = None, **memory: Any) -> EngineConfig:
-    return EngineConfig(
-        model=ModelOptions(model=str(model), quantization="none", dtype="float32"),
-        memory=MemoryOptions(pool_bytes=pages * BLOCK, **memory),
-        scheduler=scheduler or SchedulerOptions(),
-    )
-
-
-@pytest.fixture(scope="module")
-def alone(model: Path, adapter_dirs: dict[str, Path]) -> Iterator[Callable[..., list[int]]]:
-    """alone(prompt, sampling, name): what a roomy engine without prefix cache says to it, one request at a time."""
-    with LLM(str(model), _config(model, prefix_caching=False)) as llm:
-        for name, folder in adapter_dirs.items():
-            llm.add_adapter(name, folder)
-        yield lambda prompt, sampling, name: list(llm.generate([prompt], sampling, [name])[0].token_ids)
-
-
-@pytest.fixture
-def serve(model: Path, store: AdapterStore) -> Callable[..., None]:
-    """serve(scenario, config changes): runs `await scenario(engine)` with a live engine, then checks its books."""
-
-    def run(scenario: Callable[[AsyncEngine], Awaitable[None]], **config: Any) -> None:
-        async def main() -> None:
-            engine = AsyncEngine.build(_config(model, **config), store)
-            await engine.start()
-            try:
-                await scenario(engine)
-            finally:
-                await engine.shutdown()
-            engine._engine.check_integrity()
-
-        asyncio.run(asyncio.wait_for(main(), 60))
-
-    return run
-
-
-async def _ask(engine: AsyncEngine, key: AdapterKey | None, prompt: list[int] = PROMPT, **fields: Any) -> list[Any]:
-    sampling = fields.pop("sampling", GREEDY)
-    return [output async for output in engine.generate(prompt, sampling, adapter=key, **fields)]
-
-
-def _tokens(outputs: list[RequestOutput]) -> list[int]:
-    return [token for output in outputs for token in output.token_ids]
 
 
 def _timing(outputs: list[RequestOutput]) -> Any:
@@ -87,17 +32,17 @@ def test_a_prompt_that_was_seen_is_not_computed_again(serve, store, alone) -> No
     async def scenario(engine: AsyncEngine) -> None:
         for name in (None, "two"):
             key = store.resolve(name).key if name else None
-            first, again = await _ask(engine, key), await _ask(engine, key)
+            first, again = await ask(engine, key), await ask(engine, key)
             assert _timing(first).num_cached_tokens == 0
             assert _timing(again).num_cached_tokens == 32
-            assert _tokens(first) == _tokens(again) == alone(PROMPT, GREEDY, name)
-            turn = [*PROMPT, *_tokens(first), 5, 6]
-            third = await _ask(engine, key, turn)
+            assert tokens(first) == tokens(again) == alone(PROMPT, GREEDY, name)
+            turn = [*PROMPT, *tokens(first), 5, 6]
+            third = await ask(engine, key, turn)
             assert _timing(third).num_cached_tokens == 64, "the answer is part of the next turn's prompt"
-            assert _tokens(third) == alone(turn, GREEDY, name)
-        salted = await _ask(engine, None, cache_salt="tenant")
+            assert tokens(third) == alone(turn, GREEDY, name)
+        salted = await ask(engine, None, cache_salt="tenant")
         assert _timing(salted).num_cached_tokens == 0
-        assert _tokens(salted) == alone(PROMPT, GREEDY, None)
+        assert tokens(salted) == alone(PROMPT, GREEDY, None)
         assert engine.metrics.snapshot().cached_tokens_total == 2 * 96
 
     serve(scenario)
@@ -111,19 +56,15 @@ def test_choices_share_their_prompt_and_are_what_each_alone_would_be(serve, stor
     async def scenario(engine: AsyncEngine) -> None:
         key = store.resolve(name).key if name else None
         streams = await engine.add_choices(LONG[:length], sampling, 4, adapter=key)
-        answers = await asyncio.gather(*(_collect(stream) for stream in streams))
+        answers = await asyncio.gather(*(collect(stream) for stream in streams))
         expected = [alone(LONG[:length], replace(sampling, seed=70 + i), name) for i in range(4)]
-        assert [_tokens(answer) for answer in answers] == expected
-        assert len({tuple(tokens) for tokens in expected}) == 4
+        assert [tokens(answer) for answer in answers] == expected
+        assert len({tuple(said) for said in expected}) == 4
         assert [_timing(answer).num_cached_tokens for answer in answers] == [0, *[length - 1] * 3]
         if length == 45:
             assert engine.metrics.snapshot().copied_pages_total == 3, "the last holder writes where it is"
 
     serve(scenario, scheduler=SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=32))
-
-
-async def _collect(stream: Any) -> list[RequestOutput]:
-    return [output async for output in stream]
 
 
 def test_a_choice_goes_on_when_the_first_one_leaves(serve, alone) -> None:
@@ -132,8 +73,8 @@ def test_a_choice_goes_on_when_the_first_one_leaves(serve, alone) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         first, second, third = await engine.add_choices(PROMPT, sampling, 3)
         await first.aclose()
-        answers = await asyncio.gather(_collect(second), _collect(third))
-        assert [_tokens(a) for a in answers] == [alone(PROMPT, replace(sampling, seed=s), None) for s in (4, 5)]
+        answers = await asyncio.gather(collect(second), collect(third))
+        assert [tokens(a) for a in answers] == [alone(PROMPT, replace(sampling, seed=s), None) for s in (4, 5)]
 
     serve(scenario)
 
@@ -143,11 +84,9 @@ def test_preempted_requests_say_the_same(model, store, adapter_dirs, alone, pree
     names = [None, "one", "two", "three", None, "one"]
     prompts = [PROMPT[i : i + 20] for i in range(6)]
     sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-    config = _config(model, 32, SchedulerOptions(preemption=preemption), swap_bytes=64 * BLOCK)
-    with LLM(str(model), config) as llm:
+    scheduler = SchedulerOptions(preemption=preemption)
+    with offline_engine(model, adapter_dirs, 32, scheduler=scheduler, swap_bytes=64 * BLOCK) as llm:
         expect_short_answers(llm.engine._parts.scheduler.predictor)
-        for name, folder in adapter_dirs.items():
-            llm.add_adapter(name, folder)
         answers = llm.generate(prompts, sampling, names)
         snapshot = llm.engine.metrics.snapshot()
         llm.engine.check_integrity()
@@ -180,9 +119,7 @@ def test_who_was_accepted_is_served_though_the_adapter_is_deleted_before_it_is_r
 def test_pages_that_move_under_running_requests_change_nothing(model, adapter_dirs, alone) -> None:
     """Between any two steps keys, values and adapters are thrown about and pushed together again."""
     names = [None, "one", "two", "three"]
-    with LLM(str(model), _config(model, 120)) as llm:
-        for name, folder in adapter_dirs.items():
-            llm.add_adapter(name, folder)
+    with offline_engine(model, adapter_dirs, 120) as llm:
         answers: dict[str, list[int]] = {}
         for i, name in enumerate(names):
             key = llm.store.resolve(name).key if name else None
@@ -219,17 +156,17 @@ def _throw_about(engine: EngineCore, number: int) -> None:
 
 def test_other_weights_under_the_same_name_meet_none_of_the_old_ones_pages(serve, store, adapter_dirs, alone) -> None:
     async def scenario(engine: AsyncEngine) -> None:
-        await _ask(engine, store.resolve("one").key)
+        await ask(engine, store.resolve("one").key)
         peft = read_peft_dir(adapter_dirs["two"])
         store.register("one", peft.config, store.add_blob(peft.weights_path))
-        fresh = await _ask(engine, store.resolve("one").key)
-        assert _tokens(fresh) == alone(PROMPT, GREEDY, "two")
+        fresh = await ask(engine, store.resolve("one").key)
+        assert tokens(fresh) == alone(PROMPT, GREEDY, "two")
         assert _timing(fresh).num_cached_tokens == 0
         store.delete("one")
         peft = read_peft_dir(adapter_dirs["one"])
         store.register("one", peft.config, store.add_blob(peft.weights_path))
-        back = await _ask(engine, store.resolve("one").key)
-        assert _tokens(back) == alone(PROMPT, GREEDY, "one")
+        back = await ask(engine, store.resolve("one").key)
+        assert tokens(back) == alone(PROMPT, GREEDY, "one")
         assert _timing(back).num_cached_tokens == 32, "the same content as before, and its pages are still right"
 
     serve(scenario)
@@ -239,9 +176,9 @@ def test_two_names_of_one_content_share_everything(serve, store, adapter_dirs, a
     async def scenario(engine: AsyncEngine) -> None:
         peft = read_peft_dir(adapter_dirs["one"])
         store.register("twin", peft.config, store.add_blob(peft.weights_path))
-        await _ask(engine, store.resolve("one").key)
-        twin = await _ask(engine, store.resolve("twin").key)
-        assert _tokens(twin) == alone(PROMPT, GREEDY, "one")
+        await ask(engine, store.resolve("one").key)
+        twin = await ask(engine, store.resolve("twin").key)
+        assert tokens(twin) == alone(PROMPT, GREEDY, "one")
         assert _timing(twin).tier is AdapterTier.RESIDENT
         assert _timing(twin).num_cached_tokens == 32
         assert engine.metrics.snapshot().adapters_resident == 1
@@ -250,19 +187,17 @@ def test_two_names_of_one_content_share_everything(serve, store, adapter_dirs, a
 
 
 def test_an_adapter_larger_than_half_the_pool_and_one_more_than_fit(serve, store, alone) -> None:
-    names = ["three", "two", "one", None]
+    names, pages = ["three", "two", "one", None], 2 * _pages_of_three() - 3
 
     async def scenario(engine: AsyncEngine) -> None:
-        books = engine._engine._books
-        sizes = [books.adapters.pages_for(engine.input_processor.layout(store.resolve(n).key)) for n in names[:3]]
-        assert max(sizes) > books.layout.num_pages / 2
+        layouts = [engine.input_processor.layout(store.resolve(n).key) for n in names[:3]]
+        assert max(layout.num_pages(BLOCK // 3) for layout in layouts) > pages / 2
         for _ in range(2):
             keys = [store.resolve(n).key if n else None for n in names]
-            answers = await asyncio.gather(*(_ask(engine, key, PROMPT[:20]) for key in keys))
-            assert [_tokens(a) for a in answers] == [alone(PROMPT[:20], GREEDY, n) for n in names]
+            answers = await asyncio.gather(*(ask(engine, key, PROMPT[:20]) for key in keys))
+            assert [tokens(a) for a in answers] == [alone(PROMPT[:20], GREEDY, n) for n in names]
         assert engine.metrics.snapshot().adapter_evictions_total >= 3
 
-    pages = 2 * _pages_of_three() - 3
     serve(scenario, pages=pages)
 
 
@@ -284,20 +219,20 @@ def test_a_slow_load_delays_its_own_requests_only(serve, store, alone, monkeypat
 
     async def scenario(engine: AsyncEngine) -> None:
         monkeypatch.setattr(store, "load", held_up)
-        waiting = [asyncio.ensure_future(_ask(engine, slow)) for _ in range(2)]
-        await _until(lambda: engine.metrics.snapshot().requests_waiting_for_adapter == 2)
+        waiting = [asyncio.ensure_future(ask(engine, slow)) for _ in range(2)]
+        await until(lambda: engine.metrics.snapshot().requests_waiting_for_adapter == 2)
         for name in (None, "two", "three", None):
             key = store.resolve(name).key if name else None
-            assert _tokens(await _ask(engine, key)) == alone(PROMPT, GREEDY, name), "no step waits for a load"
+            assert tokens(await ask(engine, key)) == alone(PROMPT, GREEDY, name), "no step waits for a load"
         snapshot = engine.metrics.snapshot()
         assert snapshot.requests_waiting_for_adapter == 2
         assert (snapshot.adapter_loads_disk_total, snapshot.adapters_arriving) == (2, 1), "one load for two requests"
-        gone = asyncio.ensure_future(_ask(engine, slow))
-        await _until(lambda: engine.metrics.snapshot().requests_waiting_for_adapter == 3)
+        gone = asyncio.ensure_future(ask(engine, slow))
+        await until(lambda: engine.metrics.snapshot().requests_waiting_for_adapter == 3)
         gone.cancel()
         hold.set()
         for outputs in await asyncio.gather(*waiting):
-            assert _tokens(outputs) == alone(PROMPT, GREEDY, "one")
+            assert tokens(outputs) == alone(PROMPT, GREEDY, "one")
             assert _timing(outputs).load_ms > 0
             assert _timing(outputs).tier is AdapterTier.DISK
 
@@ -316,27 +251,19 @@ def test_a_cancelled_load_is_forgotten_and_may_be_asked_for_again(serve, store, 
         with monkeypatch.context() as patch:
             patch.setattr(store, "load", held_up)
             stream = await engine.add(PROMPT, GREEDY, adapter=key)
-            await _until(lambda: engine.metrics.snapshot().adapters_arriving == 1)
+            await until(lambda: engine.metrics.snapshot().adapters_arriving == 1)
             await stream.aclose()
-            await _until(lambda: engine.metrics.snapshot().adapters_arriving == 0)
-            again = asyncio.ensure_future(_ask(engine, key))
-            await _until(lambda: engine.metrics.snapshot().adapters_arriving == 1)
+            await until(lambda: engine.metrics.snapshot().adapters_arriving == 0)
+            again = asyncio.ensure_future(ask(engine, key))
+            await until(lambda: engine.metrics.snapshot().adapters_arriving == 1)
             hold.set()
-            assert _tokens(await again) == alone(PROMPT, GREEDY, "one")
+            assert tokens(await again) == alone(PROMPT, GREEDY, "one")
         assert engine.metrics.snapshot().requests_finished_total == {"abort": 1, "length": 1}
         source = engine._engine._parts.source
         assert source is not None
-        await _until(lambda: source.host_stats().bytes_pinned == 0)
+        await until(lambda: source.host_stats().bytes_pinned == 0)
 
     serve(scenario)
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not happen in time")
 
 
 def test_deleted_while_in_use_it_answers_to_the_end(serve, store, alone) -> None:
@@ -344,7 +271,7 @@ def test_deleted_while_in_use_it_answers_to_the_end(serve, store, alone) -> None
         stream = await engine.add(PROMPT, GREEDY, adapter=store.resolve("two").key)
         first = await anext(stream)
         store.delete("two")
-        assert _tokens([first, *(await _collect(stream))]) == alone(PROMPT, GREEDY, "two")
+        assert tokens([first, *(await collect(stream))]) == alone(PROMPT, GREEDY, "two")
 
     serve(scenario)
 
@@ -354,12 +281,12 @@ def test_prefetch_into_a_full_pool_takes_nothing_from_those_who_run(serve, store
     long = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
 
     async def scenario(engine: AsyncEngine) -> None:
-        running = [asyncio.ensure_future(_ask(engine, None, PROMPT[i:], sampling=long)) for i in range(4)]
-        await _until(lambda: engine.metrics.snapshot().requests_running == 4)
-        adapted = await asyncio.gather(*(_ask(engine, store.resolve(n).key) for n in ("one", "two", "three")))
+        running = [asyncio.ensure_future(ask(engine, None, PROMPT[i:], sampling=long)) for i in range(4)]
+        await until(lambda: engine.metrics.snapshot().requests_running == 4)
+        adapted = await asyncio.gather(*(ask(engine, store.resolve(n).key) for n in ("one", "two", "three")))
         for i, task in enumerate(running):
-            assert _tokens(await task) == alone(PROMPT[i:], long, None)
-        assert [_tokens(a) for a in adapted] == [alone(PROMPT, GREEDY, n) for n in ("one", "two", "three")]
+            assert tokens(await task) == alone(PROMPT[i:], long, None)
+        assert [tokens(a) for a in adapted] == [alone(PROMPT, GREEDY, n) for n in ("one", "two", "three")]
         assert engine.metrics.snapshot().preemptions_total == 0
 
     serve(scenario, pages=4 * 10 + 8)
@@ -369,20 +296,20 @@ def test_on_cold(serve, store, alone) -> None:
     key = store.resolve("one").key
 
     async def scenario(engine: AsyncEngine) -> None:
-        fallback = await _ask(engine, key, on_cold=OnCold.FALLBACK_BASE)
-        assert _tokens(fallback) == alone(PROMPT, GREEDY, None)
+        fallback = await ask(engine, key, on_cold=OnCold.FALLBACK_BASE)
+        assert tokens(fallback) == alone(PROMPT, GREEDY, None)
         assert _timing(fallback).fell_back
         assert _timing(fallback).tier is AdapterTier.DISK
-        await _until(lambda: engine.metrics.snapshot().adapters_resident == 1)
-        warm = await _ask(engine, key, on_cold=OnCold.FALLBACK_BASE)
-        assert _tokens(warm) == alone(PROMPT, GREEDY, "one")
+        await until(lambda: engine.metrics.snapshot().adapters_resident == 1)
+        warm = await ask(engine, key, on_cold=OnCold.FALLBACK_BASE)
+        assert tokens(warm) == alone(PROMPT, GREEDY, "one")
         assert not _timing(warm).fell_back
         cold = store.resolve("two").key
         with pytest.raises(AdapterCold, match="brought in") as caught:
-            await _ask(engine, cold, on_cold=OnCold.REJECT)
+            await ask(engine, cold, on_cold=OnCold.REJECT)
         assert 0 < caught.value.retry_after_s < 5
-        await _until(lambda: engine.metrics.snapshot().adapters_resident == 2)
-        assert _tokens(await _ask(engine, cold, on_cold=OnCold.REJECT)) == alone(PROMPT, GREEDY, "two")
+        await until(lambda: engine.metrics.snapshot().adapters_resident == 2)
+        assert tokens(await ask(engine, cold, on_cold=OnCold.REJECT)) == alone(PROMPT, GREEDY, "two")
         assert engine.metrics.snapshot().requests_finished_total == {"length": 3, "refused": 1}
 
     serve(scenario)
@@ -397,7 +324,7 @@ def test_warm_pin_and_the_map(serve, store, monkeypatch) -> None:
         assert reached.load_ms > 0
         assert (await engine.warm(key, 5.0)).load_ms == 0
         assert (await engine.warm(other, 0.0)).tier is not AdapterTier.RESIDENT
-        await _until(lambda: engine.metrics.snapshot().adapters_resident == 2)
+        await until(lambda: engine.metrics.snapshot().adapters_resident == 2)
         assert (await engine.pin(key)).tier is AdapterTier.RESIDENT
         stream = await engine.add(PROMPT, replace(GREEDY, max_tokens=400), adapter=key)
         await anext(stream)
@@ -419,12 +346,12 @@ def test_warm_pin_and_the_map(serve, store, monkeypatch) -> None:
         assert not set(held) & set(weights)
         assert set(held) | set(weights) <= set(range(described.pages_total))
         monkeypatch.setattr(store, "load", _broken)
-        for ask in (
+        for call in (
             lambda: engine.warm(store.resolve("three").key, 5.0),
             lambda: engine.pin(store.resolve("three").key),
         ):
             with pytest.raises(AdapterLoadFailed, match="disk on fire"):
-                await ask()
+                await call()
         await engine.unpin(key)
         assert [a.pinned for a in (await engine.pool_map()).adapters] == [False, False]
 
@@ -441,9 +368,9 @@ def test_pins_are_bounded_and_given_up_only_for_an_accepted_request(serve, store
         with pytest.raises(InvalidRequest, match="half of the pool"):
             await engine.pin(store.resolve("three").key)
         assert engine.metrics.snapshot().adapters_resident == 1
-        assert _tokens(await _ask(engine, store.resolve("one").key)) == alone(PROMPT, GREEDY, "one")
+        assert tokens(await ask(engine, store.resolve("one").key)) == alone(PROMPT, GREEDY, "one")
         most = replace(GREEDY, max_tokens=300)
-        assert len(_tokens(await _ask(engine, None, sampling=most))) == 300
+        assert len(tokens(await ask(engine, None, sampling=most))) == 300
 
     serve(scenario, pages=24)
 
@@ -452,13 +379,13 @@ def test_what_fits_nowhere_is_refused_with_the_numbers(serve, store) -> None:
     key = store.resolve("three").key
 
     async def small_host(engine: AsyncEngine) -> None:
-        for call in (lambda: _ask(engine, key), lambda: engine.warm(key, 1.0), lambda: engine.pin(key)):
+        for call in (lambda: ask(engine, key), lambda: engine.warm(key, 1.0), lambda: engine.pin(key)):
             with pytest.raises(InvalidRequest, match=r"takes \d+ bytes, but host memory for adapters is 1000"):
                 await call()
 
     async def small_pool(engine: AsyncEngine) -> None:
         with pytest.raises(InvalidRequest, match=r"takes \d+ pages, but the pool has 6 for adapters"):
-            await _ask(engine, key)
+            await ask(engine, key)
 
     serve(small_host, host_cache_bytes=1000)
     serve(small_pool, pages=6)
@@ -470,29 +397,14 @@ def test_a_long_prompt_in_chunks_keeps_its_adapter_while_others_fight_for_room(s
     async def scenario(engine: AsyncEngine) -> None:
         key = store.resolve("one").key
         await engine.warm(key, 5.0)
-        chunked = asyncio.ensure_future(_ask(engine, key, prompt))
-        rivals = [_ask(engine, store.resolve(name).key, PROMPT[:20]) for name in ("two", "three", "two", "three")]
+        chunked = asyncio.ensure_future(ask(engine, key, prompt))
+        rivals = [ask(engine, store.resolve(name).key, PROMPT[:20]) for name in ("two", "three", "two", "three")]
         answers = await asyncio.gather(*rivals)
-        assert _tokens(await chunked) == alone(prompt, GREEDY, "one")
-        assert [_tokens(a) for a in answers] == [alone(PROMPT[:20], GREEDY, n) for n in ("two", "three") * 2]
+        assert tokens(await chunked) == alone(prompt, GREEDY, "one")
+        assert [tokens(a) for a in answers] == [alone(PROMPT[:20], GREEDY, n) for n in ("two", "three") * 2]
 
     scheduler = SchedulerOptions(max_num_seqs=16, max_num_batched_tokens=16)
     serve(scenario, pages=20 + _pages_of_three(), scheduler=scheduler)
-
-
-def test_one_adapter_more_than_the_pool_holds_at_once(serve, store, adapter_dirs, alone) -> None:
-    """All of them wanted at the same moment, and the base."""
-
-    async def scenario(engine: AsyncEngine) -> None:
-        names = [None, "one", "two", "three"] * 3
-        keys = [store.resolve(name).key if name else None for name in names]
-        answers = await asyncio.gather(*(_ask(engine, key, PROMPT[: 10 + i]) for i, key in enumerate(keys)))
-        assert [_tokens(a) for a in answers] == [alone(PROMPT[: 10 + i], GREEDY, n) for i, n in enumerate(names)]
-        snapshot = engine.metrics.snapshot()
-        assert snapshot.adapter_evictions_total > 0
-        assert snapshot.adapters_resident < 3
-
-    serve(scenario, pages=_pages_of_three() + 8)
 
 
 @pytest.mark.parametrize(
@@ -503,14 +415,14 @@ def test_a_pool_full_of_old_prompts_gives_way(serve, store, alone, how: str) -> 
 
     async def scenario(engine: AsyncEngine) -> None:
         for i in range(12):
-            await _ask(engine, None, [30 + i, *PROMPT])
+            await ask(engine, None, [30 + i, *PROMPT])
         assert engine.metrics.snapshot().pages_free < 5
         if how == "wait":
-            assert _tokens(await _ask(engine, key)) == alone(PROMPT, GREEDY, "two")
+            assert tokens(await ask(engine, key)) == alone(PROMPT, GREEDY, "two")
         elif how == "reject":
             with pytest.raises(AdapterCold, match="is being brought in"):
-                await _ask(engine, key, on_cold=OnCold.REJECT)
-            await _until(lambda: engine.metrics.snapshot().adapters_resident == 1)
+                await ask(engine, key, on_cold=OnCold.REJECT)
+            await until(lambda: engine.metrics.snapshot().adapters_resident == 1)
         else:
             reached = await (engine.warm(key, 5.0) if how == "warm" else engine.pin(key))
             assert reached.tier is AdapterTier.RESIDENT
@@ -521,9 +433,9 @@ def test_a_pool_full_of_old_prompts_gives_way(serve, store, alone, how: str) -> 
 def test_no_room_for_what_is_cold_is_said(serve, store) -> None:
     async def scenario(engine: AsyncEngine) -> None:
         stream = await engine.add(PROMPT, replace(GREEDY, max_tokens=190))
-        await _until(lambda: engine.metrics.snapshot().pages_free < 5)
+        await until(lambda: engine.metrics.snapshot().pages_free < 5)
         with pytest.raises(AdapterCold, match="no room for it now") as caught:
-            await _ask(engine, store.resolve("three").key, on_cold=OnCold.REJECT)
+            await ask(engine, store.resolve("three").key, on_cold=OnCold.REJECT)
         assert caught.value.retry_after_s >= 5
         await stream.aclose()
 
@@ -532,10 +444,9 @@ def test_no_room_for_what_is_cold_is_said(serve, store) -> None:
 
 def test_offline_a_rate_is_waited_for_and_a_deadline_is_an_error(model, adapter_dirs, alone) -> None:
     limits = SchedulerOptions(max_num_seqs=1, adapter_limits=Limits(tokens_per_s=60.0))
-    with LLM(str(model), _config(model, scheduler=limits)) as llm:
-        llm.add_adapter("one", adapter_dirs["one"])
+    with offline_engine(model, adapter_dirs, scheduler=limits) as llm:
         answers = llm.generate([PROMPT] * 4, GREEDY, ["one"] * 4)
         assert [list(answer.token_ids) for answer in answers] == [alone(PROMPT, GREEDY, "one")] * 4
     hasty = SchedulerOptions(max_num_seqs=1, queue_timeout_s=1e-6)
-    with LLM(str(model), _config(model, scheduler=hasty)) as llm, pytest.raises(RequestTimeout, match="queue timeout"):
+    with offline_engine(model, scheduler=hasty) as llm, pytest.raises(RequestTimeout, match="queue timeout"):
         llm.generate([PROMPT, PROMPT], GREEDY)

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from manual_clock import Clock
 
 from lorasrv.errors import InvalidTrace
 from lorasrv.metrics.trace import TraceRequest, parse_line, read_trace, write_trace
@@ -89,13 +90,6 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 # Recording.
 
 
-class _Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def _message(name: str) -> EngineCoreRequest:
     return EngineCoreRequest(RequestId(name), (1, 2, 3), 16, SamplingParams(), principal="me", adapter_id="mia")
 
@@ -106,12 +100,12 @@ def _output(name: str, tokens: int, reason: FinishReason | None = None) -> Reque
 
 
 def test_a_request_is_recorded_when_it_ends(tmp_path: Path) -> None:
-    clock = _Clock()
+    clock = Clock()
     with TraceRecorder(tmp_path / "t", clock) as recorder:
-        clock.now = 101.0
-        recorder.on_accepted([_message("a"), _message("b")], 100.5)
+        clock.now += 1.0
+        recorder.on_accepted([_message("a"), _message("b")], 1000.5)
         recorder.on_output(RequestId("a"), _output("a", 1))
-        clock.now = 102.0
+        clock.now += 1.0
         recorder.on_output(RequestId("a"), _output("a", 2, FinishReason.STOP))
         assert len((tmp_path / "t").read_text().splitlines()) == 1, "it is there before the recorder ends"
         recorder.on_output(RequestId("unknown"), _output("unknown", 1, FinishReason.STOP))
@@ -123,8 +117,8 @@ def test_a_request_is_recorded_when_it_ends(tmp_path: Path) -> None:
 
 
 def test_who_leaves_is_marked_and_who_got_nothing_left_out(tmp_path: Path) -> None:
-    with TraceRecorder(tmp_path / "t", _Clock()) as recorder:
-        recorder.on_accepted([_message("leaves"), _message("refused")], 100.0)
+    with TraceRecorder(tmp_path / "t", Clock()) as recorder:
+        recorder.on_accepted([_message("leaves"), _message("refused")], 1000.0)
         recorder.on_output(RequestId("leaves"), _output("leaves", 4))
         recorder.on_finished(RequestId("leaves"), "client")
         recorder.on_finished(RequestId("leaves"), "client")
@@ -135,7 +129,7 @@ def test_who_leaves_is_marked_and_who_got_nothing_left_out(tmp_path: Path) -> No
 
 def test_a_second_start_goes_on_after_the_first(tmp_path: Path) -> None:
     for _ in range(2):
-        with TraceRecorder(tmp_path / "t", clock := _Clock()) as recorder:
+        with TraceRecorder(tmp_path / "t", clock := Clock()) as recorder:
             recorder.on_accepted([_message("a")], clock.now + 3)
             clock.now += 5
             recorder.on_output(RequestId("a"), _output("a", 1, FinishReason.LENGTH))
@@ -155,8 +149,8 @@ def test_what_is_no_trace_is_not_written_to(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_ends_recording_and_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    recorder = TraceRecorder(Path("/dev/full"), _Clock())
-    recorder.on_accepted([_message("a"), _message("b")], 100.0)
+    recorder = TraceRecorder(Path("/dev/full"), Clock())
+    recorder.on_accepted([_message("a"), _message("b")], 1000.0)
     for name in "ab":
         recorder.on_output(RequestId(name), _output(name, 1, FinishReason.STOP))
     assert caplog.text.count("cannot be written any more") == 1

@@ -1,11 +1,17 @@
 """Families as data: what the TOML files make of real configurations, and what they refuse."""
 
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_adapters import tiny_adapter
+from tiny_engine import GREEDY, engine_config, offline_engine
 
+from lorasrv.engine.factory import build
 from lorasrv.errors import ConfigError, CorruptModel, UnsupportedModel
 from lorasrv.models.families import SPEC_DIR, detect, load_families, tensor_shapes, token_ids
 from lorasrv.models.loader import open_checkpoint, state_dict_fp32
@@ -381,3 +387,57 @@ def test_specs_agree_with_transformers_models(tiny_hf_checkpoints: dict[str, Any
     checkpoint.close()
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
+# Through the whole engine.
+
+Tiny = dict[str, Callable[..., Path]]
+
+
+@pytest.mark.parametrize(
+    "family", ["gemma3", *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen3", "gemma2", "phi3"))]
+)
+def test_greedy_answers_are_those_of_transformers_and_peft(
+    tiny_hf_checkpoints: Tiny, tmp_path: Path, family: str
+) -> None:
+    directory = tiny_hf_checkpoints[family]()
+    adapted = tiny_adapter(directory, tmp_path / "mia", seed=1, r=6, lora_alpha=9)
+    prompt = torch.randint(3, 384, (1, 30), generator=torch.Generator().manual_seed(3))
+
+    def answer() -> list[int]:
+        """Without a cache, so that nothing but the forward pass is relied on."""
+        ids = prompt
+        with torch.no_grad():
+            for _ in range(10):
+                ids = torch.cat((ids, adapted(ids).logits[:, -1:].argmax(-1)), dim=1)
+        return ids[0, 30:].tolist()
+
+    with adapted.disable_adapter():
+        plain = answer()
+    with offline_engine(directory, {"mia": tmp_path / "mia"}, kernels="torch", pool_bytes=8 << 20) as llm:
+        mine = llm.generate([prompt[0].tolist()] * 2, replace(GREEDY, max_tokens=10), [None, "mia"])
+        llm.engine.check_integrity()
+    assert [a.token_ids for a in mine] == [plain, answer()]
+    assert mine[0].token_ids != mine[1].token_ids
+
+
+def test_longrope_past_the_original_context_is_refused_by_name(tiny_hf_checkpoints: Tiny) -> None:
+    rope = LONGROPE | {"short_factor": [1.5] * 8, "rope_theta": 10000.0}
+    directory = tiny_hf_checkpoints["phi3"](rope_parameters=rope, original_max_position_embeddings=64)
+    short = engine_config(directory, kernels="torch", pool_bytes=8 << 20)
+    long = replace(short, model=replace(short.model, max_model_len=65))
+    with closing(open_checkpoint(str(directory))) as checkpoint:
+        with pytest.raises(ConfigError, match=r"65 is more than the 64 .*longrope is served within the original cont"):
+            build(checkpoint, long, None)
+        assert build(checkpoint, short, None).parts.max_model_len == 64
+
+
+def test_a_tokenizer_is_refused_before_weights_are_loaded(
+    tiny_hf_checkpoints: Tiny, write_gguf: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tiny_hf_checkpoints["gemma3"](), tmp_path / "m.gguf", "F32")
+    path.write_bytes(path.read_bytes().replace(b"gpt2", b"spm!"))
+    monkeypatch.delattr("lorasrv.engine.factory.load_weights")
+    message = r"tokenizer model 'spm!' is not supported; known: gpt2 .*Hugging Face"
+    with closing(open_checkpoint(str(path))) as checkpoint, pytest.raises(UnsupportedModel, match=message):
+        build(checkpoint, engine_config(path, kernels="torch"), None)

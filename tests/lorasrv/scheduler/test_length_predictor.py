@@ -3,9 +3,10 @@
 import random
 
 import pytest
-from bare_scheduler import PAGE_SIZE, Bench, names
+from bare_scheduler import PAGE_SIZE, names
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_scheduler import scheduler
 
 from lorasrv.memory.cost_model import GUESS, MIN_MEASURED_STEPS, PARTS, StepCosts, StepShape
 from lorasrv.outputs import RequestId
@@ -95,7 +96,7 @@ def test_a_quantile_covers_its_share(lengths: list[int], q: float) -> None:
 
 
 def test_calibration_is_counted() -> None:
-    bench = Bench(pages=2000, max_num_batched_tokens=64)
+    bench = scheduler()
     rng = random.Random(0)
     for i in range(300):
         bench.add(f"r{i}", max_tokens=200, adapter_id="mia", ends_at=rng.choice([5, 10, 20, 40]))
@@ -141,7 +142,7 @@ def test_it_is_the_worst_of_all_moments(requests: list[tuple[int, int]], page: i
 
 def test_admission_counts_on_predicted_growth_and_nobody_is_preempted() -> None:
     """Ten requests of 4 pages each, growing to 8, in a pool of 40."""
-    bench = Bench(pages=40, max_num_seqs=10, max_num_batched_tokens=400)
+    bench = scheduler(seats=10, budget=400, pages=40)
     for i in range(10):
         bench.add(f"r{i}", prompt=4 * PAGE_SIZE, max_tokens=4 * PAGE_SIZE)
     assert len(names(bench.step())) == 5
@@ -151,7 +152,7 @@ def test_admission_counts_on_predicted_growth_and_nobody_is_preempted() -> None:
 
 def test_short_answers_let_more_in() -> None:
     def admitted(ends_at: int) -> int:
-        bench = Bench(pages=40, max_num_seqs=10, max_num_batched_tokens=400)
+        bench = scheduler(seats=10, budget=400, pages=40)
         for i in range(20):
             bench.add(f"teach{i}", prompt=4 * PAGE_SIZE, max_tokens=100, ends_at=ends_at)
         bench.run()

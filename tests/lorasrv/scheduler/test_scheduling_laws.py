@@ -9,6 +9,7 @@ from bare_scheduler import KEYS, Bench, names
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mispredict import expect_short_answers
+from tiny_scheduler import scheduler
 
 from lorasrv.config import POLICIES, Limits
 from lorasrv.scheduler.policies.fair import ANSWER_WEIGHT, PROMPT_WEIGHT, SHARING_TOKENS
@@ -37,9 +38,7 @@ def _offer(bench: Bench, load: list[tuple[int, int, int, int, int]], step: int) 
 @settings(max_examples=15, deadline=None, derandomize=True)
 def test_no_seat_is_empty_while_somebody_could_have_it(policy: str, load, seats: int) -> None:
     """With pages enough, a step has everybody in it who could run, or a full house. Prompts get the whole budget."""
-    bench = Bench(
-        checks=False, pages=4000, max_num_seqs=seats, max_num_batched_tokens=64 + seats, options={"policy": policy}
-    )
+    bench = scheduler(policy, seats=seats, budget=64 + seats, pages=4000, bench={"checks": False})
     for step in count():
         _offer(bench, load, step)
         bench.arrive()
@@ -71,12 +70,7 @@ def test_nobody_waits_longer_than_the_bound(policy: str, pages: int, answer: int
     wait = data.draw(st.integers(1, 40), "max_wait_steps")
     seats = data.draw(st.integers(1, 4), "seats")
     budget = data.draw(st.sampled_from([1, 40, 40]), "budget")
-    bench = Bench(
-        pages=pages,
-        max_num_seqs=seats,
-        max_num_batched_tokens=seats + budget,
-        options={"policy": policy, "max_wait_steps": wait},
-    )
+    bench = scheduler(policy, seats=seats, budget=seats + budget, pages=pages, max_wait_steps=wait)
     if data.draw(st.booleans(), "misled"):
         expect_short_answers(bench.scheduler.predictor)
     cold = data.draw(st.sampled_from([None, KEYS[1]]), "adapter")
@@ -130,9 +124,7 @@ def _live(bench: Bench) -> list[str]:
 
 @pytest.mark.parametrize("policy", ["mlfq", "sjf"])
 def test_a_long_job_ends_among_endless_short_ones(policy: str) -> None:
-    bench = Bench(
-        checks=False, pages=200, max_num_seqs=2, options={"policy": policy, "max_wait_steps": 50}, step_s=0.05
-    )
+    bench = scheduler(policy, seats=2, budget=16, pages=200, bench={"checks": False, "step_s": 0.05}, max_wait_steps=50)
     bench.add("long", prompt=60, max_tokens=60)
     for step in range(4000):
         if "long" in bench.ends():
@@ -172,8 +164,7 @@ def test_two_backlogged_accounts_are_served_alike(data: st.DataObject) -> None:
         for name in weights
     }
     by_key = data.draw(st.booleans(), "by key")
-    options = {"policy": "fair", "max_wait_steps": 1 << 20}
-    bench = Bench(checks=False, pages=2000, max_num_seqs=seats, max_num_batched_tokens=seats + 32, options=options)
+    bench = scheduler("fair", seats=seats, budget=seats + 32, bench={"checks": False}, max_wait_steps=1 << 20)
     owner: dict[str, str] = {}
     service = _Service(bench)
     if not by_key:
@@ -204,7 +195,7 @@ def test_two_backlogged_accounts_are_served_alike(data: st.DataObject) -> None:
 
 def _served_under(policy: str) -> Counter[str]:
     """Tokens of a persona at ten times the load of nine others, and of those, when all wait."""
-    bench = Bench(checks=False, pages=2000, max_num_seqs=4, max_num_batched_tokens=64, options={"policy": policy})
+    bench = scheduler(policy, seats=4, bench={"checks": False})
     owner = {}
     for i in range(90):
         owner[f"hot{i}"] = "hot"
@@ -227,7 +218,7 @@ def test_one_hot_persona_does_not_starve_nine_others() -> None:
 
 
 def test_a_hot_persona_of_one_key_does_not_touch_another_key() -> None:
-    bench = Bench(checks=False, pages=2000, max_num_seqs=2, max_num_batched_tokens=64, options={"policy": "fair"})
+    bench = scheduler("fair", seats=2, bench={"checks": False})
     for i in range(60):
         bench.add(f"a{i}", 8, 8, adapter_id=f"of-a{i % 20}", principal="a")
     for i in range(4):
@@ -238,7 +229,7 @@ def test_a_hot_persona_of_one_key_does_not_touch_another_key() -> None:
 
 
 def test_whoever_comes_back_has_saved_nothing_up() -> None:
-    bench = Bench(checks=False, pages=2000, max_num_seqs=1, max_num_batched_tokens=64, options={"policy": "fair"})
+    bench = scheduler("fair", seats=1, bench={"checks": False})
     bench.add("early", 4, 4, adapter_id="idle")
     bench.run()
     for i in range(20):
@@ -263,8 +254,7 @@ def test_whoever_comes_back_has_saved_nothing_up() -> None:
 @settings(max_examples=12, deadline=None, derandomize=True)
 def test_hardly_any_pages_and_answers_longer_than_expected(policy: str, preemption: str, load, seed: int) -> None:
     """Several have to give way in one step, of those that were looked at already and those that were not."""
-    options = {"policy": policy, "max_wait_steps": 30}
-    bench = Bench(pages=32, max_num_seqs=6, max_num_batched_tokens=40, preemption=preemption, options=options)
+    bench = scheduler(policy, seats=6, budget=40, pages=32, bench={"preemption": preemption}, max_wait_steps=30)
     expect_short_answers(bench.scheduler.predictor)
     for step in range(31):
         _offer(bench, [(at % 4, p, a + 12 * seed, adapter, prio) for at, p, a, adapter, prio in load], step)
@@ -275,7 +265,7 @@ def test_hardly_any_pages_and_answers_longer_than_expected(policy: str, preempti
 
 
 def test_a_limited_account_saves_nothing_up() -> None:
-    bench = Bench(checks=False, pages=4000, max_num_seqs=1, max_num_batched_tokens=64, options={"policy": "fair"})
+    bench = scheduler("fair", seats=1, pages=4000, bench={"checks": False})
     bench.scheduler.quotas.set_limits("slow", Limits(tokens_per_s=0.05))
     for i in range(40):
         bench.add(f"slow{i}", 8, 8, adapter_id="slow")
@@ -294,7 +284,7 @@ def test_a_limited_account_saves_nothing_up() -> None:
 
 
 def test_a_second_choice_does_not_hold_up_others() -> None:
-    bench = Bench(pages=2000, max_num_seqs=4, max_num_batched_tokens=64, options={"policy": "fair"})
+    bench = scheduler("fair", seats=4)
     bench.add("first", prompt=800, max_tokens=4)
     bench.add("second", prompt=800, max_tokens=4, fork_of="first")
     bench.add("short", prompt=3, max_tokens=4)
@@ -302,8 +292,7 @@ def test_a_second_choice_does_not_hold_up_others() -> None:
 
 
 def test_limits_are_nobodys_due() -> None:
-    options = {"policy": "fair", "max_wait_steps": 20, "adapter_limits": Limits(max_running=1)}
-    bench = Bench(checks=False, pages=2000, max_num_seqs=4, max_num_batched_tokens=64, options=options)
+    bench = scheduler("fair", seats=4, bench={"checks": False}, max_wait_steps=20, adapter_limits=Limits(max_running=1))
     for i in range(100):
         bench.add(f"r{i}", 4, 8, adapter_id="mia")
     for _ in range(200):

@@ -1,33 +1,21 @@
 """Text as it streams: whole characters, nothing lost, the same as decoding at once."""
 
-import json
 import time
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers
-from tokenizers import Tokenizer as Backend
+from tiny_tokenizers import sentencepiece
 
 from lorasrv.text.detokenizer import Detokenizer
-from lorasrv.text.tokenizer import BpeVocabulary, Tokenizer, TokenizerJson, TokenizerSource
+from lorasrv.text.tokenizer import BpeVocabulary, Tokenizer, TokenizerSource
 
 IDS = st.lists(st.integers(0, 49_500), max_size=40)
 
 
-def sentencepiece(strip: bool) -> Tokenizer:
-    """Llama 2's kind: blanks as U+2581, some letters, and a token for every byte, to which all others fall back."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefgh.한", "▁ab", "<0xZZ>"]
-    backend = Backend(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True))
-    backend.normalizer = normalizers.Replace(" ", "▁")
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")])
-    return Tokenizer.from_source(TokenizerSource(TokenizerJson(json.dumps(json.loads(backend.to_str())))))
-
-
-SENTENCEPIECE = {strip: sentencepiece(strip) for strip in (False, True)}
+WORDS = (*"abcdefgh.한", "▁ab", "<0xZZ>")
+SENTENCEPIECE = {strip: sentencepiece(WORDS, strips=strip) for strip in (False, True)}
 
 
 def stream(tokenizer: Tokenizer, ids: list[int], skip: bool = True, step: int = 1) -> list[str]:

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_adapters import tiny_adapter
+from tiny_engine import engine_config
 
 from adapter_store.errors import AdapterInvalid
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.llm import LLM
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.worker.model_runner import ModelRunner
@@ -79,8 +80,7 @@ class Served:
     """An engine that keeps the logits of every row that it samples from."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        options = ModelOptions(quantization="none", dtype="float32", kernels="numba")
-        self.llm = LLM(str(directory), EngineConfig(options, MemoryOptions(pool_bytes=16 << 20)))
+        self.llm = LLM(str(directory), engine_config(directory, kernels="numba", pool_bytes=16 << 20))
         self.rows: dict[str, list[torch.Tensor]] = {}
         self.batches: list[int] = []
         compute = ModelRunner._logits
@@ -117,18 +117,6 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Served]]
         served.llm.close()
 
 
-def save_by_peft(directory: Path, folder: Path, seed: int, config: dict[str, Any]) -> torch.nn.Module:
-    """Random A and B in the config's places; returns PEFT's model."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
-    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", init_lora_weights=False, **config)).eval()
-    model.save_pretrained(folder)
-    return model
-
-
 def last_logits(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return model(torch.tensor([prompt])).logits[0, -1]
@@ -154,7 +142,7 @@ def test_every_honoured_field_in_one_batch(tiny_hf_checkpoints: Tiny, tmp_path: 
     wanted: list[tuple[str | None, list[int], torch.Tensor]] = []
     for i, (name, feature) in enumerate(FEATURES.items()):
         prompt = torch.randint(3, 384, (7 + 5 * i,), generator=generator).tolist()
-        model = save_by_peft(directory, tmp_path / f"f{i}", 40 + i, feature.config)
+        model = tiny_adapter(directory, tmp_path / f"f{i}", seed=40 + i, **feature.config)
         served.llm.add_adapter(f"f{i}", tmp_path / f"f{i}")
         wanted.append((f"f{i}", prompt, last_logits(model, prompt)))
         wanted.append((None, prompt, last_logits(plain, prompt)))
@@ -184,7 +172,7 @@ def test_a_partial_adapter_is_the_same_content_allowed_or_not(
     directory = tiny_hf_checkpoints["qwen2"]()
     served = serve(directory)
     feature = FEATURES["layers_to_transform"]
-    model = save_by_peft(directory, tmp_path / "mia", 1, feature.config)
+    model = tiny_adapter(directory, tmp_path / "mia", **feature.config)
     whole = served.llm.add_adapter("mia", tmp_path / "mia")
     without = changed(tmp_path / "mia", tmp_path / "more", feature.without)
     partial = served.llm.add_adapter("more", without, allow_partial=True)
@@ -200,9 +188,9 @@ def test_fan_in_fan_out_is_refused_and_means_nothing_here(
     """PEFT takes it for False where the base is no Conv1D, with a warning; here it is refused with that way out."""
     directory = tiny_hf_checkpoints["llama"]()
     served = serve(directory)
-    config = {"r": 4, "lora_alpha": 8, "target_modules": ALL, "fan_in_fan_out": True}
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": ALL, "fan_in_fan_out": True}
     with pytest.warns(UserWarning, match="fan_in_fan_out"):
-        model = save_by_peft(directory, tmp_path / "mia", 1, config)
+        model = tiny_adapter(directory, tmp_path / "mia", **lora)
     said_true = changed(tmp_path / "mia", tmp_path / "true", {"fan_in_fan_out": True})
     with pytest.raises(AdapterInvalid, match="set it to false"):
         served.llm.add_adapter("true", said_true)
@@ -217,8 +205,8 @@ def test_an_mlx_copy_gives_the_logits_of_the_original(tiny_hf_checkpoints: Tiny,
 
     directory = tiny_hf_checkpoints["qwen3"]()
     served = serve(directory)
-    config = {"r": 5, "lora_alpha": 3.7 * 5, "target_modules": ALL, "layers_to_transform": [1, 2]}
-    model = save_by_peft(directory, tmp_path / "peft", 1, config)
+    lora = {"r": 5, "lora_alpha": 3.7 * 5, "target_modules": ALL, "layers_to_transform": [1, 2]}
+    model = tiny_adapter(directory, tmp_path / "peft", **lora)
     (tmp_path / "mlx").mkdir()
     tensors = {
         name.removeprefix("base_model.model.").replace("lora_A.weight", "lora_a").replace("lora_B.weight", "lora_b"): t

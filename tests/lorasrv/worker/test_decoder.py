@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_adapters import tiny_adapter
 
 from adapter_store.errors import AdapterInvalid
+from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.store import AdapterStore
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import adapter_layout, base_shapes
@@ -101,18 +103,12 @@ FUSED_CONFIGS = {
 
 
 def _save_adapters(directory: Path, out: Path) -> dict[str, Path]:
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    saved = {}
-    fused = AutoConfig.from_pretrained(directory).model_type == "phi3"
-    for i, (name, config) in enumerate((FUSED_CONFIGS if fused else CONFIGS).items()):
-        torch.manual_seed(100 + i)
-        base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        peft = get_peft_model(base, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **config))
-        peft.save_pretrained(out / name)
-        saved[name] = out / name
-    return saved
+    configs = FUSED_CONFIGS if AutoConfig.from_pretrained(directory).model_type == "phi3" else CONFIGS
+    for i, (name, config) in enumerate(configs.items()):
+        tiny_adapter(directory, out / name, seed=100 + i, **config)
+    return {name: out / name for name in configs}
 
 
 @lru_cache(maxsize=8)
@@ -176,15 +172,8 @@ class _Served:
 
 
 def _register(store: AdapterStore, name: str, folder: Path) -> str:
-    import hashlib
-    import json
-
-    data = (folder / "adapter_model.safetensors").read_bytes()
-    digest = hashlib.sha256(data).hexdigest()
-    with store.open_blob(digest, len(data)) as blob:
-        blob.write(data)
-        blob.commit()
-    return store.register(name, json.loads((folder / "adapter_config.json").read_text()), digest).ref.key
+    peft = read_peft_dir(folder)
+    return store.register(name, peft.config, store.add_blob(peft.weights_path)).ref.key
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Page operations on memory, in their order; adapters written where they were placed."""
+"""Page operations on memory, in their order; adapters written where they were placed; on a CUDA device as well."""
 
 import pytest
 import torch
@@ -7,31 +7,35 @@ from lorasrv.models.spec import ModelSpec
 from lorasrv.outputs import RequestId
 from lorasrv.scheduler_output import CopyPages, DropSwap, PageCopy, SwapIn, SwapOut
 from lorasrv.worker.adapter_packing import PackedAdapter
+from lorasrv.worker.cuda_streams import StagingRing
 from lorasrv.worker.device_pool import DevicePool
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 from sgmv_kernels.formats.kv_format import KV_FORMATS
 
 A, B = RequestId("a"), RequestId("b")
-SPEC = ModelSpec("llama", 3, 64, 64, 2, 2, 16, 100, 100, 1e-5)
+LAYERS, PAGES = 4, 200
+SPEC = ModelSpec("llama", LAYERS, 256, 512, 4, 2, 64, 100, 100, 1e-5)
+CUDA = torch.device("cuda")
+on_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.fixture
-def memory() -> DevicePool:
-    memory = DevicePool(SPEC, 40, 16, KV_FORMATS["float32"], torch.device("cpu"))
-    for layer in range(3):
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=on_gpu)])
+def memory(request: pytest.FixtureRequest) -> DevicePool:
+    memory = DevicePool(SPEC, PAGES, 16, KV_FORMATS["bfloat16"], torch.device(request.param))
+    for layer in range(LAYERS):
         memory.slab(layer).copy_(torch.randint(0, 255, memory.slab(layer).shape, dtype=torch.uint8))
     return memory
 
 
 def _page(memory: DevicePool, page: int) -> torch.Tensor:
-    return torch.stack([memory.slab(layer).view(40, -1)[page] for layer in range(3)])
+    return torch.stack([memory.slab(layer).view(PAGES, -1)[page] for layer in range(LAYERS)])
 
 
 def test_a_page_is_read_before_it_is_reused(memory: DevicePool) -> None:
     """Swapped out, taken by a copy, and that one copied on: what each gets is what stood there at its turn."""
     three, four = _page(memory, 3), _page(memory, 4)
     ops = [SwapOut(A, (3,)), CopyPages((PageCopy(4, 3),)), CopyPages((PageCopy(3, 9),)), SwapIn(A, (10,))]
-    assert memory.apply(ops) == 2 * 3 * memory.page_bytes
+    assert memory.apply(ops) == 2 * LAYERS * memory.page_bytes
     assert torch.equal(_page(memory, 3), four)
     assert torch.equal(_page(memory, 9), four)
     assert torch.equal(_page(memory, 10), three)
@@ -39,19 +43,40 @@ def test_a_page_is_read_before_it_is_reused(memory: DevicePool) -> None:
 
 def test_swapped_pages_keep_their_order_and_are_forgotten(memory: DevicePool) -> None:
     before = [_page(memory, page) for page in (7, 2, 30)]
-    memory.apply([SwapOut(A, (7, 2, 30)), SwapOut(B, (1,)), DropSwap(B), SwapIn(A, (11, 12, 13))])
+    assert memory.apply([SwapOut(A, (7, 2, 30)), SwapOut(B, (1,)), DropSwap(B)]) == 4 * LAYERS * memory.page_bytes
+    for layer in range(LAYERS):
+        memory.slab(layer).view(PAGES, -1)[[7, 2, 30]] = 0
+    memory.apply([SwapIn(A, (11, 12, 13))])
     assert all(torch.equal(_page(memory, 11 + i), page) for i, page in enumerate(before))
     assert not memory._swapped
 
 
-def test_an_adapter_in_pieces(memory: DevicePool) -> None:
-    layout = AdapterLayout((SiteDims(64, (64, 32)),), (((24, 3),), ((24, 3),), ((0, 3),)), 2)
-    packed = PackedAdapter(layout, torch.randint(0, 255, (3, layout.layer_bytes), dtype=torch.uint8))
-    placed = layout.place([(30, 1), (5, 1), (20, 4)], memory.page_bytes)
+@pytest.mark.parametrize("is_busy", [False, pytest.param(True, marks=on_gpu)])
+def test_an_adapter_in_pieces(memory: DevicePool, is_busy: bool) -> None:
+    layout = AdapterLayout((SiteDims(64, (64, 32)),), (((240, 3),), ((240, 3),), ((0, 3),), ((240, 3),)), 2)
+    packed = PackedAdapter(layout, torch.randint(0, 255, (LAYERS, layout.layer_bytes), dtype=torch.uint8))
+    placed = layout.place([(30, 1), (5, 1), (20, 9)], memory.page_bytes)
     assert placed is not None
     assert len(placed.trimmed().runs) > 1
+    if is_busy:
+        busy = torch.randn(4096, 4096, device=CUDA)
+        for _ in range(20):
+            busy = busy @ busy
+    memory.apply([])
     memory.write_adapter(packed, placed)
-    for layer in range(3):
+    for layer in range(LAYERS):
         for panel, size in enumerate(layout.panel_bytes[layer].tolist()):
             at, source = int(placed.offsets[layer][panel]), int(layout.packed_offsets[layer][panel])
-            assert torch.equal(memory.slab(layer)[at : at + size], packed.data[layer, source : source + size])
+            found = memory.slab(layer)[at : at + size].cpu()
+            assert torch.equal(found, packed.data[layer, source : source + size])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_pieces_longer_than_a_slot_are_cut() -> None:
+    ring = StagingRing(CUDA, slot_bytes=1000)
+    source = torch.randint(0, 255, (12_345,), dtype=torch.uint8)
+    target = torch.zeros(12_345, dtype=torch.uint8, device=CUDA)
+    ring.mark_arranged()
+    ring.copy([(source, target)])
+    assert torch.equal(target.cpu(), source)

@@ -178,3 +178,12 @@ def test_codes_are_the_tensors(builtin: Checkpoint, module: str) -> None:
     assert isinstance(codes, GroupQuantizedWeight)
     assert torch.equal(codes.dequantize(), builtin.tensor(name))
     assert builtin.codes("model.norm.weight") is None
+
+
+def test_meter_keeps_the_peak() -> None:
+    meter = WeightMeter()
+    meter.add(10)
+    meter.add(5)
+    meter.release(12)
+    meter.add(1)
+    assert (meter.live_bytes, meter.peak_bytes) == (4, 15)

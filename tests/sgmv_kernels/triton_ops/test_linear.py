@@ -1,13 +1,8 @@
 """The Triton linears over quantized codes: compiled on a CUDA device, else under Triton's interpreter."""
 
-import os
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when triton is imported
-
 import pytest
+import torch
+from quantized_codes import random_codes
 
 from sgmv_kernels.formats.group_quant import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight
 from sgmv_kernels.ops import KernelArgumentError, Ops
@@ -26,28 +21,14 @@ FEW = LinearConfig(block_m=16, block_n=32, split_k=3, warps=4, stages=2)
 WHOLE = LinearConfig(block_m=16, block_n=64, split_k=1, warps=4, stages=2)
 
 
-def random_codes(out: int, width: int, group: int, levels: int) -> GroupQuantizedWeight:
-    """Every level occurs; groups differ in scale and minimum."""
-    shape = (out, width // group)
-    scales = (torch.rand(shape) * 0.02 + 0.001).half()
-    if levels == INT8_LEVELS:
-        return GroupQuantizedWeight(torch.randint(-127, 128, (out, width), dtype=torch.int8), scales / 16, None, levels)
-    codes = torch.randint(0, levels, (out, width), dtype=torch.uint8)
-    return GroupQuantizedWeight(codes, scales, (torch.randn(shape) * 0.05).half(), levels)
-
-
 def on_device(codes: GroupQuantizedWeight) -> GroupQuantizedWeight:
     minima = None if codes.minima is None else codes.minima.to(DEVICE)
     return GroupQuantizedWeight(codes.codes.to(DEVICE), codes.scales.to(DEVICE), minima, codes.levels)
 
 
 @pytest.fixture
-def ops(monkeypatch: pytest.MonkeyPatch) -> Ops:
-    def poisoned(*args, **options) -> torch.Tensor:
-        return torch.full(*args, float("nan"), **options)
-
-    monkeypatch.setattr(linear_triton, "new_planes", poisoned)
-    return Ops(DEVICE, "triton")
+def ops(triton_ops: Ops) -> Ops:
+    return triton_ops
 
 
 def product(x: torch.Tensor, codes: GroupQuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -64,7 +45,7 @@ def product(x: torch.Tensor, codes: GroupQuantizedWeight, bias: torch.Tensor | N
     ],
 )
 def test_packed_codes_are_those_that_were_packed(ops: Ops, width: int, group: int, levels: int) -> None:
-    codes = random_codes(37, width, group, levels)
+    codes = random_codes(levels, group, 37, width)
     packed = ops.pack_linear(on_device(codes))
     assert torch.equal(packed.dequantize().cpu(), codes.dequantize())
     ids = torch.tensor([36, 0, 5, 5])
@@ -73,10 +54,10 @@ def test_packed_codes_are_those_that_were_packed(ops: Ops, width: int, group: in
 
 
 def test_q3h_takes_three_and_a_half_bits() -> None:
-    assert pack_codes(random_codes(1, 4096, 64, Q3H_LEVELS)).numel() * 8 == 3.5 * 4096
+    assert pack_codes(random_codes(Q3H_LEVELS, 64, 1, 4096)).numel() * 8 == 3.5 * 4096
     # Nine groups: the first eight share seven planes, the ninth has its own.
-    assert pack_codes(random_codes(1, 9 * 64, 64, Q3H_LEVELS)).shape == (1, 8 * 32)
-    packed = Ops(DEVICE, "triton").pack_linear(on_device(random_codes(8, 4096, 128, INT4_LEVELS)))
+    assert pack_codes(random_codes(Q3H_LEVELS, 64, 1, 9 * 64)).shape == (1, 8 * 32)
+    packed = Ops(DEVICE, "triton").pack_linear(on_device(random_codes(INT4_LEVELS, 128, 8, 4096)))
     assert packed.nbytes == 8 * (4096 // 2 + 4096 // 128 * 4)
 
 
@@ -93,7 +74,7 @@ def test_q3h_takes_three_and_a_half_bits() -> None:
     ],
 )
 def test_unpacked_in_registers(rows: int, out: int, width: int, group: int, levels: int, config, ops: Ops) -> None:
-    codes, x, bias = random_codes(out, width, group, levels), torch.randn(rows, width), torch.randn(out)
+    codes, x, bias = random_codes(levels, group, out, width), torch.randn(rows, width), torch.randn(out)
     packed = ops.pack_linear(on_device(codes), bias.to(DEVICE))
     got = linear_triton.through_tiles(x.to(DEVICE), packed, config)
     torch.testing.assert_close(got.cpu(), product(x, codes, bias), **CLOSE[torch.float32])
@@ -103,7 +84,7 @@ def test_unpacked_in_registers(rows: int, out: int, width: int, group: int, leve
 @pytest.mark.parametrize("levels", LEVELS)
 @pytest.mark.parametrize("config", [FEW, pytest.param(WHOLE, marks=pytest.mark.long)], ids=["planes", "one plane"])
 def test_halves_have_codes_as_mantissas(levels: int, dtype: torch.dtype, config: LinearConfig, ops: Ops) -> None:
-    codes, x = random_codes(40, 576, 64, levels), torch.randn(3, 576).to(dtype)
+    codes, x = random_codes(levels, 64, 40, 576), torch.randn(3, 576).to(dtype)
     got = linear_triton.through_tiles(x.to(DEVICE), ops.pack_linear(on_device(codes)), config)
     assert got.dtype == dtype
     torch.testing.assert_close(got.cpu().float(), product(x, codes), **CLOSE[dtype])
@@ -111,7 +92,7 @@ def test_halves_have_codes_as_mantissas(levels: int, dtype: torch.dtype, config:
 
 @pytest.mark.parametrize("levels", LEVELS)
 def test_many_rows_are_left_to_blas(levels: int, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    codes, x, bias = random_codes(40, 576, 64, levels), torch.randn(150, 576), torch.randn(40)
+    codes, x, bias = random_codes(levels, 64, 40, 576), torch.randn(150, 576), torch.randn(40)
     packed = ops.pack_linear(on_device(codes), bias.to(DEVICE))
     used = []
     monkeypatch.setattr(linear_triton, "dequantize_above", lambda *_: 128)
@@ -127,7 +108,7 @@ def test_many_rows_are_left_to_blas(levels: int, ops: Ops, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("levels", LEVELS)
 def test_a_row_does_not_depend_on_the_rows_beside_it(levels: int, ops: Ops) -> None:
-    codes, x = random_codes(64, 512, 64, levels), torch.randn(9, 512)
+    codes, x = random_codes(levels, 64, 64, 512), torch.randn(9, 512)
     packed = ops.pack_linear(on_device(codes))
     many = ops.linear(x.to(DEVICE), packed)
     x[:4], x[5:] = float("nan"), torch.randn(4, 512)
@@ -137,24 +118,24 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(levels: int, ops: Ops) -> N
 
 def test_one_scale_a_channel(ops: Ops) -> None:
     """A group of int8 may be of any size that 32 divides; it is taken in tiles."""
-    codes, x = random_codes(20, 576, 576, INT8_LEVELS), torch.randn(2, 576)
+    codes, x = random_codes(INT8_LEVELS, 576, 20, 576), torch.randn(2, 576)
     packed = ops.pack_linear(on_device(codes))
     torch.testing.assert_close(ops.linear(x.to(DEVICE), packed).cpu(), product(x, codes), **CLOSE[torch.float32])
 
 
 def test_no_rows(ops: Ops) -> None:
-    packed = ops.pack_linear(on_device(random_codes(20, 64, 32, INT4_LEVELS)))
+    packed = ops.pack_linear(on_device(random_codes(INT4_LEVELS, 32, 20, 64)))
     assert ops.linear(torch.zeros(0, 64, device=DEVICE), packed).shape == (0, 20)
 
 
 @pytest.mark.parametrize("levels", LEVELS)
 def test_groups_without_tiles_are_refused(levels: int, ops: Ops) -> None:
     with pytest.raises(KernelArgumentError, match="groups of 24"):
-        ops.pack_linear(on_device(random_codes(4, 48, 24, levels)))
+        ops.pack_linear(on_device(random_codes(levels, 24, 4, 48)))
 
 
 def test_arguments_are_checked(ops: Ops) -> None:
-    codes = on_device(random_codes(20, 64, 32, INT4_LEVELS))
+    codes = on_device(random_codes(INT4_LEVELS, 32, 20, 64))
     with pytest.raises(KernelArgumentError, match=r"bias must be float32 \[20\]"):
         ops.pack_linear(codes, torch.zeros(19))
     with pytest.raises(KernelArgumentError, match=r"contiguous \[T, 64\]"):
@@ -167,7 +148,7 @@ def test_arguments_are_checked(ops: Ops) -> None:
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_int4_against_tinygemm(ops: Ops, group: int, rows: int) -> None:
     """torch's own kernel, whose weights are (code - 8) * scale + zero in bf16."""
-    codes = random_codes(1024, 2048, group, INT4_LEVELS)
+    codes = random_codes(INT4_LEVELS, group, 1024, 2048)
     scales = codes.scales.bfloat16()
     zeros = (codes.minima.float() + 8 * scales.float()).bfloat16()
     same = GroupQuantizedWeight(codes.codes, scales.half(), (zeros.float() - 8 * scales.float()).half(), INT4_LEVELS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
-from lorasrv.errors import ConfigError, ModelNotFound
+from lorasrv.errors import ModelNotFound
 from lorasrv.llm import LLM
 from lorasrv.models.families import tensor_shapes
 from lorasrv.models.loader import open_checkpoint
@@ -73,5 +73,3 @@ def test_the_built_in_shape() -> None:
 def test_what_has_no_shape_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFound, match=r"has no config\.json and is not one of: llama-3-8b"):
         open_checkpoint(str(tmp_path), "dummy")
-    with pytest.raises(ConfigError, match="--load-format 'random' is unknown; choose from auto, dummy"):
-        ModelOptions(load_format="random")

@@ -19,13 +19,15 @@ from safetensors.torch import load_file
 
 from lorasrv.errors import CorruptModel, ModelError, UnsupportedModel
 from lorasrv.models.families import detect
-from lorasrv.models.loader import open_checkpoint
+from lorasrv.models.loader import open_checkpoint, state_dict_fp32
 from lorasrv.models.loader.ggml_dequant import decode, ggml_type
 from lorasrv.models.loader.gguf_file import GgufFile
 from lorasrv.models.quantization import get_format
+from lorasrv.text.tokenizer import Tokenizer
 from lorasrv.worker.weights import load_weights
 from sgmv_kernels.ops import Ops
 
+TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
 LEFT_TO_GGUF = (
     *("Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_NL"),
     *("IQ3_S", "IQ2_S", "IQ4_XS", "IQ1_M", "TQ1_0", "TQ2_0", "MXFP4"),
@@ -46,23 +48,25 @@ def test_every_type_of_the_gguf_package_has_its_size() -> None:
             assert (kind.name, kind.block_size, kind.block_bytes) == (number.name, block, size)
 
 
-@pytest.mark.parametrize("kind", LEFT_TO_GGUF)
-def test_other_blocks_are_what_the_gguf_package_says(kind: str) -> None:
+@pytest.mark.parametrize("kind", [*TYPES, *LEFT_TO_GGUF])
+def test_blocks_decode_exactly_as_the_gguf_package_does(kind: str) -> None:
     number = gguf.GGMLQuantizationType[kind]
     ours = ggml_type(int(number), "t")
     random = np.random.default_rng(0)
-    shape = (4, 2 * ours.block_size)
+    shape = (7, 2 * ours.block_size if kind in LEFT_TO_GGUF else 96)
+    values = random.standard_normal(shape).astype(np.float32)
+    values[2] = 0
     try:
-        stored = gguf.quants.quantize(random.standard_normal(shape).astype(np.float32), number)
+        stored = gguf.quants.quantize(values, number)
     except NotImplementedError:
         # Any bytes are a block, but most fp16 scales would be huge or no number: their exponents are made small.
-        stored = random.integers(0, 256, (4, 2 * ours.block_bytes), dtype=np.uint8)
+        stored = random.integers(0, 256, (7, 2 * ours.block_bytes), dtype=np.uint8)
         stored[:, 1::2] &= 0xBF
     with np.errstate(all="ignore"):
-        want = gguf.quants.dequantize(stored, number)
+        want = gguf.quants.dequantize(stored, number).astype(np.float32)
     got = decode(np.frombuffer(bytearray(stored.tobytes()), np.uint8), ours, shape)
-    assert got.dtype == torch.float32
-    assert np.array_equal(got.numpy(), want, equal_nan=True)
+    assert kind in TYPES or got.dtype == torch.float32
+    assert np.array_equal(got.float().numpy(), want, equal_nan=True)
     assert np.isfinite(want).mean() > 0.5
     assert want.std() > 0
 
@@ -234,13 +238,7 @@ def test_damaged_gguf_headers_raise_only_model_errors(
     assert len(message) < 500
 
 
-def patched(path: Path, offset: int, fmt: str, value: int) -> bytes:
-    raw = bytearray(path.read_bytes())
-    struct.pack_into(fmt, raw, offset, value)
-    return bytes(raw)
-
-
-def tensor_entry(raw: bytes, name: str) -> int:
+def tensor_entry(raw: bytearray, name: str) -> int:
     """Where the dimensions of a two-dimensional tensor's entry begin: two of 8 bytes, 4 of type, 8 of offset."""
     return raw.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name) + 4
 
@@ -251,25 +249,37 @@ UP, DOWN = "blk.1.ffn_up.weight", "blk.1.ffn_down.weight"
 TYPE, OFFSET = 16, 20
 
 
+BLOCKS = b"llama.block_count"
+
+
 @pytest.mark.parametrize(
-    ("at", "fmt", "value", "error", "message"),
+    ("place", "at", "fmt", "value", "error", "message"),
     [
-        (0, "<Q", 0, CorruptModel, rf"tensor '{UP}' is \[96, 0\], which is empty"),
-        (0, "<Q", 1 << 62, CorruptModel, rf"truncated: tensor '{UP}' ends at byte \d+ of \d+"),
-        (-4, "<I", 77, CorruptModel, rf"tensor '{UP}' claims 77 dimensions, more than 4"),
-        (TYPE, "<I", 15, UnsupportedModel, rf"tensor '{UP}' has GGUF type Q8_K, which is not supported; known: F32"),
-        (TYPE, "<I", 999, UnsupportedModel, rf"tensor '{UP}' has GGUF type number 999, .*known: F32"),
-        (TYPE, "<I", 14, CorruptModel, rf"tensor '{UP}': \[96, 64\] is not a multiple of Q6_K blocks"),
-        (OFFSET, "<Q", 1 << 50, CorruptModel, rf"truncated: tensor '{UP}' ends at byte"),
-        (OFFSET, "<Q", 7, CorruptModel, rf"tensor '{UP}' begins at 7, which is no multiple of 32"),
-        (OFFSET, "<Q", 64, CorruptModel, "tensors '.*' and '.*' overlap in the file"),
+        ("header", 4, "<I", 1, UnsupportedModel, "GGUF version 1 .*known: 2, 3"),
+        ("header", 4, ">I", 3, UnsupportedModel, "byte order"),
+        ("header", 0, "<I", 0, CorruptModel, "not a GGUF file: it does not begin with GGUF"),
+        ("header", 8, "<Q", 1 << 60, CorruptModel, r"the GGUF file is damaged or truncated: \d+ tensors and"),
+        ("header", 16, "<Q", 1 << 60, CorruptModel, r"damaged or truncated: 30 tensors and \d+ keys claimed in \d+ by"),
+        ("header", 24, "<Q", 1 << 62, CorruptModel, "truncated in its header"),
+        ("key", 0, "<I", 77, CorruptModel, r"metadata of unknown kind 77 \(in key 'llama\.block_count'\)"),
+        ("tensor", 0, "<Q", 0, CorruptModel, rf"tensor '{UP}' is \[96, 0\], which is empty"),
+        ("tensor", 0, "<Q", 1 << 62, CorruptModel, rf"truncated: tensor '{UP}' ends at byte \d+ of \d+"),
+        ("tensor", -4, "<I", 77, CorruptModel, rf"tensor '{UP}' claims 77 dimensions, more than 4"),
+        ("tensor", TYPE, "<I", 15, UnsupportedModel, rf"'{UP}' has GGUF type Q8_K, which is not supported; known: F32"),
+        ("tensor", TYPE, "<I", 999, UnsupportedModel, rf"tensor '{UP}' has GGUF type number 999, .*known: F32"),
+        ("tensor", TYPE, "<I", 14, CorruptModel, rf"tensor '{UP}': \[96, 64\] is not a multiple of Q6_K blocks"),
+        ("tensor", OFFSET, "<Q", 1 << 50, CorruptModel, rf"truncated: tensor '{UP}' ends at byte"),
+        ("tensor", OFFSET, "<Q", 7, CorruptModel, rf"tensor '{UP}' begins at 7, which is no multiple of 32"),
+        ("tensor", OFFSET, "<Q", 64, CorruptModel, "tensors '.*' and '.*' overlap in the file"),
     ],
 )
-def test_wrong_entries_of_a_tensor(
-    llama_gguf: Path, tmp_path: Path, at: int, fmt: str, value: int, error: type[Exception], message: str
+def test_wrong_numbers(
+    llama_gguf: Path, tmp_path: Path, place: str, at: int, fmt: str, value: int, error: type[Exception], message: str
 ) -> None:
-    path = tmp_path / "bad.gguf"
-    path.write_bytes(patched(llama_gguf, tensor_entry(llama_gguf.read_bytes(), UP) + at, fmt, value))
+    raw, path = bytearray(llama_gguf.read_bytes()), tmp_path / "bad.gguf"
+    begin = {"header": 0, "key": raw.index(BLOCKS) + len(BLOCKS), "tensor": tensor_entry(raw, UP)}[place]
+    struct.pack_into(fmt, raw, begin + at, value)
+    path.write_bytes(raw)
     with pytest.raises(error, match=r"^bad\.gguf: ") as caught:
         open_checkpoint(str(path))
     assert re.search(message, str(caught.value))
@@ -303,9 +313,100 @@ def test_wrong_alignment(llama_dir: Path, write_gguf: GgufWriter, tmp_path: Path
         open_checkpoint(str(write_gguf(llama_dir, tmp_path / "m.gguf", "F32", **extra)))
 
 
-def test_metadata_of_an_unknown_kind_names_its_key(llama_gguf: Path, tmp_path: Path) -> None:
-    key = b"llama.block_count"
-    path = tmp_path / "bad.gguf"
-    path.write_bytes(patched(llama_gguf, llama_gguf.read_bytes().index(key) + len(key), "<I", 77))
-    with pytest.raises(CorruptModel, match=r"metadata of unknown kind 77 \(in key 'llama\.block_count'\)"):
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
+def test_gguf_undoes_the_permutation_of_q_and_k(
+    tiny_hf_checkpoints: Tiny, write_gguf: GgufWriter, tmp_path: Path, family: str
+) -> None:
+    source = tiny_hf_checkpoints[family](intermediate_size=96, sliding_window=None)
+    wanted, ours = open_checkpoint(str(source)), open_checkpoint(str(write_gguf(source, tmp_path / "m.gguf", "F32")))
+    expected, got = state_dict_fp32(wanted), state_dict_fp32(ours)
+    wanted.close()
+    ours.close()
+    assert got.keys() == expected.keys()
+    assert all(torch.equal(got[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_every_supported_type_loads(llama_dir: Path, write_gguf: GgufWriter, tmp_path: Path, kind: str) -> None:
+    checkpoint = open_checkpoint(str(write_gguf(llama_dir, tmp_path / "m.gguf", kind)))
+    reference = load_file(llama_dir / "model.safetensors")
+    name = "model.layers.1.self_attn.q_proj.weight"
+    tolerance = {"F32": 0.0, "F16": 1e-3, "BF16": 4e-3, "Q8_0": 8e-3}.get(kind, 0.12)
+    error = (checkpoint.tensor(name).float() - reference[name]).abs().max() / reference[name].abs().max()
+    checkpoint.close()
+    assert error <= tolerance
+
+
+def test_gguf_rope_factors_reach_the_spec(
+    llama_dir: Path, write_gguf: GgufWriter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = gguf.GGUFWriter.write_header_to_file
+
+    def with_factors(writer: gguf.GGUFWriter) -> None:
+        writer.add_tensor("rope_freqs.weight", np.arange(1, 9, dtype=np.float32))
+        original(writer)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "write_header_to_file", with_factors)
+    checkpoint = open_checkpoint(str(write_gguf(llama_dir, tmp_path / "m.gguf", "F32")))
+    checkpoint.close()
+    assert (checkpoint.spec.rope.kind, checkpoint.spec.rope.factors) == ("factors", tuple(range(1, 9)))
+
+
+def test_unknown_tensor_types_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModel, match=r"'blk\.0\.x' has GGUF type Q8_K.*known: F32, F16, Q4_0, .*Q6_K"):
+        ggml_type(15, "blk.0.x")
+    with pytest.raises(UnsupportedModel, match="number 999"):
+        ggml_type(999, "t")
+
+
+def test_metadata_equals_the_gguf_packages_reader(llama_gguf: Path) -> None:
+    file, reader = GgufFile(llama_gguf), gguf.GGUFReader(llama_gguf)
+    expected = {key: field.contents() for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    assert file.metadata == expected
+    assert {t.name: (tuple(t.shape[::-1]), t.data_offset) for t in reader.tensors} == {
+        name: (info.shape, info.offset) for name, info in file.tensors.items()
+    }
+
+
+@pytest.mark.parametrize("keep", [0, 3, 20, 100, 3000, -1, -4000])
+def test_truncated_gguf(llama_gguf: Path, tmp_path: Path, keep: int) -> None:
+    path = tmp_path / "cut.gguf"
+    path.write_bytes(llama_gguf.read_bytes()[:keep])
+    with pytest.raises(CorruptModel, match=r"truncated|empty|begin with GGUF") as caught:
         open_checkpoint(str(path))
+    assert str(tmp_path) not in str(caught.value)
+
+
+def test_gguf_of_another_architecture_and_split_files(llama_dir: Path, write_gguf: GgufWriter, tmp_path: Path) -> None:
+    path = write_gguf(llama_dir, tmp_path / "m.gguf", "F32")
+    path.write_bytes(path.read_bytes().replace(b"llama", b"mamba"))
+    with pytest.raises(UnsupportedModel, match="architecture 'mamba'"):
+        open_checkpoint(str(path))
+    split = write_gguf(llama_dir, tmp_path / "s.gguf", "F32", **{"split.count": 2})
+    with pytest.raises(UnsupportedModel, match="split over several files"):
+        open_checkpoint(str(split))
+
+
+def test_gguf_missing_tensors_are_named(llama_dir: Path, write_gguf: GgufWriter, tmp_path: Path) -> None:
+    path = write_gguf(llama_dir, tmp_path / "m.gguf", "F32")
+    path.write_bytes(path.read_bytes().replace(b"blk.1.ffn_up", b"blk.1.ffn_xx"))
+    with pytest.raises(CorruptModel, match=r"1 of 30 tensors are missing: model\.layers\.1\.mlp\.up_proj\.weight"):
+        open_checkpoint(str(path))
+
+
+def test_unreadable_file(llama_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise PermissionError(13, "Permission denied", str(llama_gguf))
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(CorruptModel, match="cannot be read: Permission denied"):
+        open_checkpoint(str(llama_gguf))
+
+
+def test_gguf_and_directory_tokenize_alike(llama_dir: Path, llama_gguf: Path, corpus: list[str]) -> None:
+    a, b = open_checkpoint(str(llama_dir)), open_checkpoint(str(llama_gguf))
+    ours, wanted = (Tokenizer.from_source(c.tokenizer_source()) for c in (b, a))
+    assert [ours.encode(text) for text in corpus] == [wanted.encode(text) for text in corpus]
+    assert b.tokenizer_source().special == {"bos_token": "<|im_start|>", "eos_token": "<|im_end|>"}
+    a.close()
+    b.close()

@@ -2,13 +2,10 @@
 
 import pytest
 from bare_scheduler import KEYS, Bench, names
+from tiny_scheduler import scheduler
 
 from lorasrv.config import POLICIES, Limits
 from lorasrv.outputs import FinishReason
-
-
-def _bench(policy: str, seats: int = 1, budget: int = 64, **options: object) -> Bench:
-    return Bench(pages=2000, max_num_seqs=seats, max_num_batched_tokens=budget, options={"policy": policy, **options})
 
 
 def _order(bench: Bench) -> list[str]:
@@ -20,7 +17,7 @@ def _order(bench: Bench) -> list[str]:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_lower_priority_number_goes_first(policy: str) -> None:
-    bench = _bench(policy)
+    bench = scheduler(policy, seats=1)
     for priority in (1, 0, -1):
         bench.add(f"p{priority}", priority=priority, adapter_id=str(priority))
     assert _order(bench) == ["p-1", "p0", "p1"]
@@ -28,7 +25,7 @@ def test_a_lower_priority_number_goes_first(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_least_urgent_gives_way_first(policy: str) -> None:
-    bench = Bench(pages=8, max_num_seqs=4, max_num_batched_tokens=64, options={"policy": policy})
+    bench = scheduler(policy, seats=4, pages=8)
     bench.scheduler.predictor.planned_remaining = lambda request: 1
     bench.add("idle talk", prompt=8, max_tokens=20, priority=3)
     bench.add("urgent", prompt=8, max_tokens=20, priority=-3)
@@ -40,21 +37,21 @@ def test_the_least_urgent_gives_way_first(policy: str) -> None:
 
 
 def test_fcfs_is_the_order_of_arrival() -> None:
-    bench = _bench("fcfs")
+    bench = scheduler("fcfs", seats=1)
     for name in ("hot 1", "hot 2", "cool"):
         bench.add(name, adapter_id=name.split()[0])
     assert _order(bench) == ["hot 1", "hot 2", "cool"]
 
 
 def test_fair_takes_turns() -> None:
-    bench = _bench("fair")
+    bench = scheduler("fair", seats=1)
     for name in ("hot 1", "hot 2", "cool 1", "cool 2"):
         bench.add(name, adapter_id=name.split()[0])
     assert _order(bench) == ["hot 1", "cool 1", "hot 2", "cool 2"]
 
 
 def test_fair_weighs() -> None:
-    bench = _bench("fair", adapter_limits=Limits())
+    bench = scheduler("fair", seats=1, adapter_limits=Limits())
     bench.scheduler.quotas.set_limits("gold", Limits(weight=3.0))
     for i in range(12):
         bench.add(f"gold {i}", adapter_id="gold")
@@ -65,7 +62,7 @@ def test_fair_weighs() -> None:
 
 def _who_is_next(adapter_s: float) -> list[str]:
     """A seat becomes free beside a running request on the first adapter, whose account is a little ahead by now."""
-    bench = _bench("fair", seats=2)
+    bench = scheduler("fair", seats=2)
     bench.books.costs.step.seconds_each = [0.0, 1e-3, 0.0, adapter_s, 0.0]
     for key in KEYS[:2]:
         bench.add(f"bring {key[0]}", max_tokens=1, key=key)
@@ -84,7 +81,7 @@ def test_fair_shares_an_adapter_if_the_gap_is_worth_less() -> None:
 
 
 def test_sjf_learns_who_is_short() -> None:
-    bench = _bench("sjf")
+    bench = scheduler("sjf", seats=1)
     for i in range(10):
         bench.add(f"terse {i}", max_tokens=200, adapter_id="terse", ends_at=2)
         bench.add(f"verbose {i}", max_tokens=200, adapter_id="verbose", ends_at=50)
@@ -97,7 +94,7 @@ def test_sjf_learns_who_is_short() -> None:
 
 
 def test_sjf_counts_prompts_and_ages() -> None:
-    bench = _bench("sjf")
+    bench = scheduler("sjf", seats=1)
     bench.books.costs.step.seconds_each = [0.0, 1.0, 0.0, 0.0, 0.0]
     bench.add("busy", max_tokens=2)
     bench.step()
@@ -109,7 +106,7 @@ def test_sjf_counts_prompts_and_ages() -> None:
 
 
 def test_mlfq_gives_a_newcomer_the_seat_of_one_that_has_run_long() -> None:
-    bench = _bench("mlfq")
+    bench = scheduler("mlfq", seats=1)
     bench.add("old", max_tokens=120)
     for _ in range(40):
         bench.step()
@@ -123,7 +120,7 @@ def test_mlfq_gives_a_newcomer_the_seat_of_one_that_has_run_long() -> None:
 
 
 def test_mlfq_falls_level_by_level_and_skips_those_a_prompt_uses_up() -> None:
-    bench = _bench("mlfq")
+    bench = scheduler("mlfq", seats=1)
     bench.add("long prompt", prompt=640, max_tokens=30)
     bench.step()
     bench.add("short prompt", prompt=4, max_tokens=30)
@@ -143,7 +140,7 @@ def _streams(bench: Bench, count: int) -> None:
 @pytest.mark.parametrize(("target_ms", "chunk"), [(None, 200 - 4), (100.0, 76), (1.0, 16)])
 def test_a_prompt_comes_in_chunks_and_every_answer_goes_on(policy: str, target_ms: float | None, chunk: int) -> None:
     """A step costs 20 ms and a ms for each token: 4 answers leave 76 tokens to a target of 100 ms."""
-    bench = _bench(policy, seats=6, budget=200, target_itl_ms=target_ms)
+    bench = scheduler(policy, seats=6, budget=200, target_itl_ms=target_ms)
     _streams(bench, 4)
     bench.books.costs.step.seconds_each = [20e-3, 1e-3, 0.0, 0.0, 0.0]
     bench.add("prompt", prompt=500, max_tokens=2)
@@ -159,13 +156,13 @@ def _share(step: object, name: str) -> int:
 
 
 def test_without_answers_a_chunk_is_the_whole_budget() -> None:
-    bench = _bench("fair", seats=4, budget=200, target_itl_ms=1.0)
+    bench = scheduler("fair", seats=4, budget=200, target_itl_ms=1.0)
     bench.add("prompt", prompt=500)
     assert [bench.step().num_tokens for _ in range(3)] == [200, 200, 100]
 
 
 def test_adapters_in_the_step_make_chunks_shorter() -> None:
-    bench = _bench("fair", seats=4, budget=200, target_itl_ms=100.0)
+    bench = scheduler("fair", seats=4, budget=200, target_itl_ms=100.0)
     bench.add("on an adapter", max_tokens=300, key=KEYS[0])
     bench.step()
     bench.bring(KEYS[0])
@@ -177,7 +174,7 @@ def test_adapters_in_the_step_make_chunks_shorter() -> None:
 
 
 def test_a_long_prompt_leaves_half_of_the_chunk_to_a_short_one() -> None:
-    bench = _bench("fcfs", seats=4, budget=64)
+    bench = scheduler("fcfs", seats=4, budget=64)
     bench.add("long", prompt=600)
     assert _share(bench.step(), "long") == 64
     bench.add("short", prompt=20)
@@ -190,7 +187,7 @@ def test_a_long_prompt_leaves_half_of_the_chunk_to_a_short_one() -> None:
 
 
 def test_a_newcomer_has_a_token_although_answers_take_them_all() -> None:
-    bench = _bench("mlfq", seats=4, budget=4)
+    bench = scheduler("mlfq", seats=4, budget=4)
     for i in range(4):
         bench.add(f"old {i}", prompt=1, max_tokens=200)
     for _ in range(60):
@@ -200,7 +197,7 @@ def test_a_newcomer_has_a_token_although_answers_take_them_all() -> None:
 
 
 def test_an_old_version_does_not_wait_for_a_new_one_of_its_name() -> None:
-    bench = _bench("fair", seats=4)
+    bench = scheduler("fair", seats=4)
     bench.add("bring", max_tokens=1, key=KEYS[0], adapter_id="mia")
     bench.run()
     bench.add("of the cold version", key=KEYS[1], adapter_id="mia")
@@ -210,7 +207,7 @@ def test_an_old_version_does_not_wait_for_a_new_one_of_its_name() -> None:
 
 def test_who_runs_is_charged_however_many_accounts_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorasrv.scheduler.policies.fair.MIN_SWEEP", 4)
-    bench = _bench("fair", seats=8)
+    bench = scheduler("fair", seats=8)
     bench.add("long", max_tokens=100, adapter_id="long")
     for i in range(30):
         bench.add(f"short {i}", prompt=20, max_tokens=2, adapter_id=f"a{i}")

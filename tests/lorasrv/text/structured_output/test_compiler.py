@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, decoders, models, normalizers
-from tokenizers import Tokenizer as Backend
+from tiny_tokenizers import sentencepiece
 
 from lorasrv.errors import EngineOverloaded, InvalidRequest, LorasrvError
 from lorasrv.text.structured_output import grammar as source
@@ -19,26 +18,15 @@ from lorasrv.text.structured_output.compiler import GrammarCompiler
 from lorasrv.text.structured_output.matcher import CompiledGrammar, Vocabulary
 from lorasrv.text.structured_output.sandbox import TOO_COSTLY, GrammarSandbox, GrammarVerdict
 from lorasrv.text.structured_output.satisfiability import lark_can_end, repetitions
-from lorasrv.text.tokenizer import Tokenizer, TokenizerJson, TokenizerSource
+from lorasrv.text.tokenizer import Tokenizer
 
 PADDING = 70
-
-
-def sentencepiece() -> Tokenizer:
-    """Llama 2's kind: blanks as U+2581, a token for every byte, a blank in front of every text that is stripped."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *'abcdefghyes.한{}:"', "▁yes"]
-    backend = Backend(models.BPE(vocab={w: i for i, w in enumerate(words)}, merges=[], byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    backend.decoder = decoders.Sequence(steps)
-    special = [AddedToken(token, special=True, normalized=False) for token in ("<s>", "</s>")]
-    backend.add_special_tokens(special)
-    return Tokenizer.from_source(TokenizerSource(TokenizerJson(backend.to_str()), eos_token_ids=(2,)))
+WORDS = (*'abcdefghyes.한{}:"', "▁yes")
 
 
 @pytest.fixture(scope="module", params=["byte_level", "byte_fallback"])
 def tokenizer(request: pytest.FixtureRequest, builtin_tokenizer: Tokenizer) -> Tokenizer:
-    return builtin_tokenizer if request.param == "byte_level" else sentencepiece()
+    return builtin_tokenizer if request.param == "byte_level" else sentencepiece(WORDS, prepends=True)
 
 
 @pytest.fixture(scope="module")
@@ -346,7 +334,7 @@ def test_what_is_too_deep_to_look_through_is_left_to_the_compiler() -> None:
 
 
 def test_ends_outside_of_the_vocabulary_are_no_ends() -> None:
-    tokenizer = sentencepiece()
+    tokenizer = sentencepiece(WORDS, prepends=True)
     assert Vocabulary.of(tokenizer, tokenizer.vocab_size, [2, 10**6]).ends == (2,)
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, frozenset({10**6}))
     with pytest.raises(InvalidRequest, match="names no token that ends an answer"):

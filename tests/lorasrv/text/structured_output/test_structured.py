@@ -3,9 +3,7 @@
 import asyncio
 import json
 import re
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from pathlib import Path
 
 import jsonschema_rs
 import numpy as np
@@ -13,10 +11,8 @@ import pytest
 from mispredict import expect_short_answers
 from random_schemas import random_schema
 
-from adapter_store.store import AdapterStore
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
+from lorasrv.config import SchedulerOptions
 from lorasrv.engine.async_engine import AsyncEngine
-from lorasrv.errors import InvalidRequest
 from lorasrv.outputs import FinishReason, RequestOutput
 from lorasrv.request import ConstraintState, Request, TokenConstraint
 from lorasrv.sampling_params import SamplingParams
@@ -26,34 +22,7 @@ NAMES = ("one", "two", "three")
 PROMPT = list(range(10, 30))
 RANDOM = SamplingParams(max_tokens=480, temperature=1.0, seed=0)
 SCHEMAS = 200
-
-
-@pytest.fixture
-def serve(model: Path, store: AdapterStore) -> Callable[..., None]:
-    """serve(scenario) runs `await scenario(engine)` with a live engine, then checks its accounts."""
-
-    def run(
-        scenario: Callable[[AsyncEngine], Awaitable[None]], pool_bytes: int = 32 << 20, **scheduler: object
-    ) -> None:
-        config = EngineConfig(
-            model=ModelOptions(model=str(model), quantization="none", dtype="float32"),
-            memory=MemoryOptions(pool_bytes=pool_bytes),
-            scheduler=SchedulerOptions(**{"target_itl_ms": None, **scheduler}),
-        )
-
-        async def main() -> None:
-            engine = AsyncEngine.build(config, store)
-            await engine.start()
-            try:
-                await scenario(engine)
-                assert engine.is_alive
-            finally:
-                await engine.shutdown()
-            engine._engine.check_integrity()
-
-        asyncio.run(main())
-
-    return run
+UNPACED = SchedulerOptions(target_itl_ms=None)
 
 
 async def answer(
@@ -85,7 +54,7 @@ def test_answers_to_random_schemas_validate_in_mixed_batches(serve, store) -> No
         assert len(set(said)) > SCHEMAS / 3, "a model that always says the same proves little"
         assert {last.finish_reason for _, last in await asyncio.gather(*free)} <= {"stop", "length"}
 
-    serve(scenario)
+    serve(scenario, pages=2730, scheduler=UNPACED)
 
 
 def test_without_its_grammar_an_answer_does_not_validate(serve) -> None:
@@ -94,7 +63,7 @@ def test_without_its_grammar_an_answer_does_not_validate(serve) -> None:
         with pytest.raises(ValueError):  # noqa: PT011 - whatever json says
             json.loads(text)
 
-    serve(scenario)
+    serve(scenario, pages=2730, scheduler=UNPACED)
 
 
 def test_ends(serve) -> None:
@@ -113,7 +82,7 @@ def test_ends(serve) -> None:
         assert (some, last.finish_reason) == ("xxx", FinishReason.STOP)
         assert last.stop_reason in ("-", "~")
 
-    serve(scenario)
+    serve(scenario, pages=2730, scheduler=UNPACED)
 
 
 def test_choices_have_states_of_their_own_and_text_is_whole(serve) -> None:
@@ -128,7 +97,7 @@ def test_choices_have_states_of_their_own_and_text_is_whole(serve) -> None:
         assert all(re.fullmatch("[가-힣]{4}😀|größe{2}", text) for text in texts)
         assert len(set(texts)) > 2
 
-    serve(scenario)
+    serve(scenario, pages=2730, scheduler=UNPACED)
 
 
 @pytest.mark.parametrize("preemption", [pytest.param("recompute", marks=pytest.mark.long), "swap"])
@@ -146,7 +115,7 @@ def test_preempted_answers_go_on_where_they_were(serve, preemption: str) -> None
         assert [text for text, _ in crowded] == [text for text, _ in alone]
         assert all(re.fullmatch("([a-z]{3},){12}end", text) for text, _ in crowded)
 
-    serve(scenario, pool_bytes=20 * 12288, preemption=preemption)
+    serve(scenario, pages=20, scheduler=SchedulerOptions(target_itl_ms=None, preemption=preemption))
 
 
 class Broken:
@@ -182,17 +151,7 @@ def test_a_matcher_that_fails_ends_its_own_request(serve, where: str) -> None:
         text, last = await other
         assert (len(text), last.finish_reason) == (60, FinishReason.STOP)
 
-    serve(scenario)
-
-
-def test_what_contradicts_a_grammar_is_refused_by_name(serve) -> None:
-    async def scenario(engine: AsyncEngine) -> None:
-        for change in ({"ignore_eos": True}, {"min_tokens": 3}):
-            with pytest.raises(InvalidRequest) as caught:
-                await answer(engine, source.regex_of("a", "p"), replace(RANDOM, **change))
-            assert caught.value.param == next(iter(change))
-
-    serve(scenario)
+    serve(scenario, pages=2730, scheduler=UNPACED)
 
 
 def test_masks_are_bits_of_the_vocabulary(serve) -> None:
@@ -202,7 +161,7 @@ def test_masks_are_bits_of_the_vocabulary(serve) -> None:
         assert (first.dtype, first.shape) == (np.int32, (-(-engine.spec.vocab_size // 32),))
         assert state.allowed() is first, "one buffer for all steps"
 
-    serve(scenario)
+    serve(scenario, pages=2730, scheduler=UNPACED)
 
 
 def test_an_answer_that_has_ended_keeps_no_matcher(serve) -> None:
@@ -222,4 +181,4 @@ def test_an_answer_that_has_ended_keeps_no_matcher(serve) -> None:
         assert done.finish_reason is FinishReason.STOP
         assert [request.constraint_state for request in remembered] == [None]
 
-    serve(scenario)
+    serve(scenario, pages=2730, scheduler=UNPACED)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_adapters import tiny_adapter
 
 from adapter_store.errors import AdapterCorrupt
 from adapter_store.formats.weights import AdapterWeights, LoraTensors
@@ -40,31 +41,21 @@ ROUNDED = {"quantization": "int8", "dtype": "bfloat16"}
 @pytest.fixture(scope="module")
 def adapters(tiny_hf_checkpoints: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """PEFT's own adapter of all linears for a Hugging Face folder: random, or untrained."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
     made: dict[tuple[Path, bool], Path] = {}
 
     def make(model: Path, trained: bool = True) -> Path:
         if (model, trained) not in made:
-            torch.manual_seed(1)
-            config = LoraConfig(
-                r=4,
+            folder = made[model, trained] = tmp_path_factory.mktemp("adapter")
+            tiny_adapter(
+                model,
+                folder,
+                seed=1,
+                strength=0.3,  # of the size of what the base computes, as a trained one, not ten times that
                 lora_alpha=6,
-                target_modules="all-linear",
                 init_lora_weights=not trained,
                 rank_pattern={"layers.1.self_attn.o_proj": 7},
                 alpha_pattern={"layers.2.mlp.down_proj": 3},
-                task_type="CAUSAL_LM",
             )
-            folder = made[model, trained] = tmp_path_factory.mktemp("adapter")
-            peft = get_peft_model(AutoModelForCausalLM.from_pretrained(model), config)
-            with torch.no_grad():
-                for name, parameter in peft.named_parameters():
-                    if "lora_B" in name:
-                        # As strong as a trained one: of the size of what the base computes, not ten times that.
-                        parameter.mul_(0.3)
-            peft.save_pretrained(folder)
         return made[model, trained]
 
     return make

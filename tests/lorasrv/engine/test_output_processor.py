@@ -1,38 +1,26 @@
 """Waiting for, and ending, the requests of a deleted adapter, on the real engine."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tiny_engine
+from tiny_engine import GREEDY, PATIENCE_S, PROMPT, collect
 
 from adapter_store.store import AdapterStore
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.engine.async_engine import AsyncEngine
-from lorasrv.engine.output_processor import RequestStream
 from lorasrv.errors import AdapterDeleted
-from lorasrv.outputs import RequestOutput
-from lorasrv.sampling_params import SamplingParams
 
-PROMPT = list(range(10, 30))
-SHORT = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
-LONG = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-PATIENCE_S = 60.0
+SHORT = replace(GREEDY, max_tokens=12)
+LONG = replace(GREEDY, max_tokens=400)
 
 
-@pytest.fixture
-def engine(model: Path, store: AdapterStore) -> AsyncEngine:
-    options = ModelOptions(model=str(model), quantization="none", dtype="float32")
-    return AsyncEngine.build(EngineConfig(model=options, memory=MemoryOptions(pool_bytes=4 << 20)), store)
-
-
-async def _read(stream: RequestStream) -> list[RequestOutput]:
-    return [output async for output in stream]
-
-
-def test_waiting_ends_with_the_last_choice(engine: AsyncEngine, store: AdapterStore) -> None:
+def test_waiting_ends_with_the_last_choice(model: Path, store: AdapterStore) -> None:
     key, other = store.resolve("one").key, store.resolve("two").key
 
     async def scenario() -> None:
+        engine = tiny_engine.engine(model, store)
         await engine.start()
         streams = await engine.add_choices(PROMPT, SHORT, 3, adapter=key, adapter_id="one")
         # The same content by another name, another content of the name, and the base.
@@ -41,7 +29,7 @@ def test_waiting_ends_with_the_last_choice(engine: AsyncEngine, store: AdapterSt
         assert await engine.uses.until_unused("one", [key], 0.0) == 1
         assert await engine.uses.until_unused("one", [key], PATIENCE_S) == 0
         for stream in streams:
-            assert (await asyncio.wait_for(_read(stream), 0.1))[-1].finished
+            assert (await asyncio.wait_for(collect(stream), 0.1))[-1].finished
         assert await engine.uses.until_unused("uno", [key], 0.0) == 1
         await engine.shutdown()
         assert await engine.uses.until_unused("uno", [key], 0.0) == 0
@@ -49,11 +37,10 @@ def test_waiting_ends_with_the_last_choice(engine: AsyncEngine, store: AdapterSt
     asyncio.run(scenario())
 
 
-def test_what_is_ended_says_why_and_gives_its_pages_back(engine: AsyncEngine, store: AdapterStore) -> None:
+def test_what_is_ended_says_why_and_gives_its_pages_back(serve, store: AdapterStore) -> None:
     key = store.resolve("one").key
 
-    async def scenario() -> None:
-        await engine.start()
+    async def scenario(engine: AsyncEngine) -> None:
         runs = await engine.add(PROMPT, LONG, adapter=key, adapter_id="one")
         another = await engine.add(PROMPT, SHORT, adapter=key, adapter_id="uno")
         await anext(runs)
@@ -61,24 +48,21 @@ def test_what_is_ended_says_why_and_gives_its_pages_back(engine: AsyncEngine, st
         assert engine.uses.break_off("one", [key]) == 2
         for stream in (runs, waits):
             with pytest.raises(AdapterDeleted, match="'one' was deleted"):
-                await _read(stream)
-        assert len(await _read(another)) > 0
+                await collect(stream)
+        assert len(await collect(another)) > 0
         assert await engine.uses.until_unused("uno", [key], PATIENCE_S) == 0
         await engine.pool_map()
         assert engine.metrics.snapshot().requests_running == 0
-        await engine.shutdown()
-        engine._engine.check_integrity()
 
-    asyncio.run(scenario())
+    serve(scenario)
 
 
 def test_one_that_is_still_being_admitted_is_ended_too(
-    engine: AsyncEngine, store: AdapterStore, monkeypatch: pytest.MonkeyPatch
+    serve, store: AdapterStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     key = store.resolve("one").key
 
-    async def scenario() -> None:
-        await engine.start()
+    async def scenario(engine: AsyncEngine) -> None:
         loop, admit = asyncio.get_running_loop(), engine.input_processor.process_choices
 
         def slow(*args: object, **options: object) -> object:
@@ -92,6 +76,5 @@ def test_one_that_is_still_being_admitted_is_ended_too(
         with pytest.raises(AdapterDeleted):
             await engine.add(PROMPT, SHORT, adapter=key, adapter_id="one")
         assert await engine.uses.until_unused("one", [key], 0.0) == 0
-        await engine.shutdown()
 
-    asyncio.run(scenario())
+    serve(scenario)

