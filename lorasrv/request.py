@@ -179,12 +179,12 @@ class Request:
         """None while tokens may still follow."""
         return _FINISH_REASONS.get(self.status)
 
-    def load_begins(self, now_s: float) -> None:
+    def on_load_started(self, now_s: float) -> None:
         """Note when the request began to wait for its adapter."""
         if self.load_started_s is None:
             self.load_started_s = now_s
 
-    def load_ends(self, now_s: float) -> None:
+    def on_load_finished(self, now_s: float) -> None:
         """Note when its adapter was there."""
         if self.load_started_s is not None:
             self.load_s += now_s - self.load_started_s

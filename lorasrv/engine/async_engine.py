@@ -77,7 +77,7 @@ class AsyncEngine:
         self.chat_template = model.chat_template
         self.grammars = GrammarCompiler(model.tokenizer, model.spec.vocab_size, frozenset(model.spec.eos_token_ids))
         self.max_model_len = model.parts.max_model_len
-        self.page_size_tokens = model.parts.books.kv.page_size
+        self.page_size_tokens = model.parts.memory.kv.page_size
         self.error: str | None = None
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()

@@ -23,9 +23,9 @@ MAX_PROMISES = 256
 """Of so many keys it is known what they were told; of more, those that asked last."""
 
 
-def num_queued(num_sent: int, num_waiting: int, num_running: int, seats: int) -> int:
+def num_queued(num_sent: int, num_waiting: int, num_running: int, request_slots: int) -> int:
     """Requests that do not run: those that wait, and those that were sent to the engine and find no free seat."""
-    free = 0 if num_waiting else max(0, seats - num_running)
+    free = 0 if num_waiting else max(0, request_slots - num_running)
     return num_waiting + max(0, num_sent - free)
 
 
@@ -74,7 +74,7 @@ class QueueLimiter(RequestObserver):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_requests, self._max_tokens = options.max_num_queued_seqs, options.max_num_queued_tokens
-        self._seats = options.max_num_seqs
+        self._request_slots = options.max_num_seqs
         self._engine = engine
         self._clock = clock
         self._tokens: dict[RequestId, int] = {}
@@ -94,7 +94,7 @@ class QueueLimiter(RequestObserver):
         engine = self._engine()
         sent = self._num_sent - engine.requests_arrived_total + num_more
         waiting = engine.requests_waiting + engine.requests_waiting_for_adapter
-        return num_queued(sent, waiting, engine.requests_running, self._seats)
+        return num_queued(sent, waiting, engine.requests_running, self._request_slots)
 
     def check(self, num_requests: int = 1, num_tokens: int = 1, principal: str = ANONYMOUS) -> None:
         """Check that so many more may come in. Where nothing waits, none is too many.

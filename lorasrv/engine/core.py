@@ -51,7 +51,7 @@ MAX_PINNED_SHARE = 0.5
 class EngineParts:
     """What an engine is put together from; `lorasrv.engine.factory` makes them."""
 
-    books: MemoryManager
+    memory: MemoryManager
     scheduler: Scheduler
     executor: Executor
     source: HostAdapterStore | None
@@ -85,7 +85,7 @@ class EngineCore:
     def __init__(self, parts: EngineParts, loader: Loader | None) -> None:
         self._parts = parts
         self._scheduler = parts.scheduler
-        self._books = parts.books
+        self._memory = parts.memory
         self._loader = loader
         self.heartbeat = Heartbeat()
         self.poison = PoisonGuard()
@@ -121,7 +121,7 @@ class EngineCore:
     @property
     def idle_s(self) -> float:
         """How long nothing is to be done if nothing happens; infinite: until something does."""
-        return math.inf if self._wake_s is None else max(0.0, self._wake_s - self._books.clock())
+        return math.inf if self._wake_s is None else max(0.0, self._wake_s - self._memory.clock())
 
     @property
     def profile(self) -> StepProfile:
@@ -139,20 +139,20 @@ class EngineCore:
 
     def abort(self, request_id: RequestId) -> None:
         """End a request before the next step; nothing happens if it has ended."""
-        self._scheduler.end(request_id, RequestStatus.FINISHED_ABORTED)
+        self._scheduler.finish(request_id, RequestStatus.FINISHED_ABORTED)
 
     def stop(self, request_id: RequestId) -> None:
         """As `abort`, of a request whose text has met a stop string."""
-        self._scheduler.end(request_id, RequestStatus.FINISHED_STOPPED)
+        self._scheduler.finish(request_id, RequestStatus.FINISHED_STOPPED)
 
     def ask(self, number: int, question: UtilityRequest) -> None:
         """Have a question answered, by `take_answers`, under this number: at once, or when the adapter has come."""
         match question:
             case DescribePool():
-                self._answer(number, describe_pool(self._books, self._scheduler))
+                self._answer(number, describe_pool(self._memory, self._scheduler))
             case ListResidents():
-                block = self._books.layout.block_bytes
-                is_resident, placements = self._books.adapter_manager.is_resident, self._books.adapters.placements()
+                block = self._memory.layout.block_bytes
+                is_resident, placements = self._memory.adapter_manager.is_resident, self._memory.adapters.placements()
                 self._answer(number, [(key, p.num_pages * block) for key, p, _ in placements if is_resident(key)])
             case GetAdapterTier():
                 self._answer(number, AdapterStatus(self._scheduler.tier(question.key)))
@@ -235,7 +235,7 @@ class EngineCore:
             outputs = self._enter(step, attempted)
             seconds = time.perf_counter() - begun
             if attempted.num_runs == 1:
-                self._books.costs.observe_step(StepShape.of(step), seconds)
+                self._memory.costs.observe_step(StepShape.of(step), seconds)
             self.heartbeat.computed()
             self.book.step(step, seconds)
             self._steps += 1
@@ -275,23 +275,23 @@ class EngineCore:
             match report.done:
                 case Done.LOADED:
                     self._count_load(report)
-                    self._books.adapter_manager.on_loaded(report.key)
+                    self._memory.adapter_manager.on_loaded(report.key)
                 case Done.COPIED:
-                    self._books.costs.copy.observe(report.seconds, report.nbytes)
+                    self._memory.costs.copy.observe(report.seconds, report.nbytes)
                     self.book.copied(report.key, report.seconds, report.nbytes)
-                    self._scheduler.adapter_copied(report.key)
+                    self._scheduler.on_adapter_copied(report.key)
                     self._reached(report.key)
                 case Done.FAILED:
                     self._loads.failures += 1
                     self.book.failed(report.reason)
-                    self._scheduler.adapter_failed(report.key, report.error, report.refusal)
+                    self._scheduler.on_adapter_failed(report.key, report.error, report.refusal)
                     self._reached(report.key, not_loaded(report.error, report.refusal))
 
     def _count_load(self, report: LoaderReport) -> None:
         self._loads.seconds += report.seconds
         if report.from_disk:
             self._loads.from_disk += 1
-            self._books.costs.load.observe(report.seconds, report.nbytes)
+            self._memory.costs.load.observe(report.seconds, report.nbytes)
             self.book.loaded(report.key, report.seconds, report.nbytes)
         else:
             self._loads.from_host += 1
@@ -310,11 +310,11 @@ class EngineCore:
                     raise
                 _LOG.warning("request %s is computed again: %s", op.request_id, error)
                 self._due_ops.insert(1, DropSwap(op.request_id))
-                self._scheduler.swap_failed(op.request_id)
+                self._scheduler.on_swap_failed(op.request_id)
                 step = replace(step, scheduled=tuple(s for s in step.scheduled if s.request_id != op.request_id))
             self._due_ops.popleft()
         self._executor.apply_page_ops(())
-        self._books.costs.page_copy.observe(time.perf_counter() - begun, swapped)
+        self._memory.costs.page_copy.observe(time.perf_counter() - begun, swapped)
         return step
 
     def _give_orders(self, orders: AdapterOrders) -> None:
@@ -333,12 +333,12 @@ class EngineCore:
         self._answers.append(UtilityResult(number, content))
 
     def _warm(self, number: int, question: WarmAdapter) -> None:
-        until_s = self._books.clock() + question.deadline_s + WARM_GRACE_S
-        self._books.adapter_manager.reserve(question.key, question.layout, until_s)
+        until_s = self._memory.clock() + question.deadline_s + WARM_GRACE_S
+        self._memory.adapter_manager.reserve(question.key, question.layout, until_s)
         self._answer_when_there(number, question.key)
 
     def _pin(self, number: int, question: PinAdapter) -> None:
-        manager = self._books.adapter_manager
+        manager = self._memory.adapter_manager
         error = None if manager.is_pinned(question.key) else self._why_not_pin(question.layout)
         if error is not None:
             self._answer(number, error)
@@ -347,8 +347,8 @@ class EngineCore:
         self._answer_when_there(number, question.key)
 
     def _why_not_pin(self, layout: AdapterLayout) -> InvalidRequest | None:
-        held, pages = self._books.adapter_manager.num_pinned_pages(), self._books.adapters.pages_for(layout)
-        most = int(MAX_PINNED_SHARE * self._books.adapter_pool.num_pages)
+        held, pages = self._memory.adapter_manager.num_pinned_pages(), self._memory.adapters.pages_for(layout)
+        most = int(MAX_PINNED_SHARE * self._memory.adapter_pool.num_pages)
         if held + pages <= most:
             return None
         return InvalidRequest(
@@ -358,7 +358,7 @@ class EngineCore:
         )
 
     def _unpin(self, number: int, question: UnpinAdapter) -> None:
-        self._books.adapter_manager.unpin(question.key)
+        self._memory.adapter_manager.unpin(question.key)
         self._answer(number, AdapterStatus(self._scheduler.tier(question.key)))
 
     def _answer_when_there(self, number: int, key: AdapterKey) -> None:
@@ -387,8 +387,8 @@ class EngineCore:
         self.metrics.publish(self._snapshot())
 
     def _snapshot(self) -> EngineStats:
-        books, counters, predictor = self._books, self._scheduler.counters, self._scheduler.predictor
-        fragmentation = books.adapter_pool.fragmentation
+        memory, counters, predictor = self._memory, self._scheduler.counters, self._scheduler.predictor
+        fragmentation = memory.adapter_pool.fragmentation
         for_adapter = self._scheduler.num_waiting_for_adapter
         host = self._parts.source.host_stats() if self._parts.source is not None else None
         return EngineStats(
@@ -396,38 +396,38 @@ class EngineCore:
             requests_waiting=self._scheduler.num_waiting - for_adapter,
             requests_waiting_for_adapter=for_adapter,
             requests_arrived_total=self._num_arrived,
-            pages_total=books.layout.num_pages,
-            pages_free=books.num_free,
-            pages_kv=books.num_kv_pages,
-            pages_prefix=books.num_unused_prefix_pages,
-            pages_adapters=books.adapters.num_pages,
-            pages_adapters_idle=books.adapters.num_evictable_pages,
+            pages_total=memory.layout.num_pages,
+            pages_free=memory.num_free,
+            pages_kv=memory.num_kv_pages,
+            pages_prefix=memory.num_unused_prefix_pages,
+            pages_adapters=memory.adapters.num_pages,
+            pages_adapters_idle=memory.adapters.num_evictable_pages,
             free_runs=fragmentation.free_runs,
             longest_free_run=fragmentation.longest_free_run,
-            adapters_resident=books.adapter_manager.num_resident,
-            adapters_arriving=books.adapter_manager.num_loading,
+            adapters_resident=memory.adapter_manager.num_resident,
+            adapters_arriving=memory.adapter_manager.num_loading,
             steps_total=self._steps,
             prompt_tokens_total=counters.prompt_tokens,
             cached_tokens_total=counters.cached_tokens,
             generated_tokens_total=counters.generated_tokens,
             requests_finished_total=dict(counters.finished),
-            requests_due_total=self._scheduler.num_due,
+            requests_due_total=self._scheduler.num_starved,
             answers_predicted_total=predictor.num_predicted,
             answers_within_prediction_total=predictor.num_covered,
             predicted_tokens_total=predictor.predicted_tokens,
             tokens_of_predicted_total=predictor.actual_tokens,
-            step_costs=books.costs.step.as_dict(),
-            load_costs={"load_byte": books.costs.load.seconds, "copy_byte": books.costs.copy.seconds},
+            step_costs=memory.costs.step.as_dict(),
+            load_costs={"load_byte": memory.costs.load.seconds, "copy_byte": memory.costs.copy.seconds},
             preemptions_total=counters.preemptions,
             swaps_total=counters.swaps,
-            moved_pages_total=books.evictor.num_moved_pages,
-            copied_pages_total=books.kv.num_copies,
+            moved_pages_total=memory.evictor.num_moved_pages,
+            copied_pages_total=memory.kv.num_copies,
             adapter_loads_disk_total=self._loads.from_disk,
             adapter_loads_host_total=self._loads.from_host,
             adapter_load_seconds_total=self._loads.seconds,
             adapter_load_failures_total=self._loads.failures,
-            adapter_evictions_total=books.adapter_manager.num_evictions,
-            prefix_evictions_total=books.prefixes.num_evictions if books.prefixes is not None else 0,
+            adapter_evictions_total=memory.adapter_manager.num_evictions,
+            prefix_evictions_total=memory.prefixes.num_evictions if memory.prefixes is not None else 0,
             requests_failed_total=self._faults.total,
             last_step_s=self._last_step_s,
             weight_bytes=self._parts.weight_bytes,
@@ -435,5 +435,5 @@ class EngineCore:
             host_cache_bytes=host.bytes_used if host else 0,
             host_cache_adapters=host.entries if host else 0,
             host_cache_evictions_total=host.evictions if host else 0,
-            swap_bytes=books.swap.nbytes,
+            swap_bytes=memory.swap.nbytes,
         )

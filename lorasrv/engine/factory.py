@@ -63,7 +63,7 @@ class BuiltModel:
     def input_processor(self, poison: PoisonGuard, queue_timeout_s: float | None = None) -> InputProcessor:
         """Return what makes requests for an engine of these parts, whose `poison` it is."""
         return InputProcessor(
-            self.parts.books,
+            self.parts.memory,
             self.parts.source,
             self.parts.max_model_len,
             self.parts.vocab_size,
@@ -102,27 +102,27 @@ def build(
     fmt = choose_format(config.model, checkpoint, ops)
     weights = load_weights(checkpoint, fmt, dtype, WeightMeter(), progress, device)
     geometry = _geometry(config.memory, spec, kv_format, device)
-    memory = DevicePool(spec, geometry.num_pages, geometry.page_size, kv_format, device)
+    device_pool = DevicePool(spec, geometry.num_pages, geometry.page_size, kv_format, device)
     adapters = HostAdapterStore(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None
     is_on_host = adapters.is_on_host if adapters else lambda _: False
-    books = MemoryManager.make(geometry, config.memory, config.scheduler.preemption, is_on_host)
+    memory = MemoryManager.make(geometry, config.memory, config.scheduler.preemption, is_on_host)
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
     parts = EngineParts(
-        books=books,
+        memory=memory,
         scheduler=Scheduler(
             config.scheduler,
-            books,
+            memory,
             frozenset(spec.eos_token_ids),
             is_on_host,
             CheckedDrafter(drafter, spec.vocab_size),
         ),
-        executor=InProcessExecutor(ModelRunner(weights, memory, limits, ops)),
+        executor=InProcessExecutor(ModelRunner(weights, device_pool, limits, ops)),
         source=adapters,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         weight_bytes=weights.nbytes,
-        pool_bytes=memory.nbytes,
+        pool_bytes=device_pool.nbytes,
         eos_token_ids=frozenset(spec.eos_token_ids),
         watermark=config.watermark,
     )

@@ -83,7 +83,7 @@ class InputProcessor:
 
     def __init__(
         self,
-        books: MemoryManager,
+        memory: MemoryManager,
         source: AdapterFacts | None,
         max_model_len: int,
         vocab_size: int,
@@ -94,7 +94,7 @@ class InputProcessor:
         poison: PoisonGuard | None = None,
         queue_timeout_s: float | None = None,
     ) -> None:
-        self._books = books
+        self._memory = memory
         self._source = source
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -231,7 +231,7 @@ class InputProcessor:
                 f"{self._source.max_host_bytes}; start the server with a larger --host-cache-bytes",
                 param="adapter_id",
             )
-        pages, room = self._books.adapters.pages_for(layout), self._books.adapter_pool.num_pages
+        pages, room = self._memory.adapters.pages_for(layout), self._memory.adapter_pool.num_pages
         if pages > room:
             raise InvalidRequest(
                 f"the adapter takes {pages} pages, but the pool has {room} for adapters; "
@@ -293,14 +293,14 @@ class InputProcessor:
 
     def _tier(self, adapter: AdapterKey) -> AdapterTier:
         """Return where an adapter was a moment ago."""
-        if self._books.adapter_manager.is_resident(adapter):
+        if self._memory.adapter_manager.is_resident(adapter):
             return AdapterTier.RESIDENT
         on_host = self._source is not None and self._source.is_on_host(adapter)
         return AdapterTier.HOST if on_host else AdapterTier.DISK
 
     def _max_new_tokens(self, num_prompt_tokens: int, layout: AdapterLayout | None, width: int) -> int:
         """Return the rest of the context, or of the pool if that is smaller; at least one."""
-        room = min(self._max_model_len, self._books.max_kv_pages(layout) // width * self._books.kv.page_size)
+        room = min(self._max_model_len, self._memory.max_kv_pages(layout) // width * self._memory.kv.page_size)
         return max(1, room - num_prompt_tokens)
 
     def _check_fits(self, num_prompt_tokens: int, max_tokens: int, layout: AdapterLayout | None, width: int) -> None:
@@ -313,11 +313,11 @@ class InputProcessor:
                 f"{num_prompt_tokens} of the prompt and {max_tokens} to generate{hint}",
                 param=param,
             )
-        kv_pages, most = width * self._books.kv.pages_for(total), self._books.max_kv_pages(layout)
+        kv_pages, most = width * self._memory.kv.pages_for(total), self._memory.max_kv_pages(layout)
         if kv_pages > most:
-            of_adapter = self._books.kv_pool.num_pages - most
+            of_adapter = self._memory.kv_pool.num_pages - most
             raise ContextLengthExceeded(
-                f"the pool has {self._books.kv_pool.num_pages} pages, but the request needs {kv_pages + of_adapter}: "
+                f"the pool has {self._memory.kv_pool.num_pages} pages, but the request needs {kv_pages + of_adapter}: "
                 f"{kv_pages} for {width * total} tokens and {of_adapter} for the adapter; lower {{param}} "
                 "or start the server with a larger --pool-bytes",
                 param="max_tokens",

@@ -85,8 +85,8 @@ class BeamState:
             return True
         if not self._is_full:
             return False
-        hopes = self.options.early_stopping == "never" and self.options.length_penalty > 0
-        length = self.max_tokens if hopes else self.num_generated
+        may_improve = self.options.early_stopping == "never" and self.options.length_penalty > 0
+        length = self.max_tokens if may_improve else self.num_generated
         better = self._penalized(self.scores[0], length) > self.finished[-1].score
         return self.options.early_stopping is True or not better
 
@@ -111,11 +111,11 @@ class _Group:
 class BeamGroups:
     """The groups that live, oldest first. Mutated by the engine thread only. `eos`: tokens that end any answer."""
 
-    def __init__(self, memory: RequestAllocator, eos: frozenset[int]) -> None:
-        self._memory = memory
+    def __init__(self, allocator: RequestAllocator, eos: frozenset[int]) -> None:
+        self._allocator = allocator
         self._eos = eos
         self._groups: dict[RequestId, _Group] = {}
-        self._begun: RequestId | None = None
+        self._running_group: RequestId | None = None
 
     def add(self, request: Request) -> bool:
         """A beam arrives, the first of its group before the others. False: its group is over already."""
@@ -133,17 +133,17 @@ class BeamGroups:
         group.beams.append(request)
         return True
 
-    def is_held(self, request: Request) -> bool:
+    def must_wait(self, request: Request) -> bool:
         """Whether a beam must not start now: another group has begun and is not done, or it waits for its own."""
-        if request.message.beams is None or self._begun not in self._groups:
+        if request.message.beams is None or self._running_group not in self._groups:
             return False
-        return self._begun != _name(request) or request.request_id in self._groups[self._begun].offers
+        return self._running_group != _name(request) or request.request_id in self._groups[self._running_group].offers
 
-    def starts(self, request: Request) -> None:
+    def on_admitted(self, request: Request) -> None:
         """A request joins the batch."""
         if request.message.beams is not None:
-            assert not self.is_held(request), "two groups of beams run"
-            self._begun = _name(request)
+            assert not self.must_wait(request), "two groups of beams run"
+            self._running_group = _name(request)
 
     def offer(self, request: Request, offer: Offer) -> None:
         """A beam has computed all its tokens."""
@@ -170,7 +170,7 @@ class BeamGroups:
                 finish(request, answer)
         return tokens
 
-    def ended(self, request: Request) -> list[Request]:
+    def remove(self, request: Request) -> list[Request]:
         """A beam has ended otherwise; returns the others of its group, which must end too."""
         group = self._groups.pop(_name(request), None)
         return [] if group is None else [other for other in group.requests if other is not request]
@@ -193,7 +193,7 @@ class BeamGroups:
             moved.append(parent if child.parent not in taken else spare.pop())
             taken.add(child.parent)
             if moved[-1] is not parent:
-                self._memory.fork_from(moved[-1], parent)
+                self._allocator.fork_from(moved[-1], parent)
         for beam, known in zip(moved, tokens, strict=True):
             beam.token_ids[:] = known
         return moved

@@ -61,7 +61,7 @@ class Deadlines:
         """Why a waiting request will miss a deadline, with `ahead_s` of others' work before its own, and about how late
         it would be in seconds; None if it may meet them."""
         begin_by, end_by = self._begin_by(request), self._end_by(request)
-        if (begin_by is None and end_by is None) or not self._costs.step.is_learned or not self._predictor.is_learnt:
+        if (begin_by is None and end_by is None) or not self._costs.step.is_learned or not self._predictor.is_learned:
             return None  # a guess refuses nobody: else a server that nobody was let into would never learn better
         begin_s = self._clock() + ahead_s + self._first_token_s(request)
         if end_by is not None:
@@ -76,11 +76,11 @@ class Deadlines:
             ), begin_s - begin_by
         return None
 
-    def ahead_s(self, running: Sequence[Request], num_waiting: int, seats: int) -> float:
+    def ahead_s(self, running: Sequence[Request], num_waiting: int, request_slots: int) -> float:
         """About how long until a seat is free for one behind so many."""
-        if len(running) + num_waiting < seats or not running:
+        if len(running) + num_waiting < request_slots or not running:
             return 0.0
-        return (1 + num_waiting) / seats * self.answer_s(running)
+        return (1 + num_waiting) / request_slots * self.answer_s(running)
 
     def answer_s(self, running: Sequence[Request]) -> float:
         """How long those that run will run on average."""

@@ -36,14 +36,14 @@ _Key = tuple[str | None, int | None]
 """Adapter and length class of the prompt; None: of all."""
 
 
-def _ends() -> Iterator[int]:
+def _bin_ends() -> Iterator[int]:
     last = 0
     for i in range(NUM_BINS):
         last = max(last + 1, round(2 ** (i / STEPS_PER_DOUBLING)))
         yield last
 
 
-ENDS = tuple(_ends())
+ENDS = tuple(_bin_ends())
 """The longest answer of each bin."""
 
 
@@ -94,7 +94,7 @@ class LengthPredictor:
         self.actual_tokens = 0
 
     @property
-    def is_learnt(self) -> bool:
+    def is_learned(self) -> bool:
         """Whether it has seen more than a few answers."""
         return self._num_answers >= MIN_ANSWERS
 
@@ -120,12 +120,12 @@ class LengthPredictor:
             request.planned_tokens = self.length(request, PLANNED_QUANTILE)
         return request.planned_tokens - request.num_generated_tokens
 
-    def starts(self, request: Request) -> None:
+    def on_admitted(self, request: Request) -> None:
         """Remember what is predicted for it now, to be held against what comes."""
         if request.predicted_tokens is None:
             request.predicted_tokens = request.planned_tokens = self.length(request, PLANNED_QUANTILE)
 
-    def ended(self, request: Request, *, was_cut: bool) -> None:
+    def on_finished(self, request: Request, *, was_cut: bool) -> None:
         """An answer has come to its own end, or was cut at `max_tokens`."""
         self._num_answers += 1
         at = _bin(max(1, request.num_generated_tokens))

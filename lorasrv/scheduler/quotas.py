@@ -33,7 +33,7 @@ class _QuotaAccount:
     num_running: int = 0
     num_waiting: int = 0
     # Of those that wait, those with a place in the next step, as far as limits and seats go.
-    num_seated: int = 0
+    num_with_slot: int = 0
     # Pages that its running requests may come to hold, with the adapters that they use.
     pages: int = 0
     uses: Counter[AdapterKey] = field(default_factory=Counter)
@@ -45,15 +45,15 @@ class _QuotaAccount:
     @property
     def num_queued(self) -> int:
         """Those that wait though a step could have taken them, or has no place for them."""
-        return self.num_waiting - self.num_seated
+        return self.num_waiting - self.num_with_slot
 
     @property
-    def has_seat(self) -> bool:
+    def has_slot(self) -> bool:
         most = self.limits.max_running
-        return most is None or self.num_running + self.num_seated < most
+        return most is None or self.num_running + self.num_with_slot < most
 
     @property
-    def shown(self) -> str:
+    def label(self) -> str:
         return f"{self.kind} {self.name!r}" if self.name else "the base"
 
 
@@ -66,17 +66,17 @@ class Quotas:
         seats: requests that run at a time.
     """
 
-    def __init__(self, of_adapters: Limits, of_keys: Limits, books: MemoryManager, seats: int) -> None:
+    def __init__(self, of_adapters: Limits, of_keys: Limits, memory: MemoryManager, request_slots: int) -> None:
         self._of_adapters, self._of_keys = of_adapters, of_keys
-        self._books = books
-        self._page_bytes = books.layout.block_bytes
-        self._clock = books.clock
+        self._memory = memory
+        self._page_bytes = memory.layout.block_bytes
+        self._clock = memory.clock
         self._own: dict[str, Limits] = {}
         self._adapters: dict[str, _QuotaAccount] = {}
         self._keys: dict[str, _QuotaAccount] = {}
         self._reserved: dict[RequestId, int] = {}
-        self._seats, self._num_waiting = seats, 0
-        self._seated: list[_QuotaAccount] = []
+        self._request_slots, self._num_waiting = request_slots, 0
+        self._with_slot: list[_QuotaAccount] = []
         self._num_swept = MIN_SWEEP
 
     def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
@@ -92,7 +92,7 @@ class Quotas:
                 account.tokens = self._bucket(account.limits)
             else:
                 account.tokens.resize(rate, BURST_S * rate)
-            account.num_seated = min(account.num_seated, account.limits.max_running or account.num_seated)
+            account.num_with_slot = min(account.num_with_slot, account.limits.max_running or account.num_with_slot)
 
     def weight(self, adapter_id: str) -> float:
         """An adapter's share of the service among those that wait."""
@@ -107,34 +107,34 @@ class Quotas:
         """Which limit forbids one more waiting request, if one does. Asked before `arrives`. Those that come between
         two steps and find a seat are not queued."""
         accounts = self._accounts(request)
-        if self._has_seat(accounts):
+        if self._has_slot(accounts):
             return None
         for account in accounts:
             most = account.limits.max_queued
             if most is not None and account.num_queued >= most:
-                return f"{account.shown} has {account.num_queued} requests waiting, and may have {most}"
+                return f"{account.label} has {account.num_queued} requests waiting, and may have {most}"
         return None
 
-    def why_never(self, request: Request) -> str | None:
+    def why_unfit(self, request: Request) -> str | None:
         """Which limit forbids that it ever runs, with all the beams that must run together, if one does."""
         width = 1 if request.message.beams is None else request.message.beams.width
         needed = width * self._pages_reserved_by(request) + self._pages_for_adapter(request)
         for account in self._accounts(request):
             if account.limits.max_running is not None and account.limits.max_running < width:
-                return f"{width} beams run together, but {account.shown} may have {account.limits.max_running} running"
+                return f"{width} beams run together, but {account.label} may have {account.limits.max_running} running"
             most = account.limits.resident_bytes
             if most is not None and needed * self._page_bytes > most:
                 return (
                     f"the request may come to hold {needed * self._page_bytes} bytes of the pool with its adapter, "
-                    f"but {account.shown} may hold {most}; lower max_tokens or raise the limit"
+                    f"but {account.label} may hold {most}; lower max_tokens or raise the limit"
                 )
         return None
 
-    def may_start(self, request: Request) -> bool:
+    def may_admit(self, request: Request) -> bool:
         """Whether it may join the batch now, as far as limits go."""
-        return all(self._has_room(account, request) for account in self._accounts(request))
+        return all(self._has_capacity(account, request) for account in self._accounts(request))
 
-    def owes_until_s(self, request: Request) -> float | None:
+    def throttled_until_s(self, request: Request) -> float | None:
         """When its adapter and its key will both have paid what they owe to their rates; None if neither owes."""
         buckets = [account.tokens for account in self._accounts(request) if account.tokens is not None]
         wait_s = max((bucket.wait_s(0.0) for bucket in buckets), default=0.0)
@@ -142,11 +142,11 @@ class Quotas:
 
     def may_run(self, request: Request) -> bool:
         """Whether limits would let a request that waits join the batch now."""
-        return self.may_start(request) and self.owes_until_s(request) is None
+        return self.may_admit(request) and self.throttled_until_s(request) is None
 
     def retry_after_s(self, request: Request, answer_s: float, max_running: int) -> float:
         """About when one more could wait, if an answer takes so long and nobody else is in the way."""
-        owed_s = (self.owes_until_s(request) or self._clock()) - self._clock()
+        owed_s = (self.throttled_until_s(request) or self._clock()) - self._clock()
         queues = (a.num_waiting / (a.limits.max_running or max_running) for a in self._accounts(request))
         return owed_s + max(queues) * answer_s
 
@@ -154,21 +154,21 @@ class Quotas:
 
     def begin_step(self) -> None:
         """From now on, who waits waits."""
-        for account in self._seated:
-            account.num_seated = 0
-        self._seated.clear()
+        for account in self._with_slot:
+            account.num_with_slot = 0
+        self._with_slot.clear()
 
-    def arrives(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         accounts = self._open(request)
-        if self._has_seat(accounts):
-            self._seated += accounts
+        if self._has_slot(accounts):
+            self._with_slot += accounts
             for account in accounts:
-                account.num_seated += 1
+                account.num_with_slot += 1
         self._num_waiting += 1
         for account in accounts:
             account.num_waiting += 1
 
-    def starts(self, request: Request) -> None:
+    def admit(self, request: Request) -> None:
         """A waiting request runs."""
         pages = self._pages_reserved_by(request)
         self._reserved[request.request_id] = pages
@@ -180,7 +180,7 @@ class Quotas:
             if request.adapter_key is not None:
                 account.uses[request.adapter_key] += 1
 
-    def stops(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """A running request waits again."""
         pages = self._reserved.pop(request.request_id)
         self._num_waiting += 1
@@ -193,13 +193,13 @@ class Quotas:
                     del account.uses[request.adapter_key]
             account.pages -= pages + self._pages_of_new_adapter(account, request)
 
-    def leaves(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """A waiting request is gone."""
         self._num_waiting -= 1
         for account in self._accounts(request):
             account.num_waiting -= 1
             # Whoever left, the next step will start no more than these.
-            account.num_seated = min(account.num_seated, account.num_waiting)
+            account.num_with_slot = min(account.num_with_slot, account.num_waiting)
         if len(self._adapters) + len(self._keys) > 2 * self._num_swept:
             self._sweep()
 
@@ -219,12 +219,12 @@ class Quotas:
         assert self._num_waiting == len(waiting), "waiting requests differ"
         assert self._reserved.keys() == {r.request_id for r in running}, "reservations differ from those that run"
 
-    def _has_seat(self, accounts: Sequence[_QuotaAccount]) -> bool:
+    def _has_slot(self, accounts: Sequence[_QuotaAccount]) -> bool:
         """Whether the next step may have a place for one more: no step has left anybody of these accounts waiting."""
-        free = self._seats - len(self._reserved) - self._num_waiting
-        return free > 0 and all(account.has_seat and account.num_queued <= 0 for account in accounts)
+        free = self._request_slots - len(self._reserved) - self._num_waiting
+        return free > 0 and all(account.has_slot and account.num_queued <= 0 for account in accounts)
 
-    def _has_room(self, account: _QuotaAccount, request: Request) -> bool:
+    def _has_capacity(self, account: _QuotaAccount, request: Request) -> bool:
         limits = account.limits
         if limits.max_running is not None and account.num_running >= limits.max_running:
             return False
@@ -247,11 +247,11 @@ class Quotas:
         self._num_swept = max(MIN_SWEEP, len(self._adapters) + len(self._keys))
 
     def _pages_reserved_by(self, request: Request) -> int:
-        return self._books.kv.pages_for(request.num_prompt_tokens + request.message.max_tokens)
+        return self._memory.kv.pages_for(request.num_prompt_tokens + request.message.max_tokens)
 
     def _pages_for_adapter(self, request: Request) -> int:
         layout = request.message.layout
-        return 0 if request.adapter_key is None or layout is None else self._books.adapters.pages_for(layout)
+        return 0 if request.adapter_key is None or layout is None else self._memory.adapters.pages_for(layout)
 
     def _limits_of(self, adapter_id: str) -> Limits:
         """The base has none but its keys'."""

@@ -37,11 +37,11 @@ class RequestQueue:
         self._running: list[Request] = []
         self._waiting: dict[RequestId, Request] = {}
         self.requests: dict[RequestId, Request] = {}
-        self._set_back: dict[RequestId, Request] = {}
-        self._due: dict[RequestId, Request] = {}
-        self._num_arrived = 0
+        self._preempted: dict[RequestId, Request] = {}
+        self._starved: dict[RequestId, Request] = {}
+        self._num_added = 0
         self.step = 0
-        self.num_due_total = 0
+        self.num_starved_total = 0
 
     @property
     def running(self) -> Sequence[Request]:
@@ -60,42 +60,42 @@ class RequestQueue:
     @property
     def preempted(self) -> dict[RequestId, Request]:
         """Those of them that have begun and had to give way."""
-        return self._set_back
+        return self._preempted
 
     @property
     def starved(self) -> dict[RequestId, Request]:
-        return self._due
+        return self._starved
 
-    def arrives(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """A new request waits."""
-        self._num_arrived += 1
-        request.number = self._num_arrived
+        self._num_added += 1
+        request.number = self._num_added
         request.last_share_step = self.step
         self.requests[request.request_id] = self._waiting[request.request_id] = request
-        self.policy.arrives(request)
+        self.policy.add(request)
 
-    def starts(self, request: Request) -> None:
+    def admit(self, request: Request) -> None:
         """It joins the batch."""
         self._unqueue(request)
         self._running.append(request)
-        self.policy.starts(request)
+        self.policy.on_admitted(request)
 
-    def stops(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """It gives way, and waits again."""
         self._running.remove(request)
-        self.policy.stops(request)
-        self._waiting[request.request_id] = self._set_back[request.request_id] = request
-        self.policy.arrives(request)
+        self.policy.on_left_batch(request)
+        self._waiting[request.request_id] = self._preempted[request.request_id] = request
+        self.policy.add(request)
 
-    def ends(self, request: Request) -> None:
+    def finish(self, request: Request) -> None:
         """It is gone."""
         del self.requests[request.request_id]
-        self._due.pop(request.request_id, None)
+        self._starved.pop(request.request_id, None)
         if request.request_id in self._waiting:
             self._unqueue(request)
         else:
             self._running.remove(request)
-            self.policy.stops(request)
+            self.policy.on_left_batch(request)
 
     def begin_step(self) -> None:
         """Find out who is due."""
@@ -103,21 +103,21 @@ class RequestQueue:
         if not self.checks_starvation_now:
             return
         for request in (*self._running, *self._waiting.values()):
-            if self.step - request.last_share_step < self._max_wait_steps or request.request_id in self._due:
+            if self.step - request.last_share_step < self._max_wait_steps or request.request_id in self._starved:
                 continue
             if request.request_id in self._waiting and not self._may_run(request):
                 self.mark_throttled(request)
                 continue
-            self._due[request.request_id] = request
-            self.num_due_total += 1
-        if len(self._due) > 1:
-            by_wait = sorted(self._due.values(), key=lambda r: (r.last_share_step, r.number))
-            self._due = {request.request_id: request for request in by_wait}
+            self._starved[request.request_id] = request
+            self.num_starved_total += 1
+        if len(self._starved) > 1:
+            by_wait = sorted(self._starved.values(), key=lambda r: (r.last_share_step, r.number))
+            self._starved = {request.request_id: request for request in by_wait}
 
     def order(self) -> Iterator[Request]:
         """Everybody once, best first. Whoever was yielded may start, stop or give way before the next is asked for."""
-        first = [r for r in self._running if r.request_id not in self._due and _is_protected(r)]
-        first += self._due.values()
+        first = [r for r in self._running if r.request_id not in self._starved and _is_protected(r)]
+        first += self._starved.values()
         yield from first
         named = {request.request_id for request in first}
         for request in self.policy.in_order(self._running):
@@ -131,7 +131,7 @@ class RequestQueue:
     def mark_scheduled(self, request: Request) -> None:
         """It has tokens in this step. One that was due is the most senior now: else it would have to leave at once."""
         request.last_share_step = self.step
-        if self._due.pop(request.request_id, None) is not None:
+        if self._starved.pop(request.request_id, None) is not None:
             request.protected_until_tokens = request.num_generated_tokens + PROTECTED_TOKENS
             self._running.remove(request)
             self._running.insert(0, request)
@@ -141,23 +141,23 @@ class RequestQueue:
         """It could not run: its own limits forbid it, which is nobody's unfairness."""
         request.last_share_step = self.step
         request.protected_until_tokens = 0
-        self._due.pop(request.request_id, None)
+        self._starved.pop(request.request_id, None)
         self.policy.on_throttled(request)
 
     def select_victim(self) -> Request | None:
         """Who gives way to those that run and grow; None: all of them are in steps that are under way."""
         return self.policy.select_victim(self._unprotected()) or self.policy.select_victim(
-            filter(_may_stop, self._running)
+            filter(_is_preemptible, self._running)
         )
 
     def select_victim_below(self, request: Request) -> Request | None:
         """Who gives way to a request that wants to start, if anybody does."""
-        if request.request_id in self._due:
-            return self.policy.select_victim(r for r in self._unprotected() if r.request_id not in self._due)
+        if request.request_id in self._starved:
+            return self.policy.select_victim(r for r in self._unprotected() if r.request_id not in self._starved)
         if not self.policy.may_displace:
             return None
-        worst = self.policy.select_victim(self._unprotected())
-        return worst if worst is not None and self.policy.rank(worst) > self.policy.rank(request) else None
+        victim = self.policy.select_victim(self._unprotected())
+        return victim if victim is not None and self.policy.rank(victim) > self.policy.rank(request) else None
 
     def check_integrity(self) -> None:
         """Raises: AssertionError: the policy waits for others than wait here."""
@@ -167,18 +167,18 @@ class RequestQueue:
         assert not {r.request_id for r in self._running} & self._waiting.keys(), "a request runs and waits"
         live = {r.request_id for r in self._running} | self._waiting.keys()
         assert self.requests.keys() == live, "a request is lost"
-        assert self._due.keys() <= live, "one that is gone is due"
+        assert self._starved.keys() <= live, "one that is gone is due"
 
     def _unprotected(self) -> Iterator[Request]:
-        return (r for r in self._running if _may_stop(r) and not _is_protected(r))
+        return (r for r in self._running if _is_preemptible(r) and not _is_protected(r))
 
     def _unqueue(self, request: Request) -> None:
         del self._waiting[request.request_id]
-        self._set_back.pop(request.request_id, None)
-        self.policy.leaves(request)
+        self._preempted.pop(request.request_id, None)
+        self.policy.remove(request)
 
 
-def _may_stop(request: Request) -> bool:
+def _is_preemptible(request: Request) -> bool:
     """Whether no step that is under way writes to its pages."""
     return not request.num_in_flight_tokens
 

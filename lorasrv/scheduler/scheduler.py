@@ -45,31 +45,31 @@ class Scheduler:
     def __init__(
         self,
         options: SchedulerOptions,
-        books: MemoryManager,
+        memory: MemoryManager,
         eos_token_ids: frozenset[int],
         is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
         drafter: CheckedDrafter | None = None,
     ) -> None:
         self._options = options
-        self._books = books
-        self._kv, self._adapters, self._adapter_manager = books.kv, books.adapters, books.adapter_manager
+        self._memory = memory
+        self._kv, self._adapters, self._adapter_manager = memory.kv, memory.adapters, memory.adapter_manager
         self._eos = eos_token_ids
         self._is_on_host = is_on_host
-        self._clock = books.clock
+        self._clock = memory.clock
         self.counters = SchedulerCounters()
         self.predictor = LengthPredictor()
-        self.quotas = Quotas(options.adapter_limits, options.key_limits, books, options.max_num_seqs)
-        self.policy = make_policy(options, books.costs, self.predictor, self.quotas)
+        self.quotas = Quotas(options.adapter_limits, options.key_limits, memory, options.max_num_seqs)
+        self.policy = make_policy(options, memory.costs, self.predictor, self.quotas)
         self._queue = RequestQueue(self.policy, options.max_wait_steps, self._may_run)
-        self._deadlines = Deadlines(options.queue_timeout_s, books.costs, self.predictor, books.clock)
-        self._memory = RequestAllocator(books)
-        self._beams = BeamGroups(self._memory, eos_token_ids)
+        self._deadlines = Deadlines(options.queue_timeout_s, memory.costs, self.predictor, memory.clock)
+        self._allocator = RequestAllocator(memory)
+        self._beams = BeamGroups(self._allocator, eos_token_ids)
         self._drafter = drafter or CheckedDrafter(None, vocab_size=0)
         self._planner = StepPlanner(
             options,
-            books,
+            memory,
             self._queue,
-            self._memory,
+            self._allocator,
             self.quotas,
             self.predictor,
             self._beams,
@@ -78,7 +78,7 @@ class Scheduler:
         )
         self._outbox: list[EngineOutput] = []
         self._num_steps = 0
-        self._under_way: dict[int, Sequence[tuple[Request, int]]] = {}
+        self._in_flight: dict[int, Sequence[tuple[Request, int]]] = {}
         self._finished_in_flight: dict[RequestId, Request] = {}
 
     @property
@@ -96,9 +96,9 @@ class Scheduler:
         return sum(r.status is RequestStatus.WAITING_FOR_ADAPTER for r in self._queue.waiting.values())
 
     @property
-    def num_due(self) -> int:
+    def num_starved(self) -> int:
         """Times that a request had waited so long that it went before all others."""
-        return self._queue.num_due_total
+        return self._queue.num_starved_total
 
     @property
     def has_requests(self) -> bool:
@@ -131,7 +131,7 @@ class Scheduler:
             assert message.layout is not None, "an adapter's layout is known when its request is admitted"
             self._find_adapter(request, message.adapter_key, message.layout)
 
-    def end(self, request_id: RequestId, status: RequestStatus) -> None:
+    def finish(self, request_id: RequestId, status: RequestStatus) -> None:
         """End a request now, aborted or stopped by its text; nothing happens if it has ended already."""
         if (request := self._queue.requests.get(request_id)) is not None:
             self._finish(request, status)
@@ -142,19 +142,19 @@ class Scheduler:
             request.error, request.refusal = error, refusal
             self._finish(request, RequestStatus.FINISHED_ERROR)
 
-    def swap_failed(self, request_id: RequestId) -> None:
+    def on_swap_failed(self, request_id: RequestId) -> None:
         """Its pages could not be kept in host memory, or not be brought back: they are computed again."""
         if (request := self._queue.requests.get(request_id)) is not None:
-            self._memory.discard(request)
+            self._allocator.discard(request)
 
-    def adapter_copied(self, key: AdapterKey) -> None:
+    def on_adapter_copied(self, key: AdapterKey) -> None:
         """A copy that the step's orders asked for has filled its pages."""
         self._adapter_manager.on_copied(key)
         for request in self._queue.waiting.values():
             if request.adapter_key == key and request.status is RequestStatus.WAITING_FOR_ADAPTER:
                 self._set_status(request, RequestStatus.WAITING)
 
-    def adapter_failed(self, key: AdapterKey, error: str, refusal: Refusal | None = None) -> None:
+    def on_adapter_failed(self, key: AdapterKey, error: str, refusal: Refusal | None = None) -> None:
         """A load failed: the requests that wait for it end with the reason, nobody else notices."""
         self._adapter_manager.on_failed(key)
         for request in [r for r in self._queue.waiting.values() if r.adapter_key == key]:
@@ -169,18 +169,18 @@ class Scheduler:
         its requests keep their pages, even if they end.
         """
         preemptions = self.counters.preemptions
-        self._memory.note_moves()  # of a step that could not be planned to its end
+        self._allocator.record_moves()  # of a step that could not be planned to its end
         self._queue.begin_step()
         self.quotas.begin_step()
         self._adapter_manager.begin_step()
-        self._end_missed()
+        self._finish_missed()
         self._adapter_manager.cancel_unneeded()
         planned = self._planner.plan()
-        for request, why in planned.never:
+        for request, why in planned.unfit:
             self._refuse(request, Refusal.UNFIT, why)
         if not planned.has_preempted:
-            self._books.prefetch_reserved(planned.keep_free + self.num_running)
-        self._memory.note_moves()
+            self._memory.prefetch_reserved(planned.keep_free + self.num_running)
+        self._allocator.record_moves()
         drafts = self._planner.plan_drafts(planned)  # behind all that takes pages
         counts = planned.budget.counts
         chosen = [r for r in self._queue.running if r.request_id in counts]
@@ -197,11 +197,11 @@ class Scheduler:
             placements={key: self._adapters.placed(key) for key in keys},
             num_preempted=self.counters.preemptions - preemptions,
             wake_s=self._wake_s(planned),
-            page_ops=self._memory.take_ops(),  # last: what is taken and not done would be lost
+            page_ops=self._allocator.take_ops(),  # last: what is taken and not done would be lost
             orders=self._adapter_manager.take_orders(),
             number=self._num_steps,
         )
-        self._under_way[step.number] = in_flight = [(r, counts[r.request_id]) for r in chosen]
+        self._in_flight[step.number] = in_flight = [(r, counts[r.request_id]) for r in chosen]
         for request, count in in_flight:
             request.num_in_flight_tokens += count
         return step
@@ -215,10 +215,10 @@ class Scheduler:
 
     def _retire(self, step: SchedulerOutput) -> None:
         """Note that a step is not under way any more; requests that have ended meanwhile give back their pages."""
-        for request, count in self._under_way.pop(step.number, ()):
+        for request, count in self._in_flight.pop(step.number, ()):
             request.num_in_flight_tokens -= count
             if not request.num_in_flight_tokens and self._finished_in_flight.pop(request.request_id, None) is not None:
-                self._memory.free(request)
+                self._allocator.free(request)
 
     def update_from_output(
         self,
@@ -252,7 +252,7 @@ class Scheduler:
             self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
             if share.samples:
                 self._beams.offer(request, logprobs[share.request_id][0].top)
-        self.counters.generated_tokens += self._beams.advance(self._take_answer)
+        self.counters.generated_tokens += self._beams.advance(self._finish_beam)
         return self.take_outputs()
 
     def take_outputs(self) -> list[EngineOutput]:
@@ -262,47 +262,47 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Pages, pins and accounts add up with the requests that hold them. Raises: AssertionError: they do not."""
-        self._books.check_integrity()
+        self._memory.check_integrity()
         self._queue.check_integrity()
         running, waiting = self._queue.running, list(self._queue.waiting.values())
         self.quotas.check_integrity(running, waiting)
         holders = (*running, *self._finished_in_flight.values())
         pins = Counter(r.adapter_key for r in holders if r.adapter_key is not None)
         assert self._adapters.pins() == pins, "adapter pins differ from the running requests"
-        wanted = Counter(r.adapter_key for r in self._queue.requests.values() if r.adapter_key is not None)
-        assert self._adapter_manager.requests() == wanted, "wanted adapters differ from the requests"
+        needed = Counter(r.adapter_key for r in self._queue.requests.values() if r.adapter_key is not None)
+        assert self._adapter_manager.requests() == needed, "wanted adapters differ from the requests"
         swapped = {r.request_id: r.num_swapped_pages for r in waiting if r.num_swapped_pages}
-        assert dict(self._books.swap.holders()) == swapped, "swapped pages differ from the waiting requests"
+        assert dict(self._memory.swap.holders()) == swapped, "swapped pages differ from the waiting requests"
         self._beams.check_integrity(self._queue.requests)
         loading = [r.adapter_key for r in waiting if r.status is RequestStatus.WAITING_FOR_ADAPTER]
-        are_missing = all(key and not self._adapter_manager.is_resident(key) for key in loading)
-        assert are_missing, "an adapter waited for is resident"
+        all_missing = all(key and not self._adapter_manager.is_resident(key) for key in loading)
+        assert all_missing, "an adapter waited for is resident"
         tables = self._kv.holders()
         assert tables.keys() == {r.request_id for r in holders}, "tables differ from the running requests"
-        settled = [r for r in running if not r.num_in_flight_tokens]
-        limits = {r.request_id: self._kv.pages_for(r.num_tokens) for r in settled}
+        not_in_flight = [r for r in running if not r.num_in_flight_tokens]
+        limits = {r.request_id: self._kv.pages_for(r.num_tokens) for r in not_in_flight}
         assert all(len(tables[rid]) <= pages for rid, pages in limits.items()), "a request has pages for no token"
         in_flight = Counter[RequestId]()
-        for request, count in (pair for pairs in self._under_way.values() for pair in pairs):
+        for request, count in (pair for pairs in self._in_flight.values() for pair in pairs):
             in_flight[request.request_id] += count
         held = {r.request_id: r.num_in_flight_tokens for r in holders}
         assert in_flight == +Counter(held), "tokens in flight differ from the steps that are under way"
 
-    def _count_computed(self, request: Request, share: ScheduledRequest, num_said: int) -> None:
+    def _count_computed(self, request: Request, share: ScheduledRequest, num_new: int) -> None:
         """Count what a step has computed for a request: its known tokens, and those draft tokens that it has said. What
         is computed a second time, after a preemption, is nobody's service."""
-        computed = share.num_known_tokens + max(0, num_said - 1)
+        computed = share.num_known_tokens + max(0, num_new - 1)
         request.num_computed_tokens += computed
-        end = share.start + computed
-        fresh = end - max(share.start, request.num_charged_tokens)
+        finish = share.start + computed
+        fresh = finish - max(share.start, request.num_charged_tokens)
         if fresh > 0:
-            request.num_charged_tokens = end
+            request.num_charged_tokens = finish
             self.quotas.charge(request, fresh)
-            self.policy.served(request, fresh - num_said, num_said)
+            self.policy.on_computed(request, fresh - num_new, num_new)
 
     def _wake_s(self, planned: StepPlan) -> float | None:
         """When there is something to do though nothing happens."""
-        refused = self._clock() if planned.never else None  # what stood behind them may start
+        refused = self._clock() if planned.unfit else None  # what stood behind them may start
         times = (self._deadlines.next_s(), planned.wake_s, refused)
         return min((t for t in times if t is not None), default=None)
 
@@ -310,7 +310,7 @@ class Scheduler:
 
     def _is_refused(self, request: Request) -> bool:
         """Whether a new request is refused before it waits at all."""
-        if (why := self.quotas.why_never(request)) is not None:
+        if (why := self.quotas.why_unfit(request)) is not None:
             self._refuse(request, Refusal.UNFIT, why)
         elif (why := self.quotas.why_not_queue(request)) is not None:
             answer_s = self._deadlines.answer_s(self._queue.running)
@@ -326,7 +326,7 @@ class Scheduler:
         num_ahead = self.policy.num_ahead(request)
         return self._deadlines.ahead_s(self._queue.running, num_ahead, self._options.max_num_seqs)
 
-    def _end_missed(self) -> None:
+    def _finish_missed(self) -> None:
         for request, why in self._deadlines.take_missed():
             request.error, request.refusal = why, Refusal.TIMEOUT
             self._finish(request, RequestStatus.FINISHED_TIMEOUT)
@@ -353,9 +353,9 @@ class Scheduler:
         if message.on_cold is OnCold.WAIT:
             self._set_status(request, RequestStatus.WAITING_FOR_ADAPTER)
         else:
-            self._answer_cold(request, key, layout)
+            self._handle_cold_adapter(request, key, layout)
 
-    def _answer_cold(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
+    def _handle_cold_adapter(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
         """The adapter is brought in all the same, if there is room, so that the next request finds it."""
         self._adapter_manager.reserve(key, layout, self._clock() + WARM_GRACE_S)
         if request.message.on_cold is OnCold.FALLBACK_BASE:
@@ -363,13 +363,13 @@ class Scheduler:
             request.adapter_key, request.fell_back = None, True
             return
         on_host = request.tier is AdapterTier.HOST
-        seconds, why = self._books.estimate_ready_s(key, layout, on_host=on_host, keep_free=self.num_running)
+        seconds, why = self._memory.estimate_ready_s(key, layout, on_host=on_host, keep_free=self.num_running)
         request.error, request.refusal = f"the adapter is not in the pool ({request.tier}); {why}", Refusal.COLD
         request.retry_after_s = seconds
         self._finish(request, RequestStatus.FINISHED_REFUSED)
 
     def _may_run(self, request: Request) -> bool:
-        return not self._beams.is_held(request) and self.quotas.may_run(request)
+        return not self._beams.must_wait(request) and self.quotas.may_run(request)
 
     # Ends.
 
@@ -377,29 +377,29 @@ class Scheduler:
         self, request: Request, share: ScheduledRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> None:
         """Take what a step says of an answer, up to the token that ends it."""
-        status, num_said = None, 0
+        status, num_new = None, 0
         for token in tokens:
             request.token_ids.append(token)
-            num_said += 1
+            num_new += 1
             if request.constraint_state is not None:
                 request.constraint_state.advance(token)
             status = self._status_after(request, token)
             if status is not None:
                 break
-        self.counters.generated_tokens += num_said
-        self._count_computed(request, share, num_said)
+        self.counters.generated_tokens += num_new
+        self._count_computed(request, share, num_new)
         self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
         if share.draft_token_ids:
-            self._memory.truncate_drafts(request)
-        said = tuple(tokens[:num_said])
+            self._allocator.truncate_drafts(request)
+        new_tokens = tuple(tokens[:num_new])
         if self._drafter.is_active:
-            self._drafter.observe(request, said)
+            self._drafter.observe(request, new_tokens)
         if status is None:
-            self._emit(request, said, tuple(logprobs[:num_said]))
+            self._emit(request, new_tokens, tuple(logprobs[:num_new]))
         else:
-            self._finish(request, status, said, logprobs[:num_said])
+            self._finish(request, status, new_tokens, logprobs[:num_new])
 
-    def _take_answer(self, request: Request, answer: Hypothesis) -> None:
+    def _finish_beam(self, request: Request, answer: Hypothesis) -> None:
         """Of a beam search that is over."""
         request.token_ids[request.num_prompt_tokens :] = answer.token_ids
         status = self._status_after(request, answer.token_ids[-1])
@@ -431,13 +431,13 @@ class Scheduler:
         if request.status.is_finished:
             return  # with another beam of its group
         if request.request_id in self._queue.requests:
-            self._let_go(request)
+            self._release(request)
         self._set_status(request, status)
         reason = request.finish_reason
         assert reason is not None
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
         self._emit(request, tuple(new_tokens), tuple(logprobs))
-        for other in self._beams.ended(request) if request.message.beams is not None else ():
+        for other in self._beams.remove(request) if request.message.beams is not None else ():
             other.error, other.refusal, other.retry_after_s = request.error, request.refusal, request.retry_after_s
             self._finish(other, status)
         self._drafter.forget(request)
@@ -451,14 +451,14 @@ class Scheduler:
         was, request.status = request.status, status
         if not request.number:  # one that is refused on arrival was never known
             if status is RequestStatus.WAITING:
-                self._queue.arrives(request)
-                self.quotas.arrives(request)
+                self._queue.add(request)
+                self.quotas.add(request)
                 self._deadlines.watch(request)
         elif status is RequestStatus.RUNNING:
-            self._beams.starts(request)
-            self.quotas.starts(request)
-            self._queue.starts(request)
-            self.predictor.starts(request)
+            self._beams.on_admitted(request)
+            self.quotas.admit(request)
+            self._queue.admit(request)
+            self.predictor.on_admitted(request)
             if request.scheduled_s is None:
                 request.scheduled_s = self._clock()
                 self.counters.prompt_tokens += request.num_prompt_tokens
@@ -467,27 +467,27 @@ class Scheduler:
             request.num_preemptions += 1
             self.counters.preemptions += 1
             self.counters.swaps += request.num_swapped_pages > 0
-            self.quotas.stops(request)
-            self._queue.stops(request)
+            self.quotas.preempt(request)
+            self._queue.preempt(request)
         elif status is RequestStatus.WAITING_FOR_ADAPTER:
-            request.load_begins(self._clock())
+            request.on_load_started(self._clock())
         elif status is RequestStatus.WAITING:
-            request.load_ends(self._clock())
+            request.on_load_finished(self._clock())
         else:
             if was is RequestStatus.RUNNING:
-                self.quotas.stops(request)
-            self.quotas.leaves(request)
-            self._queue.ends(request)
+                self.quotas.preempt(request)
+            self.quotas.remove(request)
+            self._queue.finish(request)
             if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):
-                self.predictor.ended(request, was_cut=status is RequestStatus.FINISHED_LENGTH)
+                self.predictor.on_finished(request, was_cut=status is RequestStatus.FINISHED_LENGTH)
 
-    def _let_go(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         """Give back what a live request holds."""
         if request.num_in_flight_tokens:
             self._finished_in_flight[request.request_id] = request
         elif request.status is RequestStatus.RUNNING:
-            self._memory.free(request)
-        self._memory.drop_swap(request)
+            self._allocator.free(request)
+        self._allocator.drop_swap(request)
         if request.adapter_key is not None:
             self._adapter_manager.remove_request(request.adapter_key)
 

@@ -28,7 +28,7 @@ class TokenBudget:
     `late_tokens` though they are beyond the target."""
 
     tokens: int
-    seats: int
+    request_slots: int
     chunk: int
     reserved: set[RequestId]
     counts: dict[RequestId, int] = field(default_factory=dict)
@@ -44,18 +44,18 @@ class TokenBudget:
         running: Sequence[Request],
         target_s: float | None,
         costs: StepCosts,
-        seats_ahead: int = 0,
+        slots_ahead: int = 0,
     ) -> "TokenBudget":
         """Of a step in which these run, behind so many others."""
-        answering = [request for request in running if is_decoding(request)][: max(0, max_seqs - seats_ahead)]
-        chunk, late = max_tokens - len(answering), 0
+        answering = [request for request in running if is_decoding(request)][: max(0, max_seqs - slots_ahead)]
+        chunk, num_late = max_tokens - len(answering), 0
         if target_s is not None and answering:
             left_s = target_s - costs.seconds(_shape(answering, running))
             in_time = max(0, int(left_s / max(costs.token_s, 1e-9)))
             chunk = min(chunk, max(MIN_CHUNK, in_time))
-            late = max(0, chunk - in_time)
+            num_late = max(0, chunk - in_time)
         reserved = {request.request_id for request in answering}
-        return cls(max_tokens, max_seqs, chunk, reserved, logit_rows=max_seqs, late_tokens=late)
+        return cls(max_tokens, max_seqs, chunk, reserved, logit_rows=max_seqs, late_tokens=num_late)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -66,7 +66,7 @@ class TokenBudget:
 
     def may_take(self, request: Request) -> bool:
         """Whether there is a seat, and a token."""
-        return self.seats > 0 and self._most(request) > 0
+        return self.request_slots > 0 and self._most(request) > 0
 
     def lacks_rows(self, request: Request) -> bool:
         """Whether all that it lacks are logits for its prompt: nobody behind it waits for these."""
@@ -81,7 +81,7 @@ class TokenBudget:
             self.chunk -= count
             self.prompt_rows -= len(_prompt_rows(request, count))
         self.tokens -= count
-        self.seats -= 1
+        self.request_slots -= 1
         self.counts[request.request_id] = count
 
     def take_more(self, request: Request) -> None:
@@ -102,7 +102,7 @@ class TokenBudget:
         count = self.counts.pop(request.request_id, 0)
         if count:
             self.tokens += count
-            self.seats += 1
+            self.request_slots += 1
             # Its prompt rows are gone for this step: which they were cannot be told any more.
 
     def _most(self, request: Request) -> int:

@@ -25,11 +25,11 @@ class Policy(ABC):
         """Those that wait, best first. The one that was yielded last may start before the next is asked for."""
 
     @abstractmethod
-    def arrives(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         """It waits from now on: it is new, or it ran and had to give way."""
 
     @abstractmethod
-    def leaves(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         """It waits no more: it starts, or it ends."""
 
     def running(self, running: Sequence[Request]) -> Sequence[Request]:
@@ -54,10 +54,10 @@ class Policy(ABC):
         by_seniority = enumerate(running)
         return max(by_seniority, key=lambda at: (at[1].message.priority, at[0]), default=(0, None))[1]
 
-    def starts(self, request: Request) -> None:  # noqa: B027 - nothing, for most
+    def on_admitted(self, request: Request) -> None:  # noqa: B027 - nothing, for most
         """It has joined the batch; what the cache had of its prompt is known. After `leaves`."""
 
-    def stops(self, request: Request) -> None:  # noqa: B027 - nothing, for most
+    def on_left_batch(self, request: Request) -> None:  # noqa: B027 - nothing, for most
         """It has left the batch, at its end or before `arrives`."""
 
     def on_throttled(self, request: Request) -> None:  # noqa: B027 - nothing, for most
@@ -66,7 +66,7 @@ class Policy(ABC):
     def on_starved(self, request: Request) -> None:  # noqa: B027 - nothing, for most
         """It had waited too long, by `Lineup`'s rule, and has its share now."""
 
-    def served(self, request: Request, num_prompt: int, num_generated: int) -> None:  # noqa: B027 - nothing, for most
+    def on_computed(self, request: Request, num_prompt: int, num_generated: int) -> None:  # noqa: B027 - nothing, for most
         """A step has computed so many tokens of its prompt, and generated so many."""
 
 
@@ -102,6 +102,6 @@ class SortedQueue:
         del self._entries[at]
 
 
-def set_back_first(request: Request) -> int:
+def preempted_first(request: Request) -> int:
     """Those that have begun and had to give way go before those that have not."""
     return 0 if request.num_preemptions else 1

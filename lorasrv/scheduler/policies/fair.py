@@ -22,7 +22,7 @@ from adapter_store.spec import AdapterKey
 from lorasrv.memory.cost_model import StepCosts
 from lorasrv.request import Request
 from lorasrv.scheduler.length_predictor import MEDIAN, LengthPredictor
-from lorasrv.scheduler.policies.base import Policy, SortedQueue, set_back_first
+from lorasrv.scheduler.policies.base import Policy, SortedQueue, preempted_first
 from lorasrv.scheduler.quotas import Quotas
 
 PROMPT_WEIGHT = 1.0
@@ -42,10 +42,10 @@ class _FairAccount:
     name: str
     served: float = 0.0
     num_running: int = 0
-    is_held: bool = False
+    is_throttled: bool = False
     queue: SortedQueue = field(default_factory=SortedQueue)
 
-    def turns(self) -> Iterator[Request]:
+    def candidates(self) -> Iterator[Request]:
         """Its requests in their order. Where one does not start, further ones on the same content would not either."""
         stuck: set[AdapterKey | None] = set()
         for request in self.queue:
@@ -78,7 +78,7 @@ class _Ledger:
     def waiting(self) -> Iterator[_FairAccount]:
         return iter(self._waiting.values())
 
-    def enter(self, name: str) -> None:
+    def add_waiting(self, name: str) -> None:
         """It has something that waits."""
         if name in self._waiting:
             return
@@ -88,13 +88,13 @@ class _Ledger:
 
     def lift(self, account: _FairAccount) -> None:
         """What it has saved up while it had nothing to run, or was not allowed to, is gone."""
-        competing = [a.served for a in self._waiting.values() if a is not account and not a.is_held]
+        competing = [a.served for a in self._waiting.values() if a is not account and not a.is_throttled]
         if competing:
             self._floor = min(competing)
         account.served = max(account.served, self._floor)
-        account.is_held = False
+        account.is_throttled = False
 
-    def leave(self, name: str) -> None:
+    def remove_waiting(self, name: str) -> None:
         """Nothing of it waits any more."""
         account = self._waiting.pop(name)
         if not self._waiting:
@@ -116,7 +116,7 @@ class _Ledger:
 
 
 @dataclass(slots=True)
-class _Turn:
+class _Candidate:
     """An account's next request in this round, and those after it."""
 
     account: _FairAccount
@@ -126,11 +126,11 @@ class _Turn:
     @property
     def entry(self) -> "_Entry":
         """For a heap; no two are equal, as no two requests have one number."""
-        urgency = self.request.message.priority, set_back_first(self.request)
+        urgency = self.request.message.priority, preempted_first(self.request)
         return *urgency, self.account.served, self.request.number, self
 
 
-_Entry = tuple[int, int, float, int, _Turn]
+_Entry = tuple[int, int, float, int, _Candidate]
 """Priority of a request and whether it was set back, the service its account has had, and when it arrived."""
 
 
@@ -150,50 +150,50 @@ class Fair(Policy):
         return self._adapters[principal].account(adapter_id).served
 
     def waiting(self) -> Iterator[Request]:
-        heaps = {key.name: self._turns(key.name) for key in self._keys.waiting()}
+        heaps = {key.name: self._candidates(key.name) for key in self._keys.waiting()}
         keys = [self._entry_of_key(name, heap) for name, heap in heaps.items()]
         heapq.heapify(keys)
         while keys:
             name = heapq.heappop(keys)[-1]
             heap = heaps[name]
-            turn = self._take(heap)
-            yield turn.request
-            following = next(turn.rest, None)
+            candidate = self._pop_best(heap)
+            yield candidate.request
+            following = next(candidate.rest, None)
             if following is not None:
-                turn.request = following
-                heapq.heappush(heap, turn.entry)
+                candidate.request = following
+                heapq.heappush(heap, candidate.entry)
             if heap:
                 heapq.heappush(keys, self._entry_of_key(name, heap))
 
-    def arrives(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         principal, adapter_id = _names(request)
         ledger = self._adapters.setdefault(principal, _Ledger())
-        ledger.enter(adapter_id)
-        self._keys.enter(principal)
-        rank = (request.message.priority, set_back_first(request), request.number)
+        ledger.add_waiting(adapter_id)
+        self._keys.add_waiting(principal)
+        rank = (request.message.priority, preempted_first(request), request.number)
         ledger.account(adapter_id).queue.add(request, rank)
 
-    def leaves(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         principal, adapter_id = _names(request)
         ledger = self._adapters[principal]
         queue = ledger.account(adapter_id).queue
         queue.remove(request)
         if not len(queue):
-            ledger.leave(adapter_id)
+            ledger.remove_waiting(adapter_id)
         if not len(ledger):
-            self._keys.leave(principal)
+            self._keys.remove_waiting(principal)
 
-    def starts(self, request: Request) -> None:
+    def on_admitted(self, request: Request) -> None:
         self._in_batch[request.adapter_key] += 1
         key, adapter = self._accounts(request)
         key.num_running += 1
         adapter.num_running += 1
-        if adapter.is_held:
+        if adapter.is_throttled:
             self._adapters[key.name].lift(adapter)
         if not request.num_preemptions:
             self._charge(request, PROMPT_WEIGHT * (request.num_prompt_tokens - request.num_cached_tokens))
 
-    def stops(self, request: Request) -> None:
+    def on_left_batch(self, request: Request) -> None:
         for account in self._accounts(request):
             account.num_running -= 1
         self._in_batch[request.adapter_key] -= 1
@@ -202,7 +202,7 @@ class Fair(Policy):
 
     def on_throttled(self, request: Request) -> None:
         principal, adapter_id = _names(request)
-        self._adapters[principal].account(adapter_id).is_held = True
+        self._adapters[principal].account(adapter_id).is_throttled = True
 
     def num_ahead(self, request: Request) -> int:
         """The others of its account, and of each other account as many as it has turns until then."""
@@ -216,7 +216,7 @@ class Fair(Policy):
                     others.append(urgent)
         return own + sum(min(urgent, own + 1) for urgent in others)
 
-    def served(self, request: Request, num_prompt: int, num_generated: int) -> None:
+    def on_computed(self, request: Request, num_prompt: int, num_generated: int) -> None:
         self._charge(request, ANSWER_WEIGHT * num_generated)
 
     def _charge(self, request: Request, tokens: float) -> None:
@@ -229,22 +229,22 @@ class Fair(Policy):
         return self._keys.account(principal), self._adapters[principal].account(adapter_id)
 
     def _entry_of_key(self, name: str, heap: list[_Entry]) -> tuple[int, int, float, int, str]:
-        priority, set_back, _, number, _ = heap[0]
-        return priority, set_back, self._keys.account(name).served, number, name
+        priority, preempted, _, number, _ = heap[0]
+        return priority, preempted, self._keys.account(name).served, number, name
 
-    def _turns(self, principal: str) -> list[_Entry]:
+    def _candidates(self, principal: str) -> list[_Entry]:
         """A heap of the accounts of a key that wait."""
         heap = []
         for account in self._adapters[principal].waiting():
-            rest = account.turns()
-            heap.append(_Turn(account, next(rest), rest).entry)
+            rest = account.candidates()
+            heap.append(_Candidate(account, next(rest), rest).entry)
         heapq.heapify(heap)
         return heap
 
-    def _take(self, heap: list[_Entry]) -> _Turn:
+    def _pop_best(self, heap: list[_Entry]) -> _Candidate:
         """The account with the least service, or one little above it whose adapter costs the step nothing more."""
         best = heapq.heappop(heap)
-        gap = self._worth_of_sharing(best[-1].request)
+        gap = self._sharing_gain(best[-1].request)
         if gap <= 0:
             return best[-1]
         passed: list[_Entry] = []
@@ -260,7 +260,7 @@ class Fair(Policy):
             heapq.heappush(heap, entry)
         return chosen[-1]
 
-    def _worth_of_sharing(self, request: Request) -> float:
+    def _sharing_gain(self, request: Request) -> float:
         """In weighted tokens: what the request's adapter adds to all the steps that it will be in; 0 if it is in the
         batch already."""
         layout = request.message.layout

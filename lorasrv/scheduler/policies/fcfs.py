@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from lorasrv.request import Request
-from lorasrv.scheduler.policies.base import Policy, SortedQueue, set_back_first
+from lorasrv.scheduler.policies.base import Policy, SortedQueue, preempted_first
 
 
 class Fcfs(Policy):
@@ -15,8 +15,8 @@ class Fcfs(Policy):
     def waiting(self) -> Iterator[Request]:
         return iter(self._queue)
 
-    def arrives(self, request: Request) -> None:
-        self._queue.add(request, (request.message.priority, set_back_first(request), request.number))
+    def add(self, request: Request) -> None:
+        self._queue.add(request, (request.message.priority, preempted_first(request), request.number))
 
-    def leaves(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         self._queue.remove(request)

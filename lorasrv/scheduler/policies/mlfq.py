@@ -35,12 +35,12 @@ class Mlfq(Policy):
     def in_order(self, running: Sequence[Request]) -> Iterator[Request]:
         return heapq.merge(self.running(running), self.waiting(), key=self.rank)
 
-    def arrives(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         if not request.num_preemptions:
             request.service = PROMPT_TOKEN * request.num_prompt_tokens
         self._queue.add(request, self.rank(request))
 
-    def leaves(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         self._queue.remove(request)
 
     def rank(self, request: Request) -> Rank:
@@ -53,7 +53,7 @@ class Mlfq(Policy):
         """It begins again at the best level (FastServe's starvation prevention): one token would be no help."""
         request.service = 0.0
 
-    def served(self, request: Request, num_prompt: int, num_generated: int) -> None:
+    def on_computed(self, request: Request, num_prompt: int, num_generated: int) -> None:
         request.service += num_generated
 
 

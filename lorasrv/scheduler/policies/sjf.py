@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from lorasrv.memory.cost_model import StepCosts
 from lorasrv.request import Request
 from lorasrv.scheduler.length_predictor import MEDIAN, LengthPredictor
-from lorasrv.scheduler.policies.base import Policy, SortedQueue, set_back_first
+from lorasrv.scheduler.policies.base import Policy, SortedQueue, preempted_first
 
 AGEING = 0.1
 
@@ -26,11 +26,11 @@ class Sjf(Policy):
     def waiting(self) -> Iterator[Request]:
         return iter(self._queue)
 
-    def arrives(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         urgency = self.work_s(request) + AGEING * request.arrival_s
-        self._queue.add(request, (request.message.priority, set_back_first(request), urgency))
+        self._queue.add(request, (request.message.priority, preempted_first(request), urgency))
 
-    def leaves(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         self._queue.remove(request)
 
     def work_s(self, request: Request) -> float:

@@ -70,6 +70,6 @@ def test_whoever_leaves_is_in_no_further_step(model: Path, store: AdapterStore) 
             await engine.shutdown()
         assert not engine._streams
         engine._engine.check_integrity()
-        assert engine._engine._books.num_kv_pages == 0
+        assert engine._engine._memory.num_kv_pages == 0
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -118,7 +118,7 @@ def answers(
         llm.engine.check_integrity()
     for output in llm.engine.step():
         told[output.request_id].append(output)
-    assert llm.engine._books.kv.num_pages == 0
+    assert llm.engine._memory.kv.num_pages == 0
     return [_outcome(told[message.request_id]) for message in messages]
 
 

@@ -199,7 +199,7 @@ def test_pages_that_move_under_running_requests_change_nothing(model, adapter_di
 
 
 def _throw_about(engine: EngineCore, number: int) -> None:
-    books, scheduler = engine._books, engine._scheduler
+    books, scheduler = engine._memory, engine._scheduler
     used = sorted({*books.kv.references(), *books.prefixes.references()}) if books.prefixes is not None else []
     free = sorted(page for first, count in books.kv_pool.free_runs() for page in range(first, first + count))
     moves = dict(zip(used[number % 3 :: 3], free[:: 1 + number % 4], strict=False))
@@ -214,7 +214,7 @@ def _throw_about(engine: EngineCore, number: int) -> None:
     for part in (Moves(moves, {}), Moves({}, runs)):
         if part.pages:
             books.evictor._follow(part)
-    scheduler._memory.note_moves()
+    scheduler._allocator.record_moves()
 
 
 def test_other_weights_under_the_same_name_meet_none_of_the_old_ones_pages(serve, store, adapter_dirs, alone) -> None:
@@ -253,7 +253,7 @@ def test_an_adapter_larger_than_half_the_pool_and_one_more_than_fit(serve, store
     names = ["three", "two", "one", None]
 
     async def scenario(engine: AsyncEngine) -> None:
-        books = engine._engine._books
+        books = engine._engine._memory
         sizes = [books.adapters.pages_for(engine.input_processor.layout(store.resolve(n).key)) for n in names[:3]]
         assert max(sizes) > books.layout.num_pages / 2
         for _ in range(2):

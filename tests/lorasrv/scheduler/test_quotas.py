@@ -93,7 +93,7 @@ def test_who_leaves_between_two_steps_leaves_no_room_behind() -> None:
     bench.scheduler.quotas.set_limits("mia", Limits(max_running=2, max_queued=1))
     for i in range(2):
         bench.add(f"gone{i}", adapter_id="mia")
-        bench.scheduler.end(RequestId(f"gone{i}"), RequestStatus.FINISHED_ABORTED)
+        bench.scheduler.finish(RequestId(f"gone{i}"), RequestStatus.FINISHED_ABORTED)
     for i in range(5):
         bench.add(f"mia{i}", adapter_id="mia")
     bench.step()
@@ -205,7 +205,7 @@ def test_accounts_without_anything_are_forgotten() -> None:
     bench = _bench(adapter_limits=Limits(tokens_per_s=1000.0))
     for i in range(1500):
         bench.add(f"r{i}", adapter_id=f"a{i}")
-        bench.scheduler.end(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
+        bench.scheduler.finish(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
     assert len(bench.scheduler.quotas._adapters) < 600
 
 
@@ -231,7 +231,7 @@ def test_who_ends_early_is_not_remembered_until_its_time() -> None:
     bench = Bench(pages=400)
     for i in range(2000):
         bench.add(f"r{i}", timeout_s=80_000.0)
-        bench.scheduler.end(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
+        bench.scheduler.finish(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
     assert len(bench.scheduler._deadlines._heap) < 600
 
 
