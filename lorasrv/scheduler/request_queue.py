@@ -1,16 +1,16 @@
-"""Who runs and who waits, and in which order they get their share of a step.
+"""Request queue: which requests run, which wait, and the order in which a step serves them.
 
-The order is a policy's, but for one rule that binds all of them: whoever could run and has had nothing for
-`max_wait_steps` steps is *due*. Those who are due take seats and pages from others, oldest wait first, and are then
-*protected*, ahead of everybody, until they have `PROTECTED_TOKENS` more tokens: else they would lose what they have
-just been given before it was of any use. So a request has its share at the latest
+The order is the policy's, with one rule on top: a request that could run but had no tokens for `max_wait_steps` steps
+is *starved*. Starved requests take request slots and pages from others, longest wait first, and are then *protected*,
+ahead of all others, until they have `PROTECTED_TOKENS` more tokens: otherwise they could be preempted before the tokens
+were of use. So a request has tokens at the latest
 
     max_wait_steps + CHECK_EVERY + P · (1 + k) steps
 
-after it arrived, or its last share, if k others are due before it and its adapter is there by then; otherwise
-CHECK_EVERY + P · (1 + k) steps after its adapter has come. P is how long protection lasts: PROTECTED_TOKENS steps and
-those that the longest sequence takes to be computed in chunks. Time during which the limits of its own adapter or key
-held it up does not count: within an account at its limit, the order is the policy's alone.
+after its arrival or its last tokens, if k others are starved before it and its adapter is resident by then; otherwise
+CHECK_EVERY + P · (1 + k) steps after its adapter is resident. P is the length of protection: PROTECTED_TOKENS steps and
+those in which the longest sequence is computed in chunks. Time during which the limits of its own adapter or key hold a
+request back does not count: within a throttled account the order is the policy's alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,11 @@ PROTECTED_TOKENS = 16
 
 
 class RequestQueue:
-    """The requests that live. Mutated by the engine thread only.
+    """Hold the live requests. Mutated by the engine thread only.
 
     Args:
+        policy: order of the requests.
+        max_wait_steps: steps without tokens after which a request is starved.
         may_run: whether limits would let a waiting request run now.
     """
 
@@ -45,29 +47,31 @@ class RequestQueue:
 
     @property
     def running(self) -> Sequence[Request]:
-        """Those that hold pages, by seniority."""
+        """Return the requests that hold pages, by seniority."""
         return self._running
 
     @property
     def waiting(self) -> dict[RequestId, Request]:
+        """Return the requests that do not run, by id."""
         return self._waiting
 
     @property
     def checks_starvation_now(self) -> bool:
-        """Whether this step is one of those in which everybody who waits is looked at."""
+        """Return whether this step looks at all waiting requests."""
         return self.step % CHECK_EVERY == 0
 
     @property
     def preempted(self) -> dict[RequestId, Request]:
-        """Those of them that have begun and had to give way."""
+        """Return the waiting requests that have run before."""
         return self._preempted
 
     @property
     def starved(self) -> dict[RequestId, Request]:
+        """Return the starved requests, longest wait first."""
         return self._starved
 
     def add(self, request: Request) -> None:
-        """A new request waits."""
+        """Add a new request to the waiting ones."""
         self._num_added += 1
         request.number = self._num_added
         request.last_share_step = self.step
@@ -75,20 +79,20 @@ class RequestQueue:
         self.policy.add(request)
 
     def admit(self, request: Request) -> None:
-        """It joins the batch."""
+        """Move a request from waiting to running."""
         self._unqueue(request)
         self._running.append(request)
         self.policy.on_admitted(request)
 
     def preempt(self, request: Request) -> None:
-        """It gives way, and waits again."""
+        """Move a request from running back to waiting."""
         self._running.remove(request)
         self.policy.on_left_batch(request)
         self._waiting[request.request_id] = self._preempted[request.request_id] = request
         self.policy.add(request)
 
     def finish(self, request: Request) -> None:
-        """It is gone."""
+        """Remove a finished request."""
         del self.requests[request.request_id]
         self._starved.pop(request.request_id, None)
         if request.request_id in self._waiting:
@@ -98,7 +102,7 @@ class RequestQueue:
             self.policy.on_left_batch(request)
 
     def begin_step(self) -> None:
-        """Find out who is due."""
+        """Find the starved requests."""
         self.step += 1
         if not self.checks_starvation_now:
             return
@@ -115,7 +119,8 @@ class RequestQueue:
             self._starved = {request.request_id: request for request in by_wait}
 
     def order(self) -> Iterator[Request]:
-        """Everybody once, best first. Whoever was yielded may start, stop or give way before the next is asked for."""
+        """Yield every request once, best first. The one yielded last may be admitted, finished or preempted before
+        the next is taken."""
         first = [r for r in self._running if r.request_id not in self._starved and _is_protected(r)]
         first += self._starved.values()
         yield from first
@@ -125,11 +130,12 @@ class RequestQueue:
                 yield request
 
     def running_in_order(self) -> Sequence[Request]:
-        """Those that run, best first."""
+        """Return the running requests, best first."""
         return self.policy.running(self._running)
 
     def mark_scheduled(self, request: Request) -> None:
-        """It has tokens in this step. One that was due is the most senior now: else it would have to leave at once."""
+        """Note that a request has tokens in this step. A starved one becomes the most senior: else it would be
+        preempted at once."""
         request.last_share_step = self.step
         if self._starved.pop(request.request_id, None) is not None:
             request.protected_until_tokens = request.num_generated_tokens + PROTECTED_TOKENS
@@ -138,20 +144,20 @@ class RequestQueue:
             self.policy.on_starved(request)
 
     def mark_throttled(self, request: Request) -> None:
-        """It could not run: its own limits forbid it, which is nobody's unfairness."""
+        """Note that a request could not run because of its own limits, which is no starvation."""
         request.last_share_step = self.step
         request.protected_until_tokens = 0
         self._starved.pop(request.request_id, None)
         self.policy.on_throttled(request)
 
     def select_victim(self) -> Request | None:
-        """Who gives way to those that run and grow; None: all of them are in steps that are under way."""
+        """Return the request to preempt so that running ones can grow; None if all of them are in steps in flight."""
         return self.policy.select_victim(self._unprotected()) or self.policy.select_victim(
             filter(_is_preemptible, self._running)
         )
 
     def select_victim_below(self, request: Request) -> Request | None:
-        """Who gives way to a request that wants to start, if anybody does."""
+        """Return the request to preempt so that `request` can be admitted; None if there is none."""
         if request.request_id in self._starved:
             return self.policy.select_victim(r for r in self._unprotected() if r.request_id not in self._starved)
         if not self.policy.may_displace:
@@ -160,7 +166,11 @@ class RequestQueue:
         return victim if victim is not None and self.policy.rank(victim) > self.policy.rank(request) else None
 
     def check_integrity(self) -> None:
-        """Raises: AssertionError: the policy waits for others than wait here."""
+        """Compare the policy and the lists with each other.
+
+        Raises:
+            AssertionError: they differ.
+        """
         assert {r.request_id for r in self.policy.waiting()} <= self._waiting.keys(), (
             "the policy knows one that is gone"
         )
@@ -179,7 +189,7 @@ class RequestQueue:
 
 
 def _is_preemptible(request: Request) -> bool:
-    """Whether no step that is under way writes to its pages."""
+    """Return whether no step in flight writes to the request's pages."""
     return not request.num_in_flight_tokens
 
 

@@ -1,8 +1,9 @@
-"""Every request's life: arrival, steps, end. Ints, tuples and strings in and out; no torch.
+"""Scheduler: the life of every request, from arrival through steps to its end. Ids, tuples and strings only; no
+torch.
 
-Who gets what in the next step is the planner's business (`step_planner`), in which order the lineup's and its policy's
-(`lineup`, `policies`), how much at most the quotas' (`quotas`), until when the deadlines' (`deadlines`). What a request
-holds in the pool is in `request_memory`. Here they are told what happens, and what becomes of each request is said.
+`StepPlanner` decides which requests get how many tokens in the next step, `RequestQueue` and its policy in which order,
+`Quotas` how much at most, `Deadlines` until when. `RequestAllocator` holds what requests have in the pool. The
+scheduler tells them what happens, and emits what happens to each request.
 """
 
 from collections import Counter
@@ -28,18 +29,18 @@ from lorasrv.speculation.checked_drafter import CheckedDrafter
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 WARM_GRACE_S = 30.0
-"""An adapter that was warmed, or that a request was refused for, is spared this long for the request to come."""
+"""An adapter that was warmed, or for which a request was refused, is spared this long for a request to come."""
 RETRY_S = 1.0
-"""The least that a refused client is told to wait."""
+"""Shortest Retry-After of a refused request."""
 
 
 class Scheduler:
-    """Owns every request's state. Mutated by the engine thread only.
+    """Own the state of every request. Mutated by the engine thread only.
 
     Args:
-        books: the pool's accounts.
-        is_on_host: whether an adapter is in host memory, which tells in what tier it was found.
-        drafter: guesses what answers go on with; None: every step says one token of an answer.
+        memory: the pool's accounts.
+        is_on_host: whether an adapter is in host memory, for the tier in which a request found it.
+        drafter: proposes draft tokens; None: every step yields one token of an answer.
     """
 
     def __init__(
@@ -83,45 +84,46 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
+        """Return the number of running requests."""
         return len(self._queue.running)
 
     @property
     def num_waiting(self) -> int:
-        """Those that do not run, for whatever reason."""
+        """Return the number of live requests that do not run, for whatever reason."""
         return len(self._queue.waiting)
 
     @property
     def num_waiting_for_adapter(self) -> int:
-        """Of those. Goes through all of them."""
+        """Return how many of the waiting requests wait for their adapter. Walks all of them."""
         return sum(r.status is RequestStatus.WAITING_FOR_ADAPTER for r in self._queue.waiting.values())
 
     @property
     def num_starved(self) -> int:
-        """Times that a request had waited so long that it went before all others."""
+        """Return how often a request has waited so long that it went before all others."""
         return self._queue.num_starved_total
 
     @property
     def has_requests(self) -> bool:
+        """Return whether any request is live."""
         return bool(self._queue.requests)
 
     def requests(self) -> list[Request]:
-        """Those that live, the running ones first. For reading."""
+        """Return the live requests for reading, the running ones first."""
         return [*self._queue.running, *self._queue.waiting.values()]
 
     def tier(self, key: AdapterKey) -> AdapterTier:
-        """Where an adapter is now."""
+        """Return where an adapter is now."""
         if self._adapter_manager.is_resident(key):
             return AdapterTier.RESIDENT
         return AdapterTier.HOST if self._is_on_host(key) else AdapterTier.DISK
 
-    # What happens to requests.
-
+    # Requests.
     def add(self, message: EngineCoreRequest) -> None:
-        """Queue a request that can fit, or refuse it: by a limit, by its deadline, or because its adapter is cold and
-        it would not wait."""
+        """Queue a request that can fit, or refuse it: by a limit, by its deadline, or because its adapter is cold
+        and the request does not wait for it."""
         assert message.request_id not in self._queue.requests, f"request {message.request_id} exists already"
         request = Request(message, arrival_s=self._clock())
-        if self._is_refused(request):
+        if self._refuse_if_unfit(request):
             return
         if message.beams is not None and not self._beams.add(request):
             self._finish(request, RequestStatus.FINISHED_ABORTED)
@@ -132,30 +134,30 @@ class Scheduler:
             self._find_adapter(request, message.adapter_key, message.layout)
 
     def finish(self, request_id: RequestId, status: RequestStatus) -> None:
-        """End a request now, aborted or stopped by its text; nothing happens if it has ended already."""
+        """Finish a request now, aborted or stopped by its text; do nothing if it has finished already."""
         if (request := self._queue.requests.get(request_id)) is not None:
             self._finish(request, status)
 
     def fail(self, request_id: RequestId, error: str, refusal: Refusal | None = None) -> None:
-        """End a request with an error; nothing happens if it has ended already."""
+        """Finish a request with an error; do nothing if it has finished already."""
         if (request := self._queue.requests.get(request_id)) is not None:
             request.error, request.refusal = error, refusal
             self._finish(request, RequestStatus.FINISHED_ERROR)
 
     def on_swap_failed(self, request_id: RequestId) -> None:
-        """Its pages could not be kept in host memory, or not be brought back: they are computed again."""
+        """Note that a request's pages could not be swapped out or in: they are computed again."""
         if (request := self._queue.requests.get(request_id)) is not None:
             self._allocator.discard(request)
 
     def on_adapter_copied(self, key: AdapterKey) -> None:
-        """A copy that the step's orders asked for has filled its pages."""
+        """Note that a copy that a step ordered has filled the adapter's pages."""
         self._adapter_manager.on_copied(key)
         for request in self._queue.waiting.values():
             if request.adapter_key == key and request.status is RequestStatus.WAITING_FOR_ADAPTER:
                 self._set_status(request, RequestStatus.WAITING)
 
     def on_adapter_failed(self, key: AdapterKey, error: str, refusal: Refusal | None = None) -> None:
-        """A load failed: the requests that wait for it end with the reason, nobody else notices."""
+        """Note that a load or copy failed: the requests that wait for the adapter fail with the reason."""
         self._adapter_manager.on_failed(key)
         for request in [r for r in self._queue.waiting.values() if r.adapter_key == key]:
             self.fail(request.request_id, error, refusal)
@@ -163,13 +165,16 @@ class Scheduler:
     # Steps.
 
     def schedule(self) -> SchedulerOutput:
-        """Choose the next step's tokens and take the pages they need.
+        """Choose the tokens of the next step and take the pages they need.
 
-        Until its results are entered, or it is discarded, the step is under way: its tokens are not chosen again, and
-        its requests keep their pages, even if they end.
+        Until its results are passed to `update_from_output`, or it is discarded, the step is in flight: its tokens are
+        not chosen again, and its requests keep their pages even if they finish.
+
+        Returns:
+            The step; `scheduled` is empty if there is nothing to compute.
         """
         preemptions = self.counters.preemptions
-        self._allocator.record_moves()  # of a step that could not be planned to its end
+        self._allocator.record_moves()  # of a step whose planning failed
         self._queue.begin_step()
         self.quotas.begin_step()
         self._adapter_manager.begin_step()
@@ -181,7 +186,7 @@ class Scheduler:
         if not planned.has_preempted:
             self._memory.prefetch_reserved(planned.keep_free + self.num_running)
         self._allocator.record_moves()
-        drafts = self._planner.plan_drafts(planned)  # behind all that takes pages
+        drafts = self._planner.plan_drafts(planned)  # after everything else that takes pages
         counts = planned.budget.counts
         chosen = [r for r in self._queue.running if r.request_id in counts]
         keys = {r.adapter_key for r in chosen if r.adapter_key is not None}
@@ -197,7 +202,7 @@ class Scheduler:
             placements={key: self._adapters.placed(key) for key in keys},
             num_preempted=self.counters.preemptions - preemptions,
             wake_s=self._wake_s(planned),
-            page_ops=self._allocator.take_ops(),  # last: what is taken and not done would be lost
+            page_ops=self._allocator.take_ops(),  # last: operations that are taken but not done would be lost
             orders=self._adapter_manager.take_orders(),
             number=self._num_steps,
         )
@@ -207,14 +212,14 @@ class Scheduler:
         return step
 
     def discard(self, step: SchedulerOutput) -> None:
-        """Forget a step whose results are lost: what it was to compute is chosen again."""
+        """Drop a step whose results are lost: its tokens are chosen again."""
         self._retire(step)
         for share in step.scheduled:
             if share.draft_token_ids and (request := self._queue.requests.get(share.request_id)) is not None:
                 self._kv.truncate(request.request_id, request.num_tokens)
 
     def _retire(self, step: SchedulerOutput) -> None:
-        """Note that a step is not under way any more; requests that have ended meanwhile give back their pages."""
+        """Note that a step is not in flight any more; requests that have finished meanwhile give back their pages."""
         for request, count in self._in_flight.pop(step.number, ()):
             request.num_in_flight_tokens -= count
             if not request.num_in_flight_tokens and self._finished_in_flight.pop(request.request_id, None) is not None:
@@ -227,21 +232,28 @@ class Scheduler:
         logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
         prompt_logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
     ) -> list[EngineOutput]:
-        """Append the sampled tokens and end what has ended; a request without its token, or without its prompt's
-        probabilities if it asks for them, has failed.
+        """Append the sampled tokens and finish the requests that are done. A request without its token, or without
+        the prompt logprobs it asks for, fails.
 
         Args:
-            sampled: one token of each share that samples, and one more for each of its first drafts that was right.
+            sampled: one token of each share that samples, and one more for each of its accepted draft tokens.
+            logprobs: of the sampled tokens, for requests that ask for them.
+            prompt_logprobs: of the share's `prompt_rows`.
+        Returns:
+            The outputs since the last call, in order.
         """
         self._retire(step)
         for share in step.scheduled:
             request = self._queue.requests.get(share.request_id)
             if request is None:
-                continue  # it has ended while the step was under way
+                continue  # it has finished while the step was in flight
             no_token = share.samples and share.request_id not in sampled
             if no_token or (share.prompt_rows and share.request_id not in prompt_logprobs):
                 self._count_computed(request, share, int(share.samples))
-                self.fail(request.request_id, "the model's values are no numbers; the adapter's weights are too large")
+                self.fail(
+                    request.request_id,
+                    "the model computed NaN or infinity for this request; its adapter's weights are too large",
+                )
                 continue
             if share.prompt_rows:
                 request.prompt_logprobs += prompt_logprobs[share.request_id]
@@ -256,12 +268,16 @@ class Scheduler:
         return self.take_outputs()
 
     def take_outputs(self) -> list[EngineOutput]:
-        """Everything that happened since the last call, in order."""
+        """Return the outputs since the last call, in order."""
         outputs, self._outbox = self._outbox, []
         return outputs
 
     def check_integrity(self) -> None:
-        """Pages, pins and accounts add up with the requests that hold them. Raises: AssertionError: they do not."""
+        """Compare pages, pins and accounts with the requests that hold them.
+
+        Raises:
+            AssertionError: they differ.
+        """
         self._memory.check_integrity()
         self._queue.check_integrity()
         running, waiting = self._queue.running, list(self._queue.waiting.values())
@@ -289,8 +305,8 @@ class Scheduler:
         assert in_flight == +Counter(held), "tokens in flight differ from the steps that are under way"
 
     def _count_computed(self, request: Request, share: ScheduledRequest, num_new: int) -> None:
-        """Count what a step has computed for a request: its known tokens, and those draft tokens that it has said. What
-        is computed a second time, after a preemption, is nobody's service."""
+        """Count what a step has computed for a request: its known tokens and the accepted draft tokens. Tokens
+        computed again after a preemption are not charged again."""
         computed = share.num_known_tokens + max(0, num_new - 1)
         request.num_computed_tokens += computed
         finish = share.start + computed
@@ -301,15 +317,15 @@ class Scheduler:
             self.policy.on_computed(request, fresh - num_new, num_new)
 
     def _wake_s(self, planned: StepPlan) -> float | None:
-        """When there is something to do though nothing happens."""
-        refused = self._clock() if planned.unfit else None  # what stood behind them may start
+        """Return when the next step is needed even if nothing happens."""
+        refused = self._clock() if planned.unfit else None  # requests behind them may be admitted
         times = (self._deadlines.next_s(), planned.wake_s, refused)
         return min((t for t in times if t is not None), default=None)
 
     # Refusals.
 
-    def _is_refused(self, request: Request) -> bool:
-        """Whether a new request is refused before it waits at all."""
+    def _refuse_if_unfit(self, request: Request) -> bool:
+        """Refuse a new request if it must be; return whether it was."""
         if (why := self.quotas.why_unfit(request)) is not None:
             self._refuse(request, Refusal.UNFIT, why)
         elif (why := self.quotas.why_not_queue(request)) is not None:
@@ -346,7 +362,7 @@ class Scheduler:
         message = request.message
         request.tier = self.tier(key)
         if message.found is AdapterTier.DISK and request.tier is AdapterTier.HOST:
-            request.tier = AdapterTier.DISK  # this request's own prefetch has brought it to the host
+            request.tier = AdapterTier.DISK  # this request's own prefetch has loaded it to the host
         self._adapter_manager.add_request(key)
         if request.tier is AdapterTier.RESIDENT:
             return
@@ -356,7 +372,7 @@ class Scheduler:
             self._handle_cold_adapter(request, key, layout)
 
     def _handle_cold_adapter(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
-        """The adapter is brought in all the same, if there is room, so that the next request finds it."""
+        """Load the adapter for later requests if there is room; continue on the base model, or refuse."""
         self._adapter_manager.reserve(key, layout, self._clock() + WARM_GRACE_S)
         if request.message.on_cold is OnCold.FALLBACK_BASE:
             self._adapter_manager.remove_request(key)
@@ -376,7 +392,7 @@ class Scheduler:
     def _append(
         self, request: Request, share: ScheduledRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> None:
-        """Take what a step says of an answer, up to the token that ends it."""
+        """Append the new tokens of an answer, up to the token that ends it."""
         status, num_new = None, 0
         for token in tokens:
             request.token_ids.append(token)
@@ -400,7 +416,7 @@ class Scheduler:
             self._finish(request, status, new_tokens, logprobs[:num_new])
 
     def _finish_beam(self, request: Request, answer: Hypothesis) -> None:
-        """Of a beam search that is over."""
+        """Finish a request with its answer of a beam search."""
         request.token_ids[request.num_prompt_tokens :] = answer.token_ids
         status = self._status_after(request, answer.token_ids[-1])
         self._finish(request, status or RequestStatus.FINISHED_LENGTH, answer.token_ids)
@@ -429,7 +445,7 @@ class Scheduler:
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         if request.status.is_finished:
-            return  # with another beam of its group
+            return  # it has finished with another beam of its group
         if request.request_id in self._queue.requests:
             self._release(request)
         self._set_status(request, status)
@@ -441,15 +457,15 @@ class Scheduler:
             other.error, other.refusal, other.retry_after_s = request.error, request.refusal, request.retry_after_s
             self._finish(other, status)
         self._drafter.forget(request)
-        request.constraint_state = None  # may be large, and a deadline remembers the request
+        request.constraint_state = None  # may be large, and `Deadlines` keeps the request for a while
 
     def _set_status(self, request: Request, status: RequestStatus) -> None:
-        """Move a request on in its life, and tell those that keep account of it; no status changes elsewhere.
+        """Change a request's status and tell every account of it; no status changes elsewhere.
 
-        Pages and pins are the caller's business: taken before the request runs, given back before it stops.
+        The caller takes pages and pins before a request runs and gives them back before it stops.
         """
         was, request.status = request.status, status
-        if not request.number:  # one that is refused on arrival was never known
+        if not request.number:  # a request that is refused on arrival was never added
             if status is RequestStatus.WAITING:
                 self._queue.add(request)
                 self.quotas.add(request)

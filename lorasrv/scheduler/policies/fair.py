@@ -1,16 +1,16 @@
-"""Fair shares: of keys, and within a key of its adapters, by virtual token counters (VTC, Sheng et al., OSDI 2024).
+"""Fair sharing of keys, and within a key of its adapters, by virtual token counters (VTC, Sheng et al., OSDI 2024).
 
-Each account counts the service that its requests have had, over its weight; the one with the least goes first. Whoever
-comes back after a pause is lifted to the least of those that wait: nobody saves up. For two accounts of a key that both
-have requests waiting all the time, and two keys likewise, the weighted services differ by at most
+Each account counts the service of its requests over its weight; the one with the least goes first. An account that
+returns after a pause is lifted to the least service of those that wait, so no credit is saved up. For two accounts of a
+key that both have waiting requests all the time, and likewise two keys, the weighted services differ by at most
 
     2 · max(Wp · longest prompt, Wq · M) / smallest weight + SHARING_TOKENS
 
-with M the most tokens that one account's running requests can still generate (theorem 4.4 there; the last term is
-ours).
+with M the most tokens that one account's running requests can still generate (theorem 4.4 there; the last term is added
+here).
 
 A step that serves fewer distinct adapters is shorter. Where the gap between two accounts is worth less than that, the
-one whose adapter is in the batch already goes first.
+account whose adapter is in the batch already goes first.
 """
 
 import heapq
@@ -28,30 +28,32 @@ from lorasrv.scheduler.quotas import Quotas
 PROMPT_WEIGHT = 1.0
 ANSWER_WEIGHT = 2.0
 SHARING_TOKENS = 256.0
-"""No gap above this is given up to share an adapter."""
+"""Largest gap in service that is accepted to share an adapter."""
 MAX_COMPARED = 8
 MIN_SWEEP = 1024
 
 
 @dataclass(slots=True)
 class _FairAccount:
-    """`served`: weighted tokens. Waits while its queue has requests, or, of a key, while one of its adapters waits.
-    `is_held`: its limits forbade it to start when it was asked last.
-    """
+    """Count the service of one key or one adapter of a key. An adapter's account waits while its queue has requests,
+    a key's while one of its adapters waits."""
 
     name: str
+    # Weighted tokens.
     served: float = 0.0
     num_running: int = 0
+    # Whether its limits forbade admission at the last attempt.
     is_throttled: bool = False
     queue: SortedQueue = field(default_factory=SortedQueue)
 
     def candidates(self) -> Iterator[Request]:
-        """Its requests in their order. Where one does not start, further ones on the same content would not either."""
+        """Yield the account's requests in order. After one that was not admitted, others on the same content are
+        skipped."""
         stuck: set[AdapterKey | None] = set()
         for request in self.queue:
             if request.adapter_key not in stuck:
                 yield request
-                # A further choice waits for the first one of its own prompt, which says nothing about others.
+                # A further choice waits for the first one of its own prompt, which does not hold others back.
                 # Beams wait for an older group, whatever they run on.
                 own = request.message.fork_of is not None or request.message.beams is not None
                 if request in self.queue and not own:
@@ -59,7 +61,7 @@ class _FairAccount:
 
 
 class _Ledger:
-    """Accounts that are compared with one another."""
+    """Compare accounts with one another."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _FairAccount] = {}
@@ -71,15 +73,17 @@ class _Ledger:
         return len(self._waiting)
 
     def account(self, name: str) -> _FairAccount:
+        """Return the account of this name, a new one with the floor as its service."""
         if name not in self._accounts:
             self._accounts[name] = _FairAccount(name, self._floor)
         return self._accounts[name]
 
     def waiting(self) -> Iterator[_FairAccount]:
+        """Yield the accounts with waiting requests."""
         return iter(self._waiting.values())
 
     def add_waiting(self, name: str) -> None:
-        """It has something that waits."""
+        """Note that an account has waiting requests."""
         if name in self._waiting:
             return
         account = self.account(name)
@@ -87,7 +91,7 @@ class _Ledger:
         self._waiting[name] = account
 
     def lift(self, account: _FairAccount) -> None:
-        """What it has saved up while it had nothing to run, or was not allowed to, is gone."""
+        """Raise an account's service to the floor: time without requests, or throttled, earns no credit."""
         competing = [a.served for a in self._waiting.values() if a is not account and not a.is_throttled]
         if competing:
             self._floor = min(competing)
@@ -95,7 +99,7 @@ class _Ledger:
         account.is_throttled = False
 
     def remove_waiting(self, name: str) -> None:
-        """Nothing of it waits any more."""
+        """Note that an account has no waiting requests any more."""
         account = self._waiting.pop(name)
         if not self._waiting:
             self._floor = account.served
@@ -103,10 +107,11 @@ class _Ledger:
             self._sweep()
 
     def charge(self, name: str, tokens: float) -> None:
+        """Add weighted tokens to an account."""
         self._accounts[name].served += tokens
 
     def _sweep(self) -> None:
-        """An account that would be lifted when it comes back need not be remembered."""
+        """Drop idle accounts that would be lifted on their return."""
         floor = min((a.served for a in self._waiting.values()), default=self._floor)
         idle = (a for a in self._accounts.values() if a.name not in self._waiting and not a.num_running)
         gone = [account.name for account in idle if account.served <= floor]
@@ -117,7 +122,7 @@ class _Ledger:
 
 @dataclass(slots=True)
 class _Candidate:
-    """An account's next request in this round, and those after it."""
+    """Hold an account's next request in this round, and those after it."""
 
     account: _FairAccount
     request: Request
@@ -125,17 +130,17 @@ class _Candidate:
 
     @property
     def entry(self) -> "_Entry":
-        """For a heap; no two are equal, as no two requests have one number."""
+        """Return the heap entry; no two are equal, as request numbers are unique."""
         urgency = self.request.message.priority, preempted_first(self.request)
         return *urgency, self.account.served, self.request.number, self
 
 
 _Entry = tuple[int, int, float, int, _Candidate]
-"""Priority of a request and whether it was set back, the service its account has had, and when it arrived."""
+"""(priority, preempted first, service of the account, number of the request, candidate)."""
 
 
 class Fair(Policy):
-    """Least weighted service."""
+    """Serve the account with the least weighted service."""
 
     def __init__(self, quotas: Quotas, costs: StepCosts, predictor: LengthPredictor) -> None:
         self._quotas = quotas
@@ -146,7 +151,7 @@ class Fair(Policy):
         self._in_batch: Counter[AdapterKey | None] = Counter()
 
     def served_by_adapter(self, principal: str, adapter_id: str) -> float:
-        """Weighted tokens on this account, lifts included."""
+        """Return the weighted tokens of an account, including lifts."""
         return self._adapters[principal].account(adapter_id).served
 
     def waiting(self) -> Iterator[Request]:
@@ -205,7 +210,7 @@ class Fair(Policy):
         self._adapters[principal].account(adapter_id).is_throttled = True
 
     def num_ahead(self, request: Request) -> int:
-        """The others of its account, and of each other account as many as it has turns until then."""
+        """Count the other requests of its account, and of each other account as many as go before."""
         own, others = 0, []
         for key in self._keys.waiting():
             for account in self._adapters[key.name].waiting():
@@ -233,7 +238,7 @@ class Fair(Policy):
         return priority, preempted, self._keys.account(name).served, number, name
 
     def _candidates(self, principal: str) -> list[_Entry]:
-        """A heap of the accounts of a key that wait."""
+        """Return a heap of the waiting accounts of a key."""
         heap = []
         for account in self._adapters[principal].waiting():
             rest = account.candidates()
@@ -242,7 +247,7 @@ class Fair(Policy):
         return heap
 
     def _pop_best(self, heap: list[_Entry]) -> _Candidate:
-        """The account with the least service, or one little above it whose adapter costs the step nothing more."""
+        """Pop the account with the least service, or one slightly above whose adapter is in the batch already."""
         best = heapq.heappop(heap)
         gap = self._sharing_gain(best[-1].request)
         if gap <= 0:
@@ -261,7 +266,7 @@ class Fair(Policy):
         return chosen[-1]
 
     def _sharing_gain(self, request: Request) -> float:
-        """In weighted tokens: what the request's adapter adds to all the steps that it will be in; 0 if it is in the
+        """Return, in weighted tokens, what the request's adapter adds to all its steps; 0 if the adapter is in the
         batch already."""
         layout = request.message.layout
         if request.adapter_key is None or layout is None or request.adapter_key in self._in_batch:

@@ -1,4 +1,4 @@
-"""First come, first served, by priority: the least surprise, and the least protection from a flood of one adapter."""
+"""First come, first served, by priority: the most predictable order, without protection from a flood of one adapter."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from lorasrv.scheduler.policies.base import Policy, SortedQueue, preempted_first
 
 
 class Fcfs(Policy):
-    """Order of arrival."""
+    """Serve requests in the order of arrival."""
 
     def __init__(self) -> None:
         self._queue = SortedQueue()

@@ -49,7 +49,7 @@ def test_requests_of_one_account_in_the_queue() -> None:
     assert [name for name, why in ends.items() if why is FinishReason.REFUSED] == ["r3"]
     refused = next(o for o in bench.outputs if o.request_id == "r3")
     assert refused.refusal is Refusal.LIMIT
-    assert refused.error == "adapter 'mia' has 2 requests waiting, and may have 2"
+    assert refused.error == "adapter 'mia' has 2 requests waiting; its max_queued is 2"
     assert refused.retry_after_s
     assert refused.retry_after_s >= 1
 
