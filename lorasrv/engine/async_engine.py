@@ -89,13 +89,13 @@ class AsyncEngine:
         self.input_processor = model.input_processor(self._engine.poison, options.queue_timeout_s)
         self.metrics, self.heartbeat = self._engine.metrics, self._engine.heartbeat
         self.profile = self._engine.profile
-        self.book = self._engine.book
-        self.waiting_room = QueueLimiter(options, self.metrics.snapshot)
-        self.uses = InFlightRequests(self._break_off)
+        self.step_stats = self._engine.step_stats
+        self.queue_limiter = QueueLimiter(options, self.metrics.snapshot)
+        self.in_flight = InFlightRequests(self._abort_with_error)
         self.traffic = RequestStats()
-        self.observers = RequestObservers((self.waiting_room, self.uses, self.traffic, *observers))
+        self.observers = RequestObservers((self.queue_limiter, self.in_flight, self.traffic, *observers))
         self._streams: dict[RequestId, RequestStream] = {}
-        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._utility_calls: dict[int, asyncio.Future[Any]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -126,11 +126,11 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def rehearse(self, faults: FaultHook) -> None:
+    def inject_faults(self, faults: FaultHook) -> None:
         """Have steps fail on purpose; before `start`."""
-        self._engine.attempts.rehearsal = faults
+        self._engine.retrier.fault_hook = faults
 
-    def break_off(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
+    def abort_all(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
         """End every stream with an error; nothing is answered any more."""
         self._fail_all(why, kind)
 
@@ -184,13 +184,13 @@ class AsyncEngine:
         label = request_id or "req"
         rids = [RequestId(f"{label}#{next(self._numbers)}") for _ in range(count)]
         try:
-            with self.uses.arriving(options.get("adapter_id", ""), options.get("adapter"), rids) as use:
+            with self.in_flight.arriving(options.get("adapter_id", ""), options.get("adapter"), rids) as use:
                 requests = await self.input_processor.process_in_thread(rids, prompt, sampling, **options)
                 # Nothing is awaited from here on: a stream that is registered is told of the engine's end.
                 use.check()
                 if not self.is_alive:
                     raise EngineDead(self.error or "the engine is not running")
-                self.waiting_room.check(count, len(requests[0].prompt_token_ids), requests[0].principal)
+                self.queue_limiter.check(count, len(requests[0].prompt_token_ids), requests[0].principal)
                 return self._accept(requests, arrived_s)
         except BaseException as error:
             self.observers.on_refused(error)
@@ -204,7 +204,7 @@ class AsyncEngine:
         """
         if self.is_alive:
             try:
-                self.waiting_room.check(principal=principal)
+                self.queue_limiter.check(principal=principal)
             except EngineOverloaded as error:
                 self.observers.on_refused(error)
                 raise
@@ -234,7 +234,7 @@ class AsyncEngine:
             EngineDead: nothing is answered any more.
         """
         layout = await asyncio.to_thread(self.input_processor.layout, adapter)
-        return await self._reached(WarmAdapter(adapter, layout, deadline_s), deadline_s)
+        return await self._call_and_wait(WarmAdapter(adapter, layout, deadline_s), deadline_s)
 
     async def pin(self, adapter: AdapterKey) -> AdapterStatus:
         """Bring an adapter to the pool and keep it there; says where it is when it is there, or after ten seconds.
@@ -242,51 +242,51 @@ class AsyncEngine:
         Raises: as `warm`; InvalidRequest also if it is one too many.
         """
         layout = await asyncio.to_thread(self.input_processor.layout, adapter)
-        return await self._reached(PinAdapter(adapter, layout), PIN_WAIT_S)
+        return await self._call_and_wait(PinAdapter(adapter, layout), PIN_WAIT_S)
 
     async def unpin(self, adapter: AdapterKey) -> AdapterStatus:
         """Keep an adapter no longer; nothing happens if it was not kept. Raises: EngineDead."""
-        reached: AdapterStatus = await self._ask(UnpinAdapter(adapter))
-        return reached
+        status: AdapterStatus = await self._call_utility(UnpinAdapter(adapter))
+        return status
 
     async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
         """From the next step on, an adapter has these limits; None: those of every adapter. Raises: EngineDead."""
-        await self._ask(SetLimits(adapter_id, limits))
+        await self._call_utility(SetLimits(adapter_id, limits))
 
     async def tier(self, adapter: AdapterKey) -> AdapterTier:
         """Where an adapter is now. Raises: EngineDead."""
-        reached: AdapterStatus = await self._ask(GetAdapterTier(adapter))
-        return reached.tier
+        status: AdapterStatus = await self._call_utility(GetAdapterTier(adapter))
+        return status.tier
 
     async def pool_map(self) -> PoolMap:
         """Who holds which pages. Raises: EngineDead."""
-        described: PoolMap = await self._ask(DescribePool())
+        described: PoolMap = await self._call_utility(DescribePool())
         return described
 
     async def residents(self) -> list[tuple[AdapterKey, int]]:
         """(key, bytes of its pages) of each adapter in the pool. Raises: EngineDead."""
-        found: list[tuple[AdapterKey, int]] = await self._ask(ListResidents())
+        found: list[tuple[AdapterKey, int]] = await self._call_utility(ListResidents())
         return found
 
-    async def _reached(self, question: WarmAdapter | PinAdapter, deadline_s: float) -> AdapterStatus:
+    async def _call_and_wait(self, request: WarmAdapter | PinAdapter, deadline_s: float) -> AdapterStatus:
         try:
             async with asyncio.timeout(deadline_s):
-                reached: AdapterStatus = await self._ask(question)
+                status: AdapterStatus = await self._call_utility(request)
         except TimeoutError:
-            reached = await self._ask(GetAdapterTier(question.key))
-        return reached
+            status = await self._call_utility(GetAdapterTier(request.key))
+        return status
 
-    async def _ask(self, question: UtilityRequest) -> Any:
+    async def _call_utility(self, request: UtilityRequest) -> Any:
         """The answer's content; if it is an exception, that is raised."""
         if not self.is_alive:
             raise EngineDead(self.error or "the engine is not running")
         number = next(self._numbers)
-        future = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._inbox.put(UtilityCall(number, question))
+        future = self._utility_calls[number] = asyncio.get_running_loop().create_future()
+        self._inbox.put(UtilityCall(number, request))
         try:
             return await future
         finally:
-            if self._questions.pop(number, None) is not None:
+            if self._utility_calls.pop(number, None) is not None:
                 self._inbox.put(UtilityCall(number, None))
 
     def _accept(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> list[RequestStream]:
@@ -326,9 +326,9 @@ class AsyncEngine:
         self._finish(request_id, why)
         self._inbox.put(EndRequest(request_id, stopped=False))
 
-    def _break_off(self, request_id: RequestId, error: Exception) -> None:
+    def _abort_with_error(self, request_id: RequestId, error: Exception) -> None:
         if (stream := self._streams.get(request_id)) is not None:
-            stream.break_off(error)
+            stream.abort(error)
 
     # The engine thread.
 
@@ -336,14 +336,14 @@ class AsyncEngine:
         try:
             self.heartbeat.beat()
             compute_in_parallel()
-            self._engine.settle()
+            self._engine.bind_thread()
             idle = True
             while self._drain_inbox(wait=idle):
                 outputs = self._engine.step()
-                answers = self._engine.take_answers()
+                results = self._engine.take_utility_results()
                 idle = not self._engine.made_progress
-                if outputs or answers:
-                    self._post(outputs, answers)
+                if outputs or results:
+                    self._post(outputs, results)
         except Exception as error:
             _LOG.exception("the engine thread died")
             assert self._loop is not None
@@ -373,10 +373,10 @@ class AsyncEngine:
                 for added in message.messages:
                     self._engine.add_request(added)
             case UtilityCall():
-                if message.question is None:
-                    self._engine.forget_question(message.number)
+                if message.request is None:
+                    self._engine.cancel_utility_call(message.number)
                 else:
-                    self._engine.ask(message.number, message.question)
+                    self._engine.call_utility(message.number, message.request)
             case EndRequest():
                 (self._engine.stop if message.stopped else self._engine.abort)(message.request_id)
             case Shutdown():
@@ -385,15 +385,15 @@ class AsyncEngine:
                 pass
         return True
 
-    def _post(self, outputs: list[EngineOutput], answers: list[UtilityResult]) -> None:
+    def _post(self, outputs: list[EngineOutput], results: list[UtilityResult]) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._deliver, outputs, answers)
+        self._loop.call_soon_threadsafe(self._deliver, outputs, results)
 
     # Back in the event loop.
 
-    def _deliver(self, outputs: list[EngineOutput], answers: list[UtilityResult]) -> None:
-        for answer in answers:
-            self._reply(answer)
+    def _deliver(self, outputs: list[EngineOutput], results: list[UtilityResult]) -> None:
+        for result in results:
+            self._complete_call(result)
         with self.profile.span("detokenizing"):
             self._deliver_outputs(outputs)
 
@@ -407,7 +407,7 @@ class AsyncEngine:
             except Exception as error:
                 # One stream's text must not cost the others of this step their outputs.
                 _LOG.exception("request %s failed", output.request_id)
-                stream.break_off(error)
+                stream.abort(error)
                 continue
             self.observers.on_output(output.request_id, result)
             if result.finished:
@@ -415,19 +415,19 @@ class AsyncEngine:
                 if output.finish_reason is None:
                     self._inbox.put(EndRequest(output.request_id, stopped=True))
 
-    def _reply(self, answer: UtilityResult) -> None:
-        future = self._questions.pop(answer.number, None)
+    def _complete_call(self, result: UtilityResult) -> None:
+        future = self._utility_calls.pop(result.number, None)
         if future is None or future.done():
             return
-        if isinstance(answer.content, Exception):
-            future.set_exception(answer.content)
+        if isinstance(result.content, Exception):
+            future.set_exception(result.content)
         else:
-            future.set_result(answer.content)
+            future.set_result(result.content)
 
     def _fail_all(self, reason: str, kind: type[EngineDead] = EngineDead) -> None:
         self.error = self.error or reason
-        for number in list(self._questions):
-            self._reply(UtilityResult(number, kind(reason)))
+        for number in list(self._utility_calls):
+            self._complete_call(UtilityResult(number, kind(reason)))
         for stream in list(self._streams.values()):
             stream.fail(kind(reason))
             self._finish(stream.request_id, ENGINE_DEAD)

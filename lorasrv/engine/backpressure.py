@@ -19,7 +19,7 @@ from lorasrv.request import EngineCoreRequest
 FADE_S = 10.0
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-MAX_PROMISES = 256
+MAX_KEYS = 256
 """Of so many keys it is known what they were told; of more, those that asked last."""
 
 
@@ -40,7 +40,7 @@ class ThroughputEstimate:
         self._amount = 0.0
         self._seconds = 0.0
 
-    def passed(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         """Note that for so long there was something to drain."""
         fade = math.exp(-seconds / FADE_S)
         self._amount *= fade
@@ -82,7 +82,7 @@ class QueueLimiter(RequestObserver):
         self._num_sent = 0
         self._requests_drained, self._tokens_drained = ThroughputEstimate(), ThroughputEstimate()
         self._since_s = clock()
-        self._promised_s: dict[str, float] = {}
+        self._retry_at_s: dict[str, float] = {}
 
     @property
     def num_tokens(self) -> int:
@@ -111,7 +111,7 @@ class QueueLimiter(RequestObserver):
         raise EngineOverloaded(why, retry_after_s=self._retry_after_s(num_requests, num_tokens, principal))
 
     def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
-        self._time_passes()
+        self._advance_clock()
         self._num_sent += len(requests)
         for request in requests:
             tokens = 0 if request.fork_of is not None else len(request.prompt_token_ids)
@@ -119,16 +119,16 @@ class QueueLimiter(RequestObserver):
             self._num_tokens += tokens
 
     def on_output(self, request_id: RequestId, output: RequestOutput) -> None:
-        self._leave(request_id)
+        self._remove(request_id)
 
     def on_finished(self, request_id: RequestId, why: str = "") -> None:
-        self._leave(request_id)
+        self._remove(request_id)
 
-    def _leave(self, request_id: RequestId) -> None:
+    def _remove(self, request_id: RequestId) -> None:
         tokens = self._tokens.get(request_id)
         if tokens is None:
             return
-        self._time_passes()
+        self._advance_clock()
         del self._tokens[request_id]
         self._num_tokens -= tokens
         self._requests_drained.add(1)
@@ -138,24 +138,24 @@ class QueueLimiter(RequestObserver):
         """When as much as these need will have drained, behind all those of the key that were sent away before: told
         the same, they would come back at once, to be sent away once more. Keys that were sent away share what drains.
         """
-        self._time_passes()
+        self._advance_clock()
         requests_s = self._requests_drained.seconds_for(num_requests)
         tokens_s = self._tokens_drained.seconds_for(num_tokens)
         if requests_s is None:
             return MIN_RETRY_S
         now = self._clock()
-        promised = {name: until for name, until in self._promised_s.items() if until > now}
-        begin = promised.pop(principal, now)
-        while len(promised) >= MAX_PROMISES:
-            del promised[next(iter(promised))]
-        needed_s = (len(promised) + 1) * max(requests_s, tokens_s or 0.0)
-        promised[principal] = until = min(begin + needed_s, now + MAX_RETRY_S)
-        self._promised_s = promised
+        retry_at = {name: until for name, until in self._retry_at_s.items() if until > now}
+        begin = retry_at.pop(principal, now)
+        while len(retry_at) >= MAX_KEYS:
+            del retry_at[next(iter(retry_at))]
+        needed_s = (len(retry_at) + 1) * max(requests_s, tokens_s or 0.0)
+        retry_at[principal] = until = min(begin + needed_s, now + MAX_RETRY_S)
+        self._retry_at_s = retry_at
         return max(MIN_RETRY_S, until - now)
 
-    def _time_passes(self) -> None:
+    def _advance_clock(self) -> None:
         now = self._clock()
         if self._tokens:
             for rate in (self._requests_drained, self._tokens_drained):
-                rate.passed(now - self._since_s)
+                rate.advance(now - self._since_s)
         self._since_s = now

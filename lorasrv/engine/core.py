@@ -64,7 +64,7 @@ class EngineParts:
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
+class _InFlightStep:
     """A step and what collects it; None: it is submitted when its turn has come, in parts."""
 
     step: SchedulerOutput
@@ -90,18 +90,18 @@ class EngineCore:
         self.heartbeat = Heartbeat()
         self.poison = PoisonGuard()
         executor = self._executor = parts.executor
-        self.attempts = StepRetrier(
+        self.retrier = StepRetrier(
             lambda step: executor.collect(executor.submit(step)), executor.recover, self.heartbeat.beat
         )
         self._faults = StepFailureHandler(parts.scheduler, self.poison)
-        self._due_ops: deque[PageOp] = deque()
-        self._under_way: deque[_UnderWay] = deque()
-        self._one_at_a_time = False
-        self._asked_to_warm: dict[int, tuple[AdapterKey, float]] = {}
-        self._answers: list[UtilityResult] = []
+        self._pending_ops: deque[PageOp] = deque()
+        self._in_flight: deque[_InFlightStep] = deque()
+        self._is_serial = False
+        self._residency_calls: dict[int, tuple[AdapterKey, float]] = {}
+        self._utility_results: list[UtilityResult] = []
         self._loads = _LoadCounters()
         self._num_arrived = 0
-        self.book = StepStats()
+        self.step_stats = StepStats()
         self._steps = 0
         self._last_step_s = 0.0
         self._made_progress = False
@@ -111,7 +111,7 @@ class EngineCore:
     @property
     def has_requests(self) -> bool:
         """Whether somebody still waits for an answer."""
-        return self._scheduler.has_requests or bool(self._under_way)
+        return self._scheduler.has_requests or bool(self._in_flight)
 
     @property
     def made_progress(self) -> bool:
@@ -128,9 +128,9 @@ class EngineCore:
         """Where the time of steps has gone."""
         return self._executor.profile
 
-    def settle(self) -> None:
+    def bind_thread(self) -> None:
         """The calling thread is the one that will call `step`."""
-        self._executor.settle()
+        self._executor.bind_thread()
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request that `InputProcessor` has made."""
@@ -145,31 +145,32 @@ class EngineCore:
         """As `abort`, of a request whose text has met a stop string."""
         self._scheduler.finish(request_id, RequestStatus.FINISHED_STOPPED)
 
-    def ask(self, number: int, question: UtilityRequest) -> None:
+    def call_utility(self, number: int, request: UtilityRequest) -> None:
         """Have a question answered, by `take_answers`, under this number: at once, or when the adapter has come."""
-        match question:
+        match request:
             case DescribePool():
-                self._answer(number, describe_pool(self._memory, self._scheduler))
+                self._complete_call(number, describe_pool(self._memory, self._scheduler))
             case ListResidents():
                 block = self._memory.layout.block_bytes
                 is_resident, placements = self._memory.adapter_manager.is_resident, self._memory.adapters.placements()
-                self._answer(number, [(key, p.num_pages * block) for key, p, _ in placements if is_resident(key)])
+                residents = [(key, p.num_pages * block) for key, p, _ in placements if is_resident(key)]
+                self._complete_call(number, residents)
             case GetAdapterTier():
-                self._answer(number, AdapterStatus(self._scheduler.tier(question.key)))
+                self._complete_call(number, AdapterStatus(self._scheduler.tier(request.key)))
             case WarmAdapter():
-                self._warm(number, question)
+                self._warm(number, request)
             case PinAdapter():
-                self._pin(number, question)
+                self._pin(number, request)
             case UnpinAdapter():
-                self._unpin(number, question)
+                self._unpin(number, request)
             case SetLimits():
-                self._scheduler.quotas.set_limits(question.adapter_id, question.limits)
-                self._answer(number, None)
+                self._scheduler.quotas.set_limits(request.adapter_id, request.limits)
+                self._complete_call(number, None)
 
-    def take_answers(self) -> list[UtilityResult]:
+    def take_utility_results(self) -> list[UtilityResult]:
         """Answers since the last call."""
-        answers, self._answers = self._answers, []
-        return answers
+        results, self._utility_results = self._utility_results, []
+        return results
 
     def step(self) -> list[EngineOutput]:
         """Submit one batch, and say what the oldest that is under way brought for each request; if it fails, some end
@@ -186,22 +187,22 @@ class EngineCore:
             except Exception as error:
                 self._made_progress = True
                 return self._faults.on_schedule_error(error)
-            self._faults.planned()
+            self._faults.on_scheduled()
         with self.profile.span("pages"):
-            step = self._arrange(step)
-            self._give_orders(step.orders)
+            step = self._apply_page_ops(step)
+            self._send_orders(step.orders)
         if step.scheduled:
             self._submit(step)
         else:
             self._scheduler.discard(step)
         outputs = self._scheduler.take_outputs()
-        has_room = self._executor.depth > 1 and bool(step.scheduled) and not self._one_at_a_time
-        most, was_under_way = self._executor.depth - 1 if has_room else 0, bool(self._under_way)
-        while len(self._under_way) > most:
+        has_room = self._executor.depth > 1 and bool(step.scheduled) and not self._is_serial
+        most, was_in_flight = self._executor.depth - 1 if has_room else 0, bool(self._in_flight)
+        while len(self._in_flight) > most:
             outputs += self._collect(begun)
             begun = time.perf_counter()
         with self.profile.span("scheduling"):
-            self._finish_step(step, made_progress=was_under_way or step.num_preempted > 0)
+            self._finish_step(step, made_progress=was_in_flight or step.num_preempted > 0)
         return outputs
 
     def check_integrity(self) -> None:
@@ -213,58 +214,58 @@ class EngineCore:
             self._loader.close()
 
     def _submit(self, step: SchedulerOutput) -> None:
-        most = self.attempts.most_tokens
+        most = self.retrier.most_tokens
         fits = most is None or step.num_tokens <= most
-        self._one_at_a_time = self._one_at_a_time or most is not None
-        self._under_way.append(_UnderWay(step, self._executor.submit(step) if fits else None))
+        self._is_serial = self._is_serial or most is not None
+        self._in_flight.append(_InFlightStep(step, self._executor.submit(step) if fits else None))
 
     def _collect(self, begun: float) -> list[EngineOutput]:
         """Enter what the oldest step that is under way says."""
-        oldest = self._under_way.popleft()
+        oldest = self._in_flight.popleft()
         step, handle = oldest.step, oldest.handle
         collect = None if handle is None else lambda: self._executor.collect(handle)
-        if collect is not None and self._under_way:
+        if collect is not None and self._in_flight:
             try:
-                attempted = self.attempts.collect(step, collect)
+                result = self.retrier.collect(step, collect)
             except Exception as error:
-                return self._start_over(step, error)
+                return self._replan(step, error)
         else:
-            attempted = self.attempts.run(step, collect)
-            self._one_at_a_time = False
+            result = self.retrier.run(step, collect)
+            self._is_serial = False
         with self.profile.span("scheduling"):
-            outputs = self._enter(step, attempted)
+            outputs = self._update(step, result)
             seconds = time.perf_counter() - begun
-            if attempted.num_runs == 1:
+            if result.num_runs == 1:
                 self._memory.costs.observe_step(StepShape.of(step), seconds)
             self.heartbeat.computed()
-            self.book.step(step, seconds)
+            self.step_stats.step(step, seconds)
             self._steps += 1
         return outputs
 
-    def _start_over(self, step: SchedulerOutput, error: Exception) -> list[EngineOutput]:
+    def _replan(self, step: SchedulerOutput, error: Exception) -> list[EngineOutput]:
         """A step has failed with others behind it, which may read what it did not write: they are planned again, one
         at a time, so that it can be found out which request it was.
 
         Raises: DeviceLost: the device is gone.
         """
-        _LOG.error("%d steps are planned again: %s", 1 + len(self._under_way), type(error).__name__, exc_info=error)
+        _LOG.error("%d steps are planned again: %s", 1 + len(self._in_flight), type(error).__name__, exc_info=error)
         if not self._executor.recover():
             raise DeviceLost(f"the device cannot be used any more: {type(error).__name__}") from error
-        for lost in (step, *(later.step for later in self._under_way)):
+        for lost in (step, *(later.step for later in self._in_flight)):
             self._scheduler.discard(lost)
-        self._under_way.clear()
-        self._one_at_a_time = True
+        self._in_flight.clear()
+        self._is_serial = True
         return self._scheduler.take_outputs()
 
-    def _enter(self, step: SchedulerOutput, attempted: StepResult) -> list[EngineOutput]:
-        if attempted.failed:
-            self._faults.on_compute_error(attempted.failed)
-        output = attempted.output
+    def _update(self, step: SchedulerOutput, result: StepResult) -> list[EngineOutput]:
+        if result.failed:
+            self._faults.on_compute_error(result.failed)
+        output = result.output
         try:
             outputs = self._scheduler.update_from_output(step, output.sampled, output.logprobs, output.prompt_logprobs)
         except Exception as error:
             return self._faults.on_update_error(step, error)
-        if attempted.failed:
+        if result.failed:
             self._scheduler.check_integrity()
         return outputs
 
@@ -278,46 +279,46 @@ class EngineCore:
                     self._memory.adapter_manager.on_loaded(report.key)
                 case Done.COPIED:
                     self._memory.costs.copy.observe(report.seconds, report.nbytes)
-                    self.book.copied(report.key, report.seconds, report.nbytes)
+                    self.step_stats.copied(report.key, report.seconds, report.nbytes)
                     self._scheduler.on_adapter_copied(report.key)
-                    self._reached(report.key)
+                    self._on_adapter_ready(report.key)
                 case Done.FAILED:
                     self._loads.failures += 1
-                    self.book.failed(report.reason)
+                    self.step_stats.failed(report.reason)
                     self._scheduler.on_adapter_failed(report.key, report.error, report.refusal)
-                    self._reached(report.key, not_loaded(report.error, report.refusal))
+                    self._on_adapter_ready(report.key, not_loaded(report.error, report.refusal))
 
     def _count_load(self, report: LoaderReport) -> None:
         self._loads.seconds += report.seconds
         if report.from_disk:
             self._loads.from_disk += 1
             self._memory.costs.load.observe(report.seconds, report.nbytes)
-            self.book.loaded(report.key, report.seconds, report.nbytes)
+            self.step_stats.loaded(report.key, report.seconds, report.nbytes)
         else:
             self._loads.from_host += 1
 
-    def _arrange(self, step: SchedulerOutput) -> SchedulerOutput:
+    def _apply_page_ops(self, step: SchedulerOutput) -> SchedulerOutput:
         """Do what is due to pages, in its order, what an exception kept from being done first. A request whose pages
         did not come back is left out of the step."""
         begun, swapped = time.perf_counter(), 0
-        self._due_ops += step.page_ops
-        while self._due_ops:
-            op = self._due_ops[0]
+        self._pending_ops += step.page_ops
+        while self._pending_ops:
+            op = self._pending_ops[0]
             try:
                 swapped += self._executor.apply_page_ops((op,))
             except Exception as error:
                 if not isinstance(op, SwapOut | SwapIn):
                     raise
                 _LOG.warning("request %s is computed again: %s", op.request_id, error)
-                self._due_ops.insert(1, DropSwap(op.request_id))
+                self._pending_ops.insert(1, DropSwap(op.request_id))
                 self._scheduler.on_swap_failed(op.request_id)
                 step = replace(step, scheduled=tuple(s for s in step.scheduled if s.request_id != op.request_id))
-            self._due_ops.popleft()
+            self._pending_ops.popleft()
         self._executor.apply_page_ops(())
         self._memory.costs.page_copy.observe(time.perf_counter() - begun, swapped)
         return step
 
-    def _give_orders(self, orders: AdapterOrders) -> None:
+    def _send_orders(self, orders: AdapterOrders) -> None:
         if self._loader is None:
             return
         for key in orders.cancels:
@@ -329,22 +330,22 @@ class EngineCore:
 
     # Questions.
 
-    def _answer(self, number: int, content: object) -> None:
-        self._answers.append(UtilityResult(number, content))
+    def _complete_call(self, number: int, content: object) -> None:
+        self._utility_results.append(UtilityResult(number, content))
 
-    def _warm(self, number: int, question: WarmAdapter) -> None:
-        until_s = self._memory.clock() + question.deadline_s + WARM_GRACE_S
-        self._memory.adapter_manager.reserve(question.key, question.layout, until_s)
-        self._answer_when_there(number, question.key)
+    def _warm(self, number: int, request: WarmAdapter) -> None:
+        until_s = self._memory.clock() + request.deadline_s + WARM_GRACE_S
+        self._memory.adapter_manager.reserve(request.key, request.layout, until_s)
+        self._complete_when_resident(number, request.key)
 
-    def _pin(self, number: int, question: PinAdapter) -> None:
+    def _pin(self, number: int, request: PinAdapter) -> None:
         manager = self._memory.adapter_manager
-        error = None if manager.is_pinned(question.key) else self._why_not_pin(question.layout)
+        error = None if manager.is_pinned(request.key) else self._why_not_pin(request.layout)
         if error is not None:
-            self._answer(number, error)
+            self._complete_call(number, error)
             return
-        manager.pin(question.key, question.layout)
-        self._answer_when_there(number, question.key)
+        manager.pin(request.key, request.layout)
+        self._complete_when_resident(number, request.key)
 
     def _why_not_pin(self, layout: AdapterLayout) -> InvalidRequest | None:
         held, pages = self._memory.adapter_manager.num_pinned_pages(), self._memory.adapters.pages_for(layout)
@@ -357,26 +358,26 @@ class EngineCore:
             param="pinned",
         )
 
-    def _unpin(self, number: int, question: UnpinAdapter) -> None:
-        self._memory.adapter_manager.unpin(question.key)
-        self._answer(number, AdapterStatus(self._scheduler.tier(question.key)))
+    def _unpin(self, number: int, request: UnpinAdapter) -> None:
+        self._memory.adapter_manager.unpin(request.key)
+        self._complete_call(number, AdapterStatus(self._scheduler.tier(request.key)))
 
-    def _answer_when_there(self, number: int, key: AdapterKey) -> None:
+    def _complete_when_resident(self, number: int, key: AdapterKey) -> None:
         if self._scheduler.tier(key) is AdapterTier.RESIDENT:
-            self._answer(number, AdapterStatus(AdapterTier.RESIDENT))
+            self._complete_call(number, AdapterStatus(AdapterTier.RESIDENT))
         else:
-            self._asked_to_warm[number] = (key, time.monotonic())
+            self._residency_calls[number] = (key, time.monotonic())
 
-    def _reached(self, key: AdapterKey, error: LorasrvError | AdapterError | None = None) -> None:
-        for number, (wanted, begun) in list(self._asked_to_warm.items()):
+    def _on_adapter_ready(self, key: AdapterKey, error: LorasrvError | AdapterError | None = None) -> None:
+        for number, (wanted, begun) in list(self._residency_calls.items()):
             if wanted == key:
-                del self._asked_to_warm[number]
+                del self._residency_calls[number]
                 took = time.monotonic() - begun
-                self._answer(number, error or AdapterStatus(AdapterTier.RESIDENT, took * 1e3))
+                self._complete_call(number, error or AdapterStatus(AdapterTier.RESIDENT, took * 1e3))
 
-    def forget_question(self, number: int) -> None:
+    def cancel_utility_call(self, number: int) -> None:
         """Nobody waits for this answer any more."""
-        self._asked_to_warm.pop(number, None)
+        self._residency_calls.pop(number, None)
 
     # Figures.
 

@@ -126,7 +126,7 @@ class FaultInjector:
     def arm_engine(self, engine: "AsyncEngine") -> None:
         """Its steps."""
         if self._steps or self._poison:
-            engine.rehearse(self)
+            engine.inject_faults(self)
 
     # Of the disk.
 
@@ -156,10 +156,10 @@ class FaultInjector:
 
     # Of steps: `step_attempts.Rehearsal`.
 
-    def begins(self) -> None:
+    def on_step(self) -> None:
         self._step += 1
 
-    def runs(self, part: SchedulerOutput) -> None:
+    def on_part(self, part: SchedulerOutput) -> None:
         """Raises: InjectedFault, OutOfMemoryError."""
         if self._poison and any(not self._poison.isdisjoint(share.token_ids) for share in part.scheduled):
             raise InjectedFault("injected: a token that shall not be computed")

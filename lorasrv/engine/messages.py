@@ -92,7 +92,7 @@ class UtilityCall:
     """A question, whose answer comes back under this number; None: nobody waits for it any more."""
 
     number: int
-    question: UtilityRequest | None
+    request: UtilityRequest | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
             self._engine.abort(self.request_id)
             self._arrived.set()
 
-    def break_off(self, error: Exception) -> None:
+    def abort(self, error: Exception) -> None:
         """End the request, and tell its reader why."""
         self._engine.abort(self.request_id, name_of(type(error)))
         self.fail(error)
@@ -297,7 +297,7 @@ class InFlightRequests(RequestObserver):
             pass
         return len(self._of(adapter_id, keys))
 
-    def break_off(self, adapter_id: str, keys: Collection[AdapterKey]) -> int:
+    def abort_adapter(self, adapter_id: str, keys: Collection[AdapterKey]) -> int:
         """End those requests before the next step, with AdapterDeleted for their readers; return how many."""
         doomed = self._of(adapter_id, keys)
         for use in doomed:

@@ -51,7 +51,7 @@ class PoisonGuard:
                 "last time; the server's log says how it failed"
             )
 
-    def note(self, messages: Iterable[EngineCoreRequest]) -> None:
+    def record(self, messages: Iterable[EngineCoreRequest]) -> None:
         """These were in one fault; the choices of a request, which are alike, count once."""
         now = self._clock()
         for digest in {fingerprint(message) for message in messages}:

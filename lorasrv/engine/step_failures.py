@@ -34,7 +34,7 @@ class StepFailureHandler:
         self._plans_failed = 0
         self.total = 0
 
-    def planned(self) -> None:
+    def on_scheduled(self) -> None:
         """A step was planned to its end."""
         self._plans_failed = 0
 
@@ -72,7 +72,7 @@ class StepFailureHandler:
         ended = list(requests)
         if refusal is Refusal.STEP:
             # Not those that memory was short for: that passes.
-            self._poison.note(request.message for request in ended)
+            self._poison.record(request.message for request in ended)
         for request in ended:
             try:
                 self._scheduler.fail(request.request_id, why, refusal)

@@ -39,10 +39,10 @@ class StepResult:
 class FaultHook(Protocol):
     """Faults that were asked for (`faults.py`)."""
 
-    def begins(self) -> None:
+    def on_step(self) -> None:
         """A step is about to be computed, in one part or in several."""
 
-    def runs(self, part: SchedulerOutput) -> None:
+    def on_part(self, part: SchedulerOutput) -> None:
         """One of its parts is. Raises: whatever shall go wrong with it."""
 
 
@@ -64,7 +64,7 @@ class StepRetrier:
         self._run = run
         self._recover = recover
         self._beat = beat
-        self.rehearsal: FaultHook | None = None
+        self.fault_hook: FaultHook | None = None
         self._most_tokens: int | None = None
         self._enough_tokens = 0
         self._num_calm = 0
@@ -132,13 +132,13 @@ class StepRetrier:
         return StepResult(collect())
 
     def _begin(self) -> None:
-        if self.rehearsal is not None:
-            self.rehearsal.begins()
+        if self.fault_hook is not None:
+            self.fault_hook.on_step()
 
     def _prepare(self, part: SchedulerOutput) -> None:
         self._beat()
-        if self.rehearsal is not None:
-            self.rehearsal.runs(part)
+        if self.fault_hook is not None:
+            self.fault_hook.on_part(part)
 
     def _smaller(self, part: SchedulerOutput, error: Exception) -> list[SchedulerOutput]:
         """Its halves; none if it is one request, and less of it would not help."""

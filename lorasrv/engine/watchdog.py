@@ -64,7 +64,7 @@ class Heartbeat:
         return 0 < self.allowed_s(limit_s) < self.still_s
 
 
-class Watched(Protocol):
+class WatchedEngine(Protocol):
     """An engine."""
 
     heartbeat: Heartbeat
@@ -72,7 +72,7 @@ class Watched(Protocol):
     @property
     def is_alive(self) -> bool: ...
 
-    def break_off(self, why: str) -> None:
+    def abort_all(self, why: str) -> None:
         """End every stream with an error; answer nothing any more."""
 
 
@@ -82,7 +82,7 @@ class Watchdog:
     `end` is called with the exit code, and does not return; `close` stops the watching.
     """
 
-    def __init__(self, engine: Watched, limit_s: float, end: Callable[[int], None] | None = None) -> None:
+    def __init__(self, engine: WatchedEngine, limit_s: float, end: Callable[[int], None] | None = None) -> None:
         self._engine = engine
         self._limit_s = limit_s
         self._end = end or end_now
@@ -97,7 +97,7 @@ class Watchdog:
         """Whatever happens to the engine from now on is meant to. The timer goes on: what ends must do so in time."""
         if self._task is not None:
             self._task.cancel()
-            self._put_off()
+            self._reset_timer()
 
     @staticmethod
     def disarm() -> None:
@@ -107,25 +107,25 @@ class Watchdog:
     async def _watch(self) -> None:
         was_stuck = False
         while True:
-            self._put_off()
+            self._reset_timer()
             await asyncio.sleep(min(1.0, self._limit_s / CHECKS))
             if not self._engine.is_alive:
-                await self._give_up("the engine has ended")
+                await self._terminate("the engine has ended")
             # Twice: after the whole process was stopped for a while, the engine has to have its turn first.
             is_stuck = self._engine.heartbeat.is_stuck(self._limit_s)
             if is_stuck and was_stuck:
                 seconds = self._engine.heartbeat.still_s
-                await self._give_up(f"the engine is stuck: its step has taken {seconds:.1f} s so far")
+                await self._terminate(f"the engine is stuck: its step has taken {seconds:.1f} s so far")
             was_stuck = is_stuck
 
-    async def _give_up(self, why: str) -> None:
+    async def _terminate(self, why: str) -> None:
         _LOG.critical("%s; every request ends with an error, and then the server with exit code %d", why, EXIT_CODE)
         faulthandler.dump_traceback(STDERR, all_threads=True)
-        self._engine.break_off(why)
+        self._engine.abort_all(why)
         await asyncio.sleep(LAST_WORDS_S)
         self._end(EXIT_CODE)
 
-    def _put_off(self) -> None:
+    def _reset_timer(self) -> None:
         seconds = LAST_RESORT_FACTOR * self._engine.heartbeat.allowed_s(self._limit_s) + LAST_WORDS_S
         faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 

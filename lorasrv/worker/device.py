@@ -18,20 +18,20 @@ ENGINE_THREADS = torch.get_num_threads()
 
 def compute_alone() -> None:
     """The calling thread has no team from now on. Before its first product."""
-    _settle(1)
+    _set_num_threads(1)
 
 
 def compute_in_parallel() -> None:
     """The calling thread is the engine's."""
-    _settle(ENGINE_THREADS)
+    _set_num_threads(ENGINE_THREADS)
 
 
 def find_best_team(ops: Ops) -> None:
     """Give the engine's thread, which calls this, as many threads as these kernels are fastest with."""
-    _settle(ops.best_threads(ENGINE_THREADS))
+    _set_num_threads(ops.best_threads(ENGINE_THREADS))
 
 
-def _settle(count: int) -> None:
+def _set_num_threads(count: int) -> None:
     # A thread's first question or product takes over the count that any thread has set last; so ask first, then set.
     torch.get_num_threads()
     torch.set_num_threads(count)

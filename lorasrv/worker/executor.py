@@ -37,7 +37,7 @@ class Executor(Protocol):
     def write_adapter(self) -> WriteAdapter:
         """Return what fills an adapter's pages, for threads of the loader."""
 
-    def settle(self) -> None:
+    def bind_thread(self) -> None:
         """Prepare the calling thread, which submits steps from then on."""
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
@@ -77,8 +77,8 @@ class InProcessExecutor:
     def write_adapter(self) -> WriteAdapter:
         return self.runner.write_adapter
 
-    def settle(self) -> None:
-        self.runner.settle()
+    def bind_thread(self) -> None:
+        self.runner.bind_thread()
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
         return StepHandle(step)

@@ -69,7 +69,7 @@ class ModelRunner:
         """How loaders fill an adapter's pages, in a thread of theirs."""
         return self._memory.write_adapter
 
-    def settle(self) -> None:
+    def bind_thread(self) -> None:
         """Make the calling thread, which will run steps, as many threads' leader as is fastest here."""
         find_best_team(self._ops)
 

@@ -168,8 +168,8 @@ class FakeEngine:
         self.quantization = "int8"
         self.profile = StepProfile()
         self.traffic = RequestStats()
-        self.waiting_room = SimpleNamespace(num_tokens=0)
-        self.book = StepStats()
+        self.queue_limiter = SimpleNamespace(num_tokens=0)
+        self.step_stats = StepStats()
         self.max_model_len = CONTEXT
         self.page_size_tokens = 16
         self.spec = SPEC
@@ -204,7 +204,7 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.asked: list[tuple[object, ...]] = []
         self.limits: dict[str, Limits | None] = {}
-        self.uses = InFlightRequests(lambda *_: None)
+        self.in_flight = InFlightRequests(lambda *_: None)
         self._numbers = itertools.count()
 
     @property
@@ -220,7 +220,7 @@ class FakeEngine:
     async def shutdown(self) -> None:
         self.is_alive = False
 
-    def break_off(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
+    def abort_all(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
         self.error = why
 
     async def add_choices(

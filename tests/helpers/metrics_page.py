@@ -27,7 +27,7 @@ def metrics_of_a_new_server() -> list[Metric]:
     engine = SimpleNamespace(
         metrics=EngineMetrics(EngineStats()),
         traffic=RequestStats(),
-        waiting_room=SimpleNamespace(num_tokens=0),
+        queue_limiter=SimpleNamespace(num_tokens=0),
         book=StepStats(),
         quantization="int8",
         is_alive=True,

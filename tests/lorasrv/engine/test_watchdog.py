@@ -28,7 +28,7 @@ class Engine:
         self.is_alive = True
         self.broken_off: list[str] = []
 
-    def break_off(self, why: str) -> None:
+    def abort_all(self, why: str) -> None:
         self.broken_off.append(why)
 
 

@@ -61,7 +61,7 @@ def test_everything_adds_up_and_is_kept(model: Path, store: AdapterStore) -> Non
                 await ask(http, base),
             )
             shown = {name: await stats(http, name) for name in ("one", "two", "three", "base")}
-            by_name, steps = await metrics(http), engine.book.step_seconds
+            by_name, steps = await metrics(http), engine.step_stats.step_seconds
             layout = engine.input_processor.layout(store.resolve("one").key)
             kept.update(await stats(http, "one"))
 

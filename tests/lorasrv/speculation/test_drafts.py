@@ -371,7 +371,7 @@ class TestFaults:
 
         monkeypatch.setattr(runner, "run", failing)
         wide.compare([Ask(PROMPT, GREEDY, adapter) for adapter in NAMES], oracle)
-        wide.engine.attempts._most_tokens = None
+        wide.engine.retrier._most_tokens = None
 
     def test_rows_of_no_numbers_matter_on_the_path_only(self, wide: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
         """The rows of rejected drafts may hold anything; a row that is reached fails the request as it would alone."""
