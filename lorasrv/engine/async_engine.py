@@ -1,7 +1,7 @@
-"""One engine thread beside the event loop. Frozen messages without tensors cross between them, nothing else.
+"""Async engine: one engine thread beside the event loop. Only frozen messages without tensors cross between them.
 
-The thread drains its inbox, steps, and hands all outputs of a step to the loop in one call; the loop makes text of
-them. Every accepted request ends with exactly one finished output, also when the engine dies.
+The thread drains its inbox, runs a step, and passes all outputs of the step to the event loop in one call; the event
+loop turns them into text. Every accepted request gets exactly one finished output, even when the engine dies.
 """
 
 import asyncio
@@ -57,14 +57,14 @@ from lorasrv.worker.device import compute_alone, compute_in_parallel
 _LOG = logging.getLogger(__name__)
 PIN_WAIT_S = 10.0
 MAX_SLEEP_S = 3600.0
-"""A queue cannot wait for ever long."""
+"""Longest timeout that is passed to a queue, which refuses an infinite one."""
 
 
 class AsyncEngine:
-    """The engine as a server sees it. Methods are for the event loop's thread.
+    """Serve one model to asyncio callers. Methods belong to the event loop's thread.
 
     Args:
-        observers: told of every request, beside the engine's own: `traffic`, `waiting_room`, `uses`.
+        observers: told of every request, beside the engine's own: `traffic`, `queue_limiter`, `in_flight`.
     """
 
     def __init__(
@@ -107,7 +107,12 @@ class AsyncEngine:
         progress: Progress | None = None,
         observers: Sequence[RequestObserver] = (),
     ) -> "AsyncEngine":
-        """Load the model (seconds; call it in a thread). Raises ModelError or ConfigError."""
+        """Load the model, which takes seconds: call it in a thread.
+
+        Raises:
+            ModelError: the checkpoint cannot be served.
+            ConfigError: an option does not fit this model or machine.
+        """
         compute_alone()
         checkpoint = open_checkpoint(config.model.model, config.model.load_format, config.model.quantized_weights)
         try:
@@ -118,24 +123,24 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are being answered."""
+        """Return whether requests are answered."""
         return self._thread.is_alive() and self.error is None
 
     async def start(self) -> None:
-        """Begin to answer requests."""
+        """Start the engine thread."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def inject_faults(self, faults: FaultHook) -> None:
-        """Have steps fail on purpose; before `start`."""
+        """Install a hook that makes steps fail on purpose. Call it before `start`."""
         self._engine.retrier.fault_hook = faults
 
     def abort_all(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
-        """End every stream with an error; nothing is answered any more."""
+        """End every stream with an error and accept no more requests."""
         self._fail_all(why, kind)
 
     async def shutdown(self) -> None:
-        """End the engine thread; requests that still run end with an error."""
+        """Stop the engine thread; requests that still run end with an error."""
         if self._thread.is_alive():
             self._inbox.put(Shutdown())
             await asyncio.to_thread(self._thread.join)
@@ -152,18 +157,20 @@ class AsyncEngine:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestStream:
-        """Accept a request, or refuse it here and now.
+        """Accept a request, or refuse it at once.
 
         Args:
             prompt: text, or token ids as they are.
             sampling: `max_tokens` None takes the rest of the context, or of the pool.
-            request_id: a label for logs; the engine's own id is made unique.
+            request_id: a label for logs; the engine makes its own id unique.
+        Returns:
+            The stream of the request's outputs.
         Raises:
             InvalidRequest, ContextLengthExceeded, AdapterError, PoisonRequest: as `InputProcessor.process`.
-            RequestTimeout: the adapter's header did not come in time.
+            RequestTimeout: the adapter's header was not read in time.
             AdapterDeleted: the adapter was deleted by force meanwhile.
-            EngineOverloaded: too many are queued.
-            EngineDead: nothing is answered any more.
+            EngineOverloaded: too many requests are queued.
+            EngineDead: the engine does not run.
         """
         return (await self.add_choices(prompt, sampling, 1, request_id=request_id, **options))[0]
 
@@ -176,9 +183,10 @@ class AsyncEngine:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[RequestStream]:
-        """As `add`, for several answers to one prompt, whose pages they share. A seed counts up from choice to choice.
+        """Accept several answers to one prompt, which share its pages. A seed counts up from choice to choice.
 
-        Raises: as `add`; then none of them is accepted.
+        Raises:
+            LorasrvError, AdapterError: as `add`; then none of the choices is accepted.
         """
         arrived_s = time.monotonic()
         label = request_id or "req"
@@ -186,7 +194,7 @@ class AsyncEngine:
         try:
             with self.in_flight.arriving(options.get("adapter_id", ""), options.get("adapter"), rids) as use:
                 requests = await self.input_processor.process_in_thread(rids, prompt, sampling, **options)
-                # Nothing is awaited from here on: a stream that is registered is told of the engine's end.
+                # Nothing is awaited below: a registered stream is told when the engine ends.
                 use.check()
                 if not self.is_alive:
                     raise EngineDead(self.error or "the engine is not running")
@@ -197,10 +205,11 @@ class AsyncEngine:
             raise
 
     def check_admission(self, principal: str) -> None:
-        """Check that the queue has a place for one more request, before anything is done for it. A dead engine refuses
-        by itself, later.
+        """Check that the queue has a place for one more request, before any work for it. A dead engine refuses in
+        `add`.
 
-        Raises: EngineOverloaded.
+        Raises:
+            EngineOverloaded: the queue is full.
         """
         if self.is_alive:
             try:
@@ -217,7 +226,7 @@ class AsyncEngine:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
-        """`add`, then its outputs; leaving the loop early aborts the request."""
+        """Add a request and yield its outputs; leaving the loop early aborts the request."""
         stream = await self.add(prompt, sampling, request_id=request_id, **options)
         try:
             async for output in stream:
@@ -226,45 +235,73 @@ class AsyncEngine:
             await stream.aclose()
 
     async def warm(self, adapter: AdapterKey, deadline_s: float) -> AdapterStatus:
-        """Bring an adapter to the pool before the deadline; says where it is when it is there, or at the deadline.
+        """Load an adapter into the pool.
 
+        Args:
+            deadline_s: longest wait for it; the load continues afterwards.
+        Returns:
+            Where the adapter is once it is resident, or at the deadline.
         Raises:
-            InvalidRequest: it fits nowhere.
-            AdapterLoadFailed, AdapterError: it cannot be brought in.
-            EngineDead: nothing is answered any more.
+            InvalidRequest: it can never fit.
+            AdapterLoadFailed, AdapterError: it cannot be loaded.
+            EngineDead: the engine does not run.
         """
         layout = await asyncio.to_thread(self.input_processor.layout, adapter)
         return await self._call_and_wait(WarmAdapter(adapter, layout, deadline_s), deadline_s)
 
     async def pin(self, adapter: AdapterKey) -> AdapterStatus:
-        """Bring an adapter to the pool and keep it there; says where it is when it is there, or after ten seconds.
+        """Load an adapter into the pool and keep it there.
 
-        Raises: as `warm`; InvalidRequest also if it is one too many.
+        Returns:
+            Where the adapter is once it is resident, or after `PIN_WAIT_S`.
+        Raises:
+            InvalidRequest: it can never fit, or too many pages are pinned already.
+            LorasrvError, AdapterError: as `warm`.
         """
         layout = await asyncio.to_thread(self.input_processor.layout, adapter)
         return await self._call_and_wait(PinAdapter(adapter, layout), PIN_WAIT_S)
 
     async def unpin(self, adapter: AdapterKey) -> AdapterStatus:
-        """Keep an adapter no longer; nothing happens if it was not kept. Raises: EngineDead."""
+        """Let an adapter be evicted again; do nothing if it is not pinned.
+
+        Raises:
+            EngineDead: the engine does not run.
+        """
         status: AdapterStatus = await self._call_utility(UnpinAdapter(adapter))
         return status
 
     async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
-        """From the next step on, an adapter has these limits; None: those of every adapter. Raises: EngineDead."""
+        """Set an adapter's limits from the next step on; None restores those of every adapter.
+
+        Raises:
+            EngineDead: the engine does not run.
+        """
         await self._call_utility(SetLimits(adapter_id, limits))
 
     async def tier(self, adapter: AdapterKey) -> AdapterTier:
-        """Where an adapter is now. Raises: EngineDead."""
+        """Return where an adapter is now.
+
+        Raises:
+            EngineDead: the engine does not run.
+        """
         status: AdapterStatus = await self._call_utility(GetAdapterTier(adapter))
         return status.tier
 
     async def pool_map(self) -> PoolMap:
-        """Who holds which pages. Raises: EngineDead."""
+        """Return which pages are used for what.
+
+        Raises:
+            EngineDead: the engine does not run.
+        """
         described: PoolMap = await self._call_utility(DescribePool())
         return described
 
     async def residents(self) -> list[tuple[AdapterKey, int]]:
-        """(key, bytes of its pages) of each adapter in the pool. Raises: EngineDead."""
+        """Return (key, bytes of its pages) of each adapter in the pool.
+
+        Raises:
+            EngineDead: the engine does not run.
+        """
         found: list[tuple[AdapterKey, int]] = await self._call_utility(ListResidents())
         return found
 
@@ -277,7 +314,7 @@ class AsyncEngine:
         return status
 
     async def _call_utility(self, request: UtilityRequest) -> Any:
-        """The answer's content; if it is an exception, that is raised."""
+        """Call the engine thread and return the result's content; raise it if it is an exception."""
         if not self.is_alive:
             raise EngineDead(self.error or "the engine is not running")
         number = next(self._numbers)
@@ -296,10 +333,10 @@ class AsyncEngine:
             self._streams.update((stream.request_id, stream) for stream in streams)
             key = requests[0].adapter_key
             if self._loader is not None and key is not None and requests[0].found is AdapterTier.DISK:
-                # The engine will order it when its step is over; reading it begins now.
+                # The engine orders the load after its current step; start to read at once.
                 self._loader.prefetch(key)
             self._inbox.put(AddRequests(tuple(requests)))
-            # What the engine says of them comes to this thread, later.
+            # The engine's outputs reach this thread later, so the observers are told in order.
             self.observers.on_accepted(requests, arrived_s)
         except BaseException:
             for request in requests:
@@ -311,18 +348,19 @@ class AsyncEngine:
 
     def _stream(self, request: EngineCoreRequest) -> RequestStream:
         num_prompt_tokens = len(request.prompt_token_ids)
-        # A grammar's text is exactly its tokens'.
+        # With a grammar the text must be exactly that of the tokens.
         detokenizer = Detokenizer(self.tokenizer, shown=request.shown_token_ids, strip_start=request.constraint is None)
         processor = OutputProcessor(num_prompt_tokens, request.sampling, detokenizer)
         return RequestStream(self, request.request_id, processor, num_prompt_tokens)
 
     def _finish(self, request_id: RequestId, why: str = "") -> None:
-        """Forget a request: its stream takes no more outputs. Every accepted request ends here, once."""
+        """Forget a request: its stream takes no more outputs. Called exactly once for every accepted request."""
         if self._streams.pop(request_id, None) is not None:
             self.observers.on_finished(request_id, why)
 
     def abort(self, request_id: RequestId, why: str = "client") -> None:
-        """Have the engine end a request before its next step. For its stream, which `why` has ended."""
+        """Have the engine finish a request before its next step. Called by its stream, which has ended for the
+        reason `why`."""
         self._finish(request_id, why)
         self._inbox.put(EndRequest(request_id, stopped=False))
 
@@ -350,8 +388,11 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(self._fail_all, f"the engine died: {type(error).__name__}")
 
     def _drain_inbox(self, *, wait: bool) -> bool:
-        """Act on every message; False once the server ends. Waits for the first one if there is nothing to compute, at
-        most until the engine has something to do by itself."""
+        """Handle every message; return False on shutdown.
+
+        Args:
+            wait: wait for the first message, at most until the engine has something to do by itself.
+        """
         while wait or not self._inbox.empty():
             if wait:
                 self.heartbeat.rest()
@@ -367,7 +408,7 @@ class AsyncEngine:
         return True
 
     def _act_on(self, message: Message) -> bool:
-        """Do what a message says; False if it is the end."""
+        """Handle a message; return False on shutdown."""
         match message:
             case AddRequests():
                 for added in message.messages:
@@ -405,7 +446,7 @@ class AsyncEngine:
             try:
                 result = stream.deliver(output)
             except Exception as error:
-                # One stream's text must not cost the others of this step their outputs.
+                # An error in one stream's text must not cost the others of this step their outputs.
                 _LOG.exception("request %s failed", output.request_id)
                 stream.abort(error)
                 continue

@@ -1,6 +1,7 @@
-"""The synchronous heart: add, abort, ask, step. No asyncio, no threads, no text.
+"""Engine core: the synchronous engine, with `add_request`, `abort`, utility calls and `step`. No asyncio, threads or
+text.
 
-Everything in here belongs to the one thread that calls `step`; loads run wherever the `Loader` runs them.
+Everything here belongs to the one thread that calls `step`; loads run wherever the `Loader` runs them.
 """
 
 import logging
@@ -45,11 +46,12 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 _LOG = logging.getLogger(__name__)
 MAX_PINNED_SHARE = 0.5
+"""Largest share of the adapter pool that pinned adapters may take."""
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is put together from; `lorasrv.engine.factory` makes them."""
+    """Hold what an engine is made of; `lorasrv.engine.factory` builds it."""
 
     memory: MemoryManager
     scheduler: Scheduler
@@ -65,9 +67,10 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class _InFlightStep:
-    """A step and what collects it; None: it is submitted when its turn has come, in parts."""
+    """Hold a planned step."""
 
     step: SchedulerOutput
+    # Collects the step; None: it was too large to submit as a whole and runs in parts when it is the oldest.
     handle: StepHandle | None
 
 
@@ -80,7 +83,7 @@ class _LoadCounters:
 
 
 class EngineCore:
-    """One model, one pool, one batch after another."""
+    """Run one model on one pool, batch after batch."""
 
     def __init__(self, parts: EngineParts, loader: Loader | None) -> None:
         self._parts = parts
@@ -110,26 +113,27 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether somebody still waits for an answer."""
+        """Return whether any request is not finished."""
         return self._scheduler.has_requests or bool(self._in_flight)
 
     @property
     def made_progress(self) -> bool:
-        """Whether the last step changed anything; if not, only a message, a load or the time can."""
+        """Return whether the last step changed anything; if not, only a message, a load or time can."""
         return self._made_progress
 
     @property
     def idle_s(self) -> float:
-        """How long nothing is to be done if nothing happens; infinite: until something does."""
+        """Return the seconds until the engine has something to do without an event; infinite if nothing is
+        scheduled."""
         return math.inf if self._wake_s is None else max(0.0, self._wake_s - self._memory.clock())
 
     @property
     def profile(self) -> StepProfile:
-        """Where the time of steps has gone."""
+        """Return where the time of steps was spent."""
         return self._executor.profile
 
     def bind_thread(self) -> None:
-        """The calling thread is the one that will call `step`."""
+        """Prepare the calling thread, which will call `step`."""
         self._executor.bind_thread()
 
     def add_request(self, message: EngineCoreRequest) -> None:
@@ -138,15 +142,16 @@ class EngineCore:
         self._scheduler.add(message)
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request before the next step; nothing happens if it has ended."""
+        """Finish a request before the next step; do nothing if it has finished."""
         self._scheduler.finish(request_id, RequestStatus.FINISHED_ABORTED)
 
     def stop(self, request_id: RequestId) -> None:
-        """As `abort`, of a request whose text has met a stop string."""
+        """Finish a request whose text contains a stop string; do nothing if it has finished."""
         self._scheduler.finish(request_id, RequestStatus.FINISHED_STOPPED)
 
     def call_utility(self, number: int, request: UtilityRequest) -> None:
-        """Have a question answered, by `take_answers`, under this number: at once, or when the adapter has come."""
+        """Start a utility call; its result is returned by `take_utility_results` under this number, at once or when
+        the adapter is resident."""
         match request:
             case DescribePool():
                 self._complete_call(number, describe_pool(self._memory, self._scheduler))
@@ -168,15 +173,17 @@ class EngineCore:
                 self._complete_call(number, None)
 
     def take_utility_results(self) -> list[UtilityResult]:
-        """Answers since the last call."""
+        """Return the results of utility calls since the last call."""
         results, self._utility_results = self._utility_results, []
         return results
 
     def step(self) -> list[EngineOutput]:
-        """Submit one batch, and say what the oldest that is under way brought for each request; if it fails, some end
-        with an error. An executor of depth 1 computes every batch in the step that plans it.
+        """Submit one batch and return the outputs of the oldest batches in flight; if a batch fails, some requests
+        end with an error. An executor of depth 1 computes every batch in the step that plans it.
 
-        Raises: DeviceLost, AssertionError: nothing can be computed any more.
+        Raises:
+            DeviceLost: the device cannot be used any more.
+            AssertionError: the accounts of the pool are inconsistent.
         """
         begun = time.perf_counter()
         self.heartbeat.beat()
@@ -206,10 +213,15 @@ class EngineCore:
         return outputs
 
     def check_integrity(self) -> None:
-        """Every page and pin has its holder. Raises AssertionError if not."""
+        """Compare every page and pin with its holder.
+
+        Raises:
+            AssertionError: they differ.
+        """
         self._scheduler.check_integrity()
 
     def close(self) -> None:
+        """Stop the loader."""
         if self._loader is not None:
             self._loader.close()
 
@@ -220,7 +232,7 @@ class EngineCore:
         self._in_flight.append(_InFlightStep(step, self._executor.submit(step) if fits else None))
 
     def _collect(self, begun: float) -> list[EngineOutput]:
-        """Enter what the oldest step that is under way says."""
+        """Collect the oldest step in flight and return its outputs."""
         oldest = self._in_flight.popleft()
         step, handle = oldest.step, oldest.handle
         collect = None if handle is None else lambda: self._executor.collect(handle)
@@ -243,12 +255,15 @@ class EngineCore:
         return outputs
 
     def _replan(self, step: SchedulerOutput, error: Exception) -> list[EngineOutput]:
-        """A step has failed with others behind it, which may read what it did not write: they are planned again, one
-        at a time, so that it can be found out which request it was.
+        """Drop a failed step and those behind it, which may read what it did not write. They are planned again, one
+        at a time, to find out which request fails.
 
-        Raises: DeviceLost: the device is gone.
+        Raises:
+            DeviceLost: the device cannot be used any more.
         """
-        _LOG.error("%d steps are planned again: %s", 1 + len(self._in_flight), type(error).__name__, exc_info=error)
+        _LOG.error(
+            "a step failed; planning %d steps again: %s", 1 + len(self._in_flight), type(error).__name__, exc_info=error
+        )
         if not self._executor.recover():
             raise DeviceLost(f"the device cannot be used any more: {type(error).__name__}") from error
         for lost in (step, *(later.step for later in self._in_flight)):
@@ -269,8 +284,7 @@ class EngineCore:
             self._scheduler.check_integrity()
         return outputs
 
-    # Adapters on their way.
-
+    # Adapter loads and pages.
     def _take_reports(self) -> None:
         for report in self._loader.poll() if self._loader is not None else ():
             match report.done:
@@ -298,8 +312,8 @@ class EngineCore:
             self._loads.from_host += 1
 
     def _apply_page_ops(self, step: SchedulerOutput) -> SchedulerOutput:
-        """Do what is due to pages, in its order, what an exception kept from being done first. A request whose pages
-        did not come back is left out of the step."""
+        """Apply the pending page operations in order, first those that an exception has left. A request whose pages
+        could not be swapped is left out of the step."""
         begun, swapped = time.perf_counter(), 0
         self._pending_ops += step.page_ops
         while self._pending_ops:
@@ -309,7 +323,9 @@ class EngineCore:
             except Exception as error:
                 if not isinstance(op, SwapOut | SwapIn):
                     raise
-                _LOG.warning("request %s is computed again: %s", op.request_id, error)
+                _LOG.warning(
+                    "swapping the pages of request %s failed, so it is computed again: %s", op.request_id, error
+                )
                 self._pending_ops.insert(1, DropSwap(op.request_id))
                 self._scheduler.on_swap_failed(op.request_id)
                 step = replace(step, scheduled=tuple(s for s in step.scheduled if s.request_id != op.request_id))
@@ -328,8 +344,7 @@ class EngineCore:
         for key, placed in orders.copies:
             self._loader.copy(key, placed)
 
-    # Questions.
-
+    # Utility calls.
     def _complete_call(self, number: int, content: object) -> None:
         self._utility_results.append(UtilityResult(number, content))
 
@@ -376,11 +391,10 @@ class EngineCore:
                 self._complete_call(number, error or AdapterStatus(AdapterTier.RESIDENT, took * 1e3))
 
     def cancel_utility_call(self, number: int) -> None:
-        """Nobody waits for this answer any more."""
+        """Drop a utility call whose caller does not wait any more."""
         self._residency_calls.pop(number, None)
 
-    # Figures.
-
+    # Statistics.
     def _finish_step(self, step: SchedulerOutput, *, made_progress: bool) -> None:
         self._wake_s = step.wake_s
         self._made_progress = made_progress

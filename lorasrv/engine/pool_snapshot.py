@@ -1,4 +1,4 @@
-"""The pool as an operator sees it: which pages are free, whose the others are."""
+"""Pool snapshot: the pool's pages as an operator sees them, free or in use."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,48 +11,52 @@ from lorasrv.scheduler.scheduler import Scheduler
 from sgmv_kernels.formats.adapter_panels import Run
 
 _STATE_NAMES = {AdapterState.RESIDENT: "ready", AdapterState.ON_DISK: "waiting"}
-"""Names of states that differ from the enum's: a reserved adapter that is on disk waits for room."""
+"""Names that differ from the enum's: a reserved adapter that is on disk waits for room."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPages:
-    """A running request's keys and values. `shared` of the pages are also in other tables or in the prefix cache.
-    `principal`: whose request it is. `page_ids`: which they are."""
+    """Describe a running request's keys and values."""
 
     request_id: RequestId
     adapter: AdapterKey | None
     pages: int
+    # How many of the pages are also in other tables or in the prefix cache.
     shared: int
     page_ids: tuple[int, ...] = ()
+    # Key that the request belongs to.
     principal: str = "anonymous"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPages:
-    """An adapter with pages: ready or still copying; `requests` run on it; it uses `bytes_used` of `bytes_held`."""
+    """Describe an adapter with pages."""
 
     key: AdapterKey
+    # Ready or copying.
     state: str
     pages: int
     runs: tuple[Run, ...]
     bytes_used: int
     bytes_held: int
+    # Running requests that use it.
     requests: int
     pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PromisedAdapter:
-    """An adapter that is pinned or warmed: `state` ready, copying, on host, loading or waiting (for room)."""
+    """Describe an adapter that is pinned or warmed."""
 
     key: AdapterKey
     pinned: bool
+    # Ready, copying, on host, loading or waiting (for room).
     state: str
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMap:
-    """One moment between two steps. free + kv + prefix + adapters = total pages. `prefix_page_ids`: those of prefix."""
+    """Describe the pool between two steps. Free, KV, prefix and adapter pages add up to the total."""
 
     pages_total: int
     pages_free: int
@@ -68,11 +72,12 @@ class PoolMap:
     adapters: tuple[AdapterPages, ...]
     swap_bytes: int
     promised: tuple[PromisedAdapter, ...] = ()
+    # Pages that only the prefix cache holds.
     prefix_page_ids: tuple[int, ...] = ()
 
 
 def runs_of(page_ids: Iterable[int]) -> list[Run]:
-    """The pages in order, neighbours together."""
+    """Return the pages in order as (first, count) runs of neighbours."""
     runs: list[Run] = []
     for page in sorted(page_ids):
         if runs and sum(runs[-1]) == page:
@@ -83,7 +88,7 @@ def runs_of(page_ids: Iterable[int]) -> list[Run]:
 
 
 def describe_pool(memory: MemoryManager, scheduler: Scheduler) -> PoolMap:
-    """The map of this moment."""
+    """Return the current map of the pool."""
     fragmentation = memory.adapter_pool.fragmentation
     return PoolMap(
         pages_total=memory.layout.num_pages,
