@@ -3,8 +3,8 @@
 Where a step can fail:
 
 - Planning it, or entering its results: the scheduler's bookkeeping is wrong. The running requests end, then all if that
-did not help. If the accounts of the pool are inconsistent after that, or a third plan in a row fails, the engine ends
-too: a wrong page would be a wrong token.
+  did not help. If the accounts of the pool are inconsistent after that, or a third plan in a row fails, the engine ends
+  too: a wrong page would be a wrong token.
 - Swapping pages: a request whose pages could not be swapped out or in is computed again.
 - Computing it: `StepRetrier` has found the requests that cannot be computed.
 """
