@@ -4,8 +4,8 @@ Pages are taken in this order, as far as the level allows:
 
 1. orphaned prefix pages, whose adapter has left the pool: useless until it is back;
 2. evictable adapters that nothing needs, and cached prefix pages: by score, in one unit. A page that was used again
-   costs far more to compute than a page of an adapter costs to copy, so adapters usually go first. KV stops at a floor of
-   adapter pages, so that a burst of it does not evict every adapter, to be loaded again when it is over;
+   costs far more to compute than a page of an adapter costs to copy, so adapters usually go first. KV stops at a
+   floor of adapter pages, so that a burst of it does not evict every adapter, to be loaded again when it is over;
 3. evictable adapters that only requests further back in the queue wait for;
 4. evictable adapters that an operator has pinned: only if an accepted request cannot go on otherwise.
 

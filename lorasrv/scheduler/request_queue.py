@@ -177,7 +177,7 @@ class RequestQueue:
         assert not {r.request_id for r in self._running} & self._waiting.keys(), "a request runs and waits"
         live = {r.request_id for r in self._running} | self._waiting.keys()
         assert self.requests.keys() == live, "a request is lost"
-        assert self._starved.keys() <= live, "one that is gone is due"
+        assert self._starved.keys() <= live, "a request that is gone is starved"
 
     def _unprotected(self) -> Iterator[Request]:
         return (r for r in self._running if _is_preemptible(r) and not _is_protected(r))

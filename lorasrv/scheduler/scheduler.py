@@ -302,7 +302,7 @@ class Scheduler:
         for request, count in (pair for pairs in self._in_flight.values() for pair in pairs):
             in_flight[request.request_id] += count
         held = {r.request_id: r.num_in_flight_tokens for r in holders}
-        assert in_flight == +Counter(held), "tokens in flight differ from the steps that are under way"
+        assert in_flight == +Counter(held), "tokens in flight differ from the steps in flight"
 
     def _count_computed(self, request: Request, share: ScheduledRequest, num_new: int) -> None:
         """Count what a step has computed for a request: its known tokens and the accepted draft tokens. Tokens

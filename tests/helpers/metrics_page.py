@@ -28,7 +28,7 @@ def metrics_of_a_new_server() -> list[Metric]:
         metrics=EngineMetrics(EngineStats()),
         traffic=RequestStats(),
         queue_limiter=SimpleNamespace(num_tokens=0),
-        book=StepStats(),
+        step_stats=StepStats(),
         quantization="int8",
         is_alive=True,
         page_size_tokens=16,

@@ -334,7 +334,9 @@ def test_more_requests_than_may_be_queued_are_told_to_come_back(model: Path, mon
         first = await engine.add(PROMPT, long)
         await anext(first)
         second = await engine.add(PROMPT, long)
-        with pytest.raises(EngineOverloaded, match="1 requests are queued already; --max-num-queued-seqs is 1") as caught:
+        with pytest.raises(
+            EngineOverloaded, match="1 requests are queued already; --max-num-queued-seqs is 1"
+        ) as caught:
             await engine.add(PROMPT, GREEDY, principal="ann")
         assert caught.value.retry_after_s >= 1.0
         assert list(engine.queue_limiter._retry_at_s) == ["ann"], "what it was told is its own"

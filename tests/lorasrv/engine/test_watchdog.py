@@ -72,7 +72,7 @@ def watch(
         raise _Ended
 
     watching = Watchdog(engine, limit_s, end)
-    put_off = watching._put_off
+    put_off = watching._reset_timer
 
     def look() -> None:
         put_off()
@@ -80,7 +80,7 @@ def watch(
         if len(dumps["later"]) > looks:
             raise TimeoutError
 
-    watching._put_off = look  # type: ignore[method-assign]
+    watching._reset_timer = look  # type: ignore[method-assign]
     try:
         asyncio.run(watching._watch())
     except _Ended:

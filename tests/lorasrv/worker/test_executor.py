@@ -204,7 +204,7 @@ class TestFailures:
             assert ended.finish is FinishReason.ERROR
             assert ended.token_ids == want[RequestId("1.0")].token_ids[: len(ended.token_ids)]
             assert got == {rid: said for rid, said in want.items() if rid != "1.0"}
-            assert not late_engine.engine._one_at_a_time
+            assert not late_engine.engine._is_serial
 
     def test_what_fails_once_costs_nobody_anything(
         self, plain_engine: Drafted, late_engine: Drafted, monkeypatch: pytest.MonkeyPatch
