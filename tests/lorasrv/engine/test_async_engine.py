@@ -400,7 +400,7 @@ def test_offline_refuses_what_the_server_refuses_and_survives_it(model: Path) ->
         with pytest.raises(InvalidRequest, match="empty"):
             llm.generate([PROMPT, []], GREEDY)
         for _ in range(2):
-            llm.engine.poison.note([llm.input_processor.process(RequestId("bad"), PROMPT[1:], GREEDY)])
+            llm.engine.poison.record([llm.input_processor.process(RequestId("bad"), PROMPT[1:], GREEDY)])
         with pytest.raises(PoisonRequest, match="2 times"):
             llm.generate([PROMPT, PROMPT[1:]], GREEDY)
         assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 12
