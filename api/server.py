@@ -318,7 +318,7 @@ class _Uvicorn(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._watchdog.close()
-        self._services.engine.break_off("the server is shutting down", ServerStopping)
+        self._services.engine.abort_all("the server is shutting down", ServerStopping)
         await self._services.verifier.close()
         await super().shutdown(sockets)
 

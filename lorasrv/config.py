@@ -1,10 +1,4 @@
-"""What the engine is built from: frozen dataclasses, units in the names. The edge (flags, environment) is `api`'s.
-
-How much of the server one adapter, or one key, may have at a time. Frozen facts; `quotas` keeps the accounts.
-
-Nothing is limited unless somebody says so. `weight` is no limit: an adapter of weight 2 gets twice the service of one
-of weight 1 while both have requests waiting (`policies.fair`).
-"""
+"""Engine configuration: frozen dataclasses with units in the names. Flags and environment are `api`'s."""
 
 import math
 import os
@@ -18,20 +12,22 @@ from sgmv_kernels.formats.kv_format import KV_FORMATS
 PARALLEL_LOADS = 8
 """Most adapters that are read from disk at the same time."""
 MAX_VALUE = 2**53
-"""The largest whole number that every JSON reader understands."""
+"""Largest whole number that every JSON reader represents exactly."""
 MAX_WEIGHT = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one account. None: no limit.
+    """Bound what one adapter or one key may use at a time; None sets no bound. `Quotas` keeps the accounts.
 
     Args:
-        max_running: requests in the batch at a time; further ones wait.
-        max_queued: requests that wait at a time; further ones are refused.
-        tokens_per_s: prompt and generated tokens that are computed in a second, on average.
-        resident_bytes: of the pool, for the adapter and for the keys and values that its requests may come to need.
-        weight: share of the service among those that wait.
+        max_running: running requests; further ones wait.
+        max_queued: waiting requests; further ones are refused.
+        tokens_per_s: prompt and generated tokens computed in a second, on average.
+        resident_bytes: bytes of the pool for the adapter and for the keys and values that its requests may come to
+            need.
+        weight: share of the service, no bound: weight 2 gets twice the service of weight 1 while both have requests
+            waiting.
     Raises:
         InvalidLimits: a value is not positive; names it.
     """
@@ -65,34 +61,34 @@ PAGE_SIZE_TOKENS = 16
 POOL_FRACTION = 0.25
 """Share of free host memory that a pool without `pool_bytes` takes."""
 CUDA_POOL_FRACTION = 0.85
-"""The same share of a CUDA device's free memory once the weights are loaded."""
+"""Share of a CUDA device's free memory that such a pool takes once the weights are loaded."""
 
 
 def default_store_dir() -> Path:
-    """Where adapters are kept unless `--store` says otherwise: the user's data directory."""
+    """Return the folder of adapters if `--store` is not given: in the user's data directory."""
     base = os.environ.get("XDG_DATA_HOME") or str(Path.home() / ".local" / "share")
     return Path(base) / "lorasrv"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelOptions:
-    """Which base model, and in what form it is kept. `dtype` is that of adapters, and of the base if not quantized;
-    on CUDA of activations too. `load_format` dummy: random weights.
-
-    `quantization` "auto" keeps 4-bit files exactly, as int4, and is int8 for others; `quantization_group` None is the
-    format's own. `quantized_weights`: linears as `lorasrv quantize` has rounded them. `bf16_linears` "auto" gives
-    linears a bf16 copy for large steps on CPUs where that is much faster, if memory is plentiful.
-    """
+    """Choose the base model and its runtime format."""
 
     model: str = BUILTIN_MODEL
+    # "auto" keeps 4-bit files exactly, as int4, and quantizes others to int8.
     quantization: str = "auto"
+    # None takes the format's own.
     quantization_group: int | None = None
+    # Of adapters, of the base if it is not quantized, and on CUDA of activations.
     dtype: str = "bfloat16"
     device: str = "auto"
     kernels: str = "auto"
     max_model_len: int | None = None
+    # "dummy" fills weights with random numbers.
     load_format: str = "auto"
+    # Linears as `lorasrv quantize` has rounded them.
     quantized_weights: Path | None = None
+    # "auto" adds a bf16 copy of linears for large steps on CPUs where that is much faster, if memory suffices.
     bf16_linears: str = "auto"
 
     def __post_init__(self) -> None:
@@ -107,18 +103,16 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class MemoryOptions:
-    """Size the pool that the KV cache and adapters share, and the host memory beside it.
+    """Size the pool that the KV cache and adapters share, and the host memory beside it."""
 
-    `pool_bytes` None takes a share of free memory (`POOL_FRACTION`, `CUDA_POOL_FRACTION`). `adapter_pool_fraction`
-    splits the pool for good, as other servers do; None shares all of it.
-    """
-
+    # None takes a share of free memory (`POOL_FRACTION`, `CUDA_POOL_FRACTION`).
     pool_bytes: int | None = None
     kv_dtype: str = "auto"
     host_cache_bytes: int = 1 << 30
     max_lora_rank: int = 256
     swap_bytes: int = 1 << 28
     prefix_caching: bool = True
+    # Splits the pool permanently, as other servers do; None shares all of it.
     adapter_pool_fraction: float | None = None
 
     def __post_init__(self) -> None:
@@ -134,17 +128,17 @@ class MemoryOptions:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOptions:
-    """Limits of one step, and of the requests that are accepted at a time; who goes first.
+    """Bound a step and the accepted requests, and choose their order.
 
     Args:
         policy: one of `POLICIES`.
-        target_itl_ms: what a step with running answers in it should take at most; chunks of prompts are cut to that.
-        max_wait_steps: a request that could run is put before all others once it has waited so long.
-        max_num_queued_seqs, max_num_queued_tokens: requests that do not run yet, and the tokens of prompts that are not
+        target_itl_ms: target for a step with running answers; prompt chunks are cut to meet it.
+        max_wait_steps: steps after which a waiting request that could run goes before all others.
+        max_num_queued_seqs, max_num_queued_tokens: requests that do not run yet, and prompt tokens that are not
             computed yet; further ones are refused.
-        queue_timeout_s: longest wait for the first step; None waits for ever.
-        early_abort: refuse what is predicted to miss its deadline.
-        adapter_limits: of every adapter that has none of its own.
+        queue_timeout_s: longest wait for the first step; None sets no bound.
+        early_abort: refuse requests that are predicted to miss their deadline.
+        adapter_limits: of every adapter without its own.
         key_limits: of every key.
     """
 
@@ -166,8 +160,8 @@ class SchedulerOptions:
         _one_of("--policy", self.policy, POLICIES)
         _positive("--max-num-seqs", self.max_num_seqs)
         _positive("--max-num-batched-tokens", self.max_num_batched_tokens)
-        _positive("most queued requests", self.max_num_queued_seqs)
-        _positive("most queued tokens", self.max_num_queued_tokens)
+        _positive("--max-num-queued-seqs", self.max_num_queued_seqs)
+        _positive("--max-num-queued-tokens", self.max_num_queued_tokens)
         _positive("--target-itl-ms", self.target_itl_ms)
         _positive("--max-wait-steps", self.max_wait_steps)
         _positive("--queue-timeout-s", self.queue_timeout_s)
@@ -186,11 +180,12 @@ class SchedulerOptions:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Everything an engine is built from. `watermark`: what requests that want one get."""
+    """Configure an engine."""
 
     model: ModelOptions = field(default_factory=ModelOptions)
     memory: MemoryOptions = field(default_factory=MemoryOptions)
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
+    # Options of requests that ask for a watermark.
     watermark: Watermark = field(default_factory=Watermark)
 
 

@@ -1,4 +1,5 @@
-"""Offline use: `LLM("smollm2-135m").generate(prompts, sampling, adapter_ids=[...])`, no server, no threads of ours."""
+"""Offline use: `LLM("smollm2-135m").generate(prompts, sampling, adapter_ids=[...])`, without a server or own
+threads."""
 
 import itertools
 import math
@@ -28,7 +29,7 @@ from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.worker.adapter_loader import InlineLoader
 
 MAX_SLEEP_S = 0.05
-"""Loads are done by the steps themselves, so that a step without progress only waits for a rate or a time."""
+"""Longest sleep. Steps do the loads themselves, so a step without progress only waits for a rate or a time."""
 
 
 @dataclass
@@ -58,7 +59,7 @@ class _Answer:
 
 
 class LLM:
-    """A base model and its adapters in this process.
+    """Serve a base model and its adapters in this process.
 
     Args:
         model: built-in name, Hugging Face directory or .gguf file.
@@ -88,7 +89,11 @@ class LLM:
         self._numbers = itertools.count()
 
     def add_adapter(self, adapter_id: str, directory: Path | str, *, allow_partial: bool = False) -> AdapterRef:
-        """Register a folder of PEFT's, or of MLX's, under a name; raises AdapterInvalid with every problem found."""
+        """Register a PEFT or MLX adapter folder under a name.
+
+        Raises:
+            AdapterInvalid: the adapter cannot be served; lists every problem found.
+        """
         with open_adapter_dir(Path(directory)) as peft:
             digest = self.store.add_blob(peft.weights_path)
             return self.store.register(adapter_id, peft.config, digest, allow_partial=allow_partial).ref
@@ -122,10 +127,10 @@ class LLM:
                 self._step(answers)
                 if not self.engine.made_progress and self.engine.idle_s < math.inf:
                     time.sleep(min(self.engine.idle_s, MAX_SLEEP_S))
-            # The last may have been refused before any step.
+            # The last request may have been refused before any step.
             self._step(answers)
         finally:
-            # After an interrupt, nothing may be left for the next call to trip over.
+            # After an interrupt, no request may be left for the next call.
             for message in messages:
                 self.engine.abort(message.request_id)
         return [answers[m.request_id].completion() for m in messages]
@@ -137,7 +142,11 @@ class LLM:
         beams: BeamOptions,
         adapter_ids: Sequence[str | None] | None = None,
     ) -> list[list[Completion]]:
-        """The `beams.width` likeliest answers to each prompt, best first. Raises: as `generate`."""
+        """Return the `beams.width` likeliest answers to each prompt, best first.
+
+        Raises:
+            LorasrvError: as `generate`.
+        """
         adapters = adapter_ids if adapter_ids is not None else [None] * len(prompts)
         groups = []
         for prompt, adapter in zip(prompts, adapters, strict=True):
@@ -148,7 +157,7 @@ class LLM:
         return [[next(done) for _ in group] for group in groups]
 
     def close(self) -> None:
-        """Let go of the store; a temporary one is removed."""
+        """Close the store; a temporary one is removed."""
         self.engine.close()
         self.store.close()
         if self._folder is not None:

@@ -1,4 +1,4 @@
-"""What a request that was not served means to whoever asked: each `Refusal` as an exception."""
+"""Outputs: what the engine emits for a request, and how a refusal becomes an exception."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,19 +23,18 @@ RequestId = NewType("RequestId", str)
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely the model found a token, before any penalty, filter or temperature, and what it found likelier.
-
-    `logprob` natural, of the softmax of the raw logits; `top` the likeliest tokens, likeliest first, the smaller id
-    first of equals. A token that is in `top` has the very same float there.
-    """
+    """Hold a token's log-probability and the likeliest tokens, before any penalty, filter or temperature."""
 
     token_id: int
+    # Natural logarithm of the softmax of the raw logits.
     logprob: float
+    # (token id, log-probability), likeliest first, the smaller id first among equals. A token that is in it has the
+    # same float there.
     top: tuple[tuple[int, float], ...] = ()
 
 
 class FinishReason(StrEnum):
-    """Why a request ended, in the words that clients read."""
+    """Name why a request ended, in the words that clients read."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -46,7 +45,7 @@ class FinishReason(StrEnum):
 
 
 class AdapterTier(StrEnum):
-    """Where an adapter was found when its request was admitted."""
+    """Name where an adapter was found when its request was admitted."""
 
     RESIDENT = "resident"
     HOST = "host"
@@ -54,7 +53,7 @@ class AdapterTier(StrEnum):
 
 
 class Refusal(StrEnum):
-    """Why a request was not served, where whoever asked can do something about it."""
+    """Name why a request was refused, where the client can react to it."""
 
     COLD = "cold"
     LIMIT = "limit"
@@ -68,22 +67,22 @@ class Refusal(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class RequestTiming:
-    """Where the time before the first token went, where the adapter was found, and what was not computed again.
-
-    `num_cached_tokens` of the prompt lay in the pool already. `fell_back`: the base answered, as the request allowed.
-    """
+    """Say how the time before the first token was spent."""
 
     queue_ms: float = 0.0
     load_ms: float = 0.0
+    # Tier in which the adapter was found.
     tier: AdapterTier | None = None
     num_preemptions: int = 0
+    # Prompt tokens that were in the prefix cache.
     num_cached_tokens: int = 0
+    # The base model answered, as the request allowed.
     fell_back: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOutput:
-    """What one engine step brought for one request: new token ids, and the end if this is it."""
+    """Carry one request's output of an engine step: new token ids, and the end if it has finished."""
 
     request_id: RequestId
     new_token_ids: tuple[int, ...]
@@ -99,13 +98,9 @@ class EngineOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """What a caller of `AsyncEngine.generate` or `LLM.generate` sees: text that is whole UTF-8, and counts so far.
+    """Carry what a caller of `AsyncEngine.generate` or `LLM.generate` sees: whole UTF-8 text, and counts so far.
 
-    Exactly one output of a request has a `finish_reason`, and it is the last. `stop_reason` is the stop string or
-    stop token id that ended it, None for an end-of-sequence token or another reason. `logprobs`, if asked for: one for
-    each of `token_ids`; `prompt_logprobs`, in the first output only: one for each token of the prompt, None for its
-    first, which nothing predicts. `text_offsets`, with `logprobs`: how many characters of the whole text are certain
-    before each of `token_ids`, also those that are still held back.
+    Exactly one output of a request has a `finish_reason`, and it is the last.
     """
 
     request_id: RequestId
@@ -115,20 +110,26 @@ class RequestOutput:
     num_generated_tokens: int
     timing: RequestTiming
     finish_reason: FinishReason | None = None
+    # Stop string or stop token id that ended it; None for an end-of-sequence token or another reason.
     stop_reason: str | int | None = None
     error: str | None = None
     refusal: Refusal | None = None
     retry_after_s: float | None = None
+    # One for each of `token_ids`, if asked for.
     logprobs: tuple[TokenLogprobs, ...] = ()
+    # In the first output only: one for each prompt token, None for the first one.
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    # With `logprobs`: for each of `token_ids`, how many characters of the whole text are certain before it, including
+    # those held back.
     text_offsets: tuple[int, ...] = ()
 
     @property
     def finished(self) -> bool:
+        """Return whether this is the last output."""
         return self.finish_reason is not None
 
     def followed_by(self, later: "RequestOutput") -> "RequestOutput":
-        """This one and the next as one output."""
+        """Return this output and the next as one."""
         return replace(
             later,
             text=self.text + later.text,
@@ -141,7 +142,7 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A whole answer, as `LLM.generate` returns it; `logprobs` and `prompt_logprobs` as in `RequestOutput`."""
+    """Hold a whole answer, as `LLM.generate` returns it; `logprobs` and `prompt_logprobs` as in `RequestOutput`."""
 
     text: str
     token_ids: Sequence[int]
@@ -154,14 +155,14 @@ class Completion:
 
 
 def refused(output: RequestOutput) -> LorasrvError | AdapterError | None:
-    """Why a request was not served; None if it was, or failed."""
+    """Return why a request was refused, as an exception; None if it was not."""
     if output.refusal is None:
         return None
     return _exception(output.refusal, output.error or "refused", output.retry_after_s or 1.0)
 
 
 def not_loaded(why: str, refusal: Refusal | None) -> LorasrvError | AdapterError:
-    """Why an adapter could not be brought in."""
+    """Return why an adapter could not be loaded, as an exception."""
     return AdapterLoadFailed(why) if refusal is None else _exception(refusal, why, 1.0)
 
 
@@ -186,7 +187,7 @@ def _exception(refusal: Refusal, why: str, retry_after_s: float) -> LorasrvError
 
 
 class OutputStream(Protocol):
-    """One of what `AsyncEngine.add_choices` returns: outputs, the last of which is finished."""
+    """Iterate over the outputs of one choice; the last one is finished."""
 
     async def __anext__(self) -> RequestOutput: ...
 

@@ -1,12 +1,10 @@
-"""A request's life as plain data: what is asked, where it stands, what comes out. No torch, no text, no HTTP.
+"""Request: what is asked, its state, and the constraint on its tokens, as plain data. No torch, no text, no HTTP.
 
 Ids that never mix: a *reference* is what a client writes (`mia`, `mia@3`), an `AdapterKey` names one immutable content,
-a position in the pool is the adapter cache's own business.
+and a position in the pool belongs to the adapter cache alone.
 
-Which tokens may come next, as the engine sees it: no grammar, no text, no torch.
-
-A `TokenConstraint` is compiled before admission and shared by the choices of a request; each choice follows it with a
-`ConstraintState` of its own, which only the engine's thread touches.
+A `TokenConstraint` is a grammar as the engine sees it: compiled before admission and shared by the choices of a
+request. Each choice follows it with its own `ConstraintState`, which only the engine thread touches.
 """
 
 from dataclasses import dataclass, field
@@ -23,42 +21,44 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 
 class ConstraintState(Protocol):
-    """Where one answer stands. Nothing of it raises.
+    """Follow one answer through a grammar. No method raises.
 
-    `error`: why it cannot be followed any further; the request ends with it.
+    `error` says why the grammar cannot be followed further; the request fails with it.
     """
 
     error: str | None
 
     @property
     def is_over(self) -> bool:
-        """Nothing but the end may follow."""
+        """Return whether only the end of the answer may follow."""
 
     def advance(self, token_id: int) -> None:
-        """This token came. It was allowed."""
+        """Advance by a token that was allowed."""
 
     def copy(self) -> "ConstraintState":
-        """Return a state of its own that stands at the same place, to look ahead with."""
+        """Return an independent state at the same place, to look ahead with."""
 
     def allowed(self) -> npt.NDArray[np.int32]:
-        """[ceil(V / 32)]: bit t % 32 of word t // 32 says whether token t may come next; at least one may.
+        """Return the bit mask of allowed next tokens.
 
-        The same buffer every time: to be read before the next call.
+        Returns:
+            int32 [ceil(V / 32)]: bit t % 32 of word t // 32 says whether token t may come next; at least one may. The
+            buffer is reused: read it before the next call.
         """
 
 
 class TokenConstraint(Protocol):
-    """A compiled grammar."""
+    """Start states of a compiled grammar."""
 
     def begin(self) -> ConstraintState:
-        """The state before the first token of an answer."""
+        """Return the state before the first token of an answer."""
 
 
 MAX_CHOICES = 8
 
 
 class RequestStatus(IntEnum):
-    """Ordered so that "finished" is a comparison."""
+    """Enumerate the states of a request, ordered so that "finished" is a comparison."""
 
     WAITING = 0
     WAITING_FOR_ADAPTER = 1
@@ -73,12 +73,12 @@ class RequestStatus(IntEnum):
 
     @property
     def is_finished(self) -> bool:
-        """No token will follow."""
+        """Return whether no token will follow."""
         return self >= RequestStatus.FINISHED_STOPPED
 
 
 class OnCold(StrEnum):
-    """What to do with a request whose adapter is not in the pool when it arrives."""
+    """Choose what to do with a request whose adapter is not in the pool when it arrives."""
 
     WAIT = "wait"
     FALLBACK_BASE = "fallback_base"
@@ -87,33 +87,35 @@ class OnCold(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One sequence: its tokens and how far they are computed. Owned by the `Scheduler`, nobody else writes it.
-
-    `num_computed_tokens` chases `len(token_ids)`: there is no prefill and no decode phase. `num_swapped_pages` pages of
-    what is computed lie in host memory. `number` counts up in the order of arrival. `last_share_step` is the step in
-    which it had tokens computed last, or arrived; until it has `protected_until_tokens` it gives way to nobody.
-    `service` is `Mlfq`'s. `predicted_tokens` the answer was expected to have when it began, `planned_tokens` since it
-    outgrew that. The first `num_charged_tokens` tokens are on its account. `prompt_logprobs`: those known so far, if
-    they are asked for; they are not computed again after a preemption.
-    """
+    """Hold one sequence: its tokens and how far they are computed. Written by the scheduler's room only."""
 
     message: "EngineCoreRequest"
     arrival_s: float = 0.0
     adapter_key: AdapterKey | None = None
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(default_factory=list)
+    # Tokens with keys and values; chases `num_tokens`, without prefill and decode phases.
     num_computed_tokens: int = 0
-    # Tokens behind those, which steps compute that are submitted and not collected.
+    # Tokens behind those that submitted steps compute, whose results are not collected yet.
     num_in_flight_tokens: int = 0
+    # Prompt tokens found in the prefix cache on first admission.
     num_cached_tokens: int = 0
+    # Pages of computed tokens that are in host memory.
     num_swapped_pages: int = 0
     num_preemptions: int = 0
+    # Counts up in the order of arrival; 0 before the request is queued.
     number: int = 0
+    # Step in which it last had tokens, or arrived.
     last_share_step: int = 0
+    # Not preempted for others until it has generated so many tokens.
     protected_until_tokens: int = 0
+    # Tokens served, as `Mlfq` counts them.
     service: float = 0.0
+    # Predicted length of the answer at first admission.
     predicted_tokens: int | None = None
+    # The same, updated when the answer outgrows it.
     planned_tokens: int = 0
+    # First tokens that are charged to its accounts.
     num_charged_tokens: int = 0
     tier: AdapterTier | None = None
     fell_back: bool = False
@@ -125,6 +127,7 @@ class Request:
     refusal: Refusal | None = None
     retry_after_s: float | None = None
     constraint_state: ConstraintState | None = None
+    # Those known so far, if asked for; not computed again after a preemption.
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -137,55 +140,59 @@ class Request:
 
     @property
     def request_id(self) -> RequestId:
+        """Return the engine's id of the request."""
         return self.message.request_id
 
     @property
     def sampling(self) -> SamplingParams:
+        """Return its sampling parameters."""
         return self.message.sampling
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and generated tokens known so far."""
+        """Return the number of prompt and generated tokens known so far."""
         return len(self.token_ids)
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Return how many tokens are computed, or will be when the steps that are under way are done."""
+        """Return how many tokens are computed, or will be when the steps in flight are done."""
         return self.num_computed_tokens + self.num_in_flight_tokens
 
     @property
     def num_prompt_tokens(self) -> int:
+        """Return the number of prompt tokens."""
         return len(self.message.prompt_token_ids)
 
     @property
     def num_generated_tokens(self) -> int:
+        """Return the number of generated tokens."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     def prompt_rows(self, start: int, end: int) -> range:
-        """Of positions `start .. end - 1`, those whose logits say how likely the prompt's next token is, and are asked
-        for. What is known is not asked again."""
+        """Return the positions in `start .. end - 1` whose logits give asked-for prompt log-probabilities that are
+        not known yet."""
         if self.sampling.prompt_logprobs is None:
             return range(0)
         return range(max(start, len(self.prompt_logprobs) - 1), min(end, self.num_prompt_tokens - 1))
 
     @property
     def num_reusable_tokens(self) -> int:
-        """How many of its first tokens need no logits: their keys and values may be another request's."""
+        """Return how many first tokens need no logits, so that cached keys and values may serve them."""
         asked = self.prompt_rows(0, self.num_tokens)
         return asked.start if asked else self.num_tokens
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """None while tokens may still follow."""
+        """Return why it has finished; None while tokens may still follow."""
         return _FINISH_REASONS.get(self.status)
 
-    def load_begins(self, now_s: float) -> None:
+    def on_load_started(self, now_s: float) -> None:
         """Note when the request began to wait for its adapter."""
         if self.load_started_s is None:
             self.load_started_s = now_s
 
-    def load_ends(self, now_s: float) -> None:
-        """Note when its adapter was there."""
+    def on_load_finished(self, now_s: float) -> None:
+        """Note when its adapter was resident."""
         if self.load_started_s is not None:
             self.load_s += now_s - self.load_started_s
             self.load_started_s = None
@@ -193,7 +200,7 @@ class Request:
     def output(
         self, new_token_ids: tuple[int, ...], now_s: float, logprobs: tuple[TokenLogprobs, ...] = ()
     ) -> "EngineOutput":
-        """What the caller is told: these tokens, and the end if this is it."""
+        """Return the output of a step: the new tokens, and the end if the request has finished."""
         asked = self.sampling.prompt_logprobs is not None
         says_prompt = asked and bool(new_token_ids) and self.num_generated_tokens == len(new_token_ids)
         return EngineOutput(
@@ -233,15 +240,7 @@ _FINISH_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class EngineCoreRequest:
-    """The message that brings a request to the engine: frozen, no tensors.
-
-    `hold` keeps the adapter in the store until the request has ended and this message is forgotten. `found` is the
-    tier in which the adapter was on arrival, before anything was begun for this request. `fork_of` is the first choice
-    of the same prompt, whose pages this one shares. `cache_salt` keeps its prefix pages from those who have another.
-    `adapter_id` is the name on whose account it runs, whatever version it means; "" is the base. A lower `priority`
-    goes first. `timeout_s` from arrival to the last token. `constraint` says which tokens may come. Of the special
-    tokens those of `shown_token_ids` are written as text. It may be one of `beams`.
-    """
+    """Carry a request to the engine: frozen, no tensors."""
 
     request_id: RequestId
     prompt_token_ids: tuple[int, ...]
@@ -249,15 +248,25 @@ class EngineCoreRequest:
     sampling: SamplingParams
     adapter_key: AdapterKey | None = None
     layout: AdapterLayout | None = None
+    # Tier of the adapter on arrival, before any work for this request.
     found: AdapterTier | None = None
     principal: str = "anonymous"
     on_cold: OnCold = OnCold.WAIT
+    # Requests share prefix pages only with requests of the same salt.
     cache_salt: str = ""
+    # First choice of the same prompt, whose pages this one shares.
     fork_of: RequestId | None = None
+    # Account that the request counts on, whatever version the name means; "" is the base.
     adapter_id: str = ""
+    # The lower goes first.
     priority: int = 0
+    # From arrival to the last token.
     timeout_s: float | None = None
+    # Keeps the adapter in the store until the request has finished and this message is dropped.
     hold: object = None
+    # Which tokens may come next; None: any.
     constraint: TokenConstraint | None = None
+    # Special tokens that are written as text.
     shown_token_ids: frozenset[int] = frozenset()
+    # Options of the beam search that the request belongs to.
     beams: BeamOptions | None = None

@@ -1,4 +1,4 @@
-"""One step as plain data: what the scheduler asks of the model runner. No torch.
+"""Scheduler output: one step as plain data, from the scheduler to the model runner. No torch.
 
 Rebuilt for every step, never memoised: adapters move and leave between steps (a memo on the set of requests once
 answered with another user's adapter, vllm#47724).
@@ -18,7 +18,7 @@ _NO_ROWS = range(0)
 
 
 class PageCopy(NamedTuple):
-    """One page, in every layer."""
+    """Copy one page, in every layer."""
 
     source: int
     target: int
@@ -26,14 +26,14 @@ class PageCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CopyPages:
-    """Copy pages inside the pool; targets are fresh pages, none of them is a source."""
+    """Copy pages inside the pool; targets are fresh pages, and none of them is a source."""
 
     copies: tuple[PageCopy, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class SwapOut:
-    """Keep a preempted request's pages in host memory."""
+    """Copy a preempted request's pages to host memory."""
 
     request_id: RequestId
     pages: tuple[int, ...]
@@ -41,7 +41,7 @@ class SwapOut:
 
 @dataclass(frozen=True, slots=True)
 class SwapIn:
-    """Bring them back, in order, to these pages."""
+    """Copy a request's swapped pages back, in order, to these pages."""
 
     request_id: RequestId
     pages: tuple[int, ...]
@@ -49,7 +49,7 @@ class SwapIn:
 
 @dataclass(frozen=True, slots=True)
 class DropSwap:
-    """They are not needed any more."""
+    """Drop a request's swapped pages."""
 
     request_id: RequestId
 
@@ -59,46 +59,46 @@ PageOp = CopyPages | SwapOut | SwapIn | DropSwap
 
 @dataclass(frozen=True, slots=True)
 class AdapterOrders:
-    """What the loader is to do beside the step.
+    """List what the loader is to do beside the step."""
 
-    `loads` bring adapters to host memory; `copies` fill pages of the pool from there, which nothing reads before the
-    copy is done; `cancels` are loads and host copies that nobody wants any more.
-    """
-
+    # Load to host memory.
     loads: tuple[AdapterKey, ...] = ()
+    # Copy from host memory to pages that nothing reads before the copy is done.
     copies: tuple[tuple[AdapterKey, PlacedAdapter], ...] = ()
+    # Loads and host copies that are not needed any more.
     cancels: tuple[AdapterKey, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledRequest:
-    """One request's share of a step: compute `token_ids`, which stand at positions from `start` on.
-
-    `history`: prompt and answer so far, the scheduler's own list, to be read within the step only. `prompt_rows`: those
-    of its tokens, counted from 0, whose logits say how likely the prompt's next token is, which the request asks for.
-    `adapter_id`: the name by which the adapter was asked for; "" for the base. `draft_token_ids`: the last of its
-    tokens that are a guess of what follows the known ones, to be verified by this step; a chain, each after the other.
-    """
+    """Describe one request's share of a step."""
 
     request_id: RequestId
+    # Tokens to compute, the draft tokens last.
     token_ids: tuple[int, ...]
+    # Position of the first of them.
     start: int
     page_table: tuple[int, ...]
     adapter_key: AdapterKey | None
+    # Whether the step samples the request's next token.
     samples: bool
     sampling: SamplingParams
     num_generated: int
+    # Prompt and answer so far: the scheduler's own list, to be read within the step only.
     history: Sequence[int] = ()
     constraint: ConstraintState | None = None
+    # Rows, counted from 0, whose logits give the log-probability of the prompt's next token, if asked for.
     prompt_rows: range = _NO_ROWS
+    # Name by which the adapter was asked for; "" for the base.
     adapter_id: str = ""
+    # Draft tokens to verify: a chain that continues the known tokens.
     draft_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(
         cls, request: Request, count: int, page_table: tuple[int, ...], draft_token_ids: tuple[int, ...] = ()
     ) -> "ScheduledRequest":
-        """Return the next `count` tokens of a request, and draft tokens behind them."""
+        """Return the share of the next `count` tokens of a request, with draft tokens behind them."""
         start = request.num_scheduled_tokens
         asked = _NO_ROWS if request.sampling.prompt_logprobs is None else request.prompt_rows(start, start + count)
         return cls(
@@ -119,12 +119,13 @@ class ScheduledRequest:
 
     @property
     def num_known_tokens(self) -> int:
-        """Return how many of its tokens are no drafts."""
+        """Return the number of tokens that are no drafts."""
         return len(self.token_ids) - len(self.draft_token_ids)
 
     @property
     def num_logit_rows(self) -> int:
-        """Return how many of its last rows say what comes next: that of the last known token, and one a draft token."""
+        """Return the number of last rows that predict a next token: one of the last known token, and one per draft
+        token."""
         return 1 + len(self.draft_token_ids) if self.samples else 0
 
     def without_drafts(self) -> "ScheduledRequest":
@@ -133,15 +134,13 @@ class ScheduledRequest:
 
     @property
     def prompt_targets(self) -> tuple[int, ...]:
-        """The prompt's tokens that follow its `prompt_rows`."""
+        """Return the prompt tokens that follow `prompt_rows`."""
         first = self.start + self.prompt_rows.start + 1
         return tuple(self.history[first : first + len(self.prompt_rows)])
 
     def cut(self, count: int) -> "tuple[ScheduledRequest, ScheduledRequest]":
-        """Its first `count` tokens, after which nothing is sampled, and the others: to be computed in this order.
-
-        A share with drafts is not cut.
-        """
+        """Split a share without drafts into its first `count` tokens, which sample nothing, and the rest; to be
+        computed in this order."""
         assert not self.draft_token_ids, f"the drafts of {self.request_id} would be cut off from its last token"
         asked = self.prompt_rows
         first = range(asked.start, min(asked.stop, count)) or _NO_ROWS
@@ -154,33 +153,34 @@ class ScheduledRequest:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """A whole step. `page_ops` are done in their order, before the loader gets its orders and before anything is
-    computed: pages that they free may be what an order fills. `wake_s`: when, on the scheduler's clock, there is
-    something to do even if nothing happens until then. `number`: steps are told apart by it.
-    """
+    """Describe a whole step."""
 
     scheduled: tuple[ScheduledRequest, ...]
     placements: Mapping[AdapterKey, PlacedAdapter]
+    # Done in order, before the loader gets its orders and before anything is computed: an order may fill pages that
+    # they free.
     page_ops: tuple[PageOp, ...]
     orders: AdapterOrders
     num_preempted: int
+    # When, on the scheduler's clock, the next step is needed even if nothing happens; None: not before.
     wake_s: float | None = None
+    # Identifies the step.
     number: int = 0
 
     @property
     def num_tokens(self) -> int:
-        """Rows to compute."""
+        """Return the number of rows to compute."""
         return sum(len(share.token_ids) for share in self.scheduled)
 
     @property
     def num_draft_tokens(self) -> int:
-        """Return how many of these rows are guesses."""
+        """Return how many of these rows are drafts."""
         return sum(len(share.draft_token_ids) for share in self.scheduled)
 
     def without_drafts(self) -> "SchedulerOutput":
-        """Return the step without its guesses."""
+        """Return the step without its drafts."""
         return self.only([share.without_drafts() for share in self.scheduled])
 
     def only(self, shares: Sequence[ScheduledRequest]) -> "SchedulerOutput":
-        """The step with these shares. What is to be done to pages stands in the whole one."""
+        """Return the step with these shares and without page operations and orders, which the whole step has."""
         return replace(self, scheduled=tuple(shares), page_ops=(), orders=AdapterOrders())

@@ -1,14 +1,14 @@
-"""A rate limit that may be overdrawn once and must then be paid off. A leaf: no torch, no HTTP."""
+"""Token bucket: a rate limit that may be overdrawn once and must then be paid off. A leaf: no torch, no HTTP."""
 
 import time
 from collections.abc import Callable
 
 _ROUNDING = 1e-6
-"""What floating point may lose while a bucket fills."""
+"""Error of floating point while a bucket fills."""
 
 
 class TokenBucket:
-    """Fill steadily up to a capacity; taking more than there is leaves a debt.
+    """Fill steadily up to a capacity; a larger `take` leaves a debt.
 
     Args:
         rate: tokens a second, above 0.
@@ -26,7 +26,7 @@ class TokenBucket:
 
     @property
     def level(self) -> float:
-        """Tokens that may be taken now; below 0 they are owed."""
+        """Return the tokens that may be taken now; below 0 they are owed."""
         now_s = self._clock()
         self._level = min(self.capacity, self._level + self.rate * max(0.0, now_s - self._filled_s))
         self._filled_s = now_s
@@ -34,24 +34,24 @@ class TokenBucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether nothing was taken that has not come back."""
+        """Return whether everything taken has been refilled."""
         return self.level >= self.capacity
 
     def take(self, amount: float) -> None:
-        """Take tokens, more than there are if need be."""
+        """Take tokens, even more than the level."""
         self._level = self.level - amount
 
     def give_back(self, amount: float) -> None:
-        """Undo a `take`, as far as the capacity lets it."""
+        """Undo a `take`, up to the capacity."""
         self.take(-amount)
 
     def wait_s(self, amount: float) -> float:
-        """Return the seconds until so many tokens are there if none is taken meanwhile; 0 if they are."""
+        """Return the seconds until `amount` tokens are available if none is taken meanwhile; 0 if they are."""
         missing = amount - self.level
         return 0.0 if missing <= _ROUNDING else missing / self.rate
 
     def resize(self, rate: float, capacity: float) -> None:
-        """Change rate and capacity for the time to come."""
+        """Change rate and capacity."""
         # Until now it has filled at the old rate.
         self._level = self.level
         self.rate, self.capacity = rate, capacity

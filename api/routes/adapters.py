@@ -259,9 +259,9 @@ async def delete_adapter(
     """
     is_forced = force in ("true", "1")
     gone = await delete(services, view, reference, force=is_forced, if_match=if_match)
-    uses = services.engine.uses
-    ended = uses.break_off(gone.adapter_id, gone.contents) if is_forced else 0
-    running = await run_until_disconnect(request.receive, uses.until_unused(gone.adapter_id, gone.contents, wait))
+    in_flight = services.engine.in_flight
+    ended = in_flight.abort_adapter(gone.adapter_id, gone.contents) if is_forced else 0
+    running = await run_until_disconnect(request.receive, in_flight.until_unused(gone.adapter_id, gone.contents, wait))
     answer = {
         "object": "adapter.deleted",
         "id": reference,

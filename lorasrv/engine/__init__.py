@@ -1,1 +1,1 @@
-"""The engine loop: prompts in, scheduler and worker once a step, text out."""
+"""Run the engine loop: process inputs, schedule and compute a step, process outputs."""

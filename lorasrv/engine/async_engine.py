@@ -1,7 +1,7 @@
-"""One engine thread beside the event loop. Frozen messages without tensors cross between them, nothing else.
+"""Async engine: one engine thread beside the event loop. Only frozen messages without tensors cross between them.
 
-The thread drains its inbox, steps, and hands all outputs of a step to the loop in one call; the loop makes text of
-them. Every accepted request ends with exactly one finished output, also when the engine dies.
+The thread drains its inbox, runs a step, and passes all outputs of the step to the event loop in one call; the event
+loop turns them into text. Every accepted request gets exactly one finished output, even when the engine dies.
 """
 
 import asyncio
@@ -57,14 +57,14 @@ from lorasrv.worker.device import compute_alone, compute_in_parallel
 _LOG = logging.getLogger(__name__)
 PIN_WAIT_S = 10.0
 MAX_SLEEP_S = 3600.0
-"""A queue cannot wait for ever long."""
+"""Longest timeout that is passed to a queue, which refuses an infinite one."""
 
 
 class AsyncEngine:
-    """The engine as a server sees it. Methods are for the event loop's thread.
+    """Serve one model to asyncio callers. Methods belong to the event loop's thread.
 
     Args:
-        observers: told of every request, beside the engine's own: `traffic`, `waiting_room`, `uses`.
+        observers: told of every request, beside the engine's own: `traffic`, `queue_limiter`, `in_flight`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class AsyncEngine:
         self.chat_template = model.chat_template
         self.grammars = GrammarCompiler(model.tokenizer, model.spec.vocab_size, frozenset(model.spec.eos_token_ids))
         self.max_model_len = model.parts.max_model_len
-        self.page_size_tokens = model.parts.books.kv.page_size
+        self.page_size_tokens = model.parts.memory.kv.page_size
         self.error: str | None = None
         self._numbers = itertools.count()
         self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -89,13 +89,13 @@ class AsyncEngine:
         self.input_processor = model.input_processor(self._engine.poison, options.queue_timeout_s)
         self.metrics, self.heartbeat = self._engine.metrics, self._engine.heartbeat
         self.profile = self._engine.profile
-        self.book = self._engine.book
-        self.waiting_room = QueueLimiter(options, self.metrics.snapshot)
-        self.uses = InFlightRequests(self._break_off)
+        self.step_stats = self._engine.step_stats
+        self.queue_limiter = QueueLimiter(options, self.metrics.snapshot)
+        self.in_flight = InFlightRequests(self._abort_with_error)
         self.traffic = RequestStats()
-        self.observers = RequestObservers((self.waiting_room, self.uses, self.traffic, *observers))
+        self.observers = RequestObservers((self.queue_limiter, self.in_flight, self.traffic, *observers))
         self._streams: dict[RequestId, RequestStream] = {}
-        self._questions: dict[int, asyncio.Future[Any]] = {}
+        self._utility_calls: dict[int, asyncio.Future[Any]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -107,7 +107,12 @@ class AsyncEngine:
         progress: Progress | None = None,
         observers: Sequence[RequestObserver] = (),
     ) -> "AsyncEngine":
-        """Load the model (seconds; call it in a thread). Raises ModelError or ConfigError."""
+        """Load the model, which takes seconds: call it in a thread.
+
+        Raises:
+            ModelError: the checkpoint cannot be served.
+            ConfigError: an option does not fit this model or machine.
+        """
         compute_alone()
         checkpoint = open_checkpoint(config.model.model, config.model.load_format, config.model.quantized_weights)
         try:
@@ -118,24 +123,24 @@ class AsyncEngine:
 
     @property
     def is_alive(self) -> bool:
-        """Whether requests are being answered."""
+        """Return whether requests are answered."""
         return self._thread.is_alive() and self.error is None
 
     async def start(self) -> None:
-        """Begin to answer requests."""
+        """Start the engine thread."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
-    def rehearse(self, faults: FaultHook) -> None:
-        """Have steps fail on purpose; before `start`."""
-        self._engine.attempts.rehearsal = faults
+    def inject_faults(self, faults: FaultHook) -> None:
+        """Install a hook that makes steps fail on purpose. Call it before `start`."""
+        self._engine.retrier.fault_hook = faults
 
-    def break_off(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
-        """End every stream with an error; nothing is answered any more."""
+    def abort_all(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
+        """End every stream with an error and accept no more requests."""
         self._fail_all(why, kind)
 
     async def shutdown(self) -> None:
-        """End the engine thread; requests that still run end with an error."""
+        """Stop the engine thread; requests that still run end with an error."""
         if self._thread.is_alive():
             self._inbox.put(Shutdown())
             await asyncio.to_thread(self._thread.join)
@@ -152,18 +157,20 @@ class AsyncEngine:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> RequestStream:
-        """Accept a request, or refuse it here and now.
+        """Accept a request, or refuse it at once.
 
         Args:
             prompt: text, or token ids as they are.
             sampling: `max_tokens` None takes the rest of the context, or of the pool.
-            request_id: a label for logs; the engine's own id is made unique.
+            request_id: a label for logs; the engine makes its own id unique.
+        Returns:
+            The stream of the request's outputs.
         Raises:
             InvalidRequest, ContextLengthExceeded, AdapterError, PoisonRequest: as `InputProcessor.process`.
-            RequestTimeout: the adapter's header did not come in time.
+            RequestTimeout: the adapter's header was not read in time.
             AdapterDeleted: the adapter was deleted by force meanwhile.
-            EngineOverloaded: too many are queued.
-            EngineDead: nothing is answered any more.
+            EngineOverloaded: too many requests are queued.
+            EngineDead: the engine does not run.
         """
         return (await self.add_choices(prompt, sampling, 1, request_id=request_id, **options))[0]
 
@@ -176,35 +183,37 @@ class AsyncEngine:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[RequestStream]:
-        """As `add`, for several answers to one prompt, whose pages they share. A seed counts up from choice to choice.
+        """Accept several answers to one prompt, which share its pages. A seed counts up from choice to choice.
 
-        Raises: as `add`; then none of them is accepted.
+        Raises:
+            LorasrvError, AdapterError: as `add`; then none of the choices is accepted.
         """
         arrived_s = time.monotonic()
         label = request_id or "req"
         rids = [RequestId(f"{label}#{next(self._numbers)}") for _ in range(count)]
         try:
-            with self.uses.arriving(options.get("adapter_id", ""), options.get("adapter"), rids) as use:
+            with self.in_flight.arriving(options.get("adapter_id", ""), options.get("adapter"), rids) as use:
                 requests = await self.input_processor.process_in_thread(rids, prompt, sampling, **options)
-                # Nothing is awaited from here on: a stream that is registered is told of the engine's end.
+                # Nothing is awaited below: a registered stream is told when the engine ends.
                 use.check()
                 if not self.is_alive:
                     raise EngineDead(self.error or "the engine is not running")
-                self.waiting_room.check(count, len(requests[0].prompt_token_ids), requests[0].principal)
+                self.queue_limiter.check(count, len(requests[0].prompt_token_ids), requests[0].principal)
                 return self._accept(requests, arrived_s)
         except BaseException as error:
             self.observers.on_refused(error)
             raise
 
     def check_admission(self, principal: str) -> None:
-        """Check that the queue has a place for one more request, before anything is done for it. A dead engine refuses
-        by itself, later.
+        """Check that the queue has a place for one more request, before any work for it. A dead engine refuses in
+        `add`.
 
-        Raises: EngineOverloaded.
+        Raises:
+            EngineOverloaded: the queue is full.
         """
         if self.is_alive:
             try:
-                self.waiting_room.check(principal=principal)
+                self.queue_limiter.check(principal=principal)
             except EngineOverloaded as error:
                 self.observers.on_refused(error)
                 raise
@@ -217,7 +226,7 @@ class AsyncEngine:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncIterator[RequestOutput]:
-        """`add`, then its outputs; leaving the loop early aborts the request."""
+        """Add a request and yield its outputs; leaving the loop early aborts the request."""
         stream = await self.add(prompt, sampling, request_id=request_id, **options)
         try:
             async for output in stream:
@@ -226,67 +235,95 @@ class AsyncEngine:
             await stream.aclose()
 
     async def warm(self, adapter: AdapterKey, deadline_s: float) -> AdapterStatus:
-        """Bring an adapter to the pool before the deadline; says where it is when it is there, or at the deadline.
+        """Load an adapter into the pool.
 
+        Args:
+            deadline_s: longest wait for it; the load continues afterwards.
+        Returns:
+            Where the adapter is once it is resident, or at the deadline.
         Raises:
-            InvalidRequest: it fits nowhere.
-            AdapterLoadFailed, AdapterError: it cannot be brought in.
-            EngineDead: nothing is answered any more.
+            InvalidRequest: it can never fit.
+            AdapterLoadFailed, AdapterError: it cannot be loaded.
+            EngineDead: the engine does not run.
         """
         layout = await asyncio.to_thread(self.input_processor.layout, adapter)
-        return await self._reached(WarmAdapter(adapter, layout, deadline_s), deadline_s)
+        return await self._call_and_wait(WarmAdapter(adapter, layout, deadline_s), deadline_s)
 
     async def pin(self, adapter: AdapterKey) -> AdapterStatus:
-        """Bring an adapter to the pool and keep it there; says where it is when it is there, or after ten seconds.
+        """Load an adapter into the pool and keep it there.
 
-        Raises: as `warm`; InvalidRequest also if it is one too many.
+        Returns:
+            Where the adapter is once it is resident, or after `PIN_WAIT_S`.
+        Raises:
+            InvalidRequest: it can never fit, or too many pages are pinned already.
+            LorasrvError, AdapterError: as `warm`.
         """
         layout = await asyncio.to_thread(self.input_processor.layout, adapter)
-        return await self._reached(PinAdapter(adapter, layout), PIN_WAIT_S)
+        return await self._call_and_wait(PinAdapter(adapter, layout), PIN_WAIT_S)
 
     async def unpin(self, adapter: AdapterKey) -> AdapterStatus:
-        """Keep an adapter no longer; nothing happens if it was not kept. Raises: EngineDead."""
-        reached: AdapterStatus = await self._ask(UnpinAdapter(adapter))
-        return reached
+        """Let an adapter be evicted again; do nothing if it is not pinned.
+
+        Raises:
+            EngineDead: the engine does not run.
+        """
+        status: AdapterStatus = await self._call_utility(UnpinAdapter(adapter))
+        return status
 
     async def set_limits(self, adapter_id: str, limits: Limits | None) -> None:
-        """From the next step on, an adapter has these limits; None: those of every adapter. Raises: EngineDead."""
-        await self._ask(SetLimits(adapter_id, limits))
+        """Set an adapter's limits from the next step on; None restores those of every adapter.
+
+        Raises:
+            EngineDead: the engine does not run.
+        """
+        await self._call_utility(SetLimits(adapter_id, limits))
 
     async def tier(self, adapter: AdapterKey) -> AdapterTier:
-        """Where an adapter is now. Raises: EngineDead."""
-        reached: AdapterStatus = await self._ask(GetAdapterTier(adapter))
-        return reached.tier
+        """Return where an adapter is now.
+
+        Raises:
+            EngineDead: the engine does not run.
+        """
+        status: AdapterStatus = await self._call_utility(GetAdapterTier(adapter))
+        return status.tier
 
     async def pool_map(self) -> PoolMap:
-        """Who holds which pages. Raises: EngineDead."""
-        described: PoolMap = await self._ask(DescribePool())
+        """Return which pages are used for what.
+
+        Raises:
+            EngineDead: the engine does not run.
+        """
+        described: PoolMap = await self._call_utility(DescribePool())
         return described
 
     async def residents(self) -> list[tuple[AdapterKey, int]]:
-        """(key, bytes of its pages) of each adapter in the pool. Raises: EngineDead."""
-        found: list[tuple[AdapterKey, int]] = await self._ask(ListResidents())
+        """Return (key, bytes of its pages) of each adapter in the pool.
+
+        Raises:
+            EngineDead: the engine does not run.
+        """
+        found: list[tuple[AdapterKey, int]] = await self._call_utility(ListResidents())
         return found
 
-    async def _reached(self, question: WarmAdapter | PinAdapter, deadline_s: float) -> AdapterStatus:
+    async def _call_and_wait(self, request: WarmAdapter | PinAdapter, deadline_s: float) -> AdapterStatus:
         try:
             async with asyncio.timeout(deadline_s):
-                reached: AdapterStatus = await self._ask(question)
+                status: AdapterStatus = await self._call_utility(request)
         except TimeoutError:
-            reached = await self._ask(GetAdapterTier(question.key))
-        return reached
+            status = await self._call_utility(GetAdapterTier(request.key))
+        return status
 
-    async def _ask(self, question: UtilityRequest) -> Any:
-        """The answer's content; if it is an exception, that is raised."""
+    async def _call_utility(self, request: UtilityRequest) -> Any:
+        """Call the engine thread and return the result's content; raise it if it is an exception."""
         if not self.is_alive:
             raise EngineDead(self.error or "the engine is not running")
         number = next(self._numbers)
-        future = self._questions[number] = asyncio.get_running_loop().create_future()
-        self._inbox.put(UtilityCall(number, question))
+        future = self._utility_calls[number] = asyncio.get_running_loop().create_future()
+        self._inbox.put(UtilityCall(number, request))
         try:
             return await future
         finally:
-            if self._questions.pop(number, None) is not None:
+            if self._utility_calls.pop(number, None) is not None:
                 self._inbox.put(UtilityCall(number, None))
 
     def _accept(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> list[RequestStream]:
@@ -296,10 +333,10 @@ class AsyncEngine:
             self._streams.update((stream.request_id, stream) for stream in streams)
             key = requests[0].adapter_key
             if self._loader is not None and key is not None and requests[0].found is AdapterTier.DISK:
-                # The engine will order it when its step is over; reading it begins now.
+                # The engine orders the load after its current step; start to read at once.
                 self._loader.prefetch(key)
             self._inbox.put(AddRequests(tuple(requests)))
-            # What the engine says of them comes to this thread, later.
+            # The engine's outputs reach this thread later, so the observers are told in order.
             self.observers.on_accepted(requests, arrived_s)
         except BaseException:
             for request in requests:
@@ -311,24 +348,25 @@ class AsyncEngine:
 
     def _stream(self, request: EngineCoreRequest) -> RequestStream:
         num_prompt_tokens = len(request.prompt_token_ids)
-        # A grammar's text is exactly its tokens'.
+        # With a grammar the text must be exactly that of the tokens.
         detokenizer = Detokenizer(self.tokenizer, shown=request.shown_token_ids, strip_start=request.constraint is None)
         processor = OutputProcessor(num_prompt_tokens, request.sampling, detokenizer)
         return RequestStream(self, request.request_id, processor, num_prompt_tokens)
 
     def _finish(self, request_id: RequestId, why: str = "") -> None:
-        """Forget a request: its stream takes no more outputs. Every accepted request ends here, once."""
+        """Forget a request: its stream takes no more outputs. Called exactly once for every accepted request."""
         if self._streams.pop(request_id, None) is not None:
             self.observers.on_finished(request_id, why)
 
     def abort(self, request_id: RequestId, why: str = "client") -> None:
-        """Have the engine end a request before its next step. For its stream, which `why` has ended."""
+        """Have the engine finish a request before its next step. Called by its stream, which has ended for the
+        reason `why`."""
         self._finish(request_id, why)
         self._inbox.put(EndRequest(request_id, stopped=False))
 
-    def _break_off(self, request_id: RequestId, error: Exception) -> None:
+    def _abort_with_error(self, request_id: RequestId, error: Exception) -> None:
         if (stream := self._streams.get(request_id)) is not None:
-            stream.break_off(error)
+            stream.abort(error)
 
     # The engine thread.
 
@@ -336,22 +374,25 @@ class AsyncEngine:
         try:
             self.heartbeat.beat()
             compute_in_parallel()
-            self._engine.settle()
+            self._engine.bind_thread()
             idle = True
             while self._drain_inbox(wait=idle):
                 outputs = self._engine.step()
-                answers = self._engine.take_answers()
+                results = self._engine.take_utility_results()
                 idle = not self._engine.made_progress
-                if outputs or answers:
-                    self._post(outputs, answers)
+                if outputs or results:
+                    self._post(outputs, results)
         except Exception as error:
             _LOG.exception("the engine thread died")
             assert self._loop is not None
             self._loop.call_soon_threadsafe(self._fail_all, f"the engine died: {type(error).__name__}")
 
     def _drain_inbox(self, *, wait: bool) -> bool:
-        """Act on every message; False once the server ends. Waits for the first one if there is nothing to compute, at
-        most until the engine has something to do by itself."""
+        """Handle every message; return False on shutdown.
+
+        Args:
+            wait: wait for the first message, at most until the engine has something to do by itself.
+        """
         while wait or not self._inbox.empty():
             if wait:
                 self.heartbeat.rest()
@@ -367,16 +408,16 @@ class AsyncEngine:
         return True
 
     def _act_on(self, message: Message) -> bool:
-        """Do what a message says; False if it is the end."""
+        """Handle a message; return False on shutdown."""
         match message:
             case AddRequests():
                 for added in message.messages:
                     self._engine.add_request(added)
             case UtilityCall():
-                if message.question is None:
-                    self._engine.forget_question(message.number)
+                if message.request is None:
+                    self._engine.cancel_utility_call(message.number)
                 else:
-                    self._engine.ask(message.number, message.question)
+                    self._engine.call_utility(message.number, message.request)
             case EndRequest():
                 (self._engine.stop if message.stopped else self._engine.abort)(message.request_id)
             case Shutdown():
@@ -385,15 +426,15 @@ class AsyncEngine:
                 pass
         return True
 
-    def _post(self, outputs: list[EngineOutput], answers: list[UtilityResult]) -> None:
+    def _post(self, outputs: list[EngineOutput], results: list[UtilityResult]) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._deliver, outputs, answers)
+        self._loop.call_soon_threadsafe(self._deliver, outputs, results)
 
     # Back in the event loop.
 
-    def _deliver(self, outputs: list[EngineOutput], answers: list[UtilityResult]) -> None:
-        for answer in answers:
-            self._reply(answer)
+    def _deliver(self, outputs: list[EngineOutput], results: list[UtilityResult]) -> None:
+        for result in results:
+            self._complete_call(result)
         with self.profile.span("detokenizing"):
             self._deliver_outputs(outputs)
 
@@ -405,9 +446,9 @@ class AsyncEngine:
             try:
                 result = stream.deliver(output)
             except Exception as error:
-                # One stream's text must not cost the others of this step their outputs.
+                # An error in one stream's text must not cost the others of this step their outputs.
                 _LOG.exception("request %s failed", output.request_id)
-                stream.break_off(error)
+                stream.abort(error)
                 continue
             self.observers.on_output(output.request_id, result)
             if result.finished:
@@ -415,19 +456,19 @@ class AsyncEngine:
                 if output.finish_reason is None:
                     self._inbox.put(EndRequest(output.request_id, stopped=True))
 
-    def _reply(self, answer: UtilityResult) -> None:
-        future = self._questions.pop(answer.number, None)
+    def _complete_call(self, result: UtilityResult) -> None:
+        future = self._utility_calls.pop(result.number, None)
         if future is None or future.done():
             return
-        if isinstance(answer.content, Exception):
-            future.set_exception(answer.content)
+        if isinstance(result.content, Exception):
+            future.set_exception(result.content)
         else:
-            future.set_result(answer.content)
+            future.set_result(result.content)
 
     def _fail_all(self, reason: str, kind: type[EngineDead] = EngineDead) -> None:
         self.error = self.error or reason
-        for number in list(self._questions):
-            self._reply(UtilityResult(number, kind(reason)))
+        for number in list(self._utility_calls):
+            self._complete_call(UtilityResult(number, kind(reason)))
         for stream in list(self._streams.values()):
             stream.fail(kind(reason))
             self._finish(stream.request_id, ENGINE_DEAD)

@@ -1,7 +1,7 @@
-"""How many requests may wait, and tokens of prompts, and when to come back where there is no room for more.
+"""Backpressure: how many requests and prompt tokens may queue, and when to retry if there is no room.
 
-For the event loop's thread; no torch. The engine says after each step how many wait and run; what was sent to it since
-then, and prompts that have not been computed yet, are counted here.
+For the event loop's thread; no torch. The engine publishes after each step how many requests wait and run; requests
+sent since then, and prompts that are not computed yet, are counted here.
 """
 
 import math
@@ -19,51 +19,52 @@ from lorasrv.request import EngineCoreRequest
 FADE_S = 10.0
 MIN_RETRY_S = 1.0
 MAX_RETRY_S = 60.0
-MAX_PROMISES = 256
-"""Of so many keys it is known what they were told; of more, those that asked last."""
+MAX_KEYS = 256
+"""Most API keys whose retry times are remembered; the ones that asked last."""
 
 
-def num_queued(num_sent: int, num_waiting: int, num_running: int, seats: int) -> int:
-    """Requests that do not run: those that wait, and those that were sent to the engine and find no free seat."""
-    free = 0 if num_waiting else max(0, seats - num_running)
+def num_queued(num_sent: int, num_waiting: int, num_running: int, request_slots: int) -> int:
+    """Return the number of requests that do not run: those that wait, and those sent to the engine beyond its free
+    slots."""
+    free = 0 if num_waiting else max(0, request_slots - num_running)
     return num_waiting + max(0, num_sent - free)
 
 
 class ThroughputEstimate:
-    """How fast something drains, measured only while there is something to drain.
+    """Estimate how fast a queue drains, measured only while it is not empty.
 
-    Two sums that fade, an amount and the time in which it went: both count for less the longer ago they were. Their
-    quotient is right from the first amount on, and an idle hour changes nothing.
+    Two fading sums, the drained amount and the time it took: both count less the longer ago they were. Their quotient
+    is right from the first amount on, and an idle hour does not change it.
     """
 
     def __init__(self) -> None:
         self._amount = 0.0
         self._seconds = 0.0
 
-    def passed(self, seconds: float) -> None:
-        """Note that for so long there was something to drain."""
+    def advance(self, seconds: float) -> None:
+        """Note that the queue was not empty for `seconds`."""
         fade = math.exp(-seconds / FADE_S)
         self._amount *= fade
         self._seconds = self._seconds * fade + FADE_S * (1.0 - fade)
 
     def add(self, amount: float) -> None:
-        """Note that so much has gone."""
+        """Note that `amount` has drained."""
         self._amount += amount
 
     def seconds_for(self, amount: float) -> float | None:
-        """Return how long so much will take; None: nothing was measured yet."""
+        """Return how long `amount` takes to drain; None before the first measurement."""
         if not self._amount or not self._seconds:
             return None
         return amount * self._seconds / self._amount
 
 
 class QueueLimiter(RequestObserver):
-    """The requests of one engine that have no token yet.
+    """Bound the requests of one engine that have no token yet.
 
     Args:
-        options: how many requests may wait for their first step, how many tokens of prompts to be computed, and how
-            many requests run at a time.
-        engine: what the engine said last.
+        options: how many requests may wait for their first step, how many prompt tokens may wait to be computed, and
+            how many requests run at a time.
+        engine: returns the engine's newest statistics.
         clock: monotonic seconds.
     """
 
@@ -74,7 +75,7 @@ class QueueLimiter(RequestObserver):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._max_requests, self._max_tokens = options.max_num_queued_seqs, options.max_num_queued_tokens
-        self._seats = options.max_num_seqs
+        self._request_slots = options.max_num_seqs
         self._engine = engine
         self._clock = clock
         self._tokens: dict[RequestId, int] = {}
@@ -82,36 +83,40 @@ class QueueLimiter(RequestObserver):
         self._num_sent = 0
         self._requests_drained, self._tokens_drained = ThroughputEstimate(), ThroughputEstimate()
         self._since_s = clock()
-        self._promised_s: dict[str, float] = {}
+        self._retry_at_s: dict[str, float] = {}
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of prompts that are not computed yet; what choices share counts once."""
+        """Return the number of prompt tokens that are not computed yet; choices of one prompt count it once."""
         return self._num_tokens
 
     def num_queued(self, num_more: int = 0) -> int:
-        """Requests that do not run yet, with so many more."""
+        """Return the number of requests that do not run yet, with `num_more` added."""
         engine = self._engine()
         sent = self._num_sent - engine.requests_arrived_total + num_more
         waiting = engine.requests_waiting + engine.requests_waiting_for_adapter
-        return num_queued(sent, waiting, engine.requests_running, self._seats)
+        return num_queued(sent, waiting, engine.requests_running, self._request_slots)
 
     def check(self, num_requests: int = 1, num_tokens: int = 1, principal: str = ANONYMOUS) -> None:
-        """Check that so many more may come in. Where nothing waits, none is too many.
+        """Check that so many more requests may queue. An empty queue accepts any number.
 
-        Raises: EngineOverloaded: says when a place should be free.
+        Raises:
+            EngineOverloaded: the queue is full; says when a place should be free.
         """
         queued = self.num_queued()
         if queued and self.num_queued(num_requests) > self._max_requests:
-            why = f"{queued} requests are queued already, and {self._max_requests} may be"
+            why = f"{queued} requests are queued already; --max-num-queued-seqs is {self._max_requests}"
         elif self._num_tokens and self._num_tokens + num_tokens > self._max_tokens:
-            why = f"prompts of {self._num_tokens} tokens are queued already, and {self._max_tokens} may be"
+            why = (
+                f"prompts of {self._num_tokens} tokens are queued already; "
+                f"--max-num-queued-tokens is {self._max_tokens}"
+            )
         else:
             return
         raise EngineOverloaded(why, retry_after_s=self._retry_after_s(num_requests, num_tokens, principal))
 
     def on_accepted(self, requests: Sequence[EngineCoreRequest], arrived_s: float) -> None:
-        self._time_passes()
+        self._advance_clock()
         self._num_sent += len(requests)
         for request in requests:
             tokens = 0 if request.fork_of is not None else len(request.prompt_token_ids)
@@ -119,43 +124,42 @@ class QueueLimiter(RequestObserver):
             self._num_tokens += tokens
 
     def on_output(self, request_id: RequestId, output: RequestOutput) -> None:
-        self._leave(request_id)
+        self._remove(request_id)
 
     def on_finished(self, request_id: RequestId, why: str = "") -> None:
-        self._leave(request_id)
+        self._remove(request_id)
 
-    def _leave(self, request_id: RequestId) -> None:
+    def _remove(self, request_id: RequestId) -> None:
         tokens = self._tokens.get(request_id)
         if tokens is None:
             return
-        self._time_passes()
+        self._advance_clock()
         del self._tokens[request_id]
         self._num_tokens -= tokens
         self._requests_drained.add(1)
         self._tokens_drained.add(tokens)
 
     def _retry_after_s(self, num_requests: int, num_tokens: int, principal: str) -> float:
-        """When as much as these need will have drained, behind all those of the key that were sent away before: told
-        the same, they would come back at once, to be sent away once more. Keys that were sent away share what drains.
-        """
-        self._time_passes()
+        """Return when as much as these requests need will have drained, behind the earlier refused ones of the same
+        key: told the same time, they would all come back at once. Keys with refused requests share the throughput."""
+        self._advance_clock()
         requests_s = self._requests_drained.seconds_for(num_requests)
         tokens_s = self._tokens_drained.seconds_for(num_tokens)
         if requests_s is None:
             return MIN_RETRY_S
         now = self._clock()
-        promised = {name: until for name, until in self._promised_s.items() if until > now}
-        begin = promised.pop(principal, now)
-        while len(promised) >= MAX_PROMISES:
-            del promised[next(iter(promised))]
-        needed_s = (len(promised) + 1) * max(requests_s, tokens_s or 0.0)
-        promised[principal] = until = min(begin + needed_s, now + MAX_RETRY_S)
-        self._promised_s = promised
+        retry_at = {name: until for name, until in self._retry_at_s.items() if until > now}
+        begin = retry_at.pop(principal, now)
+        while len(retry_at) >= MAX_KEYS:
+            del retry_at[next(iter(retry_at))]
+        needed_s = (len(retry_at) + 1) * max(requests_s, tokens_s or 0.0)
+        retry_at[principal] = until = min(begin + needed_s, now + MAX_RETRY_S)
+        self._retry_at_s = retry_at
         return max(MIN_RETRY_S, until - now)
 
-    def _time_passes(self) -> None:
+    def _advance_clock(self) -> None:
         now = self._clock()
         if self._tokens:
             for rate in (self._requests_drained, self._tokens_drained):
-                rate.passed(now - self._since_s)
+                rate.advance(now - self._since_s)
         self._since_s = now

@@ -1,6 +1,7 @@
-"""The synchronous heart: add, abort, ask, step. No asyncio, no threads, no text.
+"""Engine core: the synchronous engine, with `add_request`, `abort`, utility calls and `step`. No asyncio, threads or
+text.
 
-Everything in here belongs to the one thread that calls `step`; loads run wherever the `Loader` runs them.
+Everything here belongs to the one thread that calls `step`; loads run wherever the `Loader` runs them.
 """
 
 import logging
@@ -45,13 +46,14 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 _LOG = logging.getLogger(__name__)
 MAX_PINNED_SHARE = 0.5
+"""Largest share of the adapter pool that pinned adapters may take."""
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is put together from; `lorasrv.engine.factory` makes them."""
+    """Hold what an engine is made of; `lorasrv.engine.factory` builds it."""
 
-    books: MemoryManager
+    memory: MemoryManager
     scheduler: Scheduler
     executor: Executor
     source: HostAdapterStore | None
@@ -64,10 +66,11 @@ class EngineParts:
 
 
 @dataclass(frozen=True, slots=True)
-class _UnderWay:
-    """A step and what collects it; None: it is submitted when its turn has come, in parts."""
+class _InFlightStep:
+    """Hold a planned step."""
 
     step: SchedulerOutput
+    # Collects the step; None: it was too large to submit as a whole and runs in parts when it is the oldest.
     handle: StepHandle | None
 
 
@@ -80,28 +83,28 @@ class _LoadCounters:
 
 
 class EngineCore:
-    """One model, one pool, one batch after another."""
+    """Run one model on one pool, batch after batch."""
 
     def __init__(self, parts: EngineParts, loader: Loader | None) -> None:
         self._parts = parts
         self._scheduler = parts.scheduler
-        self._books = parts.books
+        self._memory = parts.memory
         self._loader = loader
         self.heartbeat = Heartbeat()
         self.poison = PoisonGuard()
         executor = self._executor = parts.executor
-        self.attempts = StepRetrier(
+        self.retrier = StepRetrier(
             lambda step: executor.collect(executor.submit(step)), executor.recover, self.heartbeat.beat
         )
         self._faults = StepFailureHandler(parts.scheduler, self.poison)
-        self._due_ops: deque[PageOp] = deque()
-        self._under_way: deque[_UnderWay] = deque()
-        self._one_at_a_time = False
-        self._asked_to_warm: dict[int, tuple[AdapterKey, float]] = {}
-        self._answers: list[UtilityResult] = []
+        self._pending_ops: deque[PageOp] = deque()
+        self._in_flight: deque[_InFlightStep] = deque()
+        self._is_serial = False
+        self._residency_calls: dict[int, tuple[AdapterKey, float]] = {}
+        self._utility_results: list[UtilityResult] = []
         self._loads = _LoadCounters()
         self._num_arrived = 0
-        self.book = StepStats()
+        self.step_stats = StepStats()
         self._steps = 0
         self._last_step_s = 0.0
         self._made_progress = False
@@ -110,27 +113,28 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        """Whether somebody still waits for an answer."""
-        return self._scheduler.has_requests or bool(self._under_way)
+        """Return whether any request is not finished."""
+        return self._scheduler.has_requests or bool(self._in_flight)
 
     @property
     def made_progress(self) -> bool:
-        """Whether the last step changed anything; if not, only a message, a load or the time can."""
+        """Return whether the last step changed anything; if not, only a message, a load or time can."""
         return self._made_progress
 
     @property
     def idle_s(self) -> float:
-        """How long nothing is to be done if nothing happens; infinite: until something does."""
-        return math.inf if self._wake_s is None else max(0.0, self._wake_s - self._books.clock())
+        """Return the seconds until the engine has something to do without an event; infinite if nothing is
+        scheduled."""
+        return math.inf if self._wake_s is None else max(0.0, self._wake_s - self._memory.clock())
 
     @property
     def profile(self) -> StepProfile:
-        """Where the time of steps has gone."""
+        """Return where the time of steps was spent."""
         return self._executor.profile
 
-    def settle(self) -> None:
-        """The calling thread is the one that will call `step`."""
-        self._executor.settle()
+    def bind_thread(self) -> None:
+        """Prepare the calling thread, which will call `step`."""
+        self._executor.bind_thread()
 
     def add_request(self, message: EngineCoreRequest) -> None:
         """Queue a request that `InputProcessor` has made."""
@@ -138,44 +142,48 @@ class EngineCore:
         self._scheduler.add(message)
 
     def abort(self, request_id: RequestId) -> None:
-        """End a request before the next step; nothing happens if it has ended."""
-        self._scheduler.end(request_id, RequestStatus.FINISHED_ABORTED)
+        """Finish a request before the next step; do nothing if it has finished."""
+        self._scheduler.finish(request_id, RequestStatus.FINISHED_ABORTED)
 
     def stop(self, request_id: RequestId) -> None:
-        """As `abort`, of a request whose text has met a stop string."""
-        self._scheduler.end(request_id, RequestStatus.FINISHED_STOPPED)
+        """Finish a request whose text contains a stop string; do nothing if it has finished."""
+        self._scheduler.finish(request_id, RequestStatus.FINISHED_STOPPED)
 
-    def ask(self, number: int, question: UtilityRequest) -> None:
-        """Have a question answered, by `take_answers`, under this number: at once, or when the adapter has come."""
-        match question:
+    def call_utility(self, number: int, request: UtilityRequest) -> None:
+        """Start a utility call; its result is returned by `take_utility_results` under this number, at once or when
+        the adapter is resident."""
+        match request:
             case DescribePool():
-                self._answer(number, describe_pool(self._books, self._scheduler))
+                self._complete_call(number, describe_pool(self._memory, self._scheduler))
             case ListResidents():
-                block = self._books.layout.block_bytes
-                is_resident, placements = self._books.adapter_manager.is_resident, self._books.adapters.placements()
-                self._answer(number, [(key, p.num_pages * block) for key, p, _ in placements if is_resident(key)])
+                block = self._memory.layout.block_bytes
+                is_resident, placements = self._memory.adapter_manager.is_resident, self._memory.adapters.placements()
+                residents = [(key, p.num_pages * block) for key, p, _ in placements if is_resident(key)]
+                self._complete_call(number, residents)
             case GetAdapterTier():
-                self._answer(number, AdapterStatus(self._scheduler.tier(question.key)))
+                self._complete_call(number, AdapterStatus(self._scheduler.tier(request.key)))
             case WarmAdapter():
-                self._warm(number, question)
+                self._warm(number, request)
             case PinAdapter():
-                self._pin(number, question)
+                self._pin(number, request)
             case UnpinAdapter():
-                self._unpin(number, question)
+                self._unpin(number, request)
             case SetLimits():
-                self._scheduler.quotas.set_limits(question.adapter_id, question.limits)
-                self._answer(number, None)
+                self._scheduler.quotas.set_limits(request.adapter_id, request.limits)
+                self._complete_call(number, None)
 
-    def take_answers(self) -> list[UtilityResult]:
-        """Answers since the last call."""
-        answers, self._answers = self._answers, []
-        return answers
+    def take_utility_results(self) -> list[UtilityResult]:
+        """Return the results of utility calls since the last call."""
+        results, self._utility_results = self._utility_results, []
+        return results
 
     def step(self) -> list[EngineOutput]:
-        """Submit one batch, and say what the oldest that is under way brought for each request; if it fails, some end
-        with an error. An executor of depth 1 computes every batch in the step that plans it.
+        """Submit one batch and return the outputs of the oldest batches in flight; if a batch fails, some requests
+        end with an error. An executor of depth 1 computes every batch in the step that plans it.
 
-        Raises: DeviceLost, AssertionError: nothing can be computed any more.
+        Raises:
+            DeviceLost: the device cannot be used any more.
+            AssertionError: the accounts of the pool are inconsistent.
         """
         begun = time.perf_counter()
         self.heartbeat.beat()
@@ -186,138 +194,147 @@ class EngineCore:
             except Exception as error:
                 self._made_progress = True
                 return self._faults.on_schedule_error(error)
-            self._faults.planned()
+            self._faults.on_scheduled()
         with self.profile.span("pages"):
-            step = self._arrange(step)
-            self._give_orders(step.orders)
+            step = self._apply_page_ops(step)
+            self._send_orders(step.orders)
         if step.scheduled:
             self._submit(step)
         else:
             self._scheduler.discard(step)
         outputs = self._scheduler.take_outputs()
-        has_room = self._executor.depth > 1 and bool(step.scheduled) and not self._one_at_a_time
-        most, was_under_way = self._executor.depth - 1 if has_room else 0, bool(self._under_way)
-        while len(self._under_way) > most:
+        has_room = self._executor.depth > 1 and bool(step.scheduled) and not self._is_serial
+        most, was_in_flight = self._executor.depth - 1 if has_room else 0, bool(self._in_flight)
+        while len(self._in_flight) > most:
             outputs += self._collect(begun)
             begun = time.perf_counter()
         with self.profile.span("scheduling"):
-            self._finish_step(step, made_progress=was_under_way or step.num_preempted > 0)
+            self._finish_step(step, made_progress=was_in_flight or step.num_preempted > 0)
         return outputs
 
     def check_integrity(self) -> None:
-        """Every page and pin has its holder. Raises AssertionError if not."""
+        """Compare every page and pin with its holder.
+
+        Raises:
+            AssertionError: they differ.
+        """
         self._scheduler.check_integrity()
 
     def close(self) -> None:
+        """Stop the loader."""
         if self._loader is not None:
             self._loader.close()
 
     def _submit(self, step: SchedulerOutput) -> None:
-        most = self.attempts.most_tokens
+        most = self.retrier.most_tokens
         fits = most is None or step.num_tokens <= most
-        self._one_at_a_time = self._one_at_a_time or most is not None
-        self._under_way.append(_UnderWay(step, self._executor.submit(step) if fits else None))
+        self._is_serial = self._is_serial or most is not None
+        self._in_flight.append(_InFlightStep(step, self._executor.submit(step) if fits else None))
 
     def _collect(self, begun: float) -> list[EngineOutput]:
-        """Enter what the oldest step that is under way says."""
-        oldest = self._under_way.popleft()
+        """Collect the oldest step in flight and return its outputs."""
+        oldest = self._in_flight.popleft()
         step, handle = oldest.step, oldest.handle
         collect = None if handle is None else lambda: self._executor.collect(handle)
-        if collect is not None and self._under_way:
+        if collect is not None and self._in_flight:
             try:
-                attempted = self.attempts.collect(step, collect)
+                result = self.retrier.collect(step, collect)
             except Exception as error:
-                return self._start_over(step, error)
+                return self._replan(step, error)
         else:
-            attempted = self.attempts.run(step, collect)
-            self._one_at_a_time = False
+            result = self.retrier.run(step, collect)
+            self._is_serial = False
         with self.profile.span("scheduling"):
-            outputs = self._enter(step, attempted)
+            outputs = self._update(step, result)
             seconds = time.perf_counter() - begun
-            if attempted.num_runs == 1:
-                self._books.costs.observe_step(StepShape.of(step), seconds)
+            if result.num_runs == 1:
+                self._memory.costs.observe_step(StepShape.of(step), seconds)
             self.heartbeat.computed()
-            self.book.step(step, seconds)
+            self.step_stats.step(step, seconds)
             self._steps += 1
         return outputs
 
-    def _start_over(self, step: SchedulerOutput, error: Exception) -> list[EngineOutput]:
-        """A step has failed with others behind it, which may read what it did not write: they are planned again, one
-        at a time, so that it can be found out which request it was.
+    def _replan(self, step: SchedulerOutput, error: Exception) -> list[EngineOutput]:
+        """Drop a failed step and those behind it, which may read what it did not write. They are planned again, one
+        at a time, to find out which request fails.
 
-        Raises: DeviceLost: the device is gone.
+        Raises:
+            DeviceLost: the device cannot be used any more.
         """
-        _LOG.error("%d steps are planned again: %s", 1 + len(self._under_way), type(error).__name__, exc_info=error)
+        _LOG.error(
+            "a step failed; planning %d steps again: %s", 1 + len(self._in_flight), type(error).__name__, exc_info=error
+        )
         if not self._executor.recover():
             raise DeviceLost(f"the device cannot be used any more: {type(error).__name__}") from error
-        for lost in (step, *(later.step for later in self._under_way)):
+        for lost in (step, *(later.step for later in self._in_flight)):
             self._scheduler.discard(lost)
-        self._under_way.clear()
-        self._one_at_a_time = True
+        self._in_flight.clear()
+        self._is_serial = True
         return self._scheduler.take_outputs()
 
-    def _enter(self, step: SchedulerOutput, attempted: StepResult) -> list[EngineOutput]:
-        if attempted.failed:
-            self._faults.on_compute_error(attempted.failed)
-        output = attempted.output
+    def _update(self, step: SchedulerOutput, result: StepResult) -> list[EngineOutput]:
+        if result.failed:
+            self._faults.on_compute_error(result.failed)
+        output = result.output
         try:
             outputs = self._scheduler.update_from_output(step, output.sampled, output.logprobs, output.prompt_logprobs)
         except Exception as error:
             return self._faults.on_update_error(step, error)
-        if attempted.failed:
+        if result.failed:
             self._scheduler.check_integrity()
         return outputs
 
-    # Adapters on their way.
-
+    # Adapter loads and pages.
     def _take_reports(self) -> None:
         for report in self._loader.poll() if self._loader is not None else ():
             match report.done:
                 case Done.LOADED:
                     self._count_load(report)
-                    self._books.adapter_manager.on_loaded(report.key)
+                    self._memory.adapter_manager.on_loaded(report.key)
                 case Done.COPIED:
-                    self._books.costs.copy.observe(report.seconds, report.nbytes)
-                    self.book.copied(report.key, report.seconds, report.nbytes)
-                    self._scheduler.adapter_copied(report.key)
-                    self._reached(report.key)
+                    self._memory.costs.copy.observe(report.seconds, report.nbytes)
+                    self.step_stats.copied(report.key, report.seconds, report.nbytes)
+                    self._scheduler.on_adapter_copied(report.key)
+                    self._on_adapter_ready(report.key)
                 case Done.FAILED:
                     self._loads.failures += 1
-                    self.book.failed(report.reason)
-                    self._scheduler.adapter_failed(report.key, report.error, report.refusal)
-                    self._reached(report.key, not_loaded(report.error, report.refusal))
+                    self.step_stats.failed(report.reason)
+                    self._scheduler.on_adapter_failed(report.key, report.error, report.refusal)
+                    self._on_adapter_ready(report.key, not_loaded(report.error, report.refusal))
 
     def _count_load(self, report: LoaderReport) -> None:
         self._loads.seconds += report.seconds
         if report.from_disk:
             self._loads.from_disk += 1
-            self._books.costs.load.observe(report.seconds, report.nbytes)
-            self.book.loaded(report.key, report.seconds, report.nbytes)
+            self._memory.costs.load.observe(report.seconds, report.nbytes)
+            self.step_stats.loaded(report.key, report.seconds, report.nbytes)
         else:
             self._loads.from_host += 1
 
-    def _arrange(self, step: SchedulerOutput) -> SchedulerOutput:
-        """Do what is due to pages, in its order, what an exception kept from being done first. A request whose pages
-        did not come back is left out of the step."""
+    def _apply_page_ops(self, step: SchedulerOutput) -> SchedulerOutput:
+        """Apply the pending page operations in order, first those that an exception has left. A request whose pages
+        could not be swapped is left out of the step."""
         begun, swapped = time.perf_counter(), 0
-        self._due_ops += step.page_ops
-        while self._due_ops:
-            op = self._due_ops[0]
+        self._pending_ops += step.page_ops
+        while self._pending_ops:
+            op = self._pending_ops[0]
             try:
                 swapped += self._executor.apply_page_ops((op,))
             except Exception as error:
                 if not isinstance(op, SwapOut | SwapIn):
                     raise
-                _LOG.warning("request %s is computed again: %s", op.request_id, error)
-                self._due_ops.insert(1, DropSwap(op.request_id))
-                self._scheduler.swap_failed(op.request_id)
+                _LOG.warning(
+                    "swapping the pages of request %s failed, so it is computed again: %s", op.request_id, error
+                )
+                self._pending_ops.insert(1, DropSwap(op.request_id))
+                self._scheduler.on_swap_failed(op.request_id)
                 step = replace(step, scheduled=tuple(s for s in step.scheduled if s.request_id != op.request_id))
-            self._due_ops.popleft()
+            self._pending_ops.popleft()
         self._executor.apply_page_ops(())
-        self._books.costs.page_copy.observe(time.perf_counter() - begun, swapped)
+        self._memory.costs.page_copy.observe(time.perf_counter() - begun, swapped)
         return step
 
-    def _give_orders(self, orders: AdapterOrders) -> None:
+    def _send_orders(self, orders: AdapterOrders) -> None:
         if self._loader is None:
             return
         for key in orders.cancels:
@@ -327,28 +344,27 @@ class EngineCore:
         for key, placed in orders.copies:
             self._loader.copy(key, placed)
 
-    # Questions.
+    # Utility calls.
+    def _complete_call(self, number: int, content: object) -> None:
+        self._utility_results.append(UtilityResult(number, content))
 
-    def _answer(self, number: int, content: object) -> None:
-        self._answers.append(UtilityResult(number, content))
+    def _warm(self, number: int, request: WarmAdapter) -> None:
+        until_s = self._memory.clock() + request.deadline_s + WARM_GRACE_S
+        self._memory.adapter_manager.reserve(request.key, request.layout, until_s)
+        self._complete_when_resident(number, request.key)
 
-    def _warm(self, number: int, question: WarmAdapter) -> None:
-        until_s = self._books.clock() + question.deadline_s + WARM_GRACE_S
-        self._books.adapter_manager.reserve(question.key, question.layout, until_s)
-        self._answer_when_there(number, question.key)
-
-    def _pin(self, number: int, question: PinAdapter) -> None:
-        manager = self._books.adapter_manager
-        error = None if manager.is_pinned(question.key) else self._why_not_pin(question.layout)
+    def _pin(self, number: int, request: PinAdapter) -> None:
+        manager = self._memory.adapter_manager
+        error = None if manager.is_pinned(request.key) else self._why_not_pin(request.layout)
         if error is not None:
-            self._answer(number, error)
+            self._complete_call(number, error)
             return
-        manager.pin(question.key, question.layout)
-        self._answer_when_there(number, question.key)
+        manager.pin(request.key, request.layout)
+        self._complete_when_resident(number, request.key)
 
     def _why_not_pin(self, layout: AdapterLayout) -> InvalidRequest | None:
-        held, pages = self._books.adapter_manager.num_pinned_pages(), self._books.adapters.pages_for(layout)
-        most = int(MAX_PINNED_SHARE * self._books.adapter_pool.num_pages)
+        held, pages = self._memory.adapter_manager.num_pinned_pages(), self._memory.adapters.pages_for(layout)
+        most = int(MAX_PINNED_SHARE * self._memory.adapter_pool.num_pages)
         if held + pages <= most:
             return None
         return InvalidRequest(
@@ -357,29 +373,28 @@ class EngineCore:
             param="pinned",
         )
 
-    def _unpin(self, number: int, question: UnpinAdapter) -> None:
-        self._books.adapter_manager.unpin(question.key)
-        self._answer(number, AdapterStatus(self._scheduler.tier(question.key)))
+    def _unpin(self, number: int, request: UnpinAdapter) -> None:
+        self._memory.adapter_manager.unpin(request.key)
+        self._complete_call(number, AdapterStatus(self._scheduler.tier(request.key)))
 
-    def _answer_when_there(self, number: int, key: AdapterKey) -> None:
+    def _complete_when_resident(self, number: int, key: AdapterKey) -> None:
         if self._scheduler.tier(key) is AdapterTier.RESIDENT:
-            self._answer(number, AdapterStatus(AdapterTier.RESIDENT))
+            self._complete_call(number, AdapterStatus(AdapterTier.RESIDENT))
         else:
-            self._asked_to_warm[number] = (key, time.monotonic())
+            self._residency_calls[number] = (key, time.monotonic())
 
-    def _reached(self, key: AdapterKey, error: LorasrvError | AdapterError | None = None) -> None:
-        for number, (wanted, begun) in list(self._asked_to_warm.items()):
+    def _on_adapter_ready(self, key: AdapterKey, error: LorasrvError | AdapterError | None = None) -> None:
+        for number, (wanted, begun) in list(self._residency_calls.items()):
             if wanted == key:
-                del self._asked_to_warm[number]
+                del self._residency_calls[number]
                 took = time.monotonic() - begun
-                self._answer(number, error or AdapterStatus(AdapterTier.RESIDENT, took * 1e3))
+                self._complete_call(number, error or AdapterStatus(AdapterTier.RESIDENT, took * 1e3))
 
-    def forget_question(self, number: int) -> None:
-        """Nobody waits for this answer any more."""
-        self._asked_to_warm.pop(number, None)
+    def cancel_utility_call(self, number: int) -> None:
+        """Drop a utility call whose caller does not wait any more."""
+        self._residency_calls.pop(number, None)
 
-    # Figures.
-
+    # Statistics.
     def _finish_step(self, step: SchedulerOutput, *, made_progress: bool) -> None:
         self._wake_s = step.wake_s
         self._made_progress = made_progress
@@ -387,8 +402,8 @@ class EngineCore:
         self.metrics.publish(self._snapshot())
 
     def _snapshot(self) -> EngineStats:
-        books, counters, predictor = self._books, self._scheduler.counters, self._scheduler.predictor
-        fragmentation = books.adapter_pool.fragmentation
+        memory, counters, predictor = self._memory, self._scheduler.counters, self._scheduler.predictor
+        fragmentation = memory.adapter_pool.fragmentation
         for_adapter = self._scheduler.num_waiting_for_adapter
         host = self._parts.source.host_stats() if self._parts.source is not None else None
         return EngineStats(
@@ -396,38 +411,38 @@ class EngineCore:
             requests_waiting=self._scheduler.num_waiting - for_adapter,
             requests_waiting_for_adapter=for_adapter,
             requests_arrived_total=self._num_arrived,
-            pages_total=books.layout.num_pages,
-            pages_free=books.num_free,
-            pages_kv=books.num_kv_pages,
-            pages_prefix=books.num_unused_prefix_pages,
-            pages_adapters=books.adapters.num_pages,
-            pages_adapters_idle=books.adapters.num_evictable_pages,
+            pages_total=memory.layout.num_pages,
+            pages_free=memory.num_free,
+            pages_kv=memory.num_kv_pages,
+            pages_prefix=memory.num_unused_prefix_pages,
+            pages_adapters=memory.adapters.num_pages,
+            pages_adapters_idle=memory.adapters.num_evictable_pages,
             free_runs=fragmentation.free_runs,
             longest_free_run=fragmentation.longest_free_run,
-            adapters_resident=books.adapter_manager.num_resident,
-            adapters_arriving=books.adapter_manager.num_loading,
+            adapters_resident=memory.adapter_manager.num_resident,
+            adapters_arriving=memory.adapter_manager.num_loading,
             steps_total=self._steps,
             prompt_tokens_total=counters.prompt_tokens,
             cached_tokens_total=counters.cached_tokens,
             generated_tokens_total=counters.generated_tokens,
             requests_finished_total=dict(counters.finished),
-            requests_due_total=self._scheduler.num_due,
+            requests_due_total=self._scheduler.num_starved,
             answers_predicted_total=predictor.num_predicted,
             answers_within_prediction_total=predictor.num_covered,
             predicted_tokens_total=predictor.predicted_tokens,
             tokens_of_predicted_total=predictor.actual_tokens,
-            step_costs=books.costs.step.as_dict(),
-            load_costs={"load_byte": books.costs.load.seconds, "copy_byte": books.costs.copy.seconds},
+            step_costs=memory.costs.step.as_dict(),
+            load_costs={"load_byte": memory.costs.load.seconds, "copy_byte": memory.costs.copy.seconds},
             preemptions_total=counters.preemptions,
             swaps_total=counters.swaps,
-            moved_pages_total=books.evictor.num_moved_pages,
-            copied_pages_total=books.kv.num_copies,
+            moved_pages_total=memory.evictor.num_moved_pages,
+            copied_pages_total=memory.kv.num_copies,
             adapter_loads_disk_total=self._loads.from_disk,
             adapter_loads_host_total=self._loads.from_host,
             adapter_load_seconds_total=self._loads.seconds,
             adapter_load_failures_total=self._loads.failures,
-            adapter_evictions_total=books.adapter_manager.num_evictions,
-            prefix_evictions_total=books.prefixes.num_evictions if books.prefixes is not None else 0,
+            adapter_evictions_total=memory.adapter_manager.num_evictions,
+            prefix_evictions_total=memory.prefixes.num_evictions if memory.prefixes is not None else 0,
             requests_failed_total=self._faults.total,
             last_step_s=self._last_step_s,
             weight_bytes=self._parts.weight_bytes,
@@ -435,5 +450,5 @@ class EngineCore:
             host_cache_bytes=host.bytes_used if host else 0,
             host_cache_adapters=host.entries if host else 0,
             host_cache_evictions_total=host.evictions if host else 0,
-            swap_bytes=books.swap.nbytes,
+            swap_bytes=memory.swap.nbytes,
         )

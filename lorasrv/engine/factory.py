@@ -1,4 +1,4 @@
-"""From options to the parts of an engine: model, memory, pool, scheduler. The only place that puts them together."""
+"""Factory: build an engine's parts (model, memory, pool, scheduler) from options."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -40,30 +40,31 @@ from sgmv_kernels.formats.kv_format import KVFormat, get_kv_format
 from sgmv_kernels.ops import KernelsUnavailable, Ops
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and how much of it is, from 0 to 1."""
+"""Called with the current activity and its progress from 0 to 1."""
 MIN_POOL_PAGES = 4
 PROBED_WIDTH = 2048
 """Narrower models gain less from bf16 copies of their linears than was measured (`linear_autotune`)."""
 MAX_COPIES_SHARE = 0.2
-"""Of free memory, that bf16 copies of the base's linears may take: two bytes a weight, which is what a token costs in
-operations. Codes of 4 bits grow to five times their size by them."""
-_OWN_FORMAT = "--quantized-weights has a format and groups of its own"
+"""Largest share of free memory for bf16 copies of the base's linears: two bytes a weight, which is also what a token
+costs in operations. 4-bit weights grow to five times their size with a copy."""
+_OWN_FORMAT = "--quantized-weights fixes format and group"
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A loaded model with everything around it that its checkpoint describes; the format that its weights are in."""
+    """Hold a loaded model and what its checkpoint describes."""
 
     parts: EngineParts
     spec: ModelSpec
+    # Name of the format that its weights are in.
     quantization: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
 
     def input_processor(self, poison: PoisonGuard, queue_timeout_s: float | None = None) -> InputProcessor:
-        """Return what makes requests for an engine of these parts, whose `poison` it is."""
+        """Return an input processor for an engine of these parts, which owns `poison`."""
         return InputProcessor(
-            self.parts.books,
+            self.parts.memory,
             self.parts.source,
             self.parts.max_model_len,
             self.parts.vocab_size,
@@ -82,7 +83,7 @@ def build(
     progress: Progress | None = None,
     drafter: Drafter | None = None,
 ) -> BuiltModel:
-    """Load the model and make an empty engine around it; `drafter` guesses what answers go on with.
+    """Load the model and build an empty engine around it; `drafter` proposes draft tokens.
 
     Raises:
         ModelError: the checkpoint cannot be served.
@@ -96,33 +97,33 @@ def build(
     if progress and config.model.kernels != "torch" and device.type == "cpu":
         progress("loading kernels; the first start on a machine compiles them, which takes 15 to 30 seconds", 0.0)
     ops = _ops(config.model, spec, device, dtype, kv_format)
-    # Before the weights: what is refused here is refused at once.
+    # Before the weights, which take long: what can be refused is refused here.
     source = checkpoint.tokenizer_source()
     tokenizer = Tokenizer.from_source(source)
     fmt = choose_format(config.model, checkpoint, ops)
     weights = load_weights(checkpoint, fmt, dtype, WeightMeter(), progress, device)
     geometry = _geometry(config.memory, spec, kv_format, device)
-    memory = DevicePool(spec, geometry.num_pages, geometry.page_size, kv_format, device)
+    device_pool = DevicePool(spec, geometry.num_pages, geometry.page_size, kv_format, device)
     adapters = HostAdapterStore(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None
     is_on_host = adapters.is_on_host if adapters else lambda _: False
-    books = MemoryManager.make(geometry, config.memory, config.scheduler.preemption, is_on_host)
+    memory = MemoryManager.make(geometry, config.memory, config.scheduler.preemption, is_on_host)
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
     parts = EngineParts(
-        books=books,
+        memory=memory,
         scheduler=Scheduler(
             config.scheduler,
-            books,
+            memory,
             frozenset(spec.eos_token_ids),
             is_on_host,
             CheckedDrafter(drafter, spec.vocab_size),
         ),
-        executor=InProcessExecutor(ModelRunner(weights, memory, limits, ops)),
+        executor=InProcessExecutor(ModelRunner(weights, device_pool, limits, ops)),
         source=adapters,
         max_model_len=max_model_len,
         vocab_size=spec.vocab_size,
         weight_bytes=weights.nbytes,
-        pool_bytes=memory.nbytes,
+        pool_bytes=device_pool.nbytes,
         eos_token_ids=frozenset(spec.eos_token_ids),
         watermark=config.watermark,
     )
@@ -131,7 +132,7 @@ def build(
 
 
 def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> QuantFormat:
-    """Return the format to serve in: with "auto" the one that accepts the checkpoint best.
+    """Return the format to serve in; "auto" takes the one that fits the checkpoint best.
 
     Raises:
         UnsupportedFormat: an unknown format or group, one that the model's linears do not fit, or another than that of
@@ -146,7 +147,11 @@ def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> Qu
 
 
 def make_ops(options: ModelOptions, spec: ModelSpec, device: torch.device) -> Ops:
-    """The kernels that options ask for. Raises: KernelsUnavailable: they cannot run here."""
+    """Return the kernels that `options` name.
+
+    Raises:
+        KernelsUnavailable: they cannot run on this machine.
+    """
     pays = spec.hidden_size >= PROBED_WIDTH and operations(spec).token <= MAX_COPIES_SHARE * free_bytes()
     copies = options.bf16_linears == "auto" and pays
     return Ops(device, None if options.kernels == "auto" else options.kernels, copies=copies)
@@ -166,9 +171,7 @@ def _ops(
 def _max_model_len(wanted: int | None, spec: ModelSpec) -> int:
     if wanted is not None and wanted > spec.max_position:
         why = ": longrope is served within the original context only" if spec.rope.max_position else ""
-        raise ConfigError(
-            f"--max-model-len {wanted} is more than the {spec.max_position} that the model was made for{why}"
-        )
+        raise ConfigError(f"--max-model-len {wanted} is more than the {spec.max_position} that the model supports{why}")
     return wanted or spec.max_position
 
 
@@ -179,13 +182,13 @@ def _geometry(options: MemoryOptions, spec: ModelSpec, kv_format: KVFormat, devi
     if geometry.num_pages < MIN_POOL_PAGES:
         raise ConfigError(
             f"--pool-bytes {pool_bytes} is too small: one page takes {geometry.block_bytes} bytes, "
-            f"and {MIN_POOL_PAGES} are the least"
+            f"and at least {MIN_POOL_PAGES} pages are needed"
         )
     return geometry
 
 
 def pool_size(options: MemoryOptions, device: torch.device | None = None) -> int:
-    """Bytes that a pool would get now, in host memory unless the device is CUDA's."""
+    """Return the bytes of a pool that is built now: of CUDA memory on CUDA, else of host memory."""
     if device is not None and device.type == "cuda":
         return options.pool_bytes or int(free_device_bytes(device) * CUDA_POOL_FRACTION)
     return options.pool_bytes or int(free_bytes() * POOL_FRACTION)

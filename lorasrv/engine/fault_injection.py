@@ -1,6 +1,6 @@
-"""Faults on purpose, so that operators and tests can rehearse them: a slow or failing disk, steps that raise or hang.
+"""Fault injection for operators and tests: a slow or failing disk, steps that raise or hang.
 
-    slow-disk:200ms            reading an adapter and writing an upload take so much longer
+    slow-disk:200ms            reading an adapter and writing an upload take this much longer
     failing-reads:0.5          this share of the reads of adapters fails
     no-space  io-error  read-only  no-files
                                of uploads, writing fails with ENOSPC, fsync with EIO, opening a file with EROFS, EMFILE
@@ -10,9 +10,8 @@
     step-hangs:5s@100          the 100th hangs for five seconds; without a time, for ever
     interpreter-hangs@100      and lets no other thread run meanwhile
 
-`@N`: from the N-th on, counted from the start; `xN`: so many times (of the disk without end, of steps once, if it is
-not said). Several are separated by commas. Nothing of this module is used unless the server was started with
-`--inject-faults`.
+`@N`: from the N-th on, counted from the start; `xN`: so many times (default: without end for the disk, once for steps).
+Separate several faults by commas. This module is unused unless the server was started with `--inject-faults`.
 """
 
 import errno
@@ -47,26 +46,33 @@ NAMES = ("slow-disk", "failing-reads", *UPLOADS, *STEPS)
 
 
 class InjectedFault(RuntimeError):
-    """What a step raises that shall."""
+    """Raised by a step that is to fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One of `NAMES`. `value`: seconds, a share, tokens or a token's id. It happens the `first` time and those after
-    it, `count` times; None: without end."""
+    """Describe one fault."""
 
+    # One of `NAMES`.
     name: str
+    # Seconds, a share, a number of tokens or a token id, depending on the name.
     value: float | None = None
+    # Occurrence from which on it happens.
     first: int = 1
+    # How often it happens; None: without end.
     count: int | None = None
 
     def happens(self, number: int) -> bool:
-        """Whether it does the `number`-th time, counted from 1."""
+        """Return whether it happens at the `number`-th occurrence, counted from 1."""
         return number >= self.first and (self.count is None or number < self.first + self.count)
 
 
 def parse_faults(text: str) -> tuple[Fault, ...]:
-    """Raises: ConfigError: one is unknown or misspelled; names it."""
+    """Parse the value of `--inject-faults`.
+
+    Raises:
+        ConfigError: a fault is unknown or misspelled; the message names it.
+    """
     return tuple(_parse(part.strip()) for part in text.split(",") if part.strip())
 
 
@@ -74,13 +80,13 @@ def _parse(text: str) -> Fault:
     found = _SPELLING.fullmatch(text)
     if found is None or found["name"] not in NAMES:
         raise ConfigError(
-            f"--inject-faults {text!r} is no fault; write NAME[:VALUE][@FIRST][xCOUNT] with one of {', '.join(NAMES)}"
+            f"--inject-faults {text!r} is unknown; write NAME[:VALUE][@FIRST][xCOUNT] with one of {', '.join(NAMES)}"
         )
     name, unit = found["name"], found["unit"]
     try:
         value = None if found["value"] is None else float(found["value"])
     except ValueError:
-        raise ConfigError(f"--inject-faults {text!r}: {found['value']} is no number") from None
+        raise ConfigError(f"--inject-faults {text!r}: {found['value']} is not a number") from None
     if (unit is not None) != (value is not None and name in _DURATIONS):
         raise ConfigError(f"--inject-faults {text!r}: only slow-disk and step-hangs have a time, such as 200ms or 5s")
     if value is not None and (name in UPLOADS or name == "interpreter-hangs"):
@@ -94,7 +100,7 @@ def _parse(text: str) -> Fault:
 
 
 class FaultInjector:
-    """Makes them happen in one server."""
+    """Make faults happen in one server."""
 
     def __init__(self, faults: Sequence[Fault]) -> None:
         self._faults = {name: [f for f in faults if f.name == name] for name in {f.name for f in faults}}
@@ -103,7 +109,7 @@ class FaultInjector:
         self._step = self._reads = self._uploads = 0
 
     def arm_store(self, store: AdapterStore) -> None:
-        """Reads of this store's adapters, and uploads of any store of this process."""
+        """Make reads of this store's adapters fail, and uploads of any store of this process."""
         if {"slow-disk", "failing-reads"} & self._faults.keys():
             load = store.load
 
@@ -124,12 +130,11 @@ class FaultInjector:
             setattr(blobs, "os", _FaultyOs(self._call))  # noqa: B010 - a module of a module
 
     def arm_engine(self, engine: "AsyncEngine") -> None:
-        """Its steps."""
+        """Make steps of this engine fail."""
         if self._steps or self._poison:
-            engine.rehearse(self)
+            engine.inject_faults(self)
 
-    # Of the disk.
-
+    # The disk.
     def _read(self) -> None:
         self._reads += 1
         self._slow_down(self._reads)
@@ -139,7 +144,7 @@ class FaultInjector:
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     def _call(self, kind: str) -> None:
-        """A call of the system for an upload."""
+        """Handle a system call of an upload."""
         if kind == "open":
             self._uploads += 1
         if kind == "write":
@@ -154,26 +159,31 @@ class FaultInjector:
             if fault.happens(number):
                 time.sleep(0.2 if fault.value is None else fault.value)
 
-    # Of steps: `step_attempts.Rehearsal`.
+    # Steps: `step_retry.FaultHook`.
 
-    def begins(self) -> None:
+    def on_step(self) -> None:
+        """Count a step that is about to be computed."""
         self._step += 1
 
-    def runs(self, part: SchedulerOutput) -> None:
-        """Raises: InjectedFault, OutOfMemoryError."""
+    def on_part(self, part: SchedulerOutput) -> None:
+        """Raise if a fault hits this part of the step.
+
+        Raises:
+            InjectedFault, OutOfMemoryError: the fault.
+        """
         if self._poison and any(not self._poison.isdisjoint(share.token_ids) for share in part.scheduled):
-            raise InjectedFault("injected: a token that shall not be computed")
+            raise InjectedFault("injected: a token that must not be computed")
         for fault in self._steps:
             if fault.happens(self._step):
                 _HAPPENINGS[fault.name](fault, part)
 
 
 def _raises(fault: Fault, part: SchedulerOutput) -> None:
-    raise InjectedFault("injected: this step shall fail")
+    raise InjectedFault("injected: this step fails on purpose")
 
 
 def _runs_out_of_memory(fault: Fault, part: SchedulerOutput) -> None:
-    import torch  # not above: options are read without it
+    import torch  # imported here: options are parsed without torch
 
     if part.num_tokens > (fault.value or 1):
         raise torch.OutOfMemoryError("injected: out of memory")
@@ -198,7 +208,7 @@ _HAPPENINGS: dict[str, Callable[[Fault, SchedulerOutput], None]] = {
 
 
 class _FaultyOs:
-    """The module `os`, but for calls that shall fail; for files that are written."""
+    """Replace the module `os` where files are written, with calls that fail."""
 
     def __init__(self, before: Callable[[str], None]) -> None:
         self._before = before

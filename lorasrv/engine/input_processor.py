@@ -1,11 +1,11 @@
-"""Turn what a client asks into a request that the engine can run, or refuse it with the numbers.
+"""Input processor: turn a client's request into a request that the engine can run, or refuse it with the numbers.
 
-The one way in for the server, batches and offline use: a prompt becomes tokens, an adapter its layout, fields get their
-defaults, and what could never fit is refused. Any thread may call `process`: what is read here does not change while
-serving, but for the tier in which an adapter was found, which is a moment old when it is used.
+The single entry for the server, batches and offline use: a prompt becomes tokens, an adapter its layout, fields get
+their defaults, and requests that can never fit are refused. Any thread may call `process`: what it reads does not
+change while serving, except the tier in which an adapter was found, which is a moment old when it is used.
 
-A layout that is not known yet is read from a file's header, and a disk may take its time. Such requests have threads of
-their own, so that requests for other adapters do not wait with them.
+A layout that is not known yet is read from a file's header, which may be slow. Such requests have their own threads, so
+that requests for other adapters do not wait with them.
 """
 
 import asyncio
@@ -33,11 +33,11 @@ MAX_BEAM_STOPS = 8
 SOME_TOKEN_CHARS = 8
 NUM_READERS = 8
 LEAST_S = 1e-3
-"""What is left at least of a request's time once it is processed: the engine says then that it is over."""
+"""Least time that is left to a request after processing; the engine then reports the timeout."""
 
 
 class RequestOptions(TypedDict, total=False):
-    """What a request may say beside its prompt and sampling; `adapter` None is the base."""
+    """Options of a request beside its prompt and sampling; `adapter` None is the base."""
 
     adapter: AdapterKey | None
     principal: str
@@ -52,7 +52,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class AdapterFacts(Protocol):
-    """Facts about stored adapters that processing needs; `AdapterSource` provides them."""
+    """Provide facts about stored adapters; implemented by `HostAdapterStore`."""
 
     @property
     def max_host_bytes(self) -> int: ...
@@ -70,20 +70,20 @@ class InputProcessor:
     """Process the requests of one engine.
 
     Args:
-        books: accounts of the pool, for what could ever fit.
+        memory: accounts of the pool, to refuse what can never fit.
         source: the stored adapters; None serves the base only.
         max_model_len: tokens of prompt and answer together.
-        vocab_size: token ids lie below it.
+        vocab_size: token ids must be below it.
         tokenizer: None takes prompts as token ids only.
         eos_token_ids: tokens that end an answer unless they are ignored.
-        watermark: what `watermark: true` stands for.
-        poison: requests that have made the engine fail.
+        watermark: options of requests with `watermark: true`.
+        poison: refuses requests that have made the engine fail repeatedly.
         queue_timeout_s: the server's bound on the time until the first step; None sets none.
     """
 
     def __init__(
         self,
-        books: MemoryManager,
+        memory: MemoryManager,
         source: AdapterFacts | None,
         max_model_len: int,
         vocab_size: int,
@@ -94,7 +94,7 @@ class InputProcessor:
         poison: PoisonGuard | None = None,
         queue_timeout_s: float | None = None,
     ) -> None:
-        self._books = books
+        self._memory = memory
         self._source = source
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
@@ -103,7 +103,7 @@ class InputProcessor:
         self._watermark = watermark or Watermark()
         self._poison = poison or PoisonGuard()
         self._queue_timeout_s = queue_timeout_s
-        # Starts a thread when it is first needed: never offline.
+        # Starts threads on first use: never offline.
         self._readers = ThreadPoolExecutor(NUM_READERS, "lorasrv-header")
 
     def process(
@@ -123,7 +123,7 @@ class InputProcessor:
         shown_token_ids: frozenset[int] = frozenset(),
         beams: BeamOptions | None = None,
     ) -> EngineCoreRequest:
-        """Return the message for `Engine.add_request`.
+        """Return the message for `EngineCore.add_request`.
 
         The adapter's content stays in the store until the request has ended.
 
@@ -188,7 +188,11 @@ class InputProcessor:
         sampling: SamplingParams,
         **options: Unpack[RequestOptions],
     ) -> list[EngineCoreRequest]:
-        """Return the messages of several answers to one prompt. Raises: as `process`."""
+        """Return the messages of several answers to one prompt.
+
+        Raises:
+            LorasrvError, AdapterError: as `process`.
+        """
         first = self.process(request_ids[0], prompt, sampling, **options)
         return [first, *further_choices(first, request_ids[1:])]
 
@@ -199,10 +203,10 @@ class InputProcessor:
         sampling: SamplingParams,
         **options: Unpack[RequestOptions],
     ) -> list[EngineCoreRequest]:
-        """Do what `process_choices` does, beside the event loop.
+        """Run `process_choices` outside the event loop.
 
         Raises:
-            RequestTimeout: the adapter's header did not come in the request's time.
+            RequestTimeout: the adapter's header was not read within the request's time.
             LorasrvError, AdapterError: as `process`.
         """
         adapter = options.get("adapter")
@@ -213,7 +217,7 @@ class InputProcessor:
         return await self._in_time(reading, options.get("timeout_s"))
 
     def close(self) -> None:
-        """Accept no more requests; those that wait for a header are not waited for."""
+        """Accept no more requests; do not wait for those that read a header."""
         self._readers.shutdown(wait=False, cancel_futures=True)
 
     def layout(self, adapter: AdapterKey) -> AdapterLayout:
@@ -231,7 +235,7 @@ class InputProcessor:
                 f"{self._source.max_host_bytes}; start the server with a larger --host-cache-bytes",
                 param="adapter_id",
             )
-        pages, room = self._books.adapters.pages_for(layout), self._books.adapter_pool.num_pages
+        pages, room = self._memory.adapters.pages_for(layout), self._memory.adapter_pool.num_pages
         if pages > room:
             raise InvalidRequest(
                 f"the adapter takes {pages} pages, but the pool has {room} for adapters; "
@@ -243,7 +247,7 @@ class InputProcessor:
     async def _in_time(
         self, reading: Awaitable[list[EngineCoreRequest]], timeout_s: float | None
     ) -> list[EngineCoreRequest]:
-        """Return the messages with what is left of their time. `process` refuses a `timeout_s` out of range."""
+        """Return the messages with the rest of their time as timeout. `process` refuses a `timeout_s` out of range."""
         own_s = timeout_s if timeout_s is not None and 0 < timeout_s <= MAX_TIMEOUT_S else None
         limits = (("timeout_s,", own_s), ("the server's queue timeout of", self._queue_timeout_s))
         bounds = [(seconds, name) for name, seconds in limits if seconds is not None]
@@ -252,7 +256,7 @@ class InputProcessor:
         try:
             requests = await asyncio.wait_for(reading, most_s)
         except TimeoutError:
-            raise RequestTimeout(f"its adapter could not be looked up within {name} {most_s:g} s") from None
+            raise RequestTimeout(f"reading the adapter's header took longer than {name} {most_s:g} s") from None
         if own_s is None:
             return requests
         left_s = max(LEAST_S, own_s - (time.monotonic() - began_s))
@@ -264,7 +268,7 @@ class InputProcessor:
         return self._tokenizer.encode(text, add_special_tokens=True)
 
     def _completed(self, sampling: SamplingParams, max_tokens: int) -> SamplingParams:
-        """Return sampling with what only the server knows."""
+        """Return sampling with the values that only the server knows."""
         if sampling.min_tokens > max_tokens:
             raise InvalidRequest(
                 f"min_tokens is {sampling.min_tokens}, but there is room for {max_tokens} tokens; lower it",
@@ -281,26 +285,26 @@ class InputProcessor:
         return replace(sampling, **known) if known else sampling
 
     def _check_offers(self, sampling: SamplingParams, beams: BeamOptions) -> None:
-        """Check that every beam offers tokens to go on with, however many of these end an answer."""
+        """Check that every beam can offer tokens that continue the answer beside those that end it."""
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._eos)}
         most = min(MAX_LOGPROBS, self._vocab_size)
         if beams.width + len(ends) > most:
             raise InvalidRequest(
-                f"best_of is {beams.width} beams, but with {len(ends)} tokens that end an answer there may be "
-                f"{max(0, most - len(ends))}; lower it, or send fewer stop_token_ids",
+                f"best_of is {beams.width}, but with {len(ends)} tokens that end an answer at most "
+                f"{max(0, most - len(ends))} beams are possible; lower best_of, or send fewer stop_token_ids",
                 param="best_of",
             )
 
     def _tier(self, adapter: AdapterKey) -> AdapterTier:
-        """Return where an adapter was a moment ago."""
-        if self._books.adapter_manager.is_resident(adapter):
+        """Return where an adapter is; the answer may be outdated at once."""
+        if self._memory.adapter_manager.is_resident(adapter):
             return AdapterTier.RESIDENT
         on_host = self._source is not None and self._source.is_on_host(adapter)
         return AdapterTier.HOST if on_host else AdapterTier.DISK
 
     def _max_new_tokens(self, num_prompt_tokens: int, layout: AdapterLayout | None, width: int) -> int:
         """Return the rest of the context, or of the pool if that is smaller; at least one."""
-        room = min(self._max_model_len, self._books.max_kv_pages(layout) // width * self._books.kv.page_size)
+        room = min(self._max_model_len, self._memory.max_kv_pages(layout) // width * self._memory.kv.page_size)
         return max(1, room - num_prompt_tokens)
 
     def _check_fits(self, num_prompt_tokens: int, max_tokens: int, layout: AdapterLayout | None, width: int) -> None:
@@ -313,11 +317,11 @@ class InputProcessor:
                 f"{num_prompt_tokens} of the prompt and {max_tokens} to generate{hint}",
                 param=param,
             )
-        kv_pages, most = width * self._books.kv.pages_for(total), self._books.max_kv_pages(layout)
+        kv_pages, most = width * self._memory.kv.pages_for(total), self._memory.max_kv_pages(layout)
         if kv_pages > most:
-            of_adapter = self._books.kv_pool.num_pages - most
+            of_adapter = self._memory.kv_pool.num_pages - most
             raise ContextLengthExceeded(
-                f"the pool has {self._books.kv_pool.num_pages} pages, but the request needs {kv_pages + of_adapter}: "
+                f"the pool has {self._memory.kv_pool.num_pages} pages, but the request needs {kv_pages + of_adapter}: "
                 f"{kv_pages} for {width * total} tokens and {of_adapter} for the adapter; lower {{param}} "
                 "or start the server with a larger --pool-bytes",
                 param="max_tokens",
@@ -345,9 +349,9 @@ def check_could_fit(texts: Sequence[str], tokenizer: Tokenizer, max_model_len: i
     """Check texts by their length alone, before they are tokenized.
 
     Raises:
-        ContextLengthExceeded: no tokenization of them is short enough.
+        ContextLengthExceeded: no tokenization of them fits the context.
     """
-    # In every vocabulary some token is so long: most texts need no closer look.
+    # Every vocabulary has a token of this length: most texts pass without a closer look.
     if sum(map(len, texts)) <= SOME_TOKEN_CHARS * max_model_len:
         return
     least = sum(map(tokenizer.least_tokens, texts))
@@ -358,10 +362,10 @@ def check_could_fit(texts: Sequence[str], tokenizer: Tokenizer, max_model_len: i
 
 
 def beam_sampling(sampling: SamplingParams, constraint: TokenConstraint | None) -> SamplingParams:
-    """Return how beams offer tokens: the likeliest answer is no draw, and nothing else changes what is likely.
+    """Return the sampling with which beams offer tokens: greedy, with log-probabilities.
 
     Raises:
-        InvalidRequest: a field asks for a draw or changes what is likely; `param` names it.
+        InvalidRequest: a field asks for random sampling or changes the scores; `param` names it.
     """
     free = ("max_tokens", "stop_token_ids", "ignore_eos", "temperature", "top_p", "top_k", "min_p")
     for field in fields(sampling):
@@ -370,14 +374,16 @@ def beam_sampling(sampling: SamplingParams, constraint: TokenConstraint | None) 
     if sampling.temperature not in (0.0, 1.0):
         raise InvalidRequest("temperature does not go with beam search; leave it out", param="temperature")
     if constraint is not None:
-        raise InvalidRequest("beam search does not go with a grammar", param="use_beam_search")
+        raise InvalidRequest(
+            "use_beam_search cannot be combined with a grammar; leave one of them out", param="use_beam_search"
+        )
     if len(sampling.stop_token_ids) > MAX_BEAM_STOPS:
         raise InvalidRequest(f"beam search takes at most {MAX_BEAM_STOPS} stop_token_ids", param="stop_token_ids")
     return replace(sampling, temperature=0.0, logprobs=MAX_LOGPROBS)
 
 
 def _check_constrained(sampling: SamplingParams) -> None:
-    """Check that nothing but the grammar says where the answer ends."""
+    """Check that only the grammar decides where the answer ends."""
     if sampling.ignore_eos:
         raise InvalidRequest("{param} contradicts a grammar, which says where the answer ends", param="ignore_eos")
     if sampling.min_tokens:

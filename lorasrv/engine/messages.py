@@ -1,7 +1,5 @@
-"""What the edge asks the engine beside requests, and the answers: frozen, so that any transport can carry them.
-
-What the event loop tells the engine's thread: frozen messages without tensors.
-"""
+"""Messages between event loop and engine thread: requests, utility calls and their results. Frozen, without tensors,
+so that any transport can carry them."""
 
 from dataclasses import dataclass
 
@@ -14,24 +12,25 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 @dataclass(frozen=True, slots=True)
 class DescribePool:
-    """Who holds which pages? Answered by a `PoolMap`."""
+    """Ask which pages are used for what. The result is a `PoolMap`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ListResidents:
-    """Which adapters are in the pool? Answered by (key, bytes of their pages) of each that a step may read."""
+    """Ask which adapters a step may read. The result is a list of (key, bytes of its pages)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GetAdapterTier:
-    """Where is an adapter now? Answered by `AdapterStatus`."""
+    """Ask where an adapter is now. The result is an `AdapterStatus`."""
 
     key: AdapterKey
 
 
 @dataclass(frozen=True, slots=True)
 class WarmAdapter:
-    """Bring an adapter to the pool, and spare it until `deadline_s` and a grace from now. Answered when it is there."""
+    """Load an adapter into the pool and spare it until `deadline_s` and a grace from now. The result is an
+    `AdapterStatus` once it is resident."""
 
     key: AdapterKey
     layout: AdapterLayout
@@ -40,7 +39,7 @@ class WarmAdapter:
 
 @dataclass(frozen=True, slots=True)
 class PinAdapter:
-    """Bring an adapter to the pool and keep it there. Answered by `AdapterStatus` when it is there."""
+    """Load an adapter into the pool and keep it there. The result is an `AdapterStatus` once it is resident."""
 
     key: AdapterKey
     layout: AdapterLayout
@@ -48,14 +47,14 @@ class PinAdapter:
 
 @dataclass(frozen=True, slots=True)
 class UnpinAdapter:
-    """Keep it there no longer. Answered by `AdapterStatus`."""
+    """Let an adapter be evicted again. The result is an `AdapterStatus`."""
 
     key: AdapterKey
 
 
 @dataclass(frozen=True, slots=True)
 class SetLimits:
-    """From now on an adapter has these limits; None: those of every adapter. Answered by None."""
+    """Set an adapter's limits; None restores those of every adapter. The result is None."""
 
     adapter_id: str
     limits: Limits | None
@@ -66,7 +65,7 @@ UtilityRequest = DescribePool | ListResidents | GetAdapterTier | WarmAdapter | P
 
 @dataclass(frozen=True, slots=True)
 class AdapterStatus:
-    """Where an adapter is, and how long it took to get there."""
+    """Say where an adapter is, and how long it took to get there."""
 
     tier: AdapterTier
     load_ms: float = 0.0
@@ -74,7 +73,7 @@ class AdapterStatus:
 
 @dataclass(frozen=True, slots=True)
 class UtilityResult:
-    """`content` is what the question says, or the exception that refuses it."""
+    """Carry the result of a utility call, or the exception that refuses it."""
 
     number: int
     content: object
@@ -82,33 +81,34 @@ class UtilityResult:
 
 @dataclass(frozen=True, slots=True)
 class AddRequests:
-    """The choices of one request: together, so that all of them find the same adapters in the pool."""
+    """Add the choices of one request together, so that all of them find the same adapters in the pool."""
 
     messages: tuple[EngineCoreRequest, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class UtilityCall:
-    """A question, whose answer comes back under this number; None: nobody waits for it any more."""
+    """Call the engine; the result comes back under the same number."""
 
     number: int
-    question: UtilityRequest | None
+    # None cancels the call.
+    request: UtilityRequest | None
 
 
 @dataclass(frozen=True, slots=True)
 class EndRequest:
-    """A stream has ended before its request: the client left, or a stop string was met."""
+    """Finish a request whose stream has ended: the client left, or a stop string was found."""
 
     request_id: RequestId
     stopped: bool
 
 
 class Wake:
-    """An adapter has arrived."""
+    """Wake the engine thread: a loader report can be polled."""
 
 
 class Shutdown:
-    """The server ends."""
+    """Stop the engine thread."""
 
 
 Message = AddRequests | UtilityCall | EndRequest | Wake | Shutdown

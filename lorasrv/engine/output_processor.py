@@ -1,13 +1,10 @@
-"""The outputs of one request as its caller sees them: an asynchronous iterator that may be closed at any time.
+"""Output processor: the engine's token ids as the text and the streams that callers see.
 
-Token ids -> the text that a caller sees. One of these for each request, in the server and offline alike.
-
-Text comes out in whole characters, and never a part of a stop string: a tail that may still become one is held back.
-
-Which requests have an adapter, from their arrival until their last choice has ended. For deleting it.
-
-Belongs to the event loop's thread. The engine knows contents only; here it is also known by which id a request came, as
-another id may stand for the same content.
+`OutputProcessor` turns one request's tokens into whole characters, in the server and offline alike; it holds back a
+tail that may become a stop string. `RequestStream` is the request's outputs as an asynchronous iterator that may be
+closed at any time. `InFlightRequests` tells which requests use an adapter, until their last choice has finished, so
+that it can be deleted: the engine knows contents only, here a request is also known by its adapter id, as another id
+may name the same content. Streams and `InFlightRequests` belong to the event loop's thread.
 """
 
 import asyncio
@@ -27,7 +24,7 @@ from lorasrv.text.detokenizer import Detokenizer
 
 
 class OutputProcessor:
-    """Text and ends of one request."""
+    """Produce the text of one request and find its stop strings."""
 
     def __init__(self, num_prompt_tokens: int, sampling: SamplingParams, detokenizer: Detokenizer) -> None:
         self._num_prompt_tokens = num_prompt_tokens
@@ -43,14 +40,14 @@ class OutputProcessor:
 
     @property
     def num_generated_tokens(self) -> int:
-        """So far."""
+        """Return the number of tokens generated so far."""
         return self._num_generated
 
     def process(self, output: EngineOutput) -> RequestOutput:
-        """Add one step's tokens.
+        """Process one step's output.
 
-        The result may be finished although `output` is not: a stop string was met, and the engine must be told to
-        abort. The tokens behind such a stop are left out. Nothing may be processed after a finished result.
+        The result may be finished although `output` is not: a stop string was found, and the engine must be told to
+        stop. Tokens behind the stop are left out. Process nothing after a finished result.
         """
         if len(output.new_token_ids) <= 1:
             return self._process_one(output)
@@ -64,7 +61,7 @@ class OutputProcessor:
         return result
 
     def _process_one(self, output: EngineOutput) -> RequestOutput:
-        """Add one token, or the end."""
+        """Process one token, or the end."""
         self._num_generated += len(output.new_token_ids)
         is_early = self._num_generated <= self._min_tokens
         text = self._held + self._push(output)
@@ -80,7 +77,7 @@ class OutputProcessor:
         return self._result(output, text[: len(text) - held], None, None)
 
     def _push(self, output: EngineOutput) -> str:
-        """The text that these tokens make certain; notes where in the whole text each of them begins."""
+        """Return the text that these tokens make certain; note where in the whole text each of them begins."""
         pieces: list[str] = []
         self._offsets = []
         for number, token in enumerate(output.new_token_ids, 1):
@@ -91,15 +88,14 @@ class OutputProcessor:
         return "".join(pieces)
 
     def _find_stop(self, text: str) -> tuple[int, str | None]:
-        """The first stop string that ends in the new part of the text, and where it begins. What was held back has
-        none that counts: the first `min_tokens` tokens may have one.
-        """
+        """Return (position, stop string) of the first stop string that ends in the new part of the text. Text that
+        was held back contains none that counts: it may have one within the first `min_tokens` tokens."""
         old = len(self._held)
         found = [(at, stop) for stop in self._stop if (at := text.find(stop, max(0, old - len(stop) + 1))) >= 0]
         return min(found, key=lambda f: f[0], default=(-1, None))
 
     def _possible_stop_length(self, text: str) -> int:
-        """Length of the longest tail of the text that a stop string begins with."""
+        """Return the length of the longest tail that a stop string begins with."""
         return max((n for n, beginnings in enumerate(self._beginnings, 1) if text.endswith(beginnings)), default=0)
 
     def _result(
@@ -124,7 +120,7 @@ class OutputProcessor:
 
 
 def _singles(output: EngineOutput) -> Iterator[EngineOutput]:
-    """Split an output into one for each token; the end, if there is one, comes with the last."""
+    """Split an output into one for each token; the finish reason comes with the last."""
     last = len(output.new_token_ids) - 1
     for at, token in enumerate(output.new_token_ids):
         single = replace(output, new_token_ids=(token,), logprobs=output.logprobs[at : at + 1])
@@ -134,29 +130,30 @@ def _singles(output: EngineOutput) -> Iterator[EngineOutput]:
 
 
 MAX_SINGLE = 64
-"""So many outputs wait one by one for a reader who is late; further ones are joined, up to `JOINED_TOKENS` in one."""
+"""Most unread outputs that wait one by one for a slow reader; further ones are joined, up to `JOINED_TOKENS` each."""
 JOINED_TOKENS = 64
 
 
 class StreamOwner(Protocol):
-    """What feeds a stream; `AsyncEngine` does."""
+    """Feed streams; implemented by `AsyncEngine`."""
 
     def abort(self, request_id: RequestId, why: str = "client") -> None:
-        """End the request before the next step, and the stream with it; `why` names the reason."""
+        """Finish the request before the next step, and its stream with it; `why` names the reason."""
 
 
 class RequestStream(AsyncIterator[RequestOutput]):
-    """The outputs of one accepted request. Closing it early aborts the request within one step. For one reader; what
-    waits for it is as long as the answer at most.
+    """Iterate over the outputs of one accepted request, for one reader. Closing it early aborts the request within
+    one step. Unread outputs are bounded by the length of the answer.
 
     Raises (from iteration):
-        AdapterLoadFailed: the adapter could not be brought in; nothing was generated.
-        AdapterCorrupt: its weights are damaged on the disk.
-        AdapterCold: it is not in the pool and the request would not wait.
-        LimitExceeded: its adapter or key has as many requests waiting as it may.
-        RequestTimeout: it was not done in time. DeadlineUnreachable: it would not be.
-        AdapterDeleted: somebody has deleted it, and would not wait.
-        EngineDead: the engine thread ended before the request did.
+        AdapterLoadFailed: the adapter could not be loaded; nothing was generated.
+        AdapterCorrupt: its weights are damaged on disk.
+        AdapterCold: it is not in the pool and the request does not wait.
+        LimitExceeded: its adapter or key has as many waiting requests as allowed.
+        RequestTimeout: it was not finished in time.
+        DeadlineUnreachable: it was predicted not to finish in time.
+        AdapterDeleted: the adapter was deleted by force.
+        EngineDead: the engine ended before the request did.
     """
 
     def __init__(self, engine: StreamOwner, request_id: RequestId, processor: OutputProcessor, prompt: int) -> None:
@@ -170,7 +167,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
     @property
     def num_generated_tokens(self) -> int:
-        """How many there are so far, read or not."""
+        """Return the number of tokens so far, read or not."""
         return self._processor.num_generated_tokens
 
     def __aiter__(self) -> "RequestStream":
@@ -188,19 +185,19 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return output
 
     async def aclose(self) -> None:
-        """End the request if it has not ended."""
+        """Abort the request if it has not finished."""
         if not self._finished:
             self._finished = True
             self._engine.abort(self.request_id)
             self._arrived.set()
 
-    def break_off(self, error: Exception) -> None:
-        """End the request, and tell its reader why."""
+    def abort(self, error: Exception) -> None:
+        """Abort the request and raise `error` to its reader."""
         self._engine.abort(self.request_id, name_of(type(error)))
         self.fail(error)
 
     def deliver(self, output: EngineOutput) -> RequestOutput:
-        """Take one step's output, in the event loop; returns what the caller will see."""
+        """Take one step's output, in the event loop; return what the caller will see."""
         result = self._processor.process(output)
         self._finished = result.finished
         if (refusal := refused(result)) is not None:
@@ -212,7 +209,7 @@ class RequestStream(AsyncIterator[RequestOutput]):
         return result
 
     def fail(self, error: Exception) -> None:
-        """No more outputs will come."""
+        """Raise `error` to the reader after the outputs so far; no more outputs will come."""
         self._finished = True
         self._put(error)
 
@@ -232,27 +229,32 @@ class RequestStream(AsyncIterator[RequestOutput]):
 
 @dataclass(slots=True, eq=False)
 class InFlightUse:
-    """One request on an adapter."""
+    """Hold one request's use of an adapter."""
 
-    # "" and None: on the base.
+    # "", with key None, for the base.
     adapter_id: str
     key: AdapterKey | None
-    # Choices that have not ended.
+    # Choices that have not finished.
     open: set[RequestId]
     is_accepted: bool = False
+    # Why the request was aborted before it was accepted.
     ended_by: Exception | None = None
 
     def check(self) -> None:
-        """Raises: AdapterDeleted: the request was ended before it was accepted."""
+        """Raise if the request was aborted before it was accepted.
+
+        Raises:
+            AdapterDeleted: its adapter was deleted by force.
+        """
         if self.ended_by is not None:
             raise self.ended_by
 
 
 class InFlightRequests(RequestObserver):
-    """Every request that has not ended.
+    """Track every request that has not finished.
 
     Args:
-        abort: ends one choice before the next step and tells its reader why; ignores ids that it does not know.
+        abort: aborts one choice before the next step and tells its reader why; ignores unknown ids.
     """
 
     def __init__(self, abort: Callable[[RequestId, Exception], object]) -> None:
@@ -264,7 +266,7 @@ class InFlightRequests(RequestObserver):
     def arriving(
         self, adapter_id: str, key: AdapterKey | None, request_ids: Collection[RequestId]
     ) -> Iterator[InFlightUse]:
-        """Count a request while it is being accepted; behind the block only if it was, until it has ended."""
+        """Count a request while it is being accepted; after the block it counts only if it was accepted."""
         use = InFlightUse(adapter_id, key, set(request_ids))
         self._uses.update(dict.fromkeys(request_ids, use))
         try:
@@ -288,7 +290,11 @@ class InFlightRequests(RequestObserver):
             has_ended.set()
 
     async def until_unused(self, adapter_id: str, keys: Collection[AdapterKey], timeout_s: float) -> int:
-        """Wait until no request by this id is on one of these contents, at most so long; return how many still are."""
+        """Wait until no request by this id uses one of these contents, at most `timeout_s`.
+
+        Returns:
+            The number of requests that still do.
+        """
         try:
             async with asyncio.timeout(timeout_s):
                 while self._of(adapter_id, keys):
@@ -297,8 +303,9 @@ class InFlightRequests(RequestObserver):
             pass
         return len(self._of(adapter_id, keys))
 
-    def break_off(self, adapter_id: str, keys: Collection[AdapterKey]) -> int:
-        """End those requests before the next step, with AdapterDeleted for their readers; return how many."""
+    def abort_adapter(self, adapter_id: str, keys: Collection[AdapterKey]) -> int:
+        """Abort the requests by this id on these contents before the next step, with AdapterDeleted for their
+        readers; return how many."""
         doomed = self._of(adapter_id, keys)
         for use in doomed:
             use.ended_by = AdapterDeleted(f"adapter {adapter_id!r} was deleted, and this request ended with it")

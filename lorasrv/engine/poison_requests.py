@@ -1,8 +1,8 @@
-"""Requests that make steps fail are not tried for ever: what was in two faults is refused for a while.
+"""Poison requests: a request that was in several failed steps is refused for a while.
 
-A request is known by what would be computed for it: whose it is, its adapter's content, its tokens and how tokens are
-chosen, but for the seed, of which clients that repeat a request get another. Kept in memory, bounded; a restart forgets
-it all. (The guard against poison messages of message queues.)
+A request is identified by what would be computed: its key, its adapter's content, its tokens and its sampling except
+the seed, which clients that repeat a request change. Records are kept in memory and bounded; a restart drops them. (The
+guard against poison messages of message queues.)
 """
 
 import hashlib
@@ -28,7 +28,7 @@ class _Record:
 
 
 class PoisonGuard:
-    """What was in how many faults. Called from any thread."""
+    """Count in how many faults each request was. Any thread may call it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -36,7 +36,11 @@ class PoisonGuard:
         self._records: OrderedDict[bytes, _Record] = OrderedDict()
 
     def check(self, message: EngineCoreRequest) -> None:
-        """Raises: PoisonRequest: requests like it were in two faults."""
+        """Refuse a request that was in too many faults.
+
+        Raises:
+            PoisonRequest: requests like it were in `MAX_FAULTS` faults.
+        """
         if not self._records:
             return
         digest = fingerprint(message)
@@ -51,8 +55,8 @@ class PoisonGuard:
                 "last time; the server's log says how it failed"
             )
 
-    def note(self, messages: Iterable[EngineCoreRequest]) -> None:
-        """These were in one fault; the choices of a request, which are alike, count once."""
+    def record(self, messages: Iterable[EngineCoreRequest]) -> None:
+        """Record the requests of one fault; the choices of a request, which are alike, count once."""
         now = self._clock()
         for digest in {fingerprint(message) for message in messages}:
             with self._lock:
@@ -67,7 +71,7 @@ class PoisonGuard:
 
 
 def fingerprint(message: EngineCoreRequest) -> bytes:
-    """What would be computed, and for whom: 16 bytes."""
+    """Return 16 bytes that identify what would be computed, and for which key."""
     facts = message.principal, message.adapter_key, message.max_tokens, replace(message.sampling, seed=None)
     state = hashlib.blake2b(repr(facts).encode("utf-8", "surrogatepass"), digest_size=16)
     state.update(array("q", message.prompt_token_ids).tobytes())

@@ -1,4 +1,4 @@
-"""The pool as an operator sees it: which pages are free, whose the others are."""
+"""Pool snapshot: the pool's pages as an operator sees them, free or in use."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,48 +11,52 @@ from lorasrv.scheduler.scheduler import Scheduler
 from sgmv_kernels.formats.adapter_panels import Run
 
 _STATE_NAMES = {AdapterState.RESIDENT: "ready", AdapterState.ON_DISK: "waiting"}
-"""Names of states that differ from the enum's: a reserved adapter that is on disk waits for room."""
+"""Names that differ from the enum's: a reserved adapter that is on disk waits for room."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPages:
-    """A running request's keys and values. `shared` of the pages are also in other tables or in the prefix cache.
-    `principal`: whose request it is. `page_ids`: which they are."""
+    """Describe a running request's keys and values."""
 
     request_id: RequestId
     adapter: AdapterKey | None
     pages: int
+    # How many of the pages are also in other tables or in the prefix cache.
     shared: int
     page_ids: tuple[int, ...] = ()
+    # Key that the request belongs to.
     principal: str = "anonymous"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPages:
-    """An adapter with pages: ready or still copying; `requests` run on it; it uses `bytes_used` of `bytes_held`."""
+    """Describe an adapter with pages."""
 
     key: AdapterKey
+    # Ready or copying.
     state: str
     pages: int
     runs: tuple[Run, ...]
     bytes_used: int
     bytes_held: int
+    # Running requests that use it.
     requests: int
     pinned: bool
 
 
 @dataclass(frozen=True, slots=True)
 class PromisedAdapter:
-    """An adapter that is pinned or warmed: `state` ready, copying, on host, loading or waiting (for room)."""
+    """Describe an adapter that is pinned or warmed."""
 
     key: AdapterKey
     pinned: bool
+    # Ready, copying, on host, loading or waiting (for room).
     state: str
 
 
 @dataclass(frozen=True, slots=True)
 class PoolMap:
-    """One moment between two steps. free + kv + prefix + adapters = total pages. `prefix_page_ids`: those of prefix."""
+    """Describe the pool between two steps. Free, KV, prefix and adapter pages add up to the total."""
 
     pages_total: int
     pages_free: int
@@ -68,11 +72,12 @@ class PoolMap:
     adapters: tuple[AdapterPages, ...]
     swap_bytes: int
     promised: tuple[PromisedAdapter, ...] = ()
+    # Pages that only the prefix cache holds.
     prefix_page_ids: tuple[int, ...] = ()
 
 
 def runs_of(page_ids: Iterable[int]) -> list[Run]:
-    """The pages in order, neighbours together."""
+    """Return the pages in order as (first, count) runs of neighbours."""
     runs: list[Run] = []
     for page in sorted(page_ids):
         if runs and sum(runs[-1]) == page:
@@ -82,61 +87,61 @@ def runs_of(page_ids: Iterable[int]) -> list[Run]:
     return runs
 
 
-def describe_pool(books: MemoryManager, scheduler: Scheduler) -> PoolMap:
-    """The map of this moment."""
-    fragmentation = books.adapter_pool.fragmentation
+def describe_pool(memory: MemoryManager, scheduler: Scheduler) -> PoolMap:
+    """Return the current map of the pool."""
+    fragmentation = memory.adapter_pool.fragmentation
     return PoolMap(
-        pages_total=books.layout.num_pages,
-        pages_free=books.num_free,
-        pages_kv=books.num_kv_pages,
-        pages_prefix=books.num_unused_prefix_pages,
-        pages_adapters=books.adapters.num_pages,
-        page_tokens=books.layout.page_size,
-        block_bytes=books.layout.block_bytes,
+        pages_total=memory.layout.num_pages,
+        pages_free=memory.num_free,
+        pages_kv=memory.num_kv_pages,
+        pages_prefix=memory.num_unused_prefix_pages,
+        pages_adapters=memory.adapters.num_pages,
+        page_tokens=memory.layout.page_size,
+        block_bytes=memory.layout.block_bytes,
         free_runs=fragmentation.free_runs,
         longest_free_run=fragmentation.longest_free_run,
-        moved_pages=books.evictor.num_moved_pages,
-        requests=_requests(books, scheduler),
-        adapters=_adapters(books),
+        moved_pages=memory.evictor.num_moved_pages,
+        requests=_requests(memory, scheduler),
+        adapters=_adapters(memory),
         promised=tuple(
-            PromisedAdapter(key, pinned, _state(books, key)) for key, pinned in books.adapter_manager.reservations()
+            PromisedAdapter(key, pinned, _state(memory, key)) for key, pinned in memory.adapter_manager.reservations()
         ),
-        swap_bytes=books.swap.nbytes,
-        prefix_page_ids=tuple(books.prefixes.unused()) if books.prefixes is not None else (),
+        swap_bytes=memory.swap.nbytes,
+        prefix_page_ids=tuple(memory.prefixes.unused()) if memory.prefixes is not None else (),
     )
 
 
-def _state(books: MemoryManager, key: AdapterKey) -> str:
-    state = books.adapter_manager.state(key)
+def _state(memory: MemoryManager, key: AdapterKey) -> str:
+    state = memory.adapter_manager.state(key)
     return _STATE_NAMES.get(state, state.value)
 
 
-def _requests(books: MemoryManager, scheduler: Scheduler) -> tuple[RequestPages, ...]:
+def _requests(memory: MemoryManager, scheduler: Scheduler) -> tuple[RequestPages, ...]:
     requests = {request.request_id: request for request in scheduler.requests()}
     return tuple(
         RequestPages(
             request_id=rid,
             adapter=requests[rid].adapter_key,
             pages=len(pages),
-            shared=sum(books.kv_pool.refcount(page) > 1 for page in pages),
+            shared=sum(memory.kv_pool.refcount(page) > 1 for page in pages),
             principal=requests[rid].message.principal,
             page_ids=pages,
         )
-        for rid, pages in books.kv.holders().items()
+        for rid, pages in memory.kv.holders().items()
     )
 
 
-def _adapters(books: MemoryManager) -> tuple[AdapterPages, ...]:
+def _adapters(memory: MemoryManager) -> tuple[AdapterPages, ...]:
     return tuple(
         AdapterPages(
             key=key,
-            state=_state(books, key),
+            state=_state(memory, key),
             pages=placed.num_pages,
             runs=placed.runs,
             bytes_used=placed.layout.nbytes,
-            bytes_held=placed.num_pages * books.layout.block_bytes,
+            bytes_held=placed.num_pages * memory.layout.block_bytes,
             requests=pins,
-            pinned=books.adapter_manager.is_pinned(key),
+            pinned=memory.adapter_manager.is_pinned(key),
         )
-        for key, placed, pins in books.adapters.placements()
+        for key, placed, pins in memory.adapters.placements()
     )

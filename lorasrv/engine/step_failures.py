@@ -1,12 +1,12 @@
-"""What becomes of requests when a step fails: those that it cannot be computed for end with an error, the others go on.
+"""Step failures: end the requests that a step cannot be computed for, and continue with the others.
 
 Where a step can fail:
 
-- while it is planned, or its results are entered: our own bookkeeping is wrong. Those that run (then, if that was not
-  enough, all) end; if the accounts of the pool do not add up after that, or a third plan in a row fails, the engine
-  ends too: a wrong page would be a wrong token.
-- while pages are arranged: a request whose pages did not get to host memory or back is computed again.
-- while it is computed: `step_attempts` has found who cannot be.
+- Planning it, or entering its results: the scheduler's bookkeeping is wrong. The running requests end, then all if that
+  did not help. If the accounts of the pool are inconsistent after that, or a third plan in a row fails, the engine ends
+  too: a wrong page would be a wrong token.
+- Swapping pages: a request whose pages could not be swapped out or in is computed again.
+- Computing it: `StepRetrier` has found the requests that cannot be computed.
 """
 
 import logging
@@ -21,12 +21,12 @@ from lorasrv.scheduler_output import SchedulerOutput
 
 _LOG = logging.getLogger(__name__)
 MAX_PLANS_FAILED = 3
-FAILED = "a step of the engine failed, and this request was in it; the server's log says how"
+FAILED = "a step of the engine failed, and this request was in it; the server's log has the error"
 TOO_LARGE = "the machine has too little memory left to compute this request, even alone; try again later"
 
 
 class StepFailureHandler:
-    """Ends requests. For the engine's thread. `total` counts requests that were ended so."""
+    """End the requests of failed steps. For the engine thread. `total` counts them."""
 
     def __init__(self, scheduler: Scheduler, poison: PoisonGuard) -> None:
         self._scheduler = scheduler
@@ -34,12 +34,19 @@ class StepFailureHandler:
         self._plans_failed = 0
         self.total = 0
 
-    def planned(self) -> None:
-        """A step was planned to its end."""
+    def on_scheduled(self) -> None:
+        """Note that a step was planned without an error."""
         self._plans_failed = 0
 
     def on_schedule_error(self, error: Exception) -> list[EngineOutput]:
-        """It was not. Raises: the error, if no other plan is to be expected; AssertionError: the accounts are wrong."""
+        """End the running requests, or all, after planning failed.
+
+        Returns:
+            The outputs of the ended requests.
+        Raises:
+            Exception: `error`, after `MAX_PLANS_FAILED` failures in a row.
+            AssertionError: the accounts are inconsistent.
+        """
         self._plans_failed += 1
         if self._plans_failed >= MAX_PLANS_FAILED:
             raise error
@@ -52,14 +59,24 @@ class StepFailureHandler:
         return self._scheduler.take_outputs()
 
     def on_compute_error(self, failed: Mapping[RequestId, Exception]) -> None:
-        """These cannot be, each alone. Raises: AssertionError: the accounts are wrong."""
+        """End the requests that cannot be computed even alone.
+
+        Raises:
+            AssertionError: the accounts are inconsistent.
+        """
         requests = [request for request in self._scheduler.requests() if request.request_id in failed]
         large = [request for request in requests if is_out_of_memory(failed[request.request_id])]
         self._end(large, Refusal.MEMORY, TOO_LARGE)
         self._end([request for request in requests if request not in large], Refusal.STEP, FAILED)
 
     def on_update_error(self, step: SchedulerOutput, error: Exception) -> list[EngineOutput]:
-        """The results of a step were not, or not all. Raises: AssertionError: the accounts are wrong."""
+        """End the requests of a step whose results could not be entered, or only in part.
+
+        Returns:
+            The outputs of the ended requests.
+        Raises:
+            AssertionError: the accounts are inconsistent.
+        """
         _LOG.error("the results of a step could not be entered", exc_info=error)
         self._scheduler.discard(step)
         names = {share.request_id for share in step.scheduled}
@@ -68,11 +85,15 @@ class StepFailureHandler:
         return self._scheduler.take_outputs()
 
     def _end(self, requests: Iterable[Request], refusal: Refusal, why: str) -> None:
-        """Raises: AssertionError: what one of them holds could not be taken back."""
+        """Fail requests.
+
+        Raises:
+            AssertionError: what one of them holds could not be freed.
+        """
         ended = list(requests)
         if refusal is Refusal.STEP:
-            # Not those that memory was short for: that passes.
-            self._poison.note(request.message for request in ended)
+            # Requests that memory was short for are not poison: that passes.
+            self._poison.record(request.message for request in ended)
         for request in ended:
             try:
                 self._scheduler.fail(request.request_id, why, refusal)

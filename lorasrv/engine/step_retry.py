@@ -1,12 +1,12 @@
-"""A step that fails is computed again in parts, until what cannot be computed stands alone.
+"""Step retry: compute a failed step again in parts, until what cannot be computed stands alone.
 
-A token's keys and values go to a place of its own before anything reads them, and no row's result depends on the rows
-beside it: to compute a part again changes nothing, and parts give what the whole would have given. So an exception
-costs the others of its batch a moment; n requests are found out about in at most 3 n runs. A request that does not fit
-into memory alone is cut along its tokens too, as long prompts are anyway; what did fit bounds the next steps for a
-while. What is left of a fault then is in `StepResult.failed`.
+Every token's keys and values have their own place and are written before anything reads them, and no row's result
+depends on the rows beside it. So computing a part again changes nothing, and parts give the result of the whole: an
+exception costs the other requests of its batch only time, and n requests are resolved in at most 3 n runs. A request
+that does not fit into memory alone is also cut along its tokens, as long prompts are anyway; the size that did fit
+bounds the next steps for a while. Requests that still fail are in `StepResult.failed`.
 
-The parts that come of one step are halves, as in bisection of test cases (Zeller's ddmin); nothing is kept of them.
+Parts are halves, as in bisection of test cases (Zeller's ddmin).
 """
 
 import logging
@@ -29,29 +29,31 @@ CALM_STEPS = 256
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step came to. `failed`: requests that cannot be computed, even alone. `num_runs`: 1 if all went well."""
+    """Hold the result of a step."""
 
     output: ModelRunnerOutput
+    # Requests that cannot be computed, even alone.
     failed: Mapping[RequestId, Exception] = field(default_factory=dict)
+    # 1 if the step was computed at the first attempt.
     num_runs: int = 1
 
 
 class FaultHook(Protocol):
-    """Faults that were asked for (`faults.py`)."""
+    """Inject faults into steps (`fault_injection`)."""
 
-    def begins(self) -> None:
-        """A step is about to be computed, in one part or in several."""
+    def on_step(self) -> None:
+        """Note that a step is about to be computed, in one part or in several."""
 
-    def runs(self, part: SchedulerOutput) -> None:
-        """One of its parts is. Raises: whatever shall go wrong with it."""
+    def on_part(self, part: SchedulerOutput) -> None:
+        """Raise whatever is to go wrong with this part of the step."""
 
 
 class StepRetrier:
-    """Runs steps. For the engine's thread.
+    """Run steps. For the engine thread.
 
     Args:
-        run: computes a step, whose pages are arranged.
-        recover: called after an exception; whether the device can be used any more.
+        run: computes a step whose page operations are done.
+        recover: called after an exception; returns whether the device can still be used.
         beat: called before each run.
     """
 
@@ -64,23 +66,23 @@ class StepRetrier:
         self._run = run
         self._recover = recover
         self._beat = beat
-        self.rehearsal: FaultHook | None = None
+        self.fault_hook: FaultHook | None = None
         self._most_tokens: int | None = None
         self._enough_tokens = 0
         self._num_calm = 0
 
     @property
     def most_tokens(self) -> int | None:
-        """Tokens that are computed together at most, since memory was short; None: as many as are scheduled."""
+        """Return the most tokens that are computed together since memory was short; None: no bound."""
         return self._most_tokens
 
     def run(self, step: SchedulerOutput, collect: Callable[[], ModelRunnerOutput] | None = None) -> StepResult:
         """Compute a step, in parts if it cannot be computed as a whole.
 
         Args:
-            collect: waits for the whole step, which is under way already.
+            collect: waits for the whole step, if it is in flight already.
         Raises:
-            DeviceLost: the device is gone; nothing can be computed any more.
+            DeviceLost: the device cannot be used any more.
         """
         self._begin()
         parts, bound = [step], self._most_tokens
@@ -102,46 +104,50 @@ class StepRetrier:
                 _LOG.error(
                     "%d tokens of %d requests (%s) failed: %s", *shown, exc_info=error if num_runs == 1 else None
                 )
-                # Without its frames, which hold on to what they have allocated.
+                # Without its frames, which keep what they have allocated alive.
                 caught = error.with_traceback(None)
             if not self._recover():
                 raise DeviceLost(f"the device cannot be used any more: {type(caught).__name__}") from caught
             if part.num_draft_tokens:
-                # Guesses may have been what was wrong, or too much; nothing is lost without them.
+                # The drafts may be the cause, or too much; nothing is lost without them.
                 parts.insert(0, part.without_drafts())
                 continue
             smaller = self._smaller(part, caught)
             if smaller:
                 parts[:0] = smaller
             elif part.scheduled[0].request_id not in again:
-                # It may have been the moment. Nobody ends for something that happens once.
+                # The cause may be transient: no request ends for a single failure.
                 again.add(part.scheduled[0].request_id)
                 parts.insert(0, part)
             else:
                 failed |= {share.request_id: caught for share in part.scheduled}
-                # If not even a token fits, it is not for want of room that others should keep to so little.
+                # If not even one token fits, the cause is not the step's size: keep the old bound for others.
                 self._most_tokens = bound if is_out_of_memory(caught) else self._most_tokens
                 parts = _without(parts, failed)
         self._calm_down()
         return StepResult(gathered.output(), failed, num_runs)
 
     def collect(self, step: SchedulerOutput, collect: Callable[[], ModelRunnerOutput]) -> StepResult:
-        """Wait for a step behind which others are under way. Raises: whatever goes wrong with it."""
+        """Wait for a step behind which others are in flight.
+
+        Raises:
+            Exception: whatever goes wrong with it.
+        """
         self._begin()
         self._prepare(step)
         return StepResult(collect())
 
     def _begin(self) -> None:
-        if self.rehearsal is not None:
-            self.rehearsal.begins()
+        if self.fault_hook is not None:
+            self.fault_hook.on_step()
 
     def _prepare(self, part: SchedulerOutput) -> None:
         self._beat()
-        if self.rehearsal is not None:
-            self.rehearsal.runs(part)
+        if self.fault_hook is not None:
+            self.fault_hook.on_part(part)
 
     def _smaller(self, part: SchedulerOutput, error: Exception) -> list[SchedulerOutput]:
-        """Its halves; none if it is one request, and less of it would not help."""
+        """Return the part's halves; empty if it is one request and a smaller part would not help."""
         if is_out_of_memory(error):
             self._enough_tokens = max(self._enough_tokens, part.num_tokens)
             self._most_tokens = max(1, part.num_tokens // 2)
@@ -151,7 +157,7 @@ class StepRetrier:
         return [part.only(part.scheduled[:half]), part.only(part.scheduled[half:])] if half else []
 
     def _bounded(self, step: SchedulerOutput) -> list[SchedulerOutput]:
-        """The step, in parts that are known to fit."""
+        """Split a step into parts within the bound."""
         most = self._most_tokens
         if most is None or step.num_tokens <= most:
             return [step]
@@ -182,14 +188,14 @@ class StepRetrier:
 
 
 def _without(parts: Sequence[SchedulerOutput], failed: Container[RequestId]) -> list[SchedulerOutput]:
-    """Of a request that was cut, the rest would read what was not written."""
+    """Drop failed requests from parts: the rest of a cut request would read what was not written."""
     left = [part.only([share for share in part.scheduled if share.request_id not in failed]) for part in parts]
     return [part for part in left if part.scheduled]
 
 
 @dataclass(slots=True)
 class _Gathered:
-    """The outputs of parts, put together."""
+    """Merge the outputs of parts."""
 
     sampled: dict[RequestId, tuple[int, ...]] = field(default_factory=dict)
     logprobs: dict[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
@@ -206,7 +212,7 @@ class _Gathered:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Of the device, or of the host: torch's CPU allocator has no exception of its own."""
+    """Return whether the device or the host is out of memory; torch's CPU allocator raises no own exception type."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

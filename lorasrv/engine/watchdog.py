@@ -1,11 +1,11 @@
-"""Notices that the engine does not get on, tells everybody, and ends the process, for a supervisor to start it anew.
+"""Watchdog: notice an engine that is stuck, end all streams, and exit so that a supervisor can restart the process.
 
-The engine's thread *beats* whenever it gets on: before each part of a step, and between steps. While it waits for
-something to do it *rests*, for as long as it likes. Busy is not stuck: a long prompt is computed in chunks, each of
-them a beat; the first step may compile, and has five times as long.
+The engine thread *beats* whenever it makes progress: before each part of a step, and between steps. While it waits for
+work it *rests*, for any time. A busy engine is not stuck: a long prompt is computed in chunks, each with a beat; the
+first step may compile and has five times as long.
 
-The event loop looks at the engine, and a timer of the interpreter (`faulthandler`), which needs neither loop nor GIL,
-looks at the event loop: if that does not put it off any more, it writes all stacks and ends the process.
+The event loop watches the engine, and a timer of the interpreter (`faulthandler`), which needs neither loop nor GIL,
+watches the event loop: if the loop does not postpone it, it writes all stacks and ends the process.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ from typing import Protocol
 
 _LOG = logging.getLogger(__name__)
 EXIT_CODE = 70
-"""EX_SOFTWARE of sysexits.h. The last resort ends with 1, which faulthandler gives no choice about."""
+"""EX_SOFTWARE of sysexits.h. The timer exits with 1, which faulthandler fixes."""
 FIRST_STEP_FACTOR = 5.0
 LAST_RESORT_FACTOR = 2.0
 LAST_WORDS_S = 2.0
-"""So long error events and /health can still be read."""
+"""Time in which error events and /health can still be read."""
 CHECKS = 20
-"""Looks within the limit."""
+"""Number of checks within the limit."""
 STDERR = 2
 
 
 class Heartbeat:
-    """When the engine's thread last got on: written by that thread, read by any."""
+    """Hold when the engine thread last made progress: written by that thread, read by any."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -38,100 +38,102 @@ class Heartbeat:
         self._has_computed = False
 
     def beat(self) -> None:
-        """It gets on."""
+        """Note that the engine makes progress."""
         self._since_s = self._clock()
 
     def rest(self) -> None:
-        """It has nothing to do."""
+        """Note that the engine has nothing to do."""
         self._since_s = None
 
     def computed(self) -> None:
-        """A step has come to its end: everything that it needs is compiled."""
+        """Note that a step is done, so everything is compiled."""
         self._has_computed = True
 
     @property
     def still_s(self) -> float:
-        """How long it has been at one thing; 0 while it rests."""
+        """Return the seconds since the last beat; 0 while the engine rests."""
         since_s = self._since_s
         return 0.0 if since_s is None else self._clock() - since_s
 
     def allowed_s(self, limit_s: float) -> float:
-        """How long that may be, where `limit_s` is allowed to a step."""
+        """Return how long a step may take, if `limit_s` is allowed after the first."""
         return limit_s if self._has_computed else FIRST_STEP_FACTOR * limit_s
 
     def is_stuck(self, limit_s: float) -> bool:
-        """Whether it has been longer; never, with a limit of 0."""
+        """Return whether the last beat is too long ago; never with a limit of 0."""
         return 0 < self.allowed_s(limit_s) < self.still_s
 
 
-class Watched(Protocol):
-    """An engine."""
+class WatchedEngine(Protocol):
+    """Provide what the watchdog needs of an engine."""
 
     heartbeat: Heartbeat
 
     @property
     def is_alive(self) -> bool: ...
 
-    def break_off(self, why: str) -> None:
-        """End every stream with an error; answer nothing any more."""
+    def abort_all(self, why: str) -> None:
+        """End every stream with an error and accept no more requests."""
 
 
 class Watchdog:
-    """Watches one engine from the event loop. With a limit of 0 seconds it does nothing.
+    """Watch one engine from the event loop. With a limit of 0 seconds do nothing.
 
-    `end` is called with the exit code, and does not return; `close` stops the watching.
+    Args:
+        end: called with the exit code; does not return.
     """
 
-    def __init__(self, engine: Watched, limit_s: float, end: Callable[[int], None] | None = None) -> None:
+    def __init__(self, engine: WatchedEngine, limit_s: float, end: Callable[[int], None] | None = None) -> None:
         self._engine = engine
         self._limit_s = limit_s
         self._end = end or end_now
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin; to be called in the event loop."""
+        """Start watching, in the event loop."""
         if self._limit_s:
             self._task = asyncio.create_task(self._watch())
 
     def close(self) -> None:
-        """Whatever happens to the engine from now on is meant to. The timer goes on: what ends must do so in time."""
+        """Stop watching the engine, which is shut down on purpose. The timer keeps running: the shutdown must finish
+        in time."""
         if self._task is not None:
             self._task.cancel()
-            self._put_off()
+            self._reset_timer()
 
     @staticmethod
     def disarm() -> None:
-        """Stop the timer as well; nothing happens if it does not run."""
+        """Stop the timer; do nothing if it does not run."""
         faulthandler.cancel_dump_traceback_later()
 
     async def _watch(self) -> None:
         was_stuck = False
         while True:
-            self._put_off()
+            self._reset_timer()
             await asyncio.sleep(min(1.0, self._limit_s / CHECKS))
             if not self._engine.is_alive:
-                await self._give_up("the engine has ended")
-            # Twice: after the whole process was stopped for a while, the engine has to have its turn first.
+                await self._terminate("the engine has ended")
+            # Twice in a row: after the whole process was stopped for a while, the engine must be able to beat first.
             is_stuck = self._engine.heartbeat.is_stuck(self._limit_s)
             if is_stuck and was_stuck:
                 seconds = self._engine.heartbeat.still_s
-                await self._give_up(f"the engine is stuck: its step has taken {seconds:.1f} s so far")
+                await self._terminate(f"the engine is stuck: its step has taken {seconds:.1f} s so far")
             was_stuck = is_stuck
 
-    async def _give_up(self, why: str) -> None:
-        _LOG.critical("%s; every request ends with an error, and then the server with exit code %d", why, EXIT_CODE)
+    async def _terminate(self, why: str) -> None:
+        _LOG.critical("%s; every request ends with an error, then the server exits with code %d", why, EXIT_CODE)
         faulthandler.dump_traceback(STDERR, all_threads=True)
-        self._engine.break_off(why)
+        self._engine.abort_all(why)
         await asyncio.sleep(LAST_WORDS_S)
         self._end(EXIT_CODE)
 
-    def _put_off(self) -> None:
+    def _reset_timer(self) -> None:
         seconds = LAST_RESORT_FACTOR * self._engine.heartbeat.allowed_s(self._limit_s) + LAST_WORDS_S
         faulthandler.dump_traceback_later(seconds, exit=True, file=STDERR)
 
 
 def end_now(code: int) -> None:
-    """End the process here: a thread that hangs cannot be joined. The store is whole at any moment."""
+    """Exit without cleanup: a thread that hangs cannot be joined. The store is consistent at any moment."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)

@@ -1,1 +1,1 @@
-"""Accounts of the one page pool: KV tables, cached prefixes, adapters, eviction, swap. Torch-free."""
+"""Account for the page pool: KV tables, cached prefixes, adapters, eviction, swap. Torch-free."""

@@ -1,14 +1,13 @@
-"""Step cost model: a linear regression of a step's seconds on what the step contains, learned from measured steps.
+"""Cost model of this machine, learned while serving: seconds of loads, copies, recomputation and steps.
+
+Each rate is the median of the newest measurements, so that one that met a page fault or a busy moment does not count.
+Before the first measurement it is a guess on the slow side of today's machines. The seconds of a step are a linear
+regression on what the step contains, learned from measured steps:
 
     seconds = a + b · tokens + c · requests + d · adapter bytes + e · attention pairs
 
 On a CPU the adapters' bytes dominate a step of many adapters, which schedulers that count tokens alone do not see.
 Ridge regression with forgetting over five sums; no coefficient is negative, so that more work never looks like less.
-
-Cost model of this machine, learned while serving: seconds of loads, copies, recomputation and steps.
-
-Each rate is the median of the newest measurements, so that one that met a page fault or a busy moment does not count.
-Before the first measurement it is a guess on the slow side of today's machines.
 """
 
 import statistics

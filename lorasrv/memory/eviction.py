@@ -4,18 +4,17 @@ Pages are taken in this order, as far as the level allows:
 
 1. orphaned prefix pages, whose adapter has left the pool: useless until it is back;
 2. evictable adapters that nothing needs, and cached prefix pages: by score, in one unit. A page that was used again
-   costs far more to compute than a page of an adapter costs to copy, so adapters usually go first. KV stops at a floor
-   of adapter pages, so that a burst of it does not evict every adapter, to be loaded again when it is over;
+   costs far more to compute than a page of an adapter costs to copy, so adapters usually go first. KV stops at a
+   floor of adapter pages, so that a burst of it does not evict every adapter, to be loaded again when it is over;
 3. evictable adapters that only requests further back in the queue wait for;
 4. evictable adapters that an operator has pinned: only if an accepted request cannot go on otherwise.
 
 PREFETCH takes 1 and 2, ADMIT 1 to 3, RUNNING all of it: for running requests, and for the first of the queue when none
-runs. If the free pages suffice but are scattered, they are moved together (`compaction`).
+runs.
 
-Compaction: move pages so that scattered free ones become a run, when an adapter finds no place otherwise.
-
-Keys and values move page by page, adapters run by run (panels keep their places inside a run). The runner copies the
-pages between two steps, after every read of the old places and before any of the new ones.
+If the free pages suffice but are scattered, `compact` moves pages so that an adapter finds one run: keys and values
+page by page, adapters run by run (panels keep their places inside a run). The runner copies the pages between two
+steps, after every read of the old places and before any of the new ones.
 """
 
 import math
@@ -39,7 +38,7 @@ _IMMOVABLE = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Moves:
-    """Old place -> new place."""
+    """Map old places to new ones."""
 
     # Single pages.
     singles: Mapping[int, int]

@@ -1,9 +1,8 @@
-"""Request -> page table. The one owner of which pages hold whose keys and values.
+"""KV cache manager: each request's page table, the only owner of which pages hold whose keys and values.
 
-A page may stand in several tables: of requests that begin alike (`PrefixCache`), or of the choices of one request
-(`fork`). Whoever is about to write into a page that others hold gets a copy first.
-
-Swap space: KV pages of preempted requests in host memory, and when swapping costs less than recomputing.
+A page may be in several tables: of requests with the same beginning (`PrefixCache`), or of the choices of one request
+(`fork`). A request that writes into a page that other tables hold gets a copy first. `SwapSpace` counts the KV pages of
+preempted requests in host memory, and decides when swapping costs less than recomputing.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,19 +18,20 @@ from lorasrv.scheduler_output import PageCopy
 
 @dataclass(slots=True)
 class _Table:
-    """`hashes` are those of the first whole pages, as far as anybody has asked; `num_kept` of them were offered to the
-    prefix cache.
-    """
+    """Hold one request's pages."""
 
     pages: list[int] = field(default_factory=list)
     adapter: AdapterKey | None = None
+    # Keys of its first whole pages, as far as they were needed.
     hashes: list[bytes] = field(default_factory=list)
     root: bytes = b""
+    # Number of them that were offered to the prefix cache.
     num_kept: int = 0
 
 
 class KVCacheManager:
-    """Page tables over a `PagePool`; a page holds `page_size` tokens, in every layer."""
+    """Hold page tables over a `PagePool`; a page holds `page_size` tokens, in every layer. Mutated by the engine
+    thread only."""
 
     def __init__(self, pool: PagePool, page_size: int, prefixes: PrefixCache | None = None) -> None:
         self._pool = pool
@@ -42,22 +42,23 @@ class KVCacheManager:
 
     @property
     def num_pages(self) -> int:
-        """Pages in any table, those that several share once."""
+        """Return the number of pages in any table; a shared page counts once."""
         return len({page for table in self._tables.values() for page in table.pages})
 
     def pages_for(self, num_tokens: int) -> int:
+        """Return the number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def open(self, request_id: RequestId, adapter: AdapterKey | None, salt: str) -> None:
-        """Give a request an empty table."""
+        """Create an empty table for a request."""
         assert request_id not in self._tables, f"request {request_id} has a table"
         self._tables[request_id] = _Table(adapter=adapter, root=root_hash(adapter, salt))
 
     def attach_prefix(self, request_id: RequestId, token_ids: Sequence[int], most: int | None = None) -> int:
-        """Put the cached pages that hold the beginning of `token_ids`, of at most `most` of them, into the request's
-        empty table.
+        """Put the cached pages of a prefix of `token_ids`, of at most `most` tokens, into the request's empty table.
 
-        Returns the number of tokens that they cover; at least one token is left to compute, as its logits are wanted.
+        Returns:
+            The number of tokens that they cover. At least one token is left to compute, as its logits are needed.
         """
         table = self._tables[request_id]
         assert not table.pages, f"request {request_id} has pages"
@@ -73,14 +74,14 @@ class KVCacheManager:
         return len(table.pages) * self.page_size
 
     def fork(self, parent: RequestId, child: RequestId, num_tokens: int) -> None:
-        """Put the parent's pages of its first `num_tokens` tokens into the child's empty table."""
+        """Share the parent's pages of its first `num_tokens` tokens with the child's empty table."""
         source, table = self._tables[parent], self._tables[child]
         assert not table.pages, f"request {child} has pages"
         table.pages = source.pages[: self.pages_for(num_tokens)]
         self._pool.share(table.pages)
 
     def missing_pages(self, request_id: RequestId, num_computed: int, num_tokens: int) -> int:
-        """Pages to be taken before tokens `num_computed .. num_tokens - 1` of the request can be written."""
+        """Return the number of pages to take before tokens `num_computed .. num_tokens - 1` can be written."""
         table = self._tables[request_id]
         new = max(0, self.pages_for(num_tokens) - len(table.pages))
         return new + len(self._shared(table, num_computed))
@@ -88,7 +89,8 @@ class KVCacheManager:
     def allocate(self, request_id: RequestId, num_computed: int, num_tokens: int) -> tuple[PageCopy, ...] | None:
         """Make tokens `num_computed .. num_tokens - 1` of the request writable.
 
-        Returns the copies to be made before the step writes; None (and nothing changed) if the pool has too few pages.
+        Returns:
+            The copies to be made before the step writes; None, and nothing changed, if the pool has too few free pages.
         """
         table = self._tables[request_id]
         shared = self._shared(table, num_computed)
@@ -98,7 +100,7 @@ class KVCacheManager:
         copies = []
         for place in shared:
             copies.append(PageCopy(table.pages[place], taken.pop()))
-            self._let_go(table.pages[place])
+            self._release_page(table.pages[place])
             table.pages[place] = copies[-1].target
         table.pages += taken
         self.num_copies += len(copies)
@@ -109,15 +111,15 @@ class KVCacheManager:
         return len(self._tables[request_id].pages) * self.page_size
 
     def truncate(self, request_id: RequestId, num_tokens: int) -> None:
-        """Give back the request's pages behind those of its first `num_tokens` tokens."""
+        """Free the request's pages behind those of its first `num_tokens` tokens."""
         table = self._tables[request_id]
         surplus = table.pages[self.pages_for(num_tokens) :]
         del table.pages[len(table.pages) - len(surplus) :]
         for page in reversed(surplus):
-            self._let_go(page)
+            self._release_page(page)
 
     def cache_full_pages(self, request_id: RequestId, token_ids: Sequence[int], num_computed: int) -> None:
-        """Offer the request's pages that are full by now to the prefix cache."""
+        """Offer the request's newly full pages to the prefix cache."""
         table = self._tables[request_id]
         if self._prefixes is None or num_computed // self.page_size <= table.num_kept:
             return
@@ -128,36 +130,38 @@ class KVCacheManager:
         table.num_kept = num_computed // self.page_size
 
     def page_table(self, request_id: RequestId) -> tuple[int, ...]:
+        """Return the request's pages in order."""
         return tuple(self._tables[request_id].pages)
 
     def free(self, request_id: RequestId) -> None:
-        """Take back the request's table; nothing happens if it has none. Of its cached pages the last may go first."""
+        """Free the request's table; do nothing if it has none. Its last cached pages may be evicted first."""
         table = self._tables.pop(request_id, None)
         for page in reversed(table.pages if table else ()):
-            self._let_go(page)
+            self._release_page(page)
 
     def holders(self) -> Mapping[RequestId, tuple[int, ...]]:
-        """Every request's pages."""
+        """Return every request's pages."""
         return {request_id: tuple(table.pages) for request_id, table in self._tables.items()}
 
     def move(self, moves: Mapping[int, int]) -> None:
-        """Pages lie elsewhere now: old id -> new id."""
+        """Follow pages that were moved: old id -> new id."""
         for table in self._tables.values():
             if not moves.keys().isdisjoint(table.pages):
                 table.pages = [moves.get(page, page) for page in table.pages]
 
     def references(self) -> Iterator[int]:
-        """Every page id that a table holds, for `PagePool.check_integrity`."""
+        """Yield every page id that a table holds, for `PagePool.check_integrity`."""
         for table in self._tables.values():
             yield from table.pages
 
     def _shared(self, table: _Table, num_computed: int) -> range:
-        """Places of the pages that the request is to write into and others hold: at most the one it is in."""
+        """Return the places of pages that the request will write into and other tables hold: at most the one it is
+        in."""
         place = num_computed // self.page_size
         is_shared = place < len(table.pages) and self._pool.refcount(table.pages[place]) > 1
         return range(place, place + is_shared)
 
-    def _let_go(self, page: int) -> None:
+    def _release_page(self, page: int) -> None:
         self._pool.release((page,))
         if self._prefixes is not None:
             self._prefixes.release(page)

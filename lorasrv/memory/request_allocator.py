@@ -140,7 +140,7 @@ class RequestAllocator:
         if request.status is RequestStatus.RUNNING:
             self._kv.truncate(request.request_id, request.num_tokens)
 
-    def note_moves(self) -> None:
+    def record_moves(self) -> None:
         """Append the copies that compaction has made necessary to the page operations."""
         self._ops += self._evictor.take_moves()
 

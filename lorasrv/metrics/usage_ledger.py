@@ -41,7 +41,7 @@ class LedgerEngine(Protocol):
     def traffic(self) -> RequestStats: ...
 
     @property
-    def book(self) -> StepStats: ...
+    def step_stats(self) -> StepStats: ...
 
     async def residents(self) -> list[tuple[AdapterKey, int]]: ...
 
@@ -165,7 +165,7 @@ class Ledger:
                 self._file.drop(adapter_id, [key])
 
     def _take_spent(self) -> None:
-        spent = self._engine.book.take()
+        spent = self._engine.step_stats.take()
         for (adapter_id, key), seconds in spent.seconds.items():
             self._usage(adapter_id, key).compute_s += seconds
         for key, moved in spent.moved.items():

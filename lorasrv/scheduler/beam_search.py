@@ -1,11 +1,11 @@
-"""Beam search: the likeliest whole answers instead of the likeliest next token.
+"""Beam search: find the likeliest whole answers instead of the likeliest next token.
 
-The beams of a group are requests like any other, forked and copied on write, in the same batch as everything else. Each
-step a beam offers its likeliest next tokens; when all beams of the group have, the best of all become the new beams.
-A beam that has offered waits for the others, holding its pages, which it gives up if nobody would get on otherwise. Two
-groups that wait so could wait for each other, so the one that begins first runs, and others begin when it is done.
+The beams of a group are ordinary requests, forked with copy-on-write pages and batched with all others. In a step a
+beam offers its likeliest next tokens; when all beams of the group have offered, the best continuations become the new
+beams. A beam that has offered waits for the others and keeps its pages unless no other request can proceed. Two groups
+that wait could block each other, so one group runs at a time, in the order in which they began.
 
-Source: the search of transformers' `generate(num_beams=...)`, its scores, its three ways of ending included.
+Source: the search of transformers' `generate(num_beams=...)`, including its scores and its three early-stopping modes.
 """
 
 import math
@@ -19,19 +19,19 @@ from lorasrv.request import Request
 from lorasrv.sampling_params import BeamOptions
 
 Offer = Sequence[tuple[int, float]]
-"""Next tokens of a beam and the logarithms of their probabilities, likeliest first: so many that some go on, as many as
-there are beams, whatever else ends an answer (`Admission`)."""
+"""(token id, log-probability) of a beam's next tokens, likeliest first. `InputProcessor` ensures that enough of them
+continue the answer: as many as there are beams, beside the tokens that end it."""
 
 
 class Hypothesis(NamedTuple):
-    """A whole answer. `score`: its log-probability over its length to the power of the length penalty."""
+    """Hold a whole answer. `score` is its log-probability divided by its length to the power of the length penalty."""
 
     score: float
     token_ids: tuple[int, ...]
 
 
 class Child(NamedTuple):
-    """The beam `parent` goes on with a token."""
+    """Extend the beam `parent` by one token."""
 
     parent: int
     token_id: int
@@ -40,22 +40,26 @@ class Child(NamedTuple):
 
 @dataclass(slots=True)
 class BeamState:
-    """The search itself, on numbers. `scores` are sums of log-probabilities, one a beam; `finished` the best whole
-    answers, best first; `ends` the tokens that end one."""
+    """Search on numbers alone, without requests or pages."""
 
     options: BeamOptions
     max_tokens: int
+    # Token ids that end an answer.
     ends: frozenset[int]
     num_generated: int = 0
+    # Sum of log-probabilities, one entry per beam.
     scores: list[float] = field(default_factory=lambda: [0.0])
+    # The best whole answers, best first.
     finished: list[Hypothesis] = field(default_factory=list)
 
     def advance(self, offers: Sequence[Offer], answers: Sequence[Sequence[int]]) -> list[Child]:
-        """Take one token more; returns the new beams, best first, or nothing when the search is over.
+        """Extend the beams by one token.
 
         Args:
-            offers: of each beam that `scores` knows: at its start only the first one.
-            answers: what each of them has generated.
+            offers: one per beam in `scores`; at the start there is only one beam.
+            answers: the tokens that each of these beams has generated.
+        Returns:
+            The new beams, best first; empty when the search is over.
         """
         width = self.options.width
         scored = zip(self.scores, offers, strict=True)
@@ -85,8 +89,8 @@ class BeamState:
             return True
         if not self._is_full:
             return False
-        hopes = self.options.early_stopping == "never" and self.options.length_penalty > 0
-        length = self.max_tokens if hopes else self.num_generated
+        may_improve = self.options.early_stopping == "never" and self.options.length_penalty > 0
+        length = self.max_tokens if may_improve else self.num_generated
         better = self._penalized(self.scores[0], length) > self.finished[-1].score
         return self.options.early_stopping is True or not better
 
@@ -96,10 +100,12 @@ class BeamState:
 
 @dataclass(slots=True)
 class _Group:
-    """`requests` as they came, `beams` in the order of the search."""
+    """Hold one search and its requests."""
 
     state: BeamState
+    # In the order in which they were added.
     requests: list[Request] = field(default_factory=list)
+    # In the order of the search.
     beams: list[Request] = field(default_factory=list)
     offers: dict[RequestId, Offer] = field(default_factory=dict)
 
@@ -109,16 +115,25 @@ class _Group:
 
 
 class BeamGroups:
-    """The groups that live, oldest first. Mutated by the engine thread only. `eos`: tokens that end any answer."""
+    """Hold the unfinished groups, oldest first. Mutated by the engine thread only.
 
-    def __init__(self, memory: RequestAllocator, eos: frozenset[int]) -> None:
-        self._memory = memory
+    Args:
+        allocator: forks the pages of beams.
+        eos: tokens that end any answer.
+    """
+
+    def __init__(self, allocator: RequestAllocator, eos: frozenset[int]) -> None:
+        self._allocator = allocator
         self._eos = eos
         self._groups: dict[RequestId, _Group] = {}
-        self._begun: RequestId | None = None
+        self._running_group: RequestId | None = None
 
     def add(self, request: Request) -> bool:
-        """A beam arrives, the first of its group before the others. False: its group is over already."""
+        """Add a beam; the first beam of a group comes before the others.
+
+        Returns:
+            False if the group is finished already.
+        """
         message = request.message
         assert message.beams is not None
         if message.fork_of is None:
@@ -133,25 +148,31 @@ class BeamGroups:
         group.beams.append(request)
         return True
 
-    def is_held(self, request: Request) -> bool:
-        """Whether a beam must not start now: another group has begun and is not done, or it waits for its own."""
-        if request.message.beams is None or self._begun not in self._groups:
+    def must_wait(self, request: Request) -> bool:
+        """Return whether a beam must not be admitted now: another group runs, or it has offered and waits for its
+        group."""
+        if request.message.beams is None or self._running_group not in self._groups:
             return False
-        return self._begun != _name(request) or request.request_id in self._groups[self._begun].offers
+        return self._running_group != _name(request) or request.request_id in self._groups[self._running_group].offers
 
-    def starts(self, request: Request) -> None:
-        """A request joins the batch."""
+    def on_admitted(self, request: Request) -> None:
+        """Note that a request is running now."""
         if request.message.beams is not None:
-            assert not self.is_held(request), "two groups of beams run"
-            self._begun = _name(request)
+            assert not self.must_wait(request), "two groups of beams run"
+            self._running_group = _name(request)
 
     def offer(self, request: Request, offer: Offer) -> None:
-        """A beam has computed all its tokens."""
+        """Record the offer of a beam whose tokens are all computed."""
         self._groups[_name(request)].offers[request.request_id] = offer
 
     def advance(self, finish: Callable[[Request, Hypothesis], None]) -> int:
-        """Move the groups all of whose beams have offered; returns how many tokens that makes. `finish` is called for
-        every request of a group that is done, with its answer, the best for the first."""
+        """Advance the groups whose beams have all offered.
+
+        Args:
+            finish: called for every request of a finished group with its answer; the first request gets the best one.
+        Returns:
+            The number of generated tokens.
+        """
         tokens = 0
         for name, group in list(self._groups.items()):
             if not group.is_ready:
@@ -170,19 +191,24 @@ class BeamGroups:
                 finish(request, answer)
         return tokens
 
-    def ended(self, request: Request) -> list[Request]:
-        """A beam has ended otherwise; returns the others of its group, which must end too."""
+    def remove(self, request: Request) -> list[Request]:
+        """Drop the group of a beam that has finished outside the search; return its other beams, which must finish
+        too."""
         group = self._groups.pop(_name(request), None)
         return [] if group is None else [other for other in group.requests if other is not request]
 
     def check_integrity(self, requests: Mapping[RequestId, Request]) -> None:
-        """Raises: AssertionError: a group has beams that are gone, or a beam that lives has no group."""
+        """Compare the groups with the live requests.
+
+        Raises:
+            AssertionError: a group has a beam that is gone, or a live beam has no group.
+        """
         beams = {r.request_id: r for group in self._groups.values() for r in group.requests}
         assert beams == {rid: r for rid, r in requests.items() if r.message.beams is not None}, "beams differ"
 
     def _moved(self, beams: Sequence[Request], children: Sequence[Child]) -> list[Request]:
-        """Requests for the new beams, in their order. The first child of a beam goes on in its place; others take the
-        places of beams without children."""
+        """Return the requests of the new beams, in their order. The first child of a beam reuses its request; the
+        others take the requests of beams without children."""
         with_children = {child.parent for child in children}
         spare = [beam for place, beam in enumerate(beams) if place not in with_children]
         tokens = [[*beams[child.parent].token_ids, child.token_id] for child in children]
@@ -193,7 +219,7 @@ class BeamGroups:
             moved.append(parent if child.parent not in taken else spare.pop())
             taken.add(child.parent)
             if moved[-1] is not parent:
-                self._memory.fork_from(moved[-1], parent)
+                self._allocator.fork_from(moved[-1], parent)
         for beam, known in zip(moved, tokens, strict=True):
             beam.token_ids[:] = known
         return moved

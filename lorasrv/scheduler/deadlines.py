@@ -1,8 +1,8 @@
-"""Requests that must be done, or begun, by a time; and those that will not be, by the learnt cost of steps.
+"""Deadlines of requests, and early abort of those that are predicted to miss theirs.
 
-`timeout_s` is from arrival to the last token, the server's queue timeout from arrival to the first step. With early
-abort, a request that is predicted to miss one of them is refused before anything is spent on it (after S-LoRA's abort
-strategy): on arrival with those ahead of it, later by its own work alone, which no luck makes shorter.
+`timeout_s` counts from arrival to the last token, the server's queue timeout from arrival to the first step. With early
+abort, a request that is predicted to miss one of them is refused before any work is spent on it (after S-LoRA's abort
+strategy): on arrival with the work ahead of it, later by its own work alone, which no luck makes shorter.
 """
 
 import heapq
@@ -16,10 +16,10 @@ MIN_SWEEP = 256
 
 
 class Deadlines:
-    """Mutated by the engine thread only.
+    """Track the deadlines of live requests. Mutated by the engine thread only.
 
     Args:
-        queue_timeout_s: longest wait for the first step; None waits for ever.
+        queue_timeout_s: longest wait for the first step; None sets no bound.
     """
 
     def __init__(
@@ -33,23 +33,23 @@ class Deadlines:
         self._next_sweep = MIN_SWEEP
 
     def watch(self, request: Request) -> None:
-        """A request has arrived."""
+        """Track the deadlines of a new request."""
         for kind, deadline in enumerate((self._begin_by(request), self._end_by(request))):
             if deadline is not None:
                 heapq.heappush(self._heap, (deadline, request.number, kind, request))
         if len(self._heap) > self._next_sweep:
-            # Else whoever ends long before its time would be remembered until then.
+            # Else a request that finishes long before its deadline would be kept until then.
             self._heap = [entry for entry in self._heap if not self._is_past(entry[-1])]
             heapq.heapify(self._heap)
             self._next_sweep = max(MIN_SWEEP, 2 * len(self._heap))
 
     def next_s(self) -> float | None:
-        """When the next of them is due."""
+        """Return the time of the next deadline; None if there is none."""
         self._drop_ended()
         return self._heap[0][0] if self._heap else None
 
     def take_missed(self) -> Iterator[tuple[Request, str]]:
-        """Those whose time is over, and why that is so."""
+        """Yield (request, reason) of every request whose deadline has passed."""
         now = self._clock()
         while self._heap and self._heap[0][0] <= now:
             *_, request = heapq.heappop(self._heap)
@@ -58,11 +58,16 @@ class Deadlines:
                 yield request, why
 
     def why_hopeless(self, request: Request, ahead_s: float = 0.0) -> tuple[str, float] | None:
-        """Why a waiting request will miss a deadline, with `ahead_s` of others' work before its own, and about how late
-        it would be in seconds; None if it may meet them."""
+        """Predict whether a waiting request will miss a deadline.
+
+        Args:
+            ahead_s: seconds of other requests' work before its own.
+        Returns:
+            (reason, seconds by which it would be late); None if it may be in time.
+        """
         begin_by, end_by = self._begin_by(request), self._end_by(request)
-        if (begin_by is None and end_by is None) or not self._costs.step.is_learned or not self._predictor.is_learnt:
-            return None  # a guess refuses nobody: else a server that nobody was let into would never learn better
+        if (begin_by is None and end_by is None) or not self._costs.step.is_learned or not self._predictor.is_learned:
+            return None  # never refuse on a guess: a server that admits nothing would never learn better
         begin_s = self._clock() + ahead_s + self._first_token_s(request)
         if end_by is not None:
             end_s = begin_s + self._predictor.remaining(request, MEDIAN) * self._each_token_s(request)
@@ -76,25 +81,25 @@ class Deadlines:
             ), begin_s - begin_by
         return None
 
-    def ahead_s(self, running: Sequence[Request], num_waiting: int, seats: int) -> float:
-        """About how long until a seat is free for one behind so many."""
-        if len(running) + num_waiting < seats or not running:
+    def ahead_s(self, running: Sequence[Request], num_waiting: int, request_slots: int) -> float:
+        """Estimate the seconds until a request slot is free behind `num_waiting` others."""
+        if len(running) + num_waiting < request_slots or not running:
             return 0.0
-        return (1 + num_waiting) / seats * self.answer_s(running)
+        return (1 + num_waiting) / request_slots * self.answer_s(running)
 
     def answer_s(self, running: Sequence[Request]) -> float:
-        """How long those that run will run on average."""
+        """Estimate the seconds until the running requests finish, on average."""
         if not running:
             return 0.0
         left = sum(self._predictor.remaining(request, MEDIAN) for request in running) / len(running)
         return left * self._each_token_s(*running)
 
     def _first_token_s(self, request: Request) -> float:
-        """Of its own work: its prompt."""
+        """Estimate the seconds of the request's own work before its first token."""
         return (request.num_tokens - request.num_computed_tokens) * self._costs.step.token_s
 
     def _each_token_s(self, *requests: Request) -> float:
-        """A step in which these run."""
+        """Predict the seconds of a step of these requests."""
         layouts = {r.adapter_key: r.message.layout for r in requests if r.adapter_key is not None}
         adapter_bytes = sum(layout.nbytes for layout in layouts.values() if layout is not None)
         pairs = sum(r.num_tokens for r in requests)

@@ -1,14 +1,14 @@
-"""How long answers will be, learnt from those that were: histograms by adapter and by length of the prompt.
+"""Length predictor: how long answers will be, learned online from finished ones by adapter and prompt length.
 
-After S³ (Jin et al. 2023), which predicts a length to pack batches; here online and without a model, as a persona's own
-past tells most. A quantile is asked of what is left once a request has outgrown shorter answers. An adapter that nobody
-knows yet is predicted from all adapters. Where nothing at all is known, `UNKNOWN_TOKENS` more are expected, or what
-`max_tokens` leaves: most clients name none, and a whole context kept free for each would let hardly anybody in.
+After S³ (Jin et al. 2023), which predicts lengths with a model to pack batches; here histograms suffice, because the
+past answers of an adapter predict most. A quantile is taken over what is left once a request has outgrown shorter
+answers. An adapter without history is predicted from all adapters. Without any history, `UNKNOWN_TOKENS` more tokens
+are expected, or what `max_tokens` leaves: most clients send none, and reserving a whole context for each would admit
+hardly any request.
 
-How many more pages the batch will want at its worst moment, if answers are as long as predicted.
-
-Requests that end give theirs back to those that go on, so the sum of all ends would be too much. The worst moment is
-just before one of them ends (the estimate of LightLLM's scheduler; S-LoRA counts adapters in the same budget).
+`peak_growth` turns predictions into pages: how many more the batch needs at its peak. Finished requests return their
+pages to the others, so the sum over all ends would be too much; the peak is just before one of them ends (the estimate
+of LightLLM's scheduler; S-LoRA counts adapters in the same budget).
 """
 
 import bisect
@@ -24,33 +24,33 @@ from lorasrv.request import Request
 STEPS_PER_DOUBLING = 3
 NUM_BINS = 1 + STEPS_PER_DOUBLING * 20
 MIN_ANSWERS = 8
-"""Fewer than so many answers say nothing yet."""
+"""Fewest answers that a histogram predicts from."""
 MAX_ANSWERS = 256
-"""Then all counts are halved: what was long ago counts less."""
+"""At this total all counts are halved, so that old answers weigh less."""
 MAX_HISTOGRAMS = 8192
 UNKNOWN_TOKENS = 256
 MEDIAN = 0.5
 PLANNED_QUANTILE = 0.8
-"""What admission plans pages for. Most answers are shorter; one that is longer may cost a preemption."""
+"""Quantile that admission reserves pages for. Most answers are shorter; a longer one may cost a preemption."""
 _Key = tuple[str | None, int | None]
-"""Adapter and length class of the prompt; None: of all."""
+"""(adapter, length class of the prompt); None stands for all."""
 
 
-def _ends() -> Iterator[int]:
+def _bin_ends() -> Iterator[int]:
     last = 0
     for i in range(NUM_BINS):
         last = max(last + 1, round(2 ** (i / STEPS_PER_DOUBLING)))
         yield last
 
 
-ENDS = tuple(_ends())
+ENDS = tuple(_bin_ends())
 """The longest answer of each bin."""
 
 
 @dataclass(slots=True)
 class _Histogram:
-    """Answers by length: those that ended by themselves, and those that were cut at `max_tokens`, which only say that
-    they were no shorter (Kaplan and Meier 1958). 750 bytes, as there are thousands of them."""
+    """Count answers by length. An answer that was cut at `max_tokens` only says that it was no shorter (Kaplan and
+    Meier 1958). 750 bytes each, as there are thousands of them."""
 
     ended: "array[float]" = field(default_factory=lambda: array("f", bytes(4 * NUM_BINS)))
     cut: "array[float]" = field(default_factory=lambda: array("f", bytes(4 * NUM_BINS)))
@@ -65,8 +65,8 @@ class _Histogram:
             self.total /= 2
 
     def quantile(self, q: float, longer_than: int) -> int | None:
-        """An answer that is longer than that already will have at most so many tokens, with probability `q`; None if
-        too few were. If too many of them were cut, it will be cut as well."""
+        """Return the length that an answer longer than `longer_than` stays within, with probability `q`; None if too
+        few answers were that long. If too many of those were cut, the answer is predicted to be cut as well."""
         begin = _bin(longer_than + 1)
         at_risk = sum(self.ended[begin:]) + sum(self.cut[begin:])
         if at_risk < MIN_ANSWERS:
@@ -83,7 +83,7 @@ class _Histogram:
 
 
 class LengthPredictor:
-    """Answers' lengths so far. Mutated by the engine thread only."""
+    """Predict the lengths of answers. Mutated by the engine thread only."""
 
     def __init__(self) -> None:
         self._histograms: OrderedDict[_Key, _Histogram] = OrderedDict()
@@ -94,12 +94,12 @@ class LengthPredictor:
         self.actual_tokens = 0
 
     @property
-    def is_learnt(self) -> bool:
-        """Whether it has seen more than a few answers."""
+    def is_learned(self) -> bool:
+        """Return whether enough answers were seen to predict from."""
         return self._num_answers >= MIN_ANSWERS
 
     def length(self, request: Request, q: float) -> int:
-        """Tokens that the whole answer will have at most, with probability `q`."""
+        """Return the tokens that the whole answer stays within, with probability `q`."""
         most, generated = request.message.max_tokens, request.num_generated_tokens
         if request.sampling.ignore_eos and not request.sampling.stop and not request.sampling.stop_token_ids:
             return most
@@ -111,22 +111,22 @@ class LengthPredictor:
         return min(most, generated + UNKNOWN_TOKENS)
 
     def remaining(self, request: Request, q: float) -> int:
-        """Of those, the ones that are not generated yet."""
+        """Return the tokens that `length` predicts beyond those generated so far."""
         return self.length(request, q) - request.num_generated_tokens
 
     def planned_remaining(self, request: Request) -> int:
-        """What admission counts on, predicted anew only when the answer has outgrown it."""
+        """Return the tokens that admission counts on, predicted anew only when the answer has outgrown them."""
         if request.planned_tokens <= request.num_generated_tokens:
             request.planned_tokens = self.length(request, PLANNED_QUANTILE)
         return request.planned_tokens - request.num_generated_tokens
 
-    def starts(self, request: Request) -> None:
-        """Remember what is predicted for it now, to be held against what comes."""
+    def on_admitted(self, request: Request) -> None:
+        """Record the prediction for a request, to be compared with its answer."""
         if request.predicted_tokens is None:
             request.predicted_tokens = request.planned_tokens = self.length(request, PLANNED_QUANTILE)
 
-    def ended(self, request: Request, *, was_cut: bool) -> None:
-        """An answer has come to its own end, or was cut at `max_tokens`."""
+    def on_finished(self, request: Request, *, was_cut: bool) -> None:
+        """Learn from a finished answer; `was_cut` if it ended at `max_tokens`."""
         self._num_answers += 1
         at = _bin(max(1, request.num_generated_tokens))
         for key in _keys(request):
@@ -144,18 +144,18 @@ class LengthPredictor:
 
 
 def _keys(request: Request) -> Sequence[_Key]:
-    """From the most telling to the most general."""
+    """Return the histograms to ask, from the most specific to the most general."""
     adapter, prompt = request.message.adapter_id, request.num_prompt_tokens.bit_length()
     return (adapter, prompt), (adapter, None), (None, prompt), (None, None)
 
 
 def _bin(length: int) -> int:
-    """The first whose end is no shorter."""
+    """Return the first bin whose end is no shorter than `length`."""
     return min(bisect.bisect_left(ENDS, length), NUM_BINS - 1)
 
 
 def peak_growth(requests: Iterable[tuple[int, int]], page_size: int) -> int:
-    """Pages beyond those held now.
+    """Return the pages that the batch needs at its peak beyond those held now.
 
     Args:
         requests: (tokens now, tokens to come) of each.

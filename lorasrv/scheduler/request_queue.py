@@ -1,16 +1,16 @@
-"""Who runs and who waits, and in which order they get their share of a step.
+"""Request queue: which requests run, which wait, and the order in which a step serves them.
 
-The order is a policy's, but for one rule that binds all of them: whoever could run and has had nothing for
-`max_wait_steps` steps is *due*. Those who are due take seats and pages from others, oldest wait first, and are then
-*protected*, ahead of everybody, until they have `PROTECTED_TOKENS` more tokens: else they would lose what they have
-just been given before it was of any use. So a request has its share at the latest
+The order is the policy's, with one rule on top: a request that could run but had no tokens for `max_wait_steps` steps
+is *starved*. Starved requests take request slots and pages from others, longest wait first, and are then *protected*,
+ahead of all others, until they have `PROTECTED_TOKENS` more tokens: otherwise they could be preempted before the tokens
+were of use. So a request has tokens at the latest
 
     max_wait_steps + CHECK_EVERY + P · (1 + k) steps
 
-after it arrived, or its last share, if k others are due before it and its adapter is there by then; otherwise
-CHECK_EVERY + P · (1 + k) steps after its adapter has come. P is how long protection lasts: PROTECTED_TOKENS steps and
-those that the longest sequence takes to be computed in chunks. Time during which the limits of its own adapter or key
-held it up does not count: within an account at its limit, the order is the policy's alone.
+after its arrival or its last tokens, if k others are starved before it and its adapter is resident by then; otherwise
+CHECK_EVERY + P · (1 + k) steps after its adapter is resident. P is the length of protection: PROTECTED_TOKENS steps and
+those in which the longest sequence is computed in chunks. Time during which the limits of its own adapter or key hold a
+request back does not count: within a throttled account the order is the policy's alone.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,9 +24,11 @@ PROTECTED_TOKENS = 16
 
 
 class RequestQueue:
-    """The requests that live. Mutated by the engine thread only.
+    """Hold the live requests. Mutated by the engine thread only.
 
     Args:
+        policy: order of the requests.
+        max_wait_steps: steps without tokens after which a request is starved.
         may_run: whether limits would let a waiting request run now.
     """
 
@@ -37,87 +39,90 @@ class RequestQueue:
         self._running: list[Request] = []
         self._waiting: dict[RequestId, Request] = {}
         self.requests: dict[RequestId, Request] = {}
-        self._set_back: dict[RequestId, Request] = {}
-        self._due: dict[RequestId, Request] = {}
-        self._num_arrived = 0
+        self._preempted: dict[RequestId, Request] = {}
+        self._starved: dict[RequestId, Request] = {}
+        self._num_added = 0
         self.step = 0
-        self.num_due_total = 0
+        self.num_starved_total = 0
 
     @property
     def running(self) -> Sequence[Request]:
-        """Those that hold pages, by seniority."""
+        """Return the requests that hold pages, by seniority."""
         return self._running
 
     @property
     def waiting(self) -> dict[RequestId, Request]:
+        """Return the requests that do not run, by id."""
         return self._waiting
 
     @property
     def checks_starvation_now(self) -> bool:
-        """Whether this step is one of those in which everybody who waits is looked at."""
+        """Return whether this step looks at all waiting requests."""
         return self.step % CHECK_EVERY == 0
 
     @property
     def preempted(self) -> dict[RequestId, Request]:
-        """Those of them that have begun and had to give way."""
-        return self._set_back
+        """Return the waiting requests that have run before."""
+        return self._preempted
 
     @property
     def starved(self) -> dict[RequestId, Request]:
-        return self._due
+        """Return the starved requests, longest wait first."""
+        return self._starved
 
-    def arrives(self, request: Request) -> None:
-        """A new request waits."""
-        self._num_arrived += 1
-        request.number = self._num_arrived
+    def add(self, request: Request) -> None:
+        """Add a new request to the waiting ones."""
+        self._num_added += 1
+        request.number = self._num_added
         request.last_share_step = self.step
         self.requests[request.request_id] = self._waiting[request.request_id] = request
-        self.policy.arrives(request)
+        self.policy.add(request)
 
-    def starts(self, request: Request) -> None:
-        """It joins the batch."""
+    def admit(self, request: Request) -> None:
+        """Move a request from waiting to running."""
         self._unqueue(request)
         self._running.append(request)
-        self.policy.starts(request)
+        self.policy.on_admitted(request)
 
-    def stops(self, request: Request) -> None:
-        """It gives way, and waits again."""
+    def preempt(self, request: Request) -> None:
+        """Move a request from running back to waiting."""
         self._running.remove(request)
-        self.policy.stops(request)
-        self._waiting[request.request_id] = self._set_back[request.request_id] = request
-        self.policy.arrives(request)
+        self.policy.on_left_batch(request)
+        self._waiting[request.request_id] = self._preempted[request.request_id] = request
+        self.policy.add(request)
 
-    def ends(self, request: Request) -> None:
-        """It is gone."""
+    def finish(self, request: Request) -> None:
+        """Remove a finished request."""
         del self.requests[request.request_id]
-        self._due.pop(request.request_id, None)
+        self._starved.pop(request.request_id, None)
         if request.request_id in self._waiting:
             self._unqueue(request)
         else:
             self._running.remove(request)
-            self.policy.stops(request)
+            self.policy.on_left_batch(request)
 
     def begin_step(self) -> None:
-        """Find out who is due."""
+        """Find the starved requests."""
         self.step += 1
         if not self.checks_starvation_now:
             return
         for request in (*self._running, *self._waiting.values()):
-            if self.step - request.last_share_step < self._max_wait_steps or request.request_id in self._due:
+            if self.step - request.last_share_step < self._max_wait_steps or request.request_id in self._starved:
                 continue
             if request.request_id in self._waiting and not self._may_run(request):
                 self.mark_throttled(request)
                 continue
-            self._due[request.request_id] = request
-            self.num_due_total += 1
-        if len(self._due) > 1:
-            by_wait = sorted(self._due.values(), key=lambda r: (r.last_share_step, r.number))
-            self._due = {request.request_id: request for request in by_wait}
+            self._starved[request.request_id] = request
+            self.num_starved_total += 1
+        if len(self._starved) > 1:
+            by_wait = sorted(self._starved.values(), key=lambda r: (r.last_share_step, r.number))
+            self._starved = {request.request_id: request for request in by_wait}
 
     def order(self) -> Iterator[Request]:
-        """Everybody once, best first. Whoever was yielded may start, stop or give way before the next is asked for."""
-        first = [r for r in self._running if r.request_id not in self._due and _is_protected(r)]
-        first += self._due.values()
+        """Yield every request once, best first. The one yielded last may be admitted, finished or preempted before
+        the next is taken."""
+        first = [r for r in self._running if r.request_id not in self._starved and _is_protected(r)]
+        first += self._starved.values()
         yield from first
         named = {request.request_id for request in first}
         for request in self.policy.in_order(self._running):
@@ -125,61 +130,66 @@ class RequestQueue:
                 yield request
 
     def running_in_order(self) -> Sequence[Request]:
-        """Those that run, best first."""
+        """Return the running requests, best first."""
         return self.policy.running(self._running)
 
     def mark_scheduled(self, request: Request) -> None:
-        """It has tokens in this step. One that was due is the most senior now: else it would have to leave at once."""
+        """Note that a request has tokens in this step. A starved one becomes the most senior: else it would be
+        preempted at once."""
         request.last_share_step = self.step
-        if self._due.pop(request.request_id, None) is not None:
+        if self._starved.pop(request.request_id, None) is not None:
             request.protected_until_tokens = request.num_generated_tokens + PROTECTED_TOKENS
             self._running.remove(request)
             self._running.insert(0, request)
             self.policy.on_starved(request)
 
     def mark_throttled(self, request: Request) -> None:
-        """It could not run: its own limits forbid it, which is nobody's unfairness."""
+        """Note that a request could not run because of its own limits, which is no starvation."""
         request.last_share_step = self.step
         request.protected_until_tokens = 0
-        self._due.pop(request.request_id, None)
+        self._starved.pop(request.request_id, None)
         self.policy.on_throttled(request)
 
     def select_victim(self) -> Request | None:
-        """Who gives way to those that run and grow; None: all of them are in steps that are under way."""
+        """Return the request to preempt so that running ones can grow; None if all of them are in steps in flight."""
         return self.policy.select_victim(self._unprotected()) or self.policy.select_victim(
-            filter(_may_stop, self._running)
+            filter(_is_preemptible, self._running)
         )
 
     def select_victim_below(self, request: Request) -> Request | None:
-        """Who gives way to a request that wants to start, if anybody does."""
-        if request.request_id in self._due:
-            return self.policy.select_victim(r for r in self._unprotected() if r.request_id not in self._due)
+        """Return the request to preempt so that `request` can be admitted; None if there is none."""
+        if request.request_id in self._starved:
+            return self.policy.select_victim(r for r in self._unprotected() if r.request_id not in self._starved)
         if not self.policy.may_displace:
             return None
-        worst = self.policy.select_victim(self._unprotected())
-        return worst if worst is not None and self.policy.rank(worst) > self.policy.rank(request) else None
+        victim = self.policy.select_victim(self._unprotected())
+        return victim if victim is not None and self.policy.rank(victim) > self.policy.rank(request) else None
 
     def check_integrity(self) -> None:
-        """Raises: AssertionError: the policy waits for others than wait here."""
+        """Compare the policy and the lists with each other.
+
+        Raises:
+            AssertionError: they differ.
+        """
         assert {r.request_id for r in self.policy.waiting()} <= self._waiting.keys(), (
             "the policy knows one that is gone"
         )
         assert not {r.request_id for r in self._running} & self._waiting.keys(), "a request runs and waits"
         live = {r.request_id for r in self._running} | self._waiting.keys()
         assert self.requests.keys() == live, "a request is lost"
-        assert self._due.keys() <= live, "one that is gone is due"
+        assert self._starved.keys() <= live, "a request that is gone is starved"
 
     def _unprotected(self) -> Iterator[Request]:
-        return (r for r in self._running if _may_stop(r) and not _is_protected(r))
+        return (r for r in self._running if _is_preemptible(r) and not _is_protected(r))
 
     def _unqueue(self, request: Request) -> None:
         del self._waiting[request.request_id]
-        self._set_back.pop(request.request_id, None)
-        self.policy.leaves(request)
+        self._preempted.pop(request.request_id, None)
+        self.policy.remove(request)
 
 
-def _may_stop(request: Request) -> bool:
-    """Whether no step that is under way writes to its pages."""
+def _is_preemptible(request: Request) -> bool:
+    """Return whether no step in flight writes to the request's pages."""
     return not request.num_in_flight_tokens
 
 

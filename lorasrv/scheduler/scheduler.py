@@ -1,8 +1,9 @@
-"""Every request's life: arrival, steps, end. Ints, tuples and strings in and out; no torch.
+"""Scheduler: the life of every request, from arrival through steps to its end. Ids, tuples and strings only; no
+torch.
 
-Who gets what in the next step is the planner's business (`step_planner`), in which order the lineup's and its policy's
-(`lineup`, `policies`), how much at most the quotas' (`quotas`), until when the deadlines' (`deadlines`). What a request
-holds in the pool is in `request_memory`. Here they are told what happens, and what becomes of each request is said.
+`StepPlanner` decides which requests get how many tokens in the next step, `RequestQueue` and its policy in which order,
+`Quotas` how much at most, `Deadlines` until when. `RequestAllocator` holds what requests have in the pool. The
+scheduler tells them what happens, and emits what happens to each request.
 """
 
 from collections import Counter
@@ -28,48 +29,48 @@ from lorasrv.speculation.checked_drafter import CheckedDrafter
 from sgmv_kernels.formats.adapter_panels import AdapterLayout
 
 WARM_GRACE_S = 30.0
-"""An adapter that was warmed, or that a request was refused for, is spared this long for the request to come."""
+"""An adapter that was warmed, or for which a request was refused, is spared this long for a request to come."""
 RETRY_S = 1.0
-"""The least that a refused client is told to wait."""
+"""Shortest Retry-After of a refused request."""
 
 
 class Scheduler:
-    """Owns every request's state. Mutated by the engine thread only.
+    """Own the state of every request. Mutated by the engine thread only.
 
     Args:
-        books: the pool's accounts.
-        is_on_host: whether an adapter is in host memory, which tells in what tier it was found.
-        drafter: guesses what answers go on with; None: every step says one token of an answer.
+        memory: the pool's accounts.
+        is_on_host: whether an adapter is in host memory, for the tier in which a request found it.
+        drafter: proposes draft tokens; None: every step yields one token of an answer.
     """
 
     def __init__(
         self,
         options: SchedulerOptions,
-        books: MemoryManager,
+        memory: MemoryManager,
         eos_token_ids: frozenset[int],
         is_on_host: Callable[[AdapterKey], bool] = lambda _: False,
         drafter: CheckedDrafter | None = None,
     ) -> None:
         self._options = options
-        self._books = books
-        self._kv, self._adapters, self._adapter_manager = books.kv, books.adapters, books.adapter_manager
+        self._memory = memory
+        self._kv, self._adapters, self._adapter_manager = memory.kv, memory.adapters, memory.adapter_manager
         self._eos = eos_token_ids
         self._is_on_host = is_on_host
-        self._clock = books.clock
+        self._clock = memory.clock
         self.counters = SchedulerCounters()
         self.predictor = LengthPredictor()
-        self.quotas = Quotas(options.adapter_limits, options.key_limits, books, options.max_num_seqs)
-        self.policy = make_policy(options, books.costs, self.predictor, self.quotas)
+        self.quotas = Quotas(options.adapter_limits, options.key_limits, memory, options.max_num_seqs)
+        self.policy = make_policy(options, memory.costs, self.predictor, self.quotas)
         self._queue = RequestQueue(self.policy, options.max_wait_steps, self._may_run)
-        self._deadlines = Deadlines(options.queue_timeout_s, books.costs, self.predictor, books.clock)
-        self._memory = RequestAllocator(books)
-        self._beams = BeamGroups(self._memory, eos_token_ids)
+        self._deadlines = Deadlines(options.queue_timeout_s, memory.costs, self.predictor, memory.clock)
+        self._allocator = RequestAllocator(memory)
+        self._beams = BeamGroups(self._allocator, eos_token_ids)
         self._drafter = drafter or CheckedDrafter(None, vocab_size=0)
         self._planner = StepPlanner(
             options,
-            books,
+            memory,
             self._queue,
-            self._memory,
+            self._allocator,
             self.quotas,
             self.predictor,
             self._beams,
@@ -78,50 +79,51 @@ class Scheduler:
         )
         self._outbox: list[EngineOutput] = []
         self._num_steps = 0
-        self._under_way: dict[int, Sequence[tuple[Request, int]]] = {}
+        self._in_flight: dict[int, Sequence[tuple[Request, int]]] = {}
         self._finished_in_flight: dict[RequestId, Request] = {}
 
     @property
     def num_running(self) -> int:
+        """Return the number of running requests."""
         return len(self._queue.running)
 
     @property
     def num_waiting(self) -> int:
-        """Those that do not run, for whatever reason."""
+        """Return the number of live requests that do not run, for whatever reason."""
         return len(self._queue.waiting)
 
     @property
     def num_waiting_for_adapter(self) -> int:
-        """Of those. Goes through all of them."""
+        """Return how many of the waiting requests wait for their adapter. Walks all of them."""
         return sum(r.status is RequestStatus.WAITING_FOR_ADAPTER for r in self._queue.waiting.values())
 
     @property
-    def num_due(self) -> int:
-        """Times that a request had waited so long that it went before all others."""
-        return self._queue.num_due_total
+    def num_starved(self) -> int:
+        """Return how often a request has waited so long that it went before all others."""
+        return self._queue.num_starved_total
 
     @property
     def has_requests(self) -> bool:
+        """Return whether any request is live."""
         return bool(self._queue.requests)
 
     def requests(self) -> list[Request]:
-        """Those that live, the running ones first. For reading."""
+        """Return the live requests for reading, the running ones first."""
         return [*self._queue.running, *self._queue.waiting.values()]
 
     def tier(self, key: AdapterKey) -> AdapterTier:
-        """Where an adapter is now."""
+        """Return where an adapter is now."""
         if self._adapter_manager.is_resident(key):
             return AdapterTier.RESIDENT
         return AdapterTier.HOST if self._is_on_host(key) else AdapterTier.DISK
 
-    # What happens to requests.
-
+    # Requests.
     def add(self, message: EngineCoreRequest) -> None:
-        """Queue a request that can fit, or refuse it: by a limit, by its deadline, or because its adapter is cold and
-        it would not wait."""
+        """Queue a request that can fit, or refuse it: by a limit, by its deadline, or because its adapter is cold
+        and the request does not wait for it."""
         assert message.request_id not in self._queue.requests, f"request {message.request_id} exists already"
         request = Request(message, arrival_s=self._clock())
-        if self._is_refused(request):
+        if self._refuse_if_unfit(request):
             return
         if message.beams is not None and not self._beams.add(request):
             self._finish(request, RequestStatus.FINISHED_ABORTED)
@@ -131,31 +133,31 @@ class Scheduler:
             assert message.layout is not None, "an adapter's layout is known when its request is admitted"
             self._find_adapter(request, message.adapter_key, message.layout)
 
-    def end(self, request_id: RequestId, status: RequestStatus) -> None:
-        """End a request now, aborted or stopped by its text; nothing happens if it has ended already."""
+    def finish(self, request_id: RequestId, status: RequestStatus) -> None:
+        """Finish a request now, aborted or stopped by its text; do nothing if it has finished already."""
         if (request := self._queue.requests.get(request_id)) is not None:
             self._finish(request, status)
 
     def fail(self, request_id: RequestId, error: str, refusal: Refusal | None = None) -> None:
-        """End a request with an error; nothing happens if it has ended already."""
+        """Finish a request with an error; do nothing if it has finished already."""
         if (request := self._queue.requests.get(request_id)) is not None:
             request.error, request.refusal = error, refusal
             self._finish(request, RequestStatus.FINISHED_ERROR)
 
-    def swap_failed(self, request_id: RequestId) -> None:
-        """Its pages could not be kept in host memory, or not be brought back: they are computed again."""
+    def on_swap_failed(self, request_id: RequestId) -> None:
+        """Note that a request's pages could not be swapped out or in: they are computed again."""
         if (request := self._queue.requests.get(request_id)) is not None:
-            self._memory.discard(request)
+            self._allocator.discard(request)
 
-    def adapter_copied(self, key: AdapterKey) -> None:
-        """A copy that the step's orders asked for has filled its pages."""
+    def on_adapter_copied(self, key: AdapterKey) -> None:
+        """Note that a copy that a step ordered has filled the adapter's pages."""
         self._adapter_manager.on_copied(key)
         for request in self._queue.waiting.values():
             if request.adapter_key == key and request.status is RequestStatus.WAITING_FOR_ADAPTER:
                 self._set_status(request, RequestStatus.WAITING)
 
-    def adapter_failed(self, key: AdapterKey, error: str, refusal: Refusal | None = None) -> None:
-        """A load failed: the requests that wait for it end with the reason, nobody else notices."""
+    def on_adapter_failed(self, key: AdapterKey, error: str, refusal: Refusal | None = None) -> None:
+        """Note that a load or copy failed: the requests that wait for the adapter fail with the reason."""
         self._adapter_manager.on_failed(key)
         for request in [r for r in self._queue.waiting.values() if r.adapter_key == key]:
             self.fail(request.request_id, error, refusal)
@@ -163,25 +165,28 @@ class Scheduler:
     # Steps.
 
     def schedule(self) -> SchedulerOutput:
-        """Choose the next step's tokens and take the pages they need.
+        """Choose the tokens of the next step and take the pages they need.
 
-        Until its results are entered, or it is discarded, the step is under way: its tokens are not chosen again, and
-        its requests keep their pages, even if they end.
+        Until its results are passed to `update_from_output`, or it is discarded, the step is in flight: its tokens are
+        not chosen again, and its requests keep their pages even if they finish.
+
+        Returns:
+            The step; `scheduled` is empty if there is nothing to compute.
         """
         preemptions = self.counters.preemptions
-        self._memory.note_moves()  # of a step that could not be planned to its end
+        self._allocator.record_moves()  # of a step whose planning failed
         self._queue.begin_step()
         self.quotas.begin_step()
         self._adapter_manager.begin_step()
-        self._end_missed()
+        self._finish_missed()
         self._adapter_manager.cancel_unneeded()
         planned = self._planner.plan()
-        for request, why in planned.never:
+        for request, why in planned.unfit:
             self._refuse(request, Refusal.UNFIT, why)
         if not planned.has_preempted:
-            self._books.prefetch_reserved(planned.keep_free + self.num_running)
-        self._memory.note_moves()
-        drafts = self._planner.plan_drafts(planned)  # behind all that takes pages
+            self._memory.prefetch_reserved(planned.keep_free + self.num_running)
+        self._allocator.record_moves()
+        drafts = self._planner.plan_drafts(planned)  # after everything else that takes pages
         counts = planned.budget.counts
         chosen = [r for r in self._queue.running if r.request_id in counts]
         keys = {r.adapter_key for r in chosen if r.adapter_key is not None}
@@ -197,28 +202,28 @@ class Scheduler:
             placements={key: self._adapters.placed(key) for key in keys},
             num_preempted=self.counters.preemptions - preemptions,
             wake_s=self._wake_s(planned),
-            page_ops=self._memory.take_ops(),  # last: what is taken and not done would be lost
+            page_ops=self._allocator.take_ops(),  # last: operations that are taken but not done would be lost
             orders=self._adapter_manager.take_orders(),
             number=self._num_steps,
         )
-        self._under_way[step.number] = in_flight = [(r, counts[r.request_id]) for r in chosen]
+        self._in_flight[step.number] = in_flight = [(r, counts[r.request_id]) for r in chosen]
         for request, count in in_flight:
             request.num_in_flight_tokens += count
         return step
 
     def discard(self, step: SchedulerOutput) -> None:
-        """Forget a step whose results are lost: what it was to compute is chosen again."""
+        """Drop a step whose results are lost: its tokens are chosen again."""
         self._retire(step)
         for share in step.scheduled:
             if share.draft_token_ids and (request := self._queue.requests.get(share.request_id)) is not None:
                 self._kv.truncate(request.request_id, request.num_tokens)
 
     def _retire(self, step: SchedulerOutput) -> None:
-        """Note that a step is not under way any more; requests that have ended meanwhile give back their pages."""
-        for request, count in self._under_way.pop(step.number, ()):
+        """Note that a step is not in flight any more; requests that have finished meanwhile give back their pages."""
+        for request, count in self._in_flight.pop(step.number, ()):
             request.num_in_flight_tokens -= count
             if not request.num_in_flight_tokens and self._finished_in_flight.pop(request.request_id, None) is not None:
-                self._memory.free(request)
+                self._allocator.free(request)
 
     def update_from_output(
         self,
@@ -227,21 +232,28 @@ class Scheduler:
         logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
         prompt_logprobs: Mapping[RequestId, Sequence[TokenLogprobs]] = MappingProxyType({}),
     ) -> list[EngineOutput]:
-        """Append the sampled tokens and end what has ended; a request without its token, or without its prompt's
-        probabilities if it asks for them, has failed.
+        """Append the sampled tokens and finish the requests that are done. A request without its token, or without
+        the prompt logprobs it asks for, fails.
 
         Args:
-            sampled: one token of each share that samples, and one more for each of its first drafts that was right.
+            sampled: one token of each share that samples, and one more for each of its accepted draft tokens.
+            logprobs: of the sampled tokens, for requests that ask for them.
+            prompt_logprobs: of the share's `prompt_rows`.
+        Returns:
+            The outputs since the last call, in order.
         """
         self._retire(step)
         for share in step.scheduled:
             request = self._queue.requests.get(share.request_id)
             if request is None:
-                continue  # it has ended while the step was under way
+                continue  # it has finished while the step was in flight
             no_token = share.samples and share.request_id not in sampled
             if no_token or (share.prompt_rows and share.request_id not in prompt_logprobs):
                 self._count_computed(request, share, int(share.samples))
-                self.fail(request.request_id, "the model's values are no numbers; the adapter's weights are too large")
+                self.fail(
+                    request.request_id,
+                    "the model computed NaN or infinity for this request; its adapter's weights are too large",
+                )
                 continue
             if share.prompt_rows:
                 request.prompt_logprobs += prompt_logprobs[share.request_id]
@@ -252,65 +264,69 @@ class Scheduler:
             self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
             if share.samples:
                 self._beams.offer(request, logprobs[share.request_id][0].top)
-        self.counters.generated_tokens += self._beams.advance(self._take_answer)
+        self.counters.generated_tokens += self._beams.advance(self._finish_beam)
         return self.take_outputs()
 
     def take_outputs(self) -> list[EngineOutput]:
-        """Everything that happened since the last call, in order."""
+        """Return the outputs since the last call, in order."""
         outputs, self._outbox = self._outbox, []
         return outputs
 
     def check_integrity(self) -> None:
-        """Pages, pins and accounts add up with the requests that hold them. Raises: AssertionError: they do not."""
-        self._books.check_integrity()
+        """Compare pages, pins and accounts with the requests that hold them.
+
+        Raises:
+            AssertionError: they differ.
+        """
+        self._memory.check_integrity()
         self._queue.check_integrity()
         running, waiting = self._queue.running, list(self._queue.waiting.values())
         self.quotas.check_integrity(running, waiting)
         holders = (*running, *self._finished_in_flight.values())
         pins = Counter(r.adapter_key for r in holders if r.adapter_key is not None)
         assert self._adapters.pins() == pins, "adapter pins differ from the running requests"
-        wanted = Counter(r.adapter_key for r in self._queue.requests.values() if r.adapter_key is not None)
-        assert self._adapter_manager.requests() == wanted, "wanted adapters differ from the requests"
+        needed = Counter(r.adapter_key for r in self._queue.requests.values() if r.adapter_key is not None)
+        assert self._adapter_manager.requests() == needed, "wanted adapters differ from the requests"
         swapped = {r.request_id: r.num_swapped_pages for r in waiting if r.num_swapped_pages}
-        assert dict(self._books.swap.holders()) == swapped, "swapped pages differ from the waiting requests"
+        assert dict(self._memory.swap.holders()) == swapped, "swapped pages differ from the waiting requests"
         self._beams.check_integrity(self._queue.requests)
         loading = [r.adapter_key for r in waiting if r.status is RequestStatus.WAITING_FOR_ADAPTER]
-        are_missing = all(key and not self._adapter_manager.is_resident(key) for key in loading)
-        assert are_missing, "an adapter waited for is resident"
+        all_missing = all(key and not self._adapter_manager.is_resident(key) for key in loading)
+        assert all_missing, "an adapter waited for is resident"
         tables = self._kv.holders()
         assert tables.keys() == {r.request_id for r in holders}, "tables differ from the running requests"
-        settled = [r for r in running if not r.num_in_flight_tokens]
-        limits = {r.request_id: self._kv.pages_for(r.num_tokens) for r in settled}
+        not_in_flight = [r for r in running if not r.num_in_flight_tokens]
+        limits = {r.request_id: self._kv.pages_for(r.num_tokens) for r in not_in_flight}
         assert all(len(tables[rid]) <= pages for rid, pages in limits.items()), "a request has pages for no token"
         in_flight = Counter[RequestId]()
-        for request, count in (pair for pairs in self._under_way.values() for pair in pairs):
+        for request, count in (pair for pairs in self._in_flight.values() for pair in pairs):
             in_flight[request.request_id] += count
         held = {r.request_id: r.num_in_flight_tokens for r in holders}
-        assert in_flight == +Counter(held), "tokens in flight differ from the steps that are under way"
+        assert in_flight == +Counter(held), "tokens in flight differ from the steps in flight"
 
-    def _count_computed(self, request: Request, share: ScheduledRequest, num_said: int) -> None:
-        """Count what a step has computed for a request: its known tokens, and those draft tokens that it has said. What
-        is computed a second time, after a preemption, is nobody's service."""
-        computed = share.num_known_tokens + max(0, num_said - 1)
+    def _count_computed(self, request: Request, share: ScheduledRequest, num_new: int) -> None:
+        """Count what a step has computed for a request: its known tokens and the accepted draft tokens. Tokens
+        computed again after a preemption are not charged again."""
+        computed = share.num_known_tokens + max(0, num_new - 1)
         request.num_computed_tokens += computed
-        end = share.start + computed
-        fresh = end - max(share.start, request.num_charged_tokens)
+        finish = share.start + computed
+        fresh = finish - max(share.start, request.num_charged_tokens)
         if fresh > 0:
-            request.num_charged_tokens = end
+            request.num_charged_tokens = finish
             self.quotas.charge(request, fresh)
-            self.policy.served(request, fresh - num_said, num_said)
+            self.policy.on_computed(request, fresh - num_new, num_new)
 
     def _wake_s(self, planned: StepPlan) -> float | None:
-        """When there is something to do though nothing happens."""
-        refused = self._clock() if planned.never else None  # what stood behind them may start
+        """Return when the next step is needed even if nothing happens."""
+        refused = self._clock() if planned.unfit else None  # requests behind them may be admitted
         times = (self._deadlines.next_s(), planned.wake_s, refused)
         return min((t for t in times if t is not None), default=None)
 
     # Refusals.
 
-    def _is_refused(self, request: Request) -> bool:
-        """Whether a new request is refused before it waits at all."""
-        if (why := self.quotas.why_never(request)) is not None:
+    def _refuse_if_unfit(self, request: Request) -> bool:
+        """Refuse a new request if it must be; return whether it was."""
+        if (why := self.quotas.why_unfit(request)) is not None:
             self._refuse(request, Refusal.UNFIT, why)
         elif (why := self.quotas.why_not_queue(request)) is not None:
             answer_s = self._deadlines.answer_s(self._queue.running)
@@ -326,7 +342,7 @@ class Scheduler:
         num_ahead = self.policy.num_ahead(request)
         return self._deadlines.ahead_s(self._queue.running, num_ahead, self._options.max_num_seqs)
 
-    def _end_missed(self) -> None:
+    def _finish_missed(self) -> None:
         for request, why in self._deadlines.take_missed():
             request.error, request.refusal = why, Refusal.TIMEOUT
             self._finish(request, RequestStatus.FINISHED_TIMEOUT)
@@ -346,61 +362,61 @@ class Scheduler:
         message = request.message
         request.tier = self.tier(key)
         if message.found is AdapterTier.DISK and request.tier is AdapterTier.HOST:
-            request.tier = AdapterTier.DISK  # this request's own prefetch has brought it to the host
+            request.tier = AdapterTier.DISK  # this request's own prefetch has loaded it to the host
         self._adapter_manager.add_request(key)
         if request.tier is AdapterTier.RESIDENT:
             return
         if message.on_cold is OnCold.WAIT:
             self._set_status(request, RequestStatus.WAITING_FOR_ADAPTER)
         else:
-            self._answer_cold(request, key, layout)
+            self._handle_cold_adapter(request, key, layout)
 
-    def _answer_cold(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
-        """The adapter is brought in all the same, if there is room, so that the next request finds it."""
+    def _handle_cold_adapter(self, request: Request, key: AdapterKey, layout: AdapterLayout) -> None:
+        """Load the adapter for later requests if there is room; continue on the base model, or refuse."""
         self._adapter_manager.reserve(key, layout, self._clock() + WARM_GRACE_S)
         if request.message.on_cold is OnCold.FALLBACK_BASE:
             self._adapter_manager.remove_request(key)
             request.adapter_key, request.fell_back = None, True
             return
         on_host = request.tier is AdapterTier.HOST
-        seconds, why = self._books.estimate_ready_s(key, layout, on_host=on_host, keep_free=self.num_running)
+        seconds, why = self._memory.estimate_ready_s(key, layout, on_host=on_host, keep_free=self.num_running)
         request.error, request.refusal = f"the adapter is not in the pool ({request.tier}); {why}", Refusal.COLD
         request.retry_after_s = seconds
         self._finish(request, RequestStatus.FINISHED_REFUSED)
 
     def _may_run(self, request: Request) -> bool:
-        return not self._beams.is_held(request) and self.quotas.may_run(request)
+        return not self._beams.must_wait(request) and self.quotas.may_run(request)
 
     # Ends.
 
     def _append(
         self, request: Request, share: ScheduledRequest, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
     ) -> None:
-        """Take what a step says of an answer, up to the token that ends it."""
-        status, num_said = None, 0
+        """Append the new tokens of an answer, up to the token that ends it."""
+        status, num_new = None, 0
         for token in tokens:
             request.token_ids.append(token)
-            num_said += 1
+            num_new += 1
             if request.constraint_state is not None:
                 request.constraint_state.advance(token)
             status = self._status_after(request, token)
             if status is not None:
                 break
-        self.counters.generated_tokens += num_said
-        self._count_computed(request, share, num_said)
+        self.counters.generated_tokens += num_new
+        self._count_computed(request, share, num_new)
         self._kv.cache_full_pages(request.request_id, request.token_ids, request.num_computed_tokens)
         if share.draft_token_ids:
-            self._memory.truncate_drafts(request)
-        said = tuple(tokens[:num_said])
+            self._allocator.truncate_drafts(request)
+        new_tokens = tuple(tokens[:num_new])
         if self._drafter.is_active:
-            self._drafter.observe(request, said)
+            self._drafter.observe(request, new_tokens)
         if status is None:
-            self._emit(request, said, tuple(logprobs[:num_said]))
+            self._emit(request, new_tokens, tuple(logprobs[:num_new]))
         else:
-            self._finish(request, status, said, logprobs[:num_said])
+            self._finish(request, status, new_tokens, logprobs[:num_new])
 
-    def _take_answer(self, request: Request, answer: Hypothesis) -> None:
-        """Of a beam search that is over."""
+    def _finish_beam(self, request: Request, answer: Hypothesis) -> None:
+        """Finish a request with its answer of a beam search."""
         request.token_ids[request.num_prompt_tokens :] = answer.token_ids
         status = self._status_after(request, answer.token_ids[-1])
         self._finish(request, status or RequestStatus.FINISHED_LENGTH, answer.token_ids)
@@ -429,36 +445,36 @@ class Scheduler:
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         if request.status.is_finished:
-            return  # with another beam of its group
+            return  # it has finished with another beam of its group
         if request.request_id in self._queue.requests:
-            self._let_go(request)
+            self._release(request)
         self._set_status(request, status)
         reason = request.finish_reason
         assert reason is not None
         self.counters.finished[reason] = self.counters.finished.get(reason, 0) + 1
         self._emit(request, tuple(new_tokens), tuple(logprobs))
-        for other in self._beams.ended(request) if request.message.beams is not None else ():
+        for other in self._beams.remove(request) if request.message.beams is not None else ():
             other.error, other.refusal, other.retry_after_s = request.error, request.refusal, request.retry_after_s
             self._finish(other, status)
         self._drafter.forget(request)
-        request.constraint_state = None  # may be large, and a deadline remembers the request
+        request.constraint_state = None  # may be large, and `Deadlines` keeps the request for a while
 
     def _set_status(self, request: Request, status: RequestStatus) -> None:
-        """Move a request on in its life, and tell those that keep account of it; no status changes elsewhere.
+        """Change a request's status and tell every account of it; no status changes elsewhere.
 
-        Pages and pins are the caller's business: taken before the request runs, given back before it stops.
+        The caller takes pages and pins before a request runs and gives them back before it stops.
         """
         was, request.status = request.status, status
-        if not request.number:  # one that is refused on arrival was never known
+        if not request.number:  # a request that is refused on arrival was never added
             if status is RequestStatus.WAITING:
-                self._queue.arrives(request)
-                self.quotas.arrives(request)
+                self._queue.add(request)
+                self.quotas.add(request)
                 self._deadlines.watch(request)
         elif status is RequestStatus.RUNNING:
-            self._beams.starts(request)
-            self.quotas.starts(request)
-            self._queue.starts(request)
-            self.predictor.starts(request)
+            self._beams.on_admitted(request)
+            self.quotas.admit(request)
+            self._queue.admit(request)
+            self.predictor.on_admitted(request)
             if request.scheduled_s is None:
                 request.scheduled_s = self._clock()
                 self.counters.prompt_tokens += request.num_prompt_tokens
@@ -467,27 +483,27 @@ class Scheduler:
             request.num_preemptions += 1
             self.counters.preemptions += 1
             self.counters.swaps += request.num_swapped_pages > 0
-            self.quotas.stops(request)
-            self._queue.stops(request)
+            self.quotas.preempt(request)
+            self._queue.preempt(request)
         elif status is RequestStatus.WAITING_FOR_ADAPTER:
-            request.load_begins(self._clock())
+            request.on_load_started(self._clock())
         elif status is RequestStatus.WAITING:
-            request.load_ends(self._clock())
+            request.on_load_finished(self._clock())
         else:
             if was is RequestStatus.RUNNING:
-                self.quotas.stops(request)
-            self.quotas.leaves(request)
-            self._queue.ends(request)
+                self.quotas.preempt(request)
+            self.quotas.remove(request)
+            self._queue.finish(request)
             if status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH):
-                self.predictor.ended(request, was_cut=status is RequestStatus.FINISHED_LENGTH)
+                self.predictor.on_finished(request, was_cut=status is RequestStatus.FINISHED_LENGTH)
 
-    def _let_go(self, request: Request) -> None:
+    def _release(self, request: Request) -> None:
         """Give back what a live request holds."""
         if request.num_in_flight_tokens:
             self._finished_in_flight[request.request_id] = request
         elif request.status is RequestStatus.RUNNING:
-            self._memory.free(request)
-        self._memory.drop_swap(request)
+            self._allocator.free(request)
+        self._allocator.drop_swap(request)
         if request.adapter_key is not None:
             self._adapter_manager.remove_request(request.adapter_key)
 

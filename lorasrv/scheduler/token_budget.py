@@ -1,9 +1,8 @@
-"""A step in the making: how many tokens it may still have, and of whom.
+"""Token budget: how many tokens a step may still compute, and of which requests.
 
-Running answers take a token each, whatever else there is; prompts share what is left, at most one chunk a step. A
-chunk is as long as the target for the time between tokens allows, by the learnt cost of a step (SplitFuse, Holmes et
-al. 2024, with the size learnt instead of set). With no answer running there is nobody to delay, and a chunk is the
-whole budget.
+Running answers take one token each, whatever else there is; prompts share the rest, at most one chunk a step. A chunk
+is as long as the target for the time between tokens allows, by the learned cost of a step (SplitFuse, Holmes et al.
+2024, with the size learned instead of set). Without a running answer to delay, the chunk is the whole budget.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,25 +14,31 @@ from lorasrv.outputs import RequestId
 from lorasrv.request import Request
 
 MIN_CHUNK = 16
-"""Tokens of prompts that every step may have: else a target that is never met would stop them for ever."""
+"""Prompt tokens that every step may have: else a target that is never met would stop prompts for ever."""
 MAX_PROMPT_ROWS = 128
-"""Rows of prompts whose logits a step computes at most, for those who ask how likely their prompt is: a row takes 4
-bytes for each token of the vocabulary."""
+"""Most prompt rows whose logits a step computes, for requests with `prompt_logprobs`: a row takes 4 bytes for each
+token of the vocabulary."""
 
 
 @dataclass(slots=True)
 class TokenBudget:
-    """`tokens` left for all, `seats` left, `chunk` left for prompts, `reserved`: answers that are to have a token,
-    `prompt_rows` that may still have logits, `logit_rows`: those of the whole step. Of the chunk, prompts may have
-    `late_tokens` though they are beyond the target."""
+    """Count what is left of a step."""
 
+    # Tokens left for all requests.
     tokens: int
-    seats: int
+    # Request slots left, of `max_num_seqs`.
+    request_slots: int
+    # Tokens left for prompts.
     chunk: int
+    # Decoding requests that are still to get their token.
     reserved: set[RequestId]
+    # Tokens given so far.
     counts: dict[RequestId, int] = field(default_factory=dict)
+    # Prompt rows that may still have logits.
     prompt_rows: int = MAX_PROMPT_ROWS
+    # Logit rows of the whole step.
     logit_rows: int = 0
+    # Part of the chunk that is beyond the target.
     late_tokens: int = 0
 
     @classmethod
@@ -44,18 +49,24 @@ class TokenBudget:
         running: Sequence[Request],
         target_s: float | None,
         costs: StepCosts,
-        seats_ahead: int = 0,
+        slots_ahead: int = 0,
     ) -> "TokenBudget":
-        """Of a step in which these run, behind so many others."""
-        answering = [request for request in running if is_decoding(request)][: max(0, max_seqs - seats_ahead)]
-        chunk, late = max_tokens - len(answering), 0
+        """Return the budget of a step.
+
+        Args:
+            running: running requests, by seniority.
+            target_s: target for the time between tokens; None sets no target.
+            slots_ahead: request slots that others than the running requests may take first.
+        """
+        answering = [request for request in running if is_decoding(request)][: max(0, max_seqs - slots_ahead)]
+        chunk, num_late = max_tokens - len(answering), 0
         if target_s is not None and answering:
             left_s = target_s - costs.seconds(_shape(answering, running))
             in_time = max(0, int(left_s / max(costs.token_s, 1e-9)))
             chunk = min(chunk, max(MIN_CHUNK, in_time))
-            late = max(0, chunk - in_time)
+            num_late = max(0, chunk - in_time)
         reserved = {request.request_id for request in answering}
-        return cls(max_tokens, max_seqs, chunk, reserved, logit_rows=max_seqs, late_tokens=late)
+        return cls(max_tokens, max_seqs, chunk, reserved, logit_rows=max_seqs, late_tokens=num_late)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -65,15 +76,15 @@ class TokenBudget:
         return max(0, min(self.tokens, self.chunk - self.late_tokens, rows))
 
     def may_take(self, request: Request) -> bool:
-        """Whether there is a seat, and a token."""
-        return self.seats > 0 and self._most(request) > 0
+        """Return whether a request slot and a token are left for the request."""
+        return self.request_slots > 0 and self._most(request) > 0
 
     def lacks_rows(self, request: Request) -> bool:
-        """Whether all that it lacks are logits for its prompt: nobody behind it waits for these."""
+        """Return whether the request lacks prompt rows only; requests behind it need not wait for these."""
         return not self.prompt_rows and request.num_reusable_tokens < request.num_tokens
 
     def take(self, request: Request, share: int = 1) -> None:
-        """Give a request its tokens, of a prompt at most one `share`th of what is left of the chunk."""
+        """Give a request its tokens; of a prompt at most one `share`th of what is left of the chunk."""
         count = self._most(request)
         self.reserved.discard(request.request_id)
         if not is_decoding(request):
@@ -81,11 +92,11 @@ class TokenBudget:
             self.chunk -= count
             self.prompt_rows -= len(_prompt_rows(request, count))
         self.tokens -= count
-        self.seats -= 1
+        self.request_slots -= 1
         self.counts[request.request_id] = count
 
     def take_more(self, request: Request) -> None:
-        """Give a request that has its seat what is left of the chunk."""
+        """Give a request that has its slot what is left of the chunk."""
         had = self.counts[request.request_id]
         more = min(num_unscheduled_tokens(request) - had, self.chunk, self.tokens - len(self.reserved))
         if more <= 0:
@@ -98,12 +109,12 @@ class TokenBudget:
             self.counts[request.request_id] = had + more
 
     def give_back(self, request: Request) -> None:
-        """A request that had its share has lost its pages."""
+        """Take back the tokens of a request that was preempted."""
         count = self.counts.pop(request.request_id, 0)
         if count:
             self.tokens += count
-            self.seats += 1
-            # Its prompt rows are gone for this step: which they were cannot be told any more.
+            self.request_slots += 1
+            # Its prompt rows stay spent in this step: which they were is not known any more.
 
     def _most(self, request: Request) -> int:
         if is_decoding(request):
@@ -112,28 +123,28 @@ class TokenBudget:
         return self._with_rows(request, count, self.prompt_rows)
 
     def _with_rows(self, request: Request, count: int, left: int) -> int:
-        """So many tokens, or fewer: those whose prompt rows are not more than are left."""
+        """Return at most `count` tokens, so few that their prompt rows do not exceed `left`."""
         rows = _prompt_rows(request, count)
         return count if len(rows) <= left else rows.start + left - request.num_scheduled_tokens
 
 
 def _prompt_rows(request: Request, count: int) -> range:
-    """Those of its next tokens whose logits are asked for."""
+    """Return the next tokens of the request whose logits it asks for."""
     return request.prompt_rows(request.num_scheduled_tokens, request.num_scheduled_tokens + count)
 
 
 def num_uncomputed_tokens(request: Request) -> int:
-    """Known tokens that are not computed."""
+    """Return the number of known tokens that are not computed."""
     return request.num_tokens - request.num_computed_tokens
 
 
 def num_unscheduled_tokens(request: Request) -> int:
-    """Return how many known tokens are neither computed nor in a step that is under way."""
+    """Return the number of known tokens that are neither computed nor in a step in flight."""
     return request.num_tokens - request.num_scheduled_tokens
 
 
 def is_decoding(request: Request) -> bool:
-    """Whether it computes its newest token only: its prompt is done."""
+    """Return whether only the newest token is to be computed: the prompt is done."""
     return num_unscheduled_tokens(request) == 1 and request.num_generated_tokens > 0
 
 

@@ -1,1 +1,1 @@
-"""Drafters: they propose the next tokens of an answer, which a step verifies. Torch-free."""
+"""Propose draft tokens, which a step verifies. Torch-free."""

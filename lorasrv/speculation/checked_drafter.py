@@ -1,4 +1,4 @@
-"""A drafter as the scheduler sees it: what it proposes is cut to what a step can take, and it cannot harm a request."""
+"""Checked drafter: cut a drafter's proposals to what a step can take, and isolate requests from its errors."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -8,15 +8,15 @@ from lorasrv.speculation.drafter import DraftAsk, Drafter
 
 _LOG = logging.getLogger(__name__)
 MAX_DRAFT_TOKENS = 16
-"""Draft tokens of a request in one step at most."""
+"""Most draft tokens of a request in one step."""
 
 
 class CheckedDrafter:
-    """Asks a drafter for as long as nothing goes wrong in it; after that there are no drafts.
+    """Call a drafter until it raises; after that there are no drafts.
 
     Args:
         drafter: None proposes nothing.
-        vocab_size: ids from there on are no tokens.
+        vocab_size: valid token ids are below it.
     """
 
     def __init__(self, drafter: Drafter | None, vocab_size: int) -> None:
@@ -25,11 +25,11 @@ class CheckedDrafter:
 
     @property
     def is_active(self) -> bool:
-        """Whether drafts are to be expected."""
+        """Return whether drafts can be expected."""
         return self._drafter is not None
 
     def propose(self, asks: Sequence[DraftAsk]) -> list[tuple[int, ...]]:
-        """Return the draft tokens for each ask: at most as many as it wants, up to the first that is no token."""
+        """Return the draft tokens of each request: at most as many as it may have, up to the first invalid id."""
         proposed: list[tuple[int, ...]] = [()] * len(asks)
         if self._drafter is None or not asks:
             return proposed
@@ -41,12 +41,12 @@ class CheckedDrafter:
             return proposed
 
     def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
-        """Tell the drafter what a request was answered."""
+        """Tell the drafter a request's new tokens."""
         if self._drafter is not None:
             self._tell("observe", lambda drafter: drafter.observe(request, new_token_ids))
 
     def forget(self, request: Request) -> None:
-        """Tell the drafter that a request has ended."""
+        """Tell the drafter that a request has finished."""
         if self._drafter is not None:
             self._tell("forget", lambda drafter: drafter.forget(request))
 

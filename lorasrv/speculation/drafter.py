@@ -1,7 +1,7 @@
-"""The interface of a drafter: something that guesses what answers go on with.
+"""Drafter interface: propose tokens that may continue an answer.
 
-A guess costs time when it is wrong and never a wrong token: each draft token is compared with the one that the model
-says there (`lorasrv.sampling.draft_verification`).
+A wrong draft costs time and never a wrong token: each draft token is compared with the one that the model samples there
+(`lorasrv.sampling.draft_verification`).
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from lorasrv.request import Request
 
 @dataclass(frozen=True, slots=True)
 class DraftAsk:
-    """A request whose answer is to be guessed."""
+    """Ask for a draft of one request."""
 
     # The scheduler's own: for reading, within the call only.
     request: Request
@@ -23,20 +23,20 @@ class DraftAsk:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A guess of the tokens that follow a request's known ones."""
+    """Propose the tokens that follow a request's known ones."""
 
     # A chain: each token follows the one before it. Empty where there is nothing to guess from.
     token_ids: tuple[int, ...] = ()
 
 
 class Drafter(Protocol):
-    """Guesses tokens. Called by the engine's thread only, between two steps."""
+    """Propose draft tokens. Called by the engine thread only, between two steps."""
 
     def propose(self, asks: Sequence[DraftAsk]) -> Sequence[Draft]:
-        """Return a draft for each ask, in their order."""
+        """Return a draft for each ask, in order."""
 
     def observe(self, request: Request, new_token_ids: Sequence[int]) -> None:
-        """Learn what a request was answered, drafted or not; its `token_ids` end with these tokens."""
+        """Learn a request's new tokens, drafted or not; its `token_ids` end with them."""
 
     def forget(self, request: Request) -> None:
-        """Drop what is kept of a request, which has ended."""
+        """Drop the state of a finished request."""

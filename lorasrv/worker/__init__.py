@@ -1,1 +1,1 @@
-"""The device side: weights, decoder, batch tensors, the pool's bytes, CUDA graphs, adapter loading."""
+"""Compute on the device: weights, decoder, batch tensors, the pool's bytes, CUDA graphs, adapter loading."""

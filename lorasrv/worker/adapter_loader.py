@@ -128,9 +128,9 @@ class _Load:
 
 
 class ThreadedLoader:
-    """Work in threads; call `on_ready` (from them) whenever a report can be polled.
+    """Load and copy in threads; call `on_ready` from them whenever a report can be polled.
 
-    `prefetch` may be called from any thread; everything else but the work itself belongs to the engine's.
+    `prefetch` may be called from any thread, everything else from the engine's only.
     """
 
     def __init__(self, source: HostAdapterStore, write: WriteAdapter, on_ready: Callable[[], None]) -> None:
@@ -283,6 +283,6 @@ def _reported(key: AdapterKey, work: Callable[[], LoaderReport]) -> LoaderReport
         _LOG.exception("reading adapter %s failed", key)
         return LoaderReport(key, Done.FAILED, error=f"reading the adapter failed: {error.strerror}", reason="disk")
     except Exception:
-        # A bad adapter must not take a loader thread and every later load with it; the log has the trace.
+        # A bad adapter must not end a loader thread and every later load with it; the log has the trace.
         _LOG.exception("loading adapter %s failed", key)
         return LoaderReport(key, Done.FAILED, error="loading the adapter failed; the server's log says why")

@@ -1,4 +1,5 @@
-"""PEFT's matrices -> panels in host memory, once for each adapter and layout: what the pool's pages are filled from."""
+"""Adapter packing: PEFT's matrices to panels in host memory, once per adapter and layout, ready to be copied to
+pages."""
 
 import math
 from dataclasses import dataclass
@@ -21,21 +22,23 @@ Panels = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class PackedAdapter:
-    """An adapter ready to be copied into the pool: `data` [layers, layer_bytes] uint8 in the layout's packed order."""
+    """Hold an adapter ready to be copied into the pool."""
 
     layout: AdapterLayout
+    # uint8 [layers, layer_bytes], in the layout's packed order.
     data: Tensor
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of `data`."""
         return self.data.nbytes
 
 
 def pack_adapter(spec: ModelSpec, layout: AdapterLayout, weights: AdapterWeights, dtype: torch.dtype) -> PackedAdapter:
-    """Lay an adapter's panels end to end, layer by layer, weights rounded to `dtype`.
+    """Pack an adapter's panels end to end, layer by layer, weights rounded to `dtype`.
 
-    In NumPy, whose calls cost a fraction of torch's: while a loader thread is between two copies, the engine waits for
-    the interpreter.
+    In NumPy, whose calls cost a fraction of torch's: between two copies of a loader thread the engine waits for the
+    interpreter.
     """
     data = np.zeros((layout.num_layers, layout.layer_bytes), dtype=np.uint8)
     for layer in range(layout.num_layers):
@@ -62,7 +65,7 @@ def _pack_site(
 
 
 def _write_panels(row: Bytes, offsets: list[int], panels: Panels, first: int, matrix: Array) -> None:
-    """Put the rows of a matrix into those panels' rows that begin at `first`."""
+    """Copy a matrix to the panels' rows that begin at `first`."""
     start = 0
     for index, count in panels:
         begin, end = max(first, start), min(first + len(matrix), start + count)
@@ -73,12 +76,12 @@ def _write_panels(row: Bytes, offsets: list[int], panels: Panels, first: int, ma
 
 
 def _target(row: Bytes, offset: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-    """Bytes of a packed row seen as numbers."""
+    """View bytes of a packed row as numbers."""
     return row[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
 
 
 def _converted(array: Array, dtype: torch.dtype) -> Array:
-    """A stored matrix in the adapter dtype; bf16 is its bits in uint16, here and there."""
+    """Convert a stored matrix to the adapter dtype; bf16 is its bits in uint16, stored and converted alike."""
     is_bf16 = array.dtype == np.uint16
     if is_bf16 and dtype == torch.bfloat16:
         return array

@@ -1,4 +1,4 @@
-"""Store and host cache behind one door: an adapter's layout, and its packed weights from the nearest tier."""
+"""Host adapter store: an adapter's layout, and its packed weights from the host cache or the store."""
 
 import threading
 from collections.abc import Callable
@@ -17,11 +17,11 @@ from sgmv_kernels.formats.adapter_panels import LAYOUT_VERSION, AdapterLayout
 
 NUM_CACHED_LAYOUTS = 1024
 NUM_KINDS = 64
-"""Layouts that differ. Thousands of adapters have the same ranks: they share one, which is tens of KB."""
+"""Most distinct layouts kept. Thousands of adapters have the same ranks: they share one of tens of KB."""
 
 
 class HostAdapterStore:
-    """Called from loader threads, the engine's and the event loop's workers at once."""
+    """Read adapters. Called from loader threads, the engine's and the event loop's workers at once."""
 
     def __init__(
         self, store: AdapterStore, host_cache: HostCache[PackedAdapter], spec: ModelSpec, dtype: torch.dtype
@@ -36,18 +36,27 @@ class HostAdapterStore:
 
     @property
     def max_host_bytes(self) -> int:
+        """Return the size of the host cache."""
         return self._host_cache.max_bytes
 
     def host_stats(self) -> HostCacheStats:
+        """Return the host cache's statistics."""
         return self._host_cache.stats()
 
     def hold(self, key: AdapterKey) -> ContentHold:
-        """Keep an adapter in the store while the returned object lives. Raises: AdapterNotFound, AdapterCorrupt."""
+        """Keep an adapter in the store while the returned object lives.
+
+        Raises:
+            AdapterNotFound, AdapterCorrupt: it cannot be held.
+        """
         return self._store.hold(key)
 
     def layout(self, key: AdapterKey) -> AdapterLayout:
-        """How an adapter lies in pages; known from its ranks, without reading its weights. At first it may wait for a
-        disk. Raises: AdapterError."""
+        """Return how an adapter lies in pages, from its ranks. The first call may read the disk.
+
+        Raises:
+            AdapterError: the adapter is not in the store any more, or damaged.
+        """
         with self._lock:
             known = self._layouts.get(key)
         if known is None:
@@ -57,22 +66,22 @@ class HostAdapterStore:
         return known
 
     def knows_layout(self, key: AdapterKey) -> bool:
-        """Whether `layout` waits for no disk."""
+        """Return whether `layout` needs no disk read."""
         with self._lock:
             return key in self._layouts
 
     def is_on_host(self, key: AdapterKey) -> bool:
-        """Whether the packed adapter is in host memory; never waits for a disk."""
+        """Return whether the packed adapter is in host memory; never reads the disk."""
         return self._cache_key(key) in self._host_cache
 
     def fetch_pinned(
         self, key: AdapterKey, should_stop: Callable[[], bool] = lambda: False
     ) -> tuple[PackedAdapter, bool]:
-        """The packed adapter, kept in host memory until `unpin`, and whether it had to be read from disk.
+        """Return the packed adapter, kept in host memory until `unpin`, and whether it was read from disk.
 
         Raises:
             AdapterError: it is not in the store any more, or damaged.
-            LoadCancelled: `should_stop` said so.
+            LoadCancelled: `should_stop` returned True.
             OSError: the disk failed.
         """
         cached = self._host_cache.get_pinned(self._cache_key(key))

@@ -1,9 +1,9 @@
-"""Steps of single tokens as CUDA graphs: one replay instead of a thousand launches.
+"""CUDA graphs: steps of single tokens as one replay instead of a thousand launches.
 
-A graph is captured when its bucket is first met, after that step has been computed without one. Buckets: rows, parts
-of keys, rank; rank 0 is a graph without adapters, whose steps pay nothing for them. Rows that fill a bucket up are base
-rows of one token that write to a page which nobody owns (`DevicePool.scratch_page`). A step that fits no bucket is
-computed without a graph. NOT MEASURED: no GPU was at hand.
+A graph is captured when its bucket is first needed, after that step has been computed without one. Buckets: rows, parts
+of keys, rank; rank 0 is a graph without adapters, whose steps pay nothing for them. Rows that pad a bucket are base
+rows of one token that write to the scratch page (`DevicePool.scratch_page`). A step that fits no bucket is computed
+without a graph. NOT MEASURED: no GPU was at hand.
 
 Source: graphs by bucket of rows, vLLM; separate graphs without adapters, SGLang.
 """
@@ -30,19 +30,19 @@ from sgmv_kernels.triton_ops.graph_plans import PlanDims, StaticCapacity, Static
 SMALL_BUCKETS = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 BUCKET_STEP = 32
 PARTS = (1, 4, 16, 64)
-"""Pieces of keys a row, on average."""
+"""Parts of keys per row, on average."""
 MAX_ITEMS = 2048
-"""Most pieces of keys of a graph: each has a partial result of some 64 KiB."""
+"""Most parts of keys in a graph: each has a partial result of some 64 KiB."""
 RANKS = (0, 16, 32, 64, 128, 256)
 MAX_GRAPHS = 96
 MAX_CONTEXT = 16384
-"""Longer ones have no graph: page tables are copied at their full capacity every step."""
+"""Longest context with graphs: page tables are copied at their full capacity every step."""
 logger = logging.getLogger(__name__)
 Forward = Callable[[ForwardBatch], Tensor]
 
 
 class Recorded(Protocol):
-    """A captured computation. `output` is what it leaves its result in, overwritten by the next `replay`."""
+    """Replay a captured computation. `output` holds its result until the next `replay`."""
 
     @property
     def output(self) -> Tensor: ...
@@ -51,11 +51,11 @@ class Recorded(Protocol):
 
 
 class CudaGraph:
-    """A CUDA graph of a computation that has run before; memory from a pool that all of them share."""
+    """Capture a computation that has run before; its memory comes from a pool that all graphs share."""
 
     def __init__(self, compute: Callable[[], Tensor], pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads may allocate and copy meanwhile: only this one's calls are bound by the rules of a capture.
+        # Other threads may allocate and copy meanwhile: the rules of a capture bind this thread's calls only.
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
             self.output = compute()
 
@@ -64,13 +64,13 @@ class CudaGraph:
 
 
 def cuda_recorder() -> Callable[[Callable[[], Tensor]], Recorded]:
-    """Captures with one pool of memory."""
+    """Return a function that captures computations with one pool of memory."""
     pool = torch.cuda.graph_pool_handle()
     return lambda compute: CudaGraph(compute, pool)
 
 
 def buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of rows that have graphs; the last holds the largest step."""
+    """Return the numbers of rows that have graphs; the last one holds the largest step."""
     large = range(SMALL_BUCKETS[-1] + BUCKET_STEP, max_num_seqs + BUCKET_STEP, BUCKET_STEP)
     every = (*SMALL_BUCKETS, *large)
     return every[: next(i for i, rows in enumerate(every) if rows >= max_num_seqs) + 1]
@@ -83,7 +83,7 @@ class _Held:
 
 
 class GraphedSteps:
-    """Computes the steps that have graphs. For the engine's thread."""
+    """Compute the steps that have graphs. For the engine thread."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class GraphedSteps:
         limits: DecoderLimits,
         record: Callable[[Callable[[], Tensor]], Recorded],
     ) -> None:
-        assert memory.scratch_page is not None, "padding rows need a page that nobody owns"
+        assert memory.scratch_page is not None, "padding rows need a scratch page"
         self._forward, self._record = forward, record
         self._scratch_page = memory.scratch_page
         self._buckets = buckets(limits.max_samples)
@@ -116,7 +116,11 @@ class GraphedSteps:
         self._logits = torch.empty(shape, dtype=torch.float32, device=memory.device)
 
     def compute(self, step: SchedulerOutput) -> tuple[Tensor, tuple[ScheduledRequest, ...]] | None:
-        """Logits [B, V] fp32, good until the next step, and whose row each is; None if the step has no graph."""
+        """Compute a step if it has a graph.
+
+        Returns:
+            Logits [B, V] fp32, valid until the next step, and the request of each row; None if the step has no graph.
+        """
         scheduled, keys = by_adapter(step)
         rows = next((bucket for bucket in self._buckets if bucket >= len(scheduled)), None)
         ranks = [step.placements[key].layout.max_rank for key in keys]
@@ -134,7 +138,7 @@ class GraphedSteps:
         return None
 
     def _filled(self, capacity: StaticCapacity, step: SchedulerOutput) -> _Held | None:
-        """The plans of a bucket with a step in them; None if it does not fit."""
+        """Return the plans of a bucket filled with a step; None if it does not fit."""
         scheduled, keys = by_adapter(step)
         held = self._held.pop(capacity, None) or _Held(StaticPlans(self._dims, capacity))
         index = {key: i for i, key in enumerate(keys)}
@@ -153,7 +157,7 @@ class GraphedSteps:
                 self._held[capacity] = held
             return None
         if len(self._held) >= MAX_GRAPHS:
-            # The one that was used longest ago: each goes to the end when it is used.
+            # The least recently used one: each moves to the end when it is used.
             del self._held[next(iter(self._held))]
         self._held[capacity] = held
         return held
@@ -174,6 +178,6 @@ class GraphedSteps:
         try:
             held.recorded = self._record(lambda: target.copy_(self._forward(batch)))
         except RuntimeError as error:
-            # The step is computed; the next of its kind is too, without a graph.
+            # This step is computed already; later ones of its bucket are computed without a graph.
             logger.warning("steps of %d rows have no CUDA graph: %s", inputs.shape[1], error)
         return logits

@@ -1,12 +1,11 @@
-"""Adapters from host memory to a GPU's pool beside the running steps: a pinned ring, a stream of its own, events.
+"""CUDA streams: adapter copies beside running steps (`StagingRing`), and work of a step beside the main stream
+(`SideStream`).
 
-A step is never waited for, and never waits: the copy's stream waits for the page operations that freed its pages, and
-the copying thread for the copy, before anybody is told that the adapter is there. Not measured yet: no GPU was at hand.
+No step waits for a copy: the copy's stream waits for the page operations that freed its pages, and the copying thread
+waits for the copy before it is reported. Not measured yet: no GPU was at hand.
 
-A second stream of a GPU, for work of a step that can run beside the main one; works inside a captured graph too.
-
-Memory that is made in it is given back to it, and its next work waits for all that the main stream was given before,
-so nothing is overwritten that is still read.
+A side stream also works inside a captured graph. Memory allocated in it returns to it, and its next work waits for
+everything the main stream was given before, so nothing is overwritten while it is read.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +21,7 @@ Piece = tuple[Tensor, Tensor]
 
 
 class StagingRing:
-    """Pinned buffers in turn: one is filled by the processor while another is on its way. For one copying thread.
+    """Copy through pinned buffers in turn: one is filled while another is being sent. For one copying thread.
 
     `arranged` marks where the engine's stream has done the newest page operations.
     """
@@ -34,11 +33,11 @@ class StagingRing:
         self.arranged = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def mark_arranged(self) -> None:
-        """What the calling thread's stream was given until now comes before every later copy."""
+        """Order every later copy behind the work given to the calling thread's stream so far."""
         self.arranged.record()
 
     def copy(self, pieces: Sequence[Piece]) -> None:
-        """Copy every piece; returns when the device has all of them."""
+        """Copy every piece; return when the device has all of them."""
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(self.arranged)
             for number, (source, target) in enumerate(_cut(pieces, len(self._slots[0]))):
@@ -51,7 +50,7 @@ class StagingRing:
 
 
 def _cut(pieces: Sequence[Piece], size: int) -> list[Piece]:
-    """Pieces of at most `size` bytes."""
+    """Cut pieces into parts of at most `size` bytes."""
     return [
         (source[start : start + size], target[start : start + size])
         for source, target in pieces
@@ -60,16 +59,19 @@ def _cut(pieces: Sequence[Piece], size: int) -> list[Piece]:
 
 
 class SideStream:
-    """`with beside(): ...` starts after what the main stream has been given; `join` makes that wait for it."""
+    """Run work beside the main stream: `with beside(): ...` starts after the work given to it so far; `join` makes
+    it wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     @contextmanager
     def beside(self) -> Iterator[None]:
+        """Run the block's work in the side stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield
 
     def join(self) -> None:
+        """Make the current stream wait for the side stream."""
         torch.cuda.current_stream().wait_stream(self._stream)

@@ -1,8 +1,7 @@
-"""The decoder of every family: computes what a `ModelSpec` describes, rows of all requests together.
+"""Decoder of every family: compute what a `ModelSpec` describes, rows of all requests together.
 
-Base linear first, then SGMV adds each row's own adapter. Activations are fp32 on a CPU; T rows, H hidden, V vocabulary.
-
-Rotary tables: cosine and sine of every position, fp32, computed as Hugging Face computes them.
+The base linear first, then SGMV adds each row's own adapter. Activations are fp32 on a CPU; T rows, H hidden, V
+vocabulary. Rotary tables hold cosine and sine of every position, fp32, computed as Hugging Face computes them.
 """
 
 import math

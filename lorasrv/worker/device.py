@@ -1,10 +1,9 @@
-"""Which threads compute in parallel: the engine's, and no other.
+"""Device: where a model computes, its activation dtype and free memory, and which threads compute in parallel.
 
-Every thread that runs a parallel product gets an OpenMP team of its own. As soon as all teams together outnumber the
-processors, libgomp lets waiting threads sleep at once instead of spinning for a moment, and a step of hundreds of small
-products takes four times as long (docs/benchmarks.md). So whoever loads models or adapters computes alone.
-
-Where a model computes: the device that `--device` means here, its activations, what it has free.
+Only the engine thread computes in parallel. Every thread that runs a parallel product gets its own OpenMP team. As soon
+as all teams together outnumber the processors, libgomp lets waiting threads sleep at once instead of spinning for a
+moment, and a step of hundreds of small products takes four times as long (docs/benchmarks.md). So threads that load
+models or adapters compute alone.
 """
 
 import torch
@@ -13,32 +12,32 @@ from lorasrv.errors import ConfigError
 from sgmv_kernels.ops import Ops
 
 ENGINE_THREADS = torch.get_num_threads()
-"""The processors that torch found, or OMP_NUM_THREADS."""
+"""Number of processors that torch found, or OMP_NUM_THREADS."""
 
 
 def compute_alone() -> None:
-    """The calling thread has no team from now on. Before its first product."""
-    _settle(1)
+    """Restrict the calling thread to itself. Call it before the thread's first product."""
+    _set_num_threads(1)
 
 
 def compute_in_parallel() -> None:
-    """The calling thread is the engine's."""
-    _settle(ENGINE_THREADS)
+    """Give the calling thread, the engine's, all processors."""
+    _set_num_threads(ENGINE_THREADS)
 
 
 def find_best_team(ops: Ops) -> None:
-    """Give the engine's thread, which calls this, as many threads as these kernels are fastest with."""
-    _settle(ops.best_threads(ENGINE_THREADS))
+    """Give the calling thread, the engine's, as many threads as these kernels are fastest with."""
+    _set_num_threads(ops.best_threads(ENGINE_THREADS))
 
 
-def _settle(count: int) -> None:
-    # A thread's first question or product takes over the count that any thread has set last; so ask first, then set.
+def _set_num_threads(count: int) -> None:
+    # A thread's first get or product adopts the count that any thread has set last; so get first, then set.
     torch.get_num_threads()
     torch.set_num_threads(count)
 
 
 def resolve_device(name: str) -> torch.device:
-    """`auto` is CUDA where torch sees it.
+    """Return the device that `--device` means here; `auto` is CUDA where torch sees it.
 
     Raises:
         ConfigError: `cuda` was asked for, and there is none.
@@ -51,12 +50,12 @@ def resolve_device(name: str) -> torch.device:
 
 
 def activation_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """fp32 on a CPU (ARCHITECTURE.md says why); what `--dtype` says elsewhere."""
+    """Return the dtype of activations: fp32 on a CPU (ARCHITECTURE.md says why), else `dtype`."""
     return torch.float32 if device.type == "cpu" else dtype
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """What a CUDA device has left, once torch has given back what it only keeps."""
+    """Return the free bytes of a CUDA device, without torch's cached blocks."""
     torch.cuda.empty_cache()
     free: int = torch.cuda.mem_get_info(device)[0]
     return free

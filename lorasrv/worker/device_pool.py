@@ -1,7 +1,7 @@
-"""The bytes behind the page ids: one preallocated buffer, `[layers, num_pages * page_bytes]`.
+"""Device pool: the bytes behind the page ids, one preallocated buffer `[layers, num_pages * page_bytes]`.
 
 The same page id names a block in every layer's slab, so neighbouring ids are neighbours in memory and a panel may span
-pages. No raw pointer leaves this module; views are good for one step.
+pages. No raw pointer leaves this module; views are valid for one step.
 """
 
 from collections.abc import Sequence
@@ -21,10 +21,11 @@ from sgmv_kernels.formats.kv_pages import KvPages
 
 
 class DevicePool:
-    """The pool's tensor on a device, seen as KV pages or as raw slabs.
+    """Hold the pool's tensor on a device, viewed as KV pages or as raw slabs.
 
-    With `scratch`, one more page follows those of the pool: nobody owns it, and rows that only fill a graph up write
-    there. None: where there are graphs, on CUDA.
+    Args:
+        scratch: adds a page behind the pool's, to which rows that only pad a graph write; None: on CUDA, where graphs
+            are.
     """
 
     def __init__(
@@ -50,22 +51,24 @@ class DevicePool:
 
     @property
     def nbytes(self) -> int:
+        """Return the bytes of the buffer."""
         return self._slabs.nbytes
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the buffer."""
         return self._slabs.device
 
     def slab(self, layer: int) -> Tensor:
-        """[bytes] uint8: one layer of the pool."""
+        """Return one layer of the pool: uint8 [bytes]."""
         return self._slabs[layer, : self.num_pages * self.page_bytes]
 
     def kv_pages(self, layer: int) -> KvPages:
-        """One layer of the pool as keys and values."""
+        """Return one layer of the pool as keys and values."""
         return self._kv[layer]
 
     def apply(self, ops: Sequence[PageOp]) -> int:
-        """Do page operations in their order; returns how many bytes went to or came from host memory."""
+        """Do page operations in order; return the bytes copied to or from host memory."""
         swapped = 0
         for op in ops:
             match op:
@@ -85,16 +88,16 @@ class DevicePool:
                     del self._swapped[op.request_id]
                     swapped += kept.nbytes
                 case DropSwap():
-                    # Nothing is there if it could not be kept.
+                    # Absent if swapping out failed.
                     self._swapped.pop(op.request_id, None)
         if self._ring is not None:
             self._ring.mark_arranged()
         return swapped
 
     def write_adapter(self, packed: PackedAdapter, placed: PlacedAdapter) -> None:
-        """Copy an adapter's panels from host memory to their pages, the pieces that lie end to end as one.
+        """Copy an adapter's panels from host memory to their pages, contiguous pieces as one.
 
-        May run in another thread than the steps: nothing else touches these pages before it is done.
+        May run in another thread than the steps: nothing else uses these pages before it is done.
         """
         pieces = [
             (packed.data[layer, source : source + size], self._slabs[layer, target : target + size])
@@ -109,7 +112,8 @@ class DevicePool:
 
 
 def _zeros(shape: tuple[int, int], device: torch.device) -> Tensor:
-    """On the CPU through numpy's calloc: pages of memory are committed when first written, so a large pool is free."""
+    """Return zeros; on the CPU through numpy's calloc, which commits memory on first write, so a large pool costs
+    nothing until used."""
     if device.type == "cpu":
         return torch.from_numpy(np.zeros(shape, dtype=np.uint8))
     return torch.zeros(shape, dtype=torch.uint8, device=device)

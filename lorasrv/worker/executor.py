@@ -1,8 +1,7 @@
-"""The seam between the engine and the worker that computes: steps go in, and what they say comes out.
+"""Executor: the seam between the engine and the worker that computes steps.
 
-An executor acts in the order in which it is called: page operations are done when the steps that were submitted before
-them are, and before those that are submitted after them. Adapters are written beside that, by threads of the loader,
-to pages that no step under way reads.
+An executor acts in the order of its calls: page operations are done after the steps submitted before them and before
+those submitted after them. Loader threads write adapters beside that, to pages that no step in flight reads.
 """
 
 from collections.abc import Sequence
@@ -17,52 +16,55 @@ from lorasrv.worker.model_runner import ModelRunner, ModelRunnerOutput
 
 @dataclass(eq=False, slots=True)
 class StepHandle:
-    """A step that was submitted, to be collected once. One that is not collected is forgotten."""
+    """Identify a submitted step. Collect it at most once; one that is not collected is dropped."""
 
     step: SchedulerOutput
 
 
 class Executor(Protocol):
-    """Computes steps. For the engine's thread, but for `write_adapter`."""
+    """Compute steps. For the engine thread, except `write_adapter`."""
 
     @property
     def depth(self) -> int:
-        """Return how many steps may be under way together; at 1 each is collected before the next is planned."""
+        """Return how many steps may be in flight together; at 1 each is collected before the next is planned."""
 
     @property
     def profile(self) -> StepProfile:
-        """Return where the time of steps has gone."""
+        """Return where the time of steps was spent."""
 
     @property
     def write_adapter(self) -> WriteAdapter:
-        """Return what fills an adapter's pages, for threads of the loader."""
+        """Return the function that fills an adapter's pages, for loader threads."""
 
-    def settle(self) -> None:
+    def bind_thread(self) -> None:
         """Prepare the calling thread, which submits steps from then on."""
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
-        """Begin to compute a step whose page operations were applied. Nothing of it raises before it is collected."""
+        """Start to compute a step whose page operations were applied. Errors are raised by `collect`."""
 
     def collect(self, handle: StepHandle) -> ModelRunnerOutput:
-        """Wait for a step, in the order of submission, and return what it says.
+        """Wait for a step, in the order of submission, and return its output.
 
         Raises:
-            Exception: it could not be computed. It may be submitted again, after `recover`; those behind it are to be.
+            Exception: the step could not be computed. After `recover` it may be submitted again; those behind it must
+                be.
         """
 
     def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
-        """Copy and swap pages; return how many bytes went to or came from host memory.
+        """Copy and swap pages in order.
 
+        Returns:
+            The bytes copied to or from host memory.
         Raises:
-            Exception: an operation could not be done; those before it were.
+            Exception: an operation failed; those before it were done.
         """
 
     def recover(self) -> bool:
-        """Clear up after a step that failed; return whether the device can be used any more."""
+        """Clean up after a failed step; return whether the device can still be used."""
 
 
 class InProcessExecutor:
-    """Computes each step when it is collected, in the thread that asks."""
+    """Compute each step when it is collected, in the calling thread."""
 
     depth = 1
 
@@ -77,8 +79,8 @@ class InProcessExecutor:
     def write_adapter(self) -> WriteAdapter:
         return self.runner.write_adapter
 
-    def settle(self) -> None:
-        self.runner.settle()
+    def bind_thread(self) -> None:
+        self.runner.bind_thread()
 
     def submit(self, step: SchedulerOutput) -> StepHandle:
         return StepHandle(step)

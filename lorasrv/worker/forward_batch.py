@@ -1,4 +1,4 @@
-"""A scheduler's plan -> the tensors of one forward pass. Built afresh for every step; nothing here outlives it."""
+"""Forward batch: the tensors of one forward pass, built from a scheduled step. Built anew for every step."""
 
 from dataclasses import dataclass
 
@@ -17,10 +17,14 @@ from sgmv_kernels.ops import Ops, StepTables
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """T rows of B sequences, those of one adapter together. Logits want the last `num_logit_rows` rows of each of those
-    `sampled`, and behind them the `prompt_rows` of `asked`."""
+    """Hold T rows of B sequences, those of one adapter together.
 
+    Logits are computed for the last `num_logit_rows` rows of each of `sampled`, then for the `prompt_rows` of `asked`.
+    """
+
+    # int64 [T].
     token_ids: Tensor
+    # int64 [T].
     positions: Tensor
     tables: StepTables
     sampled: tuple[ScheduledRequest, ...]
@@ -59,7 +63,8 @@ def build_batch(step: SchedulerOutput, memory: DevicePool, adapter_dtype: torch.
 def _logit_rows(
     scheduled: list[ScheduledRequest], ends: npt.NDArray[np.int64], samples: npt.NDArray[np.bool_]
 ) -> npt.NDArray[np.int64]:
-    """[S] rows whose logits say what comes next, those of a sequence together; `ends`: the row behind each sequence."""
+    """Return the rows [S] whose logits predict next tokens, those of a sequence together; `ends` is the row behind
+    each sequence."""
     if not any(s.draft_token_ids for s in scheduled):
         return (ends - 1)[samples]
     rows = [np.arange(end - s.num_logit_rows, end) for s, end in zip(scheduled, ends.tolist(), strict=True)]
@@ -67,7 +72,7 @@ def _logit_rows(
 
 
 def by_adapter(step: SchedulerOutput) -> tuple[list[ScheduledRequest], list[AdapterKey]]:
-    """The sequences of a step in the order of their rows, and its adapters in the order of their segments."""
+    """Return a step's sequences in the order of their rows, and its adapters in the order of their segments."""
     scheduled = sorted(step.scheduled, key=lambda s: s.adapter_key or "")
     return scheduled, sorted({s.adapter_key for s in scheduled if s.adapter_key is not None})
 

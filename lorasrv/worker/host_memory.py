@@ -1,4 +1,4 @@
-"""How much host memory there is to take."""
+"""Host memory: free and peak bytes."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def free_bytes() -> int:
-    """Memory that can be taken without swapping: the kernel's estimate, and the container's limit if there is one."""
+    """Return the memory that can be taken without swapping: the kernel's estimate, within the container's limit."""
     available = _figure(Path("/proc/meminfo"), r"MemAvailable:\s+(\d+) kB")
     if available is None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
@@ -19,7 +19,7 @@ def free_bytes() -> int:
 
 
 def peak_bytes() -> int:
-    """Most memory that this process has held. Not getrusage's figure, which begins with that of whoever started it."""
+    """Return the most memory that this process has held. Getrusage's figure would start with the parent's."""
     peak = _figure(Path("/proc/self/status"), r"VmHWM:\s+(\d+) kB")
     if peak is not None:
         return peak * 1024

@@ -1,4 +1,4 @@
-"""A planned step -> sampled tokens. Owns the model and the pool's memory."""
+"""Model runner: computes a scheduled step and samples its tokens. Owns the model and the pool's memory."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelRunnerOutput:
-    """The tokens of every request whose tokens are all computed: one, and one more for each draft token that was right.
-    A request whose logits are no numbers has none.
+    """Hold the results of a step."""
 
-    `logprobs` of these tokens for those that ask, `prompt_logprobs` of the prompts' tokens that were asked for.
-    """
-
+    # Tokens of each request whose known tokens are all computed: one, and one more for each accepted draft token. A
+    # request whose logits are NaN or infinite has none.
     sampled: Mapping[RequestId, tuple[int, ...]]
+    # Of these tokens, for requests that ask for them.
     logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
+    # Of the prompt tokens that were asked for.
     prompt_logprobs: Mapping[RequestId, tuple[TokenLogprobs, ...]] = field(default_factory=dict)
 
 
 class ModelRunner:
-    """Runs steps on one device."""
+    """Run steps on one device."""
 
     def __init__(
         self,
@@ -66,17 +66,16 @@ class ModelRunner:
 
     @property
     def write_adapter(self) -> WriteAdapter:
-        """How loaders fill an adapter's pages, in a thread of theirs."""
+        """Return the function that fills an adapter's pages, for loader threads."""
         return self._memory.write_adapter
 
-    def settle(self) -> None:
-        """Make the calling thread, which will run steps, as many threads' leader as is fastest here."""
+    def bind_thread(self) -> None:
+        """Give the calling thread, which will run steps, the number of compute threads that is fastest here."""
         find_best_team(self._ops)
 
     def recover(self) -> bool:
-        """After an exception: gives back memory that the device holds for nobody; whether it still does anything. A
-        CUDA context is lost after some errors (an illegal address, a failed assertion), whatever is asked of it.
-        """
+        """Free unused device memory after an exception; return whether the device can still be used. Some errors (an
+        illegal address, a failed assertion) destroy a CUDA context."""
         if self._memory.device.type != "cuda":
             return True
         try:
@@ -87,18 +86,18 @@ class ModelRunner:
         return True
 
     def apply_page_ops(self, ops: Sequence[PageOp]) -> int:
-        """Move, copy and swap pages as the step wants them; returns how many bytes went to or came from host memory."""
+        """Move, copy and swap pages in order; return the bytes copied to or from host memory."""
         return self._memory.apply(ops)
 
     def run(self, step: SchedulerOutput) -> ModelRunnerOutput:
-        """Compute a step whose pages are arranged."""
+        """Compute a step whose page operations are done."""
         if not step.scheduled:
             return ModelRunnerOutput({})
         self.profile.steps += 1
         self.profile.rows += step.num_tokens
         logits, sampled, asked = self._logits(step)
         with self.profile.span("sampling"):
-            # The weights of one adapter may overflow; its requests fail, the step's others do not.
+            # One adapter's weights may overflow: its requests fail, the others of the step do not.
             chosen = choose_tokens(logits, sampled)
             num_rows = sum(share.num_logit_rows for share in sampled)
             return ModelRunnerOutput(
@@ -108,8 +107,12 @@ class ModelRunner:
     def _logits(
         self, step: SchedulerOutput
     ) -> tuple[Tensor, tuple[ScheduledRequest, ...], tuple[ScheduledRequest, ...]]:
-        """Logits [S, V] fp32, the requests whose `num_logit_rows` the first rows are, and those whose `prompt_rows` the
-        others are."""
+        """Return the logits of a step.
+
+        Returns:
+            Logits [S, V] fp32, the requests whose `num_logit_rows` are the first rows, and those whose `prompt_rows`
+            are the others.
+        """
         graphed = self._graphs.compute(step) if self._graphs is not None else None
         if graphed is not None:
             return *graphed, ()

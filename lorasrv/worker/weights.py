@@ -1,4 +1,4 @@
-"""Building of a model: tensors are read one at a time, packed into the runtime format, and freed."""
+"""Weights: build a model by reading tensors one at a time, packing them into the runtime format and freeing them."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from lorasrv.models.spec import ModelSpec, SiteShape
 from sgmv_kernels.ops import GroupQuantizedWeight, stack_codes
 
 Progress = Callable[[str, float], None]
-"""Called with what is being done and how far the whole is, 0 to 1."""
+"""Called with the current activity and the progress of the whole, from 0 to 1."""
 _SAMPLE = 64
 CPU = torch.device("cpu")
 
@@ -52,13 +52,14 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A model in its runtime format. `fingerprint` is a SHA-256 over names, shapes and a sample of every tensor."""
+    """Hold a model in its runtime format."""
 
     spec: ModelSpec
     embed: Embedding
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     head: Linear
+    # SHA-256 over names, shapes and a sample of every tensor.
     fingerprint: str
 
     @property
@@ -142,7 +143,7 @@ class _Builder:
 
     @torch.inference_mode()
     def build(self) -> ModelWeights:
-        # The embedding is the largest tensor: first, while little else is alive.
+        # The embedding is the largest tensor: build it first, while little else is in memory.
         self._progress("loading embeddings", 0.0)
         embed, head = self._ends()
         layers = tuple(self._layer(i) for i in range(self._spec.num_layers))
@@ -189,7 +190,7 @@ class _Builder:
             return self._stacked(names)
         stacked = stack_codes(kept)
         if stacked is None:
-            # A file that keeps v finer than q and k: 8 bits for all of them lose next to nothing.
+            # The file keeps v in a finer format than q and k: 8 bits for all of them lose next to nothing.
             floats = self._stacked(names)
             rounded = round_symmetric(floats, INT8_GROUP)
             self._meter.add(_nbytes(rounded))

@@ -486,7 +486,7 @@ class BareScheduler:
         for key in step.orders.loads:
             self.adapters.on_loaded(key)
         for key, _ in step.orders.copies:
-            self.scheduler.adapter_copied(key)
+            self.scheduler.on_adapter_copied(key)
         sampled = {share.request_id: (7,) for share in step.scheduled if share.samples}
         computed = time.thread_time_ns()
         self.scheduler.update_from_output(step, sampled)

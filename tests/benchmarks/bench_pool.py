@@ -84,12 +84,12 @@ class Bench:
         source, options = self.parts.source, replace(self.config.memory, adapter_pool_fraction=fraction)
         assert source is not None
         books = MemoryManager.make(
-            self.parts.books.layout, options, self.config.scheduler.preemption, source.is_on_host
+            self.parts.memory.layout, options, self.config.scheduler.preemption, source.is_on_host
         )
         scheduler = Scheduler(self.config.scheduler, books, self.eos, source.is_on_host)
         reported = threading.Event()
         loader = ThreadedLoader(source, self.parts.executor.write_adapter, reported.set)
-        engine = EngineCore(replace(self.parts, books=books, scheduler=scheduler), loader)
+        engine = EngineCore(replace(self.parts, memory=books, scheduler=scheduler), loader)
         try:
             yield engine, InputProcessor(books, source, self.parts.max_model_len, self.parts.vocab_size), reported
         finally:

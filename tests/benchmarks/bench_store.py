@@ -84,7 +84,7 @@ class IdleEngine:
         self.model_name, self.quantization, self.max_model_len = BASE, "none", 2048
         self.metrics = EngineMetrics(EngineStats())
         self.spec = SimpleNamespace(vocab_size=256)
-        self.traffic, self.book, self.heartbeat = RequestStats(), StepStats(), Heartbeat()
+        self.traffic, self.step_stats, self.heartbeat = RequestStats(), StepStats(), Heartbeat()
         self.observers = self.traffic
         self.error: str | None = None
         self.is_alive = True

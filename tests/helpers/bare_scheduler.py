@@ -110,7 +110,7 @@ class Bench:
 
     def copy(self, key: AdapterKey) -> None:
         self.copying.discard(key)
-        self.scheduler.adapter_copied(key)
+        self.scheduler.on_adapter_copied(key)
 
     def bring(self, key: AdapterKey) -> SchedulerOutput:
         """An adapter that is loading gets to the pool; returns the step that copies it."""

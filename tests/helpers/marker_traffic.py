@@ -52,7 +52,7 @@ class Name:
         for asked in self.asked:
             asked.is_decided = True
 
-    def break_off(self) -> None:
+    def abort_all(self) -> None:
         """Its requests are being ended, until that is settled."""
         self.is_breaking = True
         for asked in self.asked:

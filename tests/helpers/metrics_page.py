@@ -27,8 +27,8 @@ def metrics_of_a_new_server() -> list[Metric]:
     engine = SimpleNamespace(
         metrics=EngineMetrics(EngineStats()),
         traffic=RequestStats(),
-        waiting_room=SimpleNamespace(num_tokens=0),
-        book=StepStats(),
+        queue_limiter=SimpleNamespace(num_tokens=0),
+        step_stats=StepStats(),
         quantization="int8",
         is_alive=True,
         page_size_tokens=16,

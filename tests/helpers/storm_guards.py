@@ -184,14 +184,14 @@ def _stay_behind(patch: pytest.MonkeyPatch) -> None:
 
 
 def _fill_before_arranging(patch: pytest.MonkeyPatch) -> None:
-    arrange, give_orders = EngineCore._arrange, EngineCore._give_orders
+    arrange, give_orders = EngineCore._apply_page_ops, EngineCore._send_orders
 
     def orders_first(self: EngineCore, step: SchedulerOutput) -> SchedulerOutput:
         give_orders(self, step.orders)
         return arrange(self, step)
 
-    patch.setattr(EngineCore, "_arrange", orders_first)
-    patch.setattr(EngineCore, "_give_orders", lambda self, orders: None)
+    patch.setattr(EngineCore, "_apply_page_ops", orders_first)
+    patch.setattr(EngineCore, "_send_orders", lambda self, orders: None)
 
 
 def _read_while_filling(patch: pytest.MonkeyPatch) -> None:

@@ -196,9 +196,9 @@ class FakeEngine:
         self.metrics = EngineMetrics(EngineStats(pages_total=10, pages_free=7, requests_finished_total={"stop": 3}))
         self.heartbeat = Heartbeat()
         self.profile = StepProfile()
-        self.book = StepStats()
-        self.waiting_room = SimpleNamespace(num_tokens=0)
-        self.uses = InFlightRequests(lambda *_: None)
+        self.step_stats = StepStats()
+        self.queue_limiter = SimpleNamespace(num_tokens=0)
+        self.in_flight = InFlightRequests(lambda *_: None)
         self.traffic = self.observers = RequestStats()
         self.is_alive = False
         self.error: str | None = None
@@ -220,7 +220,7 @@ class FakeEngine:
     async def shutdown(self) -> None:
         self.is_alive = False
 
-    def break_off(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
+    def abort_all(self, why: str, kind: type[EngineDead] = EngineDead) -> None:
         self.error = why
 
     async def add_choices(

@@ -119,7 +119,7 @@ class EngineCollector(Collector):
         yield from self._of_steps()
 
     def _of_steps(self) -> Iterator[Metric]:
-        book = self._engine.book
+        book = self._engine.step_stats
         yield histogram("step_seconds", "Step time", book.step_seconds)
         yield histogram("batch_distinct_adapters", "Distinct adapters in a step", book.distinct_adapters)
         loads = HistogramMetricFamily(

@@ -49,7 +49,7 @@ class TrafficCollector(Collector):
         yield GaugeMetricFamily(
             "lorasrv_tokens_waiting",
             "Prompt tokens of requests without an output token yet; several choices count once",
-            self._engine.waiting_room.num_tokens,
+            self._engine.queue_limiter.num_tokens,
         )
         rejected = CounterMetricFamily("lorasrv_rejected", "Requests refused or timed out", labels=["reason"])
         aborted = CounterMetricFamily(

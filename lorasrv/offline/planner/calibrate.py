@@ -113,7 +113,7 @@ def calibrate(config: EngineConfig, rank: int, progress: Progress) -> Calibrated
         memory = replace(config.memory, pool_bytes=POOL_BYTES, host_cache_bytes=POOL_BYTES, prefix_caching=False)
         built = build(checkpoint, replace(config, memory=memory), store, lambda _, s: progress("loading the model", s))
         assert built.parts.source is not None
-        observed = built.parts.books.costs.step = _Observed()
+        observed = built.parts.memory.costs.step = _Observed()
         keys = [store.resolve(f"a{number}").key for number in range(NUM_ADAPTERS)]
         adapters = [(key, built.parts.source.layout(key).nbytes) for key in keys]
         engine = AsyncEngine(built, checkpoint.name, config.scheduler)

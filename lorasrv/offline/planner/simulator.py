@@ -136,7 +136,7 @@ class Simulator:
         self._names = {_key(r.adapter): r.adapter for r in self._trace if r.adapter is not None}
         self._layouts = {key: server.layout_of(name) for key, name in self._names.items()}
         self.cache: HostCache[int] = HostCache(server.memory.host_cache_bytes)
-        self.books = MemoryManager.make(
+        self.memory = MemoryManager.make(
             server.geometry,
             server.memory,
             server.scheduler.preemption,
@@ -144,10 +144,10 @@ class Simulator:
             lambda: self.now,
             self._costs.model(_typical_bytes(self._layouts)),
         )
-        self._step_costs = self.books.costs.step
-        self.scheduler = Scheduler(server.scheduler, self.books, frozenset({EOS}), self.is_on_host)
+        self._step_costs = self.memory.costs.step
+        self.scheduler = Scheduler(server.scheduler, self.memory, frozenset({EOS}), self.is_on_host)
         self._loader = SimLoader(self._costs, self.cache, lambda key: self._layouts[key].nbytes)
-        self._inputs = InputProcessor(self.books, self, server.max_model_len, VOCABULARY)
+        self._inputs = InputProcessor(self.memory, self, server.max_model_len, VOCABULARY)
         self._prompts = SimulatedPrompts(self._trace)
         self._outcomes = [SimulatedRequest(request) for request in self._trace]
         self._live: dict[RequestId, SimulatedRequest] = {}
@@ -186,7 +186,7 @@ class Simulator:
             if self._next - told >= TELL_EVERY:
                 told = self._next
                 progress(told / len(self._trace))
-        self.books.check_integrity()
+        self.memory.check_integrity()
         self.scheduler.check_integrity()
         return self._replayed()
 
@@ -225,7 +225,7 @@ class Simulator:
         self._pass(seconds + swapped * self._server.geometry.block_bytes * self._costs.swap_byte_s)
         self._steps += 1
         self._busy_s += self.now - begun
-        held = self.books.layout.num_pages - self.books.num_free - self.books.num_unused_prefix_pages
+        held = self.memory.layout.num_pages - self.memory.num_free - self.memory.num_unused_prefix_pages
         self._used_page_s += held * (self.now - begun)
 
     def _pass(self, work_s: float) -> None:
@@ -328,9 +328,9 @@ class Simulator:
     def _take_reports(self) -> None:
         for key, part in self._loader.poll():
             if part is LoadPart.LOADED:
-                self.books.adapter_manager.on_loaded(key)
+                self.memory.adapter_manager.on_loaded(key)
             else:
-                self.scheduler.adapter_copied(key)
+                self.scheduler.on_adapter_copied(key)
 
     def _give_orders(self, step: SchedulerOutput) -> None:
         for key in step.orders.cancels:
@@ -350,8 +350,8 @@ class Simulator:
             preemptions=self.scheduler.counters.preemptions,
             loads_from_disk=self._loader.num_from_disk,
             loads_from_host=self._loader.num_from_host,
-            evictions=self.books.adapter_manager.num_evictions,
-            pool_used=self._used_page_s / max(1e-12, self._busy_s * self.books.layout.num_pages),
+            evictions=self.memory.adapter_manager.num_evictions,
+            pool_used=self._used_page_s / max(1e-12, self._busy_s * self.memory.layout.num_pages),
         )
 
 

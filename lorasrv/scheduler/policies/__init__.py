@@ -1,4 +1,4 @@
-"""Who goes first. One file a policy, one interface (`policy.Policy`), one registry."""
+"""Scheduling policies: which request goes first. One file per policy, one interface (`base.Policy`), one registry."""
 
 from collections.abc import Callable
 
@@ -22,5 +22,5 @@ _MAKERS: dict[str, Callable[[CostModel, LengthPredictor, Quotas], Policy]] = {
 
 
 def make_policy(options: SchedulerOptions, costs: CostModel, predictor: LengthPredictor, quotas: Quotas) -> Policy:
-    """The policy of that name, which `SchedulerOptions` has checked."""
+    """Return the policy that `options` name; `SchedulerOptions` has checked the name."""
     return _MAKERS[options.policy](costs, predictor, quotas)

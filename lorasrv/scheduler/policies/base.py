@@ -1,7 +1,7 @@
-"""What a policy says: in which order requests get their share of a step, and who gives way when pages run out.
+"""Policy interface: the order in which requests are served, and which one is preempted when pages run out.
 
-A policy knows every live request, whether it waits or runs, and is told what becomes of it. It decides about order
-alone: pages, seats, limits and the bound on waiting are others' business (`step_planner`, `quotas`, `lineup`).
+A policy knows every live request and is told what happens to it. It decides on order alone: pages, request slots,
+limits and the bound on waiting are decided elsewhere (`step_planner`, `quotas`, `request_queue`).
 """
 
 import bisect
@@ -11,67 +11,67 @@ from collections.abc import Iterable, Iterator, Sequence
 from lorasrv.request import Request
 
 Rank = tuple[float, ...]
-"""Compares requests; the smaller goes first."""
+"""Comparable rank of a request; the smaller goes first."""
 
 
 class Policy(ABC):
-    """One order of requests. Mutated by the engine thread only."""
+    """Order requests. Mutated by the engine thread only."""
 
     may_displace = False
-    """Whether a request that waits may take the seat, and the pages, of one that runs."""
+    """Whether a waiting request may take the slot and the pages of a running one."""
 
     @abstractmethod
     def waiting(self) -> Iterator[Request]:
-        """Those that wait, best first. The one that was yielded last may start before the next is asked for."""
+        """Yield the waiting requests, best first. The one yielded last may be admitted before the next is taken."""
 
     @abstractmethod
-    def arrives(self, request: Request) -> None:
-        """It waits from now on: it is new, or it ran and had to give way."""
+    def add(self, request: Request) -> None:
+        """Add a request to the waiting ones: it is new, or it was preempted."""
 
     @abstractmethod
-    def leaves(self, request: Request) -> None:
-        """It waits no more: it starts, or it ends."""
+    def remove(self, request: Request) -> None:
+        """Remove a request from the waiting ones: it is admitted, or it has finished."""
 
     def running(self, running: Sequence[Request]) -> Sequence[Request]:
-        """Those that run, best first; given by seniority."""
+        """Return the running requests, best first; given by seniority."""
         return list(running)
 
     def in_order(self, running: Sequence[Request]) -> Iterator[Request]:
-        """Everybody, best first. Nobody who has begun is delayed by somebody new, unless the policy says otherwise."""
+        """Yield all requests, best first. By default a new request delays none that has begun."""
         yield from self.running(running)
         yield from self.waiting()
 
     def num_ahead(self, request: Request) -> int:
-        """About how many that wait would go before a newcomer."""
+        """Estimate how many waiting requests would go before a new one."""
         return sum(other.message.priority <= request.message.priority for other in self.waiting())
 
     def rank(self, request: Request) -> Rank:
-        """Where it stands among those that run, if the policy lets them be displaced."""
+        """Return the rank of a running request, if the policy lets it be displaced."""
         return (request.number,)
 
     def select_victim(self, running: Iterable[Request]) -> Request | None:
-        """Who gives way when pages run out: of the least urgent, the newest."""
+        """Return the request to preempt when pages run out: the newest of the least urgent."""
         by_seniority = enumerate(running)
         return max(by_seniority, key=lambda at: (at[1].message.priority, at[0]), default=(0, None))[1]
 
-    def starts(self, request: Request) -> None:  # noqa: B027 - nothing, for most
-        """It has joined the batch; what the cache had of its prompt is known. After `leaves`."""
+    def on_admitted(self, request: Request) -> None:  # noqa: B027 - nothing, for most
+        """Note that a request runs; its cached prompt tokens are known. Called after `remove`."""
 
-    def stops(self, request: Request) -> None:  # noqa: B027 - nothing, for most
-        """It has left the batch, at its end or before `arrives`."""
+    def on_left_batch(self, request: Request) -> None:  # noqa: B027 - nothing, for most
+        """Note that a request runs no more: it has finished, or it was preempted and `add` follows."""
 
     def on_throttled(self, request: Request) -> None:  # noqa: B027 - nothing, for most
-        """It could not run: the limits of its adapter or its key forbid it for now."""
+        """Note that the limits of its adapter or key forbid a request to run for now."""
 
     def on_starved(self, request: Request) -> None:  # noqa: B027 - nothing, for most
-        """It had waited too long, by `Lineup`'s rule, and has its share now."""
+        """Note that a starved request has tokens now."""
 
-    def served(self, request: Request, num_prompt: int, num_generated: int) -> None:  # noqa: B027 - nothing, for most
-        """A step has computed so many tokens of its prompt, and generated so many."""
+    def on_computed(self, request: Request, num_prompt: int, num_generated: int) -> None:  # noqa: B027 - nothing, for most
+        """Note how many tokens of its prompt a step has computed, and how many it has generated."""
 
 
 class SortedQueue:
-    """Requests in the order of a rank that each keeps while it waits. Adding and removing cost O(log n) compares."""
+    """Sort requests by a rank that each keeps while it waits. Adding and removing cost O(log n) comparisons."""
 
     def __init__(self) -> None:
         self._entries: list[tuple[Rank, int, Request]] = []
@@ -81,7 +81,7 @@ class SortedQueue:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
-        """The one that was yielded last may be removed before the next is asked for."""
+        """Yield the requests in order. The one yielded last may be removed before the next is taken."""
         at = 0
         while at < len(self._entries):
             entry = self._entries[at]
@@ -93,15 +93,17 @@ class SortedQueue:
         return request.number in self._ranks
 
     def add(self, request: Request, rank: Rank) -> None:
+        """Add a request with its rank."""
         self._ranks[request.number] = rank
         bisect.insort(self._entries, (rank, request.number, request))
 
     def remove(self, request: Request) -> None:
+        """Remove a request."""
         at = bisect.bisect_left(self._entries, (self._ranks.pop(request.number), request.number))
         assert self._entries[at][2] is request, f"request {request.request_id} does not wait"
         del self._entries[at]
 
 
-def set_back_first(request: Request) -> int:
-    """Those that have begun and had to give way go before those that have not."""
+def preempted_first(request: Request) -> int:
+    """Return a rank that puts preempted requests before new ones."""
     return 0 if request.num_preemptions else 1

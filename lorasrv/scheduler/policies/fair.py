@@ -1,16 +1,16 @@
-"""Fair shares: of keys, and within a key of its adapters, by virtual token counters (VTC, Sheng et al., OSDI 2024).
+"""Fair sharing of keys, and within a key of its adapters, by virtual token counters (VTC, Sheng et al., OSDI 2024).
 
-Each account counts the service that its requests have had, over its weight; the one with the least goes first. Whoever
-comes back after a pause is lifted to the least of those that wait: nobody saves up. For two accounts of a key that both
-have requests waiting all the time, and two keys likewise, the weighted services differ by at most
+Each account counts the service of its requests over its weight; the one with the least goes first. An account that
+returns after a pause is lifted to the least service of those that wait, so no credit is saved up. For two accounts of a
+key that both have waiting requests all the time, and likewise two keys, the weighted services differ by at most
 
     2 · max(Wp · longest prompt, Wq · M) / smallest weight + SHARING_TOKENS
 
-with M the most tokens that one account's running requests can still generate (theorem 4.4 there; the last term is
-ours).
+with M the most tokens that one account's running requests can still generate (theorem 4.4 there; the last term is added
+here).
 
 A step that serves fewer distinct adapters is shorter. Where the gap between two accounts is worth less than that, the
-one whose adapter is in the batch already goes first.
+account whose adapter is in the batch already goes first.
 """
 
 import heapq
@@ -22,36 +22,38 @@ from adapter_store.spec import AdapterKey
 from lorasrv.memory.cost_model import StepCosts
 from lorasrv.request import Request
 from lorasrv.scheduler.length_predictor import MEDIAN, LengthPredictor
-from lorasrv.scheduler.policies.base import Policy, SortedQueue, set_back_first
+from lorasrv.scheduler.policies.base import Policy, SortedQueue, preempted_first
 from lorasrv.scheduler.quotas import Quotas
 
 PROMPT_WEIGHT = 1.0
 ANSWER_WEIGHT = 2.0
 SHARING_TOKENS = 256.0
-"""No gap above this is given up to share an adapter."""
+"""Largest gap in service that is accepted to share an adapter."""
 MAX_COMPARED = 8
 MIN_SWEEP = 1024
 
 
 @dataclass(slots=True)
 class _FairAccount:
-    """`served`: weighted tokens. Waits while its queue has requests, or, of a key, while one of its adapters waits.
-    `is_held`: its limits forbade it to start when it was asked last.
-    """
+    """Count the service of one key or one adapter of a key. An adapter's account waits while its queue has requests,
+    a key's while one of its adapters waits."""
 
     name: str
+    # Weighted tokens.
     served: float = 0.0
     num_running: int = 0
-    is_held: bool = False
+    # Whether its limits forbade admission at the last attempt.
+    is_throttled: bool = False
     queue: SortedQueue = field(default_factory=SortedQueue)
 
-    def turns(self) -> Iterator[Request]:
-        """Its requests in their order. Where one does not start, further ones on the same content would not either."""
+    def candidates(self) -> Iterator[Request]:
+        """Yield the account's requests in order. After one that was not admitted, others on the same content are
+        skipped."""
         stuck: set[AdapterKey | None] = set()
         for request in self.queue:
             if request.adapter_key not in stuck:
                 yield request
-                # A further choice waits for the first one of its own prompt, which says nothing about others.
+                # A further choice waits for the first one of its own prompt, which does not hold others back.
                 # Beams wait for an older group, whatever they run on.
                 own = request.message.fork_of is not None or request.message.beams is not None
                 if request in self.queue and not own:
@@ -59,7 +61,7 @@ class _FairAccount:
 
 
 class _Ledger:
-    """Accounts that are compared with one another."""
+    """Compare accounts with one another."""
 
     def __init__(self) -> None:
         self._accounts: dict[str, _FairAccount] = {}
@@ -71,15 +73,17 @@ class _Ledger:
         return len(self._waiting)
 
     def account(self, name: str) -> _FairAccount:
+        """Return the account of this name, a new one with the floor as its service."""
         if name not in self._accounts:
             self._accounts[name] = _FairAccount(name, self._floor)
         return self._accounts[name]
 
     def waiting(self) -> Iterator[_FairAccount]:
+        """Yield the accounts with waiting requests."""
         return iter(self._waiting.values())
 
-    def enter(self, name: str) -> None:
-        """It has something that waits."""
+    def add_waiting(self, name: str) -> None:
+        """Note that an account has waiting requests."""
         if name in self._waiting:
             return
         account = self.account(name)
@@ -87,15 +91,15 @@ class _Ledger:
         self._waiting[name] = account
 
     def lift(self, account: _FairAccount) -> None:
-        """What it has saved up while it had nothing to run, or was not allowed to, is gone."""
-        competing = [a.served for a in self._waiting.values() if a is not account and not a.is_held]
+        """Raise an account's service to the floor: time without requests, or throttled, earns no credit."""
+        competing = [a.served for a in self._waiting.values() if a is not account and not a.is_throttled]
         if competing:
             self._floor = min(competing)
         account.served = max(account.served, self._floor)
-        account.is_held = False
+        account.is_throttled = False
 
-    def leave(self, name: str) -> None:
-        """Nothing of it waits any more."""
+    def remove_waiting(self, name: str) -> None:
+        """Note that an account has no waiting requests any more."""
         account = self._waiting.pop(name)
         if not self._waiting:
             self._floor = account.served
@@ -103,10 +107,11 @@ class _Ledger:
             self._sweep()
 
     def charge(self, name: str, tokens: float) -> None:
+        """Add weighted tokens to an account."""
         self._accounts[name].served += tokens
 
     def _sweep(self) -> None:
-        """An account that would be lifted when it comes back need not be remembered."""
+        """Drop idle accounts that would be lifted on their return."""
         floor = min((a.served for a in self._waiting.values()), default=self._floor)
         idle = (a for a in self._accounts.values() if a.name not in self._waiting and not a.num_running)
         gone = [account.name for account in idle if account.served <= floor]
@@ -116,8 +121,8 @@ class _Ledger:
 
 
 @dataclass(slots=True)
-class _Turn:
-    """An account's next request in this round, and those after it."""
+class _Candidate:
+    """Hold an account's next request in this round, and those after it."""
 
     account: _FairAccount
     request: Request
@@ -125,17 +130,17 @@ class _Turn:
 
     @property
     def entry(self) -> "_Entry":
-        """For a heap; no two are equal, as no two requests have one number."""
-        urgency = self.request.message.priority, set_back_first(self.request)
+        """Return the heap entry; no two are equal, as request numbers are unique."""
+        urgency = self.request.message.priority, preempted_first(self.request)
         return *urgency, self.account.served, self.request.number, self
 
 
-_Entry = tuple[int, int, float, int, _Turn]
-"""Priority of a request and whether it was set back, the service its account has had, and when it arrived."""
+_Entry = tuple[int, int, float, int, _Candidate]
+"""(priority, preempted first, service of the account, number of the request, candidate)."""
 
 
 class Fair(Policy):
-    """Least weighted service."""
+    """Serve the account with the least weighted service."""
 
     def __init__(self, quotas: Quotas, costs: StepCosts, predictor: LengthPredictor) -> None:
         self._quotas = quotas
@@ -146,54 +151,54 @@ class Fair(Policy):
         self._in_batch: Counter[AdapterKey | None] = Counter()
 
     def served_by_adapter(self, principal: str, adapter_id: str) -> float:
-        """Weighted tokens on this account, lifts included."""
+        """Return the weighted tokens of an account, including lifts."""
         return self._adapters[principal].account(adapter_id).served
 
     def waiting(self) -> Iterator[Request]:
-        heaps = {key.name: self._turns(key.name) for key in self._keys.waiting()}
+        heaps = {key.name: self._candidates(key.name) for key in self._keys.waiting()}
         keys = [self._entry_of_key(name, heap) for name, heap in heaps.items()]
         heapq.heapify(keys)
         while keys:
             name = heapq.heappop(keys)[-1]
             heap = heaps[name]
-            turn = self._take(heap)
-            yield turn.request
-            following = next(turn.rest, None)
+            candidate = self._pop_best(heap)
+            yield candidate.request
+            following = next(candidate.rest, None)
             if following is not None:
-                turn.request = following
-                heapq.heappush(heap, turn.entry)
+                candidate.request = following
+                heapq.heappush(heap, candidate.entry)
             if heap:
                 heapq.heappush(keys, self._entry_of_key(name, heap))
 
-    def arrives(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         principal, adapter_id = _names(request)
         ledger = self._adapters.setdefault(principal, _Ledger())
-        ledger.enter(adapter_id)
-        self._keys.enter(principal)
-        rank = (request.message.priority, set_back_first(request), request.number)
+        ledger.add_waiting(adapter_id)
+        self._keys.add_waiting(principal)
+        rank = (request.message.priority, preempted_first(request), request.number)
         ledger.account(adapter_id).queue.add(request, rank)
 
-    def leaves(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         principal, adapter_id = _names(request)
         ledger = self._adapters[principal]
         queue = ledger.account(adapter_id).queue
         queue.remove(request)
         if not len(queue):
-            ledger.leave(adapter_id)
+            ledger.remove_waiting(adapter_id)
         if not len(ledger):
-            self._keys.leave(principal)
+            self._keys.remove_waiting(principal)
 
-    def starts(self, request: Request) -> None:
+    def on_admitted(self, request: Request) -> None:
         self._in_batch[request.adapter_key] += 1
         key, adapter = self._accounts(request)
         key.num_running += 1
         adapter.num_running += 1
-        if adapter.is_held:
+        if adapter.is_throttled:
             self._adapters[key.name].lift(adapter)
         if not request.num_preemptions:
             self._charge(request, PROMPT_WEIGHT * (request.num_prompt_tokens - request.num_cached_tokens))
 
-    def stops(self, request: Request) -> None:
+    def on_left_batch(self, request: Request) -> None:
         for account in self._accounts(request):
             account.num_running -= 1
         self._in_batch[request.adapter_key] -= 1
@@ -202,10 +207,10 @@ class Fair(Policy):
 
     def on_throttled(self, request: Request) -> None:
         principal, adapter_id = _names(request)
-        self._adapters[principal].account(adapter_id).is_held = True
+        self._adapters[principal].account(adapter_id).is_throttled = True
 
     def num_ahead(self, request: Request) -> int:
-        """The others of its account, and of each other account as many as it has turns until then."""
+        """Count the other requests of its account, and of each other account as many as go before."""
         own, others = 0, []
         for key in self._keys.waiting():
             for account in self._adapters[key.name].waiting():
@@ -216,7 +221,7 @@ class Fair(Policy):
                     others.append(urgent)
         return own + sum(min(urgent, own + 1) for urgent in others)
 
-    def served(self, request: Request, num_prompt: int, num_generated: int) -> None:
+    def on_computed(self, request: Request, num_prompt: int, num_generated: int) -> None:
         self._charge(request, ANSWER_WEIGHT * num_generated)
 
     def _charge(self, request: Request, tokens: float) -> None:
@@ -229,22 +234,22 @@ class Fair(Policy):
         return self._keys.account(principal), self._adapters[principal].account(adapter_id)
 
     def _entry_of_key(self, name: str, heap: list[_Entry]) -> tuple[int, int, float, int, str]:
-        priority, set_back, _, number, _ = heap[0]
-        return priority, set_back, self._keys.account(name).served, number, name
+        priority, preempted, _, number, _ = heap[0]
+        return priority, preempted, self._keys.account(name).served, number, name
 
-    def _turns(self, principal: str) -> list[_Entry]:
-        """A heap of the accounts of a key that wait."""
+    def _candidates(self, principal: str) -> list[_Entry]:
+        """Return a heap of the waiting accounts of a key."""
         heap = []
         for account in self._adapters[principal].waiting():
-            rest = account.turns()
-            heap.append(_Turn(account, next(rest), rest).entry)
+            rest = account.candidates()
+            heap.append(_Candidate(account, next(rest), rest).entry)
         heapq.heapify(heap)
         return heap
 
-    def _take(self, heap: list[_Entry]) -> _Turn:
-        """The account with the least service, or one little above it whose adapter costs the step nothing more."""
+    def _pop_best(self, heap: list[_Entry]) -> _Candidate:
+        """Pop the account with the least service, or one slightly above whose adapter is in the batch already."""
         best = heapq.heappop(heap)
-        gap = self._worth_of_sharing(best[-1].request)
+        gap = self._sharing_gain(best[-1].request)
         if gap <= 0:
             return best[-1]
         passed: list[_Entry] = []
@@ -260,8 +265,8 @@ class Fair(Policy):
             heapq.heappush(heap, entry)
         return chosen[-1]
 
-    def _worth_of_sharing(self, request: Request) -> float:
-        """In weighted tokens: what the request's adapter adds to all the steps that it will be in; 0 if it is in the
+    def _sharing_gain(self, request: Request) -> float:
+        """Return, in weighted tokens, what the request's adapter adds to all its steps; 0 if the adapter is in the
         batch already."""
         layout = request.message.layout
         if request.adapter_key is None or layout is None or request.adapter_key in self._in_batch:

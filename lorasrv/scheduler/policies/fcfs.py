@@ -1,13 +1,13 @@
-"""First come, first served, by priority: the least surprise, and the least protection from a flood of one adapter."""
+"""First come, first served, by priority: the most predictable order, without protection from a flood of one adapter."""
 
 from collections.abc import Iterator
 
 from lorasrv.request import Request
-from lorasrv.scheduler.policies.base import Policy, SortedQueue, set_back_first
+from lorasrv.scheduler.policies.base import Policy, SortedQueue, preempted_first
 
 
 class Fcfs(Policy):
-    """Order of arrival."""
+    """Serve requests in the order of arrival."""
 
     def __init__(self) -> None:
         self._queue = SortedQueue()
@@ -15,8 +15,8 @@ class Fcfs(Policy):
     def waiting(self) -> Iterator[Request]:
         return iter(self._queue)
 
-    def arrives(self, request: Request) -> None:
-        self._queue.add(request, (request.message.priority, set_back_first(request), request.number))
+    def add(self, request: Request) -> None:
+        self._queue.add(request, (request.message.priority, preempted_first(request), request.number))
 
-    def leaves(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         self._queue.remove(request)

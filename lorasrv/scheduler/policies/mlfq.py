@@ -1,8 +1,8 @@
-"""Multi-level feedback queue: whoever has had little goes first, without knowing how long answers will be.
+"""Multi-level feedback queue: the least served request goes first, without knowing lengths of answers.
 
 After FastServe (Wu et al. 2023): a request joins the level that its prompt alone would use up (skip-join), falls a
-level when it has used up its level's quantum, and each step goes to the best levels, token by token: a newcomer takes
-the seat of one that has run long. Who loses its seat keeps its pages while there are enough. Service is counted in
+level when it has used up its level's quantum, and each step serves the best levels, token by token: a new request takes
+the slot of one that has run long. A displaced request keeps its pages while there are enough. Service is counted in
 generated tokens; a prompt token, computed beside many others, counts a sixteenth.
 """
 
@@ -14,12 +14,12 @@ from lorasrv.scheduler.policies.base import Policy, Rank, SortedQueue
 
 FIRST_QUANTUM = 32.0
 NUM_LEVELS = 6
-"""Each level's quantum is twice that of the one above; the last has no end."""
+"""Each level's quantum is twice that of the one above; the last is unbounded."""
 PROMPT_TOKEN = 1 / 16
 
 
 class Mlfq(Policy):
-    """Least attained service."""
+    """Serve the request with the least service."""
 
     may_displace = True
 
@@ -35,12 +35,12 @@ class Mlfq(Policy):
     def in_order(self, running: Sequence[Request]) -> Iterator[Request]:
         return heapq.merge(self.running(running), self.waiting(), key=self.rank)
 
-    def arrives(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         if not request.num_preemptions:
             request.service = PROMPT_TOKEN * request.num_prompt_tokens
         self._queue.add(request, self.rank(request))
 
-    def leaves(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         self._queue.remove(request)
 
     def rank(self, request: Request) -> Rank:
@@ -50,15 +50,15 @@ class Mlfq(Policy):
         return max(running, key=self.rank, default=None)
 
     def on_starved(self, request: Request) -> None:
-        """It begins again at the best level (FastServe's starvation prevention): one token would be no help."""
+        """Move the request back to the best level (FastServe's starvation prevention): one token would be no help."""
         request.service = 0.0
 
-    def served(self, request: Request, num_prompt: int, num_generated: int) -> None:
+    def on_computed(self, request: Request, num_prompt: int, num_generated: int) -> None:
         request.service += num_generated
 
 
 def _level(service: float) -> int:
-    """The first whose quantum, counted from the beginning, such a request has not used up."""
+    """Return the first level whose quantum, counted from the beginning, is not used up."""
     level, quantum, end = 0, FIRST_QUANTUM, FIRST_QUANTUM
     while service >= end and level < NUM_LEVELS - 1:
         level, quantum = level + 1, 2 * quantum

@@ -1,8 +1,8 @@
 """Shortest job first, by predicted remaining work, with ageing: the lowest mean wait if lengths are predictable.
 
-Work is in seconds: tokens of the prompt that are to be computed, and for each predicted token of the answer its share
-of a step with its adapter in it. A second of waiting takes `AGEING` seconds off. As everybody who waits ages alike, the
-order of two requests never changes while they wait, and a newcomer has only so much to be ahead by.
+Work is in seconds: the prompt tokens to compute, and for each predicted token of the answer its part of a step with its
+adapter. A second of waiting takes `AGEING` seconds off. All waiting requests age alike, so the order of two never
+changes while they wait, and a new request can only be ahead by a bounded time.
 """
 
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from lorasrv.memory.cost_model import StepCosts
 from lorasrv.request import Request
 from lorasrv.scheduler.length_predictor import MEDIAN, LengthPredictor
-from lorasrv.scheduler.policies.base import Policy, SortedQueue, set_back_first
+from lorasrv.scheduler.policies.base import Policy, SortedQueue, preempted_first
 
 AGEING = 0.1
 
 
 class Sjf(Policy):
-    """Least predicted work."""
+    """Serve the request with the least predicted work."""
 
     def __init__(self, costs: StepCosts, predictor: LengthPredictor) -> None:
         self._queue = SortedQueue()
@@ -26,15 +26,15 @@ class Sjf(Policy):
     def waiting(self) -> Iterator[Request]:
         return iter(self._queue)
 
-    def arrives(self, request: Request) -> None:
+    def add(self, request: Request) -> None:
         urgency = self.work_s(request) + AGEING * request.arrival_s
-        self._queue.add(request, (request.message.priority, set_back_first(request), urgency))
+        self._queue.add(request, (request.message.priority, preempted_first(request), urgency))
 
-    def leaves(self, request: Request) -> None:
+    def remove(self, request: Request) -> None:
         self._queue.remove(request)
 
     def work_s(self, request: Request) -> float:
-        """Predicted seconds of work that are left."""
+        """Return the predicted seconds of work that are left."""
         layout = request.message.layout if request.adapter_key is not None else None
         each = self._costs.token_s + self._costs.request_s + self._costs.adapter_s(layout.nbytes if layout else 0)
         prompt = request.num_tokens - request.num_computed_tokens

@@ -259,4 +259,4 @@ def test_a_full_queue_says_when_to_come_back(served) -> None:
         if status == 429:
             assert 1 <= int(headers["retry-after"]) <= 60
             assert (body["error"]["type"], body["error"]["code"]) == ("rate_limit_error", "server_overloaded")
-            assert f"{MAX_QUEUED} may be" in body["error"]["message"]
+            assert f"max-num-queued-seqs is {MAX_QUEUED}" in body["error"]["message"]

@@ -206,10 +206,10 @@ class TestRemove:
 
     def test_waiting(self, server, engine, make_adapter) -> None:
         key = server.upload(make_adapter(), "mia").json()["digest"].removeprefix("sha256:")
-        with engine.uses.arriving("zoe", key, ["a"]), engine.uses.arriving("mia", "another content", ["b"]):
+        with engine.in_flight.arriving("zoe", key, ["a"]), engine.in_flight.arriving("mia", "another content", ["b"]):
             assert server.http.delete("/v1/adapters/mia?wait=60").status_code == 200
             server.upload(make_adapter(), "mia")
-            with engine.uses.arriving("mia", key, ["c", "d"]):
+            with engine.in_flight.arriving("mia", key, ["c", "d"]):
                 response = server.http.delete("/v1/adapters/mia?wait=0.01")
                 assert (response.status_code, response.json()["requests_running"]) == (202, 1)
                 server.upload(make_adapter(), "mia")
@@ -218,7 +218,7 @@ class TestRemove:
 
     def test_force_ends_what_runs(self, server, engine, make_adapter) -> None:
         key = server.upload(make_adapter(), "mia").json()["digest"].removeprefix("sha256:")
-        with engine.uses.arriving("mia", key, ["a"]) as use:
+        with engine.in_flight.arriving("mia", key, ["a"]) as use:
             done = server.http.delete("/v1/adapters/mia?force=true").json()
         assert done["requests_ended"] == 1
         with pytest.raises(AdapterDeleted, match="'mia' was deleted"):

@@ -58,7 +58,7 @@ def test_both_are_asked_at_both_times_and_each_refusal_counts_once(tmp_path: Pat
         # The key: with the queue empty again.
         for stream in streams:
             await stream.aclose()
-        while engine.waiting_room.num_queued():
+        while engine.queue_limiter.num_queued():
             await asyncio.sleep(0.01)
         streams = await admit(ANN)
         with pytest.raises(LimitExceeded, match="2 requests per minute"):

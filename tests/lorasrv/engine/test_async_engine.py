@@ -269,7 +269,7 @@ def test_weights_that_overflow_fail_their_own_request_only(serve, store, adapter
                 _collect(engine, GREEDY, None), _collect(engine, sampling, key), return_exceptions=True
             )
             assert isinstance(bad, AdapterLoadFailed)
-            assert "no numbers" in str(bad)
+            assert "NaN or infinity" in str(bad)
             assert isinstance(good, list)
             assert len(_tokens(good)) == 12
         assert engine.is_alive
@@ -334,11 +334,13 @@ def test_more_requests_than_may_be_queued_are_told_to_come_back(model: Path, mon
         first = await engine.add(PROMPT, long)
         await anext(first)
         second = await engine.add(PROMPT, long)
-        with pytest.raises(EngineOverloaded, match="1 requests are queued already, and 1 may be") as caught:
+        with pytest.raises(
+            EngineOverloaded, match="1 requests are queued already; --max-num-queued-seqs is 1"
+        ) as caught:
             await engine.add(PROMPT, GREEDY, principal="ann")
         assert caught.value.retry_after_s >= 1.0
-        assert list(engine.waiting_room._promised_s) == ["ann"], "what it was told is its own"
-        with pytest.raises(EngineOverloaded, match="1 may be"):
+        assert list(engine.queue_limiter._retry_at_s) == ["ann"], "what it was told is its own"
+        with pytest.raises(EngineOverloaded, match="max-num-queued-seqs is 1"):
             engine.check_admission("bob")
         assert engine.traffic.rejected == {"engine_overloaded": 2}, "refused early, and counted all the same"
         with monkeypatch.context() as patch:
@@ -348,7 +350,7 @@ def test_more_requests_than_may_be_queued_are_told_to_come_back(model: Path, mon
         await first.aclose()
         await _settled(engine)
         assert len([output async for output in engine.generate(PROMPT, GREEDY)]) == 12
-        assert engine.waiting_room.num_tokens == engine.waiting_room.num_queued() == 0
+        assert engine.queue_limiter.num_tokens == engine.queue_limiter.num_queued() == 0
         await engine.shutdown()
 
     asyncio.run(main())
@@ -398,7 +400,7 @@ def test_offline_refuses_what_the_server_refuses_and_survives_it(model: Path) ->
         with pytest.raises(InvalidRequest, match="empty"):
             llm.generate([PROMPT, []], GREEDY)
         for _ in range(2):
-            llm.engine.poison.note([llm.input_processor.process(RequestId("bad"), PROMPT[1:], GREEDY)])
+            llm.engine.poison.record([llm.input_processor.process(RequestId("bad"), PROMPT[1:], GREEDY)])
         with pytest.raises(PoisonRequest, match="2 times"):
             llm.generate([PROMPT, PROMPT[1:]], GREEDY)
         assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 12
@@ -447,7 +449,7 @@ def test_what_is_served_is_recorded(serve, store, tmp_path) -> None:
         ended = [output async for output in engine.generate(PROMPT, stopping)][-1]
         # Cut off by the end of the engine: left out.
         await anext(await engine.add(PROMPT, replace(GREEDY, max_tokens=400)))
-        engine.break_off("over")
+        engine.abort_all("over")
         first, second, left, stopped = read_trace(tmp_path / "trace.jsonl")
         for choice in (first, second):
             assert (choice.adapter, choice.key, choice.finish) == ("one", "me", "length")
@@ -528,7 +530,7 @@ def test_each_accepted_request_ends_once_for_those_who_look_on(serve, store, mon
         await left.aclose()
         await left.aclose()
         deleted = await engine.add(PROMPT, long, request_id="deleted", adapter=key, adapter_id="one")
-        assert engine.uses.break_off("one", [key]) == 1
+        assert engine.in_flight.abort_adapter("one", [key]) == 1
         with pytest.raises(AdapterDeleted):
             await anext(deleted)
         garbled = await engine.add(PROMPT, long, request_id="garbled")
@@ -538,7 +540,7 @@ def test_each_accepted_request_ends_once_for_those_who_look_on(serve, store, mon
         with pytest.raises(InvalidRequest):
             await engine.add([], GREEDY, request_id="refused")
         cut = await engine.add_choices(PROMPT, long, 2, request_id="cut")
-        engine.break_off("over")
+        engine.abort_all("over")
         with pytest.raises(EngineDead):
             await engine.add(PROMPT, GREEDY, request_id="dead")
         for stream in cut:
@@ -588,15 +590,15 @@ def test_a_request_that_fails_on_its_way_to_the_engine_leaves_nothing(serve, sto
                     )
             with pytest.raises(KeyboardInterrupt):
                 await engine.add_choices(PROMPT, GREEDY, 2, adapter=key, adapter_id="one")
-            assert await engine.uses.until_unused("one", [key], 0.0) == 0
+            assert await engine.in_flight.until_unused("one", [key], 0.0) == 0
             assert not engine._streams
         assert not engine.traffic._open
-        assert engine.waiting_room.num_tokens == 0
+        assert engine.queue_limiter.num_tokens == 0
         assert ends.refused == ["KeyboardInterrupt"]
         assert len(_tokens(await _collect(engine, GREEDY, key))) == 12
         await _settled(engine)
-        assert engine.waiting_room._num_sent == engine.metrics.snapshot().requests_arrived_total
-        assert engine.waiting_room.num_queued() == 0
+        assert engine.queue_limiter._num_sent == engine.metrics.snapshot().requests_arrived_total
+        assert engine.queue_limiter.num_queued() == 0
 
     serve(scenario, observers=[ends])
 

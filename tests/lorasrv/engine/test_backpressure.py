@@ -7,7 +7,7 @@ import pytest
 
 from adapter_store.quota import ANONYMOUS
 from lorasrv.config import SchedulerOptions
-from lorasrv.engine.backpressure import FADE_S, MAX_PROMISES, MAX_RETRY_S, QueueLimiter, ThroughputEstimate, num_queued
+from lorasrv.engine.backpressure import FADE_S, MAX_KEYS, MAX_RETRY_S, QueueLimiter, ThroughputEstimate, num_queued
 from lorasrv.errors import EngineOverloaded
 from lorasrv.metrics.engine_stats import EngineStats
 from lorasrv.outputs import RequestId, RequestOutput, RequestTiming
@@ -19,13 +19,13 @@ class TestDrainRate:
     def test_nothing_is_known_before_something_has_gone(self) -> None:
         rate = ThroughputEstimate()
         assert rate.seconds_for(1) is None
-        rate.passed(5.0)
+        rate.advance(5.0)
         assert rate.seconds_for(1) is None
 
     def test_it_is_right_from_the_first_amount_on(self) -> None:
         rate = ThroughputEstimate()
         for _ in range(3):
-            rate.passed(0.5)
+            rate.advance(0.5)
             rate.add(10)
         assert rate.seconds_for(20) == pytest.approx(1.0, rel=0.1)
 
@@ -33,7 +33,7 @@ class TestDrainRate:
         rate = ThroughputEstimate()
         for amount in (100, 1):
             for _ in range(int(6 * FADE_S)):
-                rate.passed(1.0)
+                rate.advance(1.0)
                 rate.add(amount)
             assert rate.seconds_for(amount) == pytest.approx(1.0, rel=0.3)
 
@@ -176,14 +176,14 @@ class TestWhenToComeBack:
         assert bench.refused(who="carl") == pytest.approx(6.0, rel=0.2)
         bench.now += MAX_RETRY_S
         bench.refused(who="bob")
-        assert list(bench.room._promised_s) == ["bob"], "what is over is forgotten"
+        assert list(bench.room._retry_at_s) == ["bob"], "what is over is forgotten"
 
     def test_promises_are_bounded(self) -> None:
         bench = Bench()
         self.drained(bench, rate=0.5)
-        for number in range(2 * MAX_PROMISES):
+        for number in range(2 * MAX_KEYS):
             bench.refused(who=f"k{number}")
-        assert len(bench.room._promised_s) == MAX_PROMISES
+        assert len(bench.room._retry_at_s) == MAX_KEYS
 
     def test_it_lies_between_a_second_and_a_minute(self) -> None:
         bench = Bench()

@@ -44,7 +44,7 @@ def test_whoever_leaves_is_in_no_further_step(model: Path, store: AdapterStore) 
         begun = {name for step in world.gate.named() for name in step}
         assert {"stays", "decodes", "chooses", "beams", "prefills"} <= begun
         assert "waits 11" not in begun
-        assert engine.waiting_room.num_queued() > 0
+        assert engine.queue_limiter.num_queued() > 0
 
         for stream in leaving:
             await stream.aclose()
@@ -54,7 +54,7 @@ def test_whoever_leaves_is_in_no_further_step(model: Path, store: AdapterStore) 
         assert len(set(world.gate.named(seen)[0])) > 1
         assert world.gate.named(seen + 1) == [["stays"]] * 3
         assert [name_of(r.request_id) for r in world.scheduler.requests()] == ["stays"]
-        assert engine.waiting_room.num_queued() == engine.waiting_room.num_tokens == 0
+        assert engine.queue_limiter.num_queued() == engine.queue_limiter.num_tokens == 0
         world.gate.open()
         assert len(await world.tokens("stays")) == 60
 
@@ -70,6 +70,6 @@ def test_whoever_leaves_is_in_no_further_step(model: Path, store: AdapterStore) 
             await engine.shutdown()
         assert not engine._streams
         engine._engine.check_integrity()
-        assert engine._engine._books.num_kv_pages == 0
+        assert engine._engine._memory.num_kv_pages == 0
 
     asyncio.run(asyncio.wait_for(main(), 60))

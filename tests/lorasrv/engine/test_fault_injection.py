@@ -45,10 +45,10 @@ def test_steps() -> None:
     faults = FaultInjector(parse_faults("step-raises@2,step-oom:3@3x2,step-raises:7"))
     happened: list[str] = []
     for step in range(1, 6):
-        faults.begins()
+        faults.on_step()
         for part in (_part(1, 2, 3, 4), _part(1, 2, 3), _part(7)):
             try:
-                faults.runs(part)
+                faults.on_part(part)
             except (InjectedFault, torch.OutOfMemoryError) as error:
                 happened.append(f"{step}:{part.num_tokens}:{type(error).__name__[0]}")
     assert happened == ["1:1:I", "2:4:I", "2:3:I", "2:1:I", "3:4:O", "3:1:I", "4:4:O", "4:1:I", "5:1:I"]

@@ -209,7 +209,7 @@ def test_what_has_made_the_engine_fail_twice_is_refused() -> None:
     poison = PoisonGuard()
     made = processor(poison=poison)
     for _ in range(2):
-        poison.note([made.process(RID, PROMPT, SamplingParams())])
+        poison.record([made.process(RID, PROMPT, SamplingParams())])
     with pytest.raises(PoisonRequest, match="2 times"):
         made.process(RID, PROMPT, SamplingParams())
     assert made.process(RID, PROMPT[1:], SamplingParams())

@@ -26,13 +26,13 @@ def test_waiting_ends_with_the_last_choice(model: Path, store: AdapterStore) -> 
         # The same content by another name, another content of the name, and the base.
         for adapter, name in ((key, "uno"), (other, "one"), (None, "")):
             await engine.add(PROMPT, LONG, adapter=adapter, adapter_id=name)
-        assert await engine.uses.until_unused("one", [key], 0.0) == 1
-        assert await engine.uses.until_unused("one", [key], PATIENCE_S) == 0
+        assert await engine.in_flight.until_unused("one", [key], 0.0) == 1
+        assert await engine.in_flight.until_unused("one", [key], PATIENCE_S) == 0
         for stream in streams:
             assert (await asyncio.wait_for(collect(stream), 0.1))[-1].finished
-        assert await engine.uses.until_unused("uno", [key], 0.0) == 1
+        assert await engine.in_flight.until_unused("uno", [key], 0.0) == 1
         await engine.shutdown()
-        assert await engine.uses.until_unused("uno", [key], 0.0) == 0
+        assert await engine.in_flight.until_unused("uno", [key], 0.0) == 0
 
     asyncio.run(scenario())
 
@@ -45,12 +45,12 @@ def test_what_is_ended_says_why_and_gives_its_pages_back(serve, store: AdapterSt
         another = await engine.add(PROMPT, SHORT, adapter=key, adapter_id="uno")
         await anext(runs)
         waits = await engine.add(PROMPT, LONG, adapter=key, adapter_id="one")
-        assert engine.uses.break_off("one", [key]) == 2
+        assert engine.in_flight.abort_adapter("one", [key]) == 2
         for stream in (runs, waits):
             with pytest.raises(AdapterDeleted, match="'one' was deleted"):
                 await collect(stream)
         assert len(await collect(another)) > 0
-        assert await engine.uses.until_unused("uno", [key], PATIENCE_S) == 0
+        assert await engine.in_flight.until_unused("uno", [key], PATIENCE_S) == 0
         await engine.pool_map()
         assert engine.metrics.snapshot().requests_running == 0
 
@@ -70,11 +70,11 @@ def test_one_that_is_still_being_admitted_is_ended_too(
             return admit(*args, **options)  # type: ignore[arg-type]
 
         async def end() -> None:
-            assert engine.uses.break_off("one", [key]) == 1
+            assert engine.in_flight.abort_adapter("one", [key]) == 1
 
         monkeypatch.setattr(engine.input_processor, "process_choices", slow)
         with pytest.raises(AdapterDeleted):
             await engine.add(PROMPT, SHORT, adapter=key, adapter_id="one")
-        assert await engine.uses.until_unused("one", [key], 0.0) == 0
+        assert await engine.in_flight.until_unused("one", [key], 0.0) == 0
 
     serve(scenario)

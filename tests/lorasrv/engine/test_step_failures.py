@@ -118,7 +118,7 @@ def answers(
         llm.engine.check_integrity()
     for output in llm.engine.step():
         told[output.request_id].append(output)
-    assert llm.engine._books.kv.num_pages == 0
+    assert llm.engine._memory.kv.num_pages == 0
     return [_outcome(told[message.request_id]) for message in messages]
 
 
@@ -273,7 +273,7 @@ def test_short_of_memory_it_is_computed_in_parts(make, undisturbed, monkeypatch,
     _fail_half_way(llm, monkeypatch, fails)
     assert answers(llm) == undisturbed
     assert sum(size > most for size in sizes) < 8, "what did not fit is not tried at every step"
-    bound = llm.engine.attempts.most_tokens
+    bound = llm.engine.retrier.most_tokens
     assert bound is not None
     assert bound <= most
 
@@ -282,7 +282,7 @@ def test_the_bound_is_forgotten_when_memory_is_there_again(llm, undisturbed, mon
     monkeypatch.setattr(step_attempts, "CALM_STEPS", 3)
     _fail_before(llm, monkeypatch, Times(1, 2, error=MemoryError))
     assert answers(llm) == undisturbed
-    assert llm.engine.attempts.most_tokens is None
+    assert llm.engine.retrier.most_tokens is None
 
 
 def test_what_does_not_fit_alone_fails_alone_and_is_no_poison(llm, undisturbed, monkeypatch) -> None:
@@ -297,7 +297,7 @@ def test_what_does_not_fit_alone_fails_alone_and_is_no_poison(llm, undisturbed, 
     assert isinstance(found[4], OutOfMemory)
     assert found[:4] + found[5:] == undisturbed[:4] + undisturbed[5:]
     assert llm.engine.poison._records == known
-    assert llm.engine.attempts.most_tokens is None, "others do not pay for it"
+    assert llm.engine.retrier.most_tokens is None, "others do not pay for it"
 
 
 def test_pages_that_do_not_get_to_host_memory_or_back_are_computed_again(llm, make, monkeypatch) -> None:
@@ -413,7 +413,7 @@ def test_plans_that_keep_failing_end_the_engine(make, monkeypatch) -> None:
 def test_a_lost_device_ends_the_engine(make, monkeypatch) -> None:
     llm = make()
     _fail_before(llm, monkeypatch, Times(1))
-    monkeypatch.setattr(llm.engine.attempts, "_recover", lambda: False)
+    monkeypatch.setattr(llm.engine.retrier, "_recover", lambda: False)
     llm.engine.add_request(llm._message(*WORK[1]))
     with pytest.raises(DeviceLost, match="RuntimeError"):
         llm.engine.step()

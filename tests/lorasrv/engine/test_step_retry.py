@@ -151,11 +151,11 @@ def test_every_way_of_choosing(make, monkeypatch: pytest.MonkeyPatch, pages: int
     class Steps:
         """Each step fails in some of its runs, of a request alone in the first at most, so that nobody ends."""
 
-        def begins(self) -> None:
+        def on_step(self) -> None:
             nonlocal number, fails
             number, fails = 0, chance.choice([frozenset(), frozenset({1}), frozenset({1, 2}), frozenset({1, 3})])
 
-        def runs(self, part: SchedulerOutput) -> None:
+        def on_part(self, part: SchedulerOutput) -> None:
             nonlocal number
             number += 1
 
@@ -169,7 +169,7 @@ def test_every_way_of_choosing(make, monkeypatch: pytest.MonkeyPatch, pages: int
             raise error("forced")
         return found
 
-    llm.engine.attempts.rehearsal = Steps()
+    llm.engine.retrier.fault_hook = Steps()
     monkeypatch.setattr(runner, "run", failing)
     assert answers(llm, work(llm)) == expected
     if pages < 100:

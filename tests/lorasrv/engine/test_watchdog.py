@@ -22,7 +22,7 @@ class Engine:
         self.is_alive = True
         self.broken_off: list[str] = []
 
-    def break_off(self, why: str) -> None:
+    def abort_all(self, why: str) -> None:
         self.broken_off.append(why)
 
 
@@ -66,7 +66,7 @@ def watch(
         raise _Ended
 
     watching = Watchdog(engine, limit_s, end)
-    put_off = watching._put_off
+    put_off = watching._reset_timer
 
     def look() -> None:
         put_off()
@@ -74,7 +74,7 @@ def watch(
         if len(dumps["later"]) > looks:
             raise TimeoutError
 
-    watching._put_off = look  # type: ignore[method-assign]
+    watching._reset_timer = look  # type: ignore[method-assign]
     try:
         asyncio.run(watching._watch())
     except _Ended:

@@ -40,7 +40,7 @@ def opened(
 def test_the_pool_counts_in_pages_of_the_format(model: Path) -> None:
     with opened(model, 40) as llm:
         assert llm.engine.metrics.snapshot().pages_total == 40
-        assert llm.engine._parts.books.layout.block_bytes == BLOCK
+        assert llm.engine._parts.memory.layout.block_bytes == BLOCK
     with opened(model, 40, "float32") as llm:
         floats = KV_FORMATS["float32"].page_bytes(KV_HEADS, DIM, PAGE) * LAYERS
         assert llm.engine.metrics.snapshot().pages_total == 40 * BLOCK // floats < 20

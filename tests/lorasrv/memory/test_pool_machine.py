@@ -173,12 +173,12 @@ class World:
         placed = self.copying.pop(key)
         for source, target, size in placed.copies(0):
             self._adapter_units(target, size)[:] = self._adapter_tags(key, source, size)
-        self.scheduler.adapter_copied(key)
+        self.scheduler.on_adapter_copied(key)
 
     def fail(self, key: AdapterKey) -> None:
         self.loading.discard(key)
         self.copying.pop(key, None)
-        self.scheduler.adapter_failed(key, "broken")
+        self.scheduler.on_adapter_failed(key, "broken")
 
     def _apply(self, op: PageOp) -> None:
         match op:
@@ -354,7 +354,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         rid = data.draw(st.sampled_from(sorted(self.world.scheduler._queue.requests)))
-        self.world.scheduler.end(rid, RequestStatus.FINISHED_ABORTED)
+        self.world.scheduler.finish(rid, RequestStatus.FINISHED_ABORTED)
 
     @rule(name=st.sampled_from(NAMES), limits=st.sampled_from([None, *LIMITS]))
     def limit(self, name: str, limits: Limits | None) -> None:
@@ -412,14 +412,14 @@ class PoolMachine(RuleBasedStateMachine):
         if moves:
             books.kv_pool.move(moves)
             books.evictor._follow(Moves(moves, {}))
-            self.world.scheduler._memory.note_moves()
+            self.world.scheduler._allocator.record_moves()
 
     @rule(more=st.integers(1, 4))
     def move(self, more: int) -> None:
         """Make a run that is longer than any there is."""
         evictor = self.world.books.evictor
         evictor._compact(self.world.books.adapter_pool.fragmentation.longest_free_run + more, keep_free=0)
-        self.world.scheduler._memory.note_moves()
+        self.world.scheduler._allocator.record_moves()
 
     @invariant()
     def adds_up(self) -> None:

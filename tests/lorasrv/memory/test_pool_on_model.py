@@ -136,7 +136,7 @@ def test_pages_that_move_under_running_requests_change_nothing(model, adapter_di
 
 
 def _throw_about(engine: EngineCore, number: int) -> None:
-    books, scheduler = engine._books, engine._scheduler
+    books, scheduler = engine._memory, engine._scheduler
     used = sorted({*books.kv.references(), *books.prefixes.references()}) if books.prefixes is not None else []
     free = sorted(page for first, count in books.kv_pool.free_runs() for page in range(first, first + count))
     moves = dict(zip(used[number % 3 :: 3], free[:: 1 + number % 4], strict=False))
@@ -151,7 +151,7 @@ def _throw_about(engine: EngineCore, number: int) -> None:
     for part in (Moves(moves, {}), Moves({}, runs)):
         if part.pages:
             books.evictor._follow(part)
-    scheduler._memory.note_moves()
+    scheduler._allocator.record_moves()
 
 
 def test_other_weights_under_the_same_name_meet_none_of_the_old_ones_pages(serve, store, adapter_dirs, alone) -> None:

@@ -28,7 +28,7 @@ MIA, OLD, TOM = AdapterKey("a" * 64), AdapterKey("b" * 64), AdapterKey("c" * 64)
 class Engine:
     def __init__(self) -> None:
         self.traffic = RequestStats()
-        self.book = StepStats()
+        self.step_stats = StepStats()
         self.resident: list[tuple[AdapterKey, int]] = []
         self.is_dead = False
 
@@ -136,9 +136,9 @@ class TestWhatIsCounted:
     def test_time_bytes_and_residence(self, world: SimpleNamespace) -> None:
         now = SimpleNamespace(s=world.ledger._sampled_s)
         world.ledger._clock = lambda: now.s
-        world.engine.book._spent.seconds = {("mia", MIA): 1.5, ("", None): 2.0}
-        world.engine.book.loaded(MIA, 0.1, 1000)
-        world.engine.book.copied(MIA, 0.1, 1000)
+        world.engine.step_stats._spent.seconds = {("mia", MIA): 1.5, ("", None): 2.0}
+        world.engine.step_stats.loaded(MIA, 0.1, 1000)
+        world.engine.step_stats.copied(MIA, 0.1, 1000)
         world.engine.traffic.askers[MIA] = "mia"
         world.engine.resident = [(MIA, 4096), (TOM, 100)]  # nobody has asked for tom: it was pinned, say
         now.s += 3600
@@ -153,20 +153,20 @@ class TestWhatIsCounted:
     def test_a_content_of_two_ids_counts_for_who_asked_last(self, world: SimpleNamespace) -> None:
         world.store.known[AdapterId("twin")] = record("twin", MIA)
         world.engine.traffic.askers[MIA] = "twin"
-        world.engine.book.loaded(MIA, 0.1, 1000)
+        world.engine.step_stats.loaded(MIA, 0.1, 1000)
         assert stats(world).load_bytes == 0
         assert stats(world, "twin", MIA).load_bytes == 1000
 
     def test_a_content_whose_asker_is_gone_counts_for_who_has_it(self, world: SimpleNamespace) -> None:
         """The same weights again, under another id that nobody has asked yet."""
         world.engine.traffic.askers[MIA] = "mia"
-        world.engine.book.loaded(MIA, 0.1, 1000)
+        world.engine.step_stats.loaded(MIA, 0.1, 1000)
         assert stats(world).load_bytes == 1000
         del world.store.known[AdapterId("mia")]
-        world.engine.book.loaded(MIA, 0.1, 1000)
+        world.engine.step_stats.loaded(MIA, 0.1, 1000)
         run(world.ledger._settle())
         world.store.known[AdapterId("eva")] = record("eva", MIA)
-        world.engine.book.loaded(MIA, 0.1, 10)
+        world.engine.step_stats.loaded(MIA, 0.1, 10)
         assert stats(world, "eva", MIA).load_bytes == 10
 
     def test_a_dead_engine_has_a_ledger_all_the_same(self, world: SimpleNamespace) -> None:
@@ -309,7 +309,7 @@ class TestWhatGoesWrong:
 
         async def serve() -> None:
             task = asyncio.create_task(world.ledger.run())
-            faults = (("add", world.ledger._file), ("take", world.engine.book))
+            faults = (("add", world.ledger._file), ("take", world.engine.step_stats))
             for written, (broken, owner) in enumerate(faults, 1):
                 monkeypatch.setattr(owner, broken, surprise)
                 caplog.clear()
@@ -386,7 +386,7 @@ def test_everything_adds_up_and_is_kept(model: Path, store: AdapterStore) -> Non
                 await ask(http, base),
             )
             shown = {name: await shown_stats(http, name) for name in ("one", "two", "three", "base")}
-            by_name, steps = await metrics(http), engine.book.step_seconds
+            by_name, steps = await metrics(http), engine.step_stats.step_seconds
             layout = engine.input_processor.layout(store.resolve("one").key)
             kept.update(await shown_stats(http, "one"))
 

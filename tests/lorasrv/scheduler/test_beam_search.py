@@ -288,7 +288,7 @@ def test_many_ends_leave_fewer_beams(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
     """A model may name many tokens that end answers; a beam offers twenty, and not all may be ends."""
     sampling = SamplingParams(max_tokens=3, stop_token_ids=tuple(range(8)))
     monkeypatch.setattr(llm.input_processor, "_eos", tuple(range(8, 16)))
-    with pytest.raises(InvalidRequest, match="there may be 4; lower it") as caught:
+    with pytest.raises(InvalidRequest, match="at most 4 beams are possible; lower best_of") as caught:
         llm._message(PROMPTS[0], sampling, None, BeamOptions(5))
     assert caught.value.param == "best_of"
     llm._message(PROMPTS[0], sampling, None, BeamOptions(4))

@@ -28,7 +28,7 @@ def test_who_ends_early_is_not_remembered_until_its_time() -> None:
     bench = scheduler(budget=16, pages=400)
     for i in range(2000):
         bench.add(f"r{i}", timeout_s=80_000.0)
-        bench.scheduler.end(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
+        bench.scheduler.finish(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
     assert len(bench.scheduler._deadlines._heap) < 600
 
 

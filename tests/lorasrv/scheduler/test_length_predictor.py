@@ -31,7 +31,7 @@ def _request(adapter: str = "mia", prompt: int = 10, max_tokens: int = 500, gene
 def _taught(lengths: list[int], adapter: str = "mia", predictor: LengthPredictor | None = None) -> LengthPredictor:
     predictor = predictor or LengthPredictor()
     for length in lengths:
-        predictor.ended(_request(adapter, generated=length), was_cut=False)
+        predictor.on_finished(_request(adapter, generated=length), was_cut=False)
     return predictor
 
 
@@ -53,8 +53,8 @@ def test_an_adapters_own_past_tells_most_and_others_a_newcomers() -> None:
 def test_the_prompts_length_tells_too() -> None:
     predictor = LengthPredictor()
     for _ in range(20):
-        predictor.ended(_request(prompt=4, generated=10), was_cut=False)
-        predictor.ended(_request(prompt=400, generated=100), was_cut=False)
+        predictor.on_finished(_request(prompt=4, generated=10), was_cut=False)
+        predictor.on_finished(_request(prompt=400, generated=100), was_cut=False)
     assert predictor.length(_request(prompt=5), 0.9) < 20
     assert predictor.length(_request(prompt=300), 0.1) >= 100
 
@@ -77,8 +77,8 @@ def test_one_that_has_outgrown_the_short_ones_is_among_the_long() -> None:
 def test_answers_that_were_cut_only_say_that_they_were_no_shorter() -> None:
     predictor = LengthPredictor()
     for _ in range(40):
-        predictor.ended(_request(max_tokens=16, generated=16), was_cut=True)
-        predictor.ended(_request(max_tokens=500, generated=100), was_cut=False)
+        predictor.on_finished(_request(max_tokens=16, generated=16), was_cut=True)
+        predictor.on_finished(_request(max_tokens=500, generated=100), was_cut=False)
     assert predictor.length(_request(), 0.2) >= 100
     assert predictor.length(_request(max_tokens=16), 0.9) == 16
 

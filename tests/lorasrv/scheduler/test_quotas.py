@@ -43,7 +43,7 @@ def test_requests_of_one_account_in_the_queue() -> None:
     assert [name for name, why in ends.items() if why is FinishReason.REFUSED] == ["r3"]
     refused = next(o for o in bench.outputs if o.request_id == "r3")
     assert refused.refusal is Refusal.LIMIT
-    assert refused.error == "adapter 'mia' has 2 requests waiting, and may have 2"
+    assert refused.error == "adapter 'mia' has 2 requests waiting; its max_queued is 2"
     assert refused.retry_after_s
     assert refused.retry_after_s >= 1
 
@@ -87,7 +87,7 @@ def test_who_leaves_between_two_steps_leaves_no_room_behind() -> None:
     bench.scheduler.quotas.set_limits("mia", Limits(max_running=2, max_queued=1))
     for i in range(2):
         bench.add(f"gone{i}", adapter_id="mia")
-        bench.scheduler.end(RequestId(f"gone{i}"), RequestStatus.FINISHED_ABORTED)
+        bench.scheduler.finish(RequestId(f"gone{i}"), RequestStatus.FINISHED_ABORTED)
     for i in range(5):
         bench.add(f"mia{i}", adapter_id="mia")
     bench.step()
@@ -201,5 +201,5 @@ def test_accounts_without_anything_are_forgotten() -> None:
     bench = scheduler("fair", pages=400, adapter_limits=Limits(tokens_per_s=1000.0))
     for i in range(1500):
         bench.add(f"r{i}", adapter_id=f"a{i}")
-        bench.scheduler.end(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
+        bench.scheduler.finish(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
     assert len(bench.scheduler.quotas._adapters) < 600

@@ -94,7 +94,7 @@ def test_a_failed_load_fails_its_own_requests_only() -> None:
     bench.add("bad", key=KEYS[0])
     bench.add("good", key=KEYS[1], max_tokens=1)
     bench.step()
-    bench.scheduler.adapter_failed(KEYS[0], "corrupt")
+    bench.scheduler.on_adapter_failed(KEYS[0], "corrupt")
     bench.bring(KEYS[1])
     bench.step()
     assert bench.ends() == {"bad": FinishReason.ERROR, "good": FinishReason.LENGTH}
@@ -110,7 +110,7 @@ def test_a_cancelled_request_takes_its_load_along_wherever_it_is() -> None:
         bench.step()
         if state == "on host":
             bench.load(KEYS[0])
-        bench.scheduler.end(RequestId(state), RequestStatus.FINISHED_ABORTED)
+        bench.scheduler.finish(RequestId(state), RequestStatus.FINISHED_ABORTED)
         step = bench.step()
         assert step.orders.cancels == (KEYS[0],)
         assert step.orders.copies == ()
@@ -119,7 +119,7 @@ def test_a_cancelled_request_takes_its_load_along_wherever_it_is() -> None:
     bench.step()
     bench.load(KEYS[0])
     bench.step()
-    bench.scheduler.end(RequestId("copying"), RequestStatus.FINISHED_ABORTED)
+    bench.scheduler.finish(RequestId("copying"), RequestStatus.FINISHED_ABORTED)
     assert bench.step().orders.cancels == (), "its pages are being written"
     bench.copy(KEYS[0])
     assert bench.books.adapter_manager.is_resident(KEYS[0])
@@ -181,7 +181,7 @@ def test_an_adapter_placed_in_pieces_gives_way_to_itself() -> None:
     for _ in range(5):
         bench.step()
     for i in range(1, 8, 2):
-        bench.scheduler.end(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
+        bench.scheduler.finish(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
     most = (24 - size) * PAGE_SIZE - 3
     bench.add("X", prompt=3, max_tokens=most, key=KEYS[4])
     bench.step()
@@ -189,7 +189,7 @@ def test_an_adapter_placed_in_pieces_gives_way_to_itself() -> None:
     bench.step()
     assert bench.adapters.num_pages > size, "the pool was meant to be too scattered for one run"
     for i in range(0, 8, 2):
-        bench.scheduler.end(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
+        bench.scheduler.finish(RequestId(f"r{i}"), RequestStatus.FINISHED_ABORTED)
     bench.add("base", prompt=3, max_tokens=2)
     bench.run()
     assert bench.tokens("X") == most

@@ -297,4 +297,4 @@ def test_limits_are_nobodys_due() -> None:
         bench.add(f"r{i}", 4, 8, adapter_id="mia")
     for _ in range(200):
         bench.step()
-    assert bench.scheduler.num_due == 0
+    assert bench.scheduler.num_starved == 0

@@ -370,7 +370,7 @@ class TestFaults:
 
         monkeypatch.setattr(runner, "run", failing)
         wide.compare([Ask(PROMPT, GREEDY, adapter) for adapter in NAMES], oracle)
-        wide.engine.attempts._most_tokens = None
+        wide.engine.retrier._most_tokens = None
 
     def test_rows_of_no_numbers_matter_on_the_path_only(self, wide: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
         """The rows of rejected drafts may hold anything; a row that is reached fails the request as it would alone."""
@@ -405,12 +405,12 @@ class TestRoom:
             filler = replace(GREEDY, max_tokens=1)
             for number in range(4):
                 drafted.run([Ask(tuple(40 + (number + i) % 300 for i in range(100)), filler)], salt="filler")
-            assert drafted.scheduler._books.num_free <= 2
+            assert drafted.scheduler._memory.num_free <= 2
             plain = drafted.run([Ask(PROMPT, GREEDY)])
             drafted.drafter.answers = {rid: said.token_ids for rid, said in plain.items()}
             for number in range(4, 8):
                 drafted.run([Ask(tuple(40 + (number + i) % 300 for i in range(100)), filler)], salt="filler")
-            resting = drafted.scheduler._books.num_unused_prefix_pages
+            resting = drafted.scheduler._memory.num_unused_prefix_pages
             before = drafted.engine.metrics.snapshot()
             assert before.pages_free <= 2
             assert drafted.run([Ask(PROMPT, GREEDY)], oracle) == plain

@@ -95,7 +95,7 @@ def _agree(plain_engine: Drafted, late_engine: Drafted, asks: list[Ask], script:
         else:
             most = min(len(said.token_ids), len(got[rid].token_ids))
             assert got[rid].token_ids[:most] == said.token_ids[:most]
-    assert not late_engine.engine._under_way
+    assert not late_engine.engine._in_flight
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ class TestFailures:
             assert ended.finish is FinishReason.ERROR
             assert ended.token_ids == want[RequestId("1.0")].token_ids[: len(ended.token_ids)]
             assert got == {rid: said for rid, said in want.items() if rid != "1.0"}
-            assert not late_engine.engine._one_at_a_time
+            assert not late_engine.engine._is_serial
 
     def test_what_fails_once_costs_nobody_anything(
         self, plain_engine: Drafted, late_engine: Drafted, monkeypatch: pytest.MonkeyPatch
@@ -217,4 +217,4 @@ class TestFailures:
 
         monkeypatch.setattr(late_engine.runner, "run", failing)
         _agree(plain_engine, late_engine, [Ask(LONG, GREEDY), Ask(PROMPT, GREEDY, "one"), Ask(PROMPT, GREEDY)])
-        late_engine.engine.attempts._most_tokens = None
+        late_engine.engine.retrier._most_tokens = None

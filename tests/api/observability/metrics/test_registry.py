@@ -87,13 +87,13 @@ class TestRequests:
         assert shown["lorasrv_inter_token_seconds_count"] == len(TEXT) - 1
         assert shown['lorasrv_rejected_total{reason="value_error"}'] == 1
         assert shown["lorasrv_tokens_waiting"] == 0
-        engine.waiting_room.num_tokens = 7
+        engine.queue_limiter.num_tokens = 7
         assert samples(server)["lorasrv_tokens_waiting"] == 7, "what --max-queued-tokens bounds"
 
     def test_the_store_and_the_engine(self, server, engine, make_adapter) -> None:
         server.upload(make_adapter(), "mia")
-        engine.book.failed("disk")
-        engine.book.loaded(AdapterKey("k"), 0.25, 100)
+        engine.step_stats.failed("disk")
+        engine.step_stats.loaded(AdapterKey("k"), 0.25, 100)
         snapshot = EngineStats(
             pages_total=100, pages_kv=30, pages_adapters=50, pages_adapters_idle=10, adapters_resident=5
         )
@@ -234,7 +234,7 @@ class TestDashboard:
         server = make_server()
         server.upload(make_adapter(), "mia")
         server.chat(model="mia")
-        engine.book.failed("disk")
+        engine.step_stats.failed("disk")
         engine.traffic.on_refused(ValueError())
         engine.traffic.aborted["client"] += 1
         found = {

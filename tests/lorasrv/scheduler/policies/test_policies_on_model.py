@@ -77,7 +77,7 @@ def serve(model: Path, store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> 
                 await engine.shutdown()
             assert not engine._engine.has_requests
             engine._engine.check_integrity()
-            assert engine._engine._books.num_kv_pages == 0
+            assert engine._engine._memory.num_kv_pages == 0
 
         asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -159,7 +159,7 @@ def test_who_has_begun_keeps_its_seat_but_under_mlfq(serve, alone, policy: str) 
 )
 def test_a_long_prompt_takes_its_chunk_and_nobody_misses_a_step(serve, alone, target_ms, budget, chunk) -> None:
     async def scenario(world: World) -> None:
-        world.engine._engine._books.costs.step.seconds_each = [0.0, 1e-3, 0.0, 0.0, 0.0]
+        world.engine._engine._memory.costs.step.seconds_each = [0.0, 1e-3, 0.0, 0.0, 0.0]
         await world.warm("one", "two", "three")
         await world.hold()
         streams = [f"stream {i}" for i in range(4)]
@@ -242,7 +242,7 @@ def test_a_timeout_in_mid_stream_ends_one_and_changes_no_other(serve, alone, pol
         await world.gate.pass_on(6)
         world.clock.now += 11.0
         await world.gate.pass_on(2)
-        assert world.engine._engine._books.kv.holders().keys() == {
+        assert world.engine._engine._memory.kv.holders().keys() == {
             world.streams[label].request_id for label in ("calm", "base")
         }
         world.gate.open()
@@ -353,7 +353,7 @@ def test_abort_of_one_that_its_rate_has_paused(serve, alone) -> None:
         await world.gate.pass_on(5)
         await world.streams["slow"].aclose()
         await world.gate.pass_on(2)
-        assert [name_of(r) for r in world.engine._engine._books.kv.holders()] == ["other"]
+        assert [name_of(r) for r in world.engine._engine._memory.kv.holders()] == ["other"]
         world.gate.open()
         assert await world.tokens("other") == alone(LONG[:10], 30)
         assert len(await collect(world.streams["slow"])) <= 1
@@ -386,7 +386,7 @@ def test_abort_of_one_that_lost_its_pages(serve, alone, preemption: str) -> None
         while not world.scheduler.counters.preemptions:
             await world.gate.pass_on()
         assert world.request("r1").status is RequestStatus.PREEMPTED
-        assert (world.engine._engine._books.swap.nbytes > 0) == (preemption == "swap")
+        assert (world.engine._engine._memory.swap.nbytes > 0) == (preemption == "swap")
         await world.streams["r1"].aclose()
         world.gate.open()
         assert await world.tokens("r0") == alone(LONG[:30], 60)
