@@ -100,7 +100,7 @@ class InvalidTrace(LorasrvError, ValueError):
 
 
 class RetryLater(LorasrvError):
-    """What was asked cannot be done now; the same may be done in `retry_after_s`."""
+    """Report that a request cannot be done now; the same request may succeed in `retry_after_s` seconds."""
 
     def __init__(self, message: str, *, retry_after_s: float) -> None:
         super().__init__(message)

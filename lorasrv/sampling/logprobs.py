@@ -18,7 +18,7 @@ ROWS_AT_ONCE = 16
 def chosen_logprobs(
     logits: Tensor, shares: Sequence[ScheduledRequest], chosen: Mapping[RequestId, Sequence[int]]
 ) -> dict[RequestId, tuple[TokenLogprobs, ...]]:
-    """Of the tokens that were chosen, for the requests that ask.
+    """Return the log-probabilities of the chosen tokens, for the requests that ask for them.
 
     Args:
         logits: [at least S, V], the `num_logit_rows` of each share first.

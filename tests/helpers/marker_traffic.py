@@ -52,7 +52,7 @@ class Name:
         for asked in self.asked:
             asked.is_decided = True
 
-    def abort_all(self) -> None:
+    def break_off(self) -> None:
         """Its requests are being ended, until that is settled."""
         self.is_breaking = True
         for asked in self.asked:

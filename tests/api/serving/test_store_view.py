@@ -571,7 +571,7 @@ class TestViews:
     def test_a_bound(self, views) -> None:
         for number in range(2 * MAX_CACHED):
             views.of(replace(ANN, adapters=(f"a{number}*",))).records()
-        assert len(views._kept) == MAX_CACHED
+        assert len(views._cached) == MAX_CACHED
 
     def test_a_store_that_changes_between_looking_and_doing(self, views, store, filled, monkeypatch) -> None:
         monkeypatch.setattr(store, "delete", lambda *_, **__: store.get("bob-secre"))

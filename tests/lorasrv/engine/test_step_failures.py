@@ -351,6 +351,8 @@ def _bookkeeping_fails(make, undisturbed, monkeypatch, method: str, steps: Seque
     """Every `every`-th call below a method of the scheduler raises in turn, in these steps. Nobody may say anything
     wrong. Returns how often the engine went on, and how often it ended rather than to go on with books that are wrong.
     """
+    # The same requests fail again and again here, and none of them is to blame.
+    monkeypatch.setattr("lorasrv.engine.poison_requests.MAX_FAULTS", 10**9)
     tally = [0, 0]
     for at in steps:
         turn = 1

@@ -294,7 +294,7 @@ def test_gguf_says_ties_and_biases_by_the_tensors_it_holds() -> None:
         ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, UnsupportedModel, "yarn_log_multiplier is not supported"),
         ({"llama.attention.value_length": 8}, UnsupportedModel, "value_length"),
         ({"llama.rope.dimension_count": 8}, UnsupportedModel, "RoPE over 8 of 16 dimensions"),
-        ({"tokenizer.ggml.tokens": []}, CorruptModel, "how many tokens"),
+        ({"tokenizer.ggml.tokens": []}, CorruptModel, "does not declare its vocabulary size"),
     ],
 )
 def test_gguf_metadata_is_checked(changes: dict[str, Any], error: type[Exception], message: str) -> None:

@@ -295,7 +295,7 @@ def test_nothing_is_kept_of_a_request_that_has_ended(wide: Drafted) -> None:
 
 def test_only_what_was_said_is_charged(wide: Drafted, monkeypatch: pytest.MonkeyPatch) -> None:
     charged, served = Counter[str](), Counter[str]()
-    charge, serve = wide.scheduler.quotas.charge, wide.scheduler.policy.served
+    charge, serve = wide.scheduler.quotas.charge, wide.scheduler.policy.on_computed
 
     def noted_charge(request: Any, num_tokens: int) -> None:
         charged[request.request_id] += num_tokens
@@ -307,7 +307,7 @@ def test_only_what_was_said_is_charged(wide: Drafted, monkeypatch: pytest.Monkey
         serve(request, num_prompt, num_generated)
 
     monkeypatch.setattr(wide.scheduler.quotas, "charge", noted_charge)
-    monkeypatch.setattr(wide.scheduler.policy, "served", noted_served)
+    monkeypatch.setattr(wide.scheduler.policy, "on_computed", noted_served)
     asks = [Ask(PROMPT, GREEDY), Ask(PROMPT, replace(GREEDY, temperature=1.0, seed=1), "two"), Ask(PROMPT[:3], GREEDY)]
     generated = wide.scheduler.counters.generated_tokens
     plain = wide.run(asks)

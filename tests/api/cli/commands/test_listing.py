@@ -109,7 +109,7 @@ def test_a_damaged_index_is_told_in_one_line(filled: Path, base: Path, mia: Path
         index.execute("UPDATE base SET fingerprint = 'none'")
     done = run("check", mia, "--model", base, "--store", filled)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert "its index is damaged" in done.stderr
+    assert "damaged in the index" in done.stderr
 
 
 def test_a_server_or_a_store(filled: Path) -> None:
