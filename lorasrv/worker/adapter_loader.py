@@ -109,9 +109,8 @@ class InlineLoader:
         return reports
 
     def close(self) -> None:
-        for key in self._pinned:
-            self._source.unpin(key)
-        self._pinned.clear()
+        while self._pinned:
+            self._source.unpin(self._pinned.pop())
 
 
 @dataclass(slots=True, eq=False)
@@ -207,9 +206,8 @@ class ThreadedLoader:
             threads.shutdown(wait=True, cancel_futures=True)
         self._pinned |= {key for key, copy in self._copies.items() if copy.cancelled()}
         self.poll()
-        for key in self._pinned:
-            self._source.unpin(key)
-        self._pinned.clear()
+        while self._pinned:
+            self._source.unpin(self._pinned.pop())
 
     def _submit(self, load: _Load) -> None:
         self._loads[load.key] = load

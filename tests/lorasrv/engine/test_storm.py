@@ -140,12 +140,12 @@ def test_storm(start, library) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", GUARDS)
-def test_each_guard_is_needed(start, library, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_each_guard_is_needed(model, library, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Taken away, it fails the storm that passes otherwise (`test_storm_short`)."""
     guard = GUARDS[name]
     with monkeypatch.context() as patch:
         guard.take_away(patch)
-        started = start(guard.threaded, guard.preemption)
+        started = storm.start(model, library, threaded=guard.threaded, preemption=guard.preemption)
         with pytest.raises(guard.caught_by) as caught:
             storm.storm(started, library, SHORT_TOKENS, integrity_every=0)
         with suppress(KeyError):  # it may have lost its own books

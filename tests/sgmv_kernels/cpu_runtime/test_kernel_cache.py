@@ -152,12 +152,12 @@ address_of("linear", sys.argv[1])
 """
 TOGETHER = """
 import torch
-from sgmv_kernels.ops import GroupCodes, INT4_LEVELS, Ops, Q3H_LEVELS
+from sgmv_kernels.ops import GroupQuantizedWeight, INT4_LEVELS, Ops, Q3H_LEVELS
 from sgmv_kernels.reference import linear_reference
 ops, x = Ops(torch.device("cpu"), "numba"), torch.randn(3, 128)
 for levels in (INT4_LEVELS, Q3H_LEVELS):
     scales = torch.rand(32, 2).half()
-    codes = GroupCodes(torch.randint(0, levels, (32, 128), dtype=torch.uint8), scales, -scales, levels)
+    codes = GroupQuantizedWeight(torch.randint(0, levels, (32, 128), dtype=torch.uint8), scales, -scales, levels)
     wanted = linear_reference(x, codes, None, rounded=True)
     assert torch.allclose(ops.linear(x, ops.pack_linear(codes, None)).double(), wanted, 1e-4, 1e-4), levels
 """
