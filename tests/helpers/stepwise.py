@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manual_clock import Clock
+from clock import Clock
 
 from adapter_store.store import AdapterStore
 from lorasrv.engine.async_engine import AsyncEngine

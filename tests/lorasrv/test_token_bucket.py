@@ -4,9 +4,9 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 import pytest
+from clock import Clock
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from manual_clock import Clock
 
 from lorasrv.token_bucket import TokenBucket
 

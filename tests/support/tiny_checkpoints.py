@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny_adapters import tiny_adapter
+from peft_adapters import peft_adapter
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
@@ -286,7 +286,7 @@ def adapter_dirs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     """PEFT's own adapters for it: `one`, `two`, `three`, of ranks 2, 5 and 8 on all linears."""
     folders = {name: tmp_path_factory.mktemp("adapters") / name for name in ("one", "two", "three")}
     for i, folder in enumerate(folders.values()):
-        tiny_adapter(model, folder, seed=i, r=2 + 3 * i)
+        peft_adapter(model, folder, seed=i, r=2 + 3 * i)
     return folders
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from manual_clock import Clock
+from clock import Clock
 
 from lorasrv.engine import watchdog
 from lorasrv.engine.watchdog import EXIT_CODE, Heartbeat, Watchdog

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from manual_clock import Clock
+from clock import Clock
 
 from lorasrv.errors import InvalidTrace
 from lorasrv.metrics.trace import TraceRequest, parse_line, read_trace, write_trace

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_adapters import tiny_adapter
+from peft_adapters import peft_adapter
 from tiny_engine import GREEDY, engine_config, offline_engine
 
 from lorasrv.engine.factory import build
@@ -401,7 +401,7 @@ def test_greedy_answers_are_those_of_transformers_and_peft(
     tiny_hf_checkpoints: Tiny, tmp_path: Path, family: str
 ) -> None:
     directory = tiny_hf_checkpoints[family]()
-    adapted = tiny_adapter(directory, tmp_path / "mia", seed=1, r=6, lora_alpha=9)
+    adapted = peft_adapter(directory, tmp_path / "mia", seed=1, r=6, lora_alpha=9)
     prompt = torch.randint(3, 384, (1, 30), generator=torch.Generator().manual_seed(3))
 
     def answer() -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_adapters import tiny_adapter
+from peft_adapters import peft_adapter
 from tiny_engine import engine_config
 
 from adapter_store.errors import AdapterInvalid
@@ -142,7 +142,7 @@ def test_every_honoured_field_in_one_batch(tiny_hf_checkpoints: Tiny, tmp_path: 
     wanted: list[tuple[str | None, list[int], torch.Tensor]] = []
     for i, (name, feature) in enumerate(FEATURES.items()):
         prompt = torch.randint(3, 384, (7 + 5 * i,), generator=generator).tolist()
-        model = tiny_adapter(directory, tmp_path / f"f{i}", seed=40 + i, **feature.config)
+        model = peft_adapter(directory, tmp_path / f"f{i}", seed=40 + i, **feature.config)
         served.llm.add_adapter(f"f{i}", tmp_path / f"f{i}")
         wanted.append((f"f{i}", prompt, last_logits(model, prompt)))
         wanted.append((None, prompt, last_logits(plain, prompt)))
@@ -172,7 +172,7 @@ def test_a_partial_adapter_is_the_same_content_allowed_or_not(
     directory = tiny_hf_checkpoints["qwen2"]()
     served = serve(directory)
     feature = FEATURES["layers_to_transform"]
-    model = tiny_adapter(directory, tmp_path / "mia", **feature.config)
+    model = peft_adapter(directory, tmp_path / "mia", **feature.config)
     whole = served.llm.add_adapter("mia", tmp_path / "mia")
     without = changed(tmp_path / "mia", tmp_path / "more", feature.without)
     partial = served.llm.add_adapter("more", without, allow_partial=True)
@@ -190,7 +190,7 @@ def test_fan_in_fan_out_is_refused_and_means_nothing_here(
     served = serve(directory)
     lora = {"r": 4, "lora_alpha": 8, "target_modules": ALL, "fan_in_fan_out": True}
     with pytest.warns(UserWarning, match="fan_in_fan_out"):
-        model = tiny_adapter(directory, tmp_path / "mia", **lora)
+        model = peft_adapter(directory, tmp_path / "mia", **lora)
     said_true = changed(tmp_path / "mia", tmp_path / "true", {"fan_in_fan_out": True})
     with pytest.raises(AdapterInvalid, match="set it to false"):
         served.llm.add_adapter("true", said_true)
@@ -206,7 +206,7 @@ def test_an_mlx_copy_gives_the_logits_of_the_original(tiny_hf_checkpoints: Tiny,
     directory = tiny_hf_checkpoints["qwen3"]()
     served = serve(directory)
     lora = {"r": 5, "lora_alpha": 3.7 * 5, "target_modules": ALL, "layers_to_transform": [1, 2]}
-    model = tiny_adapter(directory, tmp_path / "peft", **lora)
+    model = peft_adapter(directory, tmp_path / "peft", **lora)
     (tmp_path / "mlx").mkdir()
     tensors = {
         name.removeprefix("base_model.model.").replace("lora_A.weight", "lora_a").replace("lora_B.weight", "lora_b"): t

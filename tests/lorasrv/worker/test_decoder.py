@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_adapters import tiny_adapter
+from peft_adapters import peft_adapter
 
 from adapter_store.errors import AdapterInvalid
 from adapter_store.formats.peft_dir import read_peft_dir
@@ -107,7 +107,7 @@ def _save_adapters(directory: Path, out: Path) -> dict[str, Path]:
 
     configs = FUSED_CONFIGS if AutoConfig.from_pretrained(directory).model_type == "phi3" else CONFIGS
     for i, (name, config) in enumerate(configs.items()):
-        tiny_adapter(directory, out / name, seed=100 + i, **config)
+        peft_adapter(directory, out / name, seed=100 + i, **config)
     return {name: out / name for name in configs}
 
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft_adapters import peft_adapter
 from safetensors.torch import load_file, save_file
-from tiny_adapters import tiny_adapter
 
 from adapter_store.errors import AdapterCorrupt
 from adapter_store.formats.weights import AdapterWeights, LoraTensors
@@ -46,7 +46,7 @@ def adapters(tiny_hf_checkpoints: Tiny, tmp_path_factory: pytest.TempPathFactory
     def make(model: Path, trained: bool = True) -> Path:
         if (model, trained) not in made:
             folder = made[model, trained] = tmp_path_factory.mktemp("adapter")
-            tiny_adapter(
+            peft_adapter(
                 model,
                 folder,
                 seed=1,

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 
-def tiny_adapter(model: Path, folder: Path, *, seed: int = 0, strength: float = 1.0, **lora: Any) -> torch.nn.Module:
+def peft_adapter(model: Path, folder: Path, *, seed: int = 0, strength: float = 1.0, **lora: Any) -> torch.nn.Module:
     """Write an adapter of a Hugging Face folder as PEFT saves it; returns PEFT's model, to ask for logits.
 
     A and B are random; `strength` multiplies B. `lora`: fields of LoraConfig; rank 4 on all linears without any.
