@@ -1,8 +1,8 @@
 """The watchdog: busy and idle are not stuck; who is stuck is told of, shown, and ended. On the tests' own clock."""
 
 import asyncio
-import faulthandler
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -32,20 +32,24 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def dumps(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[dict[str, list[Any]]]:
+def dumps(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> dict[str, list[Any]]:
     """What faulthandler was asked for; the loop's naps pass the clock's time, and no other."""
     asked: dict[str, list[Any]] = {"now": [], "later": [], "ended": []}
 
     async def sleep(seconds: float) -> None:
         clock.now += seconds
 
-    monkeypatch.setattr(faulthandler, "dump_traceback", lambda file, all_threads: asked["now"].append(all_threads))
+    # In the watchdog's module only: the event loops of other threads sleep in real time.
+    monkeypatch.setattr(watchdog, "asyncio", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(
-        faulthandler, "dump_traceback_later", lambda seconds, exit, file: asked["later"].append((seconds, exit))
+        watchdog,
+        "faulthandler",
+        SimpleNamespace(
+            dump_traceback=lambda file, all_threads: asked["now"].append(all_threads),
+            dump_traceback_later=lambda seconds, exit, file: asked["later"].append((seconds, exit)),
+        ),
     )
-    monkeypatch.setattr(watchdog.asyncio, "sleep", sleep)
-    yield asked
-    monkeypatch.undo()
+    return asked
 
 
 class _Ended(Exception):
