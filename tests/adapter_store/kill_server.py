@@ -34,7 +34,7 @@ from adapter_store.store import AdapterStore
 from lorasrv.models.loader.hf import read_spec
 from lorasrv.models.lora_sites import base_shapes
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_llama
 
 NUM_CLIENTS = 4

@@ -26,13 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from harness import WORDS, arguments
-from report import record
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 from flood import Body, Outcome, call, closed_loop, open_loop, percentile
+from harness import WORDS, arguments
 from marker_served import SERVE_FLAGS, some_prompt, write_served_model
 from process_watch import Held, held_by
+from report import record
 from served import Served, serve
 
 MOST_REQUESTS = 50_000

@@ -1,6 +1,6 @@
 """Provide what the benchmark scripts share: adapters, servers, loads, statistics, tables and command lines.
 
-Importing this module puts the checkout it lies in, and `tests/helpers`, first on the import path.
+Importing this module puts the checkout it lies in, and `tests/support`, first on the import path.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from served import ROOT, serve

@@ -30,11 +30,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from harness import arguments, environment, lorasrv_command
-from report import record
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 import markers as m
+from harness import arguments, environment, lorasrv_command
 from marker_served import (
     SERVE_FLAGS,
     host_cache_bytes,
@@ -46,6 +43,7 @@ from marker_served import (
 )
 from marker_traffic import GONE, Ask, Traffic, Wrong, zipf_odds
 from process_watch import Figures, Held, held_by, slope
+from report import record
 from served import ROOT, Served, serve
 
 BASE, ALIAS = "marked", "prod"

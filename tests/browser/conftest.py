@@ -13,10 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chromium import CHROMIUM, chromium
+from served import Served, serve
 from tiny_checkpoints import adapter_dirs, corpus, model, tiny_hf_checkpoints, tiny_tokenizer_file  # noqa: F401
-
-from tests.helpers.chromium import CHROMIUM, chromium
-from tests.helpers.served import Served, serve
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -1,6 +1,6 @@
 """The pictures of docs/console.md: the built-in base, three personas, and traffic on them, in headless Chromium.
 
-PYTHONPATH=.:build/browser .venv/bin/python tests/browser/take_screenshots.py [SECONDS of traffic before]
+PYTHONPATH=tests/support:build/browser .venv/bin/python tests/browser/take_screenshots.py [SECONDS of traffic before]
 """
 
 import io
@@ -12,10 +12,9 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from chromium import chromium
 from PIL import Image
-
-from tests.helpers.chromium import chromium
-from tests.helpers.served import Served, serve
+from served import Served, serve
 
 ROOT = Path(__file__).parents[2]
 IMAGES = ROOT / "docs" / "images"

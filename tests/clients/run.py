@@ -15,9 +15,9 @@ import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from tests.helpers.served import serve  # noqa: E402
+from served import serve  # noqa: E402
 
 HERE = Path(__file__).parent
 MADE = ROOT / "build" / "clients"

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from float_pages import float_pages
 
 from sgmv_kernels.backend import AttentionPlan, plan_of
 from sgmv_kernels.errors import CapacityExceeded
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import KernelArgumentError, Ops
 from sgmv_kernels.reference import paged_attention_reference
-from tests.helpers.float_pages import float_pages
 
 FLOAT, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
 CLOSE = {FLOAT: {"rtol": 1e-4, "atol": 1e-5}, HALF: {"rtol": 2e-2, "atol": 2e-2}, BF16: {"rtol": 2e-2, "atol": 2e-2}}

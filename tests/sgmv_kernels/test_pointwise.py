@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from float_pages import float_pages
 
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import KernelArgumentError, Ops
@@ -15,7 +16,6 @@ from sgmv_kernels.reference import (
     silu_mul_reference,
     softcap_reference,
 )
-from tests.helpers.float_pages import float_pages
 
 PAGE = 16
 FLOAT, HALF, BF16 = DTYPES = (torch.float32, torch.float16, torch.bfloat16)

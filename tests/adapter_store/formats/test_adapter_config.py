@@ -445,7 +445,7 @@ def test_a_torch_file_renamed_to_safetensors_is_never_unpickled(tmp_path: Path) 
 
 def test_the_page_is_up_to_date() -> None:
     page = PAGE.read_text("utf-8")
-    assert up_to_date(page) == page, "run: python tests/helpers/adapter_page.py"
+    assert up_to_date(page) == page, "run: python tests/support/adapter_page.py"
 
 
 def test_it_names_every_field_and_every_refusal() -> None:

@@ -10,6 +10,7 @@ import httpx2
 import pytest
 import uvicorn
 from fastapi.routing import APIRoute
+from raw_client import RawClient, head_of, json_request, pieces
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse
@@ -25,7 +26,6 @@ from api.auth.principal import ANYBODY, Caller
 from api.errors import describe
 from api.server import bind
 from lorasrv.errors import EngineOverloaded
-from tests.helpers.raw_client import RawClient, head_of, json_request, pieces
 
 BOUNDS = ConnectionLimits(
     max_connections=8, header_timeout_s=0.3, body_timeout_s=0.3, write_timeout_s=0.3, keep_alive_s=0.3

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from spelled_engine import spelled, tiny_tokenizer
 
 from lorasrv.errors import EngineDead
-from tests.helpers.spelled_engine import spelled, tiny_tokenizer
 
 DATA = Path(__file__).parents[1] / "data"
 VARYING = (

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from callers import with_callers
 from clock import Clock
 from fake_engine import HANG, say
 from fastapi.routing import APIRoute
@@ -30,7 +31,6 @@ from lorasrv.errors import (
     LimitExceeded,
     RequestTimeout,
 )
-from tests.helpers.callers import with_callers
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "model": "tiny-base"}
 

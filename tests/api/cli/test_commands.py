@@ -42,7 +42,7 @@ def flags(command: Any) -> set[str]:
 
 
 def test_the_page_is_what_the_commands_say() -> None:
-    assert PAGE.read_text("utf-8") == page(), "stale: python tests/helpers/cli_reference.py > docs/cli.md"
+    assert PAGE.read_text("utf-8") == page(), "stale: python tests/support/cli_reference.py > docs/cli.md"
 
 
 @pytest.mark.parametrize("name", sorted(COMMANDS))

@@ -9,9 +9,8 @@ from typing import Any
 
 import httpx2
 import pytest
-
-from tests.helpers.raw_client import RawClient, head_of, json_request, pieces
-from tests.helpers.served import Served, serve
+from raw_client import RawClient, head_of, json_request, pieces
+from served import Served, serve
 
 GB = 1 << 30
 SEATS, MAX_QUEUED = 4, 24

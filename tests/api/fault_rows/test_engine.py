@@ -18,8 +18,7 @@ from typing import Any
 
 import httpx2
 import pytest
-
-from tests.helpers.served import ROOT, Served, serve
+from served import ROOT, Served, serve
 
 FAULTS = (
     "step-raises@2,step-raises@5,step-oom:4@6x3,step-raises:7",

@@ -15,9 +15,8 @@ import httpx2
 import pytest
 from answers import error_of, events, refused
 from refused_fields import ENGINE, ROUTES
+from served import Served, serve
 from tiny_checkpoints import VOCAB
-
-from tests.helpers.served import Served, serve
 
 CONTEXT = 512
 TEMPLATE = (

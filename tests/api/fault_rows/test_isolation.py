@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import tiny_llama
+from callers import with_callers
 
 from adapter_store.registry import names
 from adapter_store.store import AdapterStore
@@ -22,7 +23,6 @@ from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import base_shapes
 from lorasrv.offline.planner.random_adapters import write_random_adapter
 from lorasrv.offline.verify.verifier import Verifier
-from tests.helpers.callers import with_callers
 
 ANN = Caller("ann", frozenset({Scope.INFER, Scope.UPLOAD}), ("mia*", "one", "two"))
 BOB = Caller("bob", frozenset({Scope.INFER, Scope.UPLOAD}), ("bob*", "one"))

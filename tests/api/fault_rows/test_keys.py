@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import fake_serve
+from served import ROOT, Served, url_of
 
 from api.auth.key_store import KeyStore
 from api.auth.principal import Scope
-from tests.helpers.served import ROOT, Served, url_of
 
 # `{key}`: of a key that may infer. Each of them without it, too.
 ODD_TARGETS = (

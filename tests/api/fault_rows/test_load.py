@@ -32,8 +32,7 @@ from marker_served import (
 )
 from marker_traffic import GONE, Ask, Traffic, Wrong, zipf_odds
 from process_watch import Figures, held_by
-
-from tests.helpers.served import Served, serve
+from served import Served, serve
 
 ROOT = Path(__file__).parents[3]
 SEATS, MOST_QUEUED = 8, 140

@@ -12,6 +12,7 @@ import pytest
 import tiny_llama
 from fake_engine import HANG
 from server import server
+from spelled_engine import BOS, EOS, logprob_of, spelled, tiny_tokenizer
 
 from adapter_store.errors import AdapterCorrupt
 from api.schemas.tgi import Parameters
@@ -28,7 +29,6 @@ from lorasrv.outputs import FinishReason
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.chat_template import ChatTemplate
 from lorasrv.text.structured_output import grammar as source
-from tests.helpers.spelled_engine import BOS, EOS, logprob_of, spelled, tiny_tokenizer
 
 TEXT = "Hello wörld €"
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "integer"}}}

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from spelled_engine import BOS, END_OF_TURN, EOS, TEMPLATE, tiny_tokenizer
 
 from api.serving.services import LONG_CHARS
 from lorasrv.errors import InvalidRequest
 from lorasrv.text.chat_template import ChatTemplate
-from tests.helpers.spelled_engine import BOS, END_OF_TURN, EOS, TEMPLATE, tiny_tokenizer
 
 LONG = "x" * (LONG_CHARS + 1)
 LONG_TALK = [{"role": "assistant", "content": "x" * (LONG_CHARS // 8 + 1)}] * 8

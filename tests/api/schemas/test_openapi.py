@@ -8,12 +8,12 @@ from typing import Any
 
 import jsonschema_rs
 import pytest
+from api_reference import PAGE, ROOT, description, page
+from spelled_engine import TEMPLATE, spelled, tiny_tokenizer
 
 from api.errors import ANSWERS
 from api.schemas.openapi_examples import EXAMPLES
 from lorasrv.text.chat_template import ChatTemplate
-from tests.helpers.api_reference import PAGE, ROOT, description, page
-from tests.helpers.spelled_engine import TEMPLATE, spelled, tiny_tokenizer
 
 METHODS = {"get", "post", "put", "patch", "delete"}
 # A process of its own with transformers, and folders that an operator opens: tested in test_verify and test_vllm_loras.
@@ -142,7 +142,7 @@ def test_the_server_does_as_its_examples(server, make_adapter, name) -> None:
 
 
 def test_it_is_fresh() -> None:
-    assert PAGE.read_text("utf-8") == page(), "stale: python -m tests.helpers.api_reference > docs/api.md"
+    assert PAGE.read_text("utf-8") == page(), "stale: python tests/support/api_reference.py > docs/api.md"
 
 
 def test_it_has_every_route_field_and_code() -> None:

@@ -11,11 +11,11 @@ import pytest
 import torch
 from answers import events
 from server import server
+from spelled_engine import tiny_tokenizer
 
 from api.serving import logprobs as logprobs_module
 from api.serving.logprobs import LogprobsFormatter, PlacedToken, ShownTokens
 from lorasrv.outputs import FinishReason, RequestId, RequestOutput, RequestTiming, TokenLogprobs
-from tests.helpers.spelled_engine import tiny_tokenizer
 
 CLOSE = 2e-4
 TEXT = "The blue 🦜 says Grüße."

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx2
 import pytest
+from callers import with_callers
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
@@ -31,7 +32,6 @@ from lorasrv.outputs import RequestId
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 from tests.api.conftest import BASE, SHAPES, Server
-from tests.helpers.callers import with_callers
 
 ROOT = Path(__file__).parents[3]
 USE = frozenset({Scope.INFER, Scope.UPLOAD})

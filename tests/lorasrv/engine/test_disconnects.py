@@ -3,12 +3,13 @@
 import asyncio
 from pathlib import Path
 
+from stepwise import Clock, Gate, World, name_of
+
 from adapter_store.store import AdapterStore
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.request import RequestStatus
 from lorasrv.sampling_params import BeamOptions, SamplingParams
-from tests.helpers.stepwise import Clock, Gate, World, name_of
 
 TOKENS_A_STEP = 32
 LONG = [20 + i % 300 for i in range(400)]

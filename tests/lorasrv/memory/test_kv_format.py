@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from mispredict import expect_short_answers
 from tiny_engine import engine_config, offline_engine
+from toy_kv import TOY, VALUE_SCALES
 
 from lorasrv.config import MemoryOptions, SchedulerOptions
 from lorasrv.engine.factory import build
@@ -17,7 +18,6 @@ from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.spec import ModelSpec
 from lorasrv.sampling_params import SamplingParams
 from sgmv_kernels.formats.kv_format import KV_FORMATS
-from tests.helpers.toy_kv import TOY, VALUE_SCALES
 
 LAYERS, KV_HEADS, DIM, PAGE = 3, 2, 16, 16
 BLOCK = LAYERS * TOY.page_bytes(KV_HEADS, DIM, PAGE)

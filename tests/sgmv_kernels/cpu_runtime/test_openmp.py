@@ -6,10 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from float_pages import float_pages
 
 from sgmv_kernels.cpu_runtime import openmp as team
 from sgmv_kernels.ops import Ops
-from tests.helpers.float_pages import float_pages
 
 
 @pytest.fixture

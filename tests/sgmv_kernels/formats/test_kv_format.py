@@ -6,13 +6,13 @@ import sys
 import numpy as np
 import pytest
 import torch
+from toy_kv import KEY_SCALES, TOY, VALUE_SCALES
 
 from sgmv_kernels.errors import KernelArgumentError
 from sgmv_kernels.formats.kv_format import HEAD_DIM, KV_FORMATS, TOKEN, KVPart, get_kv_format
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import KernelsUnavailable, Ops
 from sgmv_kernels.reference import paged_attention_reference, rope_reference
-from tests.helpers.toy_kv import KEY_SCALES, TOY, VALUE_SCALES
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, DIM, PAGE = 6, 3, 64, 16

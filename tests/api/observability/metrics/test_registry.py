@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_engine import TEXT
+from metrics_page import PAGE, fresh, metrics_of_a_new_server, shown_name
 from prometheus_client.parser import text_string_to_metric_families
 
 from adapter_store.spec import AdapterKey
@@ -18,7 +19,6 @@ from lorasrv.metrics.request_stats import FinishedRequestStats
 from lorasrv.outputs import FinishReason, RequestId
 from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
-from tests.helpers.metrics_page import PAGE, fresh, metrics_of_a_new_server, shown_name
 
 DASHBOARD = PAGE.parent / "grafana" / "lorasrv.json"
 NAME = re.compile(r"\b(?:lorasrv_|vllm:)\w+")
@@ -33,7 +33,7 @@ def samples(server: Any) -> dict[str, float]:
 class TestNames:
     def test_the_page_has_every_one(self, make_server, dispatcher) -> None:
         page = PAGE.read_text("utf-8")
-        assert page == fresh(page), "stale: python -m tests.helpers.metrics_page"
+        assert page == fresh(page), "stale: python tests/support/metrics_page.py"
         make_server(metrics_compat="vllm")
         shown = {shown_name(metric) for metric in collected(dispatcher[0].app.state.registry)}
         assert shown == {shown_name(metric) for metric in metrics_of_a_new_server()}

@@ -1,4 +1,4 @@
-"""docs/metrics.md, the tables of it written from the collectors: `python -m tests.helpers.metrics_page`."""
+"""docs/metrics.md, the tables of it written from the collectors: `python tests/support/metrics_page.py`."""
 
 import re
 from collections.abc import Iterable

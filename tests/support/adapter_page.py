@@ -1,6 +1,6 @@
 """Generate the parts of docs/adapters.md that say what is served and refused, from the tables that decide it.
 
-`python tests/helpers/adapter_page.py` writes them into the page; a test compares.
+`python tests/support/adapter_page.py` writes them into the page; a test compares.
 """
 
 import re
