@@ -12,7 +12,7 @@ from urllib.parse import quote, urlsplit
 import httpx2
 
 from adapter_store.formats.peft_dir import PeftDir, digest_file
-from api.asgi.address import DEFAULT_SERVER, is_loopback
+from api.asgi.address import DEFAULT_SERVER, is_loopback, server_address
 
 CHUNK_BYTES = 1 << 20
 # A busy server may take long until the first token; connecting must be fast.
@@ -130,7 +130,7 @@ class Client:
 
     def __init__(self, url: str = DEFAULT_SERVER, key: str | None = None, *, wait_s: float | None = None) -> None:
         """Connect to a server; `wait_s` is the timeout, by default as long as an answer may take."""
-        self.url = url.rstrip("/")
+        self.url = server_address(url)
         # No proxy from the environment for an address on this machine.
         trust_env = not is_loopback(urlsplit(self.url).hostname or "")
         headers = {"authorization": f"Bearer {key}"} if key else {}

@@ -7,6 +7,11 @@ DEFAULT_PORT = 8000
 DEFAULT_SERVER = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 
 
+def server_address(url: str) -> str:
+    """Return the address of a server, of which OpenAI's clients know the one that ends in /v1."""
+    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+
+
 def is_loopback(host: str) -> bool:
     """Return whether a bind address or a Host name (without port) can only mean this machine."""
     if host.lower() == "localhost":

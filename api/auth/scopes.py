@@ -15,7 +15,7 @@ INFER = frozenset({Scope.INFER})
 UPLOAD = frozenset({Scope.UPLOAD})
 ADMIN = frozenset({Scope.ADMIN})
 EITHER = INFER | UPLOAD
-OPEN_PATHS = frozenset({"/health", "/ready", *CONSOLE_PATHS})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", *CONSOLE_PATHS})
 """The console's files contain no data: the page requests that with the key that the user enters."""
 NEEDS: Mapping[tuple[str, str], frozenset[Scope]] = {
     ("POST", "/v1/chat/completions"): INFER,
@@ -84,7 +84,7 @@ _PLAIN, _PATTERNS = _compiled()
 
 
 def needs_no_key(method: str, path: str) -> bool:
-    """Return whether the route is open to all clients: health, readiness, and the console's files."""
+    """Return whether the route is open to all clients: health, readiness, and the console."""
     return method in ("GET", "HEAD") and path in OPEN_PATHS
 
 

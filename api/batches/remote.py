@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from api.asgi.address import is_loopback
+from api.asgi.address import is_loopback, server_address
 from api.batches.results import LineReply
 from api.batches.runner import USUAL_PAUSE_S, Ask, at_priority, put_off_s
 from api.client import TIMEOUT, ServerUnreachable
@@ -40,7 +40,7 @@ async def remote(url: str, priority: int, concurrency: int, key: str | None = No
     headers = {"authorization": f"Bearer {key}"} if key else {}
     limits = httpx2.Limits(max_connections=concurrency, max_keepalive_connections=concurrency)
     async with httpx2.AsyncClient(
-        base_url=url.rstrip("/"), timeout=TIMEOUT, trust_env=trust_env, headers=headers, limits=limits
+        base_url=server_address(url), timeout=TIMEOUT, trust_env=trust_env, headers=headers, limits=limits
     ) as client:
 
         async def ask(path: str, body: Mapping[str, Any]) -> LineReply:

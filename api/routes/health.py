@@ -1,4 +1,4 @@
-"""Serve information, health and metrics: /info, /version, /ping, /health, /ready, /metrics."""
+"""Serve information, health and metrics: /info, /version, /ping, /health, /ready, /metrics, and GET /."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 
 from api.observability.metrics.registry import as_text, collected
 from api.serving.services import Services, ServicesDep
@@ -72,6 +72,15 @@ async def health(services: ServicesDep) -> JSONResponse:
     if problem is None:
         return JSONResponse({"status": "ok"})
     return JSONResponse({"status": problem}, 503)
+
+
+@router.get("/")
+async def root(request: Request, services: ServicesDep) -> Response:
+    """Lead browsers to the console; respond to all others as /health does, like TGI."""
+    if "text/html" not in request.headers.get("accept", ""):
+        return await health(services)
+    # Relative, for servers behind a proxy's prefix.
+    return RedirectResponse("console", headers={"vary": "accept"})
 
 
 @router.get("/ready")

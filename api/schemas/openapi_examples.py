@@ -372,6 +372,11 @@ EXAMPLES: Mapping[tuple[str, str], Example] = {
         },
     ),
     ("GET", "/health"): Example("Check that the engine is alive", {"status": "ok"}, failure={"status": "engine dead"}),
+    ("GET", "/"): Example(
+        "Lead a browser to the console; check for others that the engine is alive (TGI)",
+        {"status": "ok"},
+        failure={"status": "engine dead"},
+    ),
     ("GET", "/ready"): Example(
         "Check that the server is ready for requests",
         {"status": "ready", "model": _BASE},

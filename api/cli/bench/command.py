@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from api.asgi.address import server_address
 from api.cli.bench.run import BenchOptions
 from api.cli.common.options import JsonOption, check_png
 from api.cli.common.terminal import CliError, ExitCode, note, print_json, progress
@@ -131,7 +132,7 @@ def bench(
         check_png("--plot", plot)
     try:
         options = BenchOptions(
-            url=_address(target.url),
+            url=None if target.url is None else server_address(target.url),
             key=target.key,
             flags=_flags(serve_flags, target.url),
             rank=target.rank,
@@ -155,10 +156,6 @@ def bench(
 
 
 # Options.
-def _address(url: str | None) -> str | None:
-    return None if url is None else url.rstrip("/").removesuffix("/v1")
-
-
 def _flags(flags: list[str] | None, url: str | None) -> tuple[str, ...]:
     from api.cli.bench.server import check_flags
 

@@ -49,3 +49,4 @@ def _print_ready(ready: "Ready", as_json: bool) -> None:
         return
     pool = f"pool {ready.pool_bytes / 2**20:.0f} MiB ({ready.pages} pages)"
     say(f"ready: {ready.url}  model {ready.model} ({ready.quantization})  {pool}  in {ready.seconds:.1f} s")
+    say(f"console: {ready.url}/console")

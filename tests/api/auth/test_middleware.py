@@ -31,7 +31,7 @@ ROUTES = [
     ("GET", "/openapi.json"),
     *sorted((method, route.path) for module in _ROUTES for route in module.router.routes for method in route.methods),
 ]
-OPEN = [(m, p) for m, p in ROUTES if m in ("GET", "HEAD") and re.fullmatch(r"/health|/ready|/console(/.*)?", p)]
+OPEN = [(m, p) for m, p in ROUTES if m in ("GET", "HEAD") and re.fullmatch(r"/|/health|/ready|/console(/.*)?", p)]
 
 
 def filled(template: str) -> str:
@@ -78,10 +78,10 @@ def test_the_table_knows_every_route() -> None:
 
 def test_what_needs_no_key() -> None:
     assert [(method, path) for method, path in ROUTES if needs_no_key(method, filled(path))] == OPEN
-    for path in ("/health", "/ready", "/console", "/console/", "/console/app.js"):
+    for path in ("/", "/health", "/ready", "/console", "/console/", "/console/app.js"):
         assert [method for method in METHODS if needs_no_key(method, path)] == ["GET", "HEAD"]
     for path in (
-        *("/health/", "//health", "/health?", "/Health", "/health/x", "health", "", "/", "*", "/consolex", "/ready;x"),
+        *("/health/", "//health", "/health?", "/Health", "/health/x", "health", "", "//", "*", "/consolex", "/ready;x"),
         *("/console/..", "/console/../metrics", "/console/./x", "/console/a/../../v1/models", "/v1/console/x"),
         *("/console/nothing.js", "/console/a/b.css"),
     ):

@@ -219,8 +219,11 @@ class TestClient:
         with Client(server.url) as client, pytest.raises(ServerUnreachable):
             list(client.chat({"model": "tiny-base", "messages": [{"role": "user", "content": "x"}]}))
 
-    def test_the_base_is_asked_for(self, server) -> None:
-        with Client(server.url + "/") as client:
+    @pytest.mark.parametrize("suffix", ["/", "/v1", "/v1/"])
+    def test_the_base_is_asked_for(self, cli, server, suffix: str) -> None:
+        """Also at the address that OpenAI's clients are given."""
+        assert cli("generate", "hi", "--server", server.url + suffix).out == "Hello wörld\n"
+        with Client(server.url + suffix) as client:
             assert client.base_name() == "tiny-base"
             with pytest.raises(Refused) as caught:
                 client.adapter("a/b@c")

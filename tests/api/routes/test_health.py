@@ -46,9 +46,19 @@ class TestHealth:
         assert server.http.get("/health").status_code == 200
         assert server.http.get("/ready").json() == {"status": "ready", "model": "tiny-base"}
 
+    def test_the_bare_address(self, server, engine) -> None:
+        """A browser finds the console, below any prefix of a proxy; a TGI client finds the health."""
+        browser = {"accept": "text/html,application/xhtml+xml,*/*;q=0.8"}
+        shown = server.http.get("/", headers=browser)
+        assert (shown.status_code, shown.headers["location"]) == (307, "console")
+        assert server.http.get("/", headers=browser, follow_redirects=True).text == server.http.get("/console").text
+        assert (server.http.get("/").status_code, server.http.get("/").json()) == (200, {"status": "ok"})
+        engine.is_alive = False
+        assert server.http.get("/").status_code == 503
+
     def test_asked_by_head(self, server) -> None:
         """What GET says, without the body; on a connection that goes on being used."""
-        for path in ("/health", "/ready", "/ping", "/v1/models", "/openapi.json", "/nowhere"):
+        for path in ("/", "/health", "/ready", "/ping", "/v1/models", "/openapi.json", "/nowhere"):
             asked, told = server.http.head(path), server.http.get(path)
             assert (asked.status_code, asked.content) == (told.status_code, b"")
             assert asked.headers["content-length"] == told.headers["content-length"]

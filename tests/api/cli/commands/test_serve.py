@@ -63,6 +63,7 @@ def test_plain_ready_line(start: Start) -> None:
     assert line.startswith("ready: http://127.0.0.1:")
     assert not line.startswith("ready: http://127.0.0.1:8000 "), "--port 0 is a free port, not the default"
     assert "model house (int8)" in line
+    assert process.stdout.readline() == f"console: {line.split()[1]}/console\n"
 
 
 def test_a_stream_does_not_keep_the_server(start: Start) -> None:
