@@ -246,13 +246,13 @@ def open_store(settings: ServerSettings) -> "AdapterStore":
 def _open_store(settings: ServerSettings) -> "AdapterStore":
     from adapter_store.store import AdapterStore
     from lorasrv.models.loader import open_checkpoint
-    from lorasrv.models.loader.locate import own_name
+    from lorasrv.models.loader.locate import checkpoint_name
     from lorasrv.models.lora_sites import base_sample, base_shapes
 
     checkpoint = open_checkpoint(settings.model, settings.load_format)
     try:
         name = settings.served_model_name or checkpoint.name
-        shapes = base_shapes(checkpoint.spec, name, own_name(settings.model))
+        shapes = base_shapes(checkpoint.spec, name, checkpoint_name(settings.model))
         sample = () if settings.load_format == "dummy" else base_sample(checkpoint)
     finally:
         checkpoint.close()

@@ -107,16 +107,16 @@ class MemoryOptions:
 
     # None takes a share of free memory (`POOL_FRACTION`, `CUDA_POOL_FRACTION`).
     pool_bytes: int | None = None
-    kv_dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     host_cache_bytes: int = 1 << 30
     max_lora_rank: int = 256
     swap_bytes: int = 1 << 28
-    prefix_caching: bool = True
+    enable_prefix_caching: bool = True
     # Splits the pool permanently, as other servers do; None shares all of it.
     adapter_pool_fraction: float | None = None
 
     def __post_init__(self) -> None:
-        _one_of("--kv-dtype", self.kv_dtype, ("auto", *KV_FORMATS))
+        _one_of("--kv-cache-dtype", self.kv_cache_dtype, ("auto", *KV_FORMATS))
         _positive("--pool-bytes", self.pool_bytes)
         _positive("--host-cache-bytes", self.host_cache_bytes)
         _positive("--max-lora-rank", self.max_lora_rank)
@@ -131,7 +131,7 @@ class SchedulerOptions:
     """Bound a step and the accepted requests, and choose their order.
 
     Args:
-        policy: one of `POLICIES`.
+        scheduling_policy: one of `POLICIES`.
         target_itl_ms: target for a step with running answers; prompt chunks are cut to meet it.
         max_wait_steps: steps after which a waiting request that could run goes before all others.
         max_num_queued_seqs, max_num_queued_tokens: requests that do not run yet, and prompt tokens that are not
@@ -146,8 +146,8 @@ class SchedulerOptions:
     max_num_batched_tokens: int = 512
     max_num_queued_seqs: int = 4096
     max_num_queued_tokens: int = 1 << 20
-    preemption: str = "auto"
-    policy: str = "fair"
+    preemption_mode: str = "auto"
+    scheduling_policy: str = "fair"
     target_itl_ms: float | None = 250.0
     max_wait_steps: int = 512
     queue_timeout_s: float | None = None
@@ -156,8 +156,8 @@ class SchedulerOptions:
     key_limits: Limits = Limits()
 
     def __post_init__(self) -> None:
-        _one_of("--preemption", self.preemption, PREEMPTIONS)
-        _one_of("--policy", self.policy, POLICIES)
+        _one_of("--preemption-mode", self.preemption_mode, PREEMPTIONS)
+        _one_of("--scheduling-policy", self.scheduling_policy, POLICIES)
         _positive("--max-num-seqs", self.max_num_seqs)
         _positive("--max-num-batched-tokens", self.max_num_batched_tokens)
         _positive("--max-num-queued-seqs", self.max_num_queued_seqs)

@@ -20,7 +20,7 @@ from lorasrv.engine.input_processor import further_choices
 from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.errors import AdapterLoadFailed
 from lorasrv.models.loader import open_checkpoint
-from lorasrv.models.loader.locate import own_name
+from lorasrv.models.loader.locate import checkpoint_name
 from lorasrv.models.lora_sites import base_shapes
 from lorasrv.outputs import Completion, RequestId, RequestOutput, refused
 from lorasrv.request import EngineCoreRequest
@@ -76,7 +76,7 @@ class LLM:
         checkpoint = open_checkpoint(model, config.model.load_format, config.model.quantized_weights)
         try:
             root = store or Path(self._folder.name if self._folder else "")
-            shapes = base_shapes(checkpoint.spec, checkpoint.name, own_name(model))
+            shapes = base_shapes(checkpoint.spec, checkpoint.name, checkpoint_name(model))
             self.store = AdapterStore(root, shapes, max_lora_rank=self._config.memory.max_lora_rank)
             built = build(checkpoint, self._config, self.store)
         finally:

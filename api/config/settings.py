@@ -169,10 +169,8 @@ class ServerSettings(BaseModel):
 
     kv_cache_dtype: Annotated[
         str,
-        _memory(
-            "Data type of the KV cache", aliases=("kv_dtype",), choices=("auto", *KV_FORMATS), engine="memory.kv_dtype"
-        ),
-    ] = _MEMORY.kv_dtype
+        _memory("Data type of the KV cache", aliases=("kv_dtype",), choices=("auto", *KV_FORMATS)),
+    ] = _MEMORY.kv_cache_dtype
     pool_bytes: Annotated[
         ByteSize | None,
         _memory(
@@ -186,9 +184,9 @@ class ServerSettings(BaseModel):
     swap_bytes: Annotated[ByteSize, _memory("Size of the host memory for preempted requests; 0 turns swapping off")] = (
         ByteSize(_MEMORY.swap_bytes)
     )
-    enable_prefix_caching: Annotated[
-        bool, _memory("Reuse the KV cache of prompts with a common prefix", engine="memory.prefix_caching")
-    ] = _MEMORY.prefix_caching
+    enable_prefix_caching: Annotated[bool, _memory("Reuse the KV cache of prompts with a common prefix")] = (
+        _MEMORY.enable_prefix_caching
+    )
     adapter_pool_fraction: Annotated[
         float | None, _memory("Fraction of the pool that only adapters use", default="one pool for both")
     ] = _MEMORY.adapter_pool_fraction
@@ -198,17 +196,16 @@ class ServerSettings(BaseModel):
         _SCHEDULER.max_num_batched_tokens
     )
     scheduling_policy: Annotated[
-        str, _scheduling("Order of waiting requests", aliases=("policy",), choices=POLICIES, engine="scheduler.policy")
-    ] = _SCHEDULER.policy
+        str, _scheduling("Order of waiting requests", aliases=("policy",), choices=POLICIES)
+    ] = _SCHEDULER.scheduling_policy
     preemption_mode: Annotated[
         str,
         _scheduling(
             "How a preempted request resumes",
             aliases=("preemption",),
             choices=PREEMPTIONS,
-            engine="scheduler.preemption",
         ),
-    ] = _SCHEDULER.preemption
+    ] = _SCHEDULER.preemption_mode
     target_itl_ms: Annotated[
         float | None,
         _scheduling("Target duration of a step that generates tokens, in milliseconds, or off", takes_text=True),

@@ -113,7 +113,7 @@ async def show_adapter(adapter_id: str, services: ServicesDep, view: ViewDep) ->
 
 async def _used(services: Services, record: AdapterRecord) -> dict[str, Any]:
     """Return the tier of the current version (null: unknown, the engine is dead) and the traffic of the id."""
-    traffic = services.engine.traffic
+    traffic = services.engine.request_stats
     account = traffic.of(record.adapter_id)
     try:
         tier = await services.engine.tier(record.key)
@@ -292,7 +292,7 @@ async def delete(
 
 async def _forget(services: Services, view: ScopedStore, gone: Deletion) -> None:
     if gone.adapter_id not in view.records():
-        services.engine.traffic.forget(gone.adapter_id)
+        services.engine.request_stats.forget(gone.adapter_id)
     await services.ledger.forget(gone.adapter_id, gone.contents)
     await services.limits.apply(gone.adapter_id)
     for key in gone.unnamed:

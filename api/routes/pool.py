@@ -36,7 +36,7 @@ async def show_pool(services: ServicesDep, view: ViewDep) -> dict[str, Any]:
 
 async def _traffic(services: Services, view: ScopedStore) -> dict[str, Any]:
     """Return traffic with `hottest` by tokens per second; the base has neither digest nor tier."""
-    traffic = services.engine.traffic
+    traffic = services.engine.request_stats
     asked = traffic.hottest(MAX_ACCOUNTS)
     totals = [traffic.total]
     if not view.is_unrestricted:

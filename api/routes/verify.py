@@ -78,7 +78,7 @@ def _make_job(services: Services, ref: AdapterRef, body: VerifyBody) -> VerifyJo
     new_tokens = min(NEW_TOKENS, services.engine.max_model_len // 2)
     return VerifyJob(
         model=replace(config.model, device="cpu", kernels=kernels),
-        kv_dtype=config.memory.kv_dtype,
+        kv_dtype=config.memory.kv_cache_dtype,
         max_lora_rank=store.max_lora_rank,
         key=ref.key,
         config=peft.config,

@@ -64,7 +64,7 @@ class AsyncEngine:
     """Serve one model to asyncio callers. Methods belong to the event loop's thread.
 
     Args:
-        observers: told of every request, beside the engine's own: `traffic`, `queue_limiter`, `in_flight`.
+        observers: told of every request, beside the engine's own: `request_stats`, `queue_limiter`, `in_flight`.
     """
 
     def __init__(
@@ -92,8 +92,8 @@ class AsyncEngine:
         self.step_stats = self._engine.step_stats
         self.queue_limiter = QueueLimiter(options, self.metrics.snapshot)
         self.in_flight = InFlightRequests(self._abort_with_error)
-        self.traffic = RequestStats()
-        self.observers = RequestObservers((self.queue_limiter, self.in_flight, self.traffic, *observers))
+        self.request_stats = RequestStats()
+        self.observers = RequestObservers((self.queue_limiter, self.in_flight, self.request_stats, *observers))
         self._streams: dict[RequestId, RequestStream] = {}
         self._utility_calls: dict[int, asyncio.Future[Any]] = {}
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)

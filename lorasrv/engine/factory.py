@@ -92,7 +92,7 @@ def build(
     spec = checkpoint.spec
     device = resolve_device(config.model.device)
     dtype = getattr(torch, config.model.dtype)
-    kv_format = get_kv_format(config.memory.kv_dtype, config.model.dtype)
+    kv_format = get_kv_format(config.memory.kv_cache_dtype, config.model.dtype)
     max_model_len = _max_model_len(config.model.max_model_len, spec)
     if progress and config.model.kernels != "torch" and device.type == "cpu":
         progress("loading kernels; the first start on a machine compiles them, which takes 15 to 30 seconds", 0.0)
@@ -106,7 +106,7 @@ def build(
     device_pool = DevicePool(spec, geometry.num_pages, geometry.page_size, kv_format, device)
     adapters = HostAdapterStore(store, HostCache(config.memory.host_cache_bytes), spec, dtype) if store else None
     is_on_host = adapters.is_on_host if adapters else lambda _: False
-    memory = MemoryManager.make(geometry, config.memory, config.scheduler.preemption, is_on_host)
+    memory = MemoryManager.make(geometry, config.memory, config.scheduler.preemption_mode, is_on_host)
     rows, samples = config.scheduler.max_num_batched_tokens, config.scheduler.max_num_seqs
     limits = DecoderLimits(max_model_len, rows, samples, dtype, activation_dtype(device, dtype))
     parts = EngineParts(
@@ -143,7 +143,7 @@ def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> Qu
         raise UnsupportedFormat(f"{_OWN_FORMAT}: leave out --quantization and --quantization-group")
     if accepted.fit == Fit.REFUSED:
         raise UnsupportedFormat(f"--quantization {name}: {accepted.reason}")
-    return get_format(name, ops, accepted.group, keeps_finer=accepted.keeps_finer)
+    return get_format(name, ops, accepted.group, keep_int8_codes=accepted.keep_int8_codes)
 
 
 def make_ops(options: ModelOptions, spec: ModelSpec, device: torch.device) -> Ops:

@@ -45,7 +45,7 @@ class AdapterPages:
 
 
 @dataclass(frozen=True, slots=True)
-class PromisedAdapter:
+class ReservedAdapter:
     """Describe an adapter that is pinned or warmed."""
 
     key: AdapterKey
@@ -71,7 +71,7 @@ class PoolMap:
     requests: tuple[RequestPages, ...]
     adapters: tuple[AdapterPages, ...]
     swap_bytes: int
-    promised: tuple[PromisedAdapter, ...] = ()
+    promised: tuple[ReservedAdapter, ...] = ()
     # Pages that only the prefix cache holds.
     prefix_page_ids: tuple[int, ...] = ()
 
@@ -104,7 +104,7 @@ def describe_pool(memory: MemoryManager, scheduler: Scheduler) -> PoolMap:
         requests=_requests(memory, scheduler),
         adapters=_adapters(memory),
         promised=tuple(
-            PromisedAdapter(key, pinned, _state(memory, key)) for key, pinned in memory.adapter_manager.reservations()
+            ReservedAdapter(key, pinned, _state(memory, key)) for key, pinned in memory.adapter_manager.reservations()
         ),
         swap_bytes=memory.swap.nbytes,
         prefix_page_ids=tuple(memory.prefixes.unused()) if memory.prefixes is not None else (),

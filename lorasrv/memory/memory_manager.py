@@ -91,7 +91,7 @@ class MemoryManager:
         kv_pool, adapter_pool = _pools(layout.num_pages, options.adapter_pool_fraction)
         gdsf = GdsfClock()
         prefixes = None
-        if options.prefix_caching:
+        if options.enable_prefix_caching:
             prefixes = PrefixCache(kv_pool, gdsf, lambda: costs.recompute_s(layout.page_size))
 
         def reload_s(key: AdapterKey, of: AdapterLayout) -> float:

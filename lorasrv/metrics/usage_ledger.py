@@ -38,7 +38,7 @@ class LedgerEngine(Protocol):
     """Declare what the ledger reads from an engine; `AsyncEngine` implements it."""
 
     @property
-    def traffic(self) -> RequestStats: ...
+    def request_stats(self) -> RequestStats: ...
 
     @property
     def step_stats(self) -> StepStats: ...
@@ -74,7 +74,7 @@ class Ledger:
         self._is_failing = False
         self._has_news = False
         self._turn = asyncio.Lock()
-        engine.traffic.listeners.append(self.ended)
+        engine.request_stats.listeners.append(self.ended)
 
     def ended(self, request: FinishedRequestStats) -> None:
         """Count a finished request."""
@@ -193,7 +193,7 @@ class Ledger:
         For a content that was only warmed or pinned, or whose last id was deleted, return any id that has it; else "".
         """
         records = self._store.records()
-        asker = self._engine.traffic.askers.get(key)
+        asker = self._engine.request_stats.askers.get(key)
         if asker is not None and _exists((asker, key), records):
             return asker
         if records is not self._records:

@@ -16,7 +16,7 @@ def base_shapes(spec: ModelSpec, name: str = "", checkpoint: str = "") -> BaseSh
     Args:
         spec: the base model.
         name: served name of the base.
-        checkpoint: name of its file or folder (`own_name`); an adapter that was trained on another gets a warning.
+        checkpoint: name of its file or folder (`checkpoint_name`); an adapter trained on another gets a warning.
     """
     modules = {
         module: (site.in_features, out)

@@ -65,7 +65,7 @@ def of_outputs() -> float:
 
 def of_ends() -> float:
     with tempfile.TemporaryDirectory() as folder:
-        engine = SimpleNamespace(traffic=RequestStats(), book=StepStats())
+        engine = SimpleNamespace(request_stats=RequestStats(), book=StepStats())
         ledger, top = Ledger(cast(Any, engine), cast(Any, None), Path(folder)), TopAdapters(50)
         return best_us(lambda: (ledger.ended(ENDED), top.ended(ENDED)))
 

@@ -213,7 +213,7 @@ class Server:
 @asynccontextmanager
 async def serving(a: argparse.Namespace, policy: str, pages: int | None = None, **more: Any) -> AsyncIterator[Server]:
     """Run an engine with all adapters in its pool; check its accounts at the end."""
-    options = SchedulerOptions(**{"max_num_seqs": a.seats, "policy": policy, "target_itl_ms": None, **more})
+    options = SchedulerOptions(**{"max_num_seqs": a.seats, "scheduling_policy": policy, "target_itl_ms": None, **more})
     memory = MemoryOptions(pool_bytes=(pages or a.pages) * a.base.page_bytes)
     config = EngineConfig(model=a.base.options, memory=memory, scheduler=options)
     with open_store(FOLDER / f"store-{a.model}", shapes_of(a.base.options.model)) as store:
@@ -468,8 +468,8 @@ class BareScheduler:
 
     def __post_init__(self) -> None:
         layout = PoolLayout(40_000, 16, 4096, num_layers=1)
-        books = MemoryManager.make(layout, MemoryOptions(prefix_caching=False), "recompute", lambda _: True)
-        options = SchedulerOptions(SEATS, 4096, policy=self.policy, max_wait_steps=1 << 30)
+        books = MemoryManager.make(layout, MemoryOptions(enable_prefix_caching=False), "recompute", lambda _: True)
+        options = SchedulerOptions(SEATS, 4096, scheduling_policy=self.policy, max_wait_steps=1 << 30)
         self.scheduler = Scheduler(options, books, frozenset({2}), lambda _: True)
         self.adapters = books.adapter_manager
         self._numbers = itertools.count()

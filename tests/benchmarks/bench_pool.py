@@ -84,7 +84,7 @@ class Bench:
         source, options = self.parts.source, replace(self.config.memory, adapter_pool_fraction=fraction)
         assert source is not None
         books = MemoryManager.make(
-            self.parts.memory.layout, options, self.config.scheduler.preemption, source.is_on_host
+            self.parts.memory.layout, options, self.config.scheduler.preemption_mode, source.is_on_host
         )
         scheduler = Scheduler(self.config.scheduler, books, self.eos, source.is_on_host)
         reported = threading.Event()

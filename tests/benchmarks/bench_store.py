@@ -84,8 +84,8 @@ class IdleEngine:
         self.model_name, self.quantization, self.max_model_len = BASE, "none", 2048
         self.metrics = EngineMetrics(EngineStats())
         self.spec = SimpleNamespace(vocab_size=256)
-        self.traffic, self.step_stats, self.heartbeat = RequestStats(), StepStats(), Heartbeat()
-        self.observers = self.traffic
+        self.request_stats, self.step_stats, self.heartbeat = RequestStats(), StepStats(), Heartbeat()
+        self.observers = self.request_stats
         self.error: str | None = None
         self.is_alive = True
 

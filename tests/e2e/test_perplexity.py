@@ -75,7 +75,7 @@ def three_bits() -> float:
 
     with closing(open_checkpoint("smollm2-135m")) as checkpoint:
         ops = Ops(CPU)
-        weights = load_weights(checkpoint, ThreeBit(ops, 64, keeps_finer=True), torch.float32)
+        weights = load_weights(checkpoint, ThreeBit(ops, 64, keep_int8_codes=True), torch.float32)
         return _perplexity(weights, _text(checkpoint), ops)
 
 

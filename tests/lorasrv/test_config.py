@@ -30,7 +30,10 @@ def test_a_weight_is_a_sane_number(weight: float) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"policy": "fairest"}, "--policy 'fairest' is unknown; choose from fair, fcfs, mlfq, sjf"),
+        (
+            {"scheduling_policy": "fairest"},
+            "--scheduling-policy 'fairest' is unknown; choose from fair, fcfs, mlfq, sjf",
+        ),
         ({"target_itl_ms": 0.0}, "--target-itl-ms must be positive"),
         ({"max_wait_steps": 0}, "--max-wait-steps must be positive"),
         ({"queue_timeout_s": float("nan")}, "--queue-timeout-s must be positive"),

@@ -39,7 +39,7 @@ class Bench:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 16
     preemption: str = "recompute"
-    memory: MemoryOptions = MemoryOptions(host_cache_bytes=1 << 20, swap_bytes=1 << 16, prefix_caching=False)  # noqa: RUF009
+    memory: MemoryOptions = MemoryOptions(host_cache_bytes=1 << 20, swap_bytes=1 << 16, enable_prefix_caching=False)  # noqa: RUF009
     options: dict[str, Any] = field(default_factory=dict)
     step_s: float = 1.0
     checks: bool = True
@@ -56,7 +56,7 @@ class Bench:
         is_on_host = self.on_host.__contains__
         self.books = MemoryManager.make(layout, self.memory, self.preemption, is_on_host, lambda: self.now)
         self.pool, self.kv, self.adapters = self.books.kv_pool, self.books.kv, self.books.adapters
-        given = {"policy": "fcfs", "target_itl_ms": None, "preemption": self.preemption, **self.options}
+        given = {"scheduling_policy": "fcfs", "target_itl_ms": None, "preemption_mode": self.preemption, **self.options}
         options = SchedulerOptions(self.max_num_seqs, self.max_num_batched_tokens, **given)
         self.scheduler = Scheduler(options, self.books, frozenset({EOS}), is_on_host)
 

@@ -151,7 +151,7 @@ class Drafted:
         late: bool = False,
         **scheduler: Any,
     ) -> None:
-        given = {"max_num_seqs": 64, "target_itl_ms": None, "policy": "fcfs", **scheduler}
+        given = {"max_num_seqs": 64, "target_itl_ms": None, "scheduling_policy": "fcfs", **scheduler}
         config = EngineConfig(
             model=ModelOptions(model=str(model), quantization=quantization, dtype="float32", kernels="numba"),
             memory=MemoryOptions(pool_bytes=pages * BLOCK),

@@ -154,14 +154,14 @@ class FakeStream(AsyncIterator[RequestOutput]):
             raise output
         self._finished = output.finished
         self.num_generated_tokens = output.num_generated_tokens
-        self._engine.traffic.on_output(self.request_id, output)
+        self._engine.request_stats.on_output(self.request_id, output)
         return output
 
     async def aclose(self) -> None:
         if not self._finished:
             self._finished = True
             self._engine.aborted.append(self.request_id)
-            self._engine.traffic.on_finished(self.request_id, "client")
+            self._engine.request_stats.on_finished(self.request_id, "client")
 
 
 class FakeEngine:
@@ -199,7 +199,7 @@ class FakeEngine:
         self.step_stats = StepStats()
         self.queue_limiter = SimpleNamespace(num_tokens=0)
         self.in_flight = InFlightRequests(lambda *_: None)
-        self.traffic = self.observers = RequestStats()
+        self.request_stats = self.observers = RequestStats()
         self.is_alive = False
         self.error: str | None = None
         self._numbers = itertools.count()
@@ -256,7 +256,7 @@ class FakeEngine:
             principal=asked.principal,
         )
         further = [replace(first, request_id=s.request_id, fork_of=first.request_id) for s in streams[1:]]
-        self.traffic.on_accepted([first, *further], time.monotonic())
+        self.request_stats.on_accepted([first, *further], time.monotonic())
         return streams
 
     async def warm(self, adapter: AdapterKey, deadline_s: float) -> AdapterStatus:

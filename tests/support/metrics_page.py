@@ -26,7 +26,7 @@ def metrics_of_a_new_server() -> list[Metric]:
     """All of them, before anything has happened."""
     engine = SimpleNamespace(
         metrics=EngineMetrics(EngineStats()),
-        traffic=RequestStats(),
+        request_stats=RequestStats(),
         queue_limiter=SimpleNamespace(num_tokens=0),
         step_stats=StepStats(),
         quantization="int8",

@@ -59,7 +59,7 @@ def config(
         model=ModelOptions(model=str(model), quantization="none", dtype="float32"),
         memory=MemoryOptions(pool_bytes=pages * PAGE_BYTES * m.LAYERS, host_cache_bytes=host_cache_bytes),
         scheduler=SchedulerOptions(
-            max_num_seqs=2 * SEQS, max_num_batched_tokens=96, preemption=preemption, policy=policy
+            max_num_seqs=2 * SEQS, max_num_batched_tokens=96, preemption_mode=preemption, scheduling_policy=policy
         ),
     )
 

@@ -98,7 +98,7 @@ def serve(model: Path, store: AdapterStore) -> Callable[..., None]:
 @pytest.fixture(scope="module")
 def alone(model: Path, adapter_dirs: dict[str, Path]) -> Iterator[Callable[..., list[int]]]:
     """alone(prompt, sampling, name): what a roomy engine without prefix cache says to it, one request at a time."""
-    with offline_engine(model, adapter_dirs, prefix_caching=False) as llm:
+    with offline_engine(model, adapter_dirs, enable_prefix_caching=False) as llm:
         yield lambda prompt, sampling, name: list(llm.generate([prompt], sampling, [name])[0].token_ids)
 
 

@@ -21,4 +21,4 @@ def scheduler(
         options: of `SchedulerOptions`.
     """
     fields = {"pages": pages, "max_num_seqs": seats, "max_num_batched_tokens": budget, **(bench or {})}
-    return Bench(**fields, options={"policy": policy, **options})
+    return Bench(**fields, options={"scheduling_policy": policy, **options})

@@ -61,11 +61,11 @@ def shapes_of(model: str) -> BaseShapes:
 
     Raises: LorasrvError.
     """
-    from lorasrv.models.loader.locate import own_name, read_model_shape
+    from lorasrv.models.loader.locate import checkpoint_name, read_model_shape
     from lorasrv.models.lora_sites import base_shapes
 
     shape = read_model_shape(model)
-    return base_shapes(shape.spec, shape.name, own_name(model))
+    return base_shapes(shape.spec, shape.name, checkpoint_name(model))
 
 
 def _versions(root: Path, base: BaseShapes) -> dict[AdapterKey, list[str]]:

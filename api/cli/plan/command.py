@@ -179,7 +179,7 @@ def _server(
         checkpoint.close()
     costs, source, memory = _costs(options, name, on_progress)
     itemsize = 4 if options.config.model.dtype == "float32" else 2
-    kv_format = get_kv_format(memory.kv_dtype, options.config.model.dtype)
+    kv_format = get_kv_format(memory.kv_cache_dtype, options.config.model.dtype)
     page_bytes = kv_format.page_bytes(spec.num_kv_heads, spec.head_dim, PAGE_SIZE_TOKENS)
     layout = PoolLayout.of_bytes(pool_size(memory), page_bytes, PAGE_SIZE_TOKENS, spec.num_layers)
     if layout.num_pages < MIN_POOL_PAGES:

@@ -20,7 +20,7 @@ def make_registry(services: Services, http: HttpFigures) -> CollectorRegistry:
     """Build the registry that `/metrics` shows, and start listening to the engine's requests."""
     engine: AsyncEngine = services.engine
     top = TopAdapters(services.settings.metrics_adapters)
-    engine.traffic.listeners.append(top.ended)
+    engine.request_stats.listeners.append(top.ended)
     registry = CollectorRegistry()
     registry.register(EngineCollector(engine, services.base_name))
     edge = EdgeCollector(services.connections_cut)

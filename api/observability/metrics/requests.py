@@ -43,7 +43,7 @@ class TrafficCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        traffic = self._engine.traffic
+        traffic = self._engine.request_stats
         for field, (name, text) in DURATIONS.items():
             yield histogram(name, text, getattr(traffic, field))
         yield GaugeMetricFamily(

@@ -26,7 +26,7 @@ class VllmCollector(Collector):
         self._max_lora = max_lora
 
     def collect(self) -> Iterator[Metric]:
-        snapshot, traffic = self._engine.metrics.snapshot(), self._engine.traffic
+        snapshot, traffic = self._engine.metrics.snapshot(), self._engine.request_stats
         waiting = snapshot.requests_waiting + snapshot.requests_waiting_for_adapter
         yield self._gauge("num_requests_running", "Requests in the running batch", snapshot.requests_running)
         yield self._gauge("num_requests_waiting", "Requests in the queue", waiting)
@@ -57,7 +57,7 @@ class VllmCollector(Collector):
 
     def _loras(self) -> Metric:
         names = {True: set[str](), False: set[str]()}
-        for adapter_id, has_begun in self._engine.traffic.open():
+        for adapter_id, has_begun in self._engine.request_stats.open():
             if adapter_id:
                 names[has_begun].add(adapter_id)
         family = GaugeMetricFamily(

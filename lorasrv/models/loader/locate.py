@@ -116,7 +116,7 @@ def read_model_shape(model: str) -> ModelShape:
         raise CorruptModel(f"model {model!r} cannot be read: {e.strerror or type(e).__name__}") from None
 
 
-def own_name(model: str) -> str:
+def checkpoint_name(model: str) -> str:
     """Return the name of the model's file or folder, whatever it is served as; of a built-in shape, its name."""
     try:
         path, _ = locate(model, download=False)

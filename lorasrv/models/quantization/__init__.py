@@ -42,18 +42,18 @@ def select_format(stored: StoredWeights, name: str = "auto", group: int | None =
     return name, _find(name, group).accepts(stored, group)
 
 
-def get_format(name: str, ops: Ops, group: int | None = None, *, keeps_finer: bool = True) -> QuantFormat:
+def get_format(name: str, ops: Ops, group: int | None = None, *, keep_int8_codes: bool = True) -> QuantFormat:
     """Return a format, ready to pack weights.
 
     Args:
         name: one of `FORMATS`.
         ops: kernels that will compute with the weights.
         group: inputs that share a scale; None takes the format's default.
-        keeps_finer: whether 8-bit codes of a file stay as they are in a format of fewer bits.
+        keep_int8_codes: whether 8-bit codes of a file stay as they are in a format of fewer bits.
     Raises:
         UnsupportedFormat: an unknown format or group, with the choices.
     """
-    return _find(name, group).make(ops, group, keeps_finer=keeps_finer)
+    return _find(name, group).make(ops, group, keep_int8_codes=keep_int8_codes)
 
 
 def _find(name: str, group: int | None) -> type[QuantFormat]:

@@ -82,7 +82,7 @@ class Acceptance:
     # Inputs that share a scale; None for formats without groups.
     group: int | None = None
     # Whether 8-bit codes that the file has for some linears stay as they are in a format of fewer bits.
-    keeps_finer: bool = True
+    keep_int8_codes: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,12 +126,12 @@ class QuantFormat(ABC):
 
     @classmethod
     @abstractmethod
-    def make(cls, ops: Ops, group: int | None, *, keeps_finer: bool) -> Self:
+    def make(cls, ops: Ops, group: int | None, *, keep_int8_codes: bool) -> Self:
         """Return the format, ready to pack weights.
 
         Args:
             ops: kernels that will compute with the weights.
-            group, keeps_finer: see `Acceptance`; a `group` of None is the format's default.
+            group, keep_int8_codes: see `Acceptance`; a `group` of None is the format's default.
         """
 
     def keeps(self, codes: GroupQuantizedWeight) -> bool:

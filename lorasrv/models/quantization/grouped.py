@@ -58,8 +58,8 @@ class GroupQuantEmbedding:
 class GroupQuantFormat(QuantFormat):
     """Pack linears as codes; a subclass rounds floats to them.
 
-    Codes of the file are kept if they have the format's levels and group. With `keeps_finer`, 8-bit codes that a file
-    has for some of its linears are kept, too.
+    Codes of the file are kept if they have the format's levels and group. With `keep_int8_codes`, 8-bit codes of
+    single linears are kept, too.
     """
 
     # Values that a code may have.
@@ -68,9 +68,9 @@ class GroupQuantFormat(QuantFormat):
     # How well the format serves a checkpoint whose weights it has to round.
     fit_of_rounding: ClassVar[Fit] = Fit.ON_REQUEST
 
-    def __init__(self, ops: Ops, group: int, *, keeps_finer: bool) -> None:
+    def __init__(self, ops: Ops, group: int, *, keep_int8_codes: bool) -> None:
         self._ops = ops
-        self._keeps_finer = keeps_finer
+        self._keep_int8_codes = keep_int8_codes
         self.group = group
 
     @classmethod
@@ -78,22 +78,22 @@ class GroupQuantFormat(QuantFormat):
         codes = stored.codes
         own = codes is not None and codes.levels == cls.levels
         chosen = group or (codes.group if codes is not None and own else cls.default_group)
-        keeps_finer = codes is not None and codes.levels != INT8_LEVELS
+        keep_int8_codes = codes is not None and codes.levels != INT8_LEVELS
         for site in stored.spec.sites():
             if site.in_features % chosen:
-                return Acceptance(Fit.REFUSED, indivisible_reason(site.in_features, chosen), chosen, keeps_finer)
+                return Acceptance(Fit.REFUSED, indivisible_reason(site.in_features, chosen), chosen, keep_int8_codes)
         if own and codes is not None and codes.group == chosen:
-            return Acceptance(Fit.EXACT, f"the file holds codes of {cls.levels} levels", chosen, keeps_finer)
-        return Acceptance(cls.fit_of_rounding, f"weights are rounded to {cls.levels} levels", chosen, keeps_finer)
+            return Acceptance(Fit.EXACT, f"the file holds codes of {cls.levels} levels", chosen, keep_int8_codes)
+        return Acceptance(cls.fit_of_rounding, f"weights are rounded to {cls.levels} levels", chosen, keep_int8_codes)
 
     @classmethod
-    def make(cls, ops: Ops, group: int | None, *, keeps_finer: bool) -> Self:
-        return cls(ops, group or cls.default_group, keeps_finer=keeps_finer)
+    def make(cls, ops: Ops, group: int | None, *, keep_int8_codes: bool) -> Self:
+        return cls(ops, group or cls.default_group, keep_int8_codes=keep_int8_codes)
 
     def keeps(self, codes: GroupQuantizedWeight) -> bool:
         if codes.levels == self.levels:
             return codes.group == self.group
-        return self._keeps_finer and codes.levels == INT8_LEVELS
+        return self._keep_int8_codes and codes.levels == INT8_LEVELS
 
     @abstractmethod
     def round(self, weight: Tensor) -> GroupQuantizedWeight:

@@ -57,8 +57,8 @@ class NoneFormat(QuantFormat):
         return Acceptance(Fit.FLOATS, "weights stay floats")
 
     @classmethod
-    def make(cls, ops: Ops, group: int | None, *, keeps_finer: bool) -> Self:
-        del ops, group, keeps_finer
+    def make(cls, ops: Ops, group: int | None, *, keep_int8_codes: bool) -> Self:
+        del ops, group, keep_int8_codes
         return cls()
 
     def linear(self, weight: Tensor | GroupQuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:

@@ -139,7 +139,7 @@ class Simulator:
         self.memory = MemoryManager.make(
             server.geometry,
             server.memory,
-            server.scheduler.preemption,
+            server.scheduler.preemption_mode,
             self.is_on_host,
             lambda: self.now,
             self._costs.model(_typical_bytes(self._layouts)),

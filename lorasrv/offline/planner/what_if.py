@@ -205,8 +205,8 @@ def _changed(server: SimServer) -> Iterable[tuple[str, str, SimServer]]:
         memory = _with_host_cache(server.memory, times)
         yield name, f"--host-cache-bytes {memory.host_cache_bytes}", replace(server, memory=memory)
     for policy in POLICIES:
-        if policy != server.scheduler.policy:
-            options = replace(server.scheduler, policy=policy)
+        if policy != server.scheduler.scheduling_policy:
+            options = replace(server.scheduler, scheduling_policy=policy)
             yield f"policy {policy}", f"--policy {policy}", replace(server, scheduler=options)
     for times, name in ((2, "max seqs x 2"), (0.5, "max seqs / 2")):
         seqs = max(1, int(times * server.scheduler.max_num_seqs))

@@ -23,4 +23,4 @@ _MAKERS: dict[str, Callable[[CostModel, LengthPredictor, Quotas], Policy]] = {
 
 def make_policy(options: SchedulerOptions, costs: CostModel, predictor: LengthPredictor, quotas: Quotas) -> Policy:
     """Return the policy that `options` name; `SchedulerOptions` has checked the name."""
-    return _MAKERS[options.policy](costs, predictor, quotas)
+    return _MAKERS[options.scheduling_policy](costs, predictor, quotas)

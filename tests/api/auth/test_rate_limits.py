@@ -490,7 +490,7 @@ class TestServed:
         used = response.json()["usage"]["total_tokens"]
         refused = self.ask(server, "/v1/completions", {"model": "tiny-base", "prompt": "x"})
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "limit_exceeded")
-        assert engine.traffic.rejected["limit_exceeded"] >= 1, "counted, though the engine never heard of it"
+        assert engine.request_stats.rejected["limit_exceeded"] >= 1, "counted, though the engine never heard of it"
         assert used - 60 <= int(refused.headers["retry-after"]) <= used - 59 + 1
         assert refused.headers["x-ratelimit-limit-tokens"] == "60"
         assert refused.headers["x-ratelimit-remaining-tokens"] == "0"

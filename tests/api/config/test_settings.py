@@ -55,21 +55,21 @@ def test_every_option_reaches_the_engine() -> None:
     config = settings.engine_config()
     assert (config.model.model, config.model.quantization, config.model.dtype) == ("m.gguf", "none", "float32")
     assert (config.model.device, config.model.max_model_len) == ("cpu", 100)
-    assert (config.memory.kv_dtype, config.memory.pool_bytes, config.memory.host_cache_bytes) == (
+    assert (config.memory.kv_cache_dtype, config.memory.pool_bytes, config.memory.host_cache_bytes) == (
         "float32",
         1000,
         1 << 20,
     )
     assert config.memory.max_lora_rank == 8
-    assert (config.memory.swap_bytes, config.memory.prefix_caching) == (2048, False)
+    assert (config.memory.swap_bytes, config.memory.enable_prefix_caching) == (2048, False)
     assert config.memory.adapter_pool_fraction == 0.25
     assert config.scheduler == SchedulerOptions(
         max_num_seqs=3,
         max_num_batched_tokens=5,
         max_num_queued_seqs=11,
         max_num_queued_tokens=12,
-        preemption="swap",
-        policy="sjf",
+        preemption_mode="swap",
+        scheduling_policy="sjf",
         target_itl_ms=99.5,
         max_wait_steps=7,
         queue_timeout_s=2.5,
@@ -99,10 +99,10 @@ def test_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LORASRV_RESIDENT_BYTES_PER_ADAPTER", "3KiB")
     settings = Sources.gather().settings()
     scheduler = settings.engine_config().scheduler
-    assert (scheduler.policy, scheduler.target_itl_ms, scheduler.early_abort) == ("mlfq", None, True)
+    assert (scheduler.scheduling_policy, scheduler.target_itl_ms, scheduler.early_abort) == ("mlfq", None, True)
     assert scheduler.adapter_limits == Limits(resident_bytes=3072)
     memory = settings.engine_config().memory
-    assert (memory.prefix_caching, memory.swap_bytes, memory.adapter_pool_fraction) == (False, 0, 0.5)
+    assert (memory.enable_prefix_caching, memory.swap_bytes, memory.adapter_pool_fraction) == (False, 0, 0.5)
     assert settings.preemption_mode == "recompute"
     assert settings.max_num_seqs == 9
     assert settings.allowed_origins == ("https://a.example", "https://b.example")

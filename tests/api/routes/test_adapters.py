@@ -119,7 +119,7 @@ class TestRegister:
         traffic = lambda: server.http.get("/v1/adapters/mia").json()["traffic"]["requests"]  # noqa: E731
         for seed in (1, 2):
             server.upload(make_adapter(str(seed), seed=seed), "mia")
-        engine.traffic._accounts["mia"] = RequestTotals(requests=3)
+        engine.request_stats._accounts["mia"] = RequestTotals(requests=3)
         assert server.http.delete("/v1/adapters/mia@1").status_code < 300
         assert traffic() == 3, "an older version's end is not the name's"
         assert server.http.delete("/v1/adapters/mia").status_code < 300

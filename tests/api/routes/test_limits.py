@@ -15,7 +15,7 @@ from api.app import create_app
 from api.config.settings import ServerSettings
 from api.schemas.adapters import LimitsBody
 from lorasrv.config import Limits
-from lorasrv.engine.pool_snapshot import PromisedAdapter
+from lorasrv.engine.pool_snapshot import ReservedAdapter
 from lorasrv.errors import InvalidRequest
 
 ALL = {"max_running": 2, "max_queued": 3, "tokens_per_s": 4.5, "resident_bytes": 1 << 20, "weight": 0.5}
@@ -89,7 +89,7 @@ class TestPatch:
         self, server, engine, store, mia: str, monkeypatch, was_pinned: bool, pinned: bool
     ) -> None:
         key = AdapterKey(mia.removeprefix("sha256:"))
-        engine.pool = replace(engine.pool, promised=(PromisedAdapter(key, was_pinned, "ready"),))
+        engine.pool = replace(engine.pool, promised=(ReservedAdapter(key, was_pinned, "ready"),))
         refused = AdapterChanged("mia", True), StoreFull("no room")
         for error, status in zip(refused, (412, 507), strict=True):
             engine.asked.clear()

@@ -9,7 +9,7 @@ import pytest
 from adapter_store.errors import AdapterCorrupt
 from adapter_store.spec import AdapterKey
 from lorasrv.engine.messages import AdapterStatus
-from lorasrv.engine.pool_snapshot import AdapterPages, PoolMap, PromisedAdapter, RequestPages
+from lorasrv.engine.pool_snapshot import AdapterPages, PoolMap, RequestPages, ReservedAdapter
 from lorasrv.errors import AdapterLoadFailed, EngineDead, InvalidRequest
 from lorasrv.outputs import AdapterTier, RequestId
 
@@ -141,8 +141,8 @@ def full_pool(keys: list[str]) -> PoolMap:
         RequestPages(RequestId("cmpl-2#7"), None, 7, 0, tuple(range(2, 9))),
     ]
     promised = (
-        PromisedAdapter(AdapterKey(keys[0]), True, "ready"),
-        PromisedAdapter(AdapterKey("1" * 64), False, "waiting"),
+        ReservedAdapter(AdapterKey(keys[0]), True, "ready"),
+        ReservedAdapter(AdapterKey("1" * 64), False, "waiting"),
     )
     figures = (100, 51, 10, 9, 30, 16, 1024, 2, 40, 3)
     prefix = (12, 10, 11, 20, 21, 30, 31, 32, 34)

@@ -67,7 +67,7 @@ def test_both_are_asked_at_both_times_and_each_refusal_counts_once(tmp_path: Pat
             await admit(ANN)
         with pytest.raises(InvalidRequest, match="the request has 3 prompts"):
             await admit(ANN, [[1]] * 3)
-        assert engine.traffic.rejected == Counter(engine_overloaded=2, limit_exceeded=2, invalid_request=1)
+        assert engine.request_stats.rejected == Counter(engine_overloaded=2, limit_exceeded=2, invalid_request=1)
         await engine.shutdown()
 
     asyncio.run(scenario())

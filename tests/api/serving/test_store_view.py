@@ -25,7 +25,7 @@ from api.batches.in_process import in_process_client
 from api.batches.manager import BatchManager
 from api.serving.model_list import ModelList, adapter_card, base_card
 from api.serving.store_view import MAX_CACHED, ScopedStores
-from lorasrv.engine.pool_snapshot import AdapterPages, PromisedAdapter, RequestPages
+from lorasrv.engine.pool_snapshot import AdapterPages, RequestPages, ReservedAdapter
 from lorasrv.errors import VerificationBusy
 from lorasrv.offline.verify.verifier import Verifier
 from lorasrv.outputs import RequestId
@@ -470,13 +470,13 @@ class TestPool:
                 RequestPages(RequestId("cmpl-c"), mine, 3, 2, principal="carl"),
             ),
             adapters=tuple(pages),
-            promised=(PromisedAdapter(mine, True, "ready"), PromisedAdapter(theirs, True, "ready")),
+            promised=(ReservedAdapter(mine, True, "ready"), ReservedAdapter(theirs, True, "ready")),
         )
         for name, key in (("", None), ("mia", mine), (HIDDEN, theirs)):
             request = EngineCoreRequest(
                 RequestId(f"r{name}"), (1,), 1, SamplingParams(max_tokens=1), key, adapter_id=name
             )
-            engine.traffic.on_accepted([request], 0.0)
+            engine.request_stats.on_accepted([request], 0.0)
         whole, seen = filled.root.get("/v1/pool").json(), filled.ann.get("/v1/pool").json()
         assert whole == filled.nobody.get("/v1/pool").json()
         assert (len(whole["requests"]), len(whole["adapters"]), len(whole["promised"])) == (3, 3, 2)

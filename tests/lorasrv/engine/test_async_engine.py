@@ -342,7 +342,7 @@ def test_more_requests_than_may_be_queued_are_told_to_come_back(model: Path, mon
         assert list(engine.queue_limiter._retry_at_s) == ["ann"], "what it was told is its own"
         with pytest.raises(EngineOverloaded, match="max-num-queued-seqs is 1"):
             engine.check_admission("bob")
-        assert engine.traffic.rejected == {"engine_overloaded": 2}, "refused early, and counted all the same"
+        assert engine.request_stats.rejected == {"engine_overloaded": 2}, "refused early, and counted all the same"
         with monkeypatch.context() as patch:
             patch.setattr(engine, "error", "died")
             engine.check_admission("bob")
@@ -477,7 +477,7 @@ def test_what_is_asked_is_counted(serve, store) -> None:
         await left.aclose()
         await _settled(engine)
         assert await engine.tier(key) is AdapterTier.RESIDENT
-        traffic = engine.traffic
+        traffic = engine.request_stats
         account = traffic.of("one")
         assert (account.key, account.requests, account.tokens) == (key, 2, 24)
         assert (traffic.total.requests, traffic.of("").requests) == (3, 1)
@@ -558,7 +558,7 @@ def test_each_accepted_request_ends_once_for_those_who_look_on(serve, store, mon
         assert ends.accepted == [name for name, _ in ends.finished]
         assert ends.refused == ["InvalidRequest", "EngineDead"]
         assert ends.late == []
-        assert engine.traffic.aborted == {"client": 1, "adapter_deleted": 1, "runtime_error": 1, "engine_dead": 2}
+        assert engine.request_stats.aborted == {"client": 1, "adapter_deleted": 1, "runtime_error": 1, "engine_dead": 2}
 
     serve(scenario, settles=False, observers=[ends])
 
@@ -581,7 +581,7 @@ def test_a_request_that_fails_on_its_way_to_the_engine_leaves_nothing(serve, sto
                 case "registry":
                     patch.setattr(engine, "_streams", Unwritable())
                 case "observer":
-                    patch.setattr(engine.traffic, "on_accepted", fail)
+                    patch.setattr(engine.request_stats, "on_accepted", fail)
                 case "prefetch":
                     patch.setattr(engine._loader, "prefetch", fail)
                 case "inbox":
@@ -592,7 +592,7 @@ def test_a_request_that_fails_on_its_way_to_the_engine_leaves_nothing(serve, sto
                 await engine.add_choices(PROMPT, GREEDY, 2, adapter=key, adapter_id="one")
             assert await engine.in_flight.until_unused("one", [key], 0.0) == 0
             assert not engine._streams
-        assert not engine.traffic._open
+        assert not engine.request_stats._open
         assert engine.queue_limiter.num_tokens == 0
         assert ends.refused == ["KeyboardInterrupt"]
         assert len(_tokens(await _collect(engine, GREEDY, key))) == 12

@@ -45,7 +45,7 @@ def _config(model: Path, pages: int = 400, preemption: str = "auto") -> EngineCo
         model=ModelOptions(model=str(model), quantization="none", dtype="float32"),
         memory=MemoryOptions(pool_bytes=pages * BLOCK),
         # A budget that makes prompts come in chunks, and seats that let some wait.
-        scheduler=SchedulerOptions(max_num_batched_tokens=40, max_num_seqs=4, preemption=preemption),
+        scheduler=SchedulerOptions(max_num_batched_tokens=40, max_num_seqs=4, preemption_mode=preemption),
     )
 
 

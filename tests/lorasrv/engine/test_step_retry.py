@@ -69,7 +69,7 @@ def make(model: Path, adapter_dirs: dict[str, Path]) -> Iterator[Callable[[int],
             model=ModelOptions(model=str(model), quantization="int8", dtype="float32"),
             memory=MemoryOptions(pool_bytes=pages * BLOCK),
             scheduler=SchedulerOptions(
-                max_num_batched_tokens=40, max_num_seqs=8, preemption="swap", target_itl_ms=None
+                max_num_batched_tokens=40, max_num_seqs=8, preemption_mode="swap", target_itl_ms=None
             ),
         )
         made.append(LLM(str(model), config))

@@ -33,8 +33,8 @@ def _registered(monkeypatch: pytest.MonkeyPatch) -> None:
 def opened(
     model: Path, pages: int, kv_dtype: str = TOY.name, preemption: str = "auto", kernels: str = "torch", **memory: Any
 ) -> AbstractContextManager[LLM]:
-    memory |= {"pool_bytes": pages * BLOCK, "kv_dtype": kv_dtype, "swap_bytes": 64 * BLOCK}
-    return offline_engine(model, kernels=kernels, scheduler=SchedulerOptions(preemption=preemption), **memory)
+    memory |= {"pool_bytes": pages * BLOCK, "kv_cache_dtype": kv_dtype, "swap_bytes": 64 * BLOCK}
+    return offline_engine(model, kernels=kernels, scheduler=SchedulerOptions(preemption_mode=preemption), **memory)
 
 
 def test_the_pool_counts_in_pages_of_the_format(model: Path) -> None:
@@ -72,7 +72,7 @@ def test_answers_are_near_those_of_float_pages(model: Path) -> None:
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_pages_are_copied_swapped_and_found_again_with_their_scales(model: Path, preemption: str) -> None:
-    with opened(model, 400, prefix_caching=False) as llm:
+    with opened(model, 400, enable_prefix_caching=False) as llm:
         alone = [answer.token_ids for answer in llm.generate(PROMPTS, GREEDY)]
     with opened(model, 14, preemption=preemption) as llm:
         expect_short_answers(llm.engine._parts.scheduler.predictor)
@@ -91,13 +91,13 @@ def test_kernels_that_do_not_read_it_are_refused_with_the_fix(model: Path) -> No
         closing(open_checkpoint(str(model))) as checkpoint,
         pytest.raises(ConfigError, match="do not read the KV format 'toy-int8'; use --kernels auto or torch"),
     ):
-        build(checkpoint, engine_config(model, kernels="numba", kv_dtype=TOY.name), None)
+        build(checkpoint, engine_config(model, kernels="numba", kv_cache_dtype=TOY.name), None)
 
 
 def test_the_option_lists_what_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(KV_FORMATS, TOY.name)
     with pytest.raises(ConfigError, match=r"choose from auto, bfloat16, float16, float32$"):
-        MemoryOptions(kv_dtype=TOY.name)
+        MemoryOptions(kv_cache_dtype=TOY.name)
 
 
 def test_float16_pages_are_served(model: Path) -> None:

@@ -105,7 +105,7 @@ class World:
         self.on_host: set[AdapterKey] = set()
         self.now = 0.0
         on_host = self.on_host.__contains__
-        self.books = MemoryManager.make(layout, self.memory, self.options.preemption, on_host, lambda: self.now)
+        self.books = MemoryManager.make(layout, self.memory, self.options.preemption_mode, on_host, lambda: self.now)
         self.choose = 0
         drafter = CheckedDrafter(Guesses(lambda at: self._says(self.choose, at)) if self.drafts else None, 100)
         self.scheduler = Scheduler(self.options, self.books, frozenset({EOS}), on_host, drafter)
@@ -272,15 +272,15 @@ class PoolMachine(RuleBasedStateMachine):
     ) -> None:
         memory = MemoryOptions(
             swap_bytes=20 * PAGE_BYTES,
-            prefix_caching=prefix_caching,
+            enable_prefix_caching=prefix_caching,
             adapter_pool_fraction=split,
             host_cache_bytes=host_bytes,
         )
         options = SchedulerOptions(
             max_num_seqs=seqs,
             max_num_batched_tokens=seqs + budget,
-            preemption=preemption,
-            policy=policy,
+            preemption_mode=preemption,
+            scheduling_policy=policy,
             max_wait_steps=max_wait_steps,
             adapter_limits=limits,
             key_limits=LIMITS[2],

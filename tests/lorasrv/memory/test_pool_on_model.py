@@ -84,7 +84,7 @@ def test_preempted_requests_say_the_same(model, store, adapter_dirs, alone, pree
     names = [None, "one", "two", "three", None, "one"]
     prompts = [PROMPT[i : i + 20] for i in range(6)]
     sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
-    scheduler = SchedulerOptions(preemption=preemption)
+    scheduler = SchedulerOptions(preemption_mode=preemption)
     with offline_engine(model, adapter_dirs, 32, scheduler=scheduler, swap_bytes=64 * BLOCK) as llm:
         expect_short_answers(llm.engine._parts.scheduler.predictor)
         answers = llm.generate(prompts, sampling, names)

@@ -27,7 +27,7 @@ MIA, OLD, TOM = AdapterKey("a" * 64), AdapterKey("b" * 64), AdapterKey("c" * 64)
 
 class Engine:
     def __init__(self) -> None:
-        self.traffic = RequestStats()
+        self.request_stats = RequestStats()
         self.step_stats = StepStats()
         self.resident: list[tuple[AdapterKey, int]] = []
         self.is_dead = False
@@ -139,7 +139,7 @@ class TestWhatIsCounted:
         world.engine.step_stats._spent.seconds = {("mia", MIA): 1.5, ("", None): 2.0}
         world.engine.step_stats.loaded(MIA, 0.1, 1000)
         world.engine.step_stats.copied(MIA, 0.1, 1000)
-        world.engine.traffic.askers[MIA] = "mia"
+        world.engine.request_stats.askers[MIA] = "mia"
         world.engine.resident = [(MIA, 4096), (TOM, 100)]  # nobody has asked for tom: it was pinned, say
         now.s += 3600
         usage = stats(world)
@@ -152,14 +152,14 @@ class TestWhatIsCounted:
 
     def test_a_content_of_two_ids_counts_for_who_asked_last(self, world: SimpleNamespace) -> None:
         world.store.known[AdapterId("twin")] = record("twin", MIA)
-        world.engine.traffic.askers[MIA] = "twin"
+        world.engine.request_stats.askers[MIA] = "twin"
         world.engine.step_stats.loaded(MIA, 0.1, 1000)
         assert stats(world).load_bytes == 0
         assert stats(world, "twin", MIA).load_bytes == 1000
 
     def test_a_content_whose_asker_is_gone_counts_for_who_has_it(self, world: SimpleNamespace) -> None:
         """The same weights again, under another id that nobody has asked yet."""
-        world.engine.traffic.askers[MIA] = "mia"
+        world.engine.request_stats.askers[MIA] = "mia"
         world.engine.step_stats.loaded(MIA, 0.1, 1000)
         assert stats(world).load_bytes == 1000
         del world.store.known[AdapterId("mia")]

@@ -52,7 +52,7 @@ def llm(model: Path, adapter_dirs: dict[str, Path], request: pytest.FixtureReque
         model=ModelOptions(quantization="none", dtype="float32"),
         memory=MemoryOptions(pool_bytes=pages * BLOCK),
         scheduler=SchedulerOptions(
-            max_num_seqs=min(16, tokens), max_num_batched_tokens=tokens, preemption=preemption, target_itl_ms=None
+            max_num_seqs=min(16, tokens), max_num_batched_tokens=tokens, preemption_mode=preemption, target_itl_ms=None
         ),
     )
     with LLM(str(model), config) as llm:

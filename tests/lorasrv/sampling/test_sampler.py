@@ -169,7 +169,7 @@ MARK = Watermark(gamma=0.4, delta=6.0, key=77)
 SERVED: dict[str, Any] = {
     "options": {"watermark": MARK},
     "scheduler": SchedulerOptions(max_num_seqs=16),
-    "prefix_caching": False,
+    "enable_prefix_caching": False,
 }
 ASKED = [
     GREEDY,

@@ -71,7 +71,7 @@ def _engine(model: Path, adapter_dirs: dict[str, Path], pages: int, preemption: 
     config = EngineConfig(
         model=ModelOptions(quantization="none", dtype="float32"),
         memory=MemoryOptions(pool_bytes=pages * BLOCK),
-        scheduler=SchedulerOptions(preemption=preemption, target_itl_ms=None, **scheduler),
+        scheduler=SchedulerOptions(preemption_mode=preemption, target_itl_ms=None, **scheduler),
     )
     llm = LLM(str(model), config)
     for name, folder in adapter_dirs.items():

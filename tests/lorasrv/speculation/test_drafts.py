@@ -73,7 +73,7 @@ def wide(model: Path, library: AdapterStore) -> Iterator[Drafted]:
 def tight(request: pytest.FixtureRequest, model: Path, library: AdapterStore) -> Iterator[Drafted]:
     """A pool that is too small for what it lets in, and prompts in chunks."""
     with closing(
-        Drafted(model, library, pages=40, adapter_floor=0.0, preemption=request.param, max_num_batched_tokens=64)
+        Drafted(model, library, pages=40, adapter_floor=0.0, preemption_mode=request.param, max_num_batched_tokens=64)
     ) as drafted:
         expect_short_answers(drafted.scheduler.predictor)
         yield drafted

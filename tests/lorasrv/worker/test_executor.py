@@ -111,7 +111,7 @@ def test_answers_are_the_same(
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
 def test_preempted_ones_too(model: Path, library: AdapterStore, plain_engine: Drafted, preemption: str) -> None:
-    options = {"pages": 40, "adapter_floor": 0.0, "preemption": preemption, "max_num_batched_tokens": 64}
+    options = {"pages": 40, "adapter_floor": 0.0, "preemption_mode": preemption, "max_num_batched_tokens": 64}
     with closing(Drafted(model, library, late=True, **options)) as tight:
         expect_short_answers(tight.scheduler.predictor)
         asks = [

@@ -14,7 +14,7 @@ from api.config.settings import ServerSettings
 from api.server import open_store
 from lorasrv.config import BUILTIN_MODEL
 from lorasrv.models.loader import open_checkpoint
-from lorasrv.models.loader.locate import builtin_file, own_name, read_model_shape
+from lorasrv.models.loader.locate import builtin_file, checkpoint_name, read_model_shape
 from lorasrv.models.lora_sites import base_shapes
 
 SCRIPT = """
@@ -59,11 +59,16 @@ def test_what_a_base_is_called_on_the_disk(tmp_path: Path) -> None:
     revision.mkdir(parents=True)
     (tmp_path / "link").symlink_to(revision)
     (tmp_path / "mine.Q4_0.gguf").write_bytes(b"")
-    names = [own_name(str(path)) for path in (revision, tmp_path / "link", tmp_path, tmp_path / "mine.Q4_0.gguf")]
+    names = [
+        checkpoint_name(str(path)) for path in (revision, tmp_path / "link", tmp_path, tmp_path / "mine.Q4_0.gguf")
+    ]
     assert names == ["Llama-3.2-1B", "Llama-3.2-1B", tmp_path.name, "mine.Q4_0"]
     with open_store(ServerSettings(served_model_name="chat", store=tmp_path / "store")) as store:
-        assert (store.base.name, store.base.checkpoint) == ("chat", own_name(BUILTIN_MODEL))
-    assert (own_name(BUILTIN_MODEL), own_name("llama-3-8b")) == ("SmolLM2-135M-Instruct.Q4_1", "llama-3-8b")
+        assert (store.base.name, store.base.checkpoint) == ("chat", checkpoint_name(BUILTIN_MODEL))
+    assert (checkpoint_name(BUILTIN_MODEL), checkpoint_name("llama-3-8b")) == (
+        "SmolLM2-135M-Instruct.Q4_1",
+        "llama-3-8b",
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from lorasrv.sampling_params import SamplingParams
 def busy(server, engine, make_adapter):
     """A server whose engine has answered for two adapters and the base."""
     now = SimpleNamespace(s=100.0)
-    engine.traffic = RequestStats(lambda: now.s)
+    engine.request_stats = RequestStats(lambda: now.s)
     keys = {}
     for seed, name in enumerate(("mia", "tom")):
         digest = server.upload(make_adapter(name, seed=seed), name).json()["digest"]
@@ -30,10 +30,10 @@ def busy(server, engine, make_adapter):
     for number, (name, tokens) in enumerate((("mia", 40), ("tom", 20), ("", 10))):
         rid = RequestId(f"r{number}")
         message = EngineCoreRequest(rid, (1,), 99, SamplingParams(), adapter_key=keys.get(name), adapter_id=name)
-        engine.traffic.on_accepted([message], now.s - 0.03)
-        engine.traffic.on_output(rid, RequestOutput(rid, "x", (1,), 1, 1, RequestTiming()))
+        engine.request_stats.on_accepted([message], now.s - 0.03)
+        engine.request_stats.on_output(rid, RequestOutput(rid, "x", (1,), 1, 1, RequestTiming()))
         now.s += 1.0
-        engine.traffic.on_output(
+        engine.request_stats.on_output(
             rid, RequestOutput(rid, "x", (1,), 1, tokens, RequestTiming(), finish_reason=FinishReason.STOP)
         )
     return server

@@ -79,7 +79,7 @@ class TestRequests:
         assert dict(figures._keys) == {"a": 2, "b": 1, "other": 2}
 
     def test_what_clients_wait_for(self, server, engine) -> None:
-        engine.traffic.on_refused(ValueError())
+        engine.request_stats.on_refused(ValueError())
         server.chat()
         shown = samples(server)
         for name in ("queue", "time_to_first_token", "e2e"):
@@ -213,8 +213,8 @@ class TestVllmNames:
         )
         for number, name in enumerate(("tom", "mia", "", "eva")):
             message = EngineCoreRequest(RequestId(f"r{number}"), (1,), 9, SamplingParams(), adapter_id=name)
-            engine.traffic.on_accepted([message], 0.0)
-        engine.traffic._open[RequestId("r0")].first_s = engine.traffic._open[RequestId("r1")].first_s = 0.0
+            engine.request_stats.on_accepted([message], 0.0)
+        engine.request_stats._open[RequestId("r0")].first_s = engine.request_stats._open[RequestId("r1")].first_s = 0.0
         shown = samples(server)
         model = 'model_name="tiny-base"'
         assert shown[f"vllm:num_requests_running{{{model}}}"] == 2
@@ -235,8 +235,8 @@ class TestDashboard:
         server.upload(make_adapter(), "mia")
         server.chat(model="mia")
         engine.step_stats.failed("disk")
-        engine.traffic.on_refused(ValueError())
-        engine.traffic.aborted["client"] += 1
+        engine.request_stats.on_refused(ValueError())
+        engine.request_stats.aborted["client"] += 1
         found = {
             sample.name
             for metric in text_string_to_metric_families(server.http.get("/metrics").text)

@@ -154,8 +154,8 @@ def test_what_a_file_holds_is_not_rounded_again() -> None:
     assert kept(get_format("int4", ops, 64)) == (False, True)
     assert kept(get_format("int8", ops)) == (False, True)
     assert kept(get_format("q3h", ops)) == (False, True)
-    assert kept(get_format("int4", ops, keeps_finer=False)) == (True, False)
-    assert kept(get_format("q3h", ops, keeps_finer=False)) == kept(get_format("none", ops)) == (False, False)
+    assert kept(get_format("int4", ops, keep_int8_codes=False)) == (True, False)
+    assert kept(get_format("q3h", ops, keep_int8_codes=False)) == kept(get_format("none", ops)) == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ class TestWhichFormatServesACheckpoint:
 
     def test_eight_bits_of_a_file_stay_only_beside_fewer(self) -> None:
         for levels, keeps in ((INT4_LEVELS, True), (INT8_LEVELS, False), (None, False)):
-            assert select_format(stored(levels), "int4")[1].keeps_finer == keeps
+            assert select_format(stored(levels), "int4")[1].keep_int8_codes == keeps
 
     def test_formats_asked_for_by_name(self) -> None:
         for name in FORMATS:

@@ -74,7 +74,7 @@ def _check(done: SimulationResult, trace: list[TraceRequest]) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_request_ends_once(policy: str) -> None:
     trace = _trace()
-    done = _Watched(_server(policy=policy), trace).run()
+    done = _Watched(_server(scheduling_policy=policy), trace).run()
     _check(done, trace)
     assert not predicted(done).refused
 
@@ -99,7 +99,7 @@ requests = st.builds(
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(requests, min_size=1, max_size=30), st.integers(6, 60), st.integers(16, 200), st.sampled_from(POLICIES))
 def test_small_pools_and_any_traffic(trace: list[TraceRequest], pages: int, host_kib: int, policy: str) -> None:
-    done = _Watched(_server(pages, host=host_kib * 1024, policy=policy), trace).run()
+    done = _Watched(_server(pages, host=host_kib * 1024, scheduling_policy=policy), trace).run()
     _check(done, trace)
 
 
@@ -269,7 +269,7 @@ def test_changes_cover_the_options_and_the_best_helps() -> None:
     now = predicted(replay(server, trace))
     tried = changes(server, trace, lambda _: None)
     assert [c.name for c in tried][:4] == ["pool x 2", "pool / 2", "host cache x 2", "host cache / 2"]
-    assert {f"policy {p}" for p in POLICIES if p != server.scheduler.policy} <= {c.name for c in tried}
+    assert {f"policy {p}" for p in POLICIES if p != server.scheduler.scheduling_policy} <= {c.name for c in tried}
     best = best_change(now, tried, target_itl_ms=100.0)
     assert best is not None
     assert (best.name, best.flags) == ("pool x 2", f"--pool-bytes {2 * 24 * LAYERS * PAGE_BYTES}")

@@ -31,7 +31,7 @@ NAMES = (None, "one", "two", "three")
 def _config(model: Path, pages: int = 600, **scheduler: Any) -> EngineConfig:
     return EngineConfig(
         model=ModelOptions(model=str(model), quantization="none", dtype="float32"),
-        memory=MemoryOptions(pool_bytes=pages * PAGE_BYTES, prefix_caching=False, swap_bytes=64 * PAGE_BYTES),
+        memory=MemoryOptions(pool_bytes=pages * PAGE_BYTES, enable_prefix_caching=False, swap_bytes=64 * PAGE_BYTES),
         scheduler=SchedulerOptions(**{"target_itl_ms": None, **scheduler}),
     )
 
@@ -108,7 +108,7 @@ def test_nine_personas_beside_a_hot_one(serve, policy: str, fewest: int, most: i
         assert fewest <= ends[:last_of_nine].count("hot") <= most
         assert ends.count("hot") == 60
 
-    serve(scenario, policy=policy, max_num_seqs=4)
+    serve(scenario, scheduling_policy=policy, max_num_seqs=4)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -125,7 +125,7 @@ def test_a_lower_priority_number_goes_first(serve, policy: str) -> None:
         starts = list(dict.fromkeys(name for names in world.gate.named() for name in names if name != "opener"))
         assert [int(name.split()[0]) for name in starts] == [-1] * 3 + [0] * 3 + [1] * 7
 
-    serve(scenario, policy=policy, max_num_seqs=2)
+    serve(scenario, scheduling_policy=policy, max_num_seqs=2)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -148,7 +148,7 @@ def test_who_has_begun_keeps_its_seat_but_under_mlfq(serve, alone, policy: str) 
             assert beside == [["old 0", "urgent"]] * 5, "the newer of the two has its seat back afterwards"
         assert world.engine.metrics.snapshot().preemptions_total == 0
 
-    serve(scenario, policy=policy, max_num_seqs=2)
+    serve(scenario, scheduling_policy=policy, max_num_seqs=2)
 
 
 # Chunks.
@@ -203,7 +203,14 @@ def test_every_policy_says_the_same(serve, alone, policy: str, preemption: str) 
         assert (snapshot.swaps_total > 0) == (preemption == "swap")
         assert all(len(names) <= 4 for names in world.gate.named())
 
-    serve(scenario, pages=20, policy=policy, preemption=preemption, max_num_seqs=4, max_num_batched_tokens=64)
+    serve(
+        scenario,
+        pages=20,
+        scheduling_policy=policy,
+        preemption_mode=preemption,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+    )
 
 
 def test_a_newcomer_takes_the_seat_of_one_that_has_run_long(serve, alone) -> None:
@@ -225,7 +232,7 @@ def test_a_newcomer_takes_the_seat_of_one_that_has_run_long(serve, alone) -> Non
         assert order.index("new") <= 1
         assert world.engine.metrics.snapshot().preemptions_total == 0
 
-    serve(scenario, policy="mlfq", max_num_seqs=1)
+    serve(scenario, scheduling_policy="mlfq", max_num_seqs=1)
 
 
 # Deadlines.
@@ -254,7 +261,7 @@ def test_a_timeout_in_mid_stream_ends_one_and_changes_no_other(serve, alone, pol
         assert await world.tokens("base") == alone(LONG[40:60], 30)
         assert world.engine.metrics.snapshot().requests_finished_total == {"length": 3, "timeout": 1}
 
-    serve(scenario, policy=policy)
+    serve(scenario, scheduling_policy=policy)
 
 
 def test_a_queue_timeout_ends_those_that_never_began(serve, alone) -> None:
@@ -373,7 +380,7 @@ def test_abort_of_one_that_lost_its_seat(serve, alone) -> None:
         world.gate.open()
         assert await world.tokens("new") == alone(LONG[16:32], 12)
 
-    serve(scenario, policy="mlfq", max_num_seqs=1)
+    serve(scenario, scheduling_policy="mlfq", max_num_seqs=1)
 
 
 @pytest.mark.parametrize("preemption", ["recompute", "swap"])
@@ -392,4 +399,4 @@ def test_abort_of_one_that_lost_its_pages(serve, alone, preemption: str) -> None
         assert await world.tokens("r0") == alone(LONG[:30], 60)
         assert world.engine.metrics.snapshot().swap_bytes == 0
 
-    serve(scenario, pages=8, preemption=preemption)
+    serve(scenario, pages=8, preemption_mode=preemption)

@@ -115,7 +115,7 @@ def test_preempted_answers_go_on_where_they_were(serve, preemption: str) -> None
         assert [text for text, _ in crowded] == [text for text, _ in alone]
         assert all(re.fullmatch("([a-z]{3},){12}end", text) for text, _ in crowded)
 
-    serve(scenario, pages=20, scheduler=SchedulerOptions(target_itl_ms=None, preemption=preemption))
+    serve(scenario, pages=20, scheduler=SchedulerOptions(target_itl_ms=None, preemption_mode=preemption))
 
 
 class Broken:
