@@ -16,9 +16,9 @@ from api.cli.bench.sweep import make_asks
 
 sys.path.append(str(Path(__file__).parent / "benchmarks"))
 
+import harness
 import bench_peers
 import bench_step
-import harness
 import report
 
 BENCHMARKS = Path(__file__).parent / "benchmarks"

@@ -17,7 +17,7 @@ import httpx2
 import pytest
 from cli_reference import parameters
 from server import server
-from tiny_checkpoints import adapter_dirs, corpus, model, tiny_hf_checkpoints, tiny_tokenizer_file  # noqa: F401
+from tiny_checkpoints import adapter_dirs, model, tiny_hf_checkpoints  # noqa: F401
 from typer.main import get_command
 
 from api.cli.main import app

@@ -9,7 +9,6 @@ a page.
 """
 
 import argparse
-import contextlib
 import datetime
 import hashlib
 import json
@@ -18,11 +17,9 @@ import random
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +33,13 @@ from lorasrv.models.lora_sites import base_shapes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 import tiny_llama
+from served import serve
 
 NUM_CLIENTS = 4
 NAMES_PER_CLIENT = 3
 RANKS = (2, 16, 256)  # the largest is 1 MB: some kills come in the middle of a body
 MAX_VERSIONS = 6
-READY_TIMEOUT_S = 120.0
+FLAGS = ("--load-format", "dummy", "--kernels", "torch", "--pool-bytes", "16MiB")
 NEXT_ROW = "<!-- the next row of kills -->"
 
 State = dict[str, Any]
@@ -164,32 +162,6 @@ class Client:
         self._ledger.acknowledge(name, after)
 
 
-@contextlib.contextmanager
-def server(model: Path, store: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
-    """Start `lorasrv serve`, and kill it at the end of the block if it still runs."""
-    flags = ["--model", str(model), "--load-format", "dummy", "--kernels", "torch", "--pool-bytes", "16MiB"]
-    flags += ["--store", str(store), "--port", "0", "--json"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", "from api.cli.main import main; main()", "serve", *flags],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,  # a Ctrl-C is for this program alone
-    )
-    watchdog = threading.Timer(READY_TIMEOUT_S, process.kill)
-    watchdog.start()
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, process.communicate()[1]
-        yield json.loads(line)["url"], process
-    finally:
-        watchdog.cancel()
-        process.kill()
-        process.communicate()
-
-
 class Campaign:
     """Kill servers on one store, one after the other."""
 
@@ -208,12 +180,12 @@ class Campaign:
 
     def kill_one(self) -> None:
         """Start, check, load, kill, check; raise AssertionError if something was lost or is half done."""
-        with server(self._model, self._store) as (url, process):
-            self._compare(httpx2.get(f"{url}/v1/adapters", trust_env=False).json()["data"])
+        with serve("--model", self._model, *FLAGS, store=self._store, ends=-signal.SIGKILL) as served:
+            self._compare(served.http.get("/v1/adapters").json()["data"])
             self._ledger.save(loading=True)
-            clients = [Client(url, self._ledger, n, f"{self._random.random()}") for n in range(NUM_CLIENTS)]
+            clients = [Client(served.url, self._ledger, n, f"{self._random.random()}") for n in range(NUM_CLIENTS)]
             time.sleep(self._random.uniform(0.02, 1.0))
-            process.send_signal(signal.SIGKILL)
+            served.signal(signal.SIGKILL)
             for client in clients:
                 client.join()
         for client in clients:
@@ -286,6 +258,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=None)
     parser.add_argument("--record", type=Path, default=None, help="the page whose count grows")
     options = parser.parse_args()
+    os.environ["OMP_NUM_THREADS"] = "1"
     campaign = Campaign(options.folder, options.seed if options.seed is not None else random.randrange(1 << 30))
     # On a signal, finish the current kill and record the result.
     stop = threading.Event()

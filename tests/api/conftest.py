@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from server import eventually
 from starlette.types import ASGIApp, Receive, Scope, Send
 from tiny_adapter import BASE, SHAPES, tiny_adapter
-from tiny_checkpoints import adapter_dirs, corpus, model, tiny_hf_checkpoints, tiny_tokenizer_file  # noqa: F401
+from tiny_checkpoints import adapter_dirs, model, tiny_hf_checkpoints  # noqa: F401
 
 from adapter_store.store import AdapterStore
 from api.app import create_app

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-from flood import Body, Outcome, call, closed_loop, open_loop, percentile
 from harness import WORDS, arguments
+from flood import Body, Outcome, call, closed_loop, open_loop, percentile
 from marker_served import SERVE_FLAGS, some_prompt, write_served_model
 from process_watch import Held, held_by
 from report import record

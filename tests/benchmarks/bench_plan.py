@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from bench_tiers import FOLDER, make_store, pool_bytes, server_of
 from harness import arguments, closed_loop, machine_line, open_loop, row, run_json, table, unique_prompt
+from bench_tiers import FOLDER, make_store, pool_bytes, server_of
 
 from api.cli.bench.client import Ask, BenchClient
 from api.cli.bench.workload import Law

@@ -19,14 +19,12 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import random
 import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from harness import (
@@ -45,19 +43,18 @@ from harness import (
     shapes_of,
     table,
 )
+from bare_scheduler import Bench, layout_of
+from tiny_checkpoints import write_tiny
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import BUILTIN_MODEL, POLICIES, EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.engine.async_engine import AsyncEngine
-from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
 from lorasrv.outputs import RequestId
-from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.scheduler.scheduler import Scheduler
 from lorasrv.scheduler_output import SchedulerOutput
 from lorasrv.worker import device
 from lorasrv.worker.model_runner import ModelRunnerOutput
-from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 
 FOLDER = ASSETS / "policies"
 TINY = "tiny"
@@ -68,20 +65,6 @@ NAMES = [f"p{number:03d}" for number in range(NUM_PERSONAS)]
 ROOM = 64
 HOT, HOT_FACTOR = 0, 10
 CLASSES = (-1, 0, 1)
-TINY_CONFIG = {
-    "vocab_size": 384,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "initializer_range": 0.15,
-    "tie_word_embeddings": False,
-}
-
 # Engines and their requests.
 
 
@@ -100,32 +83,9 @@ def base_of(name: str) -> Base:
         return Base(ModelOptions(model=name), PAGE_BYTES, range(100, 40_000))
     folder = FOLDER / TINY
     if not (folder / "tokenizer_config.json").exists():
-        make_tiny_model(folder)
+        write_tiny(folder, "llama", max_position_embeddings=2048)
     options = ModelOptions(model=str(folder), quantization="none", dtype="float32")
     return Base(options, 2 * 32 * 16 * 4 * 3, range(10, 384))
-
-
-def make_tiny_model(folder: Path) -> None:
-    """Write a model of random weights, whose tokens are bytes and special tokens."""
-    import torch
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**TINY_CONFIG)).save_pretrained(folder)
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    words = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-    special = [AddedToken(word, special=True, normalized=False) for word in words]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=384, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([], trainer)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    names = {"bos_token": words[1], "eos_token": words[2]}
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}))
 
 
 @dataclass(frozen=True)
@@ -448,77 +408,59 @@ def _gaps_ms(streams: Streams, begin_s: float, end_s: float) -> list[float]:
 # The bare scheduler.
 
 SEATS = 64
-NUM_ADAPTERS = 200
-LAYOUT = AdapterLayout((SiteDims(64, (64,)),), (((8,),),), 2)
 CHURN_ANSWERS, STEADY_ANSWERS = (16, 48), (4000, 4000)
 WARM_STEPS = 64
-KEYS = [AdapterKey(f"{number:064x}") for number in range(NUM_ADAPTERS)]
+KEYS = [AdapterKey(f"b{number:063x}") for number in range(200)]
 
 
-@dataclass
-class BareScheduler:
-    """A scheduler whose model says 7, and which always has `waiting` requests beside those that run."""
+def times_us(policy: str, waiting: int, answers: tuple[int, int], steps: int) -> list[list[float]]:
+    """Return the times of `schedule` and of `update_from_output` while `waiting` requests wait beside those that run.
 
-    policy: str
-    waiting: int
-    answers: tuple[int, int]
-    rng: random.Random = field(default_factory=lambda: random.Random(0))
-    schedule_us: list[float] = field(default_factory=list)
-    update_us: list[float] = field(default_factory=list)
+    Args:
+        answers: bounds of their tokens.
+    """
+    rng, numbers = random.Random(0), itertools.count()
+    options = {"scheduling_policy": policy, "max_wait_steps": 1 << 30}
+    memory = MemoryOptions(enable_prefix_caching=False)
+    bare = Bench(40_000, SEATS, 4096, memory=memory, options=options, page_size=16, checks=False)
+    manager = bare.books.adapter_manager
+    for key in KEYS:
+        manager.reserve(key, layout_of(key), float("inf"))
+    while not all(manager.is_resident(key) for key in KEYS):
+        bare.step()
+        bare.arrive()
+    times = [timed(bare.scheduler, name) for name in ("schedule", "update_from_output")]
+    for _ in range(WARM_STEPS + steps):
+        while len(bare.scheduler.requests()) < SEATS + waiting:
+            key, length = rng.choice(KEYS), rng.randint(*answers)
+            bare.add(f"r{next(numbers)}", 32, length, key, ignore_eos=True, adapter_id=f"a{key[-3:]}")
+        bare.step()
+    return [us[-steps:] for us in times]
 
-    def __post_init__(self) -> None:
-        layout = PoolLayout(40_000, 16, 4096, num_layers=1)
-        books = MemoryManager.make(layout, MemoryOptions(enable_prefix_caching=False), "recompute", lambda _: True)
-        options = SchedulerOptions(SEATS, 4096, scheduling_policy=self.policy, max_wait_steps=1 << 30)
-        self.scheduler = Scheduler(options, books, frozenset({2}), lambda _: True)
-        self.adapters = books.adapter_manager
-        self._numbers = itertools.count()
-        for key in KEYS:
-            self.adapters.reserve(key, LAYOUT, float("inf"))
-        while not all(self.adapters.is_resident(key) for key in KEYS):
-            self.step()
-        self.measure(WARM_STEPS)
 
-    def step(self) -> None:
+def timed(scheduler: Scheduler, name: str) -> list[float]:
+    """Return a list that gets this thread's microseconds in each call of a method."""
+    us, method = [], getattr(scheduler, name)
+
+    def call(*arguments: Any) -> Any:
         begun = time.thread_time_ns()
-        step = self.scheduler.schedule()
-        planned = time.thread_time_ns()
-        for key in step.orders.loads:
-            self.adapters.on_loaded(key)
-        for key, _ in step.orders.copies:
-            self.scheduler.on_adapter_copied(key)
-        sampled = {share.request_id: (7,) for share in step.scheduled if share.samples}
-        computed = time.thread_time_ns()
-        self.scheduler.update_from_output(step, sampled)
-        self.update_us.append((time.thread_time_ns() - computed) / 1e3)
-        self.schedule_us.append((planned - begun) / 1e3)
+        result = method(*arguments)
+        us.append((time.thread_time_ns() - begun) / 1e3)
+        return result
 
-    def measure(self, steps: int) -> None:
-        self.schedule_us.clear()
-        self.update_us.clear()
-        for _ in range(steps):
-            while len(self.scheduler.requests()) < SEATS + self.waiting:
-                self._add()
-            self.step()
-
-    def _add(self) -> None:
-        key, length = KEYS[self.rng.randrange(NUM_ADAPTERS)], self.rng.randint(*self.answers)
-        sampling = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
-        rid, prompt, name = RequestId(f"r{next(self._numbers)}"), (5,) * 32, f"a{key[-3:]}"
-        self.scheduler.add(EngineCoreRequest(rid, prompt, length, sampling, key, LAYOUT, None, adapter_id=name))
+    setattr(scheduler, name, call)
+    return us
 
 
 async def overhead(a: argparse.Namespace) -> None:
-    print(f"{SEATS} running, requests for {NUM_ADAPTERS} adapters, {a.steps} steps each", flush=True)
+    print(f"{SEATS} running, requests for {len(KEYS)} adapters, {a.steps} steps each", flush=True)
     table(("policy", "work", "waiting", "schedule µs p50", "p99", "update µs p50", "p99", "both, mean"))
     for policy in a.policies:
         for work, answers in (("steady", STEADY_ANSWERS), ("churn", CHURN_ANSWERS)):
             for waiting in a.waiting:
-                bare = BareScheduler(policy, waiting, answers)
-                bare.measure(a.steps)
-                times = [us for values in (bare.schedule_us, bare.update_us) for us in quantiles(values, 0.5, 0.99)]
-                mean = statistics.mean(bare.schedule_us) + statistics.mean(bare.update_us)
-                row(policy, work, waiting, *(f"{us:.0f}" for us in (*times, mean)))
+                both = times_us(policy, waiting, answers, a.steps)
+                times = [us for values in both for us in quantiles(values, 0.5, 0.99)]
+                row(policy, work, waiting, *(f"{us:.0f}" for us in (*times, sum(map(statistics.mean, both)))))
 
 
 # The command.

@@ -12,13 +12,17 @@ import re
 import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from harness import adapter_folders, arguments, decode_seconds, environment, table, versus
+from harness import adapter_folders, arguments, environment, table, versus
 
 from lorasrv.config import EngineConfig, ModelOptions
 from lorasrv.llm import LLM
+from lorasrv.outputs import RequestId
+from lorasrv.sampling_params import SamplingParams
 
 NEW_TOKENS, PROMPT_TOKENS, ROUNDS = 24, 64, 2
 
@@ -31,8 +35,23 @@ def step_ms(kernels: str, work: list[tuple[int, int]], folders: list[Path]) -> l
         medians = []
         for rows, adapters in work:
             names = [folders[i % adapters].name if adapters else None for i in range(rows)]
-            medians.append(1e3 * statistics.median(decode_seconds(llm, names, PROMPT_TOKENS, NEW_TOKENS)))
+            medians.append(1e3 * statistics.median(decode_seconds(llm, names)))
         return medians
+
+
+def decode_seconds(llm: LLM, adapters: Sequence[str | None]) -> list[float]:
+    """Return the seconds of each engine step while all rows decode together; the first few steps hold prefill."""
+    sampling = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True)
+    for i, name in enumerate(adapters):
+        key = llm.store.resolve(name).key if name else None
+        prompt = list(range(100, 100 + PROMPT_TOKENS))
+        llm.engine.add_request(llm.input_processor.process(RequestId(f"row{i}"), prompt, sampling, key))
+    seconds = []
+    while llm.engine.has_requests:
+        begun = time.perf_counter()
+        llm.engine.step()
+        seconds.append(time.perf_counter() - begun)
+    return seconds
 
 
 def figures(root: Path, options: list[str]) -> dict[str, float]:

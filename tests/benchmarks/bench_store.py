@@ -4,57 +4,31 @@
 
 Two stores of small adapters (4 modules, 3 KB each, all different) are filled in a temporary folder, which is timed too
 (each registration makes its weights and its row durable, so it is the disk's time). Then, store beside store: opening,
-resolving ids, versions and unknown names, listing, and the routes over HTTP on loopback, served by the real application
-around an engine that does nothing, in a process of its own. Times are medians and 99th percentiles in milliseconds;
+resolving ids, versions and unknown names, listing, and the routes over HTTP on loopback, served by `lorasrv serve` with
+an engine that does nothing (`tests/support/fake_serve.py`). Times are medians and 99th percentiles in milliseconds;
 over HTTP until the last byte, without parsing (Python takes longer to read the JSON of 5,000 models than the server to
 send it).
 """
 
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import closing, suppress
 from functools import partial
 from http.client import HTTPConnection
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
-import uvicorn
-from harness import (
-    arguments,
-    environment,
-    machine_line,
-    open_store,
-    put_blob,
-    quantile,
-    row,
-    seeded_weights,
-    table,
-)
+from harness import arguments, machine_line, open_store, put_blob, quantile, row, seeded_weights, serve, table
+from fake_serve import command
+from tiny_adapter import SHAPES
 
-from adapter_store.registry.records import Change
-from adapter_store.spec import BaseShapes
 from adapter_store.store import AdapterStore
-from api.app import create_app
-from api.config.settings import ServerSettings
-from api.server import bind
-from lorasrv.engine.watchdog import Heartbeat
-from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
-from lorasrv.metrics.request_stats import RequestStats
-from lorasrv.metrics.step_stats import StepStats
 
 FEW = 16
-BASE = "bench-base"
-RANK = 8
-MODULES = {"self_attn.q_proj": (32, 32), "self_attn.v_proj": (32, 16)}
-SHAPES = BaseShapes(family="llama", num_layers=2, modules=MODULES, name=BASE)
+RANK = 24
+MODULES = ("self_attn.q_proj", "self_attn.v_proj")
 CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj", "v_proj"]}
 PAGE = 100
 
@@ -75,84 +49,6 @@ def timed_once(call: Callable[[], object]) -> float:
     begun = time.perf_counter()
     call()
     return 1e3 * (time.perf_counter() - begun)
-
-
-class IdleEngine:
-    """Has as much of an engine as listing needs."""
-
-    def __init__(self) -> None:
-        self.model_name, self.quantization, self.max_model_len = BASE, "none", 2048
-        self.metrics = EngineMetrics(EngineStats())
-        self.spec = SimpleNamespace(vocab_size=256)
-        self.request_stats, self.step_stats, self.heartbeat = RequestStats(), StepStats(), Heartbeat()
-        self.observers = self.request_stats
-        self.error: str | None = None
-        self.is_alive = True
-
-    async def start(self) -> None:
-        """Nothing to start."""
-
-    async def shutdown(self) -> None:
-        """Nothing to end."""
-
-    async def residents(self) -> list[Any]:
-        """Nothing is in a pool."""
-        return []
-
-
-def serve(root: Path) -> None:
-    """Serve the store until stdin ends. Each line of stdin is an id to change; a line on stdout confirms it."""
-    with open_store(root, SHAPES) as store:
-        app = create_app(cast("Any", IdleEngine()), store, ServerSettings())
-        listener = bind("127.0.0.1", 0)  # asyncio sends small answers at once only on sockets whose protocol is named
-        listener.listen()
-        server = uvicorn.Server(uvicorn.Config(app, log_config=None))
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        while not server.started:
-            time.sleep(0.01)
-        print(listener.getsockname()[1], flush=True)
-        for number, line in enumerate(sys.stdin):
-            store.change(line.strip(), Change(aliases={"bench": None if number % 2 else 1}))
-            print("changed", flush=True)
-        server.should_exit = True
-        thread.join()
-
-
-@dataclass(frozen=True)
-class Served:
-    """A server in a process of its own, and one connection to it."""
-
-    process: "subprocess.Popen[str]"
-    connection: HTTPConnection
-
-    def get(self, path: str) -> None:
-        self.connection.request("GET", path)
-        response = self.connection.getresponse()
-        content = response.read()
-        assert response.status == 200, content
-
-    def change(self, adapter_id: str) -> None:
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(f"{adapter_id}\n")
-        self.process.stdin.flush()
-        assert self.process.stdout.readline() == "changed\n"
-
-
-@contextmanager
-def served(root: Path) -> Iterator[Served]:
-    """Run this script as a server of the store."""
-    command, pipe = [sys.executable, __file__, "--serve", str(root)], subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment()) as process:
-        assert process.stdout is not None
-        connection = HTTPConnection("127.0.0.1", int(process.stdout.readline()), timeout=60)
-        try:
-            yield Served(process, connection)
-        finally:
-            connection.close()
-            assert process.stdin is not None
-            process.stdin.close()
 
 
 def fill(store: AdapterStore, count: int) -> dict[str, list[float]]:
@@ -207,12 +103,23 @@ def over_http(root: Path, ids: int, calls: int) -> dict[str, list[float]]:
         "GET /v1/models/{id}": f"/v1/models/{middle}",
         "GET /health, for comparison": "/health",
     }
-    with served(root) as server:
-        results = {title: timed(partial(server.get, path), calls) for title, path in paths.items()}
+    with (
+        serve("--log-level", "warning", store=root, program=command()) as server,
+        closing(HTTPConnection("127.0.0.1", int(server.url.rpartition(":")[2]), timeout=60)) as connection,
+    ):
+
+        def get(path: str) -> None:
+            connection.request("GET", path)
+            response = connection.getresponse()
+            content = response.read()
+            assert response.status == 200, content
+
+        results = {title: timed(partial(get, path), calls) for title, path in paths.items()}
         after_a_change = []
-        for _ in range(calls):
-            server.change(middle)
-            after_a_change.append(timed_once(partial(server.get, "/v1/models")))
+        for number in range(calls):
+            body = {"aliases": {"bench": None if number % 2 else 1}}
+            server.http.patch(f"/v1/adapters/{middle}", json=body).raise_for_status()
+            after_a_change.append(timed_once(partial(get, "/v1/models")))
         return results | {"GET /v1/models, all, after a change": after_a_change}
 
 
@@ -234,11 +141,7 @@ def main() -> None:
         adapters=(5000, "ids in the larger store"),
         calls=(200, "of each kind over HTTP; twenty times as many in memory"),
         json=(False, "medians in milliseconds, by number of ids, as one line"),
-        serve=(Path, "for the other process: serve the store in this folder"),
     )
-    if a.serve is not None:
-        serve(a.serve)
-        return
     counts = sorted({FEW, a.adapters})
     with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as folder:
         results = {ids: measured(Path(folder) / str(ids), ids, a.calls) for ids in counts}

@@ -39,8 +39,6 @@ from api.client import Client
 from lorasrv.config import BUILTIN_MODEL
 from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.lora_sites import base_shapes
-from lorasrv.outputs import RequestId
-from lorasrv.sampling_params import SamplingParams
 
 ASSETS = ROOT / "build" / "bench"
 PEERS = Path(__file__).parent / "peers"
@@ -229,21 +227,6 @@ async def finish_cancelled(tasks: Collection["asyncio.Task[Any]"]) -> None:
 def unique_prompt(rng: random.Random, words: int) -> str:
     """Return a text that no prefix cache has seen."""
     return " ".join([nonce(), *rng.choices(WORDS, k=words)])
-
-
-def decode_seconds(llm: Any, adapters: Sequence[str | None], prompt_tokens: int, new_tokens: int) -> list[float]:
-    """Return the seconds of each engine step while all rows decode together; the first few steps hold prefill."""
-    sampling = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
-    for i, name in enumerate(adapters):
-        key = llm.store.resolve(name).key if name else None
-        prompt = list(range(100, 100 + prompt_tokens))
-        llm.engine.add_request(llm.input_processor.process(RequestId(f"row{i}"), prompt, sampling, key))
-    seconds = []
-    while llm.engine.has_requests:
-        begun = time.perf_counter()
-        llm.engine.step()
-        seconds.append(time.perf_counter() - begun)
-    return seconds
 
 
 # Statistics, tables and command lines.

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from chromium import CHROMIUM, chromium
 from served import Served, serve
-from tiny_checkpoints import adapter_dirs, corpus, model, tiny_hf_checkpoints, tiny_tokenizer_file  # noqa: F401
+from tiny_checkpoints import adapter_dirs, model, tiny_hf_checkpoints  # noqa: F401
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

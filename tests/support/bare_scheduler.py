@@ -41,13 +41,14 @@ class Bench:
     preemption: str = "recompute"
     memory: MemoryOptions = MemoryOptions(host_cache_bytes=1 << 20, swap_bytes=1 << 16, enable_prefix_caching=False)  # noqa: RUF009
     options: dict[str, Any] = field(default_factory=dict)
+    page_size: int = PAGE_SIZE
     step_s: float = 1.0
     checks: bool = True
     outputs: list[EngineOutput] = field(default_factory=list)
     steps: list[SchedulerOutput] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        layout = PoolLayout(self.pages, PAGE_SIZE, PAGE_BYTES, num_layers=1)
+        layout = PoolLayout(self.pages, self.page_size, PAGE_BYTES, num_layers=1)
         self.now = 0.0
         self.on_host: set[AdapterKey] = set()
         self.loading: set[AdapterKey] = set()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import httpx2
 ROOT = Path(__file__).parents[2]
 READY_SECONDS = 180.0
 CALM_SECONDS = 30.0
-_START = "from api.cli.main import main; main()"
+LORASRV = (sys.executable, "-P", "-c", "from api.cli.main import main; main()")
 
 
 class Served:
@@ -25,6 +25,7 @@ class Served:
 
     def __init__(self, process: "subprocess.Popen[bytes]", url: str, log: Path) -> None:
         self.url = url
+        self.last_log = ""
         self.http = httpx2.Client(base_url=url, trust_env=False, timeout=60)
         self._process = process
         self._log = log
@@ -47,7 +48,7 @@ class Served:
     @property
     def log(self) -> str:
         """What it has printed."""
-        return self._log.read_text("utf-8", errors="replace")
+        return self.last_log or self._log.read_text("utf-8", errors="replace")
 
     def post(self, path: str, **body: Any) -> httpx2.Response:
         return self.http.post(path, json=body)
@@ -100,10 +101,14 @@ def serve(
     store: Path | None = None,
     ends: int | None = None,
     root: Path = ROOT,
+    program: Sequence[str] = LORASRV,
 ) -> Iterator[Served]:
-    """`lorasrv serve` with these arguments, a store of its own, or this one, and these adapters (id -> PEFT folder). It
-    may end by itself only where that is what a test is about: then with the code `ends`. `root` is the checkout whose
-    server is started.
+    """Run `lorasrv serve` with these arguments, a store of its own or this one, and these adapters (id -> PEFT folder).
+
+    Args:
+        ends: the exit code of a server that ends by itself, which is an error otherwise.
+        root: the checkout whose server is started.
+        program: the words of the command before `serve`.
 
     Raises:
         AssertionError: it does not start, or does not end as it should.
@@ -111,11 +116,14 @@ def serve(
     modules = [f"{name}={folder}" for name, folder in (adapters or {}).items()]
     with tempfile.TemporaryDirectory() as folder:
         log, where = Path(folder) / "log", str(store or f"{folder}/store")
-        command = [sys.executable, "-P", "-c", _START, "serve", "--port", "0", "--store", where]
-        command += [*map(str, arguments), *(["--lora-modules", *modules] if modules else [])]
+        command = [*program, "serve", "--port", "0", "--store", where, *map(str, arguments)]
+        command += ["--lora-modules", *modules] if modules else []
         environment = {**os.environ, "PYTHONPATH": str(root), "NO_COLOR": "1", "XDG_CONFIG_HOME": folder}
         with log.open("wb") as lines:
-            process = subprocess.Popen(command, stdout=lines, stderr=subprocess.STDOUT, env=environment)
+            # A Ctrl-C is for whoever started it: the end is a signal from there.
+            process = subprocess.Popen(
+                command, stdout=lines, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            )
         served = None
         try:
             served = Served(process, url_of(process, log), log)
@@ -125,8 +133,10 @@ def serve(
             if served is not None:
                 served.http.close()
             process.send_signal(signal.SIGTERM)
-            code = process.wait(30)
-        assert code == (ends or 0), f"exit code {code}:\n{log.read_text('utf-8', errors='replace')}"
+            code, text = process.wait(30), log.read_text("utf-8", errors="replace")
+            if served is not None:
+                served.last_log = text
+        assert code == (ends or 0), f"exit code {code}:\n{text}"
 
 
 def url_of(process: "subprocess.Popen[bytes]", log: Path) -> str:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +32,16 @@ _QWEN2_SPLIT = (
 )
 
 
+@lru_cache(maxsize=1)
+def corpus_lines() -> list[str]:
+    lines = (DATA / "tokenizer_corpus.txt").read_text("utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
 @pytest.fixture(scope="session")
 def corpus() -> list[str]:
     """The committed strings on which tokenizers are compared."""
-    lines = (DATA / "tokenizer_corpus.txt").read_text("utf-8").splitlines()
-    return [json.loads(line) for line in lines]
+    return corpus_lines()
 
 
 @pytest.fixture(scope="session")
@@ -56,28 +62,26 @@ def builtin_tokenizer(builtin_source: TokenizerSource) -> Tokenizer:
     return Tokenizer.from_source(builtin_source)
 
 
-@pytest.fixture(scope="session")
-def tiny_tokenizer_file(tmp_path_factory: pytest.TempPathFactory, corpus: list[str]) -> Path:
+@lru_cache(maxsize=1)
+def tiny_tokenizer_json() -> str:
     """A real tokenizer.json: byte-level BPE of Qwen2's kind, trained on the corpus, with ChatML's special tokens."""
     backend = Backend(models.BPE())
     backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    split = pre_tokenizers.Split(Regex(_QWEN2_SPLIT), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
     backend.decoder = decoders.ByteLevel()
+    special = [AddedToken(token, special=True, normalized=False) for token in SPECIAL]
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
-        special_tokens=[AddedToken(token, special=True, normalized=False) for token in SPECIAL],
-        initial_alphabet=alphabet,
-        show_progress=False,
-    )
-    backend.train_from_iterator(corpus, trainer)
+    options = {"special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    backend.train_from_iterator(corpus_lines(), trainers.BpeTrainer(vocab_size=VOCAB, **options))
+    return str(backend.to_str(pretty=True))
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    backend.save(str(file))
+    file.write_text(tiny_tokenizer_json(), "utf-8")
     return file
 
 
@@ -174,7 +178,6 @@ def _add_metadata(writer: Any, config: dict[str, Any], source: Path) -> None:
 
 
 TinyCheckpoint = Callable[..., Path]
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 GEMMA: dict[str, object] = {
     "head_dim": 24,
     "num_hidden_layers": 4,
@@ -184,63 +187,73 @@ GEMMA: dict[str, object] = {
 }
 
 
-@pytest.fixture(scope="session")
-def tiny_hf_checkpoints(
-    tmp_path_factory: pytest.TempPathFactory, tiny_tokenizer_file: Path
-) -> dict[str, TinyCheckpoint]:
-    """Family -> factory(**config changes) -> a Hugging Face directory: seeded random fp32 weights and the tokenizer.
+COMMON: dict[str, object] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.15,
+}
+FAMILIES: dict[str, dict[str, object]] = {
+    "llama": {"tie_word_embeddings": False},
+    "mistral": {"tie_word_embeddings": False, "sliding_window": 8, "head_dim": 24},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"tie_word_embeddings": False, "head_dim": 24},
+    "gemma2": GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 20.0},
+    "gemma3": GEMMA | {"sliding_window_pattern": 3},
+    "phi3": {"pad_token_id": 0, "original_max_position_embeddings": 512},
+}
+TOKENIZER_CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "chat_template": CHATML,
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "clean_up_tokenization_spaces": False,
+    "model_max_length": 512,
+}
 
-    llama has grouped heads and an untied head; mistral a sliding window of 8 tokens and a head_dim of its own; qwen2
-    qkv biases and a tied head; qwen3 norms of heads; gemma2 and gemma3 windows on some of 4 layers, gemma3 two thetas;
-    phi3 fused modules. `shard_bytes` splits the weights, `dtype` casts them. The same arguments give the same
-    directory: treat it as read-only, copy what you damage.
+
+@pytest.fixture(scope="session")
+def tiny_hf_checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TinyCheckpoint]:
+    """Family -> factory(arguments of `write_tiny`) -> a Hugging Face directory.
+
+    The same arguments give the same directory: treat it as read-only, copy what you damage.
     """
     built: dict[str, Path] = {}
 
-    def factory(family: str) -> TinyCheckpoint:
-        def build(*, seed: int = 0, dtype: str = "float32", shard_bytes: int | None = None, **changes: object) -> Path:
-            key = json.dumps([family, seed, dtype, shard_bytes, changes], sort_keys=True)
-            if key not in built:
-                path = tmp_path_factory.mktemp(f"tiny-{family}-")
-                _save_tiny(path, family, seed, dtype, shard_bytes, changes)
-                (path / "tokenizer.json").write_bytes(tiny_tokenizer_file.read_bytes())
-                _save_tokenizer_config(path)
-                built[key] = path
-            return built[key]
+    def build(family: str, **changes: Any) -> Path:
+        key = json.dumps([family, changes], sort_keys=True)
+        if key not in built:
+            built[key] = write_tiny(tmp_path_factory.mktemp(f"tiny-{family}-"), family, **changes)
+        return built[key]
 
-        return build
-
-    return {family: factory(family) for family in FAMILIES}
+    return {family: partial(build, family) for family in FAMILIES}
 
 
-def _save_tiny(
-    path: Path, family: str, seed: int, dtype: str, shard_bytes: int | None, changes: dict[str, object]
-) -> None:
+def write_tiny(
+    path: Path,
+    family: str,
+    *,
+    seed: int = 0,
+    dtype: str = "float32",
+    shard_bytes: int | None = None,
+    **changes: object,
+) -> Path:
+    """Write a Hugging Face directory: seeded random weights and the tokenizer; `changes` are of its config.
+
+    llama has grouped heads and an untied head; mistral a sliding window of 8 tokens and a head_dim of its own; qwen2
+    qkv biases and a tied head; qwen3 norms of heads; gemma2 and gemma3 windows on some of 4 layers, gemma3 two thetas;
+    phi3 fused modules. `shard_bytes` splits the weights, `dtype` casts them.
+    """
     import transformers
 
-    common: dict[str, object] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 512,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "initializer_range": 0.15,
-    }
-    own: dict[str, dict[str, object]] = {
-        "llama": {"tie_word_embeddings": False},
-        "mistral": {"tie_word_embeddings": False, "sliding_window": 8, "head_dim": 24},
-        "qwen2": {"tie_word_embeddings": True},
-        "qwen3": {"tie_word_embeddings": False, "head_dim": 24},
-        "gemma2": GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 20.0},
-        "gemma3": GEMMA | {"sliding_window_pattern": 3},
-        "phi3": {"pad_token_id": 0, "original_max_position_embeddings": 512},
-    }
     stem = "Gemma3Text" if family == "gemma3" else family.capitalize()
-    config = getattr(transformers, f"{stem}Config")(**{**common, **own[family], **changes})
+    config = getattr(transformers, f"{stem}Config")(**{**COMMON, **FAMILIES[family], **changes})
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family.capitalize()}ForCausalLM")(config)
     with torch.no_grad():
@@ -251,18 +264,9 @@ def _save_tiny(
                 parameter.uniform_(0.5, 1.5).sub_(1.0 if family.startswith("gemma") else 0.0)
     size = {} if shard_bytes is None else {"max_shard_size": shard_bytes}
     model.to(getattr(torch, dtype)).save_pretrained(path, **size)
-
-
-def _save_tokenizer_config(path: Path) -> None:
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": CHATML,
-        "bos_token": "<|im_start|>",
-        "eos_token": "<|im_end|>",
-        "clean_up_tokenization_spaces": False,
-        "model_max_length": 512,
-    }
-    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "tokenizer.json").write_text(tiny_tokenizer_json(), "utf-8")
+    (path / "tokenizer_config.json").write_text(json.dumps(TOKENIZER_CONFIG))
+    return path
 
 
 @pytest.fixture(scope="session")

@@ -5,16 +5,14 @@ would write them.
 """
 
 import re
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import fake_serve
-from served import ROOT, Served, url_of
+from served import ROOT, Served, serve
 
 from api.auth.key_store import KeyStore
 from api.auth.principal import Scope
@@ -30,21 +28,9 @@ ODD_TARGETS = (
 HOSTS = ("x/health?", "x/health#", "127.0.0.1/health", "/health", "evil.example", "health", "x\\health", "")
 
 
-@contextmanager
-def running(folder: Path, *flags: str) -> Iterator[Served]:
-    """The real command on sockets of its own; only the engine is a fake one, which asks for no keys either."""
-    log = folder / "log"
-    with log.open("wb") as lines:
-        how = {"stdout": lines, "stderr": subprocess.STDOUT, "cwd": ROOT, "text": False}
-        process = fake_serve.serve("--store", folder / "store", *flags, **how)
-    try:
-        served = Served(process, url_of(process, log), log)
-        yield served
-        served.http.close()
-    finally:
-        process.send_signal(signal.SIGTERM)
-        code = process.wait(30)
-    assert code == 0, served.log
+def running(folder: Path, *flags: str) -> AbstractContextManager[Served]:
+    """Run the command with a fake engine, which asks for no keys either, on sockets of its own."""
+    return serve(*flags, store=folder / "store", program=fake_serve.command())
 
 
 def status(served: Served, method: str, target: str, host: str = "127.0.0.1", *headers: str) -> int:
