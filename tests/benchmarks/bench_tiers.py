@@ -16,15 +16,15 @@ import argparse
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import random
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,7 @@ from harness import (
     table,
     unique_prompt,
 )
+from flood import Outcome, call
 from process_watch import held_by
 
 from api.cli.bench.workload import Law
@@ -93,42 +94,21 @@ def pool_bytes(kv_tokens: int, requests: int, adapters: int) -> int:
 # Requests and their answers.
 
 
-@dataclass
-class Answer:
-    """An answer and what its usage told; times in ms, `arrivals_s` of every event with a choice."""
-
-    model: str
-    sent_s: float
-    arrivals_s: list[float] = field(default_factory=list)
-    tokens: int = 0
-    tier: str | None = None
-    load_ms: float = 0.0
-    queue_ms: float = 0.0
-    error: str | None = None
-
-    @property
-    def ttft_ms(self) -> float:
-        return 1e3 * (self.arrivals_s[0] - self.sent_s)
-
-    def gaps_ms(self, begin_s: float, end_s: float) -> list[float]:
-        """Return the times between events that both came in that time."""
-        times = [t for t in self.arrivals_s if begin_s <= t <= end_s]
-        return [1e3 * (b - a) for a, b in itertools.pairwise(times)]
+def completion(model: str, prompt: str, max_tokens: int, *, every_token: bool = False) -> dict[str, Any]:
+    """Return a greedy request of exactly `max_tokens` tokens. `every_token`: an event for each of them."""
+    options = {"include_usage": True, "continuous_usage_stats": every_token}
+    fixed = {"temperature": 0, "ignore_eos": True, "stream_options": options}
+    return {"model": model, "prompt": prompt, "max_tokens": max_tokens, **fixed}
 
 
-@dataclass(frozen=True)
-class Ask:
-    """A streamed completion, greedy, of exactly `max_tokens` tokens. `every_token`: an event for each of them."""
+def ttft_ms(answer: Outcome) -> float:
+    """Return the time to the first token."""
+    return 1e3 * answer.ttft
 
-    model: str
-    prompt: str
-    max_tokens: int
-    every_token: bool = False
 
-    def body(self) -> dict[str, Any]:
-        options = {"include_usage": True, "continuous_usage_stats": self.every_token}
-        fixed = {"temperature": 0, "ignore_eos": True, "stream": True, "stream_options": options}
-        return {"model": self.model, "prompt": self.prompt, "max_tokens": self.max_tokens, **fixed}
+def told(answer: Outcome, what: str) -> Any:
+    """Return a field of `usage.lorasrv`: `adapter_tier`, `load_ms` or `queue_ms`."""
+    return answer.usage["lorasrv"][what]
 
 
 class Caller:
@@ -137,20 +117,10 @@ class Caller:
     def __init__(self, http: httpx2.AsyncClient, url: str) -> None:
         self._http, self._metrics = http, Client(url).metrics
 
-    async def ask(self, ask: Ask) -> Answer:
-        answer = Answer(ask.model, time.perf_counter())
-        try:
-            async with self._http.stream("POST", "/v1/completions", json=ask.body()) as response:
-                if response.status_code != 200:
-                    answer.error = f"{response.status_code} {(await response.aread())[:300]!r}"
-                    return answer
-                async for line in response.aiter_lines():
-                    if line.startswith("data:") and not line.endswith("[DONE]"):
-                        _take(answer, json.loads(line[5:]))
-        except httpx2.HTTPError as error:
-            answer.error = repr(error)
-        if answer.error is None and answer.tokens != ask.max_tokens:
-            answer.error = f"{answer.tokens} tokens instead of {ask.max_tokens}"
+    async def ask(self, body: dict[str, Any]) -> Outcome:
+        answer = await call(self._http, body)
+        if answer.error is None and (tokens := answer.usage["completion_tokens"]) != body["max_tokens"]:
+            answer.error = f"{tokens} tokens instead of {body['max_tokens']}"
         return answer
 
     async def warm(self, name: str, deadline_ms: int) -> str | None:
@@ -160,16 +130,6 @@ class Caller:
 
     async def metrics(self) -> dict[str, float]:
         return await asyncio.to_thread(self._metrics)
-
-
-def _take(answer: Answer, event: dict[str, Any]) -> None:
-    if event.get("choices"):
-        answer.arrivals_s.append(time.perf_counter())
-    if event.get("error"):
-        answer.error = str(event["error"])[:300]
-    if usage := event.get("usage"):
-        answer.tokens, told = usage["completion_tokens"], usage["lorasrv"]
-        answer.tier, answer.load_ms, answer.queue_ms = told["adapter_tier"], told["load_ms"], told["queue_ms"]
 
 
 @asynccontextmanager
@@ -221,16 +181,18 @@ class Traffic:
     """Figures of one closed loop; `counted`: what the server's counters rose by."""
 
     tok_per_s: float
-    answers: list[Answer]
+    num_adapters: int
+    answers: list[Outcome]
     counted: list[float]
 
     def cells(self) -> list[object]:
         good = [a for a in self.answers if a.error is None]
-        shares = (sum(a.tier == tier for a in good) / max(1, len(good)) for tier in TIERS)
+        tiers = Counter(told(a, "adapter_tier") for a in good)
+        shares = (tiers[tier] / max(1, len(good)) for tier in TIERS)
         return [
-            len({a.model for a in self.answers}),
+            self.num_adapters,
             f"{self.tok_per_s:.1f}",
-            *(f"{ms:.0f}" for ms in quantiles([a.ttft_ms for a in good], 0.5, 0.99)),
+            *(f"{ms:.0f}" for ms in quantiles(map(ttft_ms, good), 0.5, 0.99)),
             " / ".join(f"{100 * share:.0f}" for share in shares),
             *(f"{count:.0f}" for count in self.counted),
             len(self.answers) - len(good),
@@ -244,20 +206,21 @@ TRAFFIC_TITLES += ("host loads", "evictions", "preemptions", "failed")
 async def _traffic(a: argparse.Namespace, url: str, count: int, requests: int, seed: int) -> Traffic:
     rng = random.Random(seed)
     picked = Law("zipf", a.zipf).pick(count, requests, rng)
-    asks = [Ask(f"a{number:04d}", unique_prompt(rng, PROMPT_WORDS), a.max_tokens) for number in picked]
+    asks = [completion(f"a{number:04d}", unique_prompt(rng, PROMPT_WORDS), a.max_tokens) for number in picked]
     async with connect(url) as caller:
         before, begun = await caller.metrics(), time.perf_counter()
         answers = await closed_loop(caller.ask, asks, a.concurrency)
         seconds, after = time.perf_counter() - begun, await caller.metrics()
     complain(answers)
-    tokens = sum(answer.tokens for answer in answers if answer.error is None)
-    return Traffic(tokens / seconds, answers, [after.get(name, 0.0) - before.get(name, 0.0) for name in COUNTED])
+    tokens = sum(answer.usage["completion_tokens"] for answer in answers if answer.error is None)
+    counted = [after.get(name, 0.0) - before.get(name, 0.0) for name in COUNTED]
+    return Traffic(tokens / seconds, len({*picked}), answers, counted)
 
 
 async def _warm_up(a: argparse.Namespace, url: str, count: int) -> None:
     """Ask for the most popular names once each, then send some of the traffic."""
     async with connect(url) as caller:
-        complain(await closed_loop(caller.ask, [Ask(name, "warm up", 1) for name in names(FEW)], a.concurrency))
+        complain(await closed_loop(caller.ask, [completion(name, "warm up", 1) for name in names(FEW)], a.concurrency))
     await _traffic(a, url, count, a.warm_requests, seed=-1)
 
 
@@ -294,7 +257,7 @@ async def streaming(caller: Caller, models: Sequence[str]) -> AsyncIterator[None
     async def stream(model: str) -> None:
         rng = random.Random(model)
         while True:
-            answer = await caller.ask(Ask(model, unique_prompt(rng, PROMPT_WORDS), MAX_STREAM_TOKENS))
+            answer = await caller.ask(completion(model, unique_prompt(rng, PROMPT_WORDS), MAX_STREAM_TOKENS))
             if answer.error is not None:
                 complain([answer])
                 return
@@ -352,10 +315,11 @@ def ttft(a: argparse.Namespace) -> None:
     with server_of(FOLDER, a.serve_flags, pool_bytes=room) as server:
         asked, load_ms = asyncio.run(_ask_by_tier(a, server.url, files, streams, on_host, iter(fresh)))
     complain([answer for _, answer in asked])
-    groups: dict[str, list[Answer]] = {}
+    groups: dict[str, list[Outcome]] = {}
     for kind, answer in asked:
         if answer.error is None:
-            label = f"disk, file {kind}" if answer.tier == "disk" else str(answer.tier)
+            tier = told(answer, "adapter_tier")
+            label = f"disk, file {kind}" if tier == "disk" else str(tier)
             groups.setdefault(label, []).append(answer)
     print(f"\n{a.streams} streams beside; pool of {room // PAGE_BYTES} pages", flush=True)
     _print_ttft(groups)
@@ -364,19 +328,19 @@ def ttft(a: argparse.Namespace) -> None:
 
 async def _ask_by_tier(
     a: argparse.Namespace, url: str, files: Files, streams: list[str], on_host: list[str], fresh: Iterator[str]
-) -> tuple[list[tuple[str, Answer]], float]:
+) -> tuple[list[tuple[str, Outcome]], float]:
     """Return (kind, answer) of each request, and the mean ms of a load from disk without its wait for the engine."""
     rng, asked = random.Random(0), []
     prepare: dict[str, Callable[[str], None]] = {"in memory": files.warm, "cold": files.cool}
     async with connect(url) as caller:
 
         async def ask(kind: str, name: str) -> str | None:
-            answer = await caller.ask(Ask(name, unique_prompt(rng, PROMPT_WORDS), max_tokens=1))
+            answer = await caller.ask(completion(name, unique_prompt(rng, PROMPT_WORDS), 1))
             asked.append((kind, answer))
-            return answer.tier
+            return None if answer.error else told(answer, "adapter_tier")
 
         print(f"asking for {len(on_host)} adapters, so that they are on host", flush=True)
-        complain(await closed_loop(caller.ask, [Ask(name, unique_prompt(rng, 4), 1) for name in on_host], 4))
+        complain(await closed_loop(caller.ask, [completion(name, unique_prompt(rng, 4), 1) for name in on_host], 4))
         turns = itertools.cycle(rng.sample(on_host, len(on_host)))
         before = await caller.metrics()
         async with streaming(caller, streams):
@@ -396,13 +360,14 @@ async def _ask_by_tier(
     return asked, 1e3 * seconds / max(1.0, loads)
 
 
-def _print_ttft(groups: dict[str, list[Answer]]) -> None:
+def _print_ttft(groups: dict[str, list[Outcome]]) -> None:
     titles = ("found", "requests", "TTFT p50 ms", "p90", "p99", "max", "load p50", "p99", "queue p50", "p99")
     table((*titles, "p50 above resident", "p99 above resident"))
-    resident = quantiles([x.ttft_ms for x in groups.get("resident", [])], 0.5, 0.99)
+    resident = quantiles(map(ttft_ms, groups.get("resident", [])), 0.5, 0.99)
     for label, answers in sorted(groups.items(), reverse=True):
-        ttfts, loads, queues = ([getattr(x, n) for x in answers] for n in ("ttft_ms", "load_ms", "queue_ms"))
-        times = quantiles(ttfts, 0.5, 0.9, 0.99, 1.0) + quantiles(loads, 0.5, 0.99) + quantiles(queues, 0.5, 0.99)
+        times = quantiles(map(ttft_ms, answers), 0.5, 0.9, 0.99, 1.0)
+        for what in ("load_ms", "queue_ms"):
+            times += quantiles((told(answer, what) for answer in answers), 0.5, 0.99)
         above = [times[0] - resident[0], times[2] - resident[1]]
         row(label, len(answers), *(f"{t:.1f}" for t in times), *(f"{t:+.1f}" for t in above))
 
@@ -450,7 +415,7 @@ async def _phases(a: argparse.Namespace, url: str) -> list[_Phase]:
     every, phases, rng = names(a.adapters), [], random.Random(0)
     streams, cold = every[: a.streams], itertools.cycle(every[a.streams :])
     async with connect(url) as caller:
-        warm_up = [Ask(name, unique_prompt(rng, 4), 1) for name in streams]
+        warm_up = [completion(name, unique_prompt(rng, 4), 1) for name in streams]
         complain(await closed_loop(caller.ask, warm_up, len(streams)))
         for turn in range(a.rounds):
             for rate in a.rates:
@@ -464,17 +429,19 @@ async def _phase(
 ) -> _Phase:
     """Measure gaps for as long as every stream runs."""
     rng, errors = random.Random(0), []
-    asks = [Ask(name, unique_prompt(rng, PROMPT_WORDS), a.stream_tokens, every_token=True) for name in streams]
+    prompts = {name: unique_prompt(rng, PROMPT_WORDS) for name in streams}
+    asks = [completion(name, prompt, a.stream_tokens, every_token=True) for name, prompt in prompts.items()]
     running = [asyncio.create_task(caller.ask(ask)) for ask in asks]
     await _until_running(caller, len(asks))
-    before, begin = await caller.metrics(), time.perf_counter()
+    before, begin = await caller.metrics(), time.monotonic()
     loading = asyncio.create_task(_load_at(a, caller, cold, rate, errors))
     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-    end, after = time.perf_counter(), await caller.metrics()
+    end, after = time.monotonic(), await caller.metrics()
     loading.cancel()
     answers = await asyncio.gather(*running)
     complain(answers)
-    gaps = [gap for answer in answers for gap in answer.gaps_ms(begin, end)]
+    times = ([t for t in answer.arrivals if begin <= t <= end] for answer in answers)
+    gaps = [1e3 * (later - earlier) for one in times for earlier, later in itertools.pairwise(one)]
     await asyncio.gather(loading, return_exceptions=True)
     return _Phase(
         rate, gaps, len(gaps) / (end - begin), (after[DISK_LOADS] - before[DISK_LOADS]) / (end - begin), errors
@@ -516,7 +483,7 @@ def main() -> None:
     a = arguments(
         __doc__,
         MEASURES,
-        quick={**QUICK, "stream_tokens": 48, "rates": (0.0, 5.0)},
+        quick={**QUICK, "stream_tokens": 150, "rates": (0.0, 5.0)},
         adapters=(5000, "how many the store has, or is to have"),
         rounds=(int, "times that each configuration has its turn; startup: 3, others: 2"),
         serve_flags=("", "more flags for lorasrv serve"),

@@ -17,13 +17,14 @@ Body = Callable[[int], dict[str, Any]]
 
 @dataclass
 class Outcome:
-    """Times in seconds on the monotonic clock; `arrivals` of every event with text."""
+    """Times in seconds on the monotonic clock; `arrivals` of every event with a choice."""
 
     sent: float
     status: int = 0
     retry_after: str | None = None
     arrivals: list[float] = field(default_factory=list)
     text: str = ""
+    usage: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
     """What went wrong with it, whatever its status: the code, or the exception."""
 
@@ -71,10 +72,10 @@ async def _read(outcome: Outcome, response: httpx2.Response) -> None:
             if "error" in event:
                 outcome.error = event["error"].get("code")
                 return
-            text = "".join(choice["text"] for choice in event["choices"])
-            if text:
+            if event["choices"]:
                 outcome.arrivals.append(time.monotonic())
-                outcome.text += text
+            outcome.text += "".join(choice["text"] for choice in event["choices"])
+            outcome.usage = event.get("usage") or outcome.usage
     if not ended:
         outcome.error = "the stream broke off"
 
