@@ -15,4 +15,4 @@ from tiny_checkpoints import (  # noqa: F401
     tiny_tokenizer_file,
     write_gguf,
 )
-from tiny_engine import alone, serve  # noqa: F401
+from tiny_engine import alone, engine, keys, observers  # noqa: F401

@@ -2,7 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from adapter_store.store import AdapterStore
 from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.llm import LLM
-from lorasrv.outputs import RequestOutput
+from lorasrv.metrics.request_observer import RequestObserver
+from lorasrv.outputs import EngineOutput, RequestOutput
+from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 
 LONG = [10 + (7 * i) % 300 for i in range(60)]
@@ -25,47 +28,66 @@ BLOCK = 3 * 2 * 2 * 16 * 16 * 4
 PATIENCE_S = 60.0
 
 
-def engine_config(
-    model: Path,
-    pages: int = 400,
-    *,
-    kernels: str = "auto",
-    scheduler: SchedulerOptions | None = None,
-    options: Mapping[str, Any] | None = None,
-    **memory: Any,
-) -> EngineConfig:
-    """The tiny model as it is stored, with a pool of so many pages; `memory` and `options` are fields of the others."""
-    return EngineConfig(
-        model=ModelOptions(model=str(model), quantization="none", dtype="float32", kernels=kernels),
-        memory=MemoryOptions(**{"pool_bytes": pages * BLOCK, **memory}),
-        scheduler=scheduler or SchedulerOptions(),
-        **(options or {}),
-    )
+def engine_config(model: Path, pages: int = 400, **options: Any) -> EngineConfig:
+    """Return the options of the tiny model as it is stored, with a pool of so many pages, and others by name."""
+    known = {"model": str(model), "quantization": "none", "dtype": "float32", "pool_bytes": pages * BLOCK} | options
+
+    def take(kind: Any) -> Any:
+        return kind(**{field.name: known.pop(field.name) for field in fields(kind) if field.name in known})
+
+    parts = {"model": take(ModelOptions), "memory": take(MemoryOptions), "scheduler": take(SchedulerOptions)}
+    return EngineConfig(**parts | known)
 
 
 @contextlib.contextmanager
-def offline_engine(model: Path, adapters: Mapping[str, Path] | None = None, *args: Any, **fields: Any) -> Iterator[LLM]:
-    """An `LLM` of `engine_config(model, *args, **fields)` with these PEFT folders by name."""
-    with LLM(str(model), engine_config(model, *args, **fields)) as llm:
+def offline_engine(
+    model: Path, adapters: Mapping[str, Path] | None = None, *args: Any, **options: Any
+) -> Iterator[LLM]:
+    """An `LLM` of `engine_config(model, *args, **options)` with these PEFT folders by name."""
+    with LLM(str(model), engine_config(model, *args, **options)) as llm:
         for name, folder in (adapters or {}).items():
             llm.add_adapter(name, folder)
         yield llm
 
 
-def engine(model: Path, store: AdapterStore, *args: Any, **fields: Any) -> AsyncEngine:
-    """An engine of `engine_config(model, *args, **fields)` that is not started yet."""
-    return AsyncEngine.build(engine_config(model, *args, **fields), store)
+def drive(
+    llm: LLM, messages: Sequence[EngineCoreRequest], before_step: Callable[[int], object] = lambda _: None
+) -> list[list[EngineOutput]]:
+    """Answer requests step by step; the accounts add up after each step, and only the last output of a request ends it.
+
+    Args:
+        before_step: is given the step's number, from 1.
+    """
+    outputs: dict[str, list[EngineOutput]] = {message.request_id: [] for message in messages}
+    for message in messages:
+        llm.engine.add_request(message)
+
+    def step() -> None:
+        for output in llm.engine.step():
+            outputs[output.request_id].append(output)
+        llm.engine.check_integrity()
+
+    number = 0
+    while llm.engine.has_requests:
+        number += 1
+        assert number < 3000, "the engine does not get on"
+        before_step(number)
+        step()
+    step()
+    assert llm.engine._memory.kv.num_pages == 0
+    assert {sum(o.finish_reason is not None for o in told) for told in outputs.values()} == {1}
+    return list(outputs.values())
 
 
 @contextlib.asynccontextmanager
 async def client(
-    model: Path, store: AdapterStore, **fields: Any
+    model: Path, store: AdapterStore, **options: Any
 ) -> AsyncIterator[tuple[AsyncEngine, httpx2.AsyncClient]]:
     """A real engine, and a client of the application around it."""
     from api.app import create_app
     from api.config.settings import ServerSettings
 
-    served = engine(model, store, **fields)
+    served = AsyncEngine.build(engine_config(model, **options), store)
     app = create_app(served, store, ServerSettings())
     transport = httpx2.ASGITransport(app)
     async with (
@@ -75,24 +97,52 @@ async def client(
         yield served, http
 
 
+@contextlib.asynccontextmanager
+async def running(served: AsyncEngine, *, dies: bool = False) -> AsyncIterator[AsyncEngine]:
+    """Start an engine and shut it down; at the end every request has ended and the accounts of the pool add up.
+
+    Args:
+        dies: what happens to it ends it.
+    """
+    await served.start()
+    try:
+        yield served
+        assert served.is_alive is not dies
+        if served.is_alive:
+            await idle(served)
+    finally:
+        await served.shutdown()
+    served._engine.check_integrity()
+
+
 @pytest.fixture
-def serve(model: Path, store: AdapterStore) -> Callable[..., None]:
-    """serve(scenario, fields of `engine_config`) awaits scenario(engine) with a live engine, then checks its books."""
+def observers() -> list[RequestObserver]:
+    """Return the further observers of `engine`."""
+    return []
 
-    def run(scenario: Callable[[AsyncEngine], Awaitable[None]], *args: Any, **fields: Any) -> None:
-        async def main() -> None:
-            served = engine(model, store, *args, **fields)
-            await served.start()
-            try:
-                await scenario(served)
-                assert served.is_alive
-            finally:
-                await served.shutdown()
-            served._engine.check_integrity()
 
-        asyncio.run(asyncio.wait_for(main(), 5 * PATIENCE_S))
+def marked_options(request: pytest.FixtureRequest, **defaults: Any) -> dict[str, Any]:
+    """Return the options of a test's `engine` marker, by name; words are options that are parameters of the test."""
+    marker = request.node.get_closest_marker("engine") or pytest.mark.engine().mark
+    return defaults | {name: request.node.callspec.params[name] for name in marker.args} | marker.kwargs
 
-    return run
+
+@pytest.fixture
+async def engine(
+    request: pytest.FixtureRequest, model: Path, store: AdapterStore, observers: list[RequestObserver]
+) -> AsyncIterator[AsyncEngine]:
+    """Run an engine of the tiny model, with the options of `engine_config` in the test's marker, and `dies`."""
+    options = marked_options(request, dies=False)
+    dies = options.pop("dies")
+    built = AsyncEngine.build(engine_config(model, **options), store, observers=observers)
+    async with running(built, dies=dies):
+        yield built
+
+
+@pytest.fixture
+def keys(store: AdapterStore) -> dict[str | None, AdapterKey | None]:
+    """Return the keys of the stored adapters by name, as they are at first; None for the base."""
+    return {None: None} | {name: store.resolve(name).key for name in ("one", "two", "three")}
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +158,14 @@ async def ask(served: AsyncEngine, key: AdapterKey | None, prompt: list[int] = P
 
 
 async def collect(stream: Any) -> list[RequestOutput]:
-    """The outputs of a stream."""
-    return [output async for output in stream]
+    """Return the outputs of a stream, of which the last one is its end."""
+    outputs = [output async for output in stream]
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    return outputs
 
 
-def tokens(outputs: list[RequestOutput]) -> list[int]:
-    """The answer."""
+def tokens(outputs: Sequence[RequestOutput]) -> list[int]:
+    """Return the answer."""
     return [token for output in outputs for token in output.token_ids]
 
 
@@ -122,3 +174,13 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.002)
+
+
+async def idle(served: AsyncEngine) -> None:
+    """Wait until no request is left."""
+
+    def holds_none() -> bool:
+        shown = served.metrics.snapshot()
+        return not shown.requests_running + shown.requests_waiting + shown.requests_waiting_for_adapter + shown.pages_kv
+
+    await until(holds_none)

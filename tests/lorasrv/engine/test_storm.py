@@ -29,7 +29,7 @@ That a storm can tell at all is shown by taking guards away, one at a time, with
     one end for each request          Scheduler._emit tells of an abort twice
 
 What a storm cannot see, because the same adapter would say the same: choices of one request in each other's pages
-(`test_pool_on_model.py`, `test_pool_machine.py`).
+(`test_memory_manager.py`, `test_pool_machine.py`).
 """
 
 from collections.abc import Callable, Iterator

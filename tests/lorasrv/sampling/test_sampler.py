@@ -14,7 +14,6 @@ from mispredict import expect_short_answers
 from tiny_engine import offline_engine
 from transformers import TypicalLogitsWarper
 
-from lorasrv.config import SchedulerOptions
 from lorasrv.llm import LLM
 from lorasrv.outputs import Completion, FinishReason
 from lorasrv.sampling.logits_processors import SamplingMetadata, typical
@@ -166,11 +165,7 @@ PROMPT = list(range(10, 30))
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
 LOOP = replace(GREEDY, logit_bias=((50, 8.0), (51, 8.0)))
 MARK = Watermark(gamma=0.4, delta=6.0, key=77)
-SERVED: dict[str, Any] = {
-    "options": {"watermark": MARK},
-    "scheduler": SchedulerOptions(max_num_seqs=16),
-    "enable_prefix_caching": False,
-}
+SERVED: dict[str, Any] = {"watermark": MARK, "max_num_seqs": 16, "enable_prefix_caching": False}
 ASKED = [
     GREEDY,
     LOOP,

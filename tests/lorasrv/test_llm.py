@@ -1,0 +1,47 @@
+"""Offline use: as the server refuses and answers, and nothing is left behind."""
+
+from pathlib import Path
+
+import pytest
+from tiny_engine import GREEDY, PROMPT, offline_engine
+
+from lorasrv.config import Limits
+from lorasrv.errors import ContextLengthExceeded, InvalidRequest, PoisonRequest, RequestTimeout
+from lorasrv.outputs import RequestId
+
+
+def _interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_refusals_and_interrupts_leave_nothing_behind(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with offline_engine(model) as llm:
+        with pytest.raises(InvalidRequest, match=r"\[0, 384\)"):
+            llm.generate([[384]], GREEDY)
+        with pytest.raises(InvalidRequest, match="empty"):
+            llm.generate([PROMPT, []], GREEDY)
+        for _ in range(2):
+            llm.engine.poison.record([llm.input_processor.process(RequestId("bad"), PROMPT[1:], GREEDY)])
+        with pytest.raises(PoisonRequest, match="2 times"):
+            llm.generate([PROMPT, PROMPT[1:]], GREEDY)
+        with monkeypatch.context() as patch:
+            patch.setattr(llm.tokenizer, "encode", _interrupted)
+            with pytest.raises(ContextLengthExceeded, match="tokens, but the text has at least"):
+                llm.generate(["a" * 100_000], GREEDY)
+            patch.setattr(llm, "_step", _interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([PROMPT] * 3, GREEDY)
+        assert not llm.engine.has_requests
+        assert len(llm.generate([PROMPT], GREEDY)[0].token_ids) == 20
+        llm.engine.check_integrity()
+
+
+def test_a_rate_is_waited_for_and_a_deadline_is_an_error(model: Path, adapter_dirs: dict[str, Path], alone) -> None:
+    with offline_engine(model, adapter_dirs, max_num_seqs=1, adapter_limits=Limits(tokens_per_s=60.0)) as llm:
+        answers = llm.generate([PROMPT] * 4, GREEDY, ["one"] * 4)
+        assert [list(answer.token_ids) for answer in answers] == [alone(PROMPT, GREEDY, "one")] * 4
+    with (
+        offline_engine(model, max_num_seqs=1, queue_timeout_s=1e-6) as llm,
+        pytest.raises(RequestTimeout, match="queue timeout"),
+    ):
+        llm.generate([PROMPT, PROMPT], GREEDY)
