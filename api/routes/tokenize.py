@@ -49,7 +49,6 @@ async def tokenizer_info(services: ServicesDep) -> dict[str, Any]:
 
 
 def _tokenize(body: TokenizeBody, services: Services, view: ScopedStore) -> dict[str, Any]:
-    body.refuse_unbuilt()
     _check_model(body.model, services, view)
     tokenizer = services.engine.tokenizer
     ids = _ids(body, services)

@@ -4,14 +4,14 @@ Bodies below /v1/adapters refuse unknown fields, which can only be typing errors
 send others.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from adapter_store.errors import InvalidAlias, show
 from adapter_store.registry.records import Change
 from adapter_store.registry.references import AliasTarget, target_from_json
-from api.schemas.base import ClosedBody, Items
+from api.schemas.base import Body, ClosedBody, Items, KnownBody
 from lorasrv.config import Limits
 from lorasrv.errors import InvalidLimits, InvalidRequest
 from lorasrv.offline.verify.job import MAX_PROMPTS
@@ -138,19 +138,17 @@ class VerifyBody(ClosedBody):
     stream: bool = False
 
 
-class LoadBody(BaseModel):
+class LoadBody(KnownBody):
     """Register a folder; with `load_inplace`, an id that exists gets a new version."""
 
-    model_config = ConfigDict(strict=True)
+    UNSUPPORTED: ClassVar = {"pinned": (None, False), "is_3d_lora_weight": (None, False)}
 
     lora_name: str
     lora_path: str
     load_inplace: bool = False
 
 
-class UnloadBody(BaseModel):
+class UnloadBody(Body):
     """Delete an id with all its versions."""
-
-    model_config = ConfigDict(strict=True)
 
     lora_name: str

@@ -6,7 +6,8 @@ wrong item (`Items`), and objects with more entries than any valid one are not v
 that no list or object in the schemas lacks this.
 """
 
-from typing import Annotated, Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -31,6 +32,30 @@ class Body(BaseModel):
     """Base of bodies: strictly typed, without NaN and infinity."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class KnownBody(Body):
+    """Base of objects of which other servers know more fields: those are refused, unless the value has no effect.
+
+    Fields unknown to all are ignored, as clients of other servers send many.
+    """
+
+    UNSUPPORTED: ClassVar[Mapping[str, Sequence[Any]]] = {}
+    """Field -> values without effect. Fields that a subclass declares are supported."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported(cls, value: Any) -> Any:
+        if isinstance(value, dict):
+            for name in sorted((cls.UNSUPPORTED.keys() & value.keys()) - cls.model_fields.keys()):
+                if not any(_same(value[name], inert) for inert in cls.UNSUPPORTED[name]):
+                    raise PydanticCustomError("unsupported", "not supported here; leave it out", {"field": name})
+        return value
+
+
+def _same(value: Any, inert: Any) -> bool:
+    """Compare JSON values: unlike in Python, true is not 1."""
+    return isinstance(value, bool) == isinstance(inert, bool) and bool(value == inert)
 
 
 class ClosedBody(BaseModel):

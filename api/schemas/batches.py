@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import Field, StringConstraints
 
-from api.schemas.base import at_most
+from api.schemas.base import Body, at_most
 from lorasrv.errors import InvalidRequest
 
 WINDOW_UNITS_S = {"m": 60, "h": 3600, "d": 86400}
@@ -17,19 +17,15 @@ Key = Annotated[str, StringConstraints(max_length=64)]
 Text = Annotated[str, StringConstraints(max_length=512)]
 
 
-class Age(BaseModel):
+class Age(Body):
     """Set a file's lifetime in seconds after its creation."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     anchor: Literal["created_at"]
     seconds: Annotated[int, Field(ge=MIN_AGE_S, le=MAX_AGE_S)]
 
 
-class BatchBody(BaseModel):
+class BatchBody(Body):
     """Create a batch from a file."""
-
-    model_config = ConfigDict(strict=True, extra="ignore")
 
     input_file_id: Annotated[str, StringConstraints(max_length=64)]
     endpoint: Literal["/v1/chat/completions", "/v1/completions"]

@@ -1,19 +1,18 @@
 """Define the bodies of /v1/chat/completions and /v1/completions: the supported fields of OpenAI and vLLM.
 
-Types are strict ("8" is not a number); `SamplingParams` checks ranges. Pydantic collects other fields (`model_extra`)
-for `unsupported.refuse_unbuilt`.
+Types are strict ("8" is not a number); `SamplingParams` checks ranges.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
-from api.schemas.base import Body, Items, at_most
+from api.schemas.base import Items, KnownBody, at_most
 from api.schemas.structured_output import StructuredFields
 from api.schemas.tools import Message, ToolFields
-from api.schemas.unsupported import refuse_unbuilt
+from api.schemas.unsupported import INERT_VALUES
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import MAX_CHOICES, OnCold
 from lorasrv.sampling_params import MAX_BIASED_TOKENS, MAX_LOGPROBS, BeamOptions, SamplingParams
@@ -37,17 +36,19 @@ MAX_PROMPTS = 256
 MAX_COMPLETION_LOGPROBS = 5
 
 
-class StreamOptions(Body):
+class StreamOptions(KnownBody):
     """Configure usage in streams: in a last chunk without choices (`include_usage`), or in every chunk."""
+
+    UNSUPPORTED: ClassVar = {"include_obfuscation": (None, False)}
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class GenerationBody(StructuredFields):
+class GenerationBody(StructuredFields, KnownBody):
     """Define the fields that both routes share."""
 
-    model_config = ConfigDict(extra="allow")
+    UNSUPPORTED: ClassVar = INERT_VALUES
 
     model: str | None = None
     adapter_id: str | None = None
@@ -129,9 +130,8 @@ class GenerationBody(StructuredFields):
         """Build the sampling options. A `top_k` of -1 means off, as in vLLM.
 
         Raises:
-            InvalidRequest: a value is out of range, or a field is not supported.
+            InvalidRequest: a value is out of range, or does not go with another field.
         """
-        refuse_unbuilt(self.model_extra)
         self._check_choices()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream: true", param="stream_options")

@@ -1,26 +1,20 @@
-"""Define the structured output fields: OpenAI's `response_format`, vLLM's `guided_*` and its newer
+"""Define the structured output fields: `response_format` of OpenAI, LoRAX and TGI, vLLM's `guided_*` and its newer
 `structured_outputs`.
 
 A request may use one of them.
 """
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from api.schemas.base import Body, Items
-from api.schemas.unsupported import refuse_unless_inert
+from api.schemas.base import Body, Items, KnownBody
 from lorasrv.errors import InvalidRequest
 from lorasrv.text.structured_output import grammar as source
 from lorasrv.text.structured_output.grammar import Grammar
 
 JsonSchema = dict[str, Any] | str | bool
-_INERT_IN_STRUCTURED = {
-    "structural_tag": (None,),
-    "whitespace_pattern": (None,),
-    "disable_any_whitespace": (None, False),
-    "disable_additional_properties": (None, False),
-}
 
 
 class JsonSchemaFormat(Body):
@@ -33,16 +27,54 @@ class JsonSchemaFormat(Body):
 
 
 class ResponseFormat(Body):
-    """Select OpenAI's output format; `json_object` means any object."""
+    """Select the output format. A schema is in `json_schema` (OpenAI), `schema` (LoRAX) or `value` (TGI, which also
+    names it `json` and has regular expressions); without one, `json_object` means any object.
+    """
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "json", "regex"]
     json_schema: JsonSchemaFormat | None = None
+    schema_: JsonSchema | None = Field(None, alias="schema")
+    value: JsonSchema | None = None
+
+    def grammar(self, param: str) -> Grammar | None:
+        """Build the grammar; None for plain text.
+
+        Args:
+            param: field that holds the format.
+
+        Raises:
+            InvalidRequest: it is malformed or too large, missing, or given twice.
+        """
+        openai = None if self.json_schema is None else self.json_schema.schema_
+        given = [one for one in (openai, self.schema_, self._tgi_value()) if one is not None]
+        if len(given) > 1 or (given and self.type == "text"):
+            why = "the type text takes no schema" if self.type == "text" else "send one schema"
+            raise InvalidRequest(f"{param}: {why}", param=param)
+        if self.type == "regex":
+            if not isinstance(self.value, str):
+                raise InvalidRequest(f"{param}.value must be a regular expression", param=param)
+            return source.regex_of(self.value, param)
+        if given:
+            return source.json_of(given[0], param)
+        if self.type in ("json_schema", "json"):
+            where = "json_schema.schema" if self.type == "json_schema" else "value"
+            raise InvalidRequest(f"{param}.{where} is missing", param=param)
+        return source.any_json_object(param) if self.type == "json_object" else None
+
+    def _tgi_value(self) -> Any:
+        named = self.type == "json_schema" and isinstance(self.value, dict) and "schema" in self.value
+        return self.value["schema"] if named else self.value  # type: ignore[index]
 
 
-class StructuredOutputs(Body):
+class StructuredOutputs(KnownBody):
     """Set one of vLLM's five constraints."""
 
-    model_config = ConfigDict(extra="allow")
+    UNSUPPORTED: ClassVar = {
+        "structural_tag": (None,),
+        "whitespace_pattern": (None,),
+        "disable_any_whitespace": (None, False),
+        "disable_additional_properties": (None, False),
+    }
 
     json_: JsonSchema | None = Field(None, alias="json")
     regex: str | None = None
@@ -62,19 +94,21 @@ class StructuredFields(Body):
     structured_outputs: StructuredOutputs | None = None
 
     def grammar(self) -> Grammar | None:
-        """Build the grammar of the answer, None without one (some clients send empty strings). Call in a thread.
+        """Build the grammar of the answer, None without one. Call in a thread.
 
         Raises:
             InvalidRequest: it is malformed or too large, or there are two.
         """
-        wanted = {
-            "response_format": self.response_format and _of_format(self.response_format),
-            "guided_json": self.guided_json not in (None, "") and source.json_of(self.guided_json, "guided_json"),
-            "guided_regex": self.guided_regex and source.regex_of(self.guided_regex, "guided_regex"),
-            "guided_choice": self.guided_choice and source.choice_of(self.guided_choice, "guided_choice"),
-            "guided_grammar": self.guided_grammar and source.grammar_of(self.guided_grammar, "guided_grammar"),
-            "structured_outputs": self.structured_outputs and _of_structured(self.structured_outputs),
+        builders: dict[str, Callable[[Any, str], Grammar | None]] = {
+            "response_format": ResponseFormat.grammar,
+            "guided_json": source.json_of,
+            "guided_regex": source.regex_of,
+            "guided_choice": source.choice_of,
+            "guided_grammar": source.grammar_of,
+            "structured_outputs": _of_structured,
         }
+        fields = {name: getattr(self, name) for name in builders}
+        wanted = {name: builders[name](value, name) for name, value in fields.items() if value is not None}
         given = {name: grammar for name, grammar in wanted.items() if grammar}
         if len(given) > 1:
             first, second = list(given)[:2]
@@ -82,20 +116,7 @@ class StructuredFields(Body):
         return next(iter(given.values()), None)
 
 
-def _of_format(wanted: ResponseFormat) -> Grammar | None:
-    param = "response_format"
-    if wanted.type == "text":
-        return None
-    if wanted.type == "json_object":
-        return source.any_json_object(param)
-    if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-        raise InvalidRequest("response_format.json_schema.schema is missing", param=param)
-    return source.json_of(wanted.json_schema.schema_, param)
-
-
-def _of_structured(wanted: StructuredOutputs) -> Grammar | None:
-    param = "structured_outputs"
-    refuse_unless_inert(wanted.model_extra, _INERT_IN_STRUCTURED, within=param)
+def _of_structured(wanted: StructuredOutputs, param: str) -> Grammar | None:
     grammars = [
         wanted.json_ is not None and source.json_of(wanted.json_, param),
         wanted.regex is not None and source.regex_of(wanted.regex, param),

@@ -1,36 +1,31 @@
 """Define the bodies of /generate, /generate_stream and POST /: the supported fields of TGI 3 and LoRAX.
 
-`SamplingParams` checks ranges. An unsupported field of theirs is refused by name unless its value has no effect; fields
-unknown to both are ignored, as both do.
+`SamplingParams` checks ranges.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
 
-from api.schemas.base import Body, Items
-from api.schemas.openai import MAX_SALT_CHARS
-from api.schemas.unsupported import refuse_unless_inert
+from api.schemas.base import Body, Items, KnownBody
+from api.schemas.openai import MAX_SALT_CHARS, GenerationBody
+from api.schemas.structured_output import ResponseFormat
+from api.schemas.unsupported import INERT_VALUES
 from lorasrv.errors import InvalidRequest
 from lorasrv.request import MAX_CHOICES, OnCold
 from lorasrv.sampling_params import SamplingParams
-from lorasrv.text.structured_output import grammar as source
 from lorasrv.text.structured_output.grammar import Grammar
 
 MAX_TOP_TOKENS = 20
-_NULL: tuple[Any, ...] = (None,)
-_INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "schema": _NULL,
-    "merged_adapters": _NULL,
-    "adapter_parameters": _NULL,
-    "tools": (None, []),
-    "min_new_tokens": (None, 0),
-    "num_beams": (None, 1),
+# Names of OpenAI's fields (`max_tokens`) do not mean the same here.
+_INERT_VALUES: Mapping[str, Sequence[Any]] = {
+    **dict.fromkeys(GenerationBody.model_fields, (None,)),
+    **INERT_VALUES,
+    "schema": (None,),
     "num_return_sequences": (None, 1),
-    "no_repeat_ngram_size": (None, 0),
     "length_penalty": (None, 1),
-    "max_time": _NULL,
+    "max_time": (None,),
     "logit_bias": (None, [], {}),
 }
 # The origin of an uploaded adapter does not matter any more: these values only say that it has a name.
@@ -39,53 +34,12 @@ _Count = Annotated[int, Field(ge=1, lt=2**31)]
 _Top = Annotated[int, Field(ge=0, le=MAX_TOP_TOKENS)]
 
 
-class TgiGrammar(Body):
-    """Constrain the answer: a JSON schema, as object or text, plain or with a name around it, or a regular
-    expression.
-    """
-
-    type: Literal["json", "json_schema", "regex"]
-    value: Any
-
-    def parsed(self) -> Grammar:
-        """Build the grammar.
-
-        Raises:
-            InvalidRequest: the value is invalid or too large.
-        """
-        if self.type == "regex":
-            if not isinstance(self.value, str):
-                raise InvalidRequest("grammar.value must be a string", param="grammar")
-            return source.regex_of(self.value, "grammar")
-        named = self.type == "json_schema" and isinstance(self.value, dict) and "schema" in self.value
-        return source.json_of(self.value["schema"] if named else self.value, "grammar")
-
-
-class LoraxFormat(Body):
-    """Request JSON, with a schema if there is one."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    schema_: dict[str, Any] | str | bool | None = Field(None, alias="schema")
-
-    def parsed(self) -> Grammar | None:
-        """Build the grammar; None for plain text.
-
-        Raises:
-            InvalidRequest: the schema is invalid or too large.
-        """
-        if self.type == "text":
-            return None
-        if self.schema_ is None:
-            return source.any_json_object("response_format")
-        return source.json_of(self.schema_, "response_format")
-
-
-class Parameters(Body):
+class Parameters(KnownBody):
     """Set generation options. `api_token`, which opens private adapters on a hub, is ignored, as adapters are only
     uploaded.
     """
 
-    model_config = ConfigDict(extra="allow")
+    UNSUPPORTED: ClassVar = _INERT_VALUES
 
     adapter_id: str | None = None
     adapter_source: str | None = None
@@ -107,8 +61,8 @@ class Parameters(Body):
     ignore_eos_token: bool | None = None
     watermark: bool | None = None
     return_full_text: bool | None = None
-    grammar: TgiGrammar | None = None
-    response_format: LoraxFormat | None = None
+    grammar: ResponseFormat | None = None
+    response_format: ResponseFormat | None = None
     truncate: _Count | None = None
     apply_chat_template: bool | None = None
     details: bool | None = None
@@ -151,8 +105,9 @@ class Parameters(Body):
         """
         if self.grammar is not None and self.response_format is not None:
             raise InvalidRequest("grammar and response_format exclude each other; send one", param="grammar")
-        wanted = self.grammar or self.response_format
-        return wanted.parsed() if wanted is not None else None
+        param = "response_format" if self.grammar is None else "grammar"
+        wanted: ResponseFormat | None = getattr(self, param)
+        return None if wanted is None else wanted.grammar(param)
 
     def check(self, stream: bool) -> None:
         """Check combinations of fields.
@@ -160,7 +115,6 @@ class Parameters(Body):
         Raises:
             InvalidRequest: fields contradict each other, or one is not supported; names it.
         """
-        refuse_unless_inert(self.model_extra, _INERT_VALUES)
         if self.adapter_source not in _INERT_SOURCES:
             raise InvalidRequest(
                 "adapter_source is not supported: only adapters uploaded to this server are served; leave it out",

@@ -1,36 +1,24 @@
 """Define the bodies of /tokenize and /detokenize, as in vLLM."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, ClassVar, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from api.schemas.base import Body, Items
+from api.schemas.base import Body, Items, KnownBody
 from api.schemas.openai import MAX_MESSAGES
 from api.schemas.tools import Message
-from api.schemas.unsupported import refuse_unless_inert
-from lorasrv.errors import InvalidRequest
-
-_INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
-    "chat_template": (None,),
-    "chat_template_kwargs": (None, {}),
-    "tools": (None, []),
-    "documents": (None, []),
-    "continue_final_message": (None, False),
-    "mm_processor_kwargs": (None, {}),
-    "truncate_prompt_tokens": (None,),
-}
+from api.schemas.unsupported import INERT_VALUES
 
 
-class TokenizeBody(Body):
+class TokenizeBody(KnownBody):
     """Tokenize a `prompt`, or `messages` rendered with the chat template. `model` is checked, and changes nothing.
 
     `add_special_tokens` defaults to the tokenizer's own tokens for a prompt, and to none for messages, whose template
     writes them.
     """
 
-    model_config = ConfigDict(extra="allow")
+    UNSUPPORTED: ClassVar = INERT_VALUES
 
     model: str | None = None
     prompt: str | None = None
@@ -43,20 +31,10 @@ class TokenizeBody(Body):
     def _one_text(self) -> Self:
         if (self.prompt is None) == (self.messages is None):
             raise PydanticCustomError("one_text", "send either prompt or messages")
-        return self
-
-    def refuse_unbuilt(self) -> None:
-        """Refuse unsupported fields.
-
-        Raises:
-            InvalidRequest: a field that would change the tokens is not supported.
-        """
         if self.messages is not None and self.add_special_tokens:
-            raise InvalidRequest(
-                "add_special_tokens is not supported with messages: the chat template writes them",
-                param="add_special_tokens",
-            )
-        refuse_unless_inert(self.model_extra, _INERT_VALUES)
+            why = "not supported with messages: the chat template writes them"
+            raise PydanticCustomError("unsupported", why, {"field": "add_special_tokens"})
+        return self
 
 
 class DetokenizeBody(Body):

@@ -2,12 +2,12 @@
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from api.schemas.base import Body, Items
+from api.schemas.base import Body, Items, KnownBody
 from lorasrv.errors import InvalidRequest
 from lorasrv.text.tool_parsers.base import Tool
 
@@ -42,14 +42,24 @@ class MessageToolCall(Body):
         return {**({"id": self.id} if self.id else {}), "type": "function", "function": function}
 
 
-class Message(Body):
+class Message(KnownBody):
     """Add one turn. `developer` is OpenAI's newer word for `system`, which chat templates know."""
+
+    UNSUPPORTED: ClassVar = {
+        "audio": (None,),
+        "function_call": (None,),
+        "refusal": (None, ""),
+        "prefix": (None, False),
+        "partial": (None, False),
+    }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     tool_calls: Items[MessageToolCall] | None = None
     content: Annotated[str | Items[TextPart] | None, Field(validate_default=True)] = None
     tool_call_id: str | None = None
     name: str | None = None
+    # vLLM's older name and its newer one.
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
 
     @field_validator("content")
     @classmethod
@@ -73,9 +83,8 @@ class Message(Body):
         plain: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
         if self.tool_calls:
             plain["tool_calls"] = [call.plain() for call in self.tool_calls]
-        if self.role == "tool":
-            plain |= {key: value for key in ("tool_call_id", "name") if (value := getattr(self, key)) is not None}
-        return plain
+        given = {name: getattr(self, name) for name in ("tool_call_id", "name", "reasoning_content")}
+        return plain | {name: value for name, value in given.items() if value is not None}
 
 
 class Function(Body):

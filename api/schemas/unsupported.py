@@ -1,37 +1,7 @@
-"""List the fields of other servers that this one does not support: refused by name, unless the value has no effect.
+"""List the fields of generation bodies that only other servers support (`KnownBody` refuses them)."""
 
-Fields in no table are ignored, as clients of other servers send many.
-"""
-
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
-
-from lorasrv.errors import InvalidRequest
-
-
-def refuse_unless_inert(
-    fields: Mapping[str, Any] | None, inert: Mapping[str, Sequence[Any]], within: str | None = None
-) -> None:
-    """Refuse fields of a table whose values are not inert.
-
-    Args:
-        fields: the fields that were sent.
-        inert: field -> values without effect.
-        within: field that contains them, for the message and `param`.
-
-    Raises:
-        InvalidRequest: a field has another value; `param` names it, or `within`.
-    """
-    for name, value in (fields or {}).items():
-        if not any(_same(value, nothing) for nothing in inert.get(name, (value,))):
-            shown = f"{within}.{name}" if within else name
-            raise InvalidRequest(f"{shown} is not supported by this server yet; leave it out", param=within or name)
-
-
-def _same(value: Any, inert: Any) -> bool:
-    """Compare JSON values: unlike in Python, true is not 1."""
-    return isinstance(value, bool) == isinstance(inert, bool) and bool(value == inert)
-
 
 _NULL = (None,)
 _OFF = (None, False)
@@ -99,12 +69,3 @@ INERT_VALUES: Mapping[str, tuple[Any, ...]] = {
     # service
     "store": _OFF,
 }
-
-
-def refuse_unbuilt(fields: Mapping[str, Any] | None) -> None:
-    """Refuse unsupported fields.
-
-    Raises:
-        InvalidRequest: a field has an effect that is not supported; `param` names it.
-    """
-    refuse_unless_inert(fields, INERT_VALUES)
