@@ -1,4 +1,6 @@
-"""huggingface_hub's InferenceClient: chat, and text_generation with adapter_id, whole, streamed and with details."""
+"""huggingface_hub's InferenceClient: chat, also with a schema; text_generation, whole, streamed and with details."""
+
+import json
 
 from common import CHAT, Arguments, check, check_differ, passed
 from huggingface_hub import InferenceClient
@@ -18,11 +20,22 @@ def main(arguments: Arguments) -> None:
     check_differ(texts[arguments.base], texts[arguments.adapter])
     passed("chat_completion, whole and streamed")
 
+    mood = {"enum": ["good", "bad"]}
+    for wanted in (
+        {"type": "json_schema", "json_schema": {"name": "mood", "schema": mood}},
+        {"type": "json", "value": mood},
+    ):
+        answer = client.chat_completion(CHAT, model=arguments.adapter, max_tokens=TOKENS, response_format=wanted)
+        check(json.loads(answer.choices[0].message.content) in mood["enum"], str(wanted))
+    passed("chat_completion with a schema")
+
     client = InferenceClient(arguments.url)
     base = client.text_generation("Good morning", max_new_tokens=TOKENS)
     own = client.text_generation("Good morning", max_new_tokens=TOKENS, adapter_id=arguments.adapter)
     check_differ(base, own)
     asked = {"max_new_tokens": TOKENS, "adapter_id": arguments.adapter}
+    text = client.text_generation("Good morning", grammar={"type": "json", "value": mood}, **asked)
+    check(json.loads(text) in mood["enum"], text)
     check("".join(client.text_generation("Good morning", stream=True, **asked)) == own)
     full = client.text_generation("Good morning", details=True, decoder_input_details=True, **asked)
     check(full.generated_text == own and full.details.generated_tokens == len(full.details.tokens) <= TOKENS)

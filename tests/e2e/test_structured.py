@@ -148,6 +148,8 @@ def test_schemas_by_openais_client(client: OpenAI) -> None:
         ({"guided_grammar": 'start: word ("," word)~2\nword: /[a-z]{2,4}/'}, "[a-z]{2,4}(,[a-z]{2,4}){2}"),
         ({"structured_outputs": {"regex": "[가-힣]{3}"}}, "[가-힣]{3}"),
         ({"guided_json": {"const": [1, None]}}, r"\[\s*1\s*,\s*null\s*\]"),
+        ({"response_format": {"type": "json_object", "schema": {"const": 1}}}, "1"),
+        ({"response_format": {"type": "json_object", "value": {"const": 1}}}, "1"),
     ],
 )
 def test_guided_fields(client: OpenAI, fields: dict[str, Any], pattern: str) -> None:

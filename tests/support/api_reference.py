@@ -7,9 +7,12 @@ from typing import Any
 
 from api.app import _ROUTES
 from api.errors import _HTTP_CODES, ANSWERS
-from api.schemas.openai import DEFAULT_COMPLETION_TOKENS
+from api.schemas.adapters import LoadBody
+from api.schemas.openai import DEFAULT_COMPLETION_TOKENS, StreamOptions
 from api.schemas.openapi import DocumentedApi
 from api.schemas.openapi_examples import EXAMPLES
+from api.schemas.structured_output import StructuredOutputs
+from api.schemas.tools import Message
 from api.schemas.unsupported import INERT_VALUES
 from lorasrv.request import SamplingParams
 
@@ -42,6 +45,7 @@ FIELDS_OF = {
     "GenerateBody": "TGI and LoRAX: `POST /generate`, `/generate_stream`, `/`",
     "Parameters": "Their `parameters`",
 }
+_OBJECTS = (LoadBody, Message, StreamOptions, StructuredOutputs)
 
 
 def description() -> Json:
@@ -77,7 +81,8 @@ def page() -> str:
     lines += ["", "### Unsupported fields", ""]
     lines += ["These fields are refused, except with the values beside them, which have no effect.", ""]
     lines += ["| field | accepted |", "|---|---|"]
-    lines += [f"| `{name}` | {_values(values)} |" for name, values in sorted(INERT_VALUES.items())]
+    inside = {f"{kind.__name__}.{name}": v for kind in _OBJECTS for name, v in kind.UNSUPPORTED.items()}
+    lines += [f"| `{name}` | {_values(values)} |" for name, values in sorted({**INERT_VALUES, **inside}.items())]
     return "\n".join([*lines, "", *_errors()]).rstrip() + "\n"
 
 

@@ -62,10 +62,10 @@ def _processed(
         ended = FinishReason.STOP if token_id == EOS else FinishReason.LENGTH
         stop_token_id = token_id if token_id == EOS else None
         # The processor takes a stop token that has no text for an end of sequence; what it tells is set below.
-        output = processor.process(EngineOutput(rid, (token_id,), ended if last else None, timing, stop_token_id))
+        found = () if sampling.logprobs is None else (_found(token_id, position, sampling.logprobs),)
+        made = EngineOutput(rid, (token_id,), ended if last else None, timing, stop_token_id, logprobs=found)
+        output = processor.process(made)
         told: dict[str, Any] = {"stop_reason": None} if output.stop_reason == EOS else {}
-        if sampling.logprobs is not None:
-            told["logprobs"] = (_found(token_id, position, sampling.logprobs),)
         if sampling.prompt_logprobs is not None and position == 0 and index == 0:
             told["prompt_logprobs"] = (None, *(_found(t, p, 0) for p, t in enumerate(prompt[1:], 1)))
         output = replace(output, **told)

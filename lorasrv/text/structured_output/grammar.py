@@ -115,6 +115,8 @@ def grammar_of(text: str, param: str) -> Grammar:
     Raises:
         InvalidRequest: empty, too large, in another syntax, or without a finite sentence.
     """
+    if not text.strip():
+        raise InvalidRequest(f"{param} is empty", param=param)
     if text.lstrip().startswith("{"):
         parsed = _parsed(text, param)
         if not isinstance(parsed, dict) or "grammars" not in parsed:

@@ -10,8 +10,6 @@ import pytest
 from answers import error_of, events
 from fake_engine import HANG, cold, say
 
-from api.schemas.openai import ChatBody
-from api.schemas.unsupported import INERT_VALUES
 from lorasrv.errors import (
     AdapterLoadFailed,
     ContextLengthExceeded,
@@ -293,15 +291,6 @@ class TestRefusals:
         assert "500" in error["message"]
         assert "512" in error["message"]
         assert server.complete("x" * 500, max_tokens=12).status_code == 200
-
-    @pytest.mark.parametrize("name", sorted(INERT_VALUES.keys() - ChatBody.model_fields.keys()))
-    def test_fields_of_later_are_refused_unless_inert(self, server, engine, name: str) -> None:
-        for value in INERT_VALUES[name]:
-            assert server.chat(**{name: value}).status_code == 200, value
-        served = len(engine.added)
-        response = server.chat(**{name: {"asks": "for something"}})
-        assert (response.status_code, error_of(response)["param"]) == (400, name)
-        assert len(engine.added) == served
 
     def test_special_tokens_are_added_as_they_always_are(self, server) -> None:
         assert server.complete(add_special_tokens=True).status_code == 200

@@ -221,11 +221,6 @@ class TestSampling:
                 source.json_of(SCHEMA, "grammar"),
             ),
             ({"grammar": {"type": "regex", "value": "a+"}}, source.regex_of("a+", "grammar")),
-            (
-                {"response_format": {"type": "json_object", "schema": SCHEMA}},
-                source.json_of(SCHEMA, "response_format"),
-            ),
-            ({"response_format": {"type": "json_object"}}, source.any_json_object("response_format")),
             ({"response_format": {"type": "text"}}, None),
         ],
     )

@@ -1,6 +1,8 @@
 """Fields of structured output and tools on their way to the engine, and tool calls on their way back."""
 
 import json
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import openai
@@ -9,8 +11,11 @@ import pytest
 import tool_templates as templates
 from answers import events
 from fake_engine import say
+from spelled_engine import tiny_tokenizer
 
 from lorasrv.text.chat_template import ChatTemplate
+from lorasrv.text.structured_output import grammar as source
+from lorasrv.text.structured_output.grammar import Grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -43,34 +48,37 @@ def with_template(engine):
     return use
 
 
+def formats(*given: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"response_format": one} for one in given]
+
+
+FIELDS: dict[Callable[[str], Grammar], list[dict[str, Any]]] = {
+    source.any_json_object: [*formats({"type": "json_object"}), {"structured_outputs": {"json_object": True}}],
+    partial(source.json_of, SCHEMA): [
+        *formats({"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}),
+        *formats({"type": "json_object", "schema": SCHEMA}, {"type": "json_object", "value": SCHEMA}),
+        *formats({"type": "json", "value": SCHEMA}, {"type": "json_schema", "value": {"name": "n", "schema": SCHEMA}}),
+        *({"guided_json": SCHEMA}, {"guided_json": json.dumps(SCHEMA)}, {"structured_outputs": {"json": SCHEMA}}),
+    ],
+    partial(source.regex_of, "a+"): [
+        *formats({"type": "regex", "value": "a+"}),
+        *({"guided_regex": "a+"}, {"structured_outputs": {"regex": "a+"}}),
+    ],
+    partial(source.choice_of, ["yes"]): [{"guided_choice": ["yes"]}, {"structured_outputs": {"choice": ["yes"]}}],
+    partial(source.grammar_of, 'start: "a"'): [
+        *({"guided_grammar": 'start: "a"'}, {"structured_outputs": {"grammar": 'start: "a"'}}),
+    ],
+}
+
+
 class TestStructuredFields:
-    @pytest.mark.parametrize(
-        "fields",
-        [
-            {"response_format": {"type": "json_object"}},
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "n", "schema": SCHEMA, "strict": True},
-                }
-            },
-            {"guided_json": SCHEMA},
-            {"guided_json": json.dumps(SCHEMA)},
-            {"guided_regex": "a+"},
-            {"guided_choice": ["yes", "no"]},
-            {"guided_grammar": 'start: "a"'},
-            {"structured_outputs": {"json": SCHEMA}},
-            {"structured_outputs": {"regex": "a+"}},
-            {"structured_outputs": {"choice": ["yes"]}},
-            {"structured_outputs": {"grammar": 'start: "a"'}},
-            {"structured_outputs": {"json_object": True}},
-        ],
-    )
-    def test_reach_the_engine_on_both_routes(self, server, engine, fields: dict[str, Any]) -> None:
+    @pytest.mark.parametrize(("wanted", "fields"), [(wanted, one) for wanted, all_ in FIELDS.items() for one in all_])
+    def test_reach_the_engine_on_every_route(self, server, engine, wanted, fields: dict[str, Any]) -> None:
         assert server.chat(**fields).status_code == server.complete(**fields).status_code == 200
-        for added in engine.added:
-            assert added.constraint.param == next(iter(fields))
-            assert added.constraint.text
+        if "response_format" in fields:
+            engine.tokenizer = tiny_tokenizer()
+            server.http.post("/generate", json={"inputs": "hi", "parameters": fields}).raise_for_status()
+        assert {added.constraint for added in engine.added} == {wanted(next(iter(fields)))}
 
     @pytest.mark.parametrize(
         "fields",
@@ -78,7 +86,6 @@ class TestStructuredFields:
             {},
             {"response_format": {"type": "text"}},
             {"response_format": None, "guided_json": None, "structured_outputs": None},
-            {"guided_json": "", "guided_regex": "", "guided_choice": [], "guided_grammar": ""},
             {"structured_outputs": {}},
             {"tools": [], "tool_choice": "auto"},
         ],

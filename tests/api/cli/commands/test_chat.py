@@ -7,6 +7,8 @@ import pytest
 from fake_engine import HANG, say
 from terminal import terminal
 
+from api.schemas.unsupported import INERT_VALUES
+
 
 def prompts(engine) -> list[str]:
     return [bytes(added.prompt).decode() for added in engine.added]
