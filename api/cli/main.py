@@ -29,7 +29,8 @@ from api.cli.commands import (
     verify,
     watermark,
 )
-from api.cli.common.options import ServerDefaults, spread, with_api_key, with_option_groups
+from api.cli.common.command_line import rewritten
+from api.cli.common.options import ServerDefaults, with_api_key, with_option_groups
 from api.cli.common.settings_options import settings_command
 from api.cli.common.terminal import CliError, ExitCode, note
 from api.cli.doctor import command as doctor
@@ -91,18 +92,19 @@ _command(
     "serve",
     serve.serve,
     "lorasrv serve --pool-bytes 2GiB --lora-modules mia=./mia",
-    "LORASRV_PORT=9000 lorasrv serve --model ./Llama-3.2-1B",
-    cls=settings_command(),
+    "LORASRV_PORT=9000 lorasrv serve ./Llama-3.2-1B",
+    cls=settings_command(positional="model"),
 )
 _command(
     "upload",
     adapters.upload,
-    "lorasrv upload ./mia --id mia --alias prod",
+    "lorasrv upload ./mia",
+    "lorasrv upload ./run-17 --id mia --alias prod",
     "lorasrv upload ./adapters --all --slugify",
 )
 _command("list", listing.list_adapters, "lorasrv list --json", "lorasrv list --store ./adapters")
 _command("show", adapters.show, "lorasrv show mia")
-_command("rm", adapters.rm, "lorasrv rm mia@2")
+_command("rm", adapters.rm, "lorasrv rm mia@2 tom")
 _command("alias", aliases.alias, "lorasrv alias mia:prod 3", "lorasrv alias mia:prod 3=0.9 4=0.1")
 _command("rollback", aliases.rollback, "lorasrv rollback mia --to 2")
 _command("warm", pool.warm, "lorasrv warm mia --deadline-ms 2000")
@@ -112,7 +114,13 @@ _command("limit", aliases.limit, "lorasrv limit mia --max-running 4 --tokens-per
 _command("verify", verify.verify, "lorasrv verify mia --prompts prompts.txt")
 _command("pool", pool.pool, "lorasrv pool")
 _command("top", top.top, "lorasrv top --interval 1", "lorasrv top --once --json")
-_command("chat", chat.chat, "lorasrv chat mia --system 'You are a pirate.'", "lorasrv chat mia < questions.txt")
+_command(
+    "chat",
+    chat.chat,
+    "lorasrv chat mia --system 'You are a pirate.'",
+    "lorasrv chat mia 'Who are you?'",
+    "lorasrv chat mia < questions.txt",
+)
 _command(
     "generate",
     generate.generate,
@@ -212,7 +220,7 @@ def main() -> NoReturn:
 def _run() -> int:
     try:
         # The code of typer.Exit, or else the command's return value, None.
-        return app(args=spread(sys.argv[1:]), prog_name="lorasrv", standalone_mode=False) or ExitCode.DONE
+        return app(args=rewritten(sys.argv[1:]), prog_name="lorasrv", standalone_mode=False) or ExitCode.DONE
     except CliError as error:
         return _say(str(error), error.details, error.code)
     except AdapterInvalid as error:

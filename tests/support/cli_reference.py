@@ -107,7 +107,8 @@ def _command(path: str, command: Any) -> Iterator[str]:
 
 def _name(param: Any) -> str:
     if param.param_type_name == "argument":
-        return f"`{_cell(param.metavar or param.name.upper())}`"
+        name = _cell(param.metavar or param.name.upper()) + ("..." if param.nargs < 0 else "")
+        return f"`{name}`" if param.required else f"`[{name}]`"
     opts = ", ".join(f"`{opt}`" for opt in (*param.opts, *param.secondary_opts))
     return f"{opts} `{_cell(param.metavar)}`" if param.metavar else opts
 

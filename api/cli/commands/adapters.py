@@ -20,7 +20,7 @@ from api.cli.common.formatting import (
     target_text,
     verdict_line,
 )
-from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
+from api.cli.common.options import UNAUTHORIZED, JsonOption, ServerOption, complete_adapter_ids, connected
 from api.cli.common.terminal import CliError, ExitCode, note, out, print_json, progress, say, short_digest
 from lorasrv.config import BUILTIN_MODEL
 
@@ -60,7 +60,9 @@ IdArgument = Annotated[str, typer.Argument(metavar="ID", help="Adapter id.", aut
 
 def upload(
     directory: DirectoryArgument,
-    adapter_id: Annotated[str | None, typer.Option("--id", help="Id to serve it under.")] = None,
+    adapter_id: Annotated[
+        str | None, typer.Option("--id", help="Id to serve it under; by default the folder's name.")
+    ] = None,
     if_not_exists: Annotated[bool, typer.Option("--if-not-exists", help="Fail if the id is taken.")] = False,
     alias: Annotated[str | None, typer.Option(help="Also move this alias of the id, or of each id, to it.")] = None,
     allow_partial: PartialOption = False,
@@ -77,10 +79,11 @@ def upload(
     """Upload an adapter to the server, which validates it against its base and reports what matched."""
     from api.cli.commands import bulk_upload
 
-    if every == (adapter_id is not None) or ((prefix or dry_run) and not every):
-        message = "give either --id ID for one adapter, or --all; --prefix and --dry-run need --all"
-        raise CliError(message, code=ExitCode.USAGE)
-    if adapter_id is None:
+    if every and adapter_id is not None:
+        raise CliError("--id and --all exclude each other: --all takes ids from the paths", code=ExitCode.USAGE)
+    if (prefix or dry_run) and not every:
+        raise CliError("--prefix and --dry-run need --all", code=ExitCode.USAGE)
+    if every:
         tree = bulk_upload.Tree(directory, prefix, slugify)
         if dry_run:
             bulk_upload.check_all(tree, model, allow_partial, as_json)
@@ -88,7 +91,7 @@ def upload(
             how = bulk_upload.How(if_not_exists, alias, allow_partial)
             bulk_upload.upload_all(tree, server, how, as_json)
         return
-    adapter_id = bulk_upload.adapter_id_of(adapter_id, slugify)
+    adapter_id = bulk_upload.adapter_id_of(adapter_id or directory, slugify)
     with open_adapter_dir(directory) as peft:
         for line in found_lines(peft):
             note(line)
@@ -126,7 +129,7 @@ def list_adapters(server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = F
     table = Table("id", "version", "digest", "rank", "size", box=None)
     for adapter in adapters:
         table.add_row(*_cells(adapter))
-    out().print(table if adapters else "no adapters; add one with: lorasrv upload DIR --id ID")
+    out().print(table if adapters else "no adapters; add one with: lorasrv upload DIR")
 
 
 def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json: JsonOption = False) -> None:
@@ -157,10 +160,10 @@ def show(adapter_id: IdArgument, server: ServerOption = DEFAULT_SERVER, as_json:
 
 
 def rm(
-    reference: Annotated[
-        str,
+    references: Annotated[
+        list[str],
         typer.Argument(
-            metavar="ID[@VERSION]", help="An id, or one version of it.", autocompletion=complete_adapter_ids
+            metavar="ID[@VERSION]", help="Ids, or single versions of them.", autocompletion=complete_adapter_ids
         ),
     ],
     force: Annotated[
@@ -172,9 +175,25 @@ def rm(
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
-    """Delete an adapter, or one version; running requests finish with the version they started with."""
+    """Delete adapters, or versions; running requests finish with the version they started with."""
+    from api.client import Refused
+
+    refused = []
     with connected(server) as client:
-        done = client.delete(reference, force=force, wait_s=wait)
+        for reference in references:
+            try:
+                done = client.delete(reference, force=force, wait_s=wait)
+            except Refused as error:
+                if len(references) == 1 or error.status == UNAUTHORIZED:
+                    raise
+                refused.append(str(error))
+            else:
+                _print_removed(reference, done, as_json)
+    if refused:
+        raise CliError(f"{len(refused)} of {len(references)} were not removed", details=refused)
+
+
+def _print_removed(reference: str, done: dict[str, Any], as_json: bool) -> None:
     if as_json:
         print_json(done)
         return

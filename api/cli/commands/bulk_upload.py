@@ -4,6 +4,7 @@ Weights that the server already has are not sent, so the same command resumes wh
 reported at the end, and the others are registered.
 """
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -58,13 +59,14 @@ class UploadOutcome:
         return {**ok, "reasons": list(self.reasons)} if self.reasons else {**ok, **self.done}
 
 
-def adapter_id_of(wanted: str, slugify: bool) -> str:
-    """Return the id as given, or with `slugify` the nearest valid one.
+def adapter_id_of(named: str | Path, slugify: bool) -> str:
+    """Return the id as given; with `slugify`, or for a folder of that name, the nearest valid one.
 
     Raises:
         CliError: the id has no valid characters.
     """
-    if not slugify:
+    wanted = Path(os.path.abspath(named)).name if isinstance(named, Path) else named
+    if not (slugify or isinstance(named, Path)):
         return wanted
     slug = suggest_id(wanted, VERBS)
     if slug is None:

@@ -11,19 +11,29 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from api.asgi.address import DEFAULT_SERVER
-from api.cli.commands.generate import SamplingOptions, System, as_object, print_footer, show, system_message
+from api.cli.commands.generate import (
+    AdapterOption,
+    SamplingOptions,
+    SystemOption,
+    as_object,
+    print_footer,
+    show,
+    system_message,
+)
 from api.cli.common.options import JsonOption, ServerOption, complete_adapter_ids, connected
-from api.cli.common.terminal import note, print_json, stdin_lines
+from api.cli.common.terminal import CliError, ExitCode, note, print_json, stdin_lines
 
 if TYPE_CHECKING:
     from api.client import Client, StreamedAnswer
 
+QUOTES = '"""'
 HELP = (
     "/adapter ID   switch to another adapter; keeps the history",
     "/base         switch to the base model",
-    "/reset        clear the history",
+    "/reset        clear the history, as /clear does",
     "/help         show this list",
-    "/quit         quit, as Ctrl-D does",
+    "/quit         quit, as /bye and Ctrl-D do",
+    '"""           begins and ends a message of several lines',
     "Ctrl-C stops an answer; //text sends a message that begins with a slash.",
 )
 
@@ -32,18 +42,25 @@ def chat(
     sampling: SamplingOptions,
     adapter_id: Annotated[
         str | None,
-        typer.Argument(metavar="[ID]", help="Adapter; by default the base model.", autocompletion=complete_adapter_ids),
+        typer.Argument(metavar="ID", help="Adapter, as --adapter.", autocompletion=complete_adapter_ids),
     ] = None,
-    system: System = None,
+    question: Annotated[str | None, typer.Argument(metavar="QUESTION", help="Ask this alone, and end.")] = None,
+    adapter: AdapterOption = None,
+    system: SystemOption = None,
     server: ServerOption = DEFAULT_SERVER,
     as_json: JsonOption = False,
 ) -> None:
     """Talk to an adapter; /help lists the commands. Questions may also come from a pipe, one per line."""
+    if adapter_id and adapter:
+        raise CliError(f"give the adapter once: {adapter_id}, or --adapter {adapter}", code=ExitCode.USAGE)
+    adapter_id = adapter_id or adapter
     body = sampling.body()
     with connected(server) as client:
         base = client.base_name()
         conversation = Conversation(client, base, adapter_id or base, body, system, as_json)
-        if sys.stdin.isatty():
+        if question is not None:
+            conversation.ask(question)
+        elif sys.stdin.isatty():
             if adapter_id is not None:
                 conversation.switch_to(adapter_id)
             _chat_on_terminal(conversation)
@@ -139,11 +156,11 @@ def _chat_on_terminal(conversation: Conversation) -> None:
 
 
 def _lines(conversation: Conversation) -> Iterator[str]:
-    """Yield the lines that are typed. Ctrl-C discards the current line."""
+    """Yield the messages that are typed. Ctrl-C discards the current one."""
     _prepare_readline(conversation)
     while True:
         try:
-            line = _read(f"{conversation.model}> ").strip()
+            line = _message(f"{conversation.model}> ")
         except EOFError:
             print(flush=True)
             return
@@ -152,6 +169,18 @@ def _lines(conversation: Conversation) -> Iterator[str]:
             continue
         if line:
             yield line
+
+
+def _message(prompt: str) -> str:
+    """Read a line, or the lines between two triple quotes, which are never a command."""
+    line = _read(prompt).strip()
+    if not line.startswith(QUOTES):
+        return line
+    text = line.removeprefix(QUOTES)
+    while not text.rstrip().endswith(QUOTES):
+        text += "\n" + _read("... ").rstrip("\n")
+    text = text.rstrip().removesuffix(QUOTES).strip()
+    return f"/{text}" if text.startswith("/") else text
 
 
 def _read(prompt: str) -> str:
@@ -204,13 +233,13 @@ def _run_command(conversation: Conversation, line: str) -> str | None:
             note("give an adapter id: " + (", ".join(conversation.adapters()) or "none yet; lorasrv upload adds one"))
         case "/base":
             conversation.model = conversation.base
-        case "/reset":
+        case "/reset" | "/clear":
             conversation.reset()
             note("history cleared")
         case "/help":
             for text in HELP:
                 note(text)
-        case "/quit" | "/exit":
+        case "/quit" | "/exit" | "/bye":
             return "quit"
         case _:
             note(f"unknown command {command}; /help lists the commands")

@@ -22,7 +22,13 @@ def _option(text: str, panel: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=False, **more)
 
 
-System = Annotated[str | None, typer.Option(help="System message.")]
+SystemOption = Annotated[str | None, typer.Option("--system", help="System message.")]
+AdapterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter", "-a", "--model", help="Adapter; by default the base model.", autocompletion=complete_adapter_ids
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -120,13 +126,8 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Prompt; - reads it from stdin.")],
     sampling: SamplingOptions,
     form: GenerateOptions,
-    adapter: Annotated[
-        str | None,
-        typer.Option(
-            "--adapter", "-a", help="Adapter; the base model if left out.", autocompletion=complete_adapter_ids
-        ),
-    ] = None,
-    system: System = None,
+    adapter: AdapterOption = None,
+    system: SystemOption = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="Send the prompt without a chat template, for models that have none.")
     ] = False,

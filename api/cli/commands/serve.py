@@ -1,6 +1,7 @@
 """Run the server (serve)."""
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,7 +14,33 @@ if TYPE_CHECKING:
     from api.server import Ready
 
 
-def serve(ctx: typer.Context, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+_NOT_NEEDED = {
+    "enable_lora": "adapters are always served",
+    "max_loras": "a batch may hold any number of adapters",
+    "max_cpu_loras": "--host-cache-bytes bounds the adapters in host memory",
+}
+
+
+@dataclass(frozen=True)
+class NotNeeded:
+    """Accept options of vLLM's serve that have no meaning here."""
+
+    enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True)] = False
+    max_loras: Annotated[int | None, typer.Option(hidden=True)] = None
+    max_cpu_loras: Annotated[int | None, typer.Option(hidden=True)] = None
+
+    def notes(self) -> list[str]:
+        """Return a line for each one that is given."""
+        given = [name for name in _NOT_NEEDED if getattr(self, name)]
+        return [f"--{name.replace('_', '-')} is not needed: {_NOT_NEEDED[name]}" for name in given]
+
+
+def serve(
+    ctx: typer.Context,
+    not_needed: NotNeeded,
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+) -> None:
     """Serve a base model and its adapters.
 
     Every option can also be set as LORASRV_NAME in the environment, or in a TOML file: lorasrv config init writes one.
@@ -24,8 +51,8 @@ def serve(ctx: typer.Context, config: ConfigOption = None, as_json: JsonOption =
     from api.observability.logs import written
     from api.server import CannotListen, run
 
-    for line in unknown_variables():
-        note(f"warning: {line}")
+    for line in [*(f"warning: {line}" for line in unknown_variables()), *not_needed.notes()]:
+        note(line)
     sources = Sources.gather(flags, config)
     settings = sources.settings()
     if settings.inject_faults:

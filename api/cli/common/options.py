@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
@@ -50,7 +50,6 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Machine-readable outpu
 UNAUTHORIZED = 401
 _AGE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)(s|m|h|d)?")
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
-_LISTS = frozenset({"--lora-modules"})
 # Its --server is a source of costs, with no default.
 _NO_SERVER = frozenset({"plan"})
 
@@ -69,19 +68,6 @@ def _client_option(name: str, default: str | None = None) -> Any:
     from api.config.file import client_options
 
     return client_options().get(name, default)
-
-
-def spread(arguments: Sequence[str]) -> list[str]:
-    """Repeat the flag of options that vLLM takes as lists: `--flag a b` becomes `--flag a --flag b`."""
-    given: list[str] = []
-    flag = ""
-    for argument in arguments:
-        if argument.startswith("-"):
-            flag = argument if argument in _LISTS else ""
-            given.append(argument)
-        else:
-            given += [flag, argument] if flag and given[-1] != flag else [argument]
-    return given
 
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:

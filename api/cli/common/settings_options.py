@@ -17,24 +17,26 @@ from typer.core import TyperCommand
 from api.cli.common.terminal import CliError, ExitCode
 
 _META = "lorasrv.settings"
+_POSITIONAL = "positional_"
 _UNITS = ((r"_bytes(_|$)", "SIZE"), (r"_s$", "SECONDS"), (r"_ms$", "MS"))
 
 
-def settings_command(*names: str, panel: str | None = None) -> type[TyperCommand]:
+def settings_command(*names: str, panel: str | None = None, positional: str = "") -> type[TyperCommand]:
     """Return a class of commands that take these settings as options, besides their own.
 
     Args:
         names: settings; none for all of them.
         panel: heading of the options in the help, instead of each setting's own.
+        positional: setting that may also be given without its flag.
     """
 
     class SettingsCommand(TyperCommand):
         def get_params(self, ctx: Any) -> list[Any]:
-            return [*super().get_params(ctx), *_options(names, panel, ctx.resilient_parsing)]
+            return [*super().get_params(ctx), *_options(names, panel, positional, ctx.resilient_parsing)]
 
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             rest = super().parse_args(ctx, args)
-            generated = [option.name for option in _options(names, panel, ctx.resilient_parsing)]
+            generated = [option.name for option in _options(names, panel, positional, ctx.resilient_parsing)]
             ctx.meta[_META] = {name: ctx.params.pop(name, None) for name in generated}
             return rest
 
@@ -45,7 +47,7 @@ def given_settings(ctx: typer.Context) -> dict[str, Any]:
     """Return the settings that were given by flags, by their names as given.
 
     Raises:
-        CliError: a switch is given both ways.
+        CliError: a switch is given both ways, or a setting with and without its flag.
     """
     return _given(ctx.meta[_META])
 
@@ -66,6 +68,11 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if value in (None, (), []):
             continue
+        if (setting := name.removeprefix(_POSITIONAL)) != name:
+            if values[setting] is not None:
+                message = f"{value!r} and --{setting} {values[setting]!r} are the same option; give one of them"
+                raise CliError(message, code=ExitCode.USAGE)
+            name = setting
         opposite = name.removeprefix("no_")
         if opposite == name or name in given:
             given[name] = value
@@ -78,11 +85,13 @@ def _given(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @cache
-def _options(names: tuple[str, ...], panel: str | None, completes: bool) -> tuple[Any, ...]:
+def _options(names: tuple[str, ...], panel: str | None, positional: str, completes: bool) -> tuple[Any, ...]:
     """Return the command line's parameters for settings. Aliases are hidden, except where a shell completes them."""
     from api.config.settings import OPTIONS
 
     parameters = [part for name in names or OPTIONS for part in _parameters(name, panel, completes)]
+    if positional:
+        parameters.append(_argument(positional))
 
     def command() -> None:
         """Carry the parameters."""
@@ -115,6 +124,15 @@ def _parameters(name: str, panel: str | None, completes: bool) -> Iterator[inspe
     yield _parameter(name, kind, help=shown, **shared)
     for alias in option.aliases:
         yield _parameter(alias, kind, help=f"Same as --{name.replace('_', '-')}.", hidden=not completes, **shared)
+
+
+def _argument(name: str) -> inspect.Parameter:
+    from api.config.settings import OPTIONS
+
+    declared = Annotated[
+        str | None, typer.Argument(metavar=OPTIONS[name].metavar, help=f"Same as --{name.replace('_', '-')}.")
+    ]
+    return inspect.Parameter(_POSITIONAL + name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=declared)
 
 
 def _parameter(name: str, kind: Any, **options: Any) -> inspect.Parameter:

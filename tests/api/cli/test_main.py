@@ -63,6 +63,51 @@ class TestAdapters:
             assert refused.err.count("\n") == 2
 
 
+class TestHabits:
+    """What is typed out of habit, from ollama, docker or vLLM."""
+
+    @pytest.mark.parametrize(
+        ("typed", "ours"),
+        [
+            (("help",), ("--help",)),
+            (("help", "key", "create"), ("key", "create", "--help")),
+            (("version",), ("--version",)),
+            (("ls",), ("list",)),
+            (("ps",), ("pool",)),
+            (("run", "mia", "hi"), ("generate", "hi", "--adapter", "mia")),
+            (("chat", "mia", "hi"), ("generate", "hi", "--adapter", "mia")),
+            (("chat", "--adapter", "mia"), ("chat", "mia")),
+            (("generate", "hi", "--model", "mia"), ("generate", "hi", "-a", "mia")),
+        ],
+    )
+    def test_does_what_is_meant(self, cli, server, make_adapter, monkeypatch, typed, ours) -> None:
+        monkeypatch.setenv("LORASRV_SERVER", server.url)
+        assert cli("upload", make_adapter()).out.startswith("registered mia@1  "), "named as its folder"
+        meant = cli(*ours, stdin="hi\n")
+        assert meant.code == 0
+        assert meant.out
+        assert cli(*typed, stdin="hi\n") == meant
+
+    @pytest.mark.parametrize(
+        ("arguments", "says"),
+        [
+            (("serve", "a.gguf", "--model", "b"), "'a.gguf' and --model 'b' are the same option; give one of them"),
+            (("chat", "mia", "--adapter", "tom"), "give the adapter once: mia, or --adapter tom"),
+        ],
+    )
+    def test_given_twice(self, cli, arguments, says: str) -> None:
+        done = cli(*arguments)
+        assert (done.code, done.out, done.err) == (2, "", f"lorasrv: {says}\n")
+
+    def test_rm_of_several(self, cli, server, make_adapter) -> None:
+        to_server = ("--server", server.url)
+        for name in ("Org Mia", "tom"):
+            assert cli("upload", make_adapter(name), *to_server).code == 0
+        done = cli("rm", "org-mia", "nobody", "tom", *to_server)
+        assert (done.code, done.out) == (1, "removed org-mia (1 version)\nremoved tom (1 version)\n")
+        assert done.err == "lorasrv: 1 of 3 were not removed\n  adapter 'nobody' does not exist\n"
+
+
 class TestTalk:
     def test_generate(self, cli, server, engine) -> None:
         done = cli(

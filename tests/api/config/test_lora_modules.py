@@ -6,7 +6,7 @@ import pytest
 
 from adapter_store.registry.records import Change
 from adapter_store.store import AdapterStore
-from api.cli.common.options import spread
+from api.cli.common.command_line import rewritten
 from api.config.lora_module_path import LoraModulePath, parse_modules
 from api.config.lora_modules import ModulesRefused, add_folder, register_modules
 from api.config.settings import ServerSettings
@@ -70,7 +70,7 @@ class TestSpelling:
         ],
     )
     def test_a_list_behind_one_flag(self, given: str, meant: str) -> None:
-        assert spread(given.split()) == meant.split()
+        assert rewritten(given.split()) == meant.split()
 
     def test_through_the_command(self, cli, monkeypatch, tmp_path) -> None:
         seen = []

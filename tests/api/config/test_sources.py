@@ -402,7 +402,12 @@ class TestCommands:
         assert {name for name, one in shown.items() if one["origin"] == "flag"} == {
             *("port", "early_abort", "store", "lora_modules", "api_key")
         }
-        for wrong, says in ((("--prt", 9), "no such option"), (("--port", 70000), "--port: 70000"), (("x",), "x")):
+        assert json.loads(cli(*command, "./base").out)["model"] == {
+            "value": "./base",
+            "origin": "flag",
+            "from": "--model",
+        }
+        for wrong, says in ((("--prt", 9), "no such option"), (("--port", 70000), "--port: 70000"), (("x", "y"), "y")):
             done = cli(*command, *wrong)
             assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
             assert says in done.err

@@ -288,8 +288,7 @@ class TestTree:
     @pytest.mark.parametrize(
         ("arguments", "code", "says"),
         [
-            (["--all", "--id", "x"], 2, "either --id ID"),
-            ([], 2, "either --id ID"),
+            (["--all", "--id", "x"], 2, "--id and --all exclude each other"),
             (["--id", "x", "--dry-run"], 2, "--prefix and --dry-run need --all"),
             (["--id", "x", "--prefix", "y"], 2, "need --all"),
             (["--all"], 2, "is an adapter itself"),

@@ -35,17 +35,19 @@ class TestAtATerminal:
             seen.enter("/base")
             seen.enter("//three")
             seen.until("/three", "tokens/s, stop]\ntiny-base>")
-            seen.enter("/reset")
+            seen.enter("/clear")
             seen.until("history cleared")
-            seen.enter("four")
-            seen.until("four\nHello wörld")
+            seen.enter('"""/four')
+            seen.until("\n...")
+            seen.enter('five"""')
+            seen.until('five"""\nHello wörld')
             seen.enter("/what")
             seen.until("unknown command /what; /help lists the commands")
             seen.enter("/adapter")
             seen.until("give an adapter id: mia")
             seen.enter("/help")
-            seen.until("/quit         quit, as Ctrl-D does")
-            seen.enter("/quit")
+            seen.until("/quit         quit, as /bye and Ctrl-D do")
+            seen.enter("/bye")
             assert seen.end() == 0
         asked = prompts(engine)
         said = asked[1].splitlines()
@@ -54,7 +56,7 @@ class TestAtATerminal:
         assert said[3] == "user:two", "an adapter that is not there changes nothing"
         assert asked[2].splitlines()[4].startswith("assistant:I am ")
         assert asked[2].splitlines()[5] == "user:/three"
-        assert asked[3] == "system:be kind\nuser:four"
+        assert asked[3] == "system:be kind\nuser:/four\nfive"
         assert [bool(added.adapter) for added in engine.added] == [False, True, False, False]
         assert {added.sampling.seed for added in engine.added} == {7}
 

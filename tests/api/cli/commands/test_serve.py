@@ -67,13 +67,19 @@ def test_plain_ready_line(start: Start) -> None:
 
 
 def test_a_stream_does_not_keep_the_server(start: Start) -> None:
-    process = start("--json", "--model", "hanging", "--drain-s", 0.5)
+    """Started as vLLM would be."""
+    process = start("hanging", "--enable-lora", "--max-loras", 4, "--max-lora-rank", 8, "--json", "--drain-s", 0.5)
     url = ready(process)["url"]
     body = {"model": "tiny-base", "prompt": "x", "stream": True}
     with httpx2.stream("POST", url + "/v1/completions", json=body) as response:
         next(response.iter_lines())
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=20) == 0
+        _, err = process.communicate(timeout=20)
+    assert process.returncode == 0
+    assert err.splitlines()[:2] == [
+        "--enable-lora is not needed: adapters are always served",
+        "--max-loras is not needed: a batch may hold any number of adapters",
+    ]
 
 
 @pytest.mark.long

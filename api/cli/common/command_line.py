@@ -1,0 +1,29 @@
+"""Rewrite the command line before it is parsed: lists after one flag, and commands under their names in other tools."""
+
+from collections.abc import Sequence
+
+_LISTS = frozenset({"--lora-modules"})
+_NAMES_ELSEWHERE = {"run": "chat", "ps": "pool", "ls": "list", "version": "--version"}
+
+
+def rewritten(arguments: Sequence[str]) -> list[str]:
+    """Return the arguments as the commands take them: `help serve` is `serve --help`, `ps` is `pool`."""
+    if not arguments:
+        return []
+    first, *rest = arguments
+    if first == "help":
+        return [*rest, "--help"]
+    return _spread([_NAMES_ELSEWHERE.get(first, first), *rest])
+
+
+def _spread(arguments: Sequence[str]) -> list[str]:
+    """Repeat the flag of options that vLLM takes as lists: `--flag a b` becomes `--flag a --flag b`."""
+    given: list[str] = []
+    flag = ""
+    for argument in arguments:
+        if argument.startswith("-"):
+            flag = argument if argument in _LISTS else ""
+            given.append(argument)
+        else:
+            given += [flag, argument] if flag and given[-1] != flag else [argument]
+    return given
