@@ -41,7 +41,7 @@ from marker_served import (
     upload,
     write_served_model,
 )
-from marker_traffic import GONE, Ask, Traffic, Wrong, zipf_odds
+from marker_traffic import GONE, Ask, Traffic, Wrong
 from process_watch import Figures, Held, held_by, slope
 from report import record
 from served import ROOT, Served, serve
@@ -60,7 +60,6 @@ GROWTH_BYTES_PER_HOUR = 48 << 20
 GROWTH_BYTES = 12 << 20
 DONE = "all that was taken was given back, and no answer was wrong"
 BAD_LINE = re.compile(r'Traceback|^(ERROR|CRITICAL)|"level": ?"(error|critical)"')
-ROUTES = ("completions", "chat", "tgi")
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Soak:
         self.rng = random.Random(seed)
         self.ids = [Id(f"m{number:04}") for number in range(adapters)]
         self.order = list(self.ids)
-        self.odds = zipf_odds(adapters)
+        self.odds = m.zipf_odds(adapters)
         self.prefixes = [some_text(self.rng, self.rng.randint(32, 48)) for _ in range(m.TOPICS)]
         self.changes: Counter[str] = Counter()
         self.looks: list[tuple[float, Held]] = []

@@ -3,9 +3,10 @@
 `python tests/support/adapter_page.py` writes them into the page; a test compares.
 """
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
+
+from page_parts import table, with_parts
 
 from adapter_store.formats.adapter_config import FIELD_RULES, INERT_INITS, RESIDUAL_INITS, Decision
 from adapter_store.formats.tensor_names import KNOWN_FORMS, WRAPPER, WRAPPER_PARTS
@@ -13,17 +14,12 @@ from adapter_store.formats.tensor_names import KNOWN_FORMS, WRAPPER, WRAPPER_PAR
 PAGE = Path(__file__).parents[2] / "docs" / "adapters.md"
 
 
-def _table(titles: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [titles, ("---",) * len(titles), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
 def _fields(decision: Decision) -> str:
     rules = sorted((name, rule) for name, rule in FIELD_RULES.items() if rule.decision is decision)
     if decision is Decision.REFUSED:
         rows = ((f"`{name}`", rule.description, rule.remedy) for name, rule in rules)
-        return _table(("field", "why", "what to do"), rows)
-    return _table(("field", "what it does"), ((f"`{name}`", rule.description) for name, rule in rules))
+        return table(("field", "why", "what to do"), rows)
+    return table(("field", "what it does"), ((f"`{name}`", rule.description) for name, rule in rules))
 
 
 def _inits() -> str:
@@ -42,7 +38,7 @@ def _wrappers() -> str:
         ("`lora_A.NAME.weight`", "`NAME.` removed: an in-memory state dict; a file with two names is refused"),
         (f"no `{WRAPPER}`", "prefix added: the inner model was saved instead of the PEFT model"),
     ]
-    return _table(("in the name", "what happens"), rows)
+    return table(("in the name", "what happens"), rows)
 
 
 def _forms() -> str:
@@ -51,7 +47,7 @@ def _forms() -> str:
     for part, code, what in KNOWN_FORMS:
         parts.setdefault((code, what), []).append(f"`{part}`")
     rows = ((", ".join(found), f"`{code}`", what) for (code, what), found in parts.items())
-    return _table(("in the name", "error code", "what it is, and what to do"), rows)
+    return table(("in the name", "error code", "what it is, and what to do"), rows)
 
 
 PARTS: dict[str, Callable[[], str]] = {
@@ -66,14 +62,7 @@ PARTS: dict[str, Callable[[], str]] = {
 
 def up_to_date(page: str) -> str:
     """Return the page with its generated parts replaced."""
-    for name, make in PARTS.items():
-        begin, end = f"<!-- generated: {name} -->", "<!-- end -->"
-        pattern = re.compile(rf"({re.escape(begin)}\n).*?({re.escape(end)})", re.DOTALL)
-        found = pattern.findall(page)
-        assert len(found) == 1, f"the page has {len(found)} parts {name}"
-        text = make().replace("\\", r"\\")
-        page = pattern.sub(rf"\g<1>{text}\n\g<2>", page)
-    return page
+    return with_parts(page, {name: make() for name, make in PARTS.items()})
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from page_parts import table
+
 from api.app import _ROUTES
 from api.errors import _HTTP_CODES, ANSWERS
 from api.schemas.adapters import LoadBody
@@ -39,6 +41,16 @@ Command line: [cli.md](cli.md).
   `usage.lorasrv`. Responses of adapters also have `x-adapter-id`, `x-adapter-version`, `x-adapter-digest` and
   `x-adapter-tier` (where the adapter was found: `resident`, `host` or `disk`).
 """
+DEFAULTS = f"""
+Fields without a default are off. Without `max_tokens`, a plain completion has {DEFAULT_COMPLETION_TOKENS}
+tokens, and a chat or a response of TGI's routes may use the rest of the context.
+"""
+UNSUPPORTED = "These fields are refused, except with the values beside them, which have no effect."
+ERRORS = """
+`{"error": {"message", "type", "param", "code"}}`, where `param` is the field; routes of TGI use TGI's
+format ([tgi.md](tgi.md)). Errors with `Retry-After` may succeed later; permanent ones are not 5xx, or have
+`x-should-retry: false`.
+"""
 FIELDS_OF = {
     "ChatBody": "Chat: `POST /v1/chat/completions`",
     "CompletionBody": "Plain completions: `POST /v1/completions`",
@@ -60,38 +72,30 @@ def page() -> str:
     """Return the whole page."""
     schema = description()
     shapes = schema["components"]["schemas"]
-    lines = [INTRO, "## Routes", "", "| route | does | body |", "|---|---|---|", *_routes(schema["paths"])]
-    lines += ["", "## Fields of a request", ""]
-    lines += [
-        f"Fields without a default are off. Without `max_tokens`, a plain completion has {DEFAULT_COMPLETION_TOKENS}"
-    ]
-    lines += ["tokens, and a chat or a response of TGI's routes may use the rest of the context."]
-    for name, title in FIELDS_OF.items():
-        lines += ["", f"### {title}", "", "| field | type | default |", "|---|---|---|", *_fields(shapes[name], shapes)]
-    for name in sorted(shapes.keys() - FIELDS_OF.keys() - {"Error", "TgiError", "OnCold"}):
-        if shapes[name].get("properties"):
-            lines += [
-                "",
-                f"### {name}",
-                "",
-                "| field | type | default |",
-                "|---|---|---|",
-                *_fields(shapes[name], shapes),
-            ]
-    lines += ["", "### Unsupported fields", ""]
-    lines += ["These fields are refused, except with the values beside them, which have no effect.", ""]
-    lines += ["| field | accepted |", "|---|---|"]
+    others = sorted(shapes.keys() - FIELDS_OF.keys() - {"Error", "TgiError", "OnCold"})
+    titles = FIELDS_OF | {name: name for name in others if shapes[name].get("properties")}
     inside = {f"{kind.__name__}.{name}": v for kind in _OBJECTS for name, v in kind.UNSUPPORTED.items()}
-    lines += [f"| `{name}` | {_values(values)} |" for name, values in sorted({**INERT_VALUES, **inside}.items())]
-    return "\n".join([*lines, "", *_errors()]).rstrip() + "\n"
+    unsupported = ((f"`{name}`", _values(values)) for name, values in sorted({**INERT_VALUES, **inside}.items()))
+    parts = [
+        INTRO,
+        "## Routes",
+        table(("route", "does", "body"), _routes(schema["paths"])),
+        "## Fields of a request",
+        DEFAULTS,
+    ]
+    for name, title in titles.items():
+        parts += [f"### {title}", table(("field", "type", "default"), _fields(shapes[name], shapes))]
+    parts += ["### Unsupported fields", UNSUPPORTED, table(("field", "accepted"), unsupported)]
+    parts += ["## Errors", ERRORS, table(("status", "code", "retried by openai-python"), _errors())]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def _routes(paths: Mapping[str, Json]) -> Iterator[str]:
+def _routes(paths: Mapping[str, Json]) -> Iterator[tuple[str, ...]]:
     for path, methods in paths.items():
         for method, operation in methods.items():
             query = [p["name"] for p in operation.get("parameters", ()) if p["in"] == "query"]
             shown = f"{path}?{'&'.join(query)}" if query else path
-            yield f"| `{method.upper()} {shown}` | {operation['summary']} | {_body(operation)} |"
+            yield f"`{method.upper()} {shown}`", operation["summary"], _body(operation)
 
 
 def _body(operation: Json) -> str:
@@ -101,11 +105,11 @@ def _body(operation: Json) -> str:
     return ""
 
 
-def _fields(shape: Json, shapes: Mapping[str, Json]) -> Iterator[str]:
+def _fields(shape: Json, shapes: Mapping[str, Json]) -> Iterator[tuple[str, ...]]:
     required = shape.get("required", ())
     for name, field in shape["properties"].items():
         default = "required" if name in required else _default(name, field)
-        yield f"| `{name}` | {_type(field, shapes)} | {default} |"
+        yield f"`{name}`", _type(field, shapes), default
 
 
 def _default(name: str, field: Json) -> str:
@@ -148,19 +152,11 @@ def _values(values: tuple[Any, ...]) -> str:
     return " ".join(f"`{one}`" for one in shown)
 
 
-def _errors() -> Iterator[str]:
-    yield "## Errors"
-    yield ""
-    yield '`{"error": {"message", "type", "param", "code"}}`, where `param` is the field; routes of TGI use TGI\'s'
-    yield "format ([tgi.md](tgi.md)). Errors with `Retry-After` may succeed later; permanent ones are not 5xx, or have"
-    yield "`x-should-retry: false`."
-    yield ""
-    yield "| status | code | retried by openai-python |"
-    yield "|---|---|---|"
+def _errors() -> Iterator[tuple[str, ...]]:
     rows = raised_codes() | {(answer.status, answer.code): answer.retry for answer in ANSWERS.values()}
     for status, code in sorted(rows):
         again = (status in (408, 409, 429) or status >= 500) and rows[status, code]
-        yield f"| {status} | `{code}` | {'yes' if again else 'no'} |"
+        yield str(status), f"`{code}`", "yes" if again else "no"
 
 
 def raised_codes() -> dict[tuple[int, str], bool]:

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-WAYS = ("500", "short", "long", "cut", "no done", "error event", "no usage", "no json", "silent", "404 model")
-
 
 class BrokenServer(ThreadingHTTPServer):
     """Answers requests of one token (they measure its tokens) well, and every `every`-th other one in its `way`."""

@@ -6,6 +6,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 import typer
+from page_parts import table
 from typer.main import get_command
 
 from api.cli.main import app
@@ -57,7 +58,7 @@ so that a flag can override the file. Commands that call a server find it by `--
 def page() -> str:
     """Return the whole page."""
     return (
-        "\n".join([INTRO, *(line for path, command in commands() for line in _command(path, command))]).rstrip() + "\n"
+        "\n\n".join([INTRO.strip(), *(part for path, command in commands() for part in _command(path, command))]) + "\n"
     )
 
 
@@ -88,21 +89,11 @@ def plain(text: str) -> str:
 
 
 def _command(path: str, command: Any) -> Iterator[str]:
-    arguments = [param for param in parameters(command) if param.param_type_name == "argument" and not param.hidden]
-    options = [param for param in parameters(command) if param.param_type_name == "option" and not param.hidden]
+    shown = sorted((p for p in parameters(command) if not p.hidden), key=lambda p: p.param_type_name != "argument")
     yield f"## lorasrv {path}"
-    yield ""
     yield re.sub(r"\s+", " ", plain(command.help or "")).strip()
-    yield ""
-    yield "```sh"
-    yield from examples(command)
-    yield "```"
-    yield ""
-    yield "| | |"
-    yield "|---|---|"
-    for param in (*arguments, *options):
-        yield f"| {_name(param)} | {_meaning(param)} |"
-    yield ""
+    yield "\n".join(["```sh", *examples(command), "```"])
+    yield table(("", ""), ((_name(param), _meaning(param)) for param in shown))
 
 
 def _name(param: Any) -> str:

@@ -7,9 +7,7 @@ beginning of its answer, by one of them only, for all of its tokens and all of i
 
 import asyncio
 import json
-import random
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,16 +227,3 @@ def _code(body: dict[str, Any]) -> str:
     """OpenAI's shape, or TGI's, which has no code."""
     error = body.get("error")
     return str(error.get("code")) if isinstance(error, dict) else str(error)
-
-
-def zipf_odds(count: int, exponent: float = 1.1) -> list[float]:
-    """Cumulative weights of ranks 1 to count, for `random.choices`."""
-    total, odds = 0.0, []
-    for rank in range(1, count + 1):
-        total += rank**-exponent
-        odds.append(total)
-    return odds
-
-
-def pick(rng: random.Random, names: list[str], odds: Iterable[float]) -> str:
-    return rng.choices(names, cum_weights=list(odds))[0]

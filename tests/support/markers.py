@@ -25,6 +25,7 @@ layers and modules, and in noise beside the marker.
 """
 
 import contextlib
+import itertools
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -107,6 +108,11 @@ def said_by(token: int) -> Said | None:
 def topic_of(token: int) -> int:
     said = said_by(token)
     return token % TOPICS if said is None else said.topic
+
+
+def zipf_odds(count: int, exponent: float = 1.1) -> list[float]:
+    """Return cumulative weights of ranks 1 to count, for `random.choices`."""
+    return list(itertools.accumulate(rank**-exponent for rank in range(1, count + 1)))
 
 
 # The model.

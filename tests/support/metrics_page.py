@@ -1,11 +1,10 @@
-"""docs/metrics.md, the tables of it written from the collectors: `python tests/support/metrics_page.py`."""
+"""Write the tables of docs/metrics.md from the collectors: `python tests/support/metrics_page.py`."""
 
-import re
-from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+from page_parts import table, with_parts
 from prometheus_client.core import Metric
 
 from api.asgi.limits import no_cuts
@@ -17,13 +16,11 @@ from lorasrv.metrics.engine_stats import EngineMetrics, EngineStats
 from lorasrv.metrics.request_stats import RequestStats
 from lorasrv.metrics.step_stats import StepStats
 
-ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "metrics.md"
-BEGIN, END = "<!-- metrics: {} -->", "<!-- end -->"
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 def metrics_of_a_new_server() -> list[Metric]:
-    """All of them, before anything has happened."""
+    """Return all of them, before anything has happened."""
     engine = SimpleNamespace(
         metrics=EngineMetrics(EngineStats()),
         request_stats=RequestStats(),
@@ -40,39 +37,23 @@ def metrics_of_a_new_server() -> list[Metric]:
     return collected(make_registry(cast(Services, services), HttpFigures()))
 
 
-def tables() -> dict[str, str]:
-    """Those of the page."""
-    kinds: dict[str, list[Metric]] = {"ours": [], "vllm": []}
-    for metric in metrics_of_a_new_server():
-        kinds["vllm" if metric.name.startswith("vllm:") else "ours"].append(metric)
-    return {kind: table(metrics) for kind, metrics in kinds.items()}
-
-
-def table(metrics: Iterable[Metric]) -> str:
-    """A row for each, sorted by name."""
-    rows = sorted(((shown_name(metric), metric) for metric in metrics), key=lambda row: row[0])
-    lines = [f"| `{name}` | {metric.type} | {labels(metric)} | {metric.documentation} |" for name, metric in rows]
-    return "\n".join(["| Name | Kind | Labels | What |", "|---|---|---|---|", *lines])
-
-
 def shown_name(metric: Metric) -> str:
-    """As it stands in /metrics."""
+    """Return the name as it stands in /metrics."""
     return metric.name + {"counter": "_total", "info": "_info"}.get(metric.type, "")
 
 
-def labels(metric: Metric) -> str:
+def fresh(page: str) -> str:
+    """Return the page with these tables in their places."""
+    rows: dict[str, list[tuple[str, ...]]] = {"ours": [], "vllm": []}
+    for metric in sorted(metrics_of_a_new_server(), key=shown_name):
+        kind = "vllm" if metric.name.startswith("vllm:") else "ours"
+        rows[kind].append((f"`{shown_name(metric)}`", metric.type, _labels(metric), metric.documentation))
+    return with_parts(page, {kind: table(("Name", "Kind", "Labels", "What"), rows[kind]) for kind in rows})
+
+
+def _labels(metric: Metric) -> str:
     known = getattr(metric, "_labelnames", ()) or (tuple(metric.samples[0].labels) if metric.type == "info" else ())
     return " ".join(f"`{name}`" for name in known)
-
-
-def fresh(page: str) -> str:
-    """The page with these tables in their places."""
-    for name, text in tables().items():
-        begin = BEGIN.format(name)
-        pattern = re.escape(begin) + r".*?" + re.escape(END)
-        assert re.search(pattern, page, re.DOTALL), f"{PAGE} has no place for {name}: {begin} ... {END}"
-        page = re.sub(pattern, lambda _, new=f"{begin}\n{text}\n{END}": new, page, flags=re.DOTALL)
-    return page
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from typing import Any
 from fake_engine import VOCAB
 
 Row = tuple[dict[str, Any], str | None, tuple[str, ...]]
-SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}}
 CHOICES = ("wait", "reject", "fallback_base")
 NO_TOKENS = (-1, VOCAB, 2**40, 2**70, 1.5, True)

@@ -163,7 +163,7 @@ class Storm:
         self._numbers = itertools.count()
         self._still = 0
         self._popular = self.rng.sample(library.names, len(library.names))
-        self._odds = list(itertools.accumulate(1 / rank**1.1 for rank in range(1, len(self._popular) + 1)))
+        self._odds = m.zipf_odds(len(self._popular))
         self._prefixes = [self._some_tokens(topic, self.rng.randint(32, 48)) for topic in range(m.TOPICS)]
 
     def run(self, tokens: int) -> Tally:

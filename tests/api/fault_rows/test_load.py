@@ -30,7 +30,8 @@ from marker_served import (
     upload,
     write_served_model,
 )
-from marker_traffic import GONE, Ask, Traffic, Wrong, zipf_odds
+from marker_traffic import GONE, Ask, Traffic, Wrong
+from markers import zipf_odds
 from process_watch import Figures, held_by
 from served import Served, serve
 
