@@ -4,15 +4,20 @@
 running requests and the eviction scores are kept here. An adapter without pins that may be read is *evictable*. Its
 score is GDSF's: uses x seconds to reload it / pages, on top of the clock (`GdsfClock`); prefix pages are scored in the
 same unit. The lowest score is evicted first.
+
+The eviction order is kept, not computed: one for each `Need`, so that no search passes over adapters that are spared
+because something needs them.
 """
 
 import heapq
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from enum import IntEnum
 
 from adapter_store.spec import AdapterKey
 from lorasrv.memory.cost_model import GdsfClock
 from lorasrv.memory.page_pool import PagePool
+from lorasrv.sorted_items import SortedItems
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, Run
 
 MAX_COUNTED_USES = 64
@@ -20,9 +25,20 @@ ReloadSeconds = Callable[[AdapterKey, AdapterLayout], float]
 """Estimated seconds to load an adapter again after its eviction."""
 
 
+class Need(IntEnum):
+    """Rank what needs an adapter in the pool, beside running requests."""
+
+    NOTHING = 0
+    # A waiting request or a reservation.
+    WANTED = 1
+    # An operator.
+    PINNED = 2
+
+
 @dataclass(slots=True)
 class _CachedAdapter:
     placed: PlacedAdapter
+    need: Need
     # Running requests that read it.
     pins: int = 0
     # Requests that have pinned it so far, at most `MAX_COUNTED_USES`.
@@ -54,9 +70,9 @@ class AdapterCache:
         self._page_bytes = page_bytes
         self._reload_s = reload_s
         self._adapters: dict[AdapterKey, _CachedAdapter] = {}
-        self._queue: list[tuple[float, AdapterKey]] = []
+        self._evictable: dict[Need, SortedItems[AdapterKey]] = {need: SortedItems() for need in Need}
+        self._evictable_pages = dict.fromkeys(Need, 0)
         self.num_pages = 0
-        self.num_evictable_pages = 0
 
     def __contains__(self, key: AdapterKey) -> bool:
         """Return whether the adapter has pages, filled or not."""
@@ -64,6 +80,11 @@ class AdapterCache:
 
     def __len__(self) -> int:
         return len(self._adapters)
+
+    @property
+    def num_evictable_pages(self) -> int:
+        """Return the number of pages of all evictable adapters."""
+        return sum(self._evictable_pages.values())
 
     def pages_for(self, layout: AdapterLayout) -> int:
         """Return the number of pages that an adapter takes in one run."""
@@ -82,10 +103,13 @@ class AdapterCache:
         """Return the number of pins of every adapter that has any."""
         return {key: adapter.pins for key, adapter in self._adapters.items() if adapter.pins}
 
-    def place(self, key: AdapterKey, layout: AdapterLayout, *, keep_free: int = 0) -> PlacedAdapter | None:
+    def place(
+        self, key: AdapterKey, layout: AdapterLayout, need: Need = Need.NOTHING, *, keep_free: int = 0
+    ) -> PlacedAdapter | None:
         """Take pages for an adapter: one run, else pieces. It is neither evictable nor can it be pinned yet.
 
         Args:
+            need: what needs it now; `set_need` changes that.
             keep_free: pages that must be free afterwards.
         Returns:
             The place; None, and nothing taken, if the free pages do not suffice.
@@ -93,17 +117,28 @@ class AdapterCache:
         assert key not in self._adapters, f"adapter {key} has pages already"
         placed = self._place_in_one(layout, keep_free) or self._place_in_pieces(layout, keep_free)
         if placed is not None:
-            self._adapters[key] = _CachedAdapter(placed)
+            self._adapters[key] = _CachedAdapter(placed, need)
             self.num_pages += placed.num_pages
         return placed
+
+    def set_need(self, key: AdapterKey, need: Need) -> None:
+        """Note what needs an adapter now; do nothing if it has no pages."""
+        adapter = self._adapters.get(key)
+        if adapter is None or adapter.need is need:
+            return
+        is_evictable = adapter.is_evictable
+        if is_evictable:
+            self._protect(key, adapter)
+        adapter.need = need
+        if is_evictable:
+            self._offer(key, adapter)
 
     def pin(self, key: AdapterKey) -> None:
         """Count one more running request that reads the adapter."""
         adapter = self._adapters[key]
         assert adapter.pins or adapter.is_evictable, f"adapter {key} is not resident"
         if adapter.is_evictable:
-            adapter.is_evictable = False
-            self.num_evictable_pages -= adapter.placed.num_pages
+            self._protect(key, adapter)
         adapter.pins += 1
         adapter.uses = min(adapter.uses + 1, MAX_COUNTED_USES)
 
@@ -123,44 +158,37 @@ class AdapterCache:
         pages = adapter.placed.num_pages
         seconds = self._reload_s(key, adapter.placed.layout)
         adapter.score = self.clock.now + max(1, adapter.uses) * seconds / max(1, pages)
-        adapter.is_evictable = True
-        self.num_evictable_pages += pages
-        heapq.heappush(self._queue, (adapter.score, key))
-        if len(self._queue) > 4 * len(self._adapters) + 64:
-            self._queue = [(a.score, k) for k, a in self._adapters.items() if a.is_evictable]
-            heapq.heapify(self._queue)
+        self._offer(key, adapter)
 
     def is_evictable(self, key: AdapterKey) -> bool:
         """Return whether the adapter has filled pages and no pins."""
         adapter = self._adapters.get(key)
         return adapter is not None and adapter.is_evictable
 
-    def lowest(self, is_spared: Callable[[AdapterKey], bool] = lambda _: False) -> tuple[float, AdapterKey] | None:
-        """Return (score, key) of the evictable adapter with the lowest score; None if every one is spared."""
-        passed_over = []
-        found = None
-        while self._queue and found is None:
-            score, key = heapq.heappop(self._queue)
-            adapter = self._adapters.get(key)
-            if adapter is None or not adapter.is_evictable or adapter.score != score:
-                continue  # outdated
-            passed_over.append((score, key))
-            if not is_spared(key):
-                found = (score, key)
-        for entry in passed_over:
-            heapq.heappush(self._queue, entry)
-        return found
+    def lowest(
+        self, most: Need = Need.PINNED, spared: Set[AdapterKey] = frozenset()
+    ) -> tuple[float, AdapterKey] | None:
+        """Return (score, key) of the evictable adapter with the lowest score; None if there is none.
 
-    def num_evictable_pages_of(self, is_meant: Callable[[AdapterKey], bool]) -> int:
-        """Return the number of pages of the evictable adapters that `is_meant` selects."""
-        return sum(a.placed.num_pages for key, a in self._adapters.items() if a.is_evictable and is_meant(key))
+        Args:
+            most: highest need of those to choose from.
+            spared: adapters not to choose.
+        """
+        found = (self._lowest_of(need, spared) for need in Need if need <= most)
+        return min((entry for entry in found if entry is not None), default=None)
+
+    def num_evictable_pages_of(self, most: Need, spared: Set[AdapterKey] = frozenset()) -> int:
+        """Return the number of pages of the evictable adapters that `lowest` chooses from."""
+        pages = sum(self._evictable_pages[need] for need in Need if need <= most)
+        adapters = (a for key in spared if (a := self._adapters.get(key)) is not None)
+        return pages - sum(a.placed.num_pages for a in adapters if a.is_evictable and a.need <= most)
 
     def remove(self, key: AdapterKey) -> None:
         """Free the pages of an adapter without pins."""
         adapter = self._adapters[key]
         assert not adapter.pins, f"adapter {key} is in use"
         if adapter.is_evictable:
-            self.num_evictable_pages -= adapter.placed.num_pages
+            self._protect(key, adapter)
         del self._adapters[key]
         self.num_pages -= adapter.placed.num_pages
         self.pool.release(adapter.placed.pages)
@@ -186,11 +214,32 @@ class AdapterCache:
         evictable = {key: a for key, a in self._adapters.items() if a.is_evictable}
         pages = sum(a.placed.num_pages for a in self._adapters.values())
         assert self.num_pages == pages, "adapter pages do not add up"
-        pages = sum(a.placed.num_pages for a in evictable.values())
-        assert self.num_evictable_pages == pages, "evictable pages do not add up"
+        for need, queue in self._evictable.items():
+            own = {key: a for key, a in evictable.items() if a.need is need}
+            pages = sum(a.placed.num_pages for a in own.values())
+            assert self._evictable_pages[need] == pages, "evictable pages do not add up"
+            assert {queue.rank(key) for key in queue} == {(a.score, key) for key, a in own.items()}, "misfiled"
         assert not any(a.pins for a in evictable.values()), "a pinned adapter is evictable"
-        queued = set(self._queue)
-        assert all((a.score, key) in queued for key, a in evictable.items()), "an evictable adapter is not queued"
+
+    def need(self, key: AdapterKey) -> Need:
+        """Return what needs an adapter that has pages."""
+        return self._adapters[key].need
+
+    def _offer(self, key: AdapterKey, adapter: _CachedAdapter) -> None:
+        """Add an adapter to the eviction order of its need."""
+        adapter.is_evictable = True
+        self._evictable_pages[adapter.need] += adapter.placed.num_pages
+        self._evictable[adapter.need].add(key, (adapter.score, key))
+
+    def _protect(self, key: AdapterKey, adapter: _CachedAdapter) -> None:
+        """Remove an adapter from the eviction order."""
+        adapter.is_evictable = False
+        self._evictable_pages[adapter.need] -= adapter.placed.num_pages
+        self._evictable[adapter.need].remove(key)
+
+    def _lowest_of(self, need: Need, spared: Set[AdapterKey]) -> tuple[float, AdapterKey] | None:
+        key = next((key for key in self._evictable[need] if key not in spared), None)
+        return None if key is None else (self._adapters[key].score, key)
 
     def _place_in_one(self, layout: AdapterLayout, keep_free: int) -> PlacedAdapter | None:
         pages = self.pages_for(layout)

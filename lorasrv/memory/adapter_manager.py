@@ -29,7 +29,7 @@ orders once a step and reports what has finished; a report that was overtaken by
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
@@ -37,7 +37,7 @@ from typing import NamedTuple
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import PARALLEL_LOADS
-from lorasrv.memory.adapter_cache import AdapterCache
+from lorasrv.memory.adapter_cache import AdapterCache, Need
 from lorasrv.memory.cost_model import CostModel
 from lorasrv.memory.prefix_cache import PrefixCache
 from lorasrv.scheduler_output import AdapterOrders
@@ -45,7 +45,6 @@ from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, Ru
 
 MAX_RESERVED = 256
 """Most reservations beside the pinned ones; any client can cause one."""
-Predicate = Callable[[AdapterKey], bool]
 
 
 class AdapterState(StrEnum):
@@ -136,6 +135,8 @@ class AdapterManager:
         self._host_bytes = 0
         self._requests: Counter[AdapterKey] = Counter()
         self._reservations: dict[AdapterKey, _Reservation] = {}
+        # Loads that nothing needed when this was last noted.
+        self._unneeded: dict[AdapterKey, None] = {}
         self._orders = _Orders()
         self._is_host_full = False
         self.num_evictions = 0
@@ -175,6 +176,7 @@ class AdapterManager:
     def add_request(self, key: AdapterKey) -> None:
         """Count one more live request of an adapter."""
         self._requests[key] += 1
+        self._note_need(key)
 
     def remove_request(self, key: AdapterKey) -> None:
         """Count one live request less."""
@@ -182,6 +184,7 @@ class AdapterManager:
         self._requests[key] -= 1
         if not self._requests[key]:
             del self._requests[key]
+            self._note_need(key)
 
     def requests(self) -> dict[AdapterKey, int]:
         """Return the number of live requests of every adapter that has any."""
@@ -193,20 +196,25 @@ class AdapterManager:
         reservation.until_s = max(reservation.until_s, until_s)
         timed = [key for key, r in self._reservations.items() if not r.is_pinned]
         for oldest in timed[: max(0, len(timed) - MAX_RESERVED)]:
-            del self._reservations[oldest]
+            self._drop_reservation(oldest)
+        self._note_need(key)
 
     def pin(self, key: AdapterKey, layout: AdapterLayout) -> None:
         """Prefetch an adapter and keep it in the pool until `unpin`."""
         self._reservations.setdefault(key, _Reservation(layout)).is_pinned = True
+        self._note_need(key)
 
     def unpin(self, key: AdapterKey) -> None:
         """Undo `pin`; a reservation that has not ended stays. Do nothing if the adapter is not pinned."""
         if key in self._reservations:
             self._reservations[key].is_pinned = False
+            self._note_need(key)
 
-    def is_needed(self, key: AdapterKey) -> bool:
-        """Return whether a live request or a reservation needs the adapter."""
-        return key in self._requests or key in self._reservations
+    def need(self, key: AdapterKey) -> Need:
+        """Return what needs the adapter."""
+        if self.is_pinned(key):
+            return Need.PINNED
+        return Need.WANTED if key in self._requests or key in self._reservations else Need.NOTHING
 
     def is_reserved(self, key: AdapterKey) -> bool:
         """Return whether the adapter is to be in the pool even without a request."""
@@ -239,13 +247,16 @@ class AdapterManager:
         self._is_host_full = False
         if self._reservations:
             now = self._clock()
-            self._reservations = {k: r for k, r in self._reservations.items() if r.is_pinned or r.until_s >= now}
+            for key in [k for k, r in self._reservations.items() if not r.is_pinned and r.until_s < now]:
+                self._drop_reservation(key)
 
     def cancel_unneeded(self) -> None:
         """Cancel the loads that neither a request nor a reservation needs any more."""
-        for key in [key for key in self._host_copies if not self.is_needed(key)]:
-            if self._states[key] is not AdapterState.COPYING:
+        for key in self._unneeded:
+            is_begun = self.state(key) in (AdapterState.LOADING, AdapterState.ON_HOST)
+            if is_begun and self.need(key) is Need.NOTHING:
                 self.cancel(key)
+        self._unneeded.clear()
 
     def request_load(self, key: AdapterKey, layout: AdapterLayout) -> None:
         """Begin to load an adapter from disk, if its host bytes fit. Call again in the next step if they did not.
@@ -261,6 +272,7 @@ class AdapterManager:
         self._move(key, "request_load")
         self._host_copies[key] = layout
         self._host_bytes += layout.nbytes
+        self._note_need(key)
         self._orders.loads.append(key)
 
     def on_loaded(self, key: AdapterKey) -> None:
@@ -275,7 +287,7 @@ class AdapterManager:
             The place; None, and nothing changed, if the free pages do not suffice beside `keep_free`.
         """
         self._check(key, "place")
-        placed = self.cache.place(key, self._host_copies[key], keep_free=keep_free)
+        placed = self.cache.place(key, self._host_copies[key], self.need(key), keep_free=keep_free)
         if placed is not None:
             self._move(key, "place")
             self._orders.copies.append((key, placed))
@@ -294,7 +306,7 @@ class AdapterManager:
             self._move(key, "on_failed")
             if key in self.cache:
                 self.cache.remove(key)
-        self._reservations.pop(key, None)
+        self._drop_reservation(key)
 
     def cancel(self, key: AdapterKey) -> None:
         """Stop a load, or give up a host copy that has no pages yet."""
@@ -313,9 +325,10 @@ class AdapterManager:
         if self._prefixes is not None:
             self._prefixes.on_adapter_evicted(key)
 
-    def evict_lowest(self, is_spared: Predicate = lambda _: False) -> bool:
-        """Evict the adapter with the lowest score; return False if none may be evicted."""
-        lowest = self.cache.lowest(is_spared)
+    def evict_lowest(self, most: Need = Need.PINNED, spared: Set[AdapterKey] = frozenset()) -> bool:
+        """Evict the adapter with the lowest score of those that `AdapterCache.lowest` chooses from; return False if
+        there is none."""
+        lowest = self.cache.lowest(most, spared)
         if lowest is None:
             return False
         self.cache.clock.advance(lowest[0])
@@ -368,10 +381,24 @@ class AdapterManager:
         for key in with_pages:
             is_usable = key in pins or self.cache.is_evictable(key)
             assert is_usable == OWNED[states[key]].request_pins, f"adapter {key} is {states[key]} but usable or not"
+            assert self.cache.need(key) is self.need(key), f"adapter {key} is filed under a wrong need"
+        stray = [k for k in self._host_copies if self.need(k) is Need.NOTHING and k not in self._unneeded]
+        assert all(states[key] is AdapterState.COPYING for key in stray), "a load that nothing needs is not noted"
         copies = {key for key, _ in self._orders.copies}
         assert copies <= {k for k, s in states.items() if s is AdapterState.COPYING}, "a copy was ordered in vain"
         loads = set(self._orders.loads)
         assert loads <= {k for k, s in states.items() if s is AdapterState.LOADING}, "a load was ordered in vain"
+
+    def _note_need(self, key: AdapterKey) -> None:
+        """Tell the cache what needs an adapter now; note a load that nothing needs."""
+        need = self.need(key)
+        self.cache.set_need(key, need)
+        if need is Need.NOTHING and key in self._host_copies:
+            self._unneeded[key] = None
+
+    def _drop_reservation(self, key: AdapterKey) -> None:
+        if self._reservations.pop(key, None) is not None:
+            self._note_need(key)
 
     def _check(self, key: AdapterKey, method: str) -> None:
         state = self.state(key)

@@ -18,14 +18,15 @@ steps, after every read of the old places and before any of the new ones.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import IntEnum
 
 import numpy as np
 
 from adapter_store.spec import AdapterKey
-from lorasrv.memory.adapter_manager import AdapterManager, AdapterState, Predicate
+from lorasrv.memory.adapter_cache import Need
+from lorasrv.memory.adapter_manager import AdapterManager, AdapterState
 from lorasrv.memory.kv_cache_manager import KVCacheManager
 from lorasrv.memory.page_pool import PagePool
 from lorasrv.memory.prefix_cache import PrefixCache
@@ -152,24 +153,24 @@ class Evictor:
         self.num_moved_pages = 0
         self._moves: list[CopyPages] = []
 
-    def make_room(self, pages: int, level: EvictionLevel, is_ahead: Predicate = lambda _: False) -> bool:
+    def make_room(self, pages: int, level: EvictionLevel, ahead: Set[AdapterKey] = frozenset()) -> bool:
         """Evict until `pages` pages are free for keys and values.
 
         Args:
-            is_ahead: whether a request further ahead in the queue waits for an adapter.
+            ahead: adapters that requests further ahead in the queue wait for.
         Returns:
             False, and nothing evicted, if this level cannot free so many.
         """
-        return self._make_room(self._pool, pages, level, is_ahead, self._kv_floor())
+        return self._make_room(self._pool, pages, level, ahead, self._kv_floor())
 
-    def can_make_room(self, pages: int, level: EvictionLevel, is_ahead: Predicate = lambda _: False) -> bool:
+    def can_make_room(self, pages: int, level: EvictionLevel, ahead: Set[AdapterKey] = frozenset()) -> bool:
         """Return whether `make_room` would free so many. Evicts nothing."""
         if self._pool.num_free >= pages:
             return True
-        return self._available_pages(self._pool, level, is_ahead, self._kv_floor()) >= pages
+        return self._available_pages(self._pool, level, ahead, self._kv_floor()) >= pages
 
     def place_adapter(
-        self, key: AdapterKey, keep_free: int, level: EvictionLevel, is_ahead: Predicate = lambda _: False
+        self, key: AdapterKey, keep_free: int, level: EvictionLevel, ahead: Set[AdapterKey] = frozenset()
     ) -> PlacedAdapter | None:
         """Find pages for an adapter in host memory and order its copy, evicting and compacting as needed.
 
@@ -182,12 +183,12 @@ class Evictor:
         if pool is not self._pool:
             keep_free = 0
         pages = self._adapters.pages_for(layout)
-        if not self._make_room(pool, pages + keep_free, level, is_ahead, floor=0):
+        if not self._make_room(pool, pages + keep_free, level, ahead, floor=0):
             return None
         placed = self._manager.place(key, keep_free=keep_free)
         if placed is None and self._compact(pages, keep_free):
             placed = self._manager.place(key, keep_free=keep_free)
-        while placed is None and self._evict_one(pool, level, is_ahead, floor=0):
+        while placed is None and self._evict_one(pool, level, ahead, floor=0):
             placed = self._manager.place(key, keep_free=keep_free)
         return placed
 
@@ -195,7 +196,7 @@ class Evictor:
         """Return whether an adapter would have pages enough after evictions. Evicts nothing."""
         pool = self._adapters.pool
         pages = self._adapters.pages_for(layout) + (keep_free if pool is self._pool else 0)
-        return pool.num_free >= pages or self._available_pages(pool, level, lambda _: False, floor=0) >= pages
+        return pool.num_free >= pages or self._available_pages(pool, level, frozenset(), floor=0) >= pages
 
     def take_moves(self) -> list[CopyPages]:
         """Return the page copies that compaction has made necessary since the last call, in order."""
@@ -205,17 +206,17 @@ class Evictor:
     def _kv_floor(self) -> int:
         return self._floor_pages if self._adapters.pool is self._pool else 0
 
-    def _make_room(self, pool: PagePool, pages: int, level: EvictionLevel, is_ahead: Predicate, floor: int) -> bool:
+    def _make_room(self, pool: PagePool, pages: int, level: EvictionLevel, ahead: Set[AdapterKey], floor: int) -> bool:
         if pool.num_free >= pages:
             return True
-        if self._available_pages(pool, level, is_ahead, floor) < pages:
+        if self._available_pages(pool, level, ahead, floor) < pages:
             return False
         while pool.num_free < pages:
-            if not self._evict_one(pool, level, is_ahead, floor):
+            if not self._evict_one(pool, level, ahead, floor):
                 return False
         return True
 
-    def _available_pages(self, pool: PagePool, level: EvictionLevel, is_ahead: Predicate, floor: int) -> int:
+    def _available_pages(self, pool: PagePool, level: EvictionLevel, ahead: Set[AdapterKey], floor: int) -> int:
         """Return the number of pages that are free or that this level may evict."""
         pages = pool.num_free
         if self._prefixes is not None and pool is self._pool:
@@ -225,10 +226,11 @@ class Evictor:
             return pages
         if level is EvictionLevel.RUNNING:
             return pages + adapters.num_evictable_pages
-        evictable = adapters.num_evictable_pages - adapters.num_evictable_pages_of(self._spared(level, is_ahead))
+        most = Need.NOTHING if level is EvictionLevel.PREFETCH else Need.WANTED
+        evictable = adapters.num_evictable_pages_of(most, ahead)
         return pages + max(0, min(evictable, adapters.num_pages - floor))
 
-    def _evict_one(self, pool: PagePool, level: EvictionLevel, is_ahead: Predicate, floor: int) -> bool:
+    def _evict_one(self, pool: PagePool, level: EvictionLevel, ahead: Set[AdapterKey], floor: int) -> bool:
         """Free at least one page; return False if this level may evict nothing more."""
         manager = self._manager
         prefixes = self._prefixes if pool is self._pool else None
@@ -238,28 +240,20 @@ class Evictor:
             return True
         if level is EvictionLevel.PREFETCH or pool is not self._adapters.pool:
             return False
-        if self._adapters.num_pages > floor and manager.evict_lowest(self._spared(level, is_ahead)):
+        if self._adapters.num_pages > floor and manager.evict_lowest(Need.WANTED, ahead):
             return True
         return level is EvictionLevel.RUNNING and (
-            manager.evict_lowest(lambda key: is_ahead(key) or manager.is_pinned(key))
-            or manager.evict_lowest(manager.is_pinned)
-            or manager.evict_lowest()
+            manager.evict_lowest(Need.WANTED, ahead) or manager.evict_lowest(Need.WANTED) or manager.evict_lowest()
         )
 
     def _evict_lowest(self, pool: PagePool, prefixes: PrefixCache | None, floor: int) -> bool:
         """Evict the lowest score of the adapters that nothing needs and of the cached prefix pages."""
         page = math.inf if prefixes is None else prefixes.lowest_score()
         if pool is self._adapters.pool and self._adapters.num_pages > floor:
-            lowest = self._adapters.lowest(self._manager.is_needed)
+            lowest = self._adapters.lowest(Need.NOTHING)
             if lowest is not None and lowest[0] <= page:
-                return self._manager.evict_lowest(self._manager.is_needed)
+                return self._manager.evict_lowest(Need.NOTHING)
         return prefixes is not None and prefixes.evict_lowest()
-
-    def _spared(self, level: EvictionLevel, is_ahead: Predicate) -> Predicate:
-        """Return which adapters this level may not evict."""
-        if level is EvictionLevel.PREFETCH:
-            return self._manager.is_needed
-        return lambda key: is_ahead(key) or self._manager.is_pinned(key)
 
     def _compact(self, pages: int, keep_free: int) -> bool:
         """Move pages so that an adapter of `pages` pages finds one run."""

@@ -4,13 +4,13 @@ One pool for keys, values and adapters; or, for comparison, one that is split in
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions
 from lorasrv.memory.adapter_cache import AdapterCache
-from lorasrv.memory.adapter_manager import AdapterManager, AdapterState, Predicate
+from lorasrv.memory.adapter_manager import AdapterManager, AdapterState
 from lorasrv.memory.cost_model import CostModel, GdsfClock
 from lorasrv.memory.eviction import EvictionLevel, Evictor
 from lorasrv.memory.kv_cache_manager import KVCacheManager, SwapSpace
@@ -138,13 +138,13 @@ class MemoryManager:
         layout: AdapterLayout,
         keep_free: int,
         level: EvictionLevel,
-        is_ahead: Predicate = lambda _: False,
+        ahead: Set[AdapterKey] = frozenset(),
     ) -> bool:
         """Move an adapter one state further towards the pool, unless work on it is under way.
 
         Args:
             keep_free: pages to be left free for keys and values.
-            is_ahead: whether a request further ahead in the queue waits for an adapter.
+            ahead: adapters that requests further ahead in the queue wait for.
         Returns:
             False if it is in host memory and this level frees no pages for it.
         """
@@ -152,7 +152,7 @@ class MemoryManager:
             case AdapterState.ON_DISK:
                 self.adapter_manager.request_load(key, layout)
             case AdapterState.ON_HOST:
-                return self.evictor.place_adapter(key, keep_free, level, is_ahead) is not None
+                return self.evictor.place_adapter(key, keep_free, level, ahead) is not None
         return True
 
     def prefetch_reserved(self, keep_free: int) -> None:

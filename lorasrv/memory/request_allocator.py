@@ -65,7 +65,7 @@ class RequestAllocator:
         """Take the pages that all known tokens of a request need; return False if this level does not free them."""
         rid, computed = request.request_id, request.num_scheduled_tokens
         missing = self._kv.missing_pages(rid, computed, request.num_tokens)
-        if missing and not self._evictor.make_room(missing + keep_free, level, ahead.__contains__):
+        if missing and not self._evictor.make_room(missing + keep_free, level, ahead):
             return False
         copies = self._kv.allocate(rid, computed, request.num_tokens)
         assert copies is not None, "pages were counted before they were taken"
@@ -153,7 +153,7 @@ class RequestAllocator:
         if not growth:
             return True
         missing = self._kv.missing_pages(request.request_id, request.num_computed_tokens, request.num_tokens)
-        return self._evictor.can_make_room(missing + growth, level, ahead.__contains__)
+        return self._evictor.can_make_room(missing + growth, level, ahead)
 
     def _share(self, request: Request, parent: Request | None) -> int:
         """Share the pages of a computed prefix; return its tokens, at most all but the prompt's last, whose logits are

@@ -347,7 +347,7 @@ class StepPlanner:
         layout = request.message.layout
         assert layout is not None, "an adapter's layout is known when its request is admitted"
         pages = self._pages_to_grow() + (state.keep_free if state.blocked else self._pages_to_start(request))
-        is_loading = self._memory.load_adapter(key, layout, pages, level, state.ahead.__contains__)
+        is_loading = self._memory.load_adapter(key, layout, pages, level, state.ahead)
         self._allocator.record_moves()
         return is_loading
 

@@ -31,7 +31,7 @@ from sgmv_kernels.formats.adapter_panels import PlacedAdapter
 
 
 def _evict_pinned(patch: pytest.MonkeyPatch) -> None:
-    def evict_lowest(self: AdapterManager, _: object = None) -> bool:
+    def evict_lowest(self: AdapterManager, *_: object) -> bool:
         for key, _, pins in self.cache.placements():
             if self.is_resident(key):
                 for _ in range(pins):

@@ -27,7 +27,7 @@ def _bring(cache: AdapterCache, key: AdapterKey, rank: int = 16) -> bool:
 
 def _evict(cache: AdapterCache, *spared: AdapterKey) -> bool:
     """As `AdapterManager.evict_lowest`."""
-    lowest = cache.lowest(lambda key: key in spared)
+    lowest = cache.lowest(spared=set(spared))
     if lowest is None:
         return False
     cache.clock.advance(lowest[0])

@@ -20,6 +20,7 @@ from adapter_store.host_cache import HostCache
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions
 from lorasrv.memory import adapter_manager as adapter_tiers
+from lorasrv.memory.adapter_cache import Need
 from lorasrv.memory.adapter_manager import OWNED, TRANSITIONS, AdapterManager, AdapterState
 from lorasrv.memory.eviction import EvictionLevel
 from lorasrv.memory.memory_manager import MemoryManager, PoolLayout
@@ -318,11 +319,11 @@ class AdapterMachine(RuleBasedStateMachine):
             assert kv.allocate(FILLER, 0, pages * kv.page_size) is not None
         gone = {key for key in before if not self.manager.is_resident(key)}
         assert level is EvictionLevel.RUNNING or not gone & spared, "a pinned adapter was evicted"
-        assert level is not EvictionLevel.PREFETCH or not any(map(self.manager.is_needed, gone))
+        assert level is not EvictionLevel.PREFETCH or not any(map(self.manager.need, gone))
 
     @rule()
     def evict(self) -> None:
-        self.manager.evict_lowest(self.manager.is_pinned)
+        self.manager.evict_lowest(Need.WANTED)
 
     @invariant()
     def owners_totals(self) -> None:

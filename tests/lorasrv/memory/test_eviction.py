@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from counted_work import count_instructions
 
 from adapter_store.spec import AdapterKey
 from lorasrv.config import MemoryOptions
@@ -61,7 +62,7 @@ class Pool:
         assert self.books.kv_pool.allocate_singles(self.books.kv_pool.num_free) is not None
 
     def room(self, pages: int, level: EvictionLevel, ahead: frozenset[AdapterKey] = frozenset()) -> bool:
-        return self.books.evictor.make_room(pages, level, ahead.__contains__)
+        return self.books.evictor.make_room(pages, level, ahead)
 
     def left(self) -> tuple[int, int, str]:
         """Return (orphaned prefix pages, cached prefix pages, adapters)."""
@@ -135,6 +136,21 @@ def test_what_each_need_may_take_and_nothing_is_evicted_in_vain(level: EvictionL
     assert not pool.room(most + 1, level, AHEAD)
     assert pool.left() == (2, 3, "abcd")
     assert pool.room(most, level, AHEAD)
+
+
+def _work_beside(num_wanted: int) -> int:
+    """Instructions to make room for cached pages beside so many idle adapters that waiting requests want."""
+    pool = Pool(num_wanted * SIZE + 40)
+    for number in range(num_wanted):
+        key = AdapterKey(f"{number:064x}")
+        pool.adapter(key)
+        pool.manager.add_request(key)
+    pool.prefix(40, None)
+    return count_instructions(lambda: pool.room(16, EvictionLevel.ADMIT))
+
+
+def test_making_room_does_not_walk_over_idle_adapters() -> None:
+    assert _work_beside(400) < 1.2 * _work_beside(20)
 
 
 def test_a_burst_of_kv_stops_at_the_floor_but_a_running_request_does_not() -> None:
