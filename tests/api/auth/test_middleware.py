@@ -17,11 +17,11 @@ from typer.main import get_command
 
 from adapter_store.errors import StoreUnusable
 from api.app import _ROUTES
-from api.auth import key_cache as ring_module
+from api.auth import key_cache
 from api.auth.key_cache import KeyCache
 from api.auth.key_store import KeyStore
 from api.auth.middleware import AuthMiddleware
-from api.auth.principal import ANYBODY, NOBODY, KeyLimits, Scope, caller_of
+from api.auth.principal import ANYBODY, NOBODY, Caller, KeyLimits, Scope, caller_of
 from api.auth.scopes import NEEDS, needed, needs_no_key
 from api.cli.common.options import client_key
 from api.cli.main import app as command_line
@@ -36,10 +36,8 @@ OPEN = [(m, p) for m, p in ROUTES if m in ("GET", "HEAD") and re.fullmatch(r"/|/
 
 def filled(template: str) -> str:
     """A path of a route."""
-    template = template.replace(":path}", "}")
-    for name, value in {"digest": "00", "file_id": "file-1", "batch_id": "batch_1", "name": "mia"}.items():
-        template = template.replace("{" + name + "}", value)
-    return template.replace("{reference}", "mia").replace("{adapter_id}", "mia")
+    values = {"digest": "00", "file_id": "file-1", "batch_id": "batch_1"}
+    return re.sub(r"{(\w+)(:path)?}", lambda found: values.get(found[1], "mia"), template)
 
 
 PATHS = sorted({filled(path) for _, path in ROUTES})
@@ -48,14 +46,16 @@ PATHS = sorted({filled(path) for _, path in ROUTES})
 @pytest.fixture
 def secrets_(store) -> dict[Scope, str]:
     """A key of each scope."""
-    book = KeyStore(store.root)
-    return {scope: book.create(f"only-{scope}", frozenset({scope}))[1] for scope in Scope}
+    keys = KeyStore(store.root)
+    return {scope: keys.create(f"only-{scope}", frozenset({scope}))[1] for scope in Scope}
 
 
-def ask(server: Any, method: str, path: str, key: str | None = None, **headers: str) -> httpx2.Response:
+def ask(
+    server: Any, method: str, path: str, key: str | None = None, body: Any = None, **headers: str
+) -> httpx2.Response:
     if key is not None:
         headers["authorization"] = f"Bearer {key}"
-    return server.http.request(method, path, headers=headers)
+    return server.http.request(method, path, headers=headers, **({} if body is None else {"json": body}))
 
 
 def refused(answer: httpx2.Response, path: str) -> bool:
@@ -107,20 +107,13 @@ class TestSweep:
     @pytest.mark.parametrize(
         "header",
         [
-            *(
-                "Bearer lorasrv-" + "x" * 43,
-                "Bearer",
-                "Basic {key}",
-                "{key}",
-                "Bearer {key}x",
-                "Bearer x{key}",
-            ),
+            *("Bearer lorasrv-" + "x" * 43, "Bearer", "Basic {key}", "{key}", "Bearer {key}x", "Bearer x{key}"),
             *("Bearer {key} {key}", "Bearer {KEY}", "Token {key}", "Bearer,{key}"),
         ],
     )
     def test_a_wrong_key(self, closed, secrets_, header: str) -> None:
         key = secrets_[Scope.ADMIN]
-        sent = header.replace("{key}", key).replace("{KEY}", key.upper())
+        sent = header.format(key=key, KEY=key.upper())
         for method, path in (("GET", "/v1/models"), ("POST", "/generate"), ("GET", "/metrics"), ("GET", "/nowhere")):
             answer = ask(closed, method, path, authorization=sent)
             assert refused(answer, path)
@@ -140,12 +133,10 @@ class TestSweep:
 
     @pytest.mark.parametrize("name", ["x-api-key", "api-key"])
     def test_a_key_in_another_header(self, closed, secrets_, name: str) -> None:
-        answer = ask(closed, "GET", "/v1/models", **{name: secrets_[Scope.ADMIN]})
-        assert refused(answer, "/v1/models")
+        assert refused(ask(closed, "GET", "/v1/models", **{name: secrets_[Scope.ADMIN]}), "/v1/models")
 
     @pytest.mark.parametrize("scope", list(Scope))
-    def test_each_scope(self, closed, secrets_, scope: Scope) -> None:
-        """It may do what the table says, and is told what it lacks for the rest."""
+    def test_each_scope_may_do_what_the_table_says(self, closed, secrets_, scope: Scope) -> None:
         for method, path in ROUTES:
             answer = ask(closed, method, filled(path), secrets_[scope])
             needs = NEEDS.get((method, path))
@@ -162,8 +153,7 @@ class TestSweep:
         assert ask(closed, "HEAD", "/metrics", secrets_[Scope.INFER]).status_code == 403
         assert ask(closed, "HEAD", "/metrics", secrets_[Scope.ADMIN]).status_code in (200, 405)
 
-    def test_a_refusal_knows_whose_key_it_was(self, closed, secrets_) -> None:
-        """For the log and the figures of keys."""
+    def test_a_refused_key_is_in_the_metrics(self, closed, secrets_) -> None:
         assert ask(closed, "GET", "/metrics", secrets_[Scope.INFER]).status_code == 403
         told = ask(closed, "GET", "/metrics", secrets_[Scope.ADMIN]).text
         assert 'lorasrv_key_requests_total{key="only-infer"} 1.0' in told
@@ -173,42 +163,36 @@ class TestSweep:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ("/generate", {"inputs": "x"}),
     ])  # fmt: skip
-    def test_only_administrators_go_before_everybody(self, closed, engine, secrets_, path: str, body: Any) -> None:
+    def test_only_admin_may_lower_the_priority_below_0(self, closed, engine, secrets_, path: str, body: Any) -> None:
         def status(scope: Scope, priority: int) -> int:
             wanted = {"parameters": {"priority": priority}} if "inputs" in body else {"priority": priority}
-            headers = {"authorization": f"Bearer {secrets_[scope]}"}
-            sent = {"model": "tiny-base", **body, **wanted}
-            return closed.http.post(path, json=sent, headers=headers).status_code
+            return ask(closed, "POST", path, secrets_[scope], {"model": "tiny-base", **body, **wanted}).status_code
 
-        engine.tokenizer = SimpleNamespace(
-            encode=lambda text, **_: list(text.encode()), special_ids=frozenset(), token=str
-        )
+        encode = lambda text, **_: list(text.encode())  # noqa: E731
+        engine.tokenizer = SimpleNamespace(encode=encode, special_ids=frozenset(), token=str)
         assert status(Scope.INFER, -1) == 403
         assert engine.added == []
         assert [status(Scope.INFER, 0), status(Scope.INFER, 5), status(Scope.ADMIN, -1)] == [200] * 3
         assert [added.priority for added in engine.added] == [0, 5, -1]
 
     def test_nothing_reaches_the_engine(self, closed, engine, secrets_) -> None:
-        assert closed.chat().status_code == closed.complete().status_code == 401
-        closed.http.headers["authorization"] = f"Bearer {secrets_[Scope.UPLOAD]}"
-        try:
-            assert closed.chat().status_code == 403
-        finally:
-            del closed.http.headers["authorization"]
+        for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": []})):
+            for key, status in ((None, 401), (secrets_[Scope.UPLOAD], 403)):
+                assert ask(closed, "POST", path, key, {"model": "tiny-base", **body}).status_code == status
         assert engine.added == []
 
 
 class TestClosing:
     def test_at_once_in_a_running_server(self, server, store) -> None:
         assert ask(server, "GET", "/metrics").status_code == 200
-        book = KeyStore(store.root)
-        _, infer = book.create("alice", frozenset({Scope.INFER}))
+        keys = KeyStore(store.root)
+        _, infer = keys.create("alice", frozenset({Scope.INFER}))
         assert ask(server, "GET", "/metrics").status_code == 401
         assert ask(server, "GET", "/v1/models", infer).status_code == 200
-        book.revoke("alice")
+        keys.revoke("alice")
         answer = ask(server, "GET", "/v1/models", infer)
         assert (answer.status_code, answer.json()["error"]["message"]) == (401, "this key is revoked")
-        assert ask(server, "GET", "/metrics").status_code == 401, "closed it stays"
+        assert ask(server, "GET", "/metrics").status_code == 401, "revoking the last key does not open it again"
 
     def test_the_operators_own_key(self, make_server, store) -> None:
         server = make_server(api_key="s3cret-key")
@@ -222,15 +206,15 @@ class TestClosing:
         server = make_server(host="0.0.0.0", insecure=True)
         assert ask(server, "GET", "/v1/models").status_code == 401
 
-    def test_other_machines_are_not_served_without(self, make_server) -> None:
-        """`serve` would not have started; if its keys were taken away since, nobody comes in."""
+    def test_another_address_without_keys_is_closed(self, make_server) -> None:
+        """`serve` would not have started; its keys may have been taken away since."""
         assert ask(make_server(host="0.0.0.0"), "GET", "/v1/models").status_code == 401
 
-    def test_a_book_that_cannot_be_read(self, server, store, secrets_, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_key_store_that_cannot_be_read(self, server, store, secrets_, monkeypatch: pytest.MonkeyPatch) -> None:
         def fail(_: object) -> int:
             raise StoreUnusable("disk I/O error in /srv")
 
-        monkeypatch.setattr(ring_module, "STALE_S", -1.0)
+        monkeypatch.setattr(key_cache, "STALE_S", -1.0)
         monkeypatch.setattr(KeyStore, "changes", fail)
         answer = ask(server, "GET", "/v1/models", secrets_[Scope.ADMIN])
         assert (answer.status_code, answer.headers["retry-after"]) == (503, "10")
@@ -289,37 +273,33 @@ class TestRoutes:
             elif path not in ("/openapi.json",) and asked != "HEAD" and not path.endswith("/stats"):
                 assert needed(asked, path) is None
 
-    def test_who_asks_is_known_to_the_route(self, store) -> None:
-        book = KeyStore(store.root)
-        ring = KeyCache(store.root)
+    def test_a_route_knows_its_caller(self, store) -> None:
+        keys, cache = KeyStore(store.root), KeyCache(store.root)
         shared = {"of": "the server"}
         seen: list[dict[str, Any]] = []
+        answers: list[Any] = []
 
         async def app(scope: Any, *_: object) -> None:
             seen.append(scope)
 
-        def come(path: str, key: str = "", kind: str = "http") -> None:
-            headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
-            scope = {"type": kind, "method": "GET", "path": path, "headers": headers, "query_string": b""}
-            asyncio.run(AuthMiddleware(app, ring)({**scope, "state": shared}, None, sent))  # type: ignore[arg-type]
-
-        answers: list[Any] = []
-
-        async def sent(message: Any) -> None:
+        async def send(message: Any) -> None:
             answers.append(message)
 
-        come("/v1/models")
-        _, secret = book.create("alice", frozenset({Scope.INFER}), ("mia*",), KeyLimits(max_concurrent=3))
-        come("/v1/models", secret)
-        come("/health", secret)
-        callers = [caller_of(scope) for scope in seen]
-        assert callers[0] is ANYBODY
-        assert (callers[1].principal, callers[1].adapters) == ("alice", ("mia*",))
-        assert callers[1].limits.max_concurrent == 3
-        assert callers[2] is NOBODY, "what is open to all knows nobody"
+        def request(path: str, key: str = "", kind: str = "http") -> None:
+            headers = [(b"authorization", f"Bearer {key}".encode())] if key else []
+            scope = {"type": kind, "method": "GET", "path": path, "headers": headers, "query_string": b""}
+            asyncio.run(AuthMiddleware(app, cache)({**scope, "state": shared}, None, send))
+
+        request("/v1/models")
+        limits = KeyLimits(max_concurrent=3)
+        _, secret = keys.create("alice", frozenset({Scope.INFER}), ("mia*",), limits)
+        request("/v1/models", secret)
+        request("/health", secret)
+        alice = Caller("alice", frozenset({Scope.INFER}), ("mia*",), limits)
+        assert [caller_of(scope) for scope in seen] == [ANYBODY, alice, NOBODY], "an open route knows no caller"
         assert shared == {"of": "the server"}
         assert all(scope["state"]["of"] == "the server" for scope in seen)
-        come("/v1/models", secret, kind="websocket")
+        request("/v1/models", secret, kind="websocket")
         assert (len(seen), answers) == (3, [{"type": "websocket.close", "code": 1008}])
 
 
@@ -342,47 +322,41 @@ class TestCommandLine:
 
         assert list(lacking(get_command(command_line))) == []
 
-    def test_none(self, cli, server, key: str) -> None:
+    def test_no_key(self, cli, server, key: str) -> None:
         says = "lorasrv: the server requires an API key: give one with --api-key or LORASRV_API_KEY\n"
         for command in (["list"], ["pool"], ["generate", "hi"], ["show", "mia"], ["top", "--once"], ["rm", "mia"]):
             done = cli(*command, "--server", server.url)
             assert (done.code, done.out, done.err) == (1, "", says), command
 
-    def test_a_wrong_one(self, cli, server, key: str) -> None:
-        done = cli("list", "--server", server.url, "--api-key", "lorasrv-wrong")
-        says = (
-            "the server refuses the API key: this key is not known here; give another with --api-key or LORASRV_API_KEY"
-        )
-        assert (done.code, done.err) == (1, f"lorasrv: {says}\n")
+    def test_a_wrong_key_and_one_without_the_scope(self, cli, server, secrets_) -> None:
+        wrong = "this key is not known here; give another with --api-key or LORASRV_API_KEY"
+        for command, key, says in (
+            ("list", "lorasrv-wrong", f"the server refuses the API key: {wrong}"),
+            ("pool", secrets_[Scope.INFER], "this needs a key of scope admin; yours has infer"),
+        ):
+            done = cli(command, "--server", server.url, "--api-key", key)
+            assert (done.code, done.err) == (1, f"lorasrv: {says}\n")
         assert cli("list", "--server", server.url).code == 1, "the flag was for that command alone"
 
-    def test_one_of_too_little(self, cli, server, secrets_) -> None:
-        done = cli("pool", "--server", server.url, "--api-key", secrets_[Scope.INFER])
-        assert (done.code, done.err) == (1, "lorasrv: this needs a key of scope admin; yours has infer\n")
-
     @pytest.mark.parametrize("where", ["flag", "environment", "file", "file of serve"])
-    def test_the_right_one(self, cli, server, key: str, where: str, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_right_key(self, cli, server, key: str, where: str, tmp_path, monkeypatch) -> None:
         if where == "environment":
             monkeypatch.setenv("LORASRV_API_KEY", key)
         if where.startswith("file"):
             (tmp_path / "c.toml").write_text(f'{"[client]" if where == "file" else ""}\napi_key = "{key}"\n')
             monkeypatch.setenv("LORASRV_CONFIG", str(tmp_path / "c.toml"))
         flags = ["--api-key", key] if where == "flag" else []
-        for command in (["list"], ["pool"], ["generate", "hi"], ["top", "--once", "--json"]):
+        body = {"model": "tiny-base", "prompt": "hi"}
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
+        (tmp_path / "in.jsonl").write_text(json.dumps(line))
+        batch = ["batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl"]
+        for command in (["list"], ["pool"], ["generate", "hi"], ["top", "--once", "--json"], batch):
             done = cli(*command, "--server", server.url, *flags)
             assert done.code == 0, done.err
             assert key not in done.out + done.err
 
-    def test_the_servers_own_goes_to_no_other_machine(self, tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_servers_own_key_goes_to_no_other_machine(self, tmp_path, monkeypatch) -> None:
         (tmp_path / "c.toml").write_text('api_key = "s3cret-key"\n')
         monkeypatch.setenv("LORASRV_CONFIG", str(tmp_path / "c.toml"))
         assert client_key("http://127.0.0.1:8000") == client_key("http://[::1]:8000/") == "s3cret-key"
         assert client_key("https://models.example") is client_key("http://127.0.0.1.models.example") is None
-
-    def test_batch(self, cli, server, key: str, tmp_path) -> None:
-        body = {"model": "tiny-base", "prompt": "hi"}
-        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
-        (tmp_path / "in.jsonl").write_text(json.dumps(line) + "\n")
-        done = cli("batch", tmp_path / "in.jsonl", tmp_path / "out.jsonl", "--server", server.url, "--api-key", key)
-        assert done.code == 0, done.err
-        assert json.loads((tmp_path / "out.jsonl").read_text())["response"]["status_code"] == 200

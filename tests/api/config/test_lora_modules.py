@@ -1,5 +1,6 @@
 """--lora-modules: its spellings, and what a start registers, refuses and repeats."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,6 @@ from adapter_store.store import AdapterStore
 from api.cli.common.command_line import rewritten
 from api.config.lora_module_path import LoraModulePath, parse_modules
 from api.config.lora_modules import ModulesRefused, add_folder, register_modules
-from api.config.settings import ServerSettings
-from api.config.sources import Sources
 
 MIA, TOM = LoraModulePath("mia", Path("/a/mia")), LoraModulePath("tom", Path("b=c/tom"))
 
@@ -53,11 +52,6 @@ class TestSpelling:
         with pytest.raises(ValueError, match=says):
             parse_modules(value)
 
-    def test_settings_and_environment(self, monkeypatch) -> None:
-        assert ServerSettings(lora_modules=["mia=/a/mia"]).lora_modules == (MIA,)
-        monkeypatch.setenv("LORASRV_LORA_MODULES", "mia=/a/mia tom=b=c/tom")
-        assert Sources.gather().settings().lora_modules == (MIA, TOM)
-
     @pytest.mark.parametrize(
         ("given", "meant"),
         [
@@ -72,113 +66,109 @@ class TestSpelling:
     def test_a_list_behind_one_flag(self, given: str, meant: str) -> None:
         assert rewritten(given.split()) == meant.split()
 
-    def test_through_the_command(self, cli, monkeypatch, tmp_path) -> None:
+    def test_through_the_command(self, cli, monkeypatch) -> None:
         seen = []
         monkeypatch.setattr("api.server.run", lambda settings, *_: seen.append(settings))
-        assert cli("serve", "--lora-modules", "mia=/a/mia", "tom=b=c/tom", "--lora-import-root", tmp_path).code == 0
-        assert (seen[0].lora_modules, seen[0].lora_import_root) == ((MIA, TOM), tmp_path.resolve())
-        assert not seen[0].accept_base_change
-        assert cli("serve", "--accept-base-change").code == 0
-        assert seen[1].accept_base_change
-        wrong = cli("serve", "--lora-modules", "mia")
-        assert (wrong.code, wrong.err.count("\n")) == (2, 1)
-        assert wrong.err.startswith("lorasrv: --lora-modules: 'mia' is neither name=path")
+        assert cli("serve", "--lora-modules", "mia=/a/mia", "tom=b=c/tom").code == 0
+        assert seen[0].lora_modules == (MIA, TOM)
 
     @pytest.mark.parametrize(
-        ("root", "says"), [("nowhere", "is not a folder"), ("/", "is the root of the file system")]
+        ("option", "value", "says"),
+        [
+            ("modules", "mia", "'mia' is neither name=path"),
+            ("import-root", "nowhere", "is not a folder"),
+            ("import-root", "/", "is the root of the file system"),
+        ],
     )
-    def test_a_wrong_import_root(self, cli, tmp_path, root: str, says: str) -> None:
-        done = cli("serve", "--lora-import-root", tmp_path / root)
+    def test_a_wrong_flag_is_one_line(self, cli, option: str, value: str, says: str) -> None:
+        done = cli("serve", f"--lora-{option}", value)
         assert (done.code, done.err.count("\n")) == (2, 1)
-        assert done.err.startswith("lorasrv: --lora-import-root: ")
+        assert done.err.startswith(f"lorasrv: --lora-{option}: ")
         assert says in done.err
 
 
 class TestRegistering:
-    @staticmethod
-    def register(store: AdapterStore, *modules: tuple[str, Path]) -> list[float]:
-        told: list[float] = []
-        register_modules(store, [LoraModulePath(*module) for module in modules], lambda _, share: told.append(share))
-        return told
+    @pytest.fixture
+    def register(self, store: AdapterStore) -> Callable[..., list[float]]:
+        """register(name=folder, ...) -> the progress that was told."""
 
-    def test_the_same_again_is_the_same_version(self, store: AdapterStore, make_adapter, tmp_path: Path) -> None:
-        mia, tom = make_adapter("mia"), make_adapter("tom", seed=1)
+        def run(**modules: Path) -> list[float]:
+            told: list[float] = []
+            paths = [LoraModulePath(name, path) for name, path in modules.items()]
+            register_modules(store, paths, lambda _, share: told.append(share))
+            return told
+
+        return run
+
+    def test_the_same_again_is_the_same_version(self, store, register, make_adapter) -> None:
+        folders = {"mia": make_adapter("mia"), "tom": make_adapter("tom", seed=1)}
         for _ in range(2):
-            assert self.register(store, ("mia", mia), ("tom", tom)) == [0.0, 0.5, 1.0]
+            assert register(**folders) == [0.0, 0.5, 1.0]
             assert [store.resolve(name).version for name in ("mia", "tom")] == [1, 1]
         make_adapter("mia", seed=2)
-        self.register(store, ("mia", mia))
+        register(mia=folders["mia"])
         assert store.resolve("mia").version == 2
-        assert self.register(store) == []
+        assert register() == []
 
-    def test_a_restart_undoes_nothing(self, store: AdapterStore, make_adapter, caplog) -> None:
-        """What was uploaded since, or rolled back to, is what answers; a folder that changed is new all the same."""
-        mia = make_adapter("mia")
-        self.register(store, ("mia", mia))
-        other = make_adapter("other", seed=2)
+    def test_a_restart_undoes_nothing(self, store, register, make_adapter, caplog) -> None:
+        """A later upload or rollback stays the current version; a folder that changed becomes a new one."""
+        mia, other = make_adapter("mia"), make_adapter("other", seed=2)
+        register(mia=mia)
         add_folder(store, other, "mia")
-        self.register(store, ("mia", mia))
+        register(mia=mia)
         assert store.resolve("mia").version == 2
         assert "the folder is mia@1; mia@2, which is newer or was selected, stays the current version" in caplog.text
         store.change("mia", Change(version=1))
-        self.register(store, ("mia", other))
+        register(mia=other)
         assert store.resolve("mia").version == 1
         assert "the folder is mia@2; mia@1, which is newer or was selected, stays" in caplog.text
         caplog.clear()
-        self.register(store, ("mia", mia))
+        register(mia=mia)
         assert caplog.text == ""
         make_adapter("mia", lora_alpha=9)
-        self.register(store, ("mia", mia))
+        register(mia=mia)
         assert store.resolve("mia").version == 3
-        # Asked for at run time it is what is wanted now.
-        assert add_folder(store, other, "mia").ref.version == store.resolve("mia").version == 2
+        assert add_folder(store, other, "mia").ref.version == store.resolve("mia").version == 2, "at run time it is"
 
-    def test_whoever_saved_it(self, store: AdapterStore, make_adapter, as_mlx) -> None:
+    def test_folders_of_peft_and_mlx_and_one_level_below(self, store, register, make_adapter, as_mlx) -> None:
         mia, nested = make_adapter("mia"), make_adapter("outer/poet", seed=1).parent
         mlx = as_mlx(mia)
         for _ in range(2):
-            self.register(store, ("mia", mia), ("mlx", mlx), ("nested", nested))
+            register(mia=mia, mlx=mlx, nested=nested)
             assert [store.resolve(name).version for name in ("mia", "mlx", "nested")] == [1, 1, 1]
         ours, theirs = (store.load(store.resolve(name).key) for name in ("mia", "mlx"))
         assert all((ours[site].a == theirs[site].a).all() for site in ours)
         assert {ours[site].scaling for site in ours} == {theirs[site].scaling for site in theirs}
 
-    def test_what_is_there_is_not_copied_but_repaired(
-        self, store: AdapterStore, make_adapter, tmp_path: Path, monkeypatch
-    ) -> None:
+    def test_known_weights_are_not_copied_but_repaired(self, store, register, make_adapter, monkeypatch) -> None:
         mia = make_adapter()
-        self.register(store, ("mia", mia))
+        register(mia=mia)
         opened = []
         open_blob = store.open_blob
         monkeypatch.setattr(store, "open_blob", lambda *a: opened.append(a) or open_blob(*a))
-        self.register(store, ("mia", mia), ("other", mia))
+        register(mia=mia, other=mia)
         assert opened == []
-        [blob] = (tmp_path / "store" / "blobs" / "sha256").iterdir()
-        for place in (-1, 0, 20):
+        [blob] = (store.root / "blobs" / "sha256").iterdir()
+        for count, place in enumerate((-1, 0, 20), 1):
             data = bytearray(blob.read_bytes())
             data[place] ^= 1
             blob.write_bytes(data)
-            opened.clear()
-            self.register(store, ("mia", mia))
-            assert len(opened) == 1
+            register(mia=mia)
+            assert len(opened) == count
             assert blob.read_bytes() == (mia / "adapter_model.safetensors").read_bytes()
 
-    def test_every_refused_one_is_named_with_its_reason(self, store: AdapterStore, make_adapter, tmp_path) -> None:
+    def test_every_refused_module_is_named_with_its_reason(self, store, register, make_adapter, tmp_path) -> None:
         good, dora = make_adapter("good"), make_adapter("dora", use_dora=True, seed=1)
         with pytest.raises(ModulesRefused, match="--lora-modules: refused: dora, Big, gone, tiny-base") as caught:
-            self.register(
-                store, ("dora", dora), ("good", good), ("Big", good), ("gone", tmp_path / "gone"), ("tiny-base", good)
-            )
+            register(**{"dora": dora, "good": good, "Big": good, "gone": tmp_path / "gone", "tiny-base": good})
         first, *others = caught.value.reasons
         assert first.startswith("dora: use_dora: ")
         assert [line.split(": ")[0] for line in others] == ["Big", "gone", "tiny-base"]
         assert "try 'big'" in others[0]
         assert [record.adapter_id for record in store.list_adapters()] == ["good"]
 
-    def test_warnings_of_the_base(self, store: AdapterStore, make_adapter, caplog) -> None:
-        mia = make_adapter()
-        register_modules(store, [LoraModulePath("mia", mia, "someone/else")], lambda *_: None)
-        assert "base_model_name 'someone/else' is not the served base model, 'tiny-base'" in caplog.text
-        caplog.clear()
-        register_modules(store, [LoraModulePath("mia", mia, "tiny-base")], lambda *_: None)
-        assert caplog.text == ""
+    @pytest.mark.parametrize("base", ["someone/else", "tiny-base"])
+    def test_another_base_is_warned_of(self, store, make_adapter, caplog, base: str) -> None:
+        register_modules(store, [LoraModulePath("mia", make_adapter(), base)], lambda *_: None)
+        warning = "base_model_name 'someone/else' is not the served base model, 'tiny-base'"
+        assert (warning in caplog.text) if base == "someone/else" else (caplog.text == "")
