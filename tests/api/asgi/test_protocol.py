@@ -32,10 +32,11 @@ BOUNDS = ConnectionLimits(
 )
 MAX_HELD = 9 << 20
 LARGE = b"0123456789" * 400_000
+MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 class App:
-    """Says how long a body was; never reads it; or speaks until nobody listens. `gone`: what became of requests."""
+    """An application of a method a path; `gone`: what became of requests."""
 
     def __init__(self) -> None:
         self.gone: list[str] = []
@@ -47,7 +48,7 @@ class App:
                 await receive()
                 await send({"type": f"lifespan.{phase}.complete"})
             return
-        await getattr(self, scope["path"].rpartition("/")[2], self.unread)(scope, receive, send)
+        await getattr(self, scope["path"].rpartition("/")[2])(scope, receive, send)
 
     async def length(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -72,24 +73,22 @@ class App:
         await JSONResponse({"unread": True}, 404)(scope, receive, send)
 
     async def endless(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def stream() -> None:
+            while True:
+                await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
+                await asyncio.sleep(0)
+
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        sending = asyncio.create_task(self._speak(send))
+        sending = asyncio.create_task(stream())
         while (await receive())["type"] != "http.disconnect":
             pass
         sending.cancel()
-        self.gone.append("speaking")
-
-    async def _speak(self, send: Send) -> None:
-        while True:
-            await send({"type": "http.response.body", "body": b"x" * 1000, "more_body": True})
-            await asyncio.sleep(0)
+        self.gone.append("streaming")
 
 
 @pytest.fixture(scope="module")
 def edge() -> Iterator[SimpleNamespace]:
-    listener = bind("127.0.0.1", 0)
-    app = App()
-    cuts = no_cuts()
+    listener, app, cuts = bind("127.0.0.1", 0), App(), no_cuts()
     layers = ResponseLimitMiddleware(BodyLimitMiddleware(app, MAX_HELD))
     config = uvicorn.Config(layers, http=bounded(BOUNDS, cuts), ws="none", log_config=None)
     server = uvicorn.Server(config)
@@ -115,25 +114,29 @@ def _all_gone(edge: SimpleNamespace, eventually: Callable[..., None]) -> Iterato
     eventually(lambda: not edge.state.connections and not edge.state.tasks, 20)
 
 
+def exchange(edge: SimpleNamespace, *sent: bytes, pause_s: float = 0.0) -> tuple[int, dict[str, str], Any]:
+    """Send this on a new connection; return the one answer before the server closes it."""
+    with RawClient(edge.port) as client:
+        return client.send(*sent, pause_s=pause_s).answer()
+
+
 class TestTime:
-    def test_who_says_nothing_is_let_go(self, edge) -> None:
+    def test_a_silent_connection_is_closed(self, edge) -> None:
         with RawClient(edge.port) as client:
             assert client.read() == b""
 
     @pytest.mark.parametrize("begin", [b"GET / HT", b"GET / HTTP/1.1\r\nHost: x\r\n"])
     def test_half_a_head(self, edge, begin: bytes) -> None:
-        with RawClient(edge.port) as client:
-            status, headers, body = client.send(begin).answer()
+        status, headers, body = exchange(edge, begin)
         assert (status, headers["connection"], body["error"]["code"]) == (408, "close", "header_timeout")
         assert edge.cuts == {"header_timeout": 1}
 
-    def test_a_head_in_drops(self, edge) -> None:
-        """No drop puts off the end."""
+    def test_bytes_now_and_then_do_not_prolong_a_head(self, edge) -> None:
         with RawClient(edge.port) as client:
             client.send(b"GET / HTTP/1.1\r\n").drip(pause_s=0.05, drop=b"A: b\r\n")
             assert client.answer()[0] == 408
 
-    def test_a_body_that_stops_and_one_in_drops(self, edge, eventually) -> None:
+    def test_a_body_that_stops_and_one_that_drips(self, edge, eventually) -> None:
         for drips in (False, True):
             with RawClient(edge.port) as client:
                 client.send(head_of("/length", "Content-Length: 100000"))
@@ -145,39 +148,38 @@ class TestTime:
         eventually(lambda: edge.app.gone == ["reading"] * 2)
         assert edge.cuts == {"body_timeout": 2}
 
-    def test_a_slow_body_that_gets_on_is_heard_out(self, edge) -> None:
-        parts = [b"x" * 400] * 8
+    def test_a_slow_body_that_advances_is_read(self, edge) -> None:
         with RawClient(edge.port) as client:
             client.send(head_of("/length", "Content-Length: 3200", "Connection: close"))
-            client.send(*parts, pause_s=0.1)
+            client.send(*[b"x" * 400] * 8, pause_s=0.1)
             assert client.read().endswith(b"\r\n\r\n3200")
 
-    def test_an_idle_connection_is_let_go_and_may_be_used_until_then(self, edge) -> None:
-        with RawClient(edge.port) as client:
-            for _ in range(2):
-                client.send(head_of("/length", method="GET")).read_until(b"\r\n\r\n0")
-            assert client.read() == b""
-        with RawClient(edge.port) as client:
-            client.send(head_of("/length", method="GET")).read_until(b"\r\n\r\n0")
-            status, _, body = client.send(b"GET / HT").answer()
-            assert (status, body["error"]["code"]) == (408, "header_timeout")
+    def test_an_idle_connection_may_be_used_until_it_is_closed(self, edge) -> None:
+        for begin in (b"", b"GET / HT"):
+            with RawClient(edge.port) as client:
+                for _ in range(2):
+                    client.send(head_of("/length", method="GET")).read_until(b"\r\n\r\n0")
+                if begin:
+                    status, _, body = client.send(begin).answer()
+                    assert (status, body["error"]["code"]) == (408, "header_timeout")
+                else:
+                    assert client.read() == b""
 
 
 class TestReaders:
-    def test_who_never_reads_is_cut_off(self, edge, eventually) -> None:
+    def test_a_client_that_never_reads_is_disconnected(self, edge, eventually) -> None:
         with RawClient(edge.port, buffer=4096) as client:
             client.send(head_of("/endless", method="GET"))
-            eventually(lambda: edge.app.gone == ["speaking"])
+            eventually(lambda: edge.app.gone == ["streaming"])
             assert edge.cuts == {"slow_reader": 1}
             with pytest.raises(ConnectionResetError):
                 client.read()
 
-    def test_who_reads_slowly_is_not(self, edge) -> None:
+    def test_a_client_that_reads_slowly_is_not(self, edge) -> None:
         with RawClient(edge.port, buffer=4096) as client:
             client.send(head_of("/endless", method="GET"))
             for _ in range(8):
                 assert len(client.read(30_000)) == 30_000
-                client.send(pause_s=0)
                 threading.Event().wait(0.1)
             assert edge.app.gone == []
             assert not edge.cuts
@@ -198,69 +200,66 @@ class TestReaders:
         assert edge.http.head("/large").headers["content-length"] == str(len(LARGE))
 
 
+def scope_of(name: str | None, **fields: Any) -> Scope:
+    """The scope of a request of this key, or of none."""
+    caller = ANYBODY if name is None else Caller(name, frozenset())
+    return {"type": "http", "method": "POST", "path": "/x", "headers": [], "state": {"caller": caller}, **fields}
+
+
 class TestLargeAnswers:
-    """Where what is sent stays with whoever does not read."""
+    """Answers that their clients do not read."""
 
-    def test_all_together_are_bounded_and_one_key_has_half(self) -> None:
-        most = 10 * LARGE_BYTES
-
+    async def test_all_together_are_bounded_and_one_key_has_half(self) -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await PlainTextResponse(b"x" * scope["size"])(scope, receive, send)
 
-        async def scenario() -> None:
-            bounds, read = ResponseLimitMiddleware(app, most), asyncio.Event()
+        most = 10 * LARGE_BYTES
+        bounds, read, half = ResponseLimitMiddleware(app, most), asyncio.Event(), most // 2
 
-            async def ask(name: str | None, size: int, *, reads: bool = True) -> tuple[int, int]:
-                async def send(message: dict[str, Any]) -> None:
-                    if not reads:
-                        await read.wait()
-                    sent.append(message)
+        async def ask(name: str | None, size: int, *, reads: bool = True) -> tuple[int, int]:
+            async def send(message: Message) -> None:
+                if not reads:
+                    await read.wait()
+                sent.append(message)
 
-                sent: list[dict[str, Any]] = []
-                caller = ANYBODY if name is None else Caller(name, frozenset())
-                scope = {"type": "http", "method": "GET", "path": "/x", "headers": [], "state": {"caller": caller}}
-                await bounds(scope | {"size": size}, None, send)
-                assert [m.get("more_body", False) for m in sent[1:]] == [True] * (len(sent) - 2) + [False]
-                return sent[0]["status"], sum(len(m["body"]) for m in sent[1:])
+            sent: list[Message] = []
+            await bounds(scope_of(name, size=size), None, send)
+            assert [m.get("more_body", False) for m in sent[1:]] == [True] * (len(sent) - 2) + [False]
+            return sent[0]["status"], sum(len(m["body"]) for m in sent[1:])
 
-            half = most // 2
-            slow = [asyncio.create_task(ask("ann", half, reads=False))]
-            await asyncio.sleep(0)
-            assert (await ask("ann", LARGE_BYTES + 1))[0] == 503
-            assert await ask("ann", LARGE_BYTES) == (200, LARGE_BYTES), "small ones are not counted"
-            assert await ask("bob", half) == (200, half)
-            assert (await ask("bob", half + 1))[0] == 503
-            read.set()
-            assert await asyncio.gather(*slow) == [(200, half)]
-            assert await ask(None, 2 * most) == (200, 2 * most), "alone, an answer may be larger than all may be"
-            assert not bounds._unsent_by
+        slow = asyncio.create_task(ask("ann", half, reads=False))
+        await asyncio.sleep(0)
+        assert (await ask("ann", LARGE_BYTES + 1))[0] == 503
+        assert await ask("ann", LARGE_BYTES) == (200, LARGE_BYTES), "small ones are not counted"
+        assert await ask("bob", half) == (200, half)
+        assert (await ask("bob", half + 1))[0] == 503
+        read.set()
+        assert await slow == (200, half)
+        assert await ask(None, 2 * most) == (200, 2 * most), "alone, an answer may be larger than all may be"
+        assert not bounds._unsent_by
 
-        asyncio.run(asyncio.wait_for(scenario(), 10))
-
-    def test_what_is_read_as_it_is_sent_is_not_counted(self) -> None:
+    async def test_what_is_read_as_it_is_sent_is_not_counted(self) -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
-            size = 3 * LARGE_BYTES
-            headers = [(b"content-length", str(size).encode())]
+            headers = [(b"content-length", str(3 * LARGE_BYTES).encode())]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             for left in (2, 1, 0):
                 assert not bounds._unsent_by
                 await send({"type": "http.response.body", "body": b"x" * LARGE_BYTES, "more_body": bool(left)})
 
-        async def send(message: dict[str, Any]) -> None:
+        async def send(message: Message) -> None:
             sent.append(message)
 
         bounds, sent = ResponseLimitMiddleware(app, 1), []
-        asyncio.run(bounds({"type": "http", "method": "GET", "path": "/x", "headers": []}, None, send))
+        await bounds(scope_of(None), None, send)
         assert sent[0]["status"] == 200
         assert sum(len(message.get("body", b"")) for message in sent) == 3 * LARGE_BYTES
 
 
-class TestNumbers:
-    def test_connections_above_the_bound_are_told_so(self, edge, eventually) -> None:
+class TestHeads:
+    def test_connections_above_the_bound_are_refused(self, edge, eventually) -> None:
         clients = [RawClient(edge.port).send(b"GET ") for _ in range(BOUNDS.max_connections)]
         eventually(lambda: len(edge.state.connections) == BOUNDS.max_connections)
-        with RawClient(edge.port) as client:
-            status, headers, body = client.send(head_of("/length", method="GET")).answer()
+        status, headers, body = exchange(edge, head_of("/length", method="GET"))
         assert (status, headers["retry-after"]) == (503, "1")
         assert (body["error"]["code"], body["error"]["type"]) == ("too_many_connections", "server_error")
         assert edge.cuts == {"too_many_connections": 1}
@@ -271,14 +270,11 @@ class TestNumbers:
 
     @pytest.mark.parametrize("pause_s", [0.0, 0.01])
     def test_a_long_head(self, edge, pause_s: float) -> None:
-        line = b"A: " + b"b" * 4000 + b"\r\n"
-        fits = [line] * 4
+        begin, line = b"GET /length HTTP/1.1\r\nHost: x\r\nConnection: close\r\n", b"A: " + b"b" * 4000 + b"\r\n"
         with RawClient(edge.port) as client:
-            client.send(b"GET /length HTTP/1.1\r\nHost: x\r\nConnection: close\r\n", *fits, b"\r\n", pause_s=pause_s)
+            client.send(begin, *[line] * 4, b"\r\n", pause_s=pause_s)
             assert client.read().endswith(b"\r\n\r\n0")
-        with RawClient(edge.port) as client:
-            client.send(b"GET /length HTTP/1.1\r\nHost: x\r\n", *fits, line, pause_s=pause_s)
-            status, _, body = client.answer()
+        status, _, body = exchange(edge, begin, *[line] * 5, pause_s=pause_s)
         assert (status, body["error"]["code"]) == (431, "headers_too_large")
         assert edge.cuts == {"headers_too_large": 1}
         assert str(MAX_HEAD_BYTES) in body["error"]["message"]
@@ -286,35 +282,32 @@ class TestNumbers:
     @pytest.mark.parametrize(
         "sent", [b"\x16\x03\x01\x02\r\n\r\n", head_of("/length", "Transfer-Encoding: chunked") + b"zz\r\n"]
     )
-    def test_what_is_no_http(self, edge, sent: bytes) -> None:
-        with RawClient(edge.port) as client:
-            status, _, body = client.send(sent).answer()
+    def test_other_protocols(self, edge, sent: bytes) -> None:
+        status, _, body = exchange(edge, sent)
         assert (status, body["error"]["code"]) == (400, "invalid_http")
         assert edge.cuts == {"invalid_http": 1}
 
 
 class TestBodies:
-    def test_an_ordinary_client_reads_why_its_body_is_refused(self, edge) -> None:
-        """Also while it is still sending what nobody will read."""
+    def test_a_client_that_is_still_sending_reads_why_its_body_is_refused(self, edge) -> None:
         for body in (b" " * (3 * MAX_JSON_BYTES), pieces(3 * MAX_JSON_BYTES)):
             answer = edge.http.post("/length", content=body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
             assert str(MAX_JSON_BYTES) in answer.json()["error"]["message"]
 
-    def test_a_body_that_nobody_wants_is_dropped_and_the_connection_goes_on(self, edge) -> None:
-        answer = edge.http.post("/unread", content=b" " * MAX_JSON_BYTES)
-        assert answer.status_code == 404
+    def test_an_unread_body_is_dropped_and_the_connection_stays(self, edge) -> None:
+        assert edge.http.post("/unread", content=b" " * MAX_JSON_BYTES).status_code == 404
         with RawClient(edge.port) as client:
             client.send(head_of("/unread", "Content-Length: 200000")).read_until(b"}")
             client.send(b" " * 200_000, head_of("/length", method="GET")).read_until(b"\r\n\r\n0")
 
-    def test_the_rest_of_a_body_in_drops_ends(self, edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_unread_body_that_drips_ends(self, edge, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("api.asgi.protocol.LINGER_S", 0.3)
         with RawClient(edge.port) as client:
             client.send(head_of("/unread", "Content-Length: 200000")).read_until(b"}")
             client.drip(pause_s=0.05)
 
-    def test_an_endless_rest_ends(self, edge, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_endless_unread_body_ends(self, edge, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("api.asgi.protocol.LINGER_BYTES", 1 << 20)
         for path in ("/unread", "/length"):
             with RawClient(edge.port) as client:
@@ -323,15 +316,15 @@ class TestBodies:
                     client.send(*[b" " * (1 << 16)] * 200)
 
     @pytest.mark.parametrize("method", ["GET", "HEAD", "DELETE", "OPTIONS"])
-    def test_bodies_that_have_no_use(self, edge, method: str) -> None:
+    def test_bodies_of_methods_without_one(self, edge, method: str) -> None:
         assert edge.http.request(method, "/length", content=b" " * MAX_BARE_BYTES).status_code == 200
         assert edge.http.request(method, "/length", content=b" " * (MAX_BARE_BYTES + 1)).status_code == 413
 
     @pytest.mark.parametrize(("method", "path"), [("PUT", "/v1/blobs/length"), ("POST", "/length")])
-    def test_only_files_are_as_long_as_they_say(self, edge, method: str, path: str) -> None:
+    def test_only_uploads_may_be_long_and_only_with_their_length(self, edge, method: str, path: str) -> None:
         answer = edge.http.request(method, path, content=b" " * (MAX_JSON_BYTES + 1))
-        assert (answer.status_code, answer.text) == (200, str(MAX_JSON_BYTES + 1)) or method == "POST"
         assert answer.status_code == (413 if method == "POST" else 200)
+        assert answer.text == str(MAX_JSON_BYTES + 1) or method == "POST"
         unsaid = edge.http.request(method, path, content=pieces(1 << 16))
         assert unsaid.status_code == (413 if method == "PUT" else 200)
 
@@ -351,48 +344,43 @@ class TestBodies:
         first.join(20)
         assert edge.http.post("/length", content=b" " * MAX_JSON_BYTES).status_code == 200
 
-    def test_one_key_leaves_room_for_others(self) -> None:
-        """Who sends slowly holds what it has sent for long."""
-
+    async def test_one_key_leaves_room_for_others(self) -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             while (await receive())["more_body"]:
                 pass
             await PlainTextResponse("whole")(scope, receive, send)
 
-        async def scenario() -> None:
-            edge, end = BodyLimitMiddleware(app, 1000), asyncio.Event()
+        edge, end = BodyLimitMiddleware(app, 1000), asyncio.Event()
 
-            async def ask(name: str | None, *sizes: int) -> int | str:
-                async def receive() -> dict[str, object]:
-                    if not left:
-                        await end.wait()
-                    size = left.pop(0) if left else 0
-                    return {"type": "http.request", "body": b"x" * size, "more_body": bool(size)}
+        async def ask(name: str | None, *sizes: int) -> int:
+            """The status for a body in pieces of these sizes, which ends with one of 0."""
 
-                async def send(message: dict[str, object]) -> None:
-                    sent.append(message.get("status"))
+            async def receive() -> Message:
+                if not left:
+                    await end.wait()
+                size = left.pop(0) if left else 0
+                return {"type": "http.request", "body": b"x" * size, "more_body": bool(size)}
 
-                left, sent = list(sizes), []
-                caller = ANYBODY if name is None else Caller(name, frozenset())
-                scope = {"type": "http", "method": "POST", "path": "/x", "headers": [], "state": {"caller": caller}}
-                try:
-                    await edge(scope, receive, send)
-                except HTTPException as error:
-                    return error.status_code
-                return sent[0]
+            async def send(message: Message) -> None:
+                sent.append(message.get("status"))
 
-            slow = [asyncio.create_task(ask("ann", 200)) for _ in range(2)]
-            await asyncio.sleep(0)
-            assert await ask("ann", 200) == 503
-            assert await ask("bob", 500, 0) == 200
-            assert await ask("bob", 501, 0) == 503
-            assert await ask(None, 600, 0) == 200, "there is nobody to share with where there are no keys"
-            assert await ask(None, 601, 0) == 503
-            end.set()
-            assert await asyncio.gather(*slow) == [200, 200]
-            assert not edge._held_by
+            left, sent = list(sizes), []
+            try:
+                await edge(scope_of(name), receive, send)
+            except HTTPException as error:
+                return error.status_code
+            return sent[0]
 
-        asyncio.run(asyncio.wait_for(scenario(), 5))
+        slow = [asyncio.create_task(ask("ann", 200)) for _ in range(2)]
+        await asyncio.sleep(0)
+        assert await ask("ann", 200) == 503
+        assert await ask("bob", 500, 0) == 200
+        assert await ask("bob", 501, 0) == 503
+        assert await ask(None, 600, 0) == 200, "without keys there is nobody to share with"
+        assert await ask(None, 601, 0) == 503
+        end.set()
+        assert await asyncio.gather(*slow) == [200, 200]
+        assert not edge._held_by
 
     def test_a_million_values(self) -> None:
         most = b"[" + b",".join([b"0"] * (MAX_VALUES - 1)) + b"]"
@@ -402,27 +390,25 @@ class TestBodies:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate", "/generate_stream"])
-def test_nothing_is_compiled_for_who_has_left(server, engine, eventually, monkeypatch, path: str) -> None:
+def test_a_disconnect_cancels_the_compilation_of_a_grammar(server, engine, eventually, monkeypatch, path: str) -> None:
     seen: list[str] = []
 
-    async def compile_for_ever(*_: object) -> None:
+    async def compile_(*_: object) -> None:
         seen.append("begun")
         try:
             await asyncio.Event().wait()
         finally:
             seen.append("ended")
 
-    monkeypatch.setattr(engine.grammars, "compile", compile_for_ever)
+    monkeypatch.setattr(engine.grammars, "compile", compile_)
     monkeypatch.setattr(engine, "tokenizer", SimpleNamespace(encode=lambda text: list(text.encode())))
-    grammar = {"type": "regex", "value": "a+"}
-    body = {"inputs": "hi", "parameters": {"grammar": grammar}}
+    body = {"inputs": "hi", "parameters": {"grammar": {"type": "regex", "value": "a+"}}}
     if path.startswith("/v1"):
-        asked = {"prompt": "hi"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "hi"}]}
-        body = {"model": "tiny-base", "guided_regex": "a+", **asked}
+        body = {"model": "tiny-base", "guided_regex": "a+", "prompt": "hi", "messages": MESSAGES}
+        del body["messages" if path == "/v1/completions" else "prompt"]
     with RawClient(server.port) as client:
         client.send(json_request(path, **body))
-        eventually(lambda: seen)
-        assert seen == ["begun"]
+        eventually(lambda: seen == ["begun"])
     eventually(lambda: seen == ["begun", "ended"])
     assert engine.added == []
 
@@ -434,21 +420,19 @@ def test_every_route_reads_its_body_strictly() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
-def test_a_full_queue_is_told_before_anything_is_looked_at(server, engine, monkeypatch, path: str) -> None:
+def test_a_full_queue_refuses_before_anything_of_the_body_is_checked(server, engine, monkeypatch, path: str) -> None:
     def full(principal: str) -> None:
         assert principal == ANYBODY.principal
         raise EngineOverloaded("4 requests are queued already, and 4 may be", retry_after_s=7.2)
 
     monkeypatch.setattr(engine, "check_admission", full)
     monkeypatch.setattr(engine, "chat_template", None)
-    body = {"model": "tiny-base", "prompt": "x", "messages": [{"role": "user", "content": "x"}], "inputs": "x"}
-    answer = server.http.post(path, json=body)
+    answer = server.http.post(path, json={"model": "tiny-base", "prompt": "x", "messages": MESSAGES, "inputs": "x"})
     assert (answer.status_code, answer.headers["retry-after"]) == (429, "8")
     assert "4 may be" in answer.text
 
 
-def test_the_applications_own_answers_go_in_pieces(server, dispatcher) -> None:
-    """The layer is in its place: a large page of the server's own is in no one message."""
+async def test_the_applications_own_answers_go_in_pieces(server, dispatcher) -> None:
     whole = server.http.get("/openapi.json").content
     assert len(whole) > LARGE_BYTES
     sent: list[Message] = []
@@ -459,10 +443,11 @@ def test_the_applications_own_answers_go_in_pieces(server, dispatcher) -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
+    address, path = ("127.0.0.1", server.port), "/openapi.json"
     headers = [(b"host", f"127.0.0.1:{server.port}".encode())]
-    scope = {"type": "http", "method": "GET", "path": "/openapi.json", "raw_path": b"/openapi.json", "headers": headers}
-    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": "", "client": ("127.0.0.1", 1)}
-    asyncio.run(dispatcher[0].app(scope | {"server": ("127.0.0.1", server.port)}, receive, send))
-    pieces_sent = [message["body"] for message in sent[1:]]
-    assert b"".join(pieces_sent) == whole
-    assert max(map(len, pieces_sent)) < LARGE_BYTES
+    scope = {"type": "http", "method": "GET", "path": path, "raw_path": path.encode(), "headers": headers}
+    scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": ""}
+    await dispatcher[0].app(scope | {"client": address, "server": address}, receive, send)
+    bodies = [message["body"] for message in sent[1:]]
+    assert b"".join(bodies) == whole
+    assert max(map(len, bodies)) < LARGE_BYTES
