@@ -1,4 +1,4 @@
-"""Pages of /v1/adapters and /v1/models: complete by default, each page behind the one before."""
+"""Pages of /v1/adapters and /v1/models: complete by default, each continues the one before."""
 
 from typing import Any
 
@@ -37,12 +37,13 @@ def test_pages(full, route: str, first: list[str]) -> None:
 def test_search(full) -> None:
     assert ids(full, "adapters", search="B") == ["b1", "b2"]
     assert ids(full, "adapters", search="1", after="a1") == ["b1", "c1"]
+    assert ids(full, "models", search="1", after="a1", limit=1) == ["b1"]
     assert ids(full, "adapters", search="tiny") == []
     assert ids(full, "models", search="tiny") == ["tiny-base"]
     assert ids(full, "models", search="2") == ["a2", "b2"]
 
 
-def test_an_id_that_has_gone_is_no_end(full) -> None:
+def test_a_page_after_an_id_that_is_gone(full) -> None:
     full.http.delete("/v1/adapters/b1")
     for route in ("adapters", "models"):
         assert ids(full, route, after="b1") == ["b2", "c1"]

@@ -40,10 +40,8 @@ class TestWhole:
 
     def test_completion(self, server) -> None:
         choices = server.complete(n=2, max_tokens=5).json()["choices"]
-        assert [(c["index"], c["text"], c["finish_reason"]) for c in choices] == [
-            (0, "Hello", "stop"),
-            (1, "wörld", "length"),
-        ]
+        told = [(c["index"], c["text"], c["finish_reason"]) for c in choices]
+        assert told == [(0, "Hello", "stop"), (1, "wörld", "length")]
 
     def test_the_prompt_counts_once(self, server, engine) -> None:
         engine.script = say(*TEXTS, cached=4)
@@ -54,12 +52,18 @@ class TestWhole:
         assert usage["prompt_tokens_details"] == {"cached_tokens": 4}, "what the choices share among them is no cache"
         assert usage["lorasrv"]["preemptions"] == 0 + 1 + 2
 
-    @pytest.mark.parametrize("n", [1, None])
-    def test_one(self, server, engine, n: int | None) -> None:
-        assert [c["message"]["content"] for c in server.chat(n=n).json()["choices"]] == ["Hello"]
-        assert engine.added[0].count == 1
+    @pytest.mark.parametrize(("n", "count"), [(1, 1), (None, 1), (8, 8)])
+    def test_counts(self, server, engine, n: int | None, count: int) -> None:
+        engine.script = say("Hello")
+        assert [c["message"]["content"] for c in server.chat(n=n).json()["choices"]] == ["Hello"] * count
+        assert engine.added[0].count == count
 
-    def test_one_that_breaks_off_fails_the_answer(self, server, engine, eventually) -> None:
+    @pytest.mark.parametrize(("n", "best_of"), [(None, 1), (1, 1), (2, 2), (2, None)])
+    def test_best_of_n_is_no_selection(self, server, n: int | None, best_of: int | None) -> None:
+        for stream in (False, True):
+            assert server.complete(n=n, best_of=best_of, stream=stream).status_code == 200
+
+    def test_one_that_ends_with_an_error_fails_the_answer(self, server, engine, eventually) -> None:
         engine.script = say(*TEXTS, error="no numbers", choice=2)
         response = server.chat(n=3)
         assert (response.status_code, response.json()["error"]["message"]) == (500, "no numbers")
@@ -88,20 +92,11 @@ class TestStreamed:
         assert len({chunk["id"] for chunk in chunks}) == 1
 
     def test_completion(self, server) -> None:
-        choices = by_index(events(server.complete(n=2, stream=True, max_tokens=100)))
-        assert {index: "".join(c["text"] for c in pieces) for index, pieces in choices.items()} == {
-            0: TEXTS[0],
-            1: TEXTS[1],
-        }
-
-    def test_choices_take_turns(self, server) -> None:
         chunks = events(server.complete(n=2, stream=True, max_tokens=100))
+        texts = {i: "".join(c["text"] for c in pieces) for i, pieces in by_index(chunks).items()}
+        assert texts == {0: TEXTS[0], 1: TEXTS[1]}
         order = [chunk["choices"][0]["index"] for chunk in chunks]
-        assert order != sorted(order)
         assert order.index(1) < len(TEXTS[0]), "the second does not wait for the first one's end"
-
-    def test_the_end_of_one_is_not_the_end_of_others(self, server) -> None:
-        chunks = events(server.complete(n=2, stream=True, max_tokens=100))
         ended = [(c["choices"][0]["index"], c["choices"][0]["finish_reason"]) for c in chunks]
         assert [pair for pair in ended if pair[1]] == [(0, "stop"), (1, "stop")]
         assert len(ended) - ended.index((0, "stop")) > len(TEXTS[1]) - len(TEXTS[0])
@@ -119,7 +114,7 @@ class TestStreamed:
         assert all("choices" in chunk for chunk in before)
         eventually(lambda: engine.aborted == [f"{engine.added[0].id}#1"])
 
-    def test_a_choice_that_breaks_off_is_an_event(self, server, engine) -> None:
+    def test_a_choice_that_ends_with_an_error_is_an_event(self, server, engine) -> None:
         engine.script = say(*TEXTS, error="no numbers", choice=0)
         *before, last = events(server.chat(n=2, stream=True))
         assert last["error"]["message"] == "no numbers"
@@ -130,7 +125,7 @@ class TestStreamed:
         response = server.chat(n=2, stream=True)
         assert (response.status_code, response.json()["error"]["code"]) == (503, "adapter_load_failed")
 
-    def test_one_that_hangs_holds_up_nobody(self, server, engine, eventually) -> None:
+    def test_a_choice_that_hangs_delays_no_other(self, server, engine, eventually) -> None:
         engine.breaks(2, HANG, choice=0)
         with server.leaving(n=2, stream=True) as connection:
             received = connection.read_until(b'"finish_reason":"length"')
@@ -161,17 +156,6 @@ class TestDisconnects:
         eventually(lambda: len(engine.aborted) == 2)
 
 
-class TestRefusals:
-    def test_as_many_as_allowed(self, server, engine) -> None:
-        engine.script = say("a")
-        assert len(server.chat(n=8).json()["choices"]) == 8
-
-    @pytest.mark.parametrize(("n", "best_of"), [(None, 1), (1, 1), (2, 2), (2, None)])
-    def test_best_of_as_many_is_no_choice(self, server, n: int | None, best_of: int | None) -> None:
-        for stream in (False, True):
-            assert server.complete(n=n, best_of=best_of, stream=stream).status_code == 200
-
-
 class Endless:
     """A stream that always has one more output, and counts how many were taken."""
 
@@ -188,40 +172,31 @@ class Endless:
         self.closed = True
 
 
-class TestChoices:
-    def test_it_reads_little_ahead_and_leaves_nothing_running(self) -> None:
-        async def scenario() -> None:
-            streams = [Endless(), Endless()]
-            choices = ChoiceStream(streams)
-            await choices.wait_for_first()
-            assert (await anext(choices))[0] == 0
-            for _ in range(100):
-                await asyncio.sleep(0)
-            assert all(1 <= stream.taken <= 4 for stream in streams)
-            await choices.aclose()
-            assert all(stream.closed for stream in streams)
-            assert asyncio.all_tasks() == {asyncio.current_task()}
-
-        asyncio.run(scenario())
-
-    def test_what_was_waited_for_stays(self) -> None:
-        async def scenario() -> None:
-            choices = ChoiceStream([Endless()])
-            await choices.wait_for_first()
-            assert [(await anext(choices))[1].num_generated_tokens for _ in range(3)] == [1, 2, 3]
-            await choices.aclose()
-
-        asyncio.run(scenario())
-
-    def test_cancelled_while_closing_every_stream_is_closed_all_the_same(self) -> None:
-        async def scenario() -> None:
-            streams = [Endless(), Endless()]
-            choices = ChoiceStream(streams)
-            await choices.wait_for_first()
-            closing = asyncio.create_task(choices.aclose())
+class TestChoiceStream:
+    async def test_it_reads_little_ahead_and_leaves_nothing_running(self) -> None:
+        streams = [Endless(), Endless()]
+        choices = ChoiceStream(streams)
+        await choices.wait_for_first()
+        assert (await anext(choices))[0] == 0
+        for _ in range(100):
             await asyncio.sleep(0)
-            closing.cancel()
-            await asyncio.gather(closing, return_exceptions=True)
-            assert all(stream.closed for stream in streams)
+        assert all(1 <= stream.taken <= 4 for stream in streams)
+        await choices.aclose()
+        assert all(stream.closed for stream in streams)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
-        asyncio.run(scenario())
+    async def test_the_first_output_that_was_waited_for_is_not_lost(self) -> None:
+        choices = ChoiceStream([Endless()])
+        await choices.wait_for_first()
+        assert [(await anext(choices))[1].num_generated_tokens for _ in range(3)] == [1, 2, 3]
+        await choices.aclose()
+
+    async def test_every_stream_is_closed_even_if_closing_is_cancelled(self) -> None:
+        streams = [Endless(), Endless()]
+        choices = ChoiceStream(streams)
+        await choices.wait_for_first()
+        closing = asyncio.create_task(choices.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        assert all(stream.closed for stream in streams)

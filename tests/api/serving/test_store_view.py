@@ -1,4 +1,4 @@
-"""What a key may see: nothing that its patterns do not match, by whatever route, in whatever words."""
+"""What a key may see: nothing that its patterns do not match, by any route."""
 
 import asyncio
 import hashlib
@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 
 from adapter_store.errors import AdapterNotFound
 from adapter_store.quota import StoreQuota
+from adapter_store.registry import names
 from adapter_store.spec import AdapterKey
 from adapter_store.store import AdapterStore
 from api.auth.principal import ANYBODY, Caller, KeyLimits, Scope
@@ -75,6 +76,11 @@ class Tenant:
 
     def post(self, path: str, body: Any, **how: Any) -> httpx2.Response:
         return self.ask("POST", path, json=body, **how)
+
+    def call(self, route: tuple[str, str, str], name: str, **more: Any) -> httpx2.Response:
+        """Ask a route of `naming_routes` for this name; `more` goes into its body."""
+        body = {"json": BODIES[route[0]](name) | more} if route[0] in BODIES else {}
+        return self.ask(route[1], re.sub(r"{\w+}", name, route[2]), **body)
 
     def put(self, data: bytes) -> httpx2.Response:
         return self.ask("PUT", f"/v1/blobs/sha256:{hashlib.sha256(data).hexdigest()}", content=data)
@@ -159,43 +165,44 @@ def naming_routes(tenants: Tenants) -> Iterator[tuple[str, str, str]]:
 @pytest.fixture
 def everything(filled, tmp_path, monkeypatch) -> Tenants:
     """With what every route needs in order to work."""
-    settings = filled.app.state.services.settings
-    monkeypatch.setitem(settings.__dict__, "lora_import_root", tmp_path)
-    tokenizer = SimpleNamespace(
-        encode=lambda text, **_: list(text.encode()),
-        decode=lambda *_, **__: "hi",
-        vocab_size=256,
-        token=str,
-        special_ids=frozenset(),
-    )
-    filled.app.state.services.engine.tokenizer = tokenizer
+    monkeypatch.setitem(filled.app.state.services.settings.__dict__, "lora_import_root", tmp_path)
+    encode, decode = (lambda text, **_: list(text.encode())), (lambda *_, **__: "hi")
+    more = {"vocab_size": 256, "token": str, "special_ids": frozenset()}
+    filled.app.state.services.engine.tokenizer = SimpleNamespace(encode=encode, decode=decode, **more)
     monkeypatch.setattr(Verifier, "check_ready", lambda *_: None)
     return filled
 
 
-def test_no_route_tells_a_hidden_id_from_one_that_does_not_exist(everything: Tenants, make_adapter) -> None:
+def test_no_route_tells_a_hidden_id_from_one_that_does_not_exist(
+    everything: Tenants, make_adapter, engine, monkeypatch
+) -> None:
+    """The same 404 by the same steps: both names are compared with those that the caller may see."""
     digest = key_of(everything, HIDDEN)
     routes = list(naming_routes(everything))
     assert len(routes) >= 14
-    differ = []
-    for route, method, path in routes:
-        for suffix in ("",) if route in ONLY_IDS else ("", ":prod", "@1", f"@{digest}"):
-            answers = []
-            for name in (HIDDEN, ABSENT):
-                url = re.sub(r"{\w+}", name + suffix, path)
-                body = {"json": BODIES[route](name + suffix)} if route in BODIES else {}
-                answers.append(told(everything.ann.ask(method, url, **body), name))
-            if answers[0] != answers[1] or answers[0][0] != 404:
-                differ.append((route, suffix, answers))
-    assert differ == []
-    # The same requests by somebody who may: they were good ones.
+    compared: list[list[str]] = []
+    near = names.near_names
+    monkeypatch.setattr(names, "near_names", lambda name, known: compared.append(sorted(known)) or near(name, known))
+    for route in routes:
+        for suffix in ("",) if route[0] in ONLY_IDS else ("", ":prod", "@1", f"@{digest}"):
+            for more in ({}, {"stream": True}) if route[2].endswith("/completions") else ({},):
+                hidden, absent = (
+                    told(everything.ann.call(route, name + suffix, **more), name) for name in (HIDDEN, ABSENT)
+                )
+                assert hidden == absent, (route, suffix)
+                assert hidden[0] == 404, (route, suffix)
+                assert not [header for header in hidden[2] if header.startswith("x-adapter")]
+    assert engine.added == []
+    assert compared
+    assert all(known == ["mia"] for known in compared)
+    assert len(compared) % 2 == 0
+    # The same requests by a caller who may see it: they were good ones.
     everything.bob.ask("PATCH", f"/v1/adapters/{HIDDEN}", json={"aliases": {"prod": None}}).raise_for_status()
-    for route, method, path in sorted(routes, key=lambda one: "DELETE" in one[0] or "unload" in one[0]):
-        url, body = re.sub(r"{\w+}", HIDDEN, path), BODIES.get(route, lambda _: None)(HIDDEN)
-        if route != "POST /v1/adapters/{reference}:verify":
-            found = everything.bob.ask(method, url, **({} if body is None else {"json": body}))
+    for route in sorted(routes, key=lambda one: "DELETE" in one[0] or "unload" in one[0]):
+        if route[0] != "POST /v1/adapters/{reference}:verify":
+            found = everything.bob.call(route, HIDDEN)
             assert found.status_code in (200, 202), (route, found.text)
-        if "DELETE" in route:
+        if "DELETE" in route[0]:
             everything.bob.upload(make_adapter("bob", seed=2), HIDDEN).raise_for_status()
 
 
@@ -227,14 +234,11 @@ def test_lists_have_what_may_be_seen(filled, make_adapter, path: str) -> None:
 
 
 def test_near_names_are_of_what_may_be_seen(filled) -> None:
-    def message(who: str, name: str) -> str:
-        text: str = getattr(filled, who).get(f"/v1/adapters/{name}").json()["error"]["message"]
-        return text
-
-    assert "did you mean" not in message("ann", "bob-secre")
-    assert f"did you mean {HIDDEN}" in message("bob", "bob-secre")
-    assert "did you mean mia" in message("ann", "miaa")
-    assert "did you mean" not in message("bob", "miaa")
+    message = lambda of, name: of.get(f"/v1/adapters/{name}").json()["error"]["message"]  # noqa: E731
+    assert "did you mean" not in message(filled.ann, "bob-secre")
+    assert f"did you mean {HIDDEN}" in message(filled.bob, "bob-secre")
+    assert "did you mean mia" in message(filled.ann, "miaa")
+    assert "did you mean" not in message(filled.bob, "miaa")
 
 
 def test_an_id_outside_the_patterns_cannot_be_made(filled, make_adapter) -> None:
@@ -264,7 +268,7 @@ def test_folders_of_the_server(everything, make_adapter, tmp_path) -> None:
 
 
 class TestDigests:
-    """That weights are there is known to who can read an id that has them, and to who has sent them."""
+    """A key knows weights that it has sent, and those of adapters that it may see."""
 
     def test_sending_what_another_has(self, filled, make_adapter) -> None:
         theirs, new = weights_of(make_adapter("bob", seed=2)), weights_of(make_adapter("new", seed=9))
@@ -410,50 +414,38 @@ class TestFilesAndBatches:
         assert told(answers[0], file["id"]) == told(answers[1], none)
         assert filled.root.get(f"/v1/files/{file['id']}").status_code == 200
 
-    def test_a_batch_asks_as_who_made_it(self, filled, engine, store) -> None:
-        """Also the server that comes after: the record says who."""
-        services = filled.app.state.services
-        limits = KeyLimits(requests_per_min=60)
+    async def test_a_batch_asks_as_its_creator_also_after_a_restart(self, filled, engine, store) -> None:
+        services, limits = filled.app.state.services, KeyLimits(requests_per_min=60)
         caller = replace(ANN, limits=limits)
+        asked: list[Caller] = []
 
-        async def scenario() -> list[dict[str, Any]]:
-            asked: list[Caller] = []
+        def hang(caller: Caller) -> Any:
+            asked.append(caller)
+            return lambda *_: asyncio.Event().wait()
 
-            def hang(caller: Caller) -> Any:
-                asked.append(caller)
+        def ask_as(caller: Caller) -> Any:
+            asked.append(caller)
+            return in_process_client(services, caller)
 
-                async def ask(*_: object) -> Any:
-                    await asyncio.Event().wait()
-
-                return ask
-
-            first = BatchManager(store.root, hang)
-            data = "\n".join(json.dumps(line(name, name)) for name in ("mia", HIDDEN)).encode()
-            async with first.files.receiving(len(data), caller) as place:
-                place.write(data)
-                file = await first.files.keep(place, "in.jsonl", "batch", None, "ann")
-            made = await first.create(file.id, "/v1/completions", ("24h", 86400), caller=caller)
-            while not asked:
-                await asyncio.sleep(0.001)
-            await first.close()
-
-            def ask_as(who: Caller) -> Any:
-                asked.append(who)
-                return in_process_client(services, who)
-
-            second = BatchManager(store.root, ask_as)
-            await second.start()
-            while not (record := second.records[made.id]).state.is_over:
-                await asyncio.sleep(0.001)
-            await second.close()
-            expected = Caller("ann", frozenset({Scope.INFER}), ("mia*",), limits)
-            assert asked == [expected, expected]
-            results = [second.files.path(name).read_text() for name in (record.output_file, record.error_file)]
-            assert {second.files.records[name].principal for name in (record.output_file, record.error_file)} == {"ann"}
-            return [json.loads(text)["response"] for text in results]
-
-        good, bad = asyncio.run(scenario())
-        assert (good["status_code"], bad["status_code"]) == (200, 404)
+        first = BatchManager(store.root, hang)
+        data = "\n".join(json.dumps(line(name, name)) for name in ("mia", HIDDEN)).encode()
+        async with first.files.receiving(len(data), caller) as place:
+            place.write(data)
+            file = await first.files.keep(place, "in.jsonl", "batch", None, "ann")
+        made = await first.create(file.id, "/v1/completions", ("24h", 86400), caller=caller)
+        while not asked:
+            await asyncio.sleep(0.001)
+        await first.close()
+        second = BatchManager(store.root, ask_as)
+        await second.start()
+        while not (record := second.records[made.id]).state.is_over:
+            await asyncio.sleep(0.001)
+        await second.close()
+        assert asked == [Caller("ann", frozenset({Scope.INFER}), ("mia*",), limits)] * 2
+        files = (record.output_file, record.error_file)
+        assert {second.files.records[name].principal for name in files} == {"ann"}
+        statuses = [json.loads(second.files.path(name).read_text())["response"]["status_code"] for name in files]
+        assert statuses == [200, 404]
         assert [(asked.principal, asked.cache_salt) for asked in engine.added] == [("ann", "key:ann")]
         assert services.admission.rate_limiter.headers(caller)["x-ratelimit-remaining-requests"] == "59"
 
@@ -464,38 +456,31 @@ class TestPool:
         pages = [AdapterPages(key, "ready", 2, (), 1, 1, 1, False) for key in (mine, theirs, AdapterKey("f" * 64))]
         engine.pool = replace(
             engine.pool,
-            requests=(
-                RequestPages(RequestId("cmpl-a"), mine, 3, 2, principal="ann"),
-                RequestPages(RequestId("cmpl-b"), theirs, 3, 2, principal="bob"),
-                RequestPages(RequestId("cmpl-c"), mine, 3, 2, principal="carl"),
+            requests=tuple(
+                RequestPages(RequestId(f"cmpl-{who}"), key, 3, 2, principal=who)
+                for who, key in (("ann", mine), ("bob", theirs), ("carl", mine))
             ),
             adapters=tuple(pages),
             promised=(ReservedAdapter(mine, True, "ready"), ReservedAdapter(theirs, True, "ready")),
         )
         for name, key in (("", None), ("mia", mine), (HIDDEN, theirs)):
-            request = EngineCoreRequest(
-                RequestId(f"r{name}"), (1,), 1, SamplingParams(max_tokens=1), key, adapter_id=name
-            )
-            engine.request_stats.on_accepted([request], 0.0)
+            asked = (RequestId(f"r{name}"), (1,), 1, SamplingParams(max_tokens=1), key)
+            engine.request_stats.on_accepted([EngineCoreRequest(*asked, adapter_id=name)], 0.0)
         whole, seen = filled.root.get("/v1/pool").json(), filled.ann.get("/v1/pool").json()
         assert whole == filled.nobody.get("/v1/pool").json()
         assert (len(whole["requests"]), len(whole["adapters"]), len(whole["promised"])) == (3, 3, 2)
         assert [one["id"] for one in whole["traffic"]["hottest"]] == [BASE, "mia", HIDDEN]
-        assert [one["request_id"] for one in seen["requests"]] == ["cmpl-a"]
+        assert [one["request_id"] for one in seen["requests"]] == ["cmpl-ann"]
         assert [one["ids"] for one in seen["adapters"]] == [["mia"]]
         assert [one["ids"] for one in seen["promised"]] == [["mia"]]
         assert [one["id"] for one in seen["traffic"]["hottest"]] == ["mia"]
         assert (whole["traffic"]["requests"], seen["traffic"]["requests"]) == (3, 1)
         assert theirs not in json.dumps(seen)
-        # Who sees every adapter is no administrator yet.
-        assert filled.reader.get("/v1/pool").json()["requests"] == []
-
-    def test_info_is_the_same_for_all(self, filled) -> None:
+        assert filled.reader.get("/v1/pool").json()["requests"] == [], "seeing every adapter is not the scope admin"
         assert filled.ann.get("/info").json() == filled.root.get("/info").json()
 
 
-def test_every_request_says_whose_it_is(everything, engine) -> None:
-    """And shares prompt pages with its own key's requests only, unless a salt was agreed on."""
+def test_requests_carry_their_principal_and_its_salt(everything, engine) -> None:
     for route in list(BODIES)[:5]:
         assert everything.ann.post(route.partition(" ")[2], BODIES[route]("mia")).status_code == 200
     assert [(one.principal, one.cache_salt) for one in engine.added] == [("ann", "key:ann")] * 5
@@ -507,8 +492,7 @@ def test_every_request_says_whose_it_is(everything, engine) -> None:
     assert salts == ["salt:key:bob", "key:bob", "salt:key:bob", "key:ann", ""]
 
 
-def test_what_others_verify(filled, store, make_adapter, monkeypatch) -> None:
-    """A verdict belongs to a version; another's about the same content neither shows nor takes its place."""
+def test_a_verdict_belongs_to_one_version(filled, store, make_adapter, monkeypatch) -> None:
     filled.ann.upload(make_adapter("bob", seed=2), "mia-same")
     refs = [store.resolve(name) for name in (HIDDEN, "mia-same")]
     assert refs[0].key == refs[1].key
@@ -527,19 +511,15 @@ def test_what_others_verify(filled, store, make_adapter, monkeypatch) -> None:
 
 
 def test_what_others_told_of_the_same_weights(filled, make_adapter) -> None:
-    """Neither that they have them, nor what they trained on: the report is of what one has sent oneself."""
     anns = make_adapter("one", seed=7, base_model_name_or_path="acme/secret-base-13b")
     assert filled.ann.upload(anns, "mia-x").status_code == 201
-    bobs = make_adapter(
-        "one", seed=7, base_model_name_or_path="probe", target_modules=["q_proj", "v_proj", "down_proj"]
-    )
+    targets = ["q_proj", "v_proj", "down_proj"]
+    bobs = make_adapter("one", seed=7, base_model_name_or_path="probe", target_modules=targets)
     told = filled.bob.upload(bobs, "bob-x", allow_partial=True).json()
     shown = filled.bob.get("/v1/adapters/bob-x")
     assert shown.json()["report"] == told["report"]
-    assert [warning.split(":")[0] for warning in told["report"]["warnings"]] == [
-        "partial",
-        f"trained on 'probe', served on {BASE!r}",
-    ]
+    warnings = [warning.split(":")[0] for warning in told["report"]["warnings"]]
+    assert warnings == ["partial", f"trained on 'probe', served on {BASE!r}"]
     assert "secret-base" not in shown.text
     assert "secret-base" in filled.ann.get("/v1/adapters/mia-x").text
 
@@ -568,12 +548,12 @@ class TestViews:
         filled.ann.ask("DELETE", "/v1/adapters/mia?force=1")
         assert dict(ann.records()) == {}
 
-    def test_a_bound(self, views) -> None:
+    def test_cached_views_are_bounded(self, views) -> None:
         for number in range(2 * MAX_CACHED):
             views.of(replace(ANN, adapters=(f"a{number}*",))).records()
         assert len(views._cached) == MAX_CACHED
 
-    def test_a_store_that_changes_between_looking_and_doing(self, views, store, filled, monkeypatch) -> None:
+    def test_an_adapter_that_goes_before_it_is_deleted(self, views, store, filled, monkeypatch) -> None:
         monkeypatch.setattr(store, "delete", lambda *_, **__: store.get("bob-secre"))
         with pytest.raises(AdapterNotFound) as caught:
             views.of(ANN).delete("mia")
@@ -582,12 +562,11 @@ class TestViews:
 
 
 def test_routes_know_the_store_through_a_view() -> None:
-    """What names of adapters mean is never asked of the store itself, but where it cannot be told to anybody."""
     allowed = {
         "adapters.py": {"quarantined", "version_history", "hold", "is_named"},
         "verify.py": {"hold", "version_history", "load", "max_lora_rank"},
     }
-    for path in (path for folder in ("api", "api/routes", "api/batches") for path in (ROOT / folder).glob("*.py")):
+    for path in (path for glob in ("*.py", "routes/*.py", "batches/*.py") for path in (ROOT / "api").glob(glob)):
         text = path.read_text("utf-8")
         used = set(re.findall(r"\bservices\.store\.(\w+)", text))
         assert used <= allowed.get(path.name, set()), path
