@@ -40,19 +40,15 @@ def schema(server: Any) -> dict[str, Any]:
 
 
 def operations(schema: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
-    return {
-        (method.upper(), path): operation
-        for path, methods in schema["paths"].items()
-        for method, operation in methods.items()
-        if method in METHODS
-    }
+    routes = (
+        (m.upper(), path, operation) for path, methods in schema["paths"].items() for m, operation in methods.items()
+    )
+    return {(method, path): operation for method, path, operation in routes if method.lower() in METHODS}
 
 
 def test_every_route_has_an_example_and_says_how_it_fails(schema) -> None:
     found = operations(schema)
-    missing = sorted(found.keys() - EXAMPLES.keys())
-    assert missing == [], "a new route needs its example in api/schemas/openapi_examples.py"
-    assert sorted(EXAMPLES.keys() - found.keys()) == [], "an example of no route"
+    assert found.keys() == EXAMPLES.keys(), "a new route needs its example in api/schemas/openapi_examples.py"
     for name, operation in found.items():
         assert operation["summary"] == EXAMPLES[name].summary
         assert operation["description"].strip(), name
@@ -171,29 +167,27 @@ def test_versions_of_clients_are_those_that_are_installed() -> None:
     assert dict(re.findall(r"^\| ([a-z_-]+) \| ([0-9.]+) \|$", table, re.M)) == pins
 
 
+def replayed_clients() -> dict[str, str]:
+    """Version by client, of the table of replayed ones."""
+    text = (ROOT / "docs" / "clients.md").read_text("utf-8")
+    table = text[text.index("**Replayed**") : text.index("Where a client asks")]
+    return dict(re.findall(r"^\| (\S[^|]*) \| (.*?) \| [^|]+ \|$", table, re.M)[1:])
+
+
 def test_versions_of_replayed_clients_are_those_of_their_bodies() -> None:
     files = (ROOT / "tests" / "api" / "data" / "clients").glob("*.json")
     recorded = [json.loads(file.read_text("utf-8")) for file in files]
-    text = (ROOT / "docs" / "clients.md").read_text("utf-8")
-    table = text[text.index("**Replayed**") : text.index("Where a client asks")]
-    rows = dict(re.findall(r"^\| (\S[^|]*) \| (.*?) \| [^|]+ \|$", table, re.M)[1:])
-    assert rows == {one["client"]: one["version"] for one in recorded}
-
-
-README_NAMES = {"openai": "openai-python", "litellm": "LiteLLM", "langchain-openai": "LangChain"}
+    assert replayed_clients() == {one["client"]: one["version"] for one in recorded}
 
 
 def test_the_readme_names_the_versions_of_the_page() -> None:
     """Of clients that run two numbers, of replayed ones the first number or commit that stands for their bodies."""
+    names = {"openai": "openai-python", "litellm": "LiteLLM", "langchain-openai": "LangChain"}
     page_text = (ROOT / "docs" / "clients.md").read_text("utf-8")
     readme = " ".join((ROOT / "README.md").read_text("utf-8").split())
     ran = re.findall(r"^\| ([a-z_-]+) \| (\d+\.\d+)[0-9.]* \|$", page_text, re.M)
-    table = page_text[page_text.index("**Replayed**") : page_text.index("Where a client asks")]
-    replayed = [
-        (name, re.search(r"\b(\d[\w.]*|[0-9a-f]{7})\b", version))
-        for name, version in re.findall(r"^\| (\S[^|]*) \| (.*?) \| [^|]+ \|$", table, re.M)[1:]
-    ]
-    told = [f"{README_NAMES.get(name, name)} {version}" for name, version in ran]
+    replayed = [(name, re.search(r"\b(\d[\w.]*|[0-9a-f]{7})\b", v)) for name, v in replayed_clients().items()]
+    told = [f"{names.get(name, name)} {version}" for name, version in ran]
     told += [f"{name} {found[0]}" for name, found in replayed if found is not None]
     assert len(told) == 12
     assert [one for one in told if one not in readme] == []

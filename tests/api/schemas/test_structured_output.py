@@ -9,7 +9,7 @@ import openai
 import pydantic
 import pytest
 import tool_templates as templates
-from answers import events
+from answers import events, refused
 from fake_engine import say
 from spelled_engine import tiny_tokenizer
 
@@ -19,11 +19,6 @@ from lorasrv.text.structured_output.grammar import Grammar
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
-
-
-def error_of(response: Any) -> tuple[int, str, str]:
-    error = response.json()["error"]
-    return response.status_code, error["param"], error["message"]
 
 
 class Bytes:
@@ -135,8 +130,8 @@ class TestTools:
         assert [call["function"].get("name") for call in calls] == ["get_weather", None, "get_weather", None]
         assert ["id" in call for call in calls] == [True, False, True, False]
         assert [call["function"]["arguments"] for call in calls] == ["", '{"city": "Paris"}'] * 2
-        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks][-1] == "tool_calls"
-        assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:-1]] == [None] * (len(chunks) - 1)
+        ends = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+        assert ends == [None] * (len(chunks) - 1) + ["tool_calls"]
 
     def test_a_call_that_is_cut_stays_content(self, server, engine) -> None:
         engine.script = say(CALL)
@@ -152,12 +147,11 @@ class TestTools:
 
     def test_one_call_if_they_may_not_be_parallel(self, server, engine) -> None:
         engine.script = say(CALL + CALL)
-        message = self.ask(server, parallel_tool_calls=False).json()["choices"][0]["message"]
-        assert len(message["tool_calls"]) == 1
+        [choice] = self.ask(server, parallel_tool_calls=False).json()["choices"]
+        assert len(choice["message"]["tool_calls"]) == 1
 
     @pytest.mark.parametrize(
-        ("choice", "rules"),
-        [("required", 2), ({"type": "function", "function": {"name": "clock"}}, 1)],
+        ("choice", "rules"), [("required", 2), ({"type": "function", "function": {"name": "clock"}}, 1)]
     )
     def test_forced_calls_have_a_grammar(self, server, engine, choice: object, rules: int) -> None:
         strict = {**templates.CLOCK, "function": {"name": "clock", "strict": True}}
@@ -174,11 +168,8 @@ class TestTools:
 
         engine.script = say('<tool_call>\n{"name": "Weather", "arguments": {"city": "Paris"}}\n</tool_call>')
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=20, max_retries=0) as client:
-            answer = client.chat.completions.parse(
-                model="tiny-base",
-                messages=[{"role": "user", "content": "Paris?"}],
-                tools=[openai.pydantic_function_tool(Weather)],
-            )
+            asked = {"messages": [{"role": "user", "content": "x"}], "tools": [openai.pydantic_function_tool(Weather)]}
+            answer = client.chat.completions.parse(model="tiny-base", **asked)
         (call,) = answer.choices[0].message.tool_calls or ()
         assert call.function.parsed_arguments == Weather(city="Paris")
         assert engine.added[0].constraint.param == "tools"
@@ -202,8 +193,7 @@ class TestTools:
             {"role": "assistant", "content": None, "tool_calls": [called]},
             {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
         ]
-        body = {"model": "tiny-base", "messages": messages, "max_tokens": 5}
-        assert server.http.post("/v1/chat/completions", json=body).status_code == 200
+        assert server.chat(messages=messages, max_tokens=5).status_code == 200
         prompt = bytes(engine.added[0].prompt).decode()
         assert '<tool_call>\n{"name": "clock", "arguments": {"utc": true}}\n</tool_call>' in prompt
         assert "<tool_response>\n12:00\n</tool_response>" in prompt
@@ -224,18 +214,15 @@ class TestTools:
         ],
     )
     def test_refusals(self, server, engine, fields: dict[str, Any], param: str, why: str) -> None:
-        status, named, message = error_of(self.ask(server, **fields))
-        assert (status, named) == (400, param)
-        assert why in message
+        refused(self.ask(server, **fields), 400, param, why)
         assert engine.added == []
 
     @pytest.mark.parametrize("template", [templates.PLAIN, templates.XML])
-    def test_templates_that_cannot(self, server, with_template, template: str) -> None:
+    def test_templates_without_tools(self, server, with_template, template: str) -> None:
         with_template(template)
-        assert error_of(self.ask(server))[:2] == (400, "tools")
-        tool = {"role": "tool", "content": "x"}
-        body = {"model": "tiny-base", "messages": [{"role": "user", "content": "x"}, tool]}
-        assert error_of(server.http.post("/v1/chat/completions", json=body))[:2] == (400, "messages[1].role")
+        refused(self.ask(server), 400, "tools")
+        messages = [{"role": "user", "content": "x"}, {"role": "tool", "content": "x"}]
+        refused(server.chat(messages=messages), 400, "messages[1].role")
 
     def test_variables_and_generation_prompt(self, server, engine) -> None:
         server.chat(chat_template_kwargs={"enable_thinking": False}, max_tokens=5)
