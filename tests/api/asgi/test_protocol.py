@@ -27,6 +27,7 @@ from api.errors import describe
 from api.server import bind
 from lorasrv.errors import EngineOverloaded
 
+pytestmark = pytest.mark.anyio
 BOUNDS = ConnectionLimits(
     max_connections=8, header_timeout_s=0.3, body_timeout_s=0.3, write_timeout_s=0.3, keep_alive_s=0.3
 )

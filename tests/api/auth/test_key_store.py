@@ -17,6 +17,7 @@ from api.auth.principal import KeyLimits, Scope, digest_of, is_name, new_secret
 from api.config.settings import ServerSettings
 from api.server import check_guarded
 
+pytestmark = pytest.mark.anyio
 INFER = frozenset({Scope.INFER})
 
 

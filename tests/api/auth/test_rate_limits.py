@@ -32,6 +32,8 @@ from lorasrv.errors import (
     RequestTimeout,
 )
 
+pytestmark = pytest.mark.anyio
+
 CHAT = {"messages": [{"role": "user", "content": "hi"}], "model": "tiny-base"}
 PLAIN = {"model": "tiny-base", "prompt": "hi"}
 Admit = Callable[..., Awaitable[list[Any]]]

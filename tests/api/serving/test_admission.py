@@ -18,6 +18,7 @@ from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.errors import EngineOverloaded, InvalidRequest, LimitExceeded
 from lorasrv.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.anyio
 ANN = Caller("ann", frozenset({Scope.INFER}), ("*",), KeyLimits(requests_per_min=2, tokens_per_min=1000))
 LONG = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
 

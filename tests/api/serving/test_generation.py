@@ -25,6 +25,7 @@ from lorasrv.offline.planner.random_adapters import write_random_adapter
 from lorasrv.offline.verify.verifier import Verifier
 from lorasrv.request import OnCold
 
+pytestmark = pytest.mark.anyio
 USAGE = {"stream": True, "stream_options": {"include_usage": True}}
 
 

@@ -34,6 +34,7 @@ from lorasrv.request import EngineCoreRequest
 from lorasrv.sampling_params import SamplingParams
 from tests.api.conftest import BASE, SHAPES, Server
 
+pytestmark = pytest.mark.anyio
 ROOT = Path(__file__).parents[3]
 USE = frozenset({Scope.INFER, Scope.UPLOAD})
 ANN = Caller("ann", USE, ("mia*",))
