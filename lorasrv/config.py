@@ -53,7 +53,7 @@ BUILTIN_MODEL = "smollm2-135m"
 DTYPES = ("bfloat16", "float32")
 DEVICES = ("auto", "cpu", "cuda")
 KERNELS = ("auto", "torch", "numba", "triton")
-BF16_LINEARS = ("auto", "off")
+BF16_LINEARS = ("off", "auto")
 LOAD_FORMATS = ("auto", "dummy")
 PREEMPTIONS = ("auto", "recompute", "swap")
 POLICIES = ("fair", "fcfs", "mlfq", "sjf")
@@ -88,8 +88,9 @@ class ModelOptions:
     load_format: str = "auto"
     # Linears as `lorasrv quantize` has rounded them.
     quantized_weights: Path | None = None
-    # "auto" adds a bf16 copy of linears for large steps on CPUs where that is much faster, if memory suffices.
-    bf16_linears: str = "auto"
+    # "auto" adds a bf16 copy of linears for large steps on CPUs where that is much faster, if memory suffices. Results
+    # then depend in the last bits on the size of the batch.
+    bf16_linears: str = "off"
 
     def __post_init__(self) -> None:
         _positive("--quantization-group", self.quantization_group)

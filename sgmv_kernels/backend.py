@@ -159,6 +159,8 @@ class Backend:
     kv_formats: Collection[str] | None = None
     # Whether launches can be recorded and run together.
     can_record: bool = False
+    # Whether a row's results are the same bits whatever other rows there are.
+    is_batch_invariant: bool = False
     # Number of rows from which a bf16 copy of a weight is faster; None for never.
     wide_rows: Callable[[], int | None] = lambda: None
     # Fastest number of threads up to a limit.

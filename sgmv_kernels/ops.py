@@ -81,7 +81,7 @@ class Ops:
         KernelsUnavailable: the kernels that were chosen by name cannot run here.
     """
 
-    def __init__(self, device: torch.device, kernels: str | None = None, *, copies: bool = True) -> None:
+    def __init__(self, device: torch.device, kernels: str | None = None, *, copies: bool = False) -> None:
         self.device, self._copies = device, copies
         self._chosen = kernels is not None
         self._backend = choose_backend(device) if kernels is None else load_backend(kernels)
@@ -97,6 +97,12 @@ class Ops:
     def can_record(self) -> bool:
         """Return whether launches can be recorded and run together (`cpu_ops.recorded_step`)."""
         return self._backend.can_record
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        """Return whether a row's results are the same bits whatever other rows there are."""
+        has_copies = self._copies and self._backend.wide_rows() is not None
+        return self._backend.is_batch_invariant and not has_copies
 
     def best_threads(self, most: int) -> int:
         """Return the fastest number of threads up to `most`; may measure, in the calling thread's team."""

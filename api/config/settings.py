@@ -128,7 +128,8 @@ class ServerSettings(BaseModel):
     bf16_linears: Annotated[
         str,
         _model(
-            "Additional bfloat16 copy of the linear layers for large steps; auto: on CPUs where that is faster",
+            "Additional bfloat16 copy of the linear layers for large steps; auto: on CPUs where that is faster; "
+            "the last bits then depend on the batch",
             choices=BF16_LINEARS,
         ),
     ] = _MODEL.bf16_linears

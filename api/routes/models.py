@@ -31,7 +31,12 @@ async def show_model(name: str, services: ServicesDep, view: ViewDep) -> dict[st
     """
     if not name:
         raise HTTPException(404, "Not Found")
-    base = base_card(services.base_name, services.started_s, services.engine.max_model_len)
+    base = base_card(
+        services.base_name,
+        services.started_s,
+        services.engine.max_model_len,
+        batch_invariant=services.engine.is_batch_invariant,
+    )
     if name == services.base_name:
         return base
     try:

@@ -125,6 +125,7 @@ _BASE_CARD: Json = {
     "root": _BASE,
     "parent": None,
     "max_model_len": 2048,
+    "batch_invariant": True,
 }
 _CARD: Json = {**_BASE_CARD, "id": "mia", "root": _DIGEST, "parent": _BASE}
 _VERSION: Json = {

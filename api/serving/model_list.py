@@ -79,8 +79,12 @@ def _listing(cards: Sequence[str], has_more: bool) -> bytes:
     return f'{{"object":"list","data":[{",".join(cards)}],"has_more":{_encode(has_more)}}}'.encode()
 
 
-def base_card(name: str, created_s: int, max_model_len: int) -> Card:
-    """Build the model card of the base."""
+def base_card(name: str, created_s: int, max_model_len: int, *, batch_invariant: bool) -> Card:
+    """Build the model card of the base.
+
+    Args:
+        batch_invariant: whether an answer is the same alone and in any batch, to the bit.
+    """
     return {
         "id": name,
         "object": "model",
@@ -89,6 +93,7 @@ def base_card(name: str, created_s: int, max_model_len: int) -> Card:
         "root": name,
         "parent": None,
         "max_model_len": max_model_len,
+        "batch_invariant": batch_invariant,
     }
 
 

@@ -88,7 +88,12 @@ class Services:
     ) -> "Services":
         """Create the services of a server that starts now."""
         started_s = int(time.time())
-        base = base_card(settings.served_model_name or engine.model_name, started_s, engine.max_model_len)
+        base = base_card(
+            settings.served_model_name or engine.model_name,
+            started_s,
+            engine.max_model_len,
+            batch_invariant=engine.is_batch_invariant,
+        )
         return cls(
             engine,
             store,

@@ -72,6 +72,7 @@ class AsyncEngine:
     ) -> None:
         self.model_name = model_name
         self.quantization = model.quantization
+        self.is_batch_invariant = model.is_batch_invariant
         self.spec = model.spec
         self.tokenizer: Tokenizer = model.tokenizer
         self.chat_template = model.chat_template

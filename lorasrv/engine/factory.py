@@ -60,6 +60,8 @@ class BuiltModel:
     quantization: str
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    # Whether a request's result is the same alone and in any batch, to the bit.
+    is_batch_invariant: bool
 
     def input_processor(self, poison: PoisonGuard, queue_timeout_s: float | None = None) -> InputProcessor:
         """Return an input processor for an engine of these parts, which owns `poison`."""
@@ -128,7 +130,8 @@ def build(
         watermark=config.watermark,
     )
     template = ChatTemplate.from_source(source) if source.chat_template else None
-    return BuiltModel(parts, spec, fmt.name, tokenizer, template)
+    is_batch_invariant = ops.is_batch_invariant and fmt.is_batch_invariant
+    return BuiltModel(parts, spec, fmt.name, tokenizer, template, is_batch_invariant)
 
 
 def choose_format(options: ModelOptions, checkpoint: Checkpoint, ops: Ops) -> QuantFormat:

@@ -52,6 +52,7 @@ BACKEND = Backend(
     warm_up=warm_up,
     kv_formats=attention.ENTRIES,
     can_record=True,
+    is_batch_invariant=True,
     wide_rows=wide_rows,
     best_threads=best_threads,
 )

@@ -187,6 +187,7 @@ class FakeEngine:
         # The rest is the real one's.
         self.model_name = BASE
         self.quantization = "int8"
+        self.is_batch_invariant = True
         self.spec = SPEC
         self.max_model_len = CONTEXT
         self.page_size_tokens = 16

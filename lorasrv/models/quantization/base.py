@@ -113,6 +113,8 @@ class QuantFormat(ABC):
     name: ClassVar[str]
     # Values of --quantization-group that the format has; empty for formats without groups.
     groups: ClassVar[tuple[int, ...]] = ()
+    # Whether linears compute with `Ops` alone, so that a row's results depend on other rows only if those of `Ops` do.
+    is_batch_invariant: ClassVar[bool] = False
 
     @classmethod
     @abstractmethod

@@ -65,6 +65,7 @@ class GroupQuantFormat(QuantFormat):
     # Values that a code may have.
     levels: ClassVar[int]
     default_group: ClassVar[int]
+    is_batch_invariant = True
     # How well the format serves a checkpoint whose weights it has to round.
     fit_of_rounding: ClassVar[Fit] = Fit.ON_REQUEST
 

@@ -320,7 +320,9 @@ class TestDigests:
         filled.ann.put(weights_of(folder)).raise_for_status()
         store.close()
         with AdapterStore(store.root, SHAPES, max_lora_rank=8, reserved_ids=frozenset({BASE})) as reopened:
-            views = ScopedStores(reopened, lambda: ModelList(base_card(BASE, 0, 1), lambda record: {}))
+            views = ScopedStores(
+                reopened, lambda: ModelList(base_card(BASE, 0, 1, batch_invariant=True), lambda record: {})
+            )
             digest = hashlib.sha256(weights_of(folder)).hexdigest()
             assert reopened.blob_exists(digest)
             assert not views.of(ANN)._knows(digest)
@@ -530,7 +532,7 @@ class TestViews:
 
     @pytest.fixture
     def views(self, store) -> ScopedStores:
-        base = base_card(BASE, 0, 1)
+        base = base_card(BASE, 0, 1, batch_invariant=True)
         return ScopedStores(store, lambda: ModelList(base, lambda record: adapter_card(base, record)))
 
     def test_what_others_do_changes_nothing(self, views, store, filled, make_adapter) -> None:
