@@ -117,7 +117,7 @@ class AdapterStore:
 
     @property
     def is_writable(self) -> bool:
-        """Return whether uploads can be accepted: the store is open and its folder is writable."""
+        """Return whether uploads can be accepted: the store is open, its folder is writable and its disk not full."""
         return not self._closed and self._blobs.is_writable
 
     def blob_exists(self, digest: str) -> bool:

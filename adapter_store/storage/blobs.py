@@ -24,6 +24,9 @@ from adapter_store.errors import BlobLengthMismatch, BlobNotFound, DigestMismatc
 
 UNREFERENCED_BLOB_AGE_S = 24 * 3600.0
 NUM_LOCKS = 64
+PROBE_BYTES = 16 << 20
+"""Room that an upload may need; a disk with less is called full."""
+_NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
@@ -76,9 +79,8 @@ class BlobUpload:
         self._lock = threading.RLock()
         self._hasher = hashlib.sha256()
         self._path = directory.new_temporary_path()
-        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
         with disk_errors("starting an upload"):
-            self._fd: int | None = os.open(self._path, flags, 0o600)
+            self._fd: int | None = os.open(self._path, _NEW_FILE, 0o600)
         directory.upload_started(self._path, digest, length)
 
     @property
@@ -187,8 +189,18 @@ class BlobDirectory:
 
     @property
     def is_writable(self) -> bool:
-        """Return whether uploads can be written."""
-        return os.access(self._temporary, os.W_OK | os.X_OK)
+        """Return whether uploads can be written: a file of `PROBE_BYTES` gets room on the disk."""
+        path = self.new_temporary_path()
+        try:
+            fd = os.open(path, _NEW_FILE, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, PROBE_BYTES)
+            finally:
+                os.close(fd)
+                os.unlink(path)
+        except OSError:
+            return False
+        return True
 
     def new_temporary_path(self) -> Path:
         """Return a fresh path for an upload."""

@@ -18,6 +18,7 @@ CLIENT_CLOSED_REQUEST = 499
 NO_ROUTE = "none"
 MAX_KEPT_BYTES = 2048
 MAX_ANSWERS = 1024
+MAX_PATH_BYTES = 200
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
 
 
@@ -53,6 +54,12 @@ class RequestInfo:
     def route(self) -> str:
         """Return the matched template, such as `/v1/adapters/{adapter_id}`; never the client's text."""
         return str(getattr(self._scope.get("route"), "path_format", NO_ROUTE))
+
+    @property
+    def path(self) -> str:
+        """Return the path as the client sent it, with escapes and without the query, and its beginning only."""
+        path = self._scope.get("raw_path") or self._scope["path"].encode("utf-8", "surrogateescape")
+        return bytes(path[:MAX_PATH_BYTES]).decode("ascii", "backslashreplace")
 
     @property
     def request_id(self) -> str:

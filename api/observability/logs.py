@@ -18,7 +18,7 @@ import structlog
 from structlog.types import EventDict, ExcInfo, Processor
 
 from api.asgi.json_lines import one_line
-from api.observability.access_middleware import CURRENT, RequestInfo
+from api.observability.access_middleware import CURRENT, NO_ROUTE, RequestInfo
 from lorasrv.metrics.request_stats import FinishedRequestStats
 
 OURS = ("api", "lorasrv", "adapter_store", "sgmv_kernels")
@@ -74,7 +74,7 @@ def facts(seen: RequestInfo) -> dict[str, Any]:
     """Return the log fields of a request: client, model, counts, times (ms) and result."""
     told: dict[str, Any] = {
         "method": seen.method,
-        "route": seen.route,
+        **_place(seen),
         "status": seen.status,
         "ms": _ms(seen.seconds),
         "principal": seen.principal,
@@ -87,6 +87,13 @@ def facts(seen: RequestInfo) -> dict[str, Any]:
     if seen.broken:
         told["broken"] = True
     return told
+
+
+def _place(seen: RequestInfo) -> dict[str, str]:
+    """Return the route's template; the path, on one line, of a request that was refused before it had a route."""
+    if seen.route != NO_ROUTE:
+        return {"route": seen.route}
+    return {"path": _CONTROL.sub(_escaped, seen.path)}
 
 
 def _of_answers(answers: list[FinishedRequestStats]) -> dict[str, Any]:

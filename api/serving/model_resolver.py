@@ -35,6 +35,8 @@ def resolve_target(
 ) -> ResolvedModel:
     """Resolve the names: `adapter_id` wins if `model` is the base's name, empty or absent; both may name the same.
 
+    An empty `model` is the base, as in LoRAX.
+
     Raises:
         InvalidRequest: the two contradict each other, or both are missing: the base never answers by default.
         ApiError: 404, there is no such model; the message has up to three similar names.
@@ -43,7 +45,7 @@ def resolve_target(
         raise InvalidRequest("adapter_id is empty; leave it out to ask the base", param="adapter_id")
     if adapter_id and model and model not in (base_name, adapter_id):
         raise InvalidRequest("model and adapter_id name two different adapters; send one", param="adapter_id")
-    if name := adapter_id or model:
+    if name := adapter_id or (base_name if model == "" else model):
         return ResolvedModel(name, _resolve(name, "adapter_id" if adapter_id else "model", base_name, resolve))
     raise InvalidRequest(f"model is missing: send {base_name!r} for the base, or an adapter id", param="model")
 

@@ -335,8 +335,10 @@ class ToolCallFormat(ChatFormat):
         return {"message": {**message, TOOL_CALLS: calls} if calls else message}
 
     def finish_reason(self, index: int, content: Mapping[str, Any], ended: RequestOutput) -> str | None:
+        """Return `tool_calls` as soon as one call is complete, also if the limit cut what came behind it."""
         called = self._num_calls.get(index) or content.get("message", {}).get(TOOL_CALLS)
-        return TOOL_CALLS if called and ended.finish_reason is FinishReason.STOP else ended.finish_reason
+        is_whole = ended.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+        return TOOL_CALLS if called and is_whole else ended.finish_reason
 
     def _reader(self) -> ToolReader:
         return self._form.reader(self._names, self._parallel)

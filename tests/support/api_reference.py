@@ -165,9 +165,9 @@ def raised_codes() -> dict[tuple[int, str], bool]:
     for path in (ROOT / "api").rglob("*.py"):
         tree = ast.parse(path.read_text("utf-8"))
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "ApiError" and node.args:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("ApiError", "self._refuse"):
                 named = {keyword.arg: keyword.value for keyword in node.keywords}
-                status, code = node.args[0], named.get("code")
+                status, code = node.args[0], named.get("code", node.args[1])
                 if isinstance(status, ast.Constant) and isinstance(code, ast.Constant):
                     found[status.value, code.value] = not _says_never(named.get("headers"), tree)
     return found

@@ -86,6 +86,22 @@ class TestRequestLines:
             ("/v1/chat/completions", 503, "warning"),
         ]
 
+    def test_what_is_refused_before_it_has_a_route_is_told_by_its_path(
+        self, server, dispatcher, lines, eventually
+    ) -> None:
+        server.http.get("/nowhere%0a%1b[31m?key=secret")
+        server.http.get("/v1/models", headers={"host": "elsewhere.example"})
+        dispatcher[0].app.state.services.draining.begin(60)
+        server.http.post(f"/v1/{'x' * 5000}")
+        told = requests(lines, eventually, 3)
+        assert [(line.get("route"), line["path"], line["status"]) for line in told] == [
+            (None, "/nowhere%0a%1b[31m", 404),
+            (None, "/v1/models", 403),
+            (None, f"/v1/{'x' * 196}", 503),
+        ]
+        raw = RequestInfo({"method": "GET", "headers": [], "raw_path": "/a\n\x1b\u2028é".encode()})
+        assert logs.facts(raw)["path"] == "/a\\n\\x1b\\xe2\\x80\\xa8\\xc3\\xa9"
+
     def test_a_surprise_has_the_request_id_and_no_variables(self, server, engine, lines, eventually) -> None:
         engine.breaks(0, ZeroDivisionError())
         answer = server.http.post(

@@ -1,5 +1,7 @@
 """Models, health, figures; and that every route answers what it does not do in the OpenAI shape."""
 
+import errno
+import os
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -78,6 +80,17 @@ class TestHealth:
         assert server.http.get("/ready").json() == {"status": "store not writable"}
         (root / "gone").rename(root / "tmp")
         assert server.http.get("/ready").status_code == 200
+
+    def test_a_full_disk_is_alive_but_not_ready(self, server, tmp_path: Path, monkeypatch) -> None:
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        assert server.http.get("/health").status_code == 200
+        assert server.http.get("/ready").json() == {"status": "store not writable"}
+        monkeypatch.undo()
+        assert server.http.get("/ready").status_code == 200
+        assert list((tmp_path / "store" / "tmp").iterdir()) == []
 
     def test_a_disk_that_does_not_answer_holds_up_nobody(self, server, dispatcher, monkeypatch) -> None:
         services = dispatcher[0].app.state.services

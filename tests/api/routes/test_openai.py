@@ -237,7 +237,12 @@ class TestNaming:
         assert (response.status_code, error_of(response)["param"]) == (400, "adapter_id")
         assert engine.added == []
 
-    @pytest.mark.parametrize("fields", [{"model": ""}, {"model": None}, {"adapter_id": ""}])
+    def test_an_empty_model_is_the_base_as_in_lorax(self, server) -> None:
+        answer = server.chat(model="")
+        assert self.answered_by(answer) is None
+        assert answer.json()["model"] == "tiny-base"
+
+    @pytest.mark.parametrize("fields", [{"model": None}, {"adapter_id": ""}])
     def test_the_base_never_answers_by_default(self, server, engine, fields: dict[str, Any]) -> None:
         assert server.chat(**fields).status_code == 400
         assert engine.added == []

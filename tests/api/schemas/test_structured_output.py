@@ -140,6 +140,14 @@ class TestTools:
         chunks = events(self.ask(server, max_tokens=30, stream=True))
         assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == CALL[:30]
 
+    def test_a_complete_call_is_the_reason_whatever_is_cut_behind_it(self, server, engine) -> None:
+        engine.script = say(f"{CALL} and {CALL}")
+        for most in (len(CALL), len(CALL) + 8, 2 * len(CALL)):
+            choice = self.ask(server, max_tokens=most).json()["choices"][0]
+            assert (len(choice["message"]["tool_calls"]), choice["finish_reason"]) == (1, "tool_calls")
+            chunks = events(self.ask(server, max_tokens=most, stream=True))
+            assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
+
     def test_without_tools_nothing_is_read(self, server, engine) -> None:
         engine.script = say(CALL)
         assert server.chat().json()["choices"][0]["message"]["content"] == CALL
