@@ -10,15 +10,14 @@ import shlex
 import shutil
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from cli_reference import parameters
+from small_server import answering
 from typer.main import get_command
 
 import api.routes
@@ -203,30 +202,13 @@ def test_what_the_image_takes_is_there_and_not_ignored() -> None:
     assert f"BASE_MODEL={pinned[1]}" in {rest.partition("=")[0]: rest for _, rest in dockerfile()}["BASE_MODEL"]
 
 
-class _Health(BaseHTTPRequestHandler):
-    status = 200
-
-    def do_GET(self) -> None:
-        assert self.path == "/health"
-        self.send_response(self.status)
-        self.end_headers()
-
-    def log_message(self, *_: Any) -> None:
-        pass
-
-
 @pytest.mark.parametrize("status", [200, 503])
-def test_the_health_check_of_the_image(status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_Health, "status", status)
+def test_the_health_check_of_the_image(status: int) -> None:
     check = next(rest for name, rest in dockerfile() if name == "HEALTHCHECK")
     command = json.loads(check.partition("CMD")[2])
-    with ThreadingHTTPServer(("127.0.0.1", 0), _Health) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        words = [word.replace(":8000", f":{server.server_port}") for word in command[1:]]
+    with answering(lambda request: (status if request.path == "/health" else 404, {}, b"")) as url:
+        words = [word.replace(":8000", f":{url.rpartition(':')[2]}") for word in command[1:]]
         done = subprocess.run([sys.executable, *words], check=False, capture_output=True)
-        server.shutdown()
-        thread.join()
     assert (done.returncode == 0) == (status == 200)
 
 

@@ -4,14 +4,16 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from typing import Any
+
+from small_server import QuietHandler, running
 
 
 class BrokenServer(ThreadingHTTPServer):
     """Answers requests of one token (they measure its tokens) well, and every `every`-th other one in its `way`."""
 
-    daemon_threads = True
+    url = ""
 
     def __init__(self, way: str = "", every: int = 1) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -23,10 +25,6 @@ class BrokenServer(ThreadingHTTPServer):
         self._count = 0
         self._lock = threading.Lock()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
     def way_of_next(self) -> str:
         with self._lock:
             self._count += 1
@@ -35,26 +33,18 @@ class BrokenServer(ThreadingHTTPServer):
 
 @contextmanager
 def broken_server(way: str = "", every: int = 1) -> Iterator[BrokenServer]:
-    with BrokenServer(way, every) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    server = BrokenServer(way, every)
+    with running(server) as server.url:
         try:
             yield server
         finally:
             server.release.set()
-            server.shutdown()
-            thread.join()
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
+class _Handler(QuietHandler):
     server: BrokenServer
 
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
+    def do_GET(self) -> None:  # noqa: N802
         cards = [{"id": "base", "owned_by": "nobody"}, {"id": "a", "parent": "base"}, {"id": "b", "parent": "base"}]
         if self.path == "/v1/models":
             self._whole(200, {"data": cards})
@@ -63,8 +53,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self._whole(404, {"detail": "nothing here"})
 
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+    def do_POST(self) -> None:  # noqa: N802
+        body = json.loads(self.read_body())
         self.server.asked.append(body)
         self.server.paths.append(self.path)
         self.server.keys.add(self.headers.get("authorization"))
@@ -77,11 +67,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._stream(body, way)
 
     def _whole(self, status: int, value: object) -> None:
-        content = json.dumps(value).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
+        self.reply(status, {}, json.dumps(value).encode())
 
     def _stream(self, body: dict[str, Any], way: str) -> None:
         self.send_response(200)

@@ -2,69 +2,36 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from dataclasses import dataclass
 
 import httpx2
+from small_server import Reply, Request, answering
 
 PAGE = b"<html><body><h1>The server is away</h1></body></html>"
 
 
-class Proxy(ThreadingHTTPServer):
+@dataclass
+class Proxy:
     """Answers the next `refuses` POST requests by itself, with a page and this status; passes the others on."""
 
-    daemon_threads = True
+    client: httpx2.Client
+    status: int
+    refuses: int = 0
+    url: str = ""
 
-    def __init__(self, behind: str, status: int) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.status = status
-        self.refuses = 0
-        self.client = httpx2.Client(base_url=behind, trust_env=False)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+    def answer(self, request: Request) -> Reply:
+        if request.body and self.refuses:
+            self.refuses -= 1
+            return self.status, {"content-type": "text/html"}, PAGE
+        headers = {"content-type": request.headers["content-type"]} if request.body else {}
+        answer = self.client.request(request.method, request.path, content=request.body, headers=headers)
+        return answer.status_code, {"content-type": answer.headers["content-type"]}, answer.content
 
 
 @contextmanager
 def proxied(behind: str, status: int) -> Iterator[Proxy]:
-    with Proxy(behind, status) as proxy, proxy.client:
-        thread = Thread(target=proxy.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
+    """Run a proxy before the server at `behind`."""
+    with httpx2.Client(base_url=behind, trust_env=False) as client:
+        proxy = Proxy(client, status)
+        with answering(proxy.answer) as proxy.url:
             yield proxy
-        finally:
-            proxy.shutdown()
-            thread.join()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True
-    server: Proxy
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def do_GET(self) -> None:
-        self._pass_on(b"")
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        if self.server.refuses:
-            self.server.refuses -= 1
-            self._say(self.server.status, "text/html", PAGE)
-        else:
-            self._pass_on(body)
-
-    def _pass_on(self, body: bytes) -> None:
-        headers = {"content-type": self.headers["content-type"]} if body else {}
-        answer = self.server.client.request(self.command, self.path, content=body, headers=headers)
-        self._say(answer.status_code, answer.headers["content-type"], answer.content)
-
-    def _say(self, status: int, kind: str, content: bytes) -> None:
-        self.send_response(status)
-        self.send_header("content-type", kind)
-        self.send_header("content-length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)

@@ -4,10 +4,10 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
+from small_server import Reply, Request, answering
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install 'lorasrv[otel]'")
 
@@ -94,23 +94,12 @@ def collector() -> Iterator[tuple[str, list[Any]]]:
     """A collector's address, and the requests that it gets, decoded."""
     got: list[Any] = []
 
-    class Collector(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            got.append((self.path, self.headers["content-type"], ExportTraceServiceRequest.FromString(body)))
-            self.send_response(200)
-            self.send_header("content-length", "0")
-            self.end_headers()
+    def collect(request: Request) -> Reply:
+        got.append((request.path, request.headers["content-type"], ExportTraceServiceRequest.FromString(request.body)))
+        return 200, {}, b""
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", got
-        server.shutdown()
-        thread.join()
+    with answering(collect) as url:
+        yield url, got
 
 
 @pytest.mark.parametrize("said_by", ["flag", "environment"])

@@ -6,13 +6,12 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from small_server import Reply, Request, answering
 
 from lorasrv.errors import ModelNotFound
 from lorasrv.models.loader import Checkpoint, open_checkpoint
@@ -41,33 +40,13 @@ class Mirror:
     """Serves a folder as a repository. `asked`: the requests of one test."""
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.asked: list[str] = []
-        mirror = self
+        self.url = ""
 
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_HEAD(self) -> None:
-                self.do_GET()
-
-            def do_GET(self) -> None:
-                path = unquote(self.path.partition("?")[0])
-                mirror.asked.append(path)
-                status, headers, body = mirror.answer(folder, path)
-                self.send_response(status)
-                for name, value in {**headers, "content-length": str(len(body))}.items():
-                    self.send_header(name, value)
-                self.end_headers()
-                if self.command == "GET":
-                    self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
-
-    def answer(self, folder: Path, path: str) -> tuple[int, dict[str, str], bytes]:
+    def answer(self, request: Request) -> Reply:
+        path, folder = unquote(request.path.partition("?")[0]), self.folder
+        self.asked.append(path)
         if path == "/api/models/tiny/gated/revision/main":
             return 403, {"x-error-code": "GatedRepo"}, b"{}"
         if not path.startswith((f"/api/models/{REPO}/", f"/{REPO}/resolve/")):
@@ -100,12 +79,8 @@ def sha1(file: Path) -> str:
 @pytest.fixture
 def mirror(llama_dir: Path) -> Iterator[Mirror]:
     mirror = Mirror(llama_dir)
-    thread = threading.Thread(target=mirror.server.serve_forever)
-    thread.start()
-    yield mirror
-    mirror.server.shutdown()
-    thread.join()
-    mirror.server.server_close()
+    with answering(mirror.answer) as mirror.url:
+        yield mirror
 
 
 def opened(mirror: Mirror, home: Path, model: str, how: str = "locate", **environment: str) -> str:
