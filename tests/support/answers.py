@@ -1,4 +1,4 @@
-"""What tests read of answers: streams, errors, and that a request was refused for its reason."""
+"""What tests read of answers and commands: streams, errors, and that a request was refused for its reason."""
 
 import json
 import re
@@ -24,6 +24,16 @@ def error_of(answer: Any) -> dict[str, Any]:
     return error
 
 
+def coded(answer: Any) -> tuple[int, str | None]:
+    """Return the status of an error in OpenAI's shape, and its code."""
+    return answer.status_code, error_of(answer)["code"]
+
+
+def named(answer: Any) -> tuple[int, str | None]:
+    """Return the status of an error in OpenAI's shape, and the field that it names."""
+    return answer.status_code, error_of(answer)["param"]
+
+
 def refused(answer: Any, status: int, param: str | None, *says: str) -> None:
     """Check that the answer has this status and names the field, in its own shape, and that its message has the words.
 
@@ -43,3 +53,9 @@ def refused(answer: Any, status: int, param: str | None, *says: str) -> None:
         stem = re.split(r"[*.\[]", wanted)[0]
         assert stem in message or stem in OTHER_WORDS, error
     assert [word for word in says if word not in message] == [], message
+
+
+def failed(done: Any, code: int, *says: str) -> None:
+    """Check that a command ended with this code and no output, and that what it said of it has the words."""
+    assert (done.code, done.out) == (code, ""), done.err
+    assert [word for word in says if word not in done.err] == [], done.err

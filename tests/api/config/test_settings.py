@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from adapter_store.quota import StoreQuota
 from api.config.settings import ServerSettings
 from api.config.sources import Sources
 from lorasrv.errors import ConfigError
@@ -63,3 +64,11 @@ def test_the_key_is_in_no_message(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_negative_sizes_are_named(name: str) -> None:
     with pytest.raises(ValidationError, match="must not be negative, not -1"):
         ServerSettings(**{name: "-1"})
+
+
+def test_quota_of_the_store() -> None:
+    assert ServerSettings(max_adapters=5, store_bytes="2GiB").store_quota() == StoreQuota(5, 2 << 30)
+    assert ServerSettings().store_quota() == StoreQuota()
+    for wrong in ({"max_adapters": -1}, {"store_bytes": "-1"}, {"store_bytes": "much"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ServerSettings(**wrong)  # type: ignore[arg-type]

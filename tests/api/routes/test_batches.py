@@ -1,13 +1,14 @@
-"""/v1/files and /v1/batches through openai-python, and batches that are killed, cancelled and too old."""
+"""/v1/files and /v1/batches through openai-python: answered, refused, cancelled."""
 
 import asyncio
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import openai
 import pytest
+from answers import error_of
 from fake_engine import HANG, say
 
 from api.auth.key_store import KeyStore
@@ -17,44 +18,80 @@ from api.batches.manager import BatchManager
 from lorasrv.errors import DeadlineUnreachable, EngineOverloaded, LimitExceeded
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
+OVER = {"completed", "failed", "cancelled", "expired"}
 
 
-def line(custom_id: str, url: str = PLAIN, **fields: Any) -> str:
-    given = {"prompt": "hi"} if url == PLAIN else {"messages": [{"role": "user", "content": "hi"}]}
+def line(custom_id: str, url: str = PLAIN, method: str = "POST", **fields: Any) -> str:
+    given = {"messages": [{"role": "user", "content": "hi"}]} if url == CHAT else {"prompt": "hi"}
     body = {"model": "tiny-base", **given, **fields}
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+    return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body})
 
 
 def lines(count: int, url: str = PLAIN) -> bytes:
     return "\n".join(line(f"r{i}", url) for i in range(count)).encode()
 
 
-def results(content: bytes) -> dict[str, dict[str, Any]]:
-    parsed = [json.loads(one) for one in content.splitlines()]
+def results(client: openai.OpenAI, file_id: str) -> dict[str, dict[str, Any]]:
+    parsed = [json.loads(one) for one in client.files.content(file_id).content.splitlines()]
     assert all(set(one) == {"id", "custom_id", "response", "error"} for one in parsed)
     assert len({one["id"] for one in parsed}) == len(parsed)
     return {one["custom_id"]: one for one in parsed}
 
 
+def text_of(result: dict[str, Any]) -> str:
+    choice = result["response"]["body"]["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
 @pytest.fixture
 def client(server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", timeout=20, max_retries=0) as client:
+    with connect(server) as client:
         yield client
+
+
+def connect(server: Any, key: str = "unused") -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, timeout=20, max_retries=0)
+
+
+def begin(client: openai.OpenAI, content: bytes, endpoint: str = PLAIN, **options: Any) -> Any:
+    """Upload lines and start them as a batch: the batch object."""
+    file = client.files.create(file=io.BytesIO(content), purpose="batch")
+    fields = {"input_file_id": file.id, "endpoint": endpoint, "completion_window": "24h", **options}
+    return client.batches.create(**fields)
 
 
 @pytest.fixture
 def finished(client: openai.OpenAI, eventually: Callable[..., None]) -> Callable[..., Any]:
     """Runs lines as a batch to its end: the batch object."""
 
-    def run(content: bytes, endpoint: str = PLAIN, **options: Any) -> Any:
-        file = client.files.create(file=io.BytesIO(content), purpose="batch")
-        options = {"completion_window": "24h", **options}
-        batch = client.batches.create(input_file_id=file.id, endpoint=endpoint, **options)
-        over = {"completed", "failed", "cancelled", "expired"}
-        eventually(lambda: client.batches.retrieve(batch.id).status in over)
+    def run(content: bytes | Iterable[str], *args: Any, **options: Any) -> Any:
+        content = content if isinstance(content, bytes) else "\n".join(content).encode()
+        batch = begin(client, content, *args, **options)
+        eventually(lambda: client.batches.retrieve(batch.id).status in OVER)
         return client.batches.retrieve(batch.id)
 
     return run
+
+
+FORM = "multipart/form-data; boundary=b"
+WRONG_PARTS = [
+    ([("purpose", None, b"batch")], "a part named file"),
+    ([("file", "x", b"1")], "a field purpose"),
+    ([("purpose", None, b"batch"), ("file", "x", b"1"), ("file", "x", b"1")], "two parts named 'file'"),
+    ([("purpose", None, b"batch")] * 2, "two parts of the same name"),
+    ([(f"p{i}", None, b"x") for i in range(20)], "more than 16 parts"),
+    ([("purpose", None, b"x" * 2000)], "more than 1024 bytes"),
+    ([("other", "x", b"x")], "only the part named 'file'"),
+    ([("purpose", None, b"\xff")], "not UTF-8"),
+]
+
+
+def form(parts: list[tuple[str, str | None, bytes]]) -> bytes:
+    body = b""
+    for name, filename, content in parts:
+        of = f'; filename="{filename}"' if filename is not None else ""
+        body += f'--b\r\nContent-Disposition: form-data; name="{name}"{of}\r\n\r\n'.encode() + content + b"\r\n"
+    return body + b"--b--\r\n"
 
 
 class TestFiles:
@@ -79,13 +116,11 @@ class TestFiles:
         with pytest.raises(openai.BadRequestError, match="after names nothing"):
             client.files.list(after="file-none")
 
-    def test_its_age_is_the_clients(self, client) -> None:
+    def test_wrong_options(self, client) -> None:
         file = client.files.create(file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 7200})
         assert file.expires_at - file.created_at == 7200
         with pytest.raises(openai.BadRequestError, match="must lie between"):
             client.files.create(file=b"x", purpose="batch", expires_after={"anchor": "created_at", "seconds": 60})
-
-    def test_other_purposes_are_refused(self, client) -> None:
         with pytest.raises(openai.BadRequestError, match="purpose must be batch") as caught:
             client.files.create(file=b"x", purpose="fine-tune")
         assert caught.value.param == "purpose"
@@ -93,49 +128,32 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("headers", "content", "status", "says"),
         [
-            ({"content-type": "application/json"}, b"{}", 415, "multipart/form-data"),
-            ({"content-type": "multipart/form-data"}, b"x", 400, "no boundary"),
-            ({"content-type": "multipart/form-data; boundary=b"}, b"", 400, "ends too early"),
-            ({"content-type": "multipart/form-data; boundary=b"}, b"\0" * 1000, 400, "malformed"),
-            ({"content-type": "multipart/form-data; boundary=b"}, b"--b\r\n\r\nx\r\n--b--", 400, "has no name"),
-            ({"content-type": f"multipart/form-data; boundary={'b' * 4000}"}, b"x", 400, "malformed"),
+            ("application/json", b"{}", 415, "multipart/form-data"),
+            ("multipart/form-data", b"x", 400, "no boundary"),
+            (FORM, b"", 400, "ends too early"),
+            (FORM, b"\0" * 1000, 400, "malformed"),
+            (FORM, b"--b\r\n\r\nx\r\n--b--", 400, "has no name"),
+            (f"multipart/form-data; boundary={'b' * 4000}", b"x", 400, "malformed"),
+            *((FORM, form(parts), 400, says) for parts, says in WRONG_PARTS),
         ],
     )
-    def test_forms_that_are_none(self, server, headers, content: bytes, status: int, says: str) -> None:
-        response = server.http.post("/v1/files", content=content, headers=headers)
-        assert (response.status_code, says in response.json()["error"]["message"]) == (status, True), response.text
-
-    @pytest.mark.parametrize(
-        ("parts", "says"),
-        [
-            ([("purpose", None, b"batch")], "a part named file"),
-            ([("file", "x", b"1")], "a field purpose"),
-            ([("purpose", None, b"batch"), ("file", "x", b"1"), ("file", "x", b"1")], "two parts named 'file'"),
-            ([("purpose", None, b"batch")] * 2, "two parts of the same name"),
-            ([(f"p{i}", None, b"x") for i in range(20)], "more than 16 parts"),
-            ([("purpose", None, b"x" * 2000)], "more than 1024 bytes"),
-            ([("other", "x", b"x")], "only the part named 'file'"),
-            ([("purpose", None, b"\xff")], "not UTF-8"),
-        ],
-    )
-    def test_forms_with_the_wrong_parts(self, server, parts, says: str) -> None:
-        response = server.http.post("/v1/files", **form(parts))
-        assert (response.status_code, says in response.json()["error"]["message"]) == (400, True), response.text
+    def test_malformed_forms(self, server, headers: str, content: bytes, status: int, says: str) -> None:
+        response = server.http.post("/v1/files", content=content, headers={"content-type": headers})
+        assert (response.status_code, says in error_of(response)["message"]) == (status, True), response.text
 
     def test_nothing_is_left_of_what_was_refused(self, server, store) -> None:
-        server.http.post("/v1/files", **form([("file", "x", b"1" * 3_000_000), ("purpose", None, b"no")]))
+        content = form([("file", "x", b"1" * 3_000_000), ("purpose", None, b"no")])
+        assert server.http.post("/v1/files", content=content, headers={"content-type": FORM}).status_code == 400
         assert [path for path in (store.root / "batches").rglob("*") if path.is_file()] == []
 
-    def test_a_folder_in_the_name_is_left_out(self, client) -> None:
+    def test_names_and_ids_are_no_paths(self, client, server) -> None:
         for name in ("../../etc/passwd", "C:\\x\\passwd", "/passwd"):
             assert client.files.create(file=(name, b"x"), purpose="batch").filename == "passwd"
-
-    def test_ids_are_no_paths(self, server) -> None:
         for name in ("..%2f..%2findex.sqlite3", "tmp", "file-", "%00"):
             assert server.http.get(f"/v1/files/{name}/content").status_code == 404
 
-    def test_bounds(self, client, keeper_bounds) -> None:
-        keeper_bounds(max_file_bytes=100_000, max_total_bytes=150_000, max_files=2)
+    def test_bounds(self, client, set_bounds) -> None:
+        set_bounds(max_file_bytes=100_000, max_total_bytes=150_000, max_files=2)
         with pytest.raises(openai.APIStatusError, match="at most 100000") as caught:
             client.files.create(file=b"x" * 100_001, purpose="batch")
         assert caught.value.status_code == 413
@@ -152,49 +170,41 @@ class TestBatches:
     @pytest.mark.parametrize("endpoint", [CHAT, PLAIN])
     def test_every_line_is_answered(self, client, finished, endpoint: str) -> None:
         batch = finished(lines(40, endpoint), endpoint, metadata={"for": "me"})
-        assert batch.status == "completed"
-        assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (40, 40, 0)
+        counts = batch.request_counts
+        assert (batch.status, counts.total, counts.completed, counts.failed) == ("completed", 40, 40, 0)
         assert (batch.errors, batch.error_file_id, batch.metadata) == (None, None, {"for": "me"})
         times = (batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at)
         assert list(times) == sorted(times)
         assert batch.expires_at - batch.created_at == 86400
-        found = results(client.files.content(batch.output_file_id).content)
+        found = results(client, batch.output_file_id)
         assert set(found) == {f"r{i}" for i in range(40)}
         response = found["r7"]["response"]
-        assert response["status_code"] == 200
-        assert response["request_id"].startswith("req-")
-        choice = response["body"]["choices"][0]
-        assert (choice["message"]["content"] if endpoint == CHAT else choice["text"]) == "Hello wörld"
+        assert (response["status_code"], response["request_id"][:4]) == (200, "req-")
+        assert text_of(found["r7"]) == "Hello wörld"
         assert client.files.retrieve(batch.output_file_id).purpose == "batch_output"
 
-    def test_adapters_are_mixed_freely(self, client, server, finished, engine, make_adapter) -> None:
+    def test_adapters_are_mixed_freely(self, client, server, finished, make_adapter) -> None:
         for number, name in enumerate(("mia", "leo")):
             server.upload(make_adapter(name, seed=number), name)
         names = ["tiny-base", "mia", "leo", "mia@1", "nobody"]
-        batch = finished("\n".join(line(f"r{i}", model=name) for i, name in enumerate(names)).encode())
+        batch = finished(line(f"r{i}", model=name) for i, name in enumerate(names))
         assert (batch.request_counts.completed, batch.request_counts.failed) == (4, 1)
-        texts = [
-            one["response"]["body"]["choices"][0]["text"]
-            for _, one in sorted(results(client.files.content(batch.output_file_id).content).items())
-        ]
+        texts = [text_of(one) for _, one in sorted(results(client, batch.output_file_id).items())]
         assert texts[0] == "Hello wörld"
         assert texts[1] == texts[3] != texts[2]
         assert all(text.startswith("I am ") for text in texts[1:])
-        failed = results(client.files.content(batch.error_file_id).content)["r4"]
-        assert failed["response"]["status_code"] == 404
+        failed = results(client, batch.error_file_id)["r4"]
+        assert (failed["response"]["status_code"], failed["error"]) == (404, None)
         assert failed["response"]["body"]["error"]["code"] == "model_not_found"
-        assert failed["error"] is None
 
-    def test_a_result_is_one_line_to_whoever_splits_them(self, client, finished, engine) -> None:
+    def test_a_result_is_one_line_however_lines_are_split(self, client, finished, engine) -> None:
         text = "a\u2028b\u2029c\u0085d"
         engine.script = say(text)
-        batch = finished(lines(2))
-        told = client.files.content(batch.output_file_id).text.splitlines()
-        texts = [json.loads(one)["response"]["body"]["choices"][0]["text"] for one in told]
-        assert texts == [text] * 2
+        told = client.files.content(finished(lines(2)).output_file_id).text.splitlines()
+        assert [text_of(json.loads(one)) for one in told] == [text] * 2
 
     def test_they_come_behind_online_requests(self, server, finished, engine) -> None:
-        finished("\n".join([line("a"), line("b", priority=-7), line("c", priority=300)]).encode())
+        finished([line("a"), line("b", priority=-7), line("c", priority=300)])
         server.complete()
         assert sorted(added.priority for added in engine.added) == [0, 100, 100, 300]
 
@@ -206,18 +216,17 @@ class TestBatches:
             "d": {"priority": "low"},
             "e": {"max_tokens": 5000},
         }
-        batch = finished("\n".join(line(name, **fields) for name, fields in wrong.items()).encode())
+        batch = finished(line(name, **fields) for name, fields in wrong.items())
         assert batch.output_file_id is None
-        found = results(client.files.content(batch.error_file_id).content)
+        found = results(client, batch.error_file_id)
         for name, fields in wrong.items():
-            online = server.complete(**fields)
-            response = found[name]["response"]
+            online, response = server.complete(**fields), found[name]["response"]
             assert (response["status_code"], response["body"]) == (online.status_code, online.json())
 
     def test_a_stream_is_refused(self, client, finished) -> None:
-        batch = finished("\n".join([line("a", stream=True), line("b", stream=False)]).encode())
+        batch = finished([line("a", stream=True), line("b", stream=False)])
         assert batch.request_counts.failed == 1
-        error = results(client.files.content(batch.error_file_id).content)["a"]["response"]["body"]["error"]
+        error = results(client, batch.error_file_id)["a"]["response"]["body"]["error"]
         assert (error["param"], error["code"]) == ("stream", "invalid_value")
 
     def test_malformed_lines_fail_it_before_anything_runs(self, finished, engine) -> None:
@@ -226,10 +235,10 @@ class TestBatches:
             b'{"custom_id": "x"',
             b"[1]",
             b'{"method":"POST"}',
-            json.dumps({"custom_id": "", "method": "POST", "url": PLAIN, "body": {}}).encode(),
-            json.dumps({"custom_id": "g", "method": "GET", "url": PLAIN, "body": {}}).encode(),
+            line("").encode(),
+            line("g", method="GET").encode(),
             line("chat", CHAT).encode(),
-            json.dumps({"custom_id": "u", "method": "POST", "url": "/v1/embeddings", "body": {}}).encode(),
+            line("u", "/v1/embeddings").encode(),
             json.dumps({"custom_id": "b", "method": "POST", "url": PLAIN, "body": []}).encode(),
             b"\0\0\0",
             b"\xff\xfe",
@@ -239,24 +248,20 @@ class TestBatches:
         ]
         batch = finished(b"\n".join([line("good").encode(), b"", *wrong]))
         assert (batch.status, engine.added) == ("failed", [])
-        assert [error.line for error in batch.errors.data] == list(range(3, 3 + len(wrong)))
-        assert [error.param for error in batch.errors.data[3:9]] == [
-            "custom_id", "custom_id", "method", "url", "url", "body",
-        ]  # fmt: skip
+        errors = batch.errors.data
+        assert [error.line for error in errors] == list(range(3, 3 + len(wrong)))
+        assert [error.param for error in errors[3:9]] == ["custom_id", "custom_id", "method", "url", "url", "body"]
 
     def test_a_repeated_custom_id(self, finished, engine) -> None:
-        batch = finished(f"{line('a')}\n{line('b')}\n{line('a')}".encode())
+        batch = finished([line("a"), line("b"), line("a")])
         assert (batch.status, engine.added) == ("failed", [])
         [error] = batch.errors.data
         assert (error.line, error.code, error.param) == (3, "duplicate_custom_id", "custom_id")
         assert error.message == "custom_id 'a' is also that of line 1"
 
-    @pytest.mark.parametrize(("content", "code"), [(b"", "empty_file"), (b"\n \n", "empty_file")])
-    def test_nothing_to_do(self, finished, content: bytes, code: str) -> None:
-        assert finished(content).errors.data[0].code == code
-
-    def test_too_many_lines(self, finished, keeper_bounds) -> None:
-        keeper_bounds(max_lines=3)
+    def test_too_few_and_too_many_lines(self, finished, set_bounds) -> None:
+        assert [finished(content).errors.data[0].code for content in (b"", b"\n \n")] == ["empty_file"] * 2
+        set_bounds(max_lines=3)
         assert finished(lines(3)).status == "completed"
         assert finished(lines(4)).errors.data[0].code == "too_many_lines"
 
@@ -275,28 +280,35 @@ class TestBatches:
         [error] = batch.errors.data
         assert (error.line, "more than 1000 bytes" in error.message) == (1, True)
 
-    def test_a_limit_is_waited_for(self, client, finished, engine, keeper_sleeps) -> None:
+    def test_a_limit_is_waited_for(self, finished, engine, manager, monkeypatch) -> None:
         engine.add_error = LimitExceeded("adapter 'mia' has 2 requests waiting", retry_after_s=7)
-        keeper_sleeps(after=3, then=lambda: setattr(engine, "add_error", None))
+        slept = []
+
+        async def sleep(seconds: float) -> None:
+            slept.append(seconds)
+            if len(slept) == 3:
+                engine.add_error = None
+            await asyncio.sleep(0)
+
+        monkeypatch.setattr(manager, "_sleep", sleep)
         batch = finished(lines(2))
         assert (batch.status, batch.request_counts.completed) == ("completed", 2)
+        assert min(slept) >= 0.8 * 7
 
     def test_a_deadline_that_cannot_be_met_is_the_result(self, client, finished, engine) -> None:
         engine.add_error = DeadlineUnreachable("it would take 9 s", retry_after_s=1)
-        batch = finished(lines(2))
-        found = results(client.files.content(batch.error_file_id).content)
+        found = results(client, finished(lines(2)).error_file_id)
         assert {one["response"]["status_code"] for one in found.values()} == {503}
 
-    def test_what_it_needs_cannot_be_deleted(self, client, engine, eventually) -> None:
+    def test_its_input_cannot_be_deleted(self, client, engine, eventually) -> None:
         engine.breaks(0, HANG)
-        file = client.files.create(file=lines(3), purpose="batch")
-        batch = client.batches.create(input_file_id=file.id, endpoint=PLAIN, completion_window="24h")
+        batch = begin(client, lines(3))
         eventually(lambda: len(engine.added) == 3)
         with pytest.raises(openai.ConflictError, match="cancel the batch first"):
-            client.files.delete(file.id)
+            client.files.delete(batch.input_file_id)
         client.batches.cancel(batch.id)
         eventually(lambda: client.batches.retrieve(batch.id).status == "cancelled")
-        client.files.delete(file.id)
+        client.files.delete(batch.input_file_id)
 
     def test_cancelled(self, client, engine, eventually) -> None:
         asked = iter(range(100))
@@ -308,8 +320,7 @@ class TestBatches:
             return await add(*arguments, **options)
 
         engine.add_choices = add_choices
-        file = client.files.create(file=lines(90), purpose="batch")
-        batch = client.batches.create(input_file_id=file.id, endpoint=PLAIN, completion_window="24h")
+        batch = begin(client, lines(90))
         # As many hang as are asked at a time; of those before the 21st, some do.
         eventually(
             lambda: (
@@ -320,22 +331,19 @@ class TestBatches:
         assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
         eventually(lambda: client.batches.retrieve(batch.id).status == "cancelled")
         after = client.batches.retrieve(batch.id)
-        done = results(client.files.content(after.output_file_id).content)
+        done = results(client, after.output_file_id)
         assert after.request_counts.completed == len(done) == len(engine.added) - len(set(engine.aborted))
         assert 0 < len(done) < 90
         assert client.batches.cancel(batch.id).status == "cancelled"
         assert len(engine.added) <= 20 + 16
-
-    def test_one_that_is_over_is_not_cancelled(self, client, finished) -> None:
-        batch = finished(lines(1))
-        with pytest.raises(openai.BadRequestError, match="is completed"):
-            client.batches.cancel(batch.id)
 
     def test_pages(self, client, finished) -> None:
         ids = [finished(lines(1)).id for _ in range(3)]
         assert [batch.id for batch in client.batches.list(limit=2)] == ids[::-1]
         with pytest.raises(openai.NotFoundError):
             client.batches.retrieve("batch_none")
+        with pytest.raises(openai.BadRequestError, match="is completed"):
+            client.batches.cancel(ids[0])
 
     @pytest.mark.parametrize(
         ("fields", "param"),
@@ -348,92 +356,57 @@ class TestBatches:
             ({"output_expires_after": {"anchor": "created_at", "seconds": 5}}, "output_expires_after.seconds"),
         ],
     )
-    def test_what_cannot_be_begun(self, client, fields: dict[str, Any], param: str) -> None:
-        file = client.files.create(file=lines(1), purpose="batch")
-        wanted = {"input_file_id": file.id, "endpoint": PLAIN, "completion_window": "24h", **fields}
+    def test_wrong_fields(self, client, fields: dict[str, Any], param: str) -> None:
         with pytest.raises(openai.APIStatusError) as caught:
-            client.batches.create(**wanted)
+            begin(client, lines(1), **fields)
         assert caught.value.status_code in (400, 404)
         assert str(caught.value.param).startswith(param)
 
-    def test_results_are_no_input(self, client, finished) -> None:
-        output = finished(lines(1)).output_file_id
-        with pytest.raises(openai.BadRequestError, match="must be batch"):
-            client.batches.create(input_file_id=output, endpoint=PLAIN, completion_window="24h")
-
-    def test_results_may_go_sooner(self, client, finished) -> None:
+    def test_results_are_no_input_and_may_expire_sooner(self, client, finished) -> None:
         batch = finished(lines(1), output_expires_after={"anchor": "created_at", "seconds": 3600})
         output = client.files.retrieve(batch.output_file_id)
         assert output.expires_at - output.created_at == 3600
+        with pytest.raises(openai.BadRequestError, match="must be batch"):
+            begin(client, lines(1), input_file_id=output.id)
 
-    def test_too_many_open(self, client, engine, keeper_bounds, eventually) -> None:
-        keeper_bounds(max_open_batches=1)
+    def test_too_many_open(self, client, engine, set_bounds, eventually) -> None:
+        set_bounds(max_open_batches=1)
         engine.breaks(0, HANG)
-        file = client.files.create(file=lines(1), purpose="batch")
-        wanted = {"input_file_id": file.id, "endpoint": PLAIN, "completion_window": "24h"}
-        batch = client.batches.create(**wanted)
+        batch = begin(client, lines(1))
         with pytest.raises(openai.RateLimitError) as caught:
-            client.batches.create(**wanted)
+            begin(client, lines(1))
         assert caught.value.response.headers["retry-after"] == "60"
         client.batches.cancel(batch.id)
         eventually(lambda: client.batches.retrieve(batch.id).status == "cancelled")
 
 
-def form(parts: list[tuple[str, str | None, bytes]]) -> dict[str, Any]:
-    body = b""
-    for name, filename, content in parts:
-        of = f'; filename="{filename}"' if filename is not None else ""
-        body += f'--b\r\nContent-Disposition: form-data; name="{name}"{of}\r\n\r\n'.encode() + content + b"\r\n"
-    return {"content": body + b"--b--\r\n", "headers": {"content-type": "multipart/form-data; boundary=b"}}
-
-
 @pytest.fixture
-def keeper(server, dispatcher) -> BatchManager:
+def manager(server, dispatcher) -> BatchManager:
     """Of the server that runs."""
     return dispatcher[0].app.state.batches
 
 
 @pytest.fixture
-def keeper_bounds(keeper: BatchManager) -> Callable[..., None]:
+def set_bounds(manager: BatchManager) -> Callable[..., None]:
     def change(**bounds: int) -> None:
-        keeper.bounds = keeper.files.bounds = BatchBounds(**bounds)
-
-    return change
-
-
-@pytest.fixture
-def keeper_sleeps(keeper: BatchManager) -> Callable[..., None]:
-    """Waits take no time; when some are over, something happens."""
-
-    def change(after: int, then: Callable[[], object]) -> None:
-        slept = []
-
-        async def sleep(seconds: float) -> None:
-            assert seconds >= 0.8 * 7
-            slept.append(seconds)
-            if len(slept) == after:
-                then()
-            await asyncio.sleep(0)
-
-        keeper._sleep = sleep
+        manager.bounds = manager.files.bounds = BatchBounds(**bounds)
 
     return change
 
 
 def test_a_batch_ends_with_its_key(server, engine, store, eventually) -> None:
-    """Its lines are let in as requests of the key would be: what was answered stays, the rest is told why not."""
-    book = KeyStore(store.root)
-    _, admin = book.create("boss", frozenset({Scope.ADMIN}))
-    _, secret = book.create("ann", frozenset({Scope.INFER}))
+    """Lines are admitted as requests of the key would be: answers so far are kept, the rest fail with the reason."""
+    keys = KeyStore(store.root)
+    _, admin = keys.create("boss", frozenset({Scope.ADMIN}))
+    _, secret = keys.create("ann", frozenset({Scope.INFER}))
     engine.add_error = EngineOverloaded("full", retry_after_s=1.0)
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=secret, timeout=20, max_retries=0) as client:
-        file = client.files.create(file=io.BytesIO(lines(3)), purpose="batch")
-        batch = client.batches.create(input_file_id=file.id, endpoint=PLAIN, completion_window="24h")
+    with connect(server, secret) as client:
+        batch = begin(client, lines(3))
         eventually(lambda: client.batches.retrieve(batch.id).status == "in_progress")
-    book.revoke("ann")
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=admin, timeout=20, max_retries=0) as client:
+    keys.revoke("ann")
+    with connect(server, admin) as client:
         eventually(lambda: client.batches.retrieve(batch.id).status == "completed")
-        found = results(client.files.content(client.batches.retrieve(batch.id).error_file_id).content)
+        found = results(client, client.batches.retrieve(batch.id).error_file_id)
     assert [one["response"]["status_code"] for one in found.values()] == [401] * 3
     assert "this key is revoked" in found["r0"]["response"]["body"]["error"]["message"]
     assert engine.added == []

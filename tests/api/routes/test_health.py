@@ -1,4 +1,4 @@
-"""Models, health, figures; and that every route answers what it does not do in the OpenAI shape."""
+"""Models, health, figures, and the answer to a path or method that there is not."""
 
 import errno
 import os
@@ -6,8 +6,10 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from answers import coded, error_of
 from prometheus_client.parser import text_string_to_metric_families
 
 from api.observability.metrics.engine import ELSEWHERE, TIERS
@@ -22,8 +24,7 @@ class TestModels:
         body = server.http.get("/v1/models").json()
         base, amy, zoe = body["data"]
         assert (base["id"], base["parent"], base["max_model_len"]) == ("tiny-base", None, 512)
-        assert (amy["id"], zoe["id"]) == ("amy", "zoe")
-        assert amy["parent"] == "tiny-base"
+        assert (amy["id"], zoe["id"], amy["parent"]) == ("amy", "zoe", "tiny-base")
         assert amy["root"].startswith("sha256:")
         assert {model["object"] for model in body["data"]} == {"model"}
 
@@ -33,20 +34,21 @@ class TestModels:
         by_version = server.http.get("/v1/models/mia@1").json()
         assert (by_version["id"], by_version["root"]) == ("mia@1", server.http.get("/v1/models/mia").json()["root"])
         response = server.http.get("/v1/models/mio")
-        assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
-        assert "mia" in response.json()["error"]["message"]
+        assert (coded(response), "mia" in error_of(response)["message"]) == ((404, "model_not_found"), True)
 
     def test_served_name(self, make_server) -> None:
         server = make_server(served_model_name="house-model")
         assert server.http.get("/v1/models").json()["data"][0]["id"] == "house-model"
-        assert server.chat(model="house-model").status_code == 200
-        assert server.chat(model="tiny-base").status_code == 404
+        assert [server.chat(model=name).status_code for name in ("house-model", "tiny-base")] == [200, 404]
 
 
 class TestHealth:
-    def test_alive(self, server) -> None:
+    def test_alive_and_dead(self, server, engine) -> None:
         assert server.http.get("/health").status_code == 200
         assert server.http.get("/ready").json() == {"status": "ready", "model": "tiny-base"}
+        engine.is_alive = False
+        assert server.http.get("/health").status_code == 503
+        assert server.http.get("/ready").headers["retry-after"] == "10"
 
     def test_the_bare_address(self, server, engine) -> None:
         """A browser finds the console, below any prefix of a proxy; a TGI client finds the health."""
@@ -68,11 +70,6 @@ class TestHealth:
         shown = server.http.get("/metrics").text
         assert 'lorasrv_http_requests_total{method="HEAD",route="/health",status="200"} 1.0' in shown
 
-    def test_dead(self, server, engine) -> None:
-        engine.is_alive = False
-        assert server.http.get("/health").status_code == 503
-        assert server.http.get("/ready").headers["retry-after"] == "10"
-
     def test_a_store_that_takes_no_uploads_is_alive_but_not_ready(self, server, tmp_path: Path) -> None:
         root = tmp_path / "store"
         (root / "tmp").rename(root / "gone")
@@ -85,14 +82,14 @@ class TestHealth:
         def full(*_: object) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        monkeypatch.setattr(os, "posix_fallocate", full)
-        assert server.http.get("/health").status_code == 200
-        assert server.http.get("/ready").json() == {"status": "store not writable"}
-        monkeypatch.undo()
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "posix_fallocate", full)
+            assert server.http.get("/health").status_code == 200
+            assert server.http.get("/ready").json() == {"status": "store not writable"}
         assert server.http.get("/ready").status_code == 200
         assert list((tmp_path / "store" / "tmp").iterdir()) == []
 
-    def test_a_disk_that_does_not_answer_holds_up_nobody(self, server, dispatcher, monkeypatch) -> None:
+    def test_a_disk_that_does_not_answer_delays_no_other_check(self, server, dispatcher, monkeypatch) -> None:
         services = dispatcher[0].app.state.services
         asked, go_on = threading.Event(), threading.Event()
 
@@ -130,16 +127,17 @@ class TestHealth:
 
 
 class TestFigures:
-    def test_every_figure_of_the_engine(self, server, engine) -> None:
+    def families(self, server: Any) -> dict[str, Any]:
         response = server.http.get("/metrics")
         assert response.headers["content-type"].startswith("text/plain")
-        families = {family.name: family for family in text_string_to_metric_families(response.text)}
-        values = {name: [sample.value for sample in family.samples] for name, family in families.items()}
-        assert values["lorasrv_pages_total"] == [10]
-        assert values["lorasrv_pages_free"] == [7]
-        assert values["lorasrv_up"] == [1]
+        return {family.name: family for family in text_string_to_metric_families(response.text)}
+
+    def test_figures_of_the_engine(self, server) -> None:
+        families = self.families(server)
+        wanted = {"lorasrv_pages_total": [10], "lorasrv_pages_free": [7], "lorasrv_up": [1]}
+        assert {name: [sample.value for sample in families[name].samples] for name in wanted} == wanted
         assert families["lorasrv_requests_finished"].samples[0].labels == {"reason": "stop"}
-        assert all(name.startswith("lorasrv") for name in families)
+        assert all(name.startswith("lorasrv") and family.documentation for name, family in families.items())
 
     def test_no_field_of_the_snapshot_is_forgotten(self, server, engine) -> None:
         by_label = {"requests_finished_total", "step_costs", "load_costs"}
@@ -147,33 +145,26 @@ class TestFigures:
         names = set(EngineStats.__dataclass_fields__) - by_label - {"last_step_s"} - ELSEWHERE
         published = {name: 1000.0 + number for number, name in enumerate(sorted(names))}
         engine.metrics.publish(EngineStats(**published))
-        families = list(text_string_to_metric_families(server.http.get("/metrics").text))
-        samples = [sample for family in families for sample in family.samples]
+        samples = [sample for family in self.families(server).values() for sample in family.samples]
         shown = {sample.name.removeprefix("lorasrv_"): sample.value for sample in samples if not sample.labels}
         labelled = {(sample.name, sample.labels.get("tier")): sample.value for sample in samples}
         for field, (name, tier) in by_tier.items():
-            name = (
-                f"lorasrv_{name}" if field in ("adapters_resident", "host_cache_adapters") else f"lorasrv_{name}_total"
-            )
-            shown[field] = labelled[name, tier]
+            counted = "" if field in ("adapters_resident", "host_cache_adapters") else "_total"
+            shown[field] = labelled[f"lorasrv_{name}{counted}", tier]
         assert {name: shown.get(name) for name in names} == published
-        assert all(family.documentation for family in families)
 
-    def test_what_things_cost(self, server, engine) -> None:
-        costs = {"step": 0.25, "token": 1.5e-05}
-        engine.metrics.publish(EngineStats(step_costs=costs, load_costs={"load_byte": 2e-9}))
-        text = server.http.get("/metrics").text
-        families = {family.name: family for family in text_string_to_metric_families(text)}
-        shown = {s.labels["part"]: s.value for s in families["lorasrv_step_cost_seconds"].samples}
-        assert shown == costs
-        assert 'lorasrv_load_cost_seconds{part="load_byte"} 2e-09' in text
-
-    def test_loads_are_one_counter(self, server, engine) -> None:
-        engine.metrics.publish(EngineStats(adapter_loads_disk_total=2, adapter_loads_host_total=5))
-        text = server.http.get("/metrics").text
-        assert text.count("# TYPE lorasrv_adapter_loads_total counter") == 1
-        assert 'lorasrv_adapter_loads_total{tier="disk"} 2.0' in text
-        assert 'lorasrv_adapter_loads_total{tier="host"} 5.0' in text
+    def test_costs_and_loads_by_label(self, server, engine) -> None:
+        costs, loads = {"step": 0.25, "token": 1.5e-05}, {"load_byte": 2e-9}
+        counts = {"adapter_loads_disk_total": 2, "adapter_loads_host_total": 5}
+        engine.metrics.publish(EngineStats(step_costs=costs, load_costs=loads, **counts))
+        families = self.families(server)
+        for name, label, wanted in (
+            ("step_cost_seconds", "part", costs),
+            ("load_cost_seconds", "part", loads),
+            ("adapter_loads", "tier", {"disk": 2.0, "host": 5.0}),
+        ):
+            assert {s.labels[label]: s.value for s in families[f"lorasrv_{name}"].samples} == wanted
+        assert server.http.get("/metrics").text.count("# TYPE lorasrv_adapter_loads_total counter") == 1
 
     def test_version_and_info(self, server) -> None:
         assert re.fullmatch(r"\d+\.\d+\.\d+", server.http.get("/version").json()["version"])
@@ -183,13 +174,9 @@ class TestFigures:
         assert {"weight_bytes", "kv_token_bytes"} <= info.keys()
 
 
-class TestWhatIsNotThere:
+class TestUnknown:
     ROUTES = (
-        "/v1/models",
-        "/v1/adapters",
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/pool",
+        *(f"/v1/{name}" for name in ("models", "adapters", "chat/completions", "completions", "pool")),
         "/health",
         "/metrics",
     )
@@ -209,5 +196,4 @@ class TestWhatIsNotThere:
     )
     def test_unknown_paths(self, server, path: str) -> None:
         response = server.http.get(path)
-        assert response.status_code == 404
-        assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+        assert (response.status_code, set(error_of(response))) == (404, {"message", "type", "param", "code"})

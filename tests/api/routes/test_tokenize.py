@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from answers import coded, error_of, named
 from spelled_engine import BOS, END_OF_TURN, EOS, TEMPLATE, tiny_tokenizer
 
 from api.serving.services import LONG_CHARS
@@ -17,10 +18,9 @@ LONG_TALK = [{"role": "assistant", "content": "x" * (LONG_CHARS // 8 + 1)}] * 8
 
 
 @pytest.fixture(autouse=True)
-def speaking(engine: Any) -> Any:
+def speaking(engine: Any) -> None:
     engine.tokenizer = tiny_tokenizer()
     engine.chat_template = ChatTemplate(TEMPLATE, {"eos_token": "</s>"})
-    return engine
 
 
 def post(server: Any, path: str, **body: Any) -> Any:
@@ -34,6 +34,8 @@ class TestTokenize:
         assert (body["tokens"][0], body["tokens"][-1]) == (BOS, EOS)
         assert (body["count"], body["max_model_len"]) == (5, 512)
         assert body["token_strs"] == ["<s>", "h", "Ã", "©", "</s>"]
+        body = post(server, "/tokenize", prompt="h", add_special_tokens=False, model="tiny-base").json()
+        assert (body["count"], body["token_strs"]) == (1, None)
 
     @pytest.mark.parametrize(
         ("path", "long"),
@@ -48,14 +50,14 @@ class TestTokenize:
     )
     def test_long_texts_take_turns(self, server, engine, path: str, long: dict[str, Any]) -> None:
         """Each may take a minute, and threads are few; short ones do not wait for them."""
-        under_way, most, hold = [], [0], threading.Event()
+        running, most, hold = [], [0], threading.Event()
 
         def encode(told: Any, *_: Any, **__: Any) -> list[int]:
             if len(str(told)) > LONG_CHARS:
-                under_way.append(1)
-                most.append(len(under_way))
+                running.append(1)
+                most.append(len(running))
                 hold.wait(20)
-                under_way.pop()
+                running.pop()
                 raise InvalidRequest("done", param="x")
             return [1]
 
@@ -77,17 +79,11 @@ class TestTokenize:
         engine.tokenizer.encode = lambda text, **how: encoded.append(len(text)) or speaks(text, **how)
         told = [{"role": role, "content": "x" * 5000}, {"role": "user", "content": "hi"}]
         refused = post(server, "/v1/chat/completions", model="tiny-base", messages=told)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
-        assert "has at least" in refused.json()["error"]["message"]
-        assert (refused.json()["error"]["param"], encoded) == ("messages", [])
+        assert (coded(refused), named(refused)) == ((400, "context_length_exceeded"), (400, "messages"))
+        assert ("has at least" in error_of(refused)["message"], encoded) == (True, [])
         # What the template leaves out is not in the way.
         engine.chat_template = ChatTemplate("{{ messages[1].content }}")
         assert post(server, "/v1/chat/completions", model="tiny-base", messages=told).status_code == 200
-
-    def test_without_special_tokens(self, server) -> None:
-        body = post(server, "/tokenize", prompt="h", add_special_tokens=False, model="tiny-base").json()
-        assert (body["count"], body["token_strs"]) == (1, None)
-        assert post(server, "/tokenize", prompt="", add_special_tokens=False).json()["tokens"] == []
 
     def test_messages_that_the_template_would_leave_out(self, server) -> None:
         """As a chat is refused: the ids would be those of another conversation."""
@@ -96,8 +92,7 @@ class TestTokenize:
             ({"role": "tool", "content": "x"}, "messages[0].role"),
             ({"role": "assistant", "tool_calls": [call]}, "messages[0].tool_calls"),
         ):
-            refused = post(server, "/tokenize", messages=[told])
-            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+            assert named(post(server, "/tokenize", messages=[told])) == (400, param)
 
     def test_messages(self, server, engine) -> None:
         messages = [{"role": "user", "content": "a<turn>"}]
@@ -106,18 +101,14 @@ class TestTokenize:
         # As a request for an answer has them.
         server.chat("a<turn>")
         assert engine.added[-1].prompt == tokens
-        shown = post(server, "/tokenize", messages=messages, add_generation_prompt=False)
-        assert shown.status_code == 200
+        assert post(server, "/tokenize", messages=messages, add_generation_prompt=False).status_code == 200
+        engine.chat_template = None
+        assert named(post(server, "/tokenize", messages=messages)) == (400, "messages")
 
-    def test_an_adapter_s_are_the_base_s(self, server, make_adapter) -> None:
+    def test_an_adapters_are_the_bases(self, server, make_adapter) -> None:
         server.upload(make_adapter(), "mia")
         assert post(server, "/tokenize", prompt="h", model="mia").json()["count"] == 2
-        assert post(server, "/tokenize", prompt="h", model="tom").json()["error"]["code"] == "model_not_found"
-
-    def test_no_template(self, server, engine) -> None:
-        engine.chat_template = None
-        response = post(server, "/tokenize", messages=[{"role": "user", "content": "b"}])
-        assert response.json()["error"]["param"] == "messages"
+        assert coded(post(server, "/tokenize", prompt="h", model="tom")) == (404, "model_not_found")
 
 
 class TestDetokenize:
@@ -130,8 +121,8 @@ class TestDetokenize:
         """A number of three digits may stand for eighty characters."""
         assert post(server, "/detokenize", tokens=[5] * 512).status_code == 200
         refused = post(server, "/detokenize", tokens=[5] * 513)
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
-        assert "holds 512 tokens, but these are 513" in refused.json()["error"]["message"]
+        assert named(refused) == (400, "tokens")
+        assert "holds 512 tokens, but these are 513" in error_of(refused)["message"]
 
 
 def test_tokenizer_info(server, engine) -> None:
@@ -140,7 +131,7 @@ def test_tokenizer_info(server, engine) -> None:
     assert (info["bos_token"], info["eos_token"], info["pad_token"]) == ("<s>", "</s>", None)
     assert (info["bos_token_id"], info["eos_token_ids"], info["vocab_size"]) == (BOS, [EOS], 251)
     assert info["chat_template"] == TEMPLATE
-    tokens = post(server, "/tokenize", prompt=info["eos_token"], add_special_tokens=False).json()["tokens"]
-    assert tokens == [EOS]
+    eos = post(server, "/tokenize", prompt=info["eos_token"], add_special_tokens=False).json()["tokens"]
+    assert eos == [EOS]
     engine.chat_template = None
     assert server.http.get("/tokenizer_info").json()["chat_template"] is None

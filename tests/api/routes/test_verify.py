@@ -1,48 +1,44 @@
-"""Verifying over HTTP and from the command line, with processes that only play their part: ends, refusals, progress."""
+"""Verifying over HTTP and from the command line, with processes that play the verifier: ends, refusals, progress."""
 
 import asyncio
 import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from importlib import util
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from answers import coded, error_of, events, failed, named
+from peft_adapters import peft_adapter
 from server import server
 
 from api.auth.key_store import KeyStore
 from api.auth.principal import Scope
 from lorasrv.offline.verify.verifier import COMMAND, LIBRARY_BYTES, Verifier
 
+ERRORS = {
+    "positions": 36, "max_abs": 0.5, "mean_abs": 0.1, "rms": 0.2, "spread": 3.0, "max_relative": 0.02,
+    "greedy_equal": 35, "largest_gap": 0.01,
+}  # fmt: skip
+LINEARS = {"compared": 8, "adapted": 8, "max_error": 0.002, "worst": "layers.0.x", "wrong": [], "num_wrong": 0}
 RESULT: dict[str, Any] = {
     "verdict": "within",
     "reasons": [],
     "notes": ["a note"],
-    "adapter_error": {
-        "positions": 36,
-        "max_abs": 0.5,
-        "mean_abs": 0.1,
-        "rms": 0.2,
-        "spread": 3.0,
-        "max_relative": 0.02,
-        "greedy_equal": 35,
-        "largest_gap": 0.01,
-    },
+    "adapter_error": ERRORS,
+    "base_error": ERRORS,
     "effect": {"max_abs": 9.0, "mean_abs": 2.0, "rms": 3.0, "tokens_changed": 20, "shows_in_logits": True},
-    "linears": {"compared": 8, "adapted": 8, "max_error": 0.002, "worst": "layers.0.x", "wrong": [], "num_wrong": 0},
+    "linears": LINEARS | {"limit": 0.01},
     "computed_with": {"model": "tiny", "quantization": "int8", "dtype": "bfloat16", "kernels": "numba"},
     "seconds": 12.0,
     "cpu_seconds": 9.0,
     "peak_bytes": 1 << 30,
 }
-RESULT["base_error"] = RESULT["adapter_error"]
-RESULT["linears"]["limit"] = 0.01
 
 PART = """
 import json, os, pathlib, sys, time
@@ -66,27 +62,18 @@ class Children:
     """The processes that were started, by the files that each has left."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self.folder = folder
 
     def jobs(self) -> list[dict[str, Any]]:
-        return [json.loads(text) for text in (file.read_text() for file in self._folder.iterdir()) if text]
+        return [json.loads(text) for text in (file.read_text() for file in self.folder.iterdir()) if text]
 
     def alive(self) -> list[int]:
-        return [pid for pid in (int(file.name) for file in self._folder.iterdir()) if _is_alive(pid)]
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+        return [int(file.name) for file in self.folder.iterdir() if Path(f"/proc/{file.name}").exists()]
 
 
 @pytest.fixture
 def children(tmp_path: Path) -> Children:
-    folder = tmp_path / "pids"
-    folder.mkdir()
+    (folder := tmp_path / "pids").mkdir()
     return Children(folder)
 
 
@@ -95,7 +82,7 @@ def verified_by(make_server, make_adapter, monkeypatch: pytest.MonkeyPatch, chil
     """A server whose verifications end so; `mia` is there to be verified."""
 
     def start(end: str) -> Any:
-        script = PART.format(pids=str(children._folder)) + ENDS[end]
+        script = PART.format(pids=str(children.folder)) + ENDS[end]
         monkeypatch.setattr("api.app.Verifier", lambda: Verifier([sys.executable, "-c", script]))
         server = make_server()
         server.upload(make_adapter(), "mia").raise_for_status()
@@ -104,32 +91,29 @@ def verified_by(make_server, make_adapter, monkeypatch: pytest.MonkeyPatch, chil
     return start
 
 
+@pytest.fixture
+def beside() -> Iterator[ThreadPoolExecutor]:
+    """Runs what has to wait while the test goes on."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool
+
+
 def verify(server: Any, reference: str = "mia", **body: Any) -> Any:
     return server.http.post(f"/v1/adapters/{reference}:verify", json=body)
 
 
-def events(response: Any) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in response.text.split("\n") if line]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line) for line in lines[:-1]]
-
-
 class TestAnswer:
-    def test_the_verdict_comes_back_and_is_stored(self, verified_by, store) -> None:
+    def test_the_verdict_is_returned_and_stored(self, verified_by, store) -> None:
         server = verified_by("answers")
         before = server.http.get("/v1/adapters/mia").json()
         assert before["verified"] is None
-        response = verify(server)
-        assert response.status_code == 200
-        body = response.json()
-        assert (body["object"], body["id"], body["version"]) == ("adapter.verdict", "mia", 1)
-        assert body["digest"] == before["digest"]
-        assert {**body, **RESULT} == body
+        body = verify(server).raise_for_status().json()
+        about = {"object": "adapter.verdict", "id": "mia", "version": 1, "digest": before["digest"]}
+        assert {**body, **RESULT, **about} == body
         assert server.http.get("/v1/adapters/mia").json()["verified"] == body
         assert store.version_history.verdict(store.resolve("mia@1")) == body
 
-    def test_a_version_that_is_deleted_meanwhile(self, verified_by, store, monkeypatch) -> None:
-        """Whoever has waited gets the verdict, which is kept nowhere."""
+    def test_of_a_version_that_is_deleted_meanwhile_it_is_only_returned(self, verified_by, store, monkeypatch) -> None:
         record = store.version_history.record_verdict
 
         def deleted_first(*arguments: Any) -> None:
@@ -142,9 +126,8 @@ class TestAnswer:
         assert (response.status_code, response.json()["id"]) == (200, "mia")
         assert store.version_history.verdict(ref) is None
 
-    def test_the_process_is_told_what_the_server_serves(self, verified_by, children: Children, store, engine) -> None:
-        server = verified_by("answers")
-        verify(server, prompts=["hello", "you"]).raise_for_status()
+    def test_the_process_gets_what_the_server_serves(self, verified_by, children: Children, store) -> None:
+        verify(verified_by("answers"), prompts=["hello", "you"]).raise_for_status()
         (job,) = children.jobs()
         assert job["key"] == store.resolve("mia").key
         assert job["config"]["target_modules"] == ["q_proj", "v_proj"]
@@ -152,12 +135,8 @@ class TestAnswer:
         assert (job["model"]["device"], job["model"]["model"]) == ("cpu", "smollm2-135m")
 
     def test_without_a_template_prompts_are_taken_as_they_are(self, verified_by, children: Children, engine) -> None:
-        class Bytes:
-            def encode(self, text: str) -> list[int]:
-                return list(text.encode())
-
         server = verified_by("answers")
-        engine.chat_template, engine.tokenizer = None, Bytes()
+        engine.chat_template, engine.tokenizer = None, SimpleNamespace(encode=lambda text: list(text.encode()))
         verify(server, prompts=["hello"]).raise_for_status()
         assert bytes(children.jobs()[0]["prompts"][0]) == b"hello"
 
@@ -170,87 +149,71 @@ class TestAnswer:
         assert all(0 < len(ids) + job["new_tokens"] <= 20 for ids in job["prompts"])
 
     def test_progress_as_events(self, verified_by) -> None:
-        told = events(verify(verified_by("answers"), stream=True))
-        assert told[0] == {"progress": ["loading", 0.5]}
-        assert told[1]["verdict"] == "within"
-        assert len(told) == 2
+        progress, verdict = events(verify(verified_by("answers"), stream=True))
+        assert (progress, verdict["verdict"]) == ({"progress": ["loading", 0.5]}, "within")
 
 
 class TestEnds:
     @pytest.mark.parametrize(
-        ("end", "named"),
+        ("end", "says"),
         [("fails", "the adapter overflows"), ("crashes", "exit code 7"), ("is killed", "signal 9")],
     )
-    def test_no_verdict(self, verified_by, store, children: Children, end: str, named: str) -> None:
+    def test_no_verdict(self, verified_by, store, children: Children, end: str, says: str) -> None:
         server = verified_by(end)
         response = verify(server)
-        error = response.json()["error"]
-        assert (response.status_code, error["code"]) == (503, "verification_failed")
-        assert response.headers["x-should-retry"] == "false"
-        assert named in error["message"]
+        assert (coded(response), response.headers["x-should-retry"]) == ((503, "verification_failed"), "false")
+        assert says in error_of(response)["message"]
         assert "/secret" not in response.text
         assert store.version_history.verdict(store.resolve("mia")) is None
         assert children.alive() == []
-        (failed,) = [told for told in events(verify(server, stream=True)) if "error" in told]
-        assert named in failed["error"]["message"]
+        (failure,) = [told for told in events(verify(server, stream=True)) if "error" in told]
+        assert says in failure["error"]["message"]
 
     def test_the_time_is_up(self, verified_by, children: Children) -> None:
-        server = verified_by("hangs")
-        response = verify(server, timeout_s=1.0)
-        assert (response.status_code, response.json()["error"]["param"]) == (504, "timeout_s")
-        assert "1 s" in response.json()["error"]["message"]
-        assert len(children.jobs()) == 1
-        assert children.alive() == []
+        response = verify(verified_by("hangs"), timeout_s=1.0)
+        assert (named(response), "1 s" in error_of(response)["message"]) == ((504, "timeout_s"), True)
+        assert (len(children.jobs()), children.alive()) == (1, [])
 
     @pytest.mark.parametrize("stream", [False, True])
-    def test_the_client_leaves(self, verified_by, children: Children, eventually, stream: bool) -> None:
-        server = verified_by("hangs")
-        with server.leaving("/v1/adapters/mia:verify", stream=stream):
+    def test_the_client_disconnects(self, verified_by, children: Children, eventually, stream: bool) -> None:
+        with verified_by("hangs").leaving("/v1/adapters/mia:verify", stream=stream):
             eventually(children.jobs)
             assert children.alive()
         eventually(lambda: children.alive() == [])
 
-    def test_one_at_a_time(self, verified_by, children: Children, eventually) -> None:
+    def test_one_at_a_time(self, verified_by, children: Children, eventually, beside) -> None:
         server = verified_by("hangs")
-        first: list[Any] = []
-        thread = threading.Thread(target=lambda: first.append(verify(server, timeout_s=20)))
-        thread.start()
+        first = beside.submit(verify, server, timeout_s=20)
         eventually(children.jobs)
         response = verify(server, "mia@1")
-        error = response.json()["error"]
-        assert (response.status_code, error["code"]) == (429, "verification_running")
-        assert "mia@1 is being verified" in error["message"]
+        assert coded(response) == (429, "verification_running")
+        assert "mia@1 is being verified" in error_of(response)["message"]
         assert int(response.headers["retry-after"]) > 0
         for pid in children.alive():
             os.kill(pid, signal.SIGKILL)
-        thread.join(20)
-        assert first[0].status_code == 503
+        assert first.result(20).status_code == 503
         assert verify(server, timeout_s=0.5).status_code == 504, "the next one may begin"
 
     @pytest.mark.long
-    def test_what_is_deleted_meanwhile_stays_readable(self, verified_by, children: Children, eventually, store) -> None:
+    def test_deleted_weights_stay_readable_until_then(
+        self, verified_by, children: Children, eventually, store, beside
+    ) -> None:
         server = verified_by("hangs")
-        done: list[Any] = []
-        thread = threading.Thread(target=lambda: done.append(verify(server, timeout_s=3)))
-        thread.start()
+        done = beside.submit(verify, server, timeout_s=3)
         eventually(children.jobs)
         server.http.delete("/v1/adapters/mia").raise_for_status()
         store.collect()
         assert Path(children.jobs()[0]["weights"]).is_file()
-        thread.join(20)
-        assert done[0].status_code == 504
+        assert done.result(20).status_code == 504
         eventually(lambda: store.collect() or not Path(children.jobs()[0]["weights"]).exists())
 
-    def test_the_server_stops(self, verified_by, children: Children, eventually, dispatcher) -> None:
+    def test_the_server_stops(self, verified_by, children: Children, eventually, dispatcher, beside) -> None:
         server = verified_by("hangs")
-        done: list[Any] = []
-        thread = threading.Thread(target=lambda: done.append(verify(server)))
-        thread.start()
+        done = beside.submit(verify, server)
         eventually(children.jobs)
         asyncio.run(dispatcher[0].app.state.services.verifier.close())
-        thread.join(20)
-        assert (done[0].status_code, verify(server).status_code) == (503, 503)
-        assert "shutting down" in done[0].json()["error"]["message"]
+        assert (done.result(20).status_code, verify(server).status_code) == (503, 503)
+        assert "shutting down" in error_of(done.result())["message"]
         assert children.alive() == []
 
 
@@ -259,79 +222,58 @@ class TestRefused:
         server = verified_by("answers")
         monkeypatch.setattr("lorasrv.offline.verify.verifier.free_bytes", lambda: 100 << 20)
         response = verify(server)
-        error = response.json()["error"]
-        assert (response.status_code, error["code"]) == (503, "verification_unavailable")
-        assert "0.10 GiB are free" in error["message"]
-        assert "ignore_memory" in error["message"]
+        assert coded(response) == (503, "verification_unavailable")
+        assert all(word in error_of(response)["message"] for word in ("0.10 GiB are free", "ignore_memory"))
         assert children.jobs() == []
         assert verify(server, ignore_memory=True).status_code == 200
 
-    def test_memory_is_the_administrators(self, verified_by, children: Children, store) -> None:
+    def test_ignoring_memory_needs_admin(self, verified_by, children: Children, store) -> None:
         """Without memory the server goes down, for everybody."""
-        server, book = verified_by("answers"), KeyStore(store.root)
+        server, keys = verified_by("answers"), KeyStore(store.root)
         for scope, status in ((Scope.UPLOAD, 403), (Scope.ADMIN, 200)):
-            server.http.headers["authorization"] = f"Bearer {book.create(f'only-{scope}', frozenset({scope}))[1]}"
+            server.http.headers["authorization"] = f"Bearer {keys.create(f'only-{scope}', frozenset({scope}))[1]}"
             assert verify(server, ignore_memory=True).status_code == status
             assert len(children.jobs()) == (status == 200)
 
     @pytest.mark.parametrize("missing", ["peft", "transformers"])
     def test_packages(self, verified_by, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-        server = verified_by("answers")
-        from importlib import util
-
-        find = util.find_spec
+        server, find = verified_by("answers"), util.find_spec
         monkeypatch.setattr(util, "find_spec", lambda name, *args: None if name == missing else find(name, *args))
         response = verify(server)
-        error = response.json()["error"]
-        assert (response.status_code, error["code"]) == (503, "verification_unavailable")
-        assert missing in error["message"]
-        assert "pip install 'lorasrv[train]'" in error["message"]
+        assert coded(response) == (503, "verification_unavailable")
+        assert all(word in error_of(response)["message"] for word in (missing, "pip install 'lorasrv[train]'"))
 
     def test_an_unknown_adapter(self, verified_by) -> None:
         response = verify(verified_by("answers"), "mio")
-        assert response.status_code == 404
-        assert "mia" in response.json()["error"]["message"]
+        assert (response.status_code, "mia" in error_of(response)["message"]) == (404, True)
 
 
 class TestCommand:
+    @pytest.fixture
+    def run(self, cli, verified_by) -> Callable[..., Any]:
+        return lambda end, *arguments: cli("verify", *arguments, "--server", verified_by(end).url)
+
     def test_a_verdict(self, verified_by, cli, children: Children, tmp_path: Path) -> None:
         server = verified_by("answers")
         (tmp_path / "prompts.txt").write_text("one\n\n  two \n")
         done = cli("verify", "mia", "--server", server.url, "--prompts", tmp_path / "prompts.txt")
-        assert done.code == 0
-        assert "mia@1" in done.out
-        assert "within" in done.out
-        assert "35 of 36" in done.out
-        assert "note: a note" in done.out
-        kept = cli("show", "mia", "--server", server.url).out
-        assert " UTC: within, logits off by at most " in kept
-        assert "loading" in done.err
+        assert (done.code, "loading" in done.err) == (0, True)
+        assert [words for words in ("mia@1", "within", "35 of 36", "note: a note") if words not in done.out] == []
+        assert " UTC: within, logits off by at most " in cli("show", "mia", "--server", server.url).out
         assert [bytes(ids) for ids in children.jobs()[0]["prompts"]] == [b"user:one", b"user:two"]
 
-    def test_as_json(self, verified_by, cli) -> None:
-        server = verified_by("answers")
-        done = cli("verify", "mia@1", "--server", server.url, "--json", "--timeout", 60)
-        assert json.loads(done.out)["verdict"] == "within"
+    @pytest.mark.parametrize(("end", "verdict", "code"), [("answers", "within", 0), ("differs", "differs", 1)])
+    def test_as_json(self, run, end: str, verdict: str, code: int) -> None:
+        done = run(end, "mia@1", "--json", "--timeout", 60)
+        assert (done.code, json.loads(done.out)["verdict"], "it is wrong" in done.err) == (code, verdict, code == 1)
 
-    def test_one_that_differs(self, verified_by, cli) -> None:
-        server = verified_by("differs")
-        done = cli("verify", "mia", "--server", server.url, "--json")
-        assert done.code == 1
-        assert "it is wrong" in done.err
-        assert json.loads(done.out)["verdict"] == "differs"
+    @pytest.mark.parametrize(("end", "says"), [("fails", "overflows"), ("hangs", "not done within 1 s")])
+    def test_no_verdict(self, run, end: str, says: str) -> None:
+        failed(run(end, "mia", "--timeout", 1), 1, says)
 
-    @pytest.mark.parametrize(("end", "named"), [("fails", "overflows"), ("hangs", "not done within 1 s")])
-    def test_no_verdict(self, verified_by, cli, end: str, named: str) -> None:
-        server = verified_by(end)
-        done = cli("verify", "mia", "--server", server.url, "--timeout", 1)
-        assert done.code == 1
-        assert named in done.err
-
-    def test_no_prompt(self, verified_by, cli, tmp_path: Path) -> None:
+    def test_no_prompt(self, cli, tmp_path: Path) -> None:
         (tmp_path / "none.txt").write_text("\n \n")
-        done = cli("verify", "mia", "--prompts", tmp_path / "none.txt")
-        assert done.code == 2
-        assert "none.txt" in done.err
+        failed(cli("verify", "mia", "--prompts", tmp_path / "none.txt"), 2, "none.txt")
 
 
 TWICE_AS_STRONG = """
@@ -347,57 +289,41 @@ worker.main()
 """
 
 
-@contextmanager
-def serving(
-    model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...] = COMMAND, **settings: Any
-) -> Iterator[SimpleNamespace]:
-    """A real server of the model, with an adapter `mia` that PEFT has made."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(1)
-    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
-    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(model), lora)
-    with torch.no_grad():
-        for name, parameter in peft.named_parameters():
-            if "lora_B" in name:
-                parameter.mul_(0.3)
-    peft.save_pretrained(folder / "mia")
-    monkeypatch.setattr("api.app.Verifier", lambda: Verifier(command))
-    with server(model, folder / "store", {"mia": folder / "mia"}, **{"kernels": "auto", **settings}) as served:
-        yield served
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("family", "settings", "verdict"),
-    [
-        ("llama", {"quantization": "int8"}, "within"),
-        ("gemma3", {"quantization": "none", "dtype": "float32", "kernels": "torch"}, "exact"),
-    ],
-)
-def test_an_adapter_is_verified(
-    tiny_hf_checkpoints, cli, tmp_path: Path, monkeypatch, family: str, settings: dict[str, str], verdict: str
-) -> None:
-    with serving(tiny_hf_checkpoints[family](), tmp_path, monkeypatch, **settings) as served:
-        done = cli("verify", "mia", "--server", served.url)
+class TestReal:
+    """A real server, an adapter that PEFT has made, and the real process beside it."""
+
+    @pytest.fixture
+    def verified(self, tiny_hf_checkpoints, cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+        def run(family: str, command: tuple[str, ...] = COMMAND, **settings: Any) -> tuple[Any, Any]:
+            model = tiny_hf_checkpoints[family]()
+            peft_adapter(model, tmp_path / "mia", seed=1, strength=0.3)
+            monkeypatch.setattr("api.app.Verifier", lambda: Verifier(command))
+            settings = {"kernels": "auto", **settings}
+            with server(model, tmp_path / "store", {"mia": tmp_path / "mia"}, **settings) as served:
+                done = cli("verify", "mia", "--server", served.url)
+                return done, served.http.get("/v1/adapters/mia").json()["verified"]
+
+        return run
+
+    @pytest.mark.parametrize(
+        ("family", "settings", "verdict"),
+        [
+            ("llama", {"quantization": "int8"}, "within"),
+            ("gemma3", {"quantization": "none", "dtype": "float32", "kernels": "torch"}, "exact"),
+        ],
+    )
+    def test_an_adapter_is_verified(self, verified, family: str, settings: dict[str, str], verdict: str) -> None:
+        done, stored = verified(family, **settings)
         assert done.code == 0, done.err
-        stored = served.http.get("/v1/adapters/mia").json()["verified"]
-    assert verdict in done.out
-    assert "computing with PEFT" in done.err
-    assert stored["verdict"] == verdict
-    assert stored["adapter_error"]["positions"] == 4 * 9
-    assert stored["computed_with"]["quantization"] == settings["quantization"]
-    assert stored["effect"]["shows_in_logits"]
-    assert stored["cpu_seconds"] > 0
-    assert 100 << 20 < stored["peak_bytes"] < LIBRARY_BYTES
+        assert (verdict in done.out, "computing with PEFT" in done.err) == (True, True)
+        assert stored["verdict"] == verdict
+        assert stored["adapter_error"]["positions"] == 4 * 9
+        assert stored["computed_with"]["quantization"] == settings["quantization"]
+        assert stored["effect"]["shows_in_logits"]
+        assert stored["cpu_seconds"] > 0
+        assert 100 << 20 < stored["peak_bytes"] < LIBRARY_BYTES
 
-
-@pytest.mark.long
-def test_sabotage_in_the_process_is_found(tiny_hf_checkpoints, cli, tmp_path: Path, monkeypatch) -> None:
-    wrong = (sys.executable, "-P", "-c", TWICE_AS_STRONG)
-    with serving(tiny_hf_checkpoints["llama"](), tmp_path, monkeypatch, wrong, quantization="int8") as served:
-        done = cli("verify", "mia", "--server", served.url)
-    assert done.code == 1
-    assert "differs" in done.out
-    assert "linears are off" in done.err
+    def test_sabotage_in_the_process_is_found(self, verified) -> None:
+        done, _ = verified("llama", (sys.executable, "-P", "-c", TWICE_AS_STRONG), quantization="int8")
+        assert (done.code, "differs" in done.out, "linears are off" in done.err) == (1, True, True)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import coded, error_of, named
 
 from adapter_store.store import AdapterStore
 from api.config.lora_modules import ImportRoot
@@ -17,8 +18,8 @@ def load(server: Any, name: str, path: object, **fields: Any) -> Any:
     return server.http.post("/v1/load_lora_adapter", json=body)
 
 
-def unload(server: Any, name: str) -> Any:
-    return server.http.post("/v1/unload_lora_adapter", json={"lora_name": name})
+def unload(server: Any, name: str, **fields: Any) -> Any:
+    return server.http.post("/v1/unload_lora_adapter", json={"lora_name": name, **fields})
 
 
 @pytest.fixture
@@ -43,13 +44,16 @@ class TestAnswers:
         gone = unload(importing, "sql-lora")
         assert (gone.status_code, gone.text) == (200, "Success: LoRA adapter 'sql-lora' removed successfully.")
         assert importing.chat(model="sql-lora").status_code == 404
-        assert load(importing, "sql-lora", "mia").status_code == 200, "a path may be relative to the root"
 
-    def test_taken_unless_in_place(self, importing, make_adapter, root: Path) -> None:
+    def test_other_fields_of_vllm_and_a_path_relative_to_the_root(self, importing) -> None:
+        assert load(importing, "mia", "mia", is_3d_lora_weight=False).status_code == 200
+        assert unload(importing, "mia", lora_int_id=1).status_code == 200
+
+    def test_taken_unless_in_place(self, importing, make_adapter) -> None:
         load(importing, "mia", "mia")
         taken = load(importing, "mia", "mia")
-        assert (taken.status_code, taken.json()["error"]["param"]) == (400, "lora_name")
-        assert "'mia' has already been loaded" in taken.json()["error"]["message"]
+        assert named(taken) == (400, "lora_name")
+        assert "'mia' has already been loaded" in error_of(taken)["message"]
         make_adapter(seed=1)
         assert load(importing, "mia", "mia", load_inplace=False).status_code == 400
         assert load(importing, "mia", "mia", load_inplace=True).headers["x-adapter-version"] == "2"
@@ -58,38 +62,27 @@ class TestAnswers:
         load(importing, "mia", "mia")
         for name in ("nobody", "mia@1", "tiny-base", ""):
             refused = unload(importing, name)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
-        assert "cannot be found" in refused.json()["error"]["message"]
+            assert coded(refused) == (404, "model_not_found")
+        assert "cannot be found" in error_of(refused)["message"]
         assert importing.chat(model="mia").status_code == 200
 
-    def test_a_bad_name_comes_with_a_good_one(self, importing) -> None:
-        refused = load(importing, "Org/Mia", "mia").json()["error"]
-        assert (refused["code"], refused["param"]) == ("invalid_adapter_id", "lora_name")
-        assert "try 'org-mia'" in refused["message"]
-
-    def test_a_bad_adapter(self, importing, make_adapter) -> None:
+    def test_bad_names_adapters_and_bodies(self, importing, make_adapter) -> None:
+        refused = load(importing, "Org/Mia", "mia")
+        assert (coded(refused), named(refused)) == ((400, "invalid_adapter_id"), (400, "lora_name"))
+        assert "try 'org-mia'" in error_of(refused)["message"]
         make_adapter("dora", use_dora=True)
         refused = load(importing, "dora", "dora")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (422, "invalid_adapter")
-        assert refused.json()["error"]["details"][0]["field"] == "use_dora"
-
-    @pytest.mark.parametrize(
-        "body", [{}, {"lora_name": "x"}, {"lora_name": "", "lora_path": ""}, {"lora_name": "x", "lora_path": 3}]
-    )
-    def test_incomplete(self, importing, body: dict[str, Any]) -> None:
-        assert importing.http.post("/v1/load_lora_adapter", json=body).status_code == 400
-
-    def test_what_else_vllm_sends(self, importing) -> None:
-        assert load(importing, "mia", "mia", is_3d_lora_weight=False).status_code == 200
-        body = {"lora_name": "mia", "lora_int_id": 1}
-        assert importing.http.post("/v1/unload_lora_adapter", json=body).status_code == 200
+        assert (coded(refused), error_of(refused)["details"][0]["field"]) == ((422, "invalid_adapter"), "use_dora")
+        bodies = ({}, {"lora_name": "x"}, {"lora_name": "", "lora_path": ""}, {"lora_name": "x", "lora_path": 3})
+        for body in bodies:
+            assert importing.http.post("/v1/load_lora_adapter", json=body).status_code == 400
 
 
 class TestRoot:
     def test_off_unless_a_root_is_given(self, server, make_adapter) -> None:
         for refused in (load(server, "mia", make_adapter()), unload(server, "mia")):
-            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "runtime_loading_disabled")
-            assert "--lora-import-root" in refused.json()["error"]["message"]
+            assert coded(refused) == (403, "runtime_loading_disabled")
+            assert "--lora-import-root" in error_of(refused)["message"]
 
     def test_nothing_outside(self, importing, make_adapter, root: Path, tmp_path: Path) -> None:
         outside = tmp_path / "secret-place"
@@ -102,24 +95,12 @@ class TestRoot:
             for file in (root / "mia").iterdir():
                 target = outside / name if file.name == name else file
                 (root / name[:14] / file.name).symlink_to(target)
-        for path in (
-            outside,
-            "../secret-place",
-            root / ".." / "secret-place",
-            "mia/../../secret-place",
-            "link",
-            "link/.",
-            "nested",
-            "adapter_config",
-            "adapter_model.",
-            tmp_path,
-            "/",
-            "/etc",
-            "/nowhere",
-            tmp_path / "peft-2",
-        ):
+        relative = ("../secret-place", "mia/../../secret-place", "link", "link/.", "nested")
+        inside = ("adapter_config", "adapter_model.")
+        absolute = (outside, root / ".." / "secret-place", tmp_path, "/", "/etc", "/nowhere", tmp_path / "peft-2")
+        for path in (*relative, *inside, *absolute):
             refused = load(importing, "mia", path)
-            assert (refused.status_code, refused.json()["error"]["code"]) == (403, "path_not_allowed"), path
+            assert coded(refused) == (403, "path_not_allowed"), path
             assert "secret-place" not in refused.text
             assert str(tmp_path) not in refused.text
 
@@ -130,8 +111,7 @@ class TestRoot:
         weights = folder / "adapters.safetensors"
         weights.rename(tmp_path / "elsewhere")
         weights.symlink_to(tmp_path / "elsewhere")
-        refused = load(importing, "linked", folder)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (403, "path_not_allowed")
+        assert coded(load(importing, "linked", folder)) == (403, "path_not_allowed")
 
     def test_every_file_is_opened_by_the_root(self, importing, root: Path, as_mlx, monkeypatch) -> None:
         """So that a link that is changed after the first look leads nowhere, whatever the file is for."""
@@ -149,8 +129,8 @@ class TestRoot:
     @pytest.mark.parametrize("path", ["nowhere", "a\0b", "x" * 5000, "mia/adapter_config.json", "~", "org/name"])
     def test_not_there(self, importing, path: str) -> None:
         refused = load(importing, "mia", path)
-        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "adapter_not_found")
-        assert path not in refused.json()["error"]["message"]
+        assert coded(refused) == (404, "adapter_not_found")
+        assert path not in error_of(refused)["message"]
 
     def test_links_in_a_circle(self, importing, root: Path) -> None:
         (root / "a").symlink_to(root / "b")
@@ -171,7 +151,7 @@ class TestRoot:
 
         monkeypatch.setattr(ImportRoot, "open", fail)
         refused = load(importing, "mia", "mia")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "unreadable_adapter")
+        assert coded(refused) == (400, "unreadable_adapter")
         assert str(root) not in refused.text
 
     def test_a_link_that_changes_meanwhile(self, tmp_path: Path) -> None:

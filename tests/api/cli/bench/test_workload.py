@@ -33,10 +33,20 @@ from lorasrv.metrics.trace import TraceRequest
 from lorasrv.models.spec import ModelSpec, operations
 
 SEEDS = st.integers(0, 2**32)
-BAD_LENGTHS = (
-    " 0 -1 x 1.5 uniform:5 uniform:9:3 uniform:0:3 uniform:1:2:3 lognormal:10 lognormal:0:1 lognormal:10:-1 "
-    "lognormal:nan:1 lognormal:10:1:0 normal:1:2 99999999"
-)
+BAD_OPTIONS = {
+    "--law": (parse_law, ["zipf", "zipf:", "zipf:0", "zipf:nan", "zipf:-1", "uniform:2", "skewed", ""]),
+    "--prompt-tokens": (lambda text: parse_lengths("--prompt-tokens", text), [
+        "", "0", "-1", "x", "1.5", "uniform:5", "uniform:9:3", "uniform:0:3", "uniform:1:2:3", "lognormal:10",
+        "lognormal:0:1", "lognormal:10:-1", "lognormal:nan:1", "lognormal:10:1:0", "normal:1:2", "99999999",
+    ]),
+    "--concurrency": (lambda text: counts("--concurrency", text), ["", "0", "1,,2", "1.5", "a", "-1"]),
+    "--rate": (lambda text: rates("--rate", text), ["", "0", "nan", "inf", "1,-2"]),
+    "--model-bytes": (lambda text: amount("--model-bytes", text), ["", "x", "-1", "0", "1X", "inf", "GB"]),
+    "--slo": (
+        service_bounds,
+        ["ttft", "ttft=", "ttft=x", "ttft=0", "ttft=nan", "itl=5", "ttft=1,ttft=2", ""],
+    ),
+}  # fmt: skip
 EXACT = Ruler(1.0, 1.0)
 """One token a word, and one for the nonce."""
 
@@ -48,15 +58,13 @@ class TestLaws:
         assert len(picked) == 60
         assert set(picked) <= set(range(names))
         assert picked == parse_law(text).pick(names, 60, random.Random(seed))
+        assert text != "identical" or set(picked) == {0}
 
     @given(st.integers(1, 20), st.integers(0, 100))
     def test_distinct_takes_turns(self, names: int, count: int) -> None:
         picked = Counter(Law("distinct").pick(names, count, random.Random(0)))
         assert max(picked.values(), default=0) - min(picked.values(), default=0) <= 1
         assert len(picked) == min(names, count)
-
-    def test_identical_is_the_first(self) -> None:
-        assert Law("identical").pick(5, 3, random.Random(0)) == [0, 0, 0]
 
     @given(st.floats(0.3, 2.5), SEEDS)
     @settings(max_examples=20, deadline=None)
@@ -67,27 +75,19 @@ class TestLaws:
             share = (k + 1) ** -s / total
             assert picked[k] / 20_000 == pytest.approx(share, abs=6 * (share / 20_000) ** 0.5)
 
-    @pytest.mark.parametrize("text", ["zipf", "zipf:", "zipf:0", "zipf:nan", "zipf:-1", "uniform:2", "skewed", ""])
-    def test_misspelt(self, text: str) -> None:
-        with pytest.raises(InvalidOption, match="--law"):
-            parse_law(text)
-
-    def test_as_it_was_spelt(self) -> None:
+    def test_as_text(self) -> None:
         assert [str(parse_law(text)) for text in ("zipf:1.1", "uniform")] == ["zipf:1.1", "uniform"]
 
 
 class TestLengths:
-    @given(st.integers(1, 1000), st.integers(0, 1000), SEEDS)
-    def test_uniform_stays_within(self, low: int, more: int, seed: int) -> None:
-        lengths = parse_lengths("--x", f"uniform:{low}:{low + more}")
+    @given(st.integers(1, 1000), st.integers(0, 1000), st.floats(1, 4000), st.floats(0, 2), st.integers(1, 500), SEEDS)
+    def test_within_bounds(self, low: int, more: int, mean: float, sigma: float, most: int, seed: int) -> None:
         rng = random.Random(seed)
-        assert all(low <= lengths.draw(rng) <= low + more for _ in range(50))
-
-    @given(st.floats(1, 4000), st.floats(0, 2), st.integers(1, 500), SEEDS)
-    def test_lognormal_stays_within(self, mean: float, sigma: float, most: int, seed: int) -> None:
-        lengths = parse_lengths("--x", f"lognormal:{mean}:{sigma}:{most}")
-        rng = random.Random(seed)
-        assert all(1 <= lengths.draw(rng) <= most for _ in range(50))
+        uniform = parse_lengths("--x", f"uniform:{low}:{low + more}")
+        assert all(low <= uniform.draw(rng) <= low + more for _ in range(50))
+        lognormal = parse_lengths("--x", f"lognormal:{mean}:{sigma}:{most}")
+        assert all(1 <= lognormal.draw(rng) <= most for _ in range(50))
+        assert parse_lengths("--x", str(low)).draw(rng) == low
 
     @given(st.integers(50, 2000), st.floats(0.05, 0.8), SEEDS)
     @settings(max_examples=15, deadline=None)
@@ -96,65 +96,26 @@ class TestLengths:
         drawn = [lengths.draw(rng) for _ in range(10_000)]
         assert statistics.fmean(drawn) == pytest.approx(mean, rel=0.06)
 
-    def test_fixed(self) -> None:
-        assert {parse_lengths("--x", "7").draw(random.Random(n)) for n in range(5)} == {7}
-
-    @pytest.mark.parametrize(
-        "text",
-        BAD_LENGTHS.split(" "),
-    )
-    def test_misspelt(self, text: str) -> None:
-        with pytest.raises(InvalidOption, match="--prompt-tokens"):
-            parse_lengths("--prompt-tokens", text)
-
 
 class TestOptions:
-    def test_lists(self) -> None:
+    def test_values(self) -> None:
         assert counts("--x", "1,4,16") == (1, 4, 16)
         assert counts("--x", "0,2", least=0) == (0, 2)
         assert rates("--x", "0.5,2") == (0.5, 2.0)
-
-    @pytest.mark.parametrize("text", ["", "0", "1,,2", "1.5", "a", "-1"])
-    def test_bad_counts(self, text: str) -> None:
-        with pytest.raises(InvalidOption, match="--concurrency"):
-            counts("--concurrency", text)
-
-    @pytest.mark.parametrize("text", ["", "0", "nan", "inf", "1,-2"])
-    def test_bad_rates(self, text: str) -> None:
-        with pytest.raises(InvalidOption, match="--rate"):
-            rates("--rate", text)
-
-    def test_amounts(self) -> None:
-        assert [amount("--x", text) for text in ("134M", "1.5GB", "512MiB", "7", "2k")] == [
-            134e6,
-            1.5e9,
-            2**29,
-            7,
-            2000,
-        ]
-
-    @pytest.mark.parametrize("text", ["", "x", "-1", "0", "1X", "inf", "GB"])
-    def test_bad_amounts(self, text: str) -> None:
-        with pytest.raises(InvalidOption, match="--model-bytes"):
-            amount("--model-bytes", text)
-
-    def test_bounds(self) -> None:
+        amounts = {"134M": 134e6, "1.5GB": 1.5e9, "512MiB": 2**29, "7": 7, "2k": 2000}
+        assert {text: amount("--x", text) for text in amounts} == amounts
         assert spelled(service_bounds("ttft=500,tpot=99.5")) == "ttft=500,tpot=99.5"
 
-    @pytest.mark.parametrize("text", ["ttft", "ttft=", "ttft=x", "ttft=0", "ttft=nan", "itl=5", "ttft=1,ttft=2", ""])
-    def test_bad_bounds(self, text: str) -> None:
-        with pytest.raises(InvalidOption, match="--slo"):
-            service_bounds(text)
+    @pytest.mark.parametrize(
+        ("option", "text"), [(name, text) for name, (_, bad) in BAD_OPTIONS.items() for text in bad]
+    )
+    def test_bad_values(self, option: str, text: str) -> None:
+        with pytest.raises(InvalidOption, match=option):
+            BAD_OPTIONS[option][0](text)
 
     def test_no_key_is_shown(self) -> None:
-        assert hidden_key(["bench", "--key", "s3", "--key=s4", "--url", "u"]) == [
-            "bench",
-            "--key",
-            "***",
-            "--key=***",
-            "--url",
-            "u",
-        ]
+        shown = hidden_key(["bench", "--key", "s3", "--key=s4", "--url", "u"])
+        assert shown == ["bench", "--key", "***", "--key=***", "--url", "u"]
 
 
 class TestPrompts:
@@ -207,10 +168,8 @@ class TestFigures:
         assert (found.requests, found.failed, found.failures) == (4, 2, {"HTTP 500": 2})
         assert found.first_error == "HTTP 500: why"
         assert (found.output_tok_per_s, found.total_tok_per_s, found.requests_per_s) == (3.0, 23.0, 1.0)
-        assert found.ttft_ms.p50 == pytest.approx(500)
-        assert found.tpot_ms.p99 == pytest.approx(200)
-        assert found.itl_ms.p50 == pytest.approx(100)
-        assert found.itl_ms.p99 == pytest.approx(300)
+        spread = (found.ttft_ms.p50, found.tpot_ms.p99, found.itl_ms.p50, found.itl_ms.p99)
+        assert spread == pytest.approx((500, 200, 100, 300))
         assert found.adapters == 2
         assert (found.goodput_per_s, found.good_share) == (0.5, 0.25)
         assert (found.mbu, found.mfu) == (None, None)
@@ -229,28 +188,21 @@ class TestFigures:
     )
     def test_bounds_of_service(self, slo: dict[str, float], kept: bool) -> None:
         assert keeps(outcome(0.0, [0.1, 0.15, 0.2]), slo) is kept
+        assert not keeps(failed("timeout"), slo | {"ttft": 1e9})
 
-    def test_a_failed_request_keeps_nothing(self) -> None:
-        assert not keeps(failed("timeout"), {"ttft": 1e9})
-
-    def test_an_answer_of_one_token_has_no_time_per_token(self) -> None:
+    def test_time_per_token(self) -> None:
+        assert outcome(0.0, [0.1, 0.5], tokens=5).tpot_ms == pytest.approx(100), "several tokens may come at a time"
         single = outcome(0.0, [0.1])
         assert single.tpot_ms is None
         assert keeps(single, {"tpot": 1})
         assert figures(Load([single], 0.0, 1.0), {}).tpot_ms == Spread(None, None, None)
 
-    def test_tokens_may_come_several_at_a_time(self) -> None:
-        assert outcome(0.0, [0.1, 0.5], tokens=5).tpot_ms == pytest.approx(100)
-
     @given(st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
     def test_quantiles_are_values_in_order(self, values: list[float]) -> None:
         spread = Spread.of(values)
-        assert spread.p50 is not None
-        assert spread.p90 is not None
-        assert spread.p99 is not None
         assert spread.p50 <= spread.p90 <= spread.p99
         assert {spread.p50, spread.p90, spread.p99} <= set(values)
-        # As tests/benchmarks/peers always counted: the value behind so many of all.
+        # The value behind so many of all.
         assert spread.p50 == sorted(values)[len(values) // 2]
 
     def test_nothing_was_measured(self) -> None:
@@ -269,16 +221,11 @@ class TestWork:
         # a from 1 to 3, b from 2 to 4: one, two, one, a second each.
         both = [outcome(0.0, [1.0, 3.0], prompt=10), outcome(0.0, [2.0, 4.0], prompt=20, model="b")]
         batch = mean_batch(both)
-        assert batch is not None
-        assert batch.requests == pytest.approx(4 / 3)
-        assert batch.adapters == pytest.approx(4 / 3)
-        assert batch.context_tokens == pytest.approx((11 + 32 + 21) / 3)
+        figures = (batch.requests, batch.adapters, batch.context_tokens)
+        assert figures == pytest.approx((4 / 3, 4 / 3, (11 + 32 + 21) / 3))
         assert mean_batch([outcome(0.0, [1.0])]) is None
-
-    def test_the_base_is_no_adapter(self) -> None:
-        batch = mean_batch([outcome(0.0, [1.0, 3.0], model="base"), outcome(0.0, [1.0, 3.0])])
-        assert batch is not None
-        assert (batch.requests, batch.adapters) == (2, 1)
+        with_base = mean_batch([outcome(0.0, [1.0, 3.0], model="base"), outcome(0.0, [1.0, 3.0])])
+        assert (with_base.requests, with_base.adapters) == (2, 1)
 
     def test_mbu(self) -> None:
         # 100 + 10 + 2 * 11 bytes in half a second, of 1,000 a second.
@@ -291,13 +238,10 @@ class TestWork:
         assert WORK.request_ops(outcome(0.0, [1.0, 1.5], prompt=3)) == 37 + 17
         assert mfu([outcome(0.0, [1.0, 1.5], prompt=3)], 2.0, WORK, RATES) == pytest.approx(54 / 2 / 100)
         assert mfu([outcome(0.0, [1.0, 1.5])], 2.0, Work(model_bytes=1), RATES) is None
-
-    def test_what_was_cached_is_not_computed(self) -> None:
+        # What was cached is not computed.
         assert WORK.prompt_ops(3, 2, has_adapter=True) == 9 + 3 + 4
-
-    def test_int8_is_held_against_its_own_rate(self) -> None:
-        assert RATES.ops(WORK) == 100
-        assert RATES.ops(Work(is_int8=True)) == 400
+        # int8 has a rate of its own.
+        assert (RATES.ops(WORK), RATES.ops(Work(is_int8=True))) == (100, 400)
 
     def test_floor(self) -> None:
         # Two prompts of 3: 74 operations at 100 a second; a step reads 100 + 20 + 2 * 4 * 2 bytes: 0.136 s, but
@@ -318,18 +262,15 @@ class TestWork:
 
 class TestSweep:
     def test_laws_do_not_disturb_each_other(self) -> None:
-        names = [f"a{n}" for n in range(8)]
+        names, lengths = [f"a{n}" for n in range(8)], Lengths("uniform", 1, 99)
         one, other = (
-            make_asks(Point(8, concurrency=4), Settings(names, "base", Law(kind), Lengths("uniform", 1, 99)), EXACT)
+            make_asks(Point(8, concurrency=4), Settings(names, "base", Law(kind), lengths), EXACT)
             for kind in ("uniform", "distinct")
         )
-        assert [ask.max_tokens for ask in one] == [ask.max_tokens for ask in other]
-        assert [len(ask.prompt) for ask in one] == [len(ask.prompt) for ask in other]
+        assert [(ask.max_tokens, len(ask.prompt)) for ask in one] == [(a.max_tokens, len(a.prompt)) for a in other]
         assert [ask.model for ask in one] != [ask.model for ask in other]
-
-    def test_base_only(self) -> None:
         asks = make_asks(Point(0, concurrency=1), Settings(["a"], "base"), EXACT)
-        assert {(ask.model, ask.has_adapter, ask.at_s) for ask in asks} == {("base", False, None)}
+        assert {(ask.model, ask.has_adapter, ask.at_s) for ask in asks} == {("base", False, None)}, "no adapters"
 
     @given(st.floats(0.1, 100), SEEDS)
     @settings(max_examples=20, deadline=None)
@@ -350,26 +291,25 @@ class TestSweep:
 
     def test_a_trace_as_it_is(self) -> None:
         asks = make_asks(Point(None), Settings((), "base", trace=self.TRACE), EXACT)
-        assert [ask.model for ask in asks] == ["x", "y", "y", "base"]
-        assert [ask.max_tokens for ask in asks] == [4, 5, 6, 7]
-        assert [ask.at_s for ask in asks] == [0.0, 0.5, 0.7, 0.9]
-        assert [len(ask.prompt.split()) for ask in asks] == [20, 30, 30, 40]
+        shown = [(ask.at_s, len(ask.prompt.split()), ask.max_tokens, ask.model) for ask in asks]
+        assert shown == [(0.0, 20, 4, "x"), (0.5, 30, 5, "y"), (0.7, 30, 6, "y"), (0.9, 40, 7, "base")]
         first, second = asks[1].prompt.split(), asks[2].prompt.split()
         assert first[:12] == second[:12], "what a cache knew is in both"
         assert first[12] != second[12]
 
     def test_a_trace_over_other_names_and_times(self) -> None:
-        asks = make_asks(Point(1, rate=2.0), Settings(("m", "n"), "base", trace=self.TRACE), EXACT)
+        make = lambda point: make_asks(point, Settings(("m", "n"), "base", trace=self.TRACE), EXACT)  # noqa: E731
+        asks = make(Point(1, rate=2.0))
         assert [ask.model for ask in asks] == ["m", "m", "m", "base"]
         assert [ask.at_s for ask in asks] != [0.0, 0.5, 0.7, 0.9]
-        two = make_asks(Point(2, concurrency=1), Settings(("m", "n"), "base", trace=self.TRACE), EXACT)
-        assert [ask.model for ask in two] == ["n", "m", "m", "base"], "the most popular takes the first name"
+        models = [ask.model for ask in make(Point(2, concurrency=1))]
+        assert models == ["n", "m", "m", "base"], "the most popular takes the first name"
 
 
 class TestLoad:
-    """Who asks when; on a clock of counts, not of seconds."""
+    """When requests are sent; on a clock of counts, not of seconds."""
 
-    def test_closed_keeps_so_many_running(self) -> None:
+    def test_a_closed_loop_keeps_so_many_running(self) -> None:
         running, most = 0, 0
 
         async def ask(one: Ask) -> RequestOutcome:
@@ -384,19 +324,13 @@ class TestLoad:
         asyncio.run(closed_loop(ask, [Ask("a", "p", 1)] * 10, 3, load, told.append))
         assert (most, len(load.outcomes), told) == (3, 10, list(range(1, 11)))
 
-    def test_opened_waits_for_nobody(self) -> None:
-        running = 0
-        all_run = asyncio.Event()
+    def test_an_open_loop_waits_for_no_answer(self) -> None:
+        all_run = asyncio.Barrier(5)
 
         async def ask(one: Ask) -> RequestOutcome:
-            nonlocal running
-            running += 1
-            if running == 5:
-                all_run.set()
             await all_run.wait()
             return outcome(0.0, [1.0])
 
         load = Load()
         asyncio.run(open_loop(ask, [Ask("a", "p", 1, at_s=n / 1000) for n in range(5)], load))
-        assert len(load.outcomes) == 5
-        assert load.wall_s > 0
+        assert (len(load.outcomes), load.wall_s > 0) == (5, True)

@@ -1,6 +1,9 @@
-"""`lorasrv batch`: answered, gone on with, stopped, refused."""
+"""`lorasrv batch`: answered, resumed, stopped, refused."""
 
+import asyncio
 import contextlib
+import fcntl
+import itertools
 import json
 import os
 import pty
@@ -9,18 +12,26 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+import tracemalloc
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import cli_process
+import httpx2
 import pytest
+from answers import failed
 from fake_engine import HANG, say
 from proxy import proxied
 
 from api.batches import runner
+from api.batches.input_lines import duplicates, scan
 from lorasrv.errors import DeadlineUnreachable, LimitExceeded, StepFailed
 
 PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+Before = Callable[[int], Awaitable[None]]
 
 
 def line(custom_id: str, **fields: Any) -> str:
@@ -28,6 +39,10 @@ def line(custom_id: str, **fields: Any) -> str:
     given = {"prompt": "hi"} if url == PLAIN else {"messages": [{"role": "user", "content": "hi"}]}
     body = {"model": "tiny-base", **given, **fields}
     return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
+
+
+def lines(count: int) -> list[str]:
+    return [line(f"r{i}") for i in range(count)]
 
 
 @pytest.fixture
@@ -39,12 +54,28 @@ def files(tmp_path: Path) -> tuple[Path, Path]:
 def batch(cli, server, files) -> Callable[..., Any]:
     """Runs the command on these lines; None leaves the file as it is."""
 
-    def run(lines: list[str] | None, *options: object) -> Any:
+    def run(lines: Sequence[str] | None, *options: object, url: str = server.url) -> Any:
         if lines is not None:
             files[0].write_text("\n".join(lines))
-        return cli("batch", *files, "--server", server.url, *options)
+        return cli("batch", *files, "--server", url, *options)
 
     return run
+
+
+@pytest.fixture
+def before_each(engine) -> Callable[[Before], None]:
+    """Has this done before the engine gets each request, of which it is told the number, from 0."""
+
+    def change(before: Before) -> None:
+        add, numbers = engine.add_choices, itertools.count()
+
+        async def add_choices(*arguments: Any, **options: Any) -> Any:
+            await before(next(numbers))
+            return await add(*arguments, **options)
+
+        engine.add_choices = add_choices
+
+    return change
 
 
 def results(path: Path) -> dict[str | None, dict[str, Any]]:
@@ -55,35 +86,27 @@ def results(path: Path) -> dict[str | None, dict[str, Any]]:
     return named
 
 
+def text_of(result: dict[str, Any]) -> str:
+    choice = result["response"]["body"]["choices"][0]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+
+
 class TestAnswers:
     def test_all(self, batch, files, engine) -> None:
-        done = batch([line(f"r{i}") for i in range(30)] + [line("chat")], "--json")
+        done = batch([*lines(30), line("chat")], "--json")
         assert done.code == 0, done.err
-        summary = json.loads(done.out)
-        assert (summary["total"], summary["completed"], summary["failed"], summary["already"]) == (31, 31, 0, 0)
-        assert summary["completion_tokens"] == 31 * 11
+        summary = {"total": 31, "completed": 31, "failed": 0, "already": 0, "completion_tokens": 31 * 11}
+        assert summary.items() <= json.loads(done.out).items()
         found = results(files[1])
         assert set(found) == {*(f"r{i}" for i in range(30)), "chat"}
-        assert found["chat"]["response"]["body"]["choices"][0]["message"]["content"] == "Hello wörld"
+        assert text_of(found["chat"]) == "Hello wörld"
         assert found["r3"]["response"]["request_id"].startswith("req-")
         assert {added.priority for added in engine.added} == {100}
 
-    def test_adapters_are_mixed(self, batch, files, server, make_adapter) -> None:
-        for number, name in enumerate(("mia", "leo")):
-            server.upload(make_adapter(name, seed=number), name)
-        names = ["mia", "leo", "tiny-base", "mia"] * 5
-        assert batch([line(f"r{i}", model=name) for i, name in enumerate(names)]).code == 0
-        texts = {
-            (names[int(name[1:])], one["response"]["body"]["choices"][0]["text"])
-            for name, one in results(files[1]).items()
-        }
-        assert len(texts) == 3, "each adapter one text, and each its own"
-
     def test_failures(self, batch, files) -> None:
-        lines = [line("a"), line("b", model="nobody"), "", "{", line("c", stream=True), line("d", temperature=-1), "[]"]
-        done = batch(lines)
-        assert done.code == 1
-        assert "5 of 6 lines failed" in done.err
+        wrong = [line("b", model="nobody"), "", "{", line("c", stream=True), line("d", temperature=-1), "[]"]
+        done = batch([line("a"), *wrong])
+        assert (done.code, "5 of 6 lines failed" in done.err) == (1, True)
         assert done.out.startswith("1 of 6 lines answered")
         found = results(files[1])
         assert set(found) == {"a", "b", "c", "d", "line 4", "line 7"}
@@ -93,102 +116,91 @@ class TestAnswers:
         assert found["line 4"]["error"]["message"].startswith("line 4: the line is not JSON")
         assert found["line 4"]["response"] is None
 
-    def test_ordered(self, batch, files, engine) -> None:
-        add, waits = engine.add_choices, random.Random(0)
+    def test_ordered(self, batch, files, before_each) -> None:
+        waits = random.Random(0)
 
-        async def add_slowly(*arguments: Any, **options: Any) -> Any:
-            import asyncio
-
+        async def wait(_: int) -> None:
             for _ in range(waits.randrange(40)):
                 await asyncio.sleep(0)
-            return await add(*arguments, **options)
 
-        engine.add_choices = add_slowly
-        lines = [line(f"r{i}") for i in range(100)]
-        lines[7] = "{"
-        assert batch(lines, "--ordered", "--concurrency", 4).code == 1
-        expected = [f"line {i + 1}" if i == 7 else f"r{i}" for i in range(100)]
-        assert list(results(files[1])) == expected
+        before_each(wait)
+        ids = [f"r{i}" for i in range(100)]
+        ids[7] = "line 8"
+        assert batch([line(name) if name[0] == "r" else "{" for name in ids], "--ordered", "--concurrency", 4).code == 1
+        assert list(results(files[1])) == ids
 
-    def test_concurrency_is_bounded(self, batch, engine) -> None:
-        add, inside, most = engine.add_choices, [0], [0]
+    def test_concurrency_is_bounded(self, batch, before_each) -> None:
+        inside, most = [0], [0]
 
-        async def add_counted(*arguments: Any, **options: Any) -> Any:
-            import asyncio
-
+        async def count(_: int) -> None:
             inside[0] += 1
             most[0] = max(most[0], inside[0])
             for _ in range(20):
                 await asyncio.sleep(0)
             inside[0] -= 1
-            return await add(*arguments, **options)
 
-        engine.add_choices = add_counted
-        assert batch([line(f"r{i}") for i in range(30)], "--concurrency", 3).code == 0
+        before_each(count)
+        assert batch(lines(30), "--concurrency", 3).code == 0
         assert most[0] <= 3
 
-    def test_a_limit_is_waited_for(self, batch, engine, monkeypatch) -> None:
+    def test_a_limit_is_waited_for(self, batch, before_each, monkeypatch) -> None:
         monkeypatch.setattr("api.batches.runner.MAX_PAUSE_S", 0.01)
-        add, refused = engine.add_choices, []
-
-        async def add_later(*arguments: Any, **options: Any) -> Any:
-            if len(refused) < 5:
-                refused.append(1)
-                raise LimitExceeded("adapter 'mia' has 2 requests waiting", retry_after_s=1)
-            return await add(*arguments, **options)
-
-        engine.add_choices = add_later
-        assert batch([line(f"r{i}") for i in range(3)]).code == 0
-        assert len(refused) == 5
-
-    def test_a_deadline_that_cannot_be_met_is_told_once(self, batch, files, engine) -> None:
         asked = []
 
-        async def add_never(*_: Any, **__: Any) -> Any:
-            asked.append(1)
-            raise DeadlineUnreachable("it would take 9 s", retry_after_s=1)
+        async def refuse_five(number: int) -> None:
+            asked.append(number)
+            if number < 5:
+                raise LimitExceeded("adapter 'mia' has 2 requests waiting", retry_after_s=1)
 
-        engine.add_choices = add_never
-        assert batch([line("a", timeout_s=1)]).code == 1
-        assert results(files[1])["a"]["response"]["body"]["error"]["code"] == "deadline_unreachable"
-        assert len(asked) == 1
+        before_each(refuse_five)
+        assert batch(lines(3)).code == 0
+        assert len(asked) == 8
 
-    @pytest.mark.parametrize("most_s", [0.0, 1.0, 4.0])
-    def test_nothing_is_asked_for_ever(self, batch, files, engine, monkeypatch, most_s: float) -> None:
+    @pytest.mark.parametrize(
+        ("error", "most_s", "times", "response"),
+        [
+            (DeadlineUnreachable("it would take 9 s", retry_after_s=1), 0.0, 1, (503, "deadline_unreachable")),
+            # Pauses of 1, 1.5 and 2.25 s.
+            *(
+                (LimitExceeded("2 requests waiting", retry_after_s=1), most_s, times, (429, "limit_exceeded"))
+                for most_s, times in ((0.0, 1), (1.0, 2), (4.0, 4))
+            ),
+        ],
+    )
+    def test_none_is_asked_for_ever(
+        self, batch, files, before_each, monkeypatch, error, most_s: float, times: int, response: tuple[int, str]
+    ) -> None:
         monkeypatch.setattr("api.batches.runner.USUAL_PAUSE_S", 0.5)
         monkeypatch.setitem(runner.MAX_PUT_OFF_S, 429, most_s)
         monkeypatch.setattr("api.batches.runner.random.uniform", lambda low, high: 0.0)
         asked = []
 
-        async def add_never(*_: Any, **__: Any) -> Any:
-            asked.append(1)
-            raise LimitExceeded("adapter 'mia' has 2 requests waiting", retry_after_s=1)
+        async def never(number: int) -> None:
+            asked.append(number)
+            raise error
 
-        engine.add_choices = add_never
+        before_each(never)
         assert batch([line("a")]).code == 1
-        assert results(files[1])["a"]["response"]["status_code"] == 429
-        assert len(asked) == {0.0: 1, 1.0: 2, 4.0: 4}[most_s], "pauses of 1, 1.5 and 2.25 s"
+        found = results(files[1])["a"]["response"]
+        assert (found["status_code"], found["body"]["error"]["code"]) == response
+        assert len(asked) == times
 
 
-class TestGoingOn:
-    def test_what_is_there_is_not_asked_again(self, batch, files, engine) -> None:
-        lines = [line(f"r{i}") for i in range(10)] + ["{"]
-        assert batch(lines).code == 1
-        whole = files[1].read_bytes().splitlines(keepends=True)
-        asked = len(engine.added)
+class TestResumed:
+    def test_a_result_is_not_asked_again(self, batch, files, engine) -> None:
+        assert batch([*lines(10), "{"]).code == 1
+        whole, asked = files[1].read_bytes().splitlines(keepends=True), len(engine.added)
         files[1].write_bytes(b"".join(whole[:6]) + whole[6][: len(whole[6]) // 2])
-        done = batch(None, "--json")
-        assert json.loads(done.out)["already"] == 6
+        assert json.loads(batch(None, "--json").out)["already"] == 6
         assert len(engine.added) - asked <= 5
         assert set(results(files[1])) == {*(f"r{i}" for i in range(10)), "line 11"}
         asked = len(engine.added)
         done = batch(None, "--json")
         assert (done.code, json.loads(done.out)["already"], len(engine.added)) == (1, 11, asked)
 
-    def test_at_any_byte(self, batch, files, engine) -> None:
+    def test_at_any_byte(self, batch, files) -> None:
         """Wherever a crash tore the file, the next run makes it whole."""
-        lines = [line(f"r{i}", max_tokens=1) for i in range(3)]
-        batch(lines)
+        batch([line(f"r{i}", max_tokens=1) for i in range(3)])
         content = files[1].read_bytes()
         for size in (0, 5, len(content) // 2, len(content) - 1):
             files[1].write_bytes(content[:size])
@@ -199,7 +211,7 @@ class TestGoingOn:
         batch([line("a")])
         engine.script = say("other")
         assert batch(None, "--restart").code == 0
-        assert results(files[1])["a"]["response"]["body"]["choices"][0]["text"] == "other"
+        assert text_of(results(files[1])["a"]) == "other"
 
     def test_failed_ones_are_asked_again(self, batch, files, engine) -> None:
         other = '{"id":"batch_req_0","custom_id":"other","response":null,"error":{"code":"x","message":"y"}}\n'
@@ -213,8 +225,8 @@ class TestGoingOn:
             return await add(*arguments, **options)
 
         engine.add_choices = add_some
-        lines = [line("a"), line("b", prompt="bad"), "{", line("c"), line("d", prompt="bad")]
-        assert batch(lines).code == 1
+        given = [line("a"), line("b", prompt="bad"), "{", line("c"), line("d", prompt="bad")]
+        assert batch(given).code == 1
         before = results(files[1])
         engine.add_choices, asked = add, len(engine.added)
         done = batch(None, "--retry-failed", "--json")
@@ -226,45 +238,35 @@ class TestGoingOn:
         assert [after[name] == before[name] for name in ("a", "c", "other", "b", "d")] == [True] * 3 + [False] * 2
         assert [after[name]["response"]["status_code"] for name in "abcd"] == [200] * 4
         assert files[1].stat().st_mode & 0o777 == 0o640
-        assert sorted(path.name for path in files[1].parent.iterdir() if "jsonl" in path.name) == [
-            "in.jsonl",
-            "out.jsonl",
-        ]
-        files[0].write_text("\n".join(lines[:2]))
+        assert sorted(path.name for path in files[1].parent.glob("*jsonl*")) == ["in.jsonl", "out.jsonl"]
+        files[0].write_text("\n".join(given[:2]))
         assert batch(None, "--retry-failed").code == 0, "nothing is left to ask"
 
-    def test_retrying_that_asks_nobody_drops_nothing(self, batch, cli, files) -> None:
+    @pytest.mark.parametrize("option", ["--retry-failed", "--restart"])
+    def test_results_stay_if_no_server_answers(self, batch, files, option: str) -> None:
         assert batch([line("a", model="nobody")]).code == 1
         before = files[1].read_bytes()
-        assert cli("batch", *files, "--retry-failed", "--server", "http://127.0.0.1:9").code == 3
+        assert batch(None, option, url="http://127.0.0.1:9").code == 3
         assert files[1].read_bytes() == before
         assert batch(None, "--retry-failed", "--restart").code == 2
 
     @pytest.mark.parametrize("status", [502, 503, 504])
-    def test_a_proxy_whose_server_is_away(self, cli, files, server, monkeypatch, status: int) -> None:
+    def test_a_proxy_whose_server_is_away(self, batch, files, server, monkeypatch, status: int) -> None:
         """Its page is no line's answer; but a 504 may be about that line alone, and then ends it."""
         monkeypatch.setattr("api.batches.remote.USUAL_PAUSE_S", 0.0)
-        files[0].write_text("\n".join(line(f"r{i}") for i in range(8)))
         with proxied(server.url, status) as proxy:
             proxy.refuses = 2
-            done = cli("batch", *files, "--server", proxy.url, "--concurrency", 1)
+            done = batch(lines(8), "--concurrency", 1, url=proxy.url)
             assert done.code == 0, done.err
             assert len(results(files[1])) == 8
-            files[0].write_text(line("late"))
             files[1].unlink()
             proxy.refuses = 3
-            done = cli("batch", *files, "--server", proxy.url)
+            done = batch([line("late")], url=proxy.url)
         if status == 504:
             assert (done.code, results(files[1])["late"]["response"]["status_code"]) == (1, 504)
         else:
             assert (done.code, files[1].read_bytes()) == (3, b"")
             assert f"a proxy says {status}" in done.err
-
-    def test_a_restart_that_asks_nobody_drops_nothing(self, batch, cli, files) -> None:
-        batch([line("a")])
-        before = files[1].read_bytes()
-        assert cli("batch", *files, "--restart", "--server", "http://127.0.0.1:9").code == 3
-        assert files[1].read_bytes() == before
 
     @pytest.mark.parametrize("content", ["my diary\n", "my diary", '{"a": 1}\n', "[]\n{"])
     def test_other_files_are_left_alone(self, batch, files, content: str) -> None:
@@ -273,31 +275,25 @@ class TestGoingOn:
         assert (done.code, "--restart" in done.err) == (2, True)
         assert files[1].read_text() == content
 
-    def test_interrupted(self, batch, files, engine) -> None:
-        add, asked = engine.add_choices, []
+    def test_interrupted(self, batch, files, engine, before_each) -> None:
+        add = engine.add_choices
 
-        async def add_and_interrupt(*arguments: Any, **options: Any) -> Any:
-            asked.append(1)
-            if len(asked) == 40:
+        async def interrupt(number: int) -> None:
+            if number == 39:
                 engine.breaks(0, HANG)
                 # To the thread that waits in its loop: another, and nothing would wake it.
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-            return await add(*arguments, **options)
 
-        engine.add_choices = add_and_interrupt
-        done = batch([line(f"r{i}") for i in range(100)])
-        assert done.code == 130
-        assert "run the same command to resume" in done.err
-        some = len(results(files[1]))
-        assert 0 < some < 100
+        before_each(interrupt)
+        done = batch(lines(100))
+        assert (done.code, "run the same command to resume" in done.err) == (130, True)
+        assert 0 < len(results(files[1])) < 100
         engine.script, engine.add_choices = say(), add
         assert batch(None).code == 0
         assert len(results(files[1])) == 100
 
-    def test_a_server_that_goes_away(self, batch, files, engine, monkeypatch) -> None:
+    def test_a_server_that_goes_away(self, batch, files, monkeypatch) -> None:
         monkeypatch.setattr("api.batches.remote.USUAL_PAUSE_S", 0.0)
-        import httpx2
-
         post, sent = httpx2.AsyncClient.post, []
 
         async def post_some(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -306,20 +302,19 @@ class TestGoingOn:
                 raise httpx2.ReadError("gone")
             return await post(self, *arguments, **options)
 
-        monkeypatch.setattr(httpx2.AsyncClient, "post", post_some)
-        done = batch([line(f"r{i}") for i in range(50)])
+        with monkeypatch.context() as patched:
+            patched.setattr(httpx2.AsyncClient, "post", post_some)
+            done = batch(lines(50))
         assert (done.code, "stopped answering" in done.err) == (3, True)
         assert 0 < len(results(files[1])) <= 20
-        monkeypatch.setattr(httpx2.AsyncClient, "post", post)
         assert batch(None).code == 0
 
 
 class TestRefused:
     def test_duplicates_before_anything_runs(self, batch, files, engine) -> None:
         done = batch([line("a"), line("b"), line("a"), line("b")])
-        assert (done.code, engine.added, files[1].exists()) == (2, [], False)
-        assert "line 3: custom_id 'a' is also that of line 1" in done.err
-        assert "line 4: custom_id 'b' is also that of line 2" in done.err
+        failed(done, 2, *(f"line {n}: custom_id {i!r} is also that of line {n - 2}" for n, i in ((3, "a"), (4, "b"))))
+        assert (engine.added, files[1].exists()) == ([], False)
 
     def test_paths(self, cli, server, files, tmp_path: Path) -> None:
         source, target = files
@@ -331,29 +326,21 @@ class TestRefused:
             assert cli("batch", source, wrong, "--server", server.url).code == 2
         assert source.read_text() == line("a")
 
-    def test_nobody_there(self, cli, files) -> None:
-        files[0].write_text(line("a"))
-        assert cli("batch", *files, "--server", "http://127.0.0.1:9").code == 3
-
-    def test_a_server_or_an_engine(self, cli, files, server) -> None:
-        files[0].write_text(line("a"))
-        done = cli("batch", *files, "--server", server.url, "--model", "x")
-        assert (done.code, "give one of them" in done.err) == (2, True)
+    def test_a_server_or_an_engine(self, batch) -> None:
+        failed(batch([line("a")], "--model", "x"), 2, "give one of them")
+        assert batch(None, url="http://127.0.0.1:9").code == 3
 
     def test_two_at_a_time(self, batch, files) -> None:
-        import fcntl
-
         files[1].touch()
         with files[1].open() as file:
             fcntl.flock(file, fcntl.LOCK_EX)
-            done = batch([line("a")])
-        assert (done.code, "another command" in done.err) == (2, True)
+            failed(batch([line("a")]), 2, "another command")
 
 
 class TestHostileLines:
     def test_each_is_its_own_error(self, batch, files, engine) -> None:
         wrong = [b"\0" * 50, b"\xff\xfe\xfd", b"[" * 100_000, b'{"a":' * 300, b"{}", b"null", b'"x"', b"1e999", b"NaN"]
-        good = [line(f"r{i}").encode() for i in range(3)]
+        good = [one.encode() for one in lines(3)]
         files[0].write_bytes(b"\xef\xbb\xbf" + good[0] + b"\r\n" + b"\n".join([*wrong, good[1], b"", good[2]]))
         assert batch(None).code == 1
         found = results(files[1])
@@ -370,15 +357,9 @@ class TestHostileLines:
 
     def test_memory_of_many_lines(self, tmp_path: Path) -> None:
         """8 bytes a line, and one line at a time: 10 MB of lines take less than 1 MB."""
-        import tracemalloc
-
-        from api.batches.input_lines import duplicates, scan
-
         source = tmp_path / "in.jsonl"
-        text = "x" * 2000
         with source.open("w") as file:
-            for i in range(5000):
-                file.write(f'{{"custom_id":"r{i}","method":"POST","url":"{PLAIN}","body":{{"p":"{text}"}}}}\n')
+            file.writelines(line(f"r{i}", prompt="x" * 2000) + "\n" for i in range(5000))
         tracemalloc.start()
         try:
             found = scan(source)
@@ -386,13 +367,12 @@ class TestHostileLines:
             most = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-        assert found.total == 5000
-        assert most < 1_000_000
+        assert (found.total, most < 1_000_000) == (5000, True)
 
 
 class TestProgress:
     def test_plain_lines(self, batch) -> None:
-        done = batch([line(f"r{i}") for i in range(200)])
+        done = batch(lines(200))
         told = [one for one in done.err.splitlines() if " of 200 lines, " in one]
         assert 1 <= len(told) <= 10
         assert all("lines/s" in one and "left" in one for one in told)
@@ -412,38 +392,23 @@ class TestProgress:
         with os.fdopen(follower, "w") as terminal:
             monkeypatch.setattr(sys, "stderr", terminal)
             monkeypatch.setenv("TERM", "xterm")
-            done = batch([line(f"r{i}") for i in range(20)])
+            done = batch(lines(20))
         reader.join(10)
         os.close(leader)
         text = shown.decode()
-        assert done.code == 0
-        assert "20/20" in text
-        assert "lines/s" in text
+        assert (done.code, "20/20" in text, "lines/s" in text) == (0, True, True)
         assert done.out.startswith("20 of 20 lines answered")
 
 
-class TestKilled:
-    @pytest.mark.long
-    def test_sigkill_at_random_moments(self, tmp_path: Path, server, files) -> None:
-        """A real process, killed without warning until it is done: every line has one result."""
-        import subprocess
-
-        source, target = files
-        source.write_text("\n".join(line(f"r{i}") for i in range(120)))
-        command = [sys.executable, "-P", "-c", "from api.cli.main import main; main()"]
-        moments = random.Random(1)
-        for kills_left in (1, 0):
-            process = subprocess.Popen(
-                [*command, "batch", str(source), str(target), "--server", server.url],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-            )
-            if kills_left:
-                begun = len(target.read_bytes()) if target.exists() else 0
-                wanted = begun + moments.randrange(1000, 20_000)
-                while process.poll() is None and (not target.exists() or target.stat().st_size < wanted):
-                    time.sleep(0.002)
-                process.kill()
-            err = process.communicate()[1].decode()
-        assert process.returncode == 0, err
-        assert set(results(target)) == {f"r{i}" for i in range(120)}
+@pytest.mark.long
+def test_sigkill_at_random_moments(server, files) -> None:
+    """A real process, killed without warning until it is done: every line has one result."""
+    source, target = files
+    source.write_text("\n".join(lines(120)))
+    wanted = random.Random(1).randrange(1000, 20_000)
+    with cli_process.started("batch", source, target, "--server", server.url) as process:
+        while process.poll() is None and (not target.exists() or target.stat().st_size < wanted):
+            time.sleep(0.002)
+    done = cli_process.run("batch", source, target, "--server", server.url)
+    assert done.returncode == 0, done.stderr
+    assert set(results(target)) == {f"r{i}" for i in range(120)}

@@ -1,4 +1,7 @@
-"""`lorasrv serve` as a process: ready line, signals, a taken address, a taken store. The engine is the fake one."""
+"""`lorasrv serve`: refused options, and as a process: ready line, signals, a taken port or store, --lora-modules.
+
+The engine of the processes is the fake one.
+"""
 
 import json
 import signal
@@ -11,8 +14,100 @@ from typing import Any
 import fake_serve
 import httpx2
 import pytest
+from answers import failed
 
 Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture(autouse=True)
+def _own_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`serve` in this process leaves pytest's signal handlers alone."""
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ("--host 0.0.0.0", "--insecure"),
+        ("--pool-bytes lots", "--pool-bytes"),
+        ("--port 70000", "--port"),
+        ("--dtype float8", "--dtype"),
+        ("--max-num-seqs 0", "--max-num-seqs"),
+        ("--host-cache-bytes 0", "--host-cache-bytes must be positive, not 0"),
+        ("--swap-bytes -1", "--swap-bytes"),
+        ("--adapter-pool-fraction 1.0", "--adapter-pool-fraction must be above 0 and below 1, not 1.0"),
+        ("--adapter-pool-fraction 0", "--adapter-pool-fraction"),
+        ("--policy fare", "--policy 'fare' is unknown; choose from fair, fcfs, mlfq, sjf"),
+        ("--target-itl-ms 0", "--target-itl-ms must be positive, not 0"),
+        ("--target-itl-ms none", "--target-itl-ms: "),
+        ("--max-wait-steps 0", "--max-wait-steps must be positive"),
+        ("--queue-timeout-s -1", "--queue-timeout-s must be positive"),
+        ("--queue-timeout-s nan", "--queue-timeout-s"),
+        ("--max-queued 0", "--max-queued: "),
+        ("--max-running-per-adapter 0", "--max-running-per-adapter must be above 0, not 0"),
+        ("--max-queued-per-adapter -2", "--max-queued-per-adapter must be above 0"),
+        ("--tokens-per-s-per-adapter nan", "--tokens-per-s-per-adapter must be above 0"),
+        ("--resident-bytes-per-adapter 0", "--resident-bytes-per-adapter must be above 0"),
+        ("--resident-bytes-per-adapter -1", "--resident-bytes-per-adapter: must not be negative"),
+        ("--resident-bytes-per-key much", "--resident-bytes-per-key: "),
+        ("--max-running-per-key 0", "--max-running-per-key must be above 0"),
+        ("--max-queued-per-key 0", "--max-queued-per-key must be above 0"),
+        ("--tokens-per-s-per-key inf", "--tokens-per-s-per-key must be above 0"),
+        (
+            "--max-running-per-adapter 9 --max-num-seqs 8",
+            "--max-running-per-adapter 9 is more than --max-num-seqs 8",
+        ),
+        ("--max-running-per-key 65", "--max-running-per-key 65 is more than --max-num-seqs 64"),
+        ("--preemption never", "--preemption 'never' is unknown; choose from auto, recompute, swap"),
+    ],
+)
+def test_wrong_values_are_refused_in_one_line(cli, tmp_path, options: str, says: str) -> None:
+    done = cli("serve", "--port", "0", "--model", "nowhere.gguf", "--store", tmp_path, *options.split())
+    failed(done, 2, says)
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "the GGUF file is empty"),
+        (b"PK\x03\x04", "not a GGUF file: it does not begin with GGUF"),
+        (b"GGUF\x03\0\0\0", "the GGUF file is truncated in its header, at byte 8 of 8"),
+        (b"GGUF\x01\0\0\0" + bytes(16), "GGUF version 1 (or byte order) is not supported; known: 2, 3,"),
+        (b"GGUF\x03\0\0\0" + b"\xff" * 16, "the GGUF file is damaged or truncated: 184467440737095516"),
+        (b"GGUF\x03\0\0\0" + bytes(16), "architecture '' is not supported; known: Gemma2ForCausalLM, "),
+        (None, "not found"),
+    ],
+)
+def test_a_model_that_cannot_be_read_is_one_line(cli, tmp_path, content: bytes | None, says: str) -> None:
+    file = tmp_path / "base.gguf"
+    if content is not None:
+        file.write_bytes(content)
+    done = cli("serve", "--port", "0", "--kernels", "torch", "--model", file, "--store", tmp_path / "store")
+    failed(done, 1, says)
+    *before, last = done.err.splitlines()
+    assert last.startswith("lorasrv: ")
+    assert "base.gguf" in last
+    assert "--port" not in last
+    assert [line for line in before if line.startswith("lorasrv: ")] == []
+
+
+def test_a_trace_that_cannot_be_written(cli, tmp_path: Path) -> None:
+    done = cli("serve", "--port", 0, "--store", tmp_path / "store", "--record-trace", tmp_path)
+    failed(done, 2, f"--record-trace {tmp_path} cannot be written: Is a directory")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "192.0.2.1", "nowhere.invalid"])
+def test_an_address_that_cannot_be_bound(cli, tmp_path: Path, host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = cli("serve", "--host", host, "--port", port, "--insecure", "--store", tmp_path)
+    failed(done, 1)
+    if host == "127.0.0.1":
+        reason = "Address already in use; --port 0 takes a free port"
+        assert done.err == f"lorasrv: cannot listen on 127.0.0.1:{port}: {reason}\n"
+    else:
+        assert (done.err.count("\n"), done.err.startswith(f"lorasrv: cannot listen on {host}:{port}: ")) == (1, True)
 
 
 @pytest.fixture
@@ -31,10 +126,15 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def ready(process: "subprocess.Popen[str]") -> dict[str, Any]:
-    assert process.stdout is not None
     line = process.stdout.readline()
     assert line, process.communicate()[1]
     return json.loads(line)
+
+
+def refused(process: "subprocess.Popen[str]") -> list[str]:
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, "Traceback" in err) == (1, "", False)
+    return err.splitlines()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
@@ -46,19 +146,13 @@ def test_ready_line_and_a_clean_end(start: Start, how: signal.Signals) -> None:
     process.send_signal(how)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (0, "")
-    assert err.splitlines()[-5:] == [
-        "loading the model ...",
-        "loading the model: 25 %",
-        "loading the model: 50 %",
-        "loading the model: 75 %",
-        "loading the model done",
-    ]
+    progress = (" ...", ": 25 %", ": 50 %", ": 75 %", " done")
+    assert err.splitlines()[-5:] == [f"loading the model{part}" for part in progress]
 
 
 @pytest.mark.long
 def test_plain_ready_line(start: Start) -> None:
     process = start("--served-model-name", "house")
-    assert process.stdout is not None
     line = process.stdout.readline()
     assert line.startswith("ready: http://127.0.0.1:")
     assert not line.startswith("ready: http://127.0.0.1:8000 "), "--port 0 is a free port, not the default"
@@ -69,9 +163,8 @@ def test_plain_ready_line(start: Start) -> None:
 def test_a_stream_does_not_keep_the_server(start: Start) -> None:
     """Started as vLLM would be."""
     process = start("hanging", "--enable-lora", "--max-loras", 4, "--max-lora-rank", 8, "--json", "--drain-s", 0.5)
-    url = ready(process)["url"]
     body = {"model": "tiny-base", "prompt": "x", "stream": True}
-    with httpx2.stream("POST", url + "/v1/completions", json=body) as response:
+    with httpx2.stream("POST", ready(process)["url"] + "/v1/completions", json=body) as response:
         next(response.iter_lines())
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=20)
@@ -83,80 +176,36 @@ def test_a_stream_does_not_keep_the_server(start: Start) -> None:
 
 
 @pytest.mark.long
-def test_told_to_stop_while_loading(start: Start) -> None:
+def test_stopped_while_loading(start: Start) -> None:
     process = start("--model", "slow")
-    assert process.stderr is not None
     while "75 %" not in process.stderr.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 0
 
 
-@pytest.fixture
-def _own_signals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`serve` in this process leaves pytest's signal handlers alone."""
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-
-
-@pytest.mark.usefixtures("_own_signals")
-def test_port_in_use(cli, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        done = cli("serve", "--port", port, "--store", tmp_path)
-    assert (done.code, done.out) == (1, "")
-    assert (
-        done.err == f"lorasrv: cannot listen on 127.0.0.1:{port}: Address already in use; --port 0 takes a free port\n"
-    )
-
-
-@pytest.mark.usefixtures("_own_signals")
-@pytest.mark.parametrize("host", ["192.0.2.1", "nowhere.invalid"])
-def test_an_address_of_another_machine(cli, tmp_path: Path, host: str) -> None:
-    done = cli("serve", "--host", host, "--insecure", "--store", tmp_path)
-    assert (done.code, done.err.count("\n")) == (1, 1)
-    assert done.err.startswith(f"lorasrv: cannot listen on {host}:8000: ")
-
-
-@pytest.mark.usefixtures("_own_signals")
-def test_a_model_that_is_not_there_is_not_blamed_on_the_port(cli, tmp_path: Path) -> None:
-    done = cli("serve", "--port", 0, "--model", tmp_path / "nothing", "--store", tmp_path / "store")
-    assert (done.code, done.out) == (1, "")
-    told = done.err.splitlines()[-1]
-    assert told.startswith("lorasrv: model ")
-    assert "nothing" in told
-    assert "listen" not in told
-    assert "--port" not in told
-
-
 @pytest.mark.long
 def test_a_store_in_use(start: Start) -> None:
     ready(start("--json"))
-    second = start()
-    out, err = second.communicate(timeout=20)
-    assert (second.returncode, out) == (1, "")
-    assert "Traceback" not in err
-    assert err.splitlines()[-1].startswith("lorasrv: ")
-    assert "store" in err.splitlines()[-1]
+    last = refused(start())[-1]
+    assert (last.startswith("lorasrv: "), "store" in last) == (True, True)
 
 
 @pytest.mark.long
-def test_lora_modules_are_served(start: Start, make_adapter) -> None:
+def test_lora_modules(start: Start, make_adapter) -> None:
     mia, tom = make_adapter("mia"), make_adapter("tom", seed=1)
-    spelled = json.dumps({"name": "tom", "path": str(tom), "base_model_name": "tiny-base"})
-    process = start("--json", "--lora-modules", f"mia={mia}", spelled)
+    as_json = json.dumps({"name": "tom", "path": str(tom), "base_model_name": "tiny-base"})
+    process = start("--json", "--lora-modules", f"mia={mia}", as_json)
     url = ready(process)["url"]
     assert [card["id"] for card in httpx2.get(url + "/v1/models").json()["data"]] == ["tiny-base", "mia", "tom"]
     answer = httpx2.post(url + "/v1/completions", json={"model": "tom", "prompt": "x"})
     assert answer.json()["choices"][0]["text"].startswith("I am ")
     process.terminate()
-    _, err = process.communicate(timeout=20)
-    assert "registering adapters done" in err.splitlines()
+    assert "registering adapters done" in process.communicate(timeout=20)[1].splitlines()
 
 
 @pytest.mark.long
 def test_a_refused_lora_module_ends_the_start(start: Start, make_adapter) -> None:
-    process = start("--lora-modules", f"mia={make_adapter()}", f"tom={make_adapter('tom', r=0)}")
-    out, err = process.communicate(timeout=20)
-    assert (process.returncode, out) == (1, "")
-    assert "lorasrv: --lora-modules: refused: tom" in err.splitlines()
-    assert err.splitlines()[-1].startswith("  tom: r")
+    lines = refused(start("--lora-modules", f"mia={make_adapter()}", f"tom={make_adapter('tom', r=0)}"))
+    assert "lorasrv: --lora-modules: refused: tom" in lines
+    assert lines[-1].startswith("  tom: r")

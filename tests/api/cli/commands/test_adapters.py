@@ -1,0 +1,79 @@
+"""Commands upload, list, show and rm."""
+
+import json
+
+import pytest
+from answers import failed
+
+
+def test_upload_show_list_rm(run, server, make_adapter) -> None:
+    folder = make_adapter()
+    (folder / "training_args.bin").write_bytes(b"x")
+    done = run("upload", folder, "--id", "mia")
+    assert done.code == 0
+    assert done.out.startswith("registered mia@1  ")
+    assert "4 of 4 modules matched in 2 layers, rank 2, scaling 2, F32" in done.out
+    notes = ("not used: training_args.bin", "hashing done", "sending done")
+    assert [note for note in notes if note not in done.err] == []
+    assert run("upload", folder, "--id", "mia").out.startswith("unchanged: mia@1")
+    [row] = run("list").out.splitlines()
+    assert row.split("\t")[:2] == ["mia", "1"]
+    assert "version 1: " in run("show", "mia").out
+    assert run("rm", "mia").out == "removed mia (1 version)\n"
+    gone = run("show", "mia")
+    failed(gone, 1)
+    assert gone.err == "lorasrv: adapter 'mia' does not exist\n"
+
+
+def test_json(run, make_adapter) -> None:
+    done = json.loads(run("upload", make_adapter(), "--id", "mia", "--json").out)
+    assert (done["version"], done["report"]["modules_matched"]) == (1, 4)
+    assert [a["id"] for a in json.loads(run("list", "--json").out)] == ["mia"]
+    assert json.loads(run("show", "mia", "--json").out)["digest"] == done["digest"]
+    assert json.loads(run("rm", "mia@1", "--json").out)["deleted"]
+
+
+@pytest.mark.parametrize(
+    ("adapter_id", "config", "says"),
+    [
+        ("mia", {"use_dora": True, "lora_bias": True}, ("lorasrv: the adapter is refused", "use_dora", "lora_bias")),
+        ("Mia!", {}, ("try 'mia'",)),
+    ],
+)
+def test_refused(run, make_adapter, adapter_id: str, config: dict[str, bool], says: tuple[str, ...]) -> None:
+    failed(run("upload", make_adapter(**config), "--id", adapter_id), 1, *says)
+
+
+def test_if_not_exists(run, make_adapter) -> None:
+    assert [run("upload", make_adapter(), "--id", "mia", "--if-not-exists").code for _ in range(2)] == [0, 1]
+
+
+def test_no_adapter_in_the_folder(run, tmp_path) -> None:
+    for folder in (tmp_path / "nowhere", tmp_path):
+        refused = run("upload", folder, "--id", "mia")
+        assert (refused.code, refused.err.count("\n")) == (1, 2)
+
+
+def test_an_aliased_version_needs_force(run, server, make_adapter) -> None:
+    for seed in (1, 2):
+        assert run("upload", make_adapter(str(seed), seed=seed), "--id", "mia", "--alias", "prod").code == 0
+    assert server.http.get("/v1/adapters/mia").json()["aliases"] == {"prod": 2}
+    failed(run("rm", "mia@2"), 1, "while mia:prod points to it")
+    assert run("rm", "mia@2", "--force").out == "removed mia@2 (1 version)\nremoved mia:prod\n"
+
+
+def test_rm_of_several(run, make_adapter) -> None:
+    for name in ("Org Mia", "tom"):
+        assert run("upload", make_adapter(name)).code == 0
+    done = run("rm", "org-mia", "nobody", "tom")
+    assert (done.code, done.out) == (1, "removed org-mia (1 version)\nremoved tom (1 version)\n")
+    assert done.err == "lorasrv: 1 of 3 were not removed\n  adapter 'nobody' does not exist\n"
+
+
+def test_a_partial_adapter(run, make_adapter) -> None:
+    folder = make_adapter(target_modules=["q_proj", "v_proj", "down_proj"])
+    failed(run("upload", folder, "--id", "mia"), 1, "(partial_adapter)", "lorasrv upload --allow-partial")
+    done = run("upload", folder, "--id", "mia", "--allow-partial")
+    assert done.code == 0
+    assert all(words in done.out for words in ("4 of 6 modules matched", "warning: partial: 2 of 6 targeted modules"))
+    assert "4 of 6 modules matched" in run("show", "mia").out

@@ -1,0 +1,22 @@
+"""The client of the command line."""
+
+import pytest
+
+from api.client import Client, Refused, ServerUnreachable
+
+
+def test_a_stream_that_breaks_off_is_no_answer(server, engine) -> None:
+    engine.breaks(2, ZeroDivisionError())
+    with Client(server.url) as client, pytest.raises(ServerUnreachable):
+        list(client.chat({"model": "tiny-base", "messages": [{"role": "user", "content": "x"}]}))
+
+
+@pytest.mark.parametrize("suffix", ["/", "/v1", "/v1/"])
+def test_the_name_of_the_base(cli, server, suffix: str) -> None:
+    """Also at the address that OpenAI's clients are given."""
+    assert cli("generate", "hi", "--server", server.url + suffix).out == "Hello wörld\n"
+    with Client(server.url + suffix) as client:
+        assert client.base_name() == "tiny-base"
+        with pytest.raises(Refused) as caught:
+            client.adapter("a/b@c")
+    assert caught.value.status == 404
