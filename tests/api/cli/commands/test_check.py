@@ -67,16 +67,12 @@ def test_the_name_of_a_base_on_the_disk(tmp_path: Path) -> None:
     revision.mkdir(parents=True)
     (tmp_path / "link").symlink_to(revision)
     (tmp_path / "mine.Q4_0.gguf").write_bytes(b"")
-    names = [
-        checkpoint_name(str(path)) for path in (revision, tmp_path / "link", tmp_path, tmp_path / "mine.Q4_0.gguf")
-    ]
-    assert names == ["Llama-3.2-1B", "Llama-3.2-1B", tmp_path.name, "mine.Q4_0"]
+    paths = (revision, tmp_path / "link", tmp_path, tmp_path / "mine.Q4_0.gguf")
+    names = [checkpoint_name(str(path)) for path in (*paths, BUILTIN_MODEL, "llama-3-8b")]
+    builtin = "SmolLM2-135M-Instruct.Q4_1"
+    assert names == ["Llama-3.2-1B", "Llama-3.2-1B", tmp_path.name, "mine.Q4_0", builtin, "llama-3-8b"]
     with open_store(ServerSettings(served_model_name="chat", store=tmp_path / "store")) as store:
-        assert (store.base.name, store.base.checkpoint) == ("chat", checkpoint_name(BUILTIN_MODEL))
-    assert (checkpoint_name(BUILTIN_MODEL), checkpoint_name("llama-3-8b")) == (
-        "SmolLM2-135M-Instruct.Q4_1",
-        "llama-3-8b",
-    )
+        assert (store.base.name, store.base.checkpoint) == ("chat", builtin)
 
 
 @pytest.mark.parametrize(
