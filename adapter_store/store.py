@@ -30,7 +30,15 @@ from adapter_store.registry.records import AdapterRecord, Change, Deletion, Regi
 from adapter_store.registry.references import VERBS, Shares, check_adapter_id, check_alias, check_digest
 from adapter_store.registry.version_history import VersionHistory
 from adapter_store.spec import AdapterId, AdapterKey, AdapterRef, AdapterSpec, BaseShapes
-from adapter_store.storage.blobs import UNREFERENCED_BLOB_AGE_S, BlobDirectory, BlobUpload, SweepSummary, disk_errors
+from adapter_store.storage.blobs import (
+    REGISTRATION_S,
+    UNREFERENCED_BLOB_AGE_S,
+    UNREFERENCED_BYTES,
+    BlobDirectory,
+    BlobUpload,
+    SweepSummary,
+    disk_errors,
+)
 from adapter_store.storage.leases import BlobLeases
 from adapter_store.storage.pending_uploads import ANONYMOUS_UPLOADER, PendingUploads, Uploader
 from adapter_store.storage.quarantine import Quarantine
@@ -351,18 +359,30 @@ class AdapterStore:
                 self._quarantine.forget(deleted)
             return len(deleted)
 
-    def remove_orphans(self, age_s: float = UNREFERENCED_BLOB_AGE_S) -> SweepSummary:
-        """Remove weights uploaded more than `age_s` seconds ago that nothing refers to.
+    def remove_orphans(
+        self, age_s: float = UNREFERENCED_BLOB_AGE_S, max_bytes: int = UNREFERENCED_BYTES
+    ) -> SweepSummary:
+        """Remove weights that nothing refers to: those uploaded more than `age_s` seconds ago and, while the rest takes
+        more than `max_bytes`, the oldest that are not about to be registered.
 
         Raises:
             StoreUnusable: the disk refused; the next call continues.
         """
         # Thousands of files are examined outside the lock, which requests wait for; few of them are removed.
-        old = self._blobs.older_than(age_s)
+        files = self._blobs.oldest_first()
+        self.pending_uploads.forget_above(max_bytes)
         with self._lock:
             self._check_open()
             self._index.discard_failed_commit()
-            return self._blobs.remove_old(old - self._referenced() - self._leases.leased(), age_s)
+            needed = self._referenced() | self._leases.leased()
+            orphans = [file for file in files if file.name not in needed]
+            left, doomed = sum(file.nbytes for file in orphans), set()
+            for file in orphans:
+                too_many = left > max_bytes and not self.pending_uploads.is_pending(file.name)
+                if file.age_s > (REGISTRATION_S if too_many else age_s):
+                    doomed.add(file.name)
+                    left -= file.nbytes
+            return self._blobs.remove_old(doomed, min(age_s, REGISTRATION_S))
 
     def _referenced(self) -> set[str]:
         with self._lock:

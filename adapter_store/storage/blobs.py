@@ -23,6 +23,10 @@ from pathlib import Path
 from adapter_store.errors import BlobLengthMismatch, BlobNotFound, DigestMismatch, StoreFull, StoreUnusable
 
 UNREFERENCED_BLOB_AGE_S = 24 * 3600.0
+UNREFERENCED_BYTES = 1 << 30
+"""Bytes of unreferenced blobs above which the oldest are removed before that age."""
+REGISTRATION_S = 600.0
+"""Time after an upload for which its registration is awaited, however many bytes are unreferenced."""
 NUM_LOCKS = 64
 PROBE_BYTES = 16 << 20
 """Room that an upload may need; a disk with less is called full."""
@@ -50,6 +54,16 @@ class SweepSummary:
     num_blobs: int
     num_bytes: int
     num_unfinished: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BlobFile:
+    """Describe a file in the folder of blobs."""
+
+    name: str
+    nbytes: int
+    # Seconds since it was written last.
+    age_s: float
 
 
 class BlobUpload:
@@ -308,13 +322,16 @@ class BlobDirectory:
             unfinished = _paths(self._temporary)
             for path in unfinished:
                 os.unlink(path)
-        swept = self.remove_old(self.older_than(age_s).difference(referenced), age_s)
+        old = {file.name for file in self.oldest_first() if file.age_s > age_s}
+        swept = self.remove_old(old.difference(referenced), age_s)
         return SweepSummary(swept.num_blobs, swept.num_bytes, len(unfinished))
 
-    def older_than(self, age_s: float) -> set[str]:
-        """Return the names of all files last written more than `age_s` seconds ago."""
+    def oldest_first(self) -> list[BlobFile]:
+        """Return all files."""
+        now_s = time.time()
         with disk_errors("listing weights"):
-            return {path.name for path, facts in _files(self._blobs) if time.time() - facts.st_mtime > age_s}
+            files = [BlobFile(path.name, facts.st_size, now_s - facts.st_mtime) for path, facts in _files(self._blobs)]
+        return sorted(files, key=lambda file: -file.age_s)
 
     def remove_old(self, names: Collection[str], age_s: float) -> SweepSummary:
         """Remove those of these files that are still that old; one uploaded again meanwhile stays."""

@@ -1,7 +1,7 @@
 """Weights that were uploaded, or are being uploaded, and that no version refers to yet.
 
 A byte quota counts what versions refer to. A client that uploads without registering would evade it until the weights
-are removed as orphans a day later, so pending uploads have a limit of the same size of their own.
+are removed as orphans, a day later at most, so pending uploads have a limit of the same size of their own.
 
 The uploader of pending weights is kept in memory only, and for as long as orphans are kept: the lifetime of an upload
 must not reveal whether another principal has the same weights. A principal whose upload was forgotten sends it again.
@@ -18,7 +18,7 @@ from functools import partial
 
 from adapter_store.errors import QuotaExceeded
 from adapter_store.quota import ANONYMOUS
-from adapter_store.storage.blobs import UNREFERENCED_BLOB_AGE_S, BlobDirectory, BlobUpload
+from adapter_store.storage.blobs import REGISTRATION_S, UNREFERENCED_BLOB_AGE_S, BlobDirectory, BlobUpload
 
 MAX_REMEMBERED = 100_000
 """Most uploads whose uploader is remembered."""
@@ -95,6 +95,17 @@ class PendingUploads:
         Takes no lock: it is called under the store's lock, for which a thread holding this one may wait.
         """
         return self._awaited[digest] > 0 or any(digest == other for other, _ in self._blobs.in_progress())
+
+    def forget_above(self, max_bytes: int) -> None:
+        """Forget the oldest uploads while all take more than `max_bytes`, but none that may still be registered."""
+        last_s = time.monotonic() - REGISTRATION_S
+        with self._lock:
+            left = sum(one.length for one in self._sent_lately().values())
+            for what, one in list(self._sent.items()):
+                if left <= max_bytes or one.at_s > last_s:
+                    break
+                self._forget(what)
+                left -= one.length
 
     @contextlib.contextmanager
     def using(self, principal: str, digest: str) -> Iterator[None]:

@@ -7,8 +7,10 @@ disturbed store must show the state before or after the step that was interrupte
 import contextlib
 import hashlib
 import json
+import os
 import sqlite3
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -136,6 +138,11 @@ class Hand:
             closed.collect(age_s=-1.0)
         self.open()
 
+    def age_all(self) -> None:
+        """Let an hour pass since the last upload."""
+        for path in (self.root / "blobs" / "sha256").iterdir():
+            os.utime(path, (time.time() - 3600,) * 2)
+
     def release(self) -> None:
         self.held.clear()
         self.store.collect()
@@ -199,6 +206,10 @@ SCENARIOS: dict[str, Scenario] = {
     "gc": Scenario(
         (*up("mia", 1), put(2), put(3)),
         (lambda h: h.store.remove_orphans(age_s=-1.0), put(4), Hand.collect_offline)
+    ),
+    "gc above the bound of bytes": Scenario(
+        (*up("mia", 1), put(2), put(3), Hand.reopen, *up("zoe", 4)),
+        (Hand.age_all, lambda h: h.store.remove_orphans(max_bytes=0), put(5))
     ),
     "limits": Scenario(
         up("mia", 1), tuple(change("mia", limits=of) for of in ({"max_running": 2}, {"tokens_per_s": 1.5}, {}))

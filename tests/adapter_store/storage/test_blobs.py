@@ -18,7 +18,7 @@ from adapter_store.errors import (
     StoreFull,
     StoreUnusable,
 )
-from adapter_store.storage.blobs import fsync_directory
+from adapter_store.storage.blobs import BlobFile, fsync_directory
 from adapter_store.store import AdapterStore
 
 
@@ -147,14 +147,14 @@ def test_what_is_uploaded_again_while_orphans_are_listed_stays(
     [name] = blobs(store)
     day_ago = time.time() - 90_000
     os.utime(blobs(store)[name], (day_ago, day_ago))
-    older_than = store._blobs.older_than
+    list_files = store._blobs.oldest_first
 
-    def meanwhile(age_s: float) -> set[str]:
-        found = older_than(age_s)
+    def meanwhile() -> list[BlobFile]:
+        found = list_files()
         put(store, build.file())
         return found
 
-    monkeypatch.setattr(store._blobs, "older_than", meanwhile)
+    monkeypatch.setattr(store._blobs, "oldest_first", meanwhile)
     assert store.remove_orphans().num_blobs == 0
     assert blobs(store).keys() == {digest}
 
@@ -162,14 +162,14 @@ def test_what_is_uploaded_again_while_orphans_are_listed_stays(
 def test_orphans_are_listed_while_requests_go_on(store: AdapterStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """Listing thousands of names takes long, and every new request needs the store's lock."""
     key = add(store, "mia").ref.key
-    older_than = store._blobs.older_than
+    list_files = store._blobs.oldest_first
 
-    def listing(age_s: float) -> set[str]:
+    def listing() -> list[BlobFile]:
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(store.hold, key).result(5).key == key
-        return older_than(age_s)
+        return list_files()
 
-    monkeypatch.setattr(store._blobs, "older_than", listing)
+    monkeypatch.setattr(store._blobs, "oldest_first", listing)
     store.remove_orphans()
 
 
