@@ -6,6 +6,7 @@ read bodies of any size. `api.asgi.protocol` drops the rest of a body after its 
 
 import asyncio
 from collections import Counter
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 
 from starlette.datastructures import Headers
@@ -13,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api.auth.principal import ANYBODY, caller_of
 from api.errors import ApiError, describe_at
+from lorasrv.worker.host_memory import release_freed
 
 MAX_JSON_BYTES = 8 << 20
 MAX_BARE_BYTES = 4 << 10
@@ -20,6 +22,9 @@ MAX_BARE_BYTES = 4 << 10
 MAX_HELD_BYTES = 256 << 20
 """Bound of all JSON bodies in memory at a time."""
 MAX_LENGTH_DIGITS = 18
+LARGE_BYTES = 256 << 10
+"""Parsing and tokenizing a body of this size takes tens of megabytes for a moment."""
+RELEASE_AFTER_S = 1.0
 PARSING = "parsing"
 """Key of the parsing semaphore in an ASGI scope's `state`."""
 _BARE_METHODS = frozenset({"GET", "HEAD", "DELETE", "OPTIONS"})
@@ -33,8 +38,12 @@ class BodyLimitMiddleware:
     A file's body may be as long as it announces; its route bounds the announced length.
     """
 
-    def __init__(self, app: ASGIApp, max_held_bytes: int = MAX_HELD_BYTES) -> None:
+    def __init__(
+        self, app: ASGIApp, max_held_bytes: int = MAX_HELD_BYTES, release: Callable[[], None] = release_freed
+    ) -> None:
         self._app = app
+        self._release = release
+        self._releasing: asyncio.TimerHandle | None = None
         self._max_held_bytes = max_held_bytes
         self._held_by: Counter[str] = Counter()
         self._parsing = asyncio.Semaphore(1)
@@ -87,6 +96,13 @@ class BodyLimitMiddleware:
             await self._app(scope, receive_bounded, send_and_let_go)
         finally:
             let_go()
+            if received > LARGE_BYTES and not is_file and self._releasing is None:
+                self._releasing = asyncio.get_running_loop().call_later(RELEASE_AFTER_S, self._release_memory)
+
+    def _release_memory(self) -> None:
+        """Return the memory of large bodies to the system, once for all of a second."""
+        self._releasing = None
+        asyncio.get_running_loop().run_in_executor(None, self._release)
 
 
 def parsing_alone(scope: Scope) -> AbstractAsyncContextManager[None]:

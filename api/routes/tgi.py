@@ -80,8 +80,7 @@ def _prompt_ids(body: GenerateBody, parameters: Parameters, services: Services) 
     tokenizer, longest = services.engine.tokenizer, services.engine.max_model_len - 1
     if parameters.truncate is not None and parameters.truncate > longest:
         raise InvalidRequest(f"truncate must be between 1 and {longest}", param="truncate")
-    if parameters.truncate is None:
-        check_could_fit([body.inputs], tokenizer, longest)
+    check_could_fit([body.inputs], tokenizer, longest)
     if not parameters.apply_chat_template:
         ids = tokenizer.encode(body.inputs)
     elif (template := services.engine.chat_template) is not None:

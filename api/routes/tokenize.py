@@ -12,14 +12,18 @@ from api.serving.chat import check_tellable
 from api.serving.model_resolver import resolve_target
 from api.serving.services import Services, ServicesDep, ViewDep
 from api.serving.store_view import ScopedStore
-from lorasrv.errors import InvalidRequest
+from lorasrv.engine.input_processor import check_could_fit
+from lorasrv.errors import ContextLengthExceeded, InvalidRequest
 
 router = APIRouter(route_class=JsonRoute)
 
 
 @router.post("/tokenize")
 async def tokenize(body: TokenizeBody, services: ServicesDep, view: ViewDep) -> dict[str, Any]:
-    """Return the token ids of a prompt or of a conversation, exactly as a request would use them."""
+    """Return the token ids of a prompt or of a conversation, exactly as a request would use them.
+
+    There may be more than the context holds, but no text whose length alone exceeds it.
+    """
     return await services.in_thread([body.prompt, body.messages], partial(_tokenize, body, services, view), view.caller)
 
 
@@ -61,14 +65,21 @@ def _tokenize(body: TokenizeBody, services: Services, view: ScopedStore) -> dict
 
 
 def _ids(body: TokenizeBody, services: Services) -> list[int]:
-    tokenizer, template = services.engine.tokenizer, services.engine.chat_template
+    engine = services.engine
+    tokenizer, template = engine.tokenizer, engine.chat_template
+    check = partial(check_could_fit, tokenizer=tokenizer, max_model_len=engine.max_model_len)
     if body.prompt is not None:
+        check([body.prompt])
         return tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     if template is None:
         raise InvalidRequest("this base has no chat template; send prompt", param="messages")
     told = body.messages or []
     check_tellable(told, template)
-    return template.encode([message.plain() for message in told], tokenizer, body.add_generation_prompt is not False)
+    plain = [message.plain() for message in told]
+    try:
+        return template.encode(plain, tokenizer, body.add_generation_prompt is not False, check)
+    except ContextLengthExceeded as error:
+        raise error.renamed({"prompt": "messages"}) from None
 
 
 def _detokenize(body: DetokenizeBody, services: Services, view: ScopedStore) -> dict[str, str]:
