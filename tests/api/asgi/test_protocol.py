@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from api.app import _ROUTES
+from api.asgi import body_limits
 from api.asgi.body_limits import MAX_BARE_BYTES, MAX_JSON_BYTES, BodyLimitMiddleware
 from api.asgi.json_body import MAX_VALUES, JsonRoute, parse_json
 from api.asgi.limits import ConnectionLimits, no_cuts
@@ -382,6 +383,34 @@ class TestBodies:
         end.set()
         assert await asyncio.gather(*slow) == [200, 200]
         assert not edge._held_by
+
+    async def test_memory_of_large_bodies_is_released_once_for_all(self, monkeypatch) -> None:
+        monkeypatch.setattr(body_limits, "RELEASE_AFTER_S", 0.0)
+        loop, released, count = asyncio.get_running_loop(), asyncio.Event(), []
+
+        def release() -> None:
+            count.append(1)
+            loop.call_soon_threadsafe(released.set)
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await receive()
+
+        async def send(_: Message) -> None: ...
+
+        async def ask(size: int) -> None:
+            body = asyncio.Future[Message]()
+            body.set_result({"type": "http.request", "body": b"x" * size, "more_body": False})
+            await edge(scope_of(None), lambda: body, send)  # type: ignore[arg-type]
+
+        edge = BodyLimitMiddleware(app, release=release)
+        await ask(body_limits.LARGE_BYTES)
+        assert edge._releasing is None
+        for total in (1, 2):
+            for _ in range(3):
+                await ask(body_limits.LARGE_BYTES + 1)
+            await released.wait()
+            released.clear()
+            assert len(count) == total
 
     def test_a_million_values(self) -> None:
         most = b"[" + b",".join([b"0"] * (MAX_VALUES - 1)) + b"]"

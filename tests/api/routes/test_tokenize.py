@@ -85,6 +85,24 @@ class TestTokenize:
         engine.chat_template = ChatTemplate("{{ messages[1].content }}")
         assert post(server, "/v1/chat/completions", model="tiny-base", messages=told).status_code == 200
 
+    @pytest.mark.parametrize(
+        ("path", "body", "param"),
+        [
+            ("/tokenize", {"prompt": "x" * 5000}, "prompt"),
+            ("/tokenize", {"messages": [{"role": "user", "content": "x" * 5000}]}, "messages"),
+            ("/generate", {"inputs": "x" * 5000, "parameters": {"truncate": 2}}, None),
+        ],
+    )
+    def test_no_text_is_tokenized_that_its_length_puts_beyond_the_context(
+        self, server, engine, monkeypatch, path: str, body: dict[str, Any], param: str | None
+    ) -> None:
+        encoded: list[int] = []
+        monkeypatch.setattr(engine.tokenizer, "encode", lambda text, **_: encoded.append(len(text)))
+        answer = post(server, path, **body)
+        assert "has at least" in answer.text
+        assert encoded == []
+        assert param is None or answer.json()["error"]["param"] == param
+
     def test_messages_that_the_template_would_leave_out(self, server) -> None:
         """As a chat is refused: the ids would be those of another conversation."""
         call = {"function": {"name": "f", "arguments": "{}"}}
