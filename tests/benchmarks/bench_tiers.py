@@ -5,6 +5,7 @@
     python tests/benchmarks/bench_tiers.py throughput              # traffic over 16 names and over all of them
     python tests/benchmarks/bench_tiers.py ttft [--streams 8]      # first token by tier, idle or beside streams
     python tests/benchmarks/bench_tiers.py itl                     # streams while other adapters load
+    python tests/benchmarks/bench_tiers.py uploads --rates 0,1,4   # streams while adapters are uploaded
 
 Adapters: rank 4 on q_proj and v_proj of the built-in base in bf16, 460 KB each, written straight into a store folder.
 Markdown tables; what is compared takes turns within one run. Traffic: prompts of 48 words that no cache has seen,
@@ -14,17 +15,18 @@ loads and evictions from /metrics. ITL is measured from event to event with one 
 
 import argparse
 import asyncio
-import contextlib
+import hashlib
 import itertools
+import json
 import os
 import random
 import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ from harness import (
     PAGE_BYTES,
     PAGE_TOKENS,
     Server,
+    adapter_folders,
     arguments,
     closed_loop,
     finish_cancelled,
@@ -115,18 +118,13 @@ class Caller:
     """One server, asked by many clients at once."""
 
     def __init__(self, http: httpx2.AsyncClient, url: str) -> None:
-        self._http, self._metrics = http, Client(url).metrics
+        self.http, self._metrics = http, Client(url).metrics
 
     async def ask(self, body: dict[str, Any]) -> Outcome:
-        answer = await call(self._http, body)
+        answer = await call(self.http, body)
         if answer.error is None and (tokens := answer.usage["completion_tokens"]) != body["max_tokens"]:
             answer.error = f"{tokens} tokens instead of {body['max_tokens']}"
         return answer
-
-    async def warm(self, name: str, deadline_ms: int) -> str | None:
-        """Load an adapter; return the error, if any."""
-        response = await self._http.post(f"/v1/adapters/{name}:warm", json={"deadline_ms": deadline_ms})
-        return None if response.status_code == 200 else f"{response.status_code} {response.text[:300]}"
 
     async def metrics(self) -> dict[str, float]:
         return await asyncio.to_thread(self._metrics)
@@ -375,95 +373,122 @@ def _print_ttft(groups: dict[str, list[Outcome]]) -> None:
 # Latency between tokens.
 
 
+Work = Callable[[Caller, int], Awaitable[httpx2.Response]]
+"""The n-th operation beside the streams."""
+
+
 @dataclass(frozen=True)
 class _Phase:
-    """Streams beside loads at one rate."""
+    """Streams beside operations at one rate; `took_ms`: of each operation that succeeded."""
 
     rate: float
+    seconds: float
     gaps_ms: list[float]
-    tok_per_s: float
-    disk_loads_a_second: float
+    took_ms: list[float]
     errors: list[str]
 
 
 def itl(a: argparse.Namespace) -> None:
-    """Measure the gaps of long answers while adapters load at several rates, in turn."""
+    """Measure the gaps of long answers while other adapters load from disk."""
+    every = names(a.adapters)
+
+    async def warm(caller: Caller, number: int) -> httpx2.Response:
+        name = every[a.streams + number % (len(every) - a.streams)]
+        return await caller.http.post(f"/v1/adapters/{name}:warm", json={"deadline_ms": a.deadline_ms})
+
+    _measure_beside(a, "loads", warm, FOLDER)
+
+
+def uploads(a: argparse.Namespace) -> None:
+    """Measure the gaps of long answers while adapters of rank 16 on all linears are uploaded, 9.8 MB each."""
+    [folder] = adapter_folders(1)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    weights = (folder / "adapter_model.safetensors").read_bytes()[:-256]
+
+    async def upload(caller: Caller, number: int) -> httpx2.Response:
+        # Small numbers still, of whatever type they are.
+        changed = weights + bytes((number % 60, number // 60)) * 128
+        digest = f"sha256:{(await asyncio.to_thread(hashlib.sha256, changed)).hexdigest()}"
+        sent = await caller.http.put(f"/v1/blobs/{digest}", content=changed)
+        body = {"id": f"upload-{number}", "config": config, "weights": digest}
+        return await caller.http.post("/v1/adapters", json=body) if sent.is_success else sent
+
+    with tempfile.TemporaryDirectory(prefix="lorasrv-bench-") as temporary:
+        store = Path(temporary) / "store"
+        make_store(store, a.streams)
+        _measure_beside(a, "uploads", upload, store)
+
+
+def _measure_beside(a: argparse.Namespace, what: str, work: Work, store: Path) -> None:
     adapters = a.streams + 2 * FEW + int(max(a.rates) * a.deadline_ms / 1000)
     room = pool_bytes(PROMPT_TOKENS + a.stream_tokens, a.streams, adapters)
-    with server_of(FOLDER, a.serve_flags, pool_bytes=room, host_cache_bytes="32MiB") as server:
-        phases = asyncio.run(_phases(a, server.url))
-    table(("loads/s requested", "loads/s from disk", "gaps", "ITL p50 ms", "p99 ms", "max ms", "tok/s", "tok/s ratio"))
-    least = _joined([phase for phase in phases if phase.rate == min(a.rates)])
-    for rate in a.rates:
-        rounds = [phase for phase in phases if phase.rate == rate]
-        for label, phase in [(f"{rate:g}", _joined(rounds)), *((f"{rate:g}, one round", p) for p in rounds)]:
-            times = [phase.disk_loads_a_second, *quantiles(phase.gaps_ms, 0.5, 0.99, 1.0), phase.tok_per_s]
-            loads, *cells = (f"{t:.1f}" for t in times)
-            row(label, loads, len(phase.gaps_ms), *cells, phase.tok_per_s / least.tok_per_s)
+    with server_of(store, a.serve_flags, pool_bytes=room, host_cache_bytes="32MiB") as server:
+        phases = asyncio.run(_phases(a, server.url, what, work))
+    times = ("ITL p50 ms", "p90 ms", "p99 ms", "max ms", "tok/s", "tok/s ratio")
+    table((f"{what}/s requested", "round", "done", "ms, mean", "gaps", *times))
+    least = statistics.mean(len(p.gaps_ms) / p.seconds for p in phases if p.rate == min(a.rates))
+    for number, phase in enumerate(phases):
+        tok_per_s = len(phase.gaps_ms) / phase.seconds
+        took = f"{statistics.mean(phase.took_ms):.0f}" if phase.took_ms else "–"
+        gaps = (f"{ms:.1f}" for ms in quantiles(phase.gaps_ms, 0.5, 0.9, 0.99, 1.0))
+        counts = (number // len(a.rates) + 1, len(phase.took_ms), took, len(phase.gaps_ms))
+        row(f"{phase.rate:g}", *counts, *gaps, f"{tok_per_s:.1f}", tok_per_s / least)
     for error in {error for phase in phases for error in phase.errors}:
         print(f"\nfailed: {error}", flush=True)
 
 
-def _joined(phases: Sequence[_Phase]) -> _Phase:
-    tok_per_s = statistics.mean(phase.tok_per_s for phase in phases)
-    loads = statistics.mean(phase.disk_loads_a_second for phase in phases)
-    gaps = [gap for phase in phases for gap in phase.gaps_ms]
-    return replace(phases[0], gaps_ms=gaps, tok_per_s=tok_per_s, disk_loads_a_second=loads)
-
-
-async def _phases(a: argparse.Namespace, url: str) -> list[_Phase]:
-    every, phases, rng = names(a.adapters), [], random.Random(0)
-    streams, cold = every[: a.streams], itertools.cycle(every[a.streams :])
+async def _phases(a: argparse.Namespace, url: str, what: str, work: Work) -> list[_Phase]:
+    phases, rng, numbers = [], random.Random(0), itertools.count()
+    streams = names(a.streams)
     async with connect(url) as caller:
         warm_up = [completion(name, unique_prompt(rng, 4), 1) for name in streams]
         complain(await closed_loop(caller.ask, warm_up, len(streams)))
         for turn in range(a.rounds):
             for rate in a.rates:
-                phases.append(await _phase(a, caller, streams, cold, rate))
-                print(f"  round {turn + 1}, {rate:g} loads/s: {len(phases[-1].gaps_ms)} gaps", flush=True)
+                phases.append(await _phase(a, caller, streams, work, numbers, rate))
+                print(f"  round {turn + 1}, {rate:g} {what}/s: {len(phases[-1].gaps_ms)} gaps", flush=True)
     return phases
 
 
 async def _phase(
-    a: argparse.Namespace, caller: Caller, streams: Sequence[str], cold: Iterator[str], rate: float
+    a: argparse.Namespace, caller: Caller, streams: Sequence[str], work: Work, numbers: Iterator[int], rate: float
 ) -> _Phase:
     """Measure gaps for as long as every stream runs."""
-    rng, errors = random.Random(0), []
+    rng = random.Random(0)
     prompts = {name: unique_prompt(rng, PROMPT_WORDS) for name in streams}
     asks = [completion(name, prompt, a.stream_tokens, every_token=True) for name, prompt in prompts.items()]
     running = [asyncio.create_task(caller.ask(ask)) for ask in asks]
     await _until_running(caller, len(asks))
-    before, begin = await caller.metrics(), time.monotonic()
-    loading = asyncio.create_task(_load_at(a, caller, cold, rate, errors))
+    begin, took_ms, errors = time.monotonic(), list[float](), list[str]()
+    beside = asyncio.create_task(_at_rate(caller, work, numbers, rate, took_ms, errors))
     await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-    end, after = time.monotonic(), await caller.metrics()
-    loading.cancel()
+    end = time.monotonic()
+    await finish_cancelled([beside])
     answers = await asyncio.gather(*running)
     complain(answers)
     times = ([t for t in answer.arrivals if begin <= t <= end] for answer in answers)
     gaps = [1e3 * (later - earlier) for one in times for earlier, later in itertools.pairwise(one)]
-    await asyncio.gather(loading, return_exceptions=True)
-    return _Phase(
-        rate, gaps, len(gaps) / (end - begin), (after[DISK_LOADS] - before[DISK_LOADS]) / (end - begin), errors
-    )
+    return _Phase(rate, end - begin, gaps, took_ms, errors)
 
 
-async def _load_at(a: argparse.Namespace, caller: Caller, cold: Iterator[str], rate: float, errors: list[str]) -> None:
-    """Warm one cold adapter after another, without waiting for any, until cancelled."""
-    under_way: set[asyncio.Task[None]] = set()
-    begun = time.perf_counter()
+async def _at_rate(
+    caller: Caller, work: Work, numbers: Iterator[int], rate: float, took_ms: list[float], errors: list[str]
+) -> None:
+    """Start one operation after another, without waiting for any, until cancelled."""
+    begun = time.monotonic()
 
-    async def warm(name: str) -> None:
-        if error := await caller.warm(name, a.deadline_ms):
-            errors.append(error)
+    async def timed(number: int) -> None:
+        sent = time.monotonic()
+        response = await work(caller, number)
+        if response.is_success:
+            took_ms.append(1e3 * (time.monotonic() - sent))
+        else:
+            errors.append(f"{response.status_code} {response.text[:300]}")
 
-    with contextlib.suppress(asyncio.CancelledError):
+    async with asyncio.TaskGroup() as group:
         for number in itertools.count() if rate else ():
-            await asyncio.sleep(max(0.0, begun + number / rate - time.perf_counter()))
-            task = asyncio.create_task(warm(next(cold)))
-            under_way.add(task)
-            task.add_done_callback(under_way.discard)
-    await asyncio.gather(*under_way, return_exceptions=True)
+            await asyncio.sleep(max(0.0, begun + number / rate - time.monotonic()))
+            group.create_task(timed(next(numbers)))
 
 
 # The command.
@@ -475,7 +500,7 @@ def make(a: argparse.Namespace) -> None:
     make_store(FOLDER, a.adapters)
 
 
-MEASURES = {"make": make, "startup": startup, "throughput": throughput, "ttft": ttft, "itl": itl}
+MEASURES = {"make": make, "startup": startup, "throughput": throughput, "ttft": ttft, "itl": itl, "uploads": uploads}
 QUICK = {"adapters": 200, "rounds": 1, "requests": 24, "warm_requests": 8, "max_tokens": 8, "count": 6}
 
 
@@ -492,14 +517,14 @@ def main() -> None:
         concurrency=(16, "throughput: clients"),
         max_tokens=(24, "throughput: of each answer"),
         zipf=(1.1, "throughput: exponent"),
-        streams=(int, "long answers beside; ttft: 0, itl: 8"),
+        streams=(int, "long answers beside; ttft: 0, itl, uploads: 8"),
         count=(120, "ttft: requests of each tier"),
-        rates=((0.0, 5.0, 20.0), "itl: adapters a second"),
+        rates=((0.0, 5.0, 20.0), "itl: loads a second; uploads: uploads a second"),
         deadline_ms=(2000, "itl: of :warm"),
-        stream_tokens=(300, "itl: of each stream in each phase"),
+        stream_tokens=(300, "itl, uploads: of each stream in each phase"),
     )
     a.rounds = a.rounds or (3 if a.measure == "startup" else 2)
-    a.streams = (8 if a.measure == "itl" else 0) if a.streams is None else a.streams
+    a.streams = (8 if a.measure in ("itl", "uploads") else 0) if a.streams is None else a.streams
     print(machine_line(), flush=True)
     begun = time.monotonic()
     MEASURES[a.measure](a)

@@ -1,5 +1,5 @@
 """Row 18 of the list of faults: hundreds of uploads at once while the real engine streams. One winner a version,
-nothing lost, no stream harmed. By how much streams slow down is measured by `tests/benchmarks/bench_uploads.py`.
+nothing lost, no stream harmed. By how much streams slow down is measured by `bench_tiers.py uploads`.
 """
 
 import asyncio
