@@ -6,7 +6,7 @@ tests/api/test_fake_engine.py holds its public names and signatures to those of 
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, Unpack
@@ -167,15 +167,17 @@ class FakeStream(AsyncIterator[RequestOutput]):
 class FakeEngine:
     """What HTTP needs of an engine. `script` answers, `add_error` refuses requests, `ask_error` everything else.
 
+    `before_add` is awaited before each request, with its number from 0.
     `reached` is where adapters are said to be; None has who warms one wait for ever.
     """
 
-    CONTROLS = frozenset({"script", "breaks", "add_error", "ask_error", "reached", "pool", "resident"})
+    CONTROLS = frozenset({"script", "breaks", "add_error", "before_add", "ask_error", "reached", "pool", "resident"})
     RECORDS = frozenset({"added", "aborted", "asked", "limits"})
 
     def __init__(self) -> None:
         self.script: Script = say()
         self.add_error: Exception | None = None
+        self.before_add: Callable[[int], Awaitable[None]] | None = None
         self.ask_error: Exception | None = None
         self.reached: AdapterStatus | None = AdapterStatus(AdapterTier.RESIDENT, 12.34)
         self.pool = EMPTY_POOL
@@ -203,7 +205,7 @@ class FakeEngine:
         self.request_stats = self.observers = RequestStats()
         self.is_alive = False
         self.error: str | None = None
-        self._numbers = itertools.count()
+        self._numbers, self._tries = itertools.count(), itertools.count()
 
     def breaks(self, after: int, then: Exception | None = DEAD, choice: int | None = None) -> None:
         """From now on, `choice` or every one has only so many outputs; in place of the next, `then`."""
@@ -233,6 +235,8 @@ class FakeEngine:
         request_id: str | None = None,
         **options: Unpack[RequestOptions],
     ) -> list[FakeStream]:
+        if self.before_add is not None:
+            await self.before_add(next(self._tries))
         if self.add_error is not None:
             raise self.add_error
         ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)

@@ -9,6 +9,8 @@ from typing import Any
 import openai
 import pytest
 from answers import error_of
+from batch_lines import CHAT, PLAIN, line, lines, text_of
+from batch_lines import results as results_of
 from fake_engine import HANG, say
 
 from api.auth.key_store import KeyStore
@@ -17,30 +19,11 @@ from api.batches.files import BatchBounds
 from api.batches.manager import BatchManager
 from lorasrv.errors import DeadlineUnreachable, EngineOverloaded, LimitExceeded
 
-CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 OVER = {"completed", "failed", "cancelled", "expired"}
 
 
-def line(custom_id: str, url: str = PLAIN, method: str = "POST", **fields: Any) -> str:
-    given = {"messages": [{"role": "user", "content": "hi"}]} if url == CHAT else {"prompt": "hi"}
-    body = {"model": "tiny-base", **given, **fields}
-    return json.dumps({"custom_id": custom_id, "method": method, "url": url, "body": body})
-
-
-def lines(count: int, url: str = PLAIN) -> bytes:
-    return "\n".join(line(f"r{i}", url) for i in range(count)).encode()
-
-
 def results(client: openai.OpenAI, file_id: str) -> dict[str, dict[str, Any]]:
-    parsed = [json.loads(one) for one in client.files.content(file_id).content.splitlines()]
-    assert all(set(one) == {"id", "custom_id", "response", "error"} for one in parsed)
-    assert len({one["id"] for one in parsed}) == len(parsed)
-    return {one["custom_id"]: one for one in parsed}
-
-
-def text_of(result: dict[str, Any]) -> str:
-    choice = result["response"]["body"]["choices"][0]
-    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+    return results_of(client.files.content(file_id).content.decode().split("\n")[:-1])
 
 
 @pytest.fixture
@@ -53,8 +36,9 @@ def connect(server: Any, key: str = "unused") -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, timeout=20, max_retries=0)
 
 
-def begin(client: openai.OpenAI, content: bytes, endpoint: str = PLAIN, **options: Any) -> Any:
+def begin(client: openai.OpenAI, content: bytes | Iterable[str], endpoint: str = PLAIN, **options: Any) -> Any:
     """Upload lines and start them as a batch: the batch object."""
+    content = content if isinstance(content, bytes) else "\n".join(content).encode()
     file = client.files.create(file=io.BytesIO(content), purpose="batch")
     fields = {"input_file_id": file.id, "endpoint": endpoint, "completion_window": "24h", **options}
     return client.batches.create(**fields)
@@ -64,9 +48,8 @@ def begin(client: openai.OpenAI, content: bytes, endpoint: str = PLAIN, **option
 def finished(client: openai.OpenAI, eventually: Callable[..., None]) -> Callable[..., Any]:
     """Runs lines as a batch to its end: the batch object."""
 
-    def run(content: bytes | Iterable[str], *args: Any, **options: Any) -> Any:
-        content = content if isinstance(content, bytes) else "\n".join(content).encode()
-        batch = begin(client, content, *args, **options)
+    def run(*args: Any, **options: Any) -> Any:
+        batch = begin(client, *args, **options)
         eventually(lambda: client.batches.retrieve(batch.id).status in OVER)
         return client.batches.retrieve(batch.id)
 
@@ -311,15 +294,11 @@ class TestBatches:
         client.files.delete(batch.input_file_id)
 
     def test_cancelled(self, client, engine, eventually) -> None:
-        asked = iter(range(100))
-        add = engine.add_choices
-
-        async def add_choices(*arguments: Any, **options: Any) -> Any:
-            if next(asked) == 20:
+        async def hang_at_20(number: int) -> None:
+            if number == 20:
                 engine.breaks(0, HANG)
-            return await add(*arguments, **options)
 
-        engine.add_choices = add_choices
+        engine.before_add = hang_at_20
         batch = begin(client, lines(90))
         # As many hang as are asked at a time; of those before the 21st, some do.
         eventually(

@@ -380,23 +380,19 @@ class TestErrors:
 
     def test_tokens_are_spelled_beside_the_event_loop(self, server, engine, monkeypatch) -> None:
         """Of a long answer that takes seconds."""
-        loop, spelling = set(), set()
-        add, spell = engine.add_choices, tgi_responses.token_text
+        loop, spelling, spell = set(), set(), tgi_responses.token_text
 
-        async def add_choices(*arguments: Any, **options: Any) -> Any:
+        async def on_the_loop(_: int) -> None:
             loop.add(threading.get_ident())
-            return await add(*arguments, **options)
 
         def token_text(*arguments: Any) -> str:
             spelling.add(threading.get_ident())
             return spell(*arguments)
 
-        monkeypatch.setattr(engine, "add_choices", add_choices)
+        engine.before_add = on_the_loop
         monkeypatch.setattr(tgi_responses, "token_text", token_text)
         assert say(server, details=True, top_n_tokens=2).status_code == 200
-        assert loop
-        assert spelling
-        assert not loop & spelling
+        assert (len(loop), len(spelling), loop & spelling) == (1, 1, set())
 
     def test_other_routes_keep_their_shape(self, server) -> None:
         assert "code" in server.http.get("/generated").json()["error"]

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import fcntl
-import itertools
 import json
 import os
 import pty
@@ -13,7 +12,7 @@ import sys
 import threading
 import time
 import tracemalloc
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,28 +20,14 @@ import cli_process
 import httpx2
 import pytest
 from answers import failed
+from batch_lines import CHAT, line, lines, text_of
+from batch_lines import results as results_of
 from fake_engine import HANG, say
 from proxy import proxied
 
 from api.batches import runner
 from api.batches.input_lines import duplicates, scan
 from lorasrv.errors import DeadlineUnreachable, LimitExceeded, StepFailed
-
-PLAIN, CHAT = "/v1/completions", "/v1/chat/completions"
-
-
-Before = Callable[[int], Awaitable[None]]
-
-
-def line(custom_id: str, **fields: Any) -> str:
-    url = CHAT if custom_id.startswith("chat") else PLAIN
-    given = {"prompt": "hi"} if url == PLAIN else {"messages": [{"role": "user", "content": "hi"}]}
-    body = {"model": "tiny-base", **given, **fields}
-    return json.dumps({"custom_id": custom_id, "method": "POST", "url": url, "body": body})
-
-
-def lines(count: int) -> list[str]:
-    return [line(f"r{i}") for i in range(count)]
 
 
 @pytest.fixture
@@ -62,38 +47,13 @@ def batch(cli, server, files) -> Callable[..., Any]:
     return run
 
 
-@pytest.fixture
-def before_each(engine) -> Callable[[Before], None]:
-    """Has this done before the engine gets each request, of which it is told the number, from 0."""
-
-    def change(before: Before) -> None:
-        add, numbers = engine.add_choices, itertools.count()
-
-        async def add_choices(*arguments: Any, **options: Any) -> Any:
-            await before(next(numbers))
-            return await add(*arguments, **options)
-
-        engine.add_choices = add_choices
-
-    return change
-
-
-def results(path: Path) -> dict[str | None, dict[str, Any]]:
-    """By custom_id; those without one by `line N`."""
-    found = [json.loads(one) for one in path.read_text().splitlines()]
-    named = {one["custom_id"] or f"line {one['error']['line']}": one for one in found}
-    assert len(named) == len(found), "no line has two results"
-    return named
-
-
-def text_of(result: dict[str, Any]) -> str:
-    choice = result["response"]["body"]["choices"][0]
-    return str(choice["text"] if "text" in choice else choice["message"]["content"])
+def results(path: Path) -> dict[str, dict[str, Any]]:
+    return results_of(path.read_text().splitlines())
 
 
 class TestAnswers:
     def test_all(self, batch, files, engine) -> None:
-        done = batch([*lines(30), line("chat")], "--json")
+        done = batch([*lines(30), line("chat", CHAT)], "--json")
         assert done.code == 0, done.err
         summary = {"total": 31, "completed": 31, "failed": 0, "already": 0, "completion_tokens": 31 * 11}
         assert summary.items() <= json.loads(done.out).items()
@@ -116,20 +76,20 @@ class TestAnswers:
         assert found["line 4"]["error"]["message"].startswith("line 4: the line is not JSON")
         assert found["line 4"]["response"] is None
 
-    def test_ordered(self, batch, files, before_each) -> None:
+    def test_ordered(self, batch, files, engine) -> None:
         waits = random.Random(0)
 
         async def wait(_: int) -> None:
             for _ in range(waits.randrange(40)):
                 await asyncio.sleep(0)
 
-        before_each(wait)
+        engine.before_add = wait
         ids = [f"r{i}" for i in range(100)]
         ids[7] = "line 8"
         assert batch([line(name) if name[0] == "r" else "{" for name in ids], "--ordered", "--concurrency", 4).code == 1
         assert list(results(files[1])) == ids
 
-    def test_concurrency_is_bounded(self, batch, before_each) -> None:
+    def test_concurrency_is_bounded(self, batch, engine) -> None:
         inside, most = [0], [0]
 
         async def count(_: int) -> None:
@@ -139,11 +99,11 @@ class TestAnswers:
                 await asyncio.sleep(0)
             inside[0] -= 1
 
-        before_each(count)
+        engine.before_add = count
         assert batch(lines(30), "--concurrency", 3).code == 0
         assert most[0] <= 3
 
-    def test_a_limit_is_waited_for(self, batch, before_each, monkeypatch) -> None:
+    def test_a_limit_is_waited_for(self, batch, engine, monkeypatch) -> None:
         monkeypatch.setattr("api.batches.runner.MAX_PAUSE_S", 0.01)
         asked = []
 
@@ -152,7 +112,7 @@ class TestAnswers:
             if number < 5:
                 raise LimitExceeded("adapter 'mia' has 2 requests waiting", retry_after_s=1)
 
-        before_each(refuse_five)
+        engine.before_add = refuse_five
         assert batch(lines(3)).code == 0
         assert len(asked) == 8
 
@@ -168,7 +128,7 @@ class TestAnswers:
         ],
     )
     def test_none_is_asked_for_ever(
-        self, batch, files, before_each, monkeypatch, error, most_s: float, times: int, response: tuple[int, str]
+        self, batch, files, engine, monkeypatch, error, most_s: float, times: int, response: tuple[int, str]
     ) -> None:
         monkeypatch.setattr("api.batches.runner.USUAL_PAUSE_S", 0.5)
         monkeypatch.setitem(runner.MAX_PUT_OFF_S, 429, most_s)
@@ -179,7 +139,7 @@ class TestAnswers:
             asked.append(number)
             raise error
 
-        before_each(never)
+        engine.before_add = never
         assert batch([line("a")]).code == 1
         found = results(files[1])["a"]["response"]
         assert (found["status_code"], found["body"]["error"]["code"]) == response
@@ -217,18 +177,11 @@ class TestResumed:
         other = '{"id":"batch_req_0","custom_id":"other","response":null,"error":{"code":"x","message":"y"}}\n'
         files[1].write_text(other)
         files[1].chmod(0o640)
-        add = engine.add_choices
-
-        async def add_some(*arguments: Any, **options: Any) -> Any:
-            if "bad" in repr((arguments, options)):
-                raise StepFailed("no")
-            return await add(*arguments, **options)
-
-        engine.add_choices = add_some
+        engine.script = lambda *args: [StepFailed("no")] if bytes(args[2].prompt) == b"bad" else say()(*args)
         given = [line("a"), line("b", prompt="bad"), "{", line("c"), line("d", prompt="bad")]
         assert batch(given).code == 1
         before = results(files[1])
-        engine.add_choices, asked = add, len(engine.added)
+        engine.script, asked = say(), len(engine.added)
         done = batch(None, "--retry-failed", "--json")
         summary = json.loads(done.out)
         assert (done.code, summary["completed"], summary["failed"], summary["already"]) == (1, 4, 1, 2)
@@ -275,20 +228,18 @@ class TestResumed:
         assert (done.code, "--restart" in done.err) == (2, True)
         assert files[1].read_text() == content
 
-    def test_interrupted(self, batch, files, engine, before_each) -> None:
-        add = engine.add_choices
-
+    def test_interrupted(self, batch, files, engine) -> None:
         async def interrupt(number: int) -> None:
             if number == 39:
                 engine.breaks(0, HANG)
                 # To the thread that waits in its loop: another, and nothing would wake it.
                 signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-        before_each(interrupt)
+        engine.before_add = interrupt
         done = batch(lines(100))
         assert (done.code, "run the same command to resume" in done.err) == (130, True)
         assert 0 < len(results(files[1])) < 100
-        engine.script, engine.add_choices = say(), add
+        engine.script, engine.before_add = say(), None
         assert batch(None).code == 0
         assert len(results(files[1])) == 100
 

@@ -2,13 +2,11 @@
 
 import contextlib
 import json
-import os
 import sqlite3
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import cli_process
 import pytest
 from shaped_base import TINY_LLAMA, write_adapter
 
@@ -17,11 +15,11 @@ from adapter_store.store import AdapterStore
 from lorasrv.models.loader.locate import read_model_shape
 from lorasrv.models.lora_sites import base_shapes
 
+NOBODY = "http://127.0.0.1:1"
+
 
 def run(*arguments: object, **environment: str) -> Any:
-    command = [sys.executable, "-c", "from api.cli.main import main; main()", *map(str, arguments)]
-    found = {**os.environ, "LORASRV_SERVER": "http://127.0.0.1:1", **environment}
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=found)
+    return cli_process.run(*arguments, env={"LORASRV_SERVER": NOBODY, **environment})
 
 
 def base_of(folder: Path, **changes: int) -> Path:
@@ -56,62 +54,48 @@ def opened(root: Path, base: Path) -> AdapterStore:
     return AdapterStore(root, base_shapes(shape.spec, shape.name))
 
 
+def refused(done: Any, *says: str) -> None:
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert [words for words in says if words not in done.stderr] == [], done.stderr
+
+
 def test_list(filled: Path, base: Path) -> None:
     done = run("list", "--store", filled)
     assert (done.returncode, done.stderr) == (0, "")
-    rows = [row.split("\t") for row in done.stdout.splitlines()]
-    assert [row[:2] for row in rows] == [["mia", "1"], ["zoe", "1"]]
+    assert [row.split("\t")[:2] for row in done.stdout.splitlines()] == [["mia", "1"], ["zoe", "1"]]
     [mia, zoe] = json.loads(run("list", "--store", filled, "--json").stdout)
     with opened(filled, base) as store:
         record = store.get("mia")
     assert (mia["id"], mia["digest"], mia["etag"]) == ("mia", f"sha256:{record.key}", record.etag)
-    assert mia["versions"][0]["rank"] == 2
-    assert zoe["id"] == "zoe"
-
-
-def test_the_environment_of_serve_is_not_meant(filled: Path) -> None:
-    assert run("list", LORASRV_STORE=str(filled)).returncode == 3
+    assert (mia["versions"][0]["rank"], zoe["id"]) == (2, "zoe")
+    assert run("list", LORASRV_STORE=str(filled)).returncode == 3, "the environment of serve is not meant"
+    both = run("list", "--store", filled, "--server", NOBODY)
+    assert (both.returncode, "give one of them" in both.stderr) == (2, True)
 
 
 def test_check(filled: Path, base: Path, mia: Path, tmp_path: Path) -> None:
     done = run("check", mia, "--model", base, "--store", filled)
     assert done.returncode == 0, done.stderr
     assert done.stdout.endswith("  in the store already: mia@1, zoe@1\n")
-    assert json.loads(run("check", mia, "--model", base, "--store", filled, "--json").stdout)["in_store"] == [
-        "mia@1",
-        "zoe@1",
-    ]
+    as_json = run("check", mia, "--model", base, "--store", filled, "--json")
+    assert json.loads(as_json.stdout)["in_store"] == ["mia@1", "zoe@1"]
     other = base_of(tmp_path / "other", hidden_size=32)
     fits_other = write_adapter(tmp_path / "tom", 2, 32, 32)
     assert run("check", fits_other, "--model", other).returncode == 0
-    refused = run("check", fits_other, "--model", other, "--store", filled)
-    assert (refused.returncode, refused.stdout) == (1, "")
-    assert refused.stderr == (
-        f"lorasrv: {filled} belongs to a base of other shapes than other; name that base with --model\n"
-    )
+    says = f"lorasrv: {filled} belongs to a base of other shapes than other; name that base with --model\n"
+    refused(run("check", fits_other, "--model", other, "--store", filled), says)
 
 
 @pytest.mark.parametrize("command", ["list", pytest.param("check", marks=pytest.mark.long)])
 def test_refused_in_one_line(command: str, filled: Path, base: Path, mia: Path, tmp_path: Path) -> None:
     more = (mia, "--model", base) if command == "check" else ()
     with opened(filled, base):
-        done = run(command, *more, "--store", filled)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert "in use by another server" in done.stderr
-    nothing = run(command, *more, "--store", tmp_path / "nothing")
-    assert (nothing.returncode, nothing.stderr.count("\n")) == (1, 1)
-    assert "there is no adapter store in it" in nothing.stderr
+        refused(run(command, *more, "--store", filled), "in use by another server")
+    refused(run(command, *more, "--store", tmp_path / "nothing"), "there is no adapter store in it")
     assert not (tmp_path / "nothing").exists()
 
 
-def test_a_damaged_index_is_told_in_one_line(filled: Path, base: Path, mia: Path) -> None:
+def test_a_damaged_index_is_one_line(filled: Path, base: Path, mia: Path) -> None:
     with contextlib.closing(sqlite3.connect(filled / "index.sqlite3")) as index, index:
         index.execute("UPDATE base SET fingerprint = 'none'")
-    done = run("check", mia, "--model", base, "--store", filled)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert "damaged in the index" in done.stderr
-
-
-def test_a_server_or_a_store(filled: Path) -> None:
-    done = run("list", "--store", filled, "--server", "http://127.0.0.1:1")
-    assert (done.returncode, "give one of them" in done.stderr) == (2, True)
+    refused(run("check", mia, "--model", base, "--store", filled), "damaged in the index")

@@ -25,40 +25,34 @@ def _own_signals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
 
+WRONG_OPTIONS = {
+    "": (
+        "--pool-bytes lots", "--port 70000", "--dtype float8", "--max-num-seqs 0", "--swap-bytes -1",
+        "--adapter-pool-fraction 0", "--queue-timeout-s nan",
+    ),
+    ": ": ("--target-itl-ms none", "--max-queued 0", "--resident-bytes-per-key much"),
+    ": must not be negative": ("--resident-bytes-per-adapter -1",),
+    " must be positive": ("--max-wait-steps 0", "--queue-timeout-s -1"),
+    " must be positive, not 0": ("--host-cache-bytes 0", "--target-itl-ms 0"),
+    " must be above 0, not 0": ("--max-running-per-adapter 0",),
+    " must be above 0": (
+        "--max-queued-per-adapter -2", "--tokens-per-s-per-adapter nan", "--resident-bytes-per-adapter 0",
+        "--max-running-per-key 0", "--max-queued-per-key 0", "--tokens-per-s-per-key inf",
+    ),
+    " must be above 0 and below 1, not 1.0": ("--adapter-pool-fraction 1.0",),
+    " 'fare' is unknown; choose from fair, fcfs, mlfq, sjf": ("--policy fare",),
+    " 'never' is unknown; choose from auto, recompute, swap": ("--preemption never",),
+    " 9 is more than --max-num-seqs 8": ("--max-running-per-adapter 9 --max-num-seqs 8",),
+    " 65 is more than --max-num-seqs 64": ("--max-running-per-key 65",),
+}  # fmt: skip
+"""What is said behind the name of the option."""
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
         ("--host 0.0.0.0", "--insecure"),
-        ("--pool-bytes lots", "--pool-bytes"),
-        ("--port 70000", "--port"),
-        ("--dtype float8", "--dtype"),
-        ("--max-num-seqs 0", "--max-num-seqs"),
-        ("--host-cache-bytes 0", "--host-cache-bytes must be positive, not 0"),
-        ("--swap-bytes -1", "--swap-bytes"),
-        ("--adapter-pool-fraction 1.0", "--adapter-pool-fraction must be above 0 and below 1, not 1.0"),
-        ("--adapter-pool-fraction 0", "--adapter-pool-fraction"),
-        ("--policy fare", "--policy 'fare' is unknown; choose from fair, fcfs, mlfq, sjf"),
-        ("--target-itl-ms 0", "--target-itl-ms must be positive, not 0"),
-        ("--target-itl-ms none", "--target-itl-ms: "),
-        ("--max-wait-steps 0", "--max-wait-steps must be positive"),
-        ("--queue-timeout-s -1", "--queue-timeout-s must be positive"),
-        ("--queue-timeout-s nan", "--queue-timeout-s"),
-        ("--max-queued 0", "--max-queued: "),
-        ("--max-running-per-adapter 0", "--max-running-per-adapter must be above 0, not 0"),
-        ("--max-queued-per-adapter -2", "--max-queued-per-adapter must be above 0"),
-        ("--tokens-per-s-per-adapter nan", "--tokens-per-s-per-adapter must be above 0"),
-        ("--resident-bytes-per-adapter 0", "--resident-bytes-per-adapter must be above 0"),
-        ("--resident-bytes-per-adapter -1", "--resident-bytes-per-adapter: must not be negative"),
-        ("--resident-bytes-per-key much", "--resident-bytes-per-key: "),
-        ("--max-running-per-key 0", "--max-running-per-key must be above 0"),
-        ("--max-queued-per-key 0", "--max-queued-per-key must be above 0"),
-        ("--tokens-per-s-per-key inf", "--tokens-per-s-per-key must be above 0"),
-        (
-            "--max-running-per-adapter 9 --max-num-seqs 8",
-            "--max-running-per-adapter 9 is more than --max-num-seqs 8",
-        ),
-        ("--max-running-per-key 65", "--max-running-per-key 65 is more than --max-num-seqs 64"),
-        ("--preemption never", "--preemption 'never' is unknown; choose from auto, recompute, swap"),
+        *((given, given.split()[0] + says) for says, options in WRONG_OPTIONS.items() for given in options),
     ],
 )
 def test_wrong_values_are_refused_in_one_line(cli, tmp_path, options: str, says: str) -> None:
