@@ -98,7 +98,8 @@ bench-kernels: setup
 # Needs CUDA, torch, triton, numpy and pytest, and nothing else of this project's dependencies: PYTHON says which.
 gpu:
 	$(PYTHON) -m pytest -p no:cacheprovider tests/sgmv_kernels/test_attention.py tests/sgmv_kernels/test_pointwise.py \
-		tests/sgmv_kernels/triton_ops/test_sgmv.py tests/sgmv_kernels/triton_ops/test_linear.py -k triton
+		tests/sgmv_kernels/test_sgmv.py tests/sgmv_kernels/triton_ops/test_sgmv.py \
+		tests/sgmv_kernels/triton_ops/test_linear.py -k triton
 	$(PYTHON) -m pytest -p no:cacheprovider --noconftest tests/lorasrv/worker/test_device_pool.py \
 		tests/lorasrv/worker/test_cuda_graphs_gpu.py tests/lorasrv/sampling/test_logits_processors_gpu.py
 	$(PYTHON) tests/benchmarks/tune_triton.py --quick

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from float_pages import float_pages
+from kernel_pools import pages_on
 
 from sgmv_kernels.backend import AttentionPlan, plan_of
 from sgmv_kernels.errors import CapacityExceeded
@@ -49,9 +50,6 @@ class Case:
     query_lens: list[int]
     kv_lens: list[int]
 
-    def kv_on(self, device: torch.device) -> KvPages:
-        return KvPages(self.kv.slab.to(device), self.kv.format, self.kv.num_heads, self.kv.page_size, self.kv.head_dim)
-
     def q_of(self, order: list[int], device: torch.device) -> torch.Tensor:
         parts = self.q.split(self.query_lens)
         return torch.cat([parts[i] for i in order]).to(device)
@@ -62,11 +60,10 @@ class Case:
         lens = {"query_lens": [self.query_lens[i] for i in order], "kv_lens": [self.kv_lens[i] for i in order]} | lens
         plan = ops.plan_attention(self.tables[order], **lens, page_size=self.kv.page_size, num_pages=self.kv.num_pages)
         q = self.q_of(order, ops.device)
-        return ops.paged_attention(q, self.kv_on(ops.device), plan, scale, window, softcap).cpu()
+        return ops.paged_attention(q, pages_on(self.kv, ops.device), plan, scale, window, softcap).cpu()
 
     def reference(self, scale: float, window: int | None = None, softcap: float | None = None) -> torch.Tensor:
-        pages = [-(-n // self.kv.page_size) for n in self.kv_lens]
-        tables = [row[:n].tolist() for row, n in zip(self.tables, pages, strict=True)]
+        tables = [row[: -(-n // self.kv.page_size)].tolist() for row, n in zip(self.tables, self.kv_lens, strict=True)]
         args = (self.q, self.kv.keys, self.kv.values, tables, self.query_lens, self.kv_lens)
         return paged_attention_reference(*args, scale, window, softcap)
 
@@ -81,8 +78,8 @@ class Case:
 def make_case(query_lens, kv_lens, heads, kv_heads, dim, dtype=FLOAT, page=16, active=FLOAT) -> Case:
     counts = [-(-n // page) for n in kv_lens]
     order = torch.randperm(sum(counts) + 5).tolist()
-    size = (sum(counts) + 5) * 2 * kv_heads * page * dim * dtype.itemsize
-    kv = float_pages(torch.full((size,), 0xFF, dtype=torch.uint8), dtype, kv_heads, page, dim)
+    slab = torch.full((len(order) * 2 * kv_heads * page * dim * dtype.itemsize,), 0xFF, dtype=torch.uint8)
+    kv = float_pages(slab, dtype, kv_heads, page, dim)
     tables = np.full((len(counts), max(counts)), 1 << 20, dtype=np.int32)  # entries past a sequence name no page
     for row, n, length in zip(tables, counts, kv_lens, strict=True):
         row[:n] = [order.pop() for _ in range(n)]
@@ -240,16 +237,13 @@ def test_a_capacity_takes_other_sequences(ops: Ops, short_parts: None) -> None:
     from sgmv_kernels.triton_ops.attention_metadata import AttentionCapacity, AttentionTables
 
     case, device = make_case([1, 1, 1, 3], [57, 200, 16, 130], 4, 2, 32), ops.device
-    held, kv = None, case.kv_on(device)
+    held, kv = None, pages_on(case.kv, device)
     for order in ([1, 0, 3], [2], [3, 1], [0, 1, 2]):
         lens = ([case.query_lens[i] for i in order], [case.kv_lens[i] for i in order])
         plan = plan_of(case.tables[order], *lens, case.kv.page_size, case.kv.num_pages, device)
-        if held is None:
-            held = AttentionTables(plan, device, AttentionCapacity(4, 20, 12, 0, 8, 12))
-        else:
-            held.update(plan)
-        planned = replace(plan, prepared=held)
-        got = attention.attention(case.q_of(order, device), kv, planned, 0.125, None, None)
+        held = held or AttentionTables(plan, device, AttentionCapacity(4, 20, 12, 0, 8, 12))
+        held.update(plan)
+        got = attention.attention(case.q_of(order, device), kv, replace(plan, prepared=held), 0.125, None, None)
         assert torch.equal(got.cpu(), case.attend(ops, order=order))
     with pytest.raises(CapacityExceeded, match="sequences"):
         held.update(plan_of(np.zeros((5, 1), dtype=np.int32), [1] * 5, [1] * 5, 16, 1, device))
@@ -305,7 +299,7 @@ def test_a_graph_replays_with_other_sequences(ops: Ops) -> None:
         lens = [case.kv_lens[i] for i in order]
         return plan_of(case.tables[order], [1] * 4, lens, 16, case.kv.num_pages, ops.device)
 
-    kv, q = case.kv_on(ops.device), case.q_of(orders[0], ops.device)
+    kv, q = pages_on(case.kv, ops.device), case.q_of(orders[0], ops.device)
     held = AttentionTables(plan_for(orders[0]), ops.device, AttentionCapacity(4, 256, 64, 0, 4, 64))
     planned = replace(plan_for(orders[0]), prepared=held)
     attention.attention(q, kv, planned, 0.1, None, None)

@@ -1,7 +1,10 @@
 """Linears over weight codes: exact against their definition, for every format, by every kernel of this machine."""
 
 import ctypes
+import itertools
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,18 +19,13 @@ from sgmv_kernels.cpu_ops.weight_packing import pack_tiles
 from sgmv_kernels.cpu_runtime.kernel_cache import address_of
 from sgmv_kernels.cpu_runtime.launch import WORDS, recording
 from sgmv_kernels.formats.group_quant import stack_codes
-from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, KernelArgumentError, Ops
+from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, KernelArgumentError, Ops
 from sgmv_kernels.reference import linear_reference
 
-FORMATS = [
-    (INT8_LEVELS, 32),
-    (INT8_LEVELS, 64),
-    (INT4_LEVELS, 32),
-    (INT4_LEVELS, 128),
-    (Q3H_LEVELS, 64),
-    (Q3H_LEVELS, 128),
-]
-CPU = torch.device("cpu")
+LEVELS = (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS)
+FORMATS = list(zip([INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS] * 2, [32, 32, 64, 64, 128, 128], strict=True))
+every_format = pytest.mark.parametrize(("levels", "group"), FORMATS)
+NUMBA = Ops(torch.device("cpu"), "numba")
 
 
 def rows(count: int, width: int, seed: int = 1) -> Tensor:
@@ -38,19 +36,18 @@ def error(y: Tensor, expected: Tensor) -> float:
     return float((y.double() - expected).abs().max() / expected.abs().max())
 
 
-@pytest.mark.parametrize(("levels", "group"), FORMATS)
+@every_format
 @pytest.mark.parametrize(("count", "out", "inputs"), [(1, 64, 128), (5, 50, 1280), (17, 7, 256), (0, 16, 128)])
 def test_linear_is_its_definition(ops: Ops, levels: int, group: int, count: int, out: int, inputs: int) -> None:
     codes, x = random_codes(levels, group, out, inputs), rows(count, inputs)
-    bias = rows(1, out, seed=2)[0]
-    for own in (None, bias):
+    for own in (None, rows(1, out, seed=2)[0]):
         y = ops.linear(x, ops.pack_linear(codes, own))
         assert (y.dtype, y.shape) == (torch.float32, (count, out))
         if count:
             assert error(y, linear_reference(x, codes, own, rounded=ops.name == "numba")) < 1e-6
 
 
-@pytest.mark.parametrize(("levels", "group"), FORMATS)
+@every_format
 def test_packing_loses_nothing(ops: Ops, levels: int, group: int) -> None:
     codes = random_codes(levels, group, 43, 256)
     packed = ops.pack_linear(codes, None)
@@ -69,63 +66,44 @@ def test_tiles_are_the_codes(form: tuple[int, int], out: int, groups: int, seed:
     assert codes.minima is None or torch.equal(found.minima, codes.minima)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("levels", "bits"), [(INT8_LEVELS, 8.5), (INT4_LEVELS, 5.0), (Q3H_LEVELS, 4.0)])
-def test_bits_a_weight(codes_only: None, levels: int, bits: float) -> None:
-    codes = random_codes(levels, 64 if levels == Q3H_LEVELS else 32, 64, 640)
-    assert Ops(CPU, "numba").pack_linear(codes, None).nbytes == 64 * 640 * bits / 8
-
-
-@pytest.mark.parametrize(("levels", "group"), FORMATS)
+@every_format
 def test_a_row_does_not_depend_on_those_beside_it(levels: int, group: int) -> None:
-    ops = Ops(CPU, "numba")
-    packed, x = ops.pack_linear(random_codes(levels, group, 200, 384), None), rows(23, 384)
-    together = ops.linear(x, packed)
+    packed, x = NUMBA.pack_linear(random_codes(levels, group, 200, 384), None), rows(23, 384)
+    together = NUMBA.linear(x, packed)
     for count in range(1, 12):
-        assert torch.equal(ops.linear(x[3 : 3 + count].clone(), packed), together[3 : 3 + count])
+        assert torch.equal(NUMBA.linear(x[3 : 3 + count].clone(), packed), together[3 : 3 + count])
 
 
 def test_largest_products_do_not_overflow() -> None:
-    ops = Ops(CPU, "numba")
-    for levels in (INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS):
-        codes = random_codes(levels, 64, 16, 128)
+    for levels, sign in itertools.product(LEVELS, (1.0, -1.0)):
+        codes, x = random_codes(levels, 64, 16, 128), torch.full((4, 128), sign)
         codes.codes.fill_(-128 if levels == INT8_LEVELS else levels - 1)
-        for sign in (1.0, -1.0):
-            x = torch.full((4, 128), sign)
-            assert (
-                error(ops.linear(x, ops.pack_linear(codes, None)), linear_reference(x, codes, None, rounded=True))
-                < 1e-6
-            )
+        y = NUMBA.linear(x, NUMBA.pack_linear(codes, None))
+        assert error(y, linear_reference(x, codes, None, rounded=True)) < 1e-6
 
 
 @pytest.mark.parametrize("levels", [INT8_LEVELS, INT4_LEVELS])
 def test_bad_numbers_stay_in_their_row_and_zeros_are_zero(levels: int) -> None:
-    ops = Ops(CPU, "numba")
     codes, x = random_codes(levels, 32, 48, 96), rows(6, 96)
     x[1, 40], x[2, 0], x[3], x[4, 32:64] = torch.nan, torch.inf, 0, 1e-35
-    y = ops.linear(x, ops.pack_linear(codes, None))
-    assert y[1].isnan().all()
-    assert y[2].isnan().all()
+    y = NUMBA.linear(x, NUMBA.pack_linear(codes, None))
+    assert y[1:3].isnan().all()
     assert (y[3] == 0).all()
     good = [0, 3, 4, 5]
     assert error(y[good], linear_reference(x[good], codes, None, rounded=True)) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("levels", "group"),
-    [
-        pytest.param(INT8_LEVELS, 32, marks=pytest.mark.long),
-        (INT4_LEVELS, 64),
-        pytest.param(Q3H_LEVELS, 64, marks=pytest.mark.long),
-    ],
+    "levels", [INT4_LEVELS, *(pytest.param(n, marks=pytest.mark.long) for n in (INT8_LEVELS, Q3H_LEVELS))]
 )
-def test_without_the_processors_own_products(levels: int, group: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_processors_own_products(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers from products spelled out, as on processors that have none of bytes."""
     import numba
 
     from sgmv_kernels.cpu_kernels import linear as linear_numba
     from sgmv_kernels.cpu_simd import quant_ir as simd_codes_ir
 
-    codes, x = random_codes(levels, group, 40, 256), rows(5, 256)
+    codes, x = random_codes(levels, 32 if levels == INT8_LEVELS else 64, 40, 256), rows(5, 256)
     packed = linear_cpu.pack_linear_cpu(codes, None, None)
     # Before anything is replaced: what is compiled here is kept on disk for everybody.
     expected = linear_cpu.linear_cpu(x, packed)
@@ -133,23 +111,18 @@ def test_without_the_processors_own_products(levels: int, group: int, monkeypatc
     monkeypatch.setattr(simd_codes_ir, "HAS_PAIR_DOT", False)
     monkeypatch.setattr(simd_codes_ir, "HAS_BYTE_DOT", False)
     monkeypatch.setattr(simd_codes_ir.SmallDot, "in_pairs", False)
-    work = {
-        INT8_LEVELS: lambda: linear_numba.make_linear(linear_numba.unpack_int8, "bytes", True),
-        INT4_LEVELS: lambda: linear_numba.make_linear(linear_numba.unpack_int4, "small", False),
-        Q3H_LEVELS: lambda: linear_numba.make_linear(linear_numba.unpack_q3h, "small", False),
-    }[levels]()
+    unpack = getattr(linear_numba, f"unpack_{linear_cpu.ENTRIES[levels]}")
+    is_int8 = levels == INT8_LEVELS
+    work = linear_numba.make_linear(unpack, "bytes" if is_int8 else "small", is_int8)
 
     def entry(raw):  # type: ignore[no-untyped-def]
         work(numba.carray(raw, (WORDS,), numba.int64))
 
     compiled = numba.cfunc("void(voidptr)", nogil=True, error_model="numpy")(entry)
     monkeypatch.setattr(linear_cpu, "needs_words", lambda: False)
-    monkeypatch.setattr("sgmv_kernels.cpu_runtime.launch.address_of", _replaced(compiled.address))
+    own, of = compiled.address, "sgmv_kernels.cpu_runtime.launch.address_of"
+    monkeypatch.setattr(of, lambda m, name: own if name in linear_cpu.ENTRIES.values() else address_of(m, name))
     assert error(linear_cpu.linear_cpu(x, packed), expected.double()) < 1e-6
-
-
-def _replaced(address: int):  # type: ignore[no-untyped-def]
-    return lambda module, entry: address if entry in linear_cpu.ENTRIES.values() else address_of(module, entry)
 
 
 def test_stacked_codes() -> None:
@@ -170,24 +143,27 @@ def test_arguments_are_checked(ops: Ops) -> None:
     with pytest.raises(KernelArgumentError, match="bias"):
         ops.pack_linear(codes, torch.zeros(15))
     with pytest.raises(KernelArgumentError, match="multiples of 32"):
-        Ops(CPU, "numba").pack_linear(random_codes(INT4_LEVELS, 16, 16, 64), None)
+        NUMBA.pack_linear(random_codes(INT4_LEVELS, 16, 16, 64), None)
+
+
+RIGHT = random_codes(INT4_LEVELS, 32, 16, 64)
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda c: GroupQuantizedWeight(c.codes.float(), c.scales, c.minima, c.levels),
-        lambda c: GroupQuantizedWeight(c.codes, c.scales.float(), c.minima, c.levels),
-        lambda c: GroupQuantizedWeight(c.codes, c.scales, None, c.levels),
-        lambda c: GroupQuantizedWeight(c.codes, c.scales[:, :0], c.minima, c.levels),
-        lambda c: GroupQuantizedWeight(c.codes[:, :63], c.scales, c.minima, c.levels),
-        lambda c: GroupQuantizedWeight(c.codes, c.scales, c.minima[:1], c.levels),
-        lambda c: GroupQuantizedWeight(c.codes, c.scales, c.minima, 8),
+        {"codes": RIGHT.codes.float()},
+        {"codes": RIGHT.codes[:, :63]},
+        {"scales": RIGHT.scales.float()},
+        {"scales": RIGHT.scales[:, :0]},
+        {"minima": None},
+        {"minima": RIGHT.minima[:1]},
+        {"levels": 8},
     ],
 )
-def test_codes_that_contradict_themselves(wrong) -> None:  # type: ignore[no-untyped-def]
+def test_codes_that_contradict_themselves(wrong: dict[str, Any]) -> None:
     with pytest.raises(KernelArgumentError):
-        wrong(random_codes(INT4_LEVELS, 32, 16, 64))
+        replace(RIGHT, **wrong)
 
 
 def test_kernels_fit_their_block() -> None:
@@ -215,11 +191,9 @@ def test_the_probe_wants_a_gain(monkeypatch: pytest.MonkeyPatch) -> None:
         return float(len(x)) if product == "codes" else 100.0
 
     monkeypatch.setattr(linear_probe, "_seconds", seconds)
-    assert linear_probe.measured("codes", "wide") == 256  # type: ignore[arg-type]
-    monkeypatch.setattr(linear_probe, "GAIN", 0.5)
-    assert linear_probe.measured("codes", "wide") == 64  # type: ignore[arg-type]
-    monkeypatch.setattr(linear_probe, "GAIN", 3)
-    assert linear_probe.measured("codes", "wide") is None  # type: ignore[arg-type]
+    for gain, from_rows in ((linear_probe.GAIN, 256), (0.5, 64), (3, None)):
+        monkeypatch.setattr(linear_probe, "GAIN", gain)
+        assert linear_probe.measured("codes", "wide") == from_rows  # type: ignore[arg-type]
 
 
 def test_what_was_probed_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import itertools
 import pytest
 import torch
 from float_pages import float_pages
+from kernel_pools import pages_on, plan_at
 
 from sgmv_kernels.formats.kv_pages import KvPages
 from sgmv_kernels.ops import KernelArgumentError, Ops
@@ -46,24 +47,17 @@ def test_add_rms_norm(ops: Ops, width: int, residual: bool, dtype: torch.dtype) 
     assert torch.equal(held.cpu(), total)
 
 
-def moved(kv: KvPages, device: torch.device) -> KvPages:
-    return KvPages(kv.slab.to(device), kv.format, kv.num_heads, kv.page_size, kv.head_dim)
-
-
-def rotated(ops: Ops, plan_for, qkv, cos, sin, kv: KvPages, pages, slots) -> tuple[torch.Tensor, KvPages]:
+def rotated(ops: Ops, qkv, cos, sin, kv: KvPages, pages, slots) -> tuple[torch.Tensor, KvPages]:
     """q, and the pages as they are afterwards."""
-    there = moved(kv, ops.device)
-    plan = plan_for(ops, pages, slots, PAGE, kv.num_pages)
+    there = pages_on(kv, ops.device)
+    plan = plan_at(ops, pages, slots, PAGE, kv.num_pages)
     q = ops.rope_write_kv(*(t.to(ops.device, copy=True) for t in (qkv, cos, sin)), there, plan)
-    return q.cpu(), moved(there, torch.device("cpu"))
+    return q.cpu(), pages_on(there, torch.device("cpu"))
 
 
 @pytest.mark.parametrize(
     ("ops", "active", "stored"),
-    [
-        *itertools.product(["torch", "numba"], [FLOAT], [FLOAT, BF16]),
-        *itertools.product(["triton"], DTYPES, DTYPES),
-    ],
+    [*itertools.product(["torch", "numba"], [FLOAT], [FLOAT, BF16]), *itertools.product(["triton"], DTYPES, DTYPES)],
     indirect=["ops"],
     ids=str,
 )
@@ -71,16 +65,14 @@ def rotated(ops: Ops, plan_for, qkv, cos, sin, kv: KvPages, pages, slots) -> tup
     ("heads", "kv_heads", "dim", "turned", "rows"),
     [(3, 1, 64, 64, 5), (4, 2, 80, 80, 1), (2, 2, 8, 8, 5), (1, 1, 6, 6, 37), (3, 1, 64, 48, 5), (2, 2, 24, 2, 1)],
 )
-def test_rope_write_kv(
-    ops: Ops, plan_for, heads: int, kv_heads: int, dim: int, turned: int, rows: int, stored: torch.dtype, active
-) -> None:
+def test_rope_write_kv(ops: Ops, heads: int, kv_heads: int, dim: int, turned: int, rows: int, stored, active) -> None:
     place = torch.randperm(3 * PAGE)[:rows]
     pages, slots = place // PAGE, place % PAGE
     size = 3 * 2 * kv_heads * PAGE * dim * stored.itemsize
     kv = float_pages(torch.full((size,), 0xFF, dtype=torch.uint8), stored, kv_heads, PAGE, dim)
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(active)
     angle = torch.rand(rows, turned // 2) * 6
-    got, kv = rotated(ops, plan_for, qkv, angle.cos(), angle.sin(), kv, pages, slots)
+    got, kv = rotated(ops, qkv, angle.cos(), angle.sin(), kv, pages, slots)
     q, k, v = qkv.view(rows, -1, dim).split([heads, kv_heads, kv_heads], dim=1)
     assert got.dtype == active
     torch.testing.assert_close(got.float(), rope_reference(q, angle.cos(), angle.sin()), **CLOSE[active])
@@ -91,22 +83,22 @@ def test_rope_write_kv(
 
 
 @every_backend
-def test_bf16_is_rounded_to_nearest_even(ops: Ops, plan_for) -> None:
+def test_bf16_is_rounded_to_nearest_even(ops: Ops) -> None:
     kv = float_pages(torch.zeros(2 * PAGE * 8 * 2, dtype=torch.uint8), BF16, 1, PAGE, 8)
     qkv = torch.cat((torch.zeros(1, 16), torch.randn(1, 8)), dim=1)
     qkv[0, 16:21] = torch.tensor([1.00390625, 1.01171875, float("nan"), float("inf"), -float("inf")])
-    _, kv = rotated(ops, plan_for, qkv, torch.ones(1, 4), torch.zeros(1, 4), kv, torch.tensor([0]), torch.tensor([3]))
+    _, kv = rotated(ops, qkv, torch.ones(1, 4), torch.zeros(1, 4), kv, torch.tensor([0]), torch.tensor([3]))
     torch.testing.assert_close(kv.values[0, 0, 3], qkv[0, 16:].bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 @every_backend
-def test_a_rotated_row_does_not_depend_on_the_rows_beside_it(ops: Ops, plan_for) -> None:
+def test_a_rotated_row_does_not_depend_on_the_rows_beside_it(ops: Ops) -> None:
     qkv, angle = torch.randn(20, 3 * 64), torch.rand(20, 32)
     kv = float_pages(torch.zeros(2 * 2 * PAGE * 64 * 4, dtype=torch.uint8), FLOAT, 1, PAGE, 64)
     place = torch.arange(20)
-    many, kv_many = rotated(ops, plan_for, qkv, angle.cos(), angle.sin(), kv, place // PAGE, place % PAGE)
+    many, kv_many = rotated(ops, qkv, angle.cos(), angle.sin(), kv, place // PAGE, place % PAGE)
     one = [t[17:18] for t in (qkv, angle.cos(), angle.sin())]
-    alone, kv_one = rotated(ops, plan_for, *one, kv, place[17:18] // PAGE, place[17:18] % PAGE)
+    alone, kv_one = rotated(ops, *one, kv, place[17:18] // PAGE, place[17:18] % PAGE)
     assert torch.equal(alone[0], many[17])
     assert torch.equal(kv_one.keys[1, 0, :, 1], kv_many.keys[1, 0, :, 1])
 
@@ -152,11 +144,11 @@ def test_softcap(ops: Ops, width: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(held.cpu().float(), softcap_reference(x, 30.0), **close, equal_nan=True)
 
 
-def test_bad_arguments(ops: Ops, plan_for) -> None:
+def test_bad_arguments(ops: Ops) -> None:
     x, gate_up, qkv = torch.zeros(2, 8), torch.zeros(2, 7), torch.zeros(2, 24)
     kv = float_pages(torch.zeros(2 * PAGE * 8 * 4, dtype=torch.uint8), FLOAT, 1, PAGE, 8)
     two, table = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 4)
-    plan = plan_for(ops, two, two, PAGE, 1)
+    plan = plan_at(ops, two, two, PAGE, 1)
     for call, arguments, message in (
         (ops.add_rms_norm_, (x, None, torch.zeros(7), 1e-5), "weight must be"),
         (ops.add_rms_norm_, (x, None, torch.zeros(1).expand(8), 1e-5), "weight must be contiguous"),
@@ -169,13 +161,9 @@ def test_bad_arguments(ops: Ops, plan_for) -> None:
         (ops.softcap_, (x, 0.0), "cap positive"),
         (ops.rope_write_kv, (torch.zeros(2, 20), table, table, kv, plan), "number of heads"),
         (ops.rope_write_kv, (qkv, table[:1], table, kv, plan), "cos"),
-        (ops.rope_write_kv, (qkv, table, table, kv, plan_for(ops, two[:1], two[:1], PAGE, 1)), "sum to the rows"),
-        (
-            ops.rope_write_kv,
-            (qkv, table, table, kv, plan_for(ops, two, two, PAGE, 9)),
-            "plan is for 9 pages, but there are 1",
-        ),
-        (ops.rope_write_kv, (qkv, table, table, kv, plan_for(ops, two, two, 8, 1)), "pages of 8 tokens"),
+        (ops.rope_write_kv, (qkv, table, table, kv, plan_at(ops, two[:1], two[:1], PAGE, 1)), "sum to the rows"),
+        (ops.rope_write_kv, (qkv, table, table, kv, plan_at(ops, two, two, PAGE, 9)), "for 9 pages, but there are 1"),
+        (ops.rope_write_kv, (qkv, table, table, kv, plan_at(ops, two, two, 8, 1)), "pages of 8 tokens"),
     ):
         with pytest.raises(KernelArgumentError, match=message):
             call(*arguments)

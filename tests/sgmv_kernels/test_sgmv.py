@@ -1,26 +1,21 @@
-"""SGMV against its fp32 reference and against PEFT's own layer."""
+"""SGMV by every backend against its fp32 reference and PEFT's own layer; Triton compiled on a CUDA device, else
+interpreted."""
 
+import itertools
 from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from kernel_pools import LAWS, KernelPool, rows_by_law
 
 from sgmv_kernels.formats.adapter_panels import AdapterLayout, SiteDims
 from sgmv_kernels.metadata.segments import Segments, build_segments
 from sgmv_kernels.ops import KernelArgumentError, Ops
-from sgmv_kernels.reference import sgmv_reference
 
-
-def _segments(permutation, indptr, adapters) -> Segments:
-    return Segments(*(np.array(a, dtype=np.int32) for a in (permutation, indptr, adapters)))
-
-
+FLOAT, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
 SITES = (SiteDims(576, (576, 192, 192)), SiteDims(576, (576,)), SiteDims(576, (1536, 1536)), SiteDims(1536, (576,)))
-PAGE = 12288
 RANKS = [
     [[1, 1, 1], [1], [1, 1], [1]],
     [[3, 0, 3], [0], [0, 0], [0]],
@@ -29,239 +24,196 @@ RANKS = [
     [[0, 0, 0], [64], [0, 0], [0]],
     [[16, 16, 16], [16], [16, 16], [16]],
 ]
+TRITON_SITES = (SiteDims(80, (96, 48, 40)), SiteDims(200, (72, 136)), SiteDims(576, (192,)))
+TRITON_RANKS = [
+    [[1, 3, 8], [12, 16], [3]],
+    [[24, 0, 12], [0, 64], [0]],
+    [[0, 0, 0], [3, 256], [16]],
+    [[100, 16, 64], [0, 0], [8]],
+    [[16, 16, 16], [1, 8], [24]],
+]
+
+
+def long(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+def filled(ops: Ops, dtype: torch.dtype, split: bool = False) -> KernelPool:
+    """The adapters, each in one run of pages or in many short ones; smaller ones where Triton may be interpreted."""
+    return _filled(ops.name == "triton", dtype, split)
 
 
 @cache
-def _filled(make_pool, dtype: torch.dtype, split: bool):
+def _filled(small: bool, dtype: torch.dtype, split: bool) -> KernelPool:
     """Made once: tests only read it."""
     torch.manual_seed(5)
-    pool = make_pool(SITES, dtype, 2, PAGE, 4096)
-    for i, ranks in enumerate(RANKS):
-        first = i * 660
-        pool.add(ranks, [(first + 14 * j, 11 + j % 3) for j in range(45)] if split else [(first, 600)])
+    sites, all_ranks, page, run = (TRITON_SITES, TRITON_RANKS, 1024, 39) if small else (SITES, RANKS, 12288, 11)
+    pool = KernelPool(sites, dtype, 2, page, 4096)
+    for i, ranks in enumerate(all_ranks):
+        runs = [(660 * i + at, run + j % 2) for j, at in enumerate(range(0, 600, run + 3))]
+        pool.add(ranks, runs if split else [(660 * i, 600)])
     return pool
 
 
-def _run(ops: Ops, pool, rows, site: int, layer: int):
-    segments = build_segments(rows)
-    x = torch.randn(len(rows), SITES[site].in_features)
-    y = torch.randn(len(rows), SITES[site].total_out)
-    adapters = [per_layer[layer][site] for per_layer in pool.dense]
-    expected = sgmv_reference(y, x, segments, adapters, SITES[site].out_features)
-    base = y.clone()
-    ops.sgmv_(y, x, pool.slabs[layer], ops.plan_sgmv(segments, pool.placed, pool.dtype), layer, site)
-    return y, expected, base
+def one_adapter(out: int = 96) -> KernelPool:
+    pool = KernelPool((SiteDims(64, (out,)),), FLOAT, 1, 1024, 64)
+    pool.add([[6]], [(3, 20)])
+    return pool
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("split", [False, True], ids=["one run", "split"])
-@pytest.mark.parametrize("site", range(4))
-def test_matches_reference(ops: Ops, make_pool, rows_for, law: str, dtype: torch.dtype, split: bool, site: int) -> None:
-    pool = _filled(make_pool, dtype, split)
-    y, expected, base = _run(ops, pool, rows_for(law, 23, len(RANKS)), site, layer=1)
-    torch.testing.assert_close(y, expected, rtol=1e-4, atol=2e-2)
-    assert torch.equal(y, base) == (law == "base")
+def segments_of(permutation, indptr, adapters) -> Segments:
+    return Segments(*(np.array(a, dtype=np.int32) for a in (permutation, indptr, adapters)))
 
 
-def test_every_rank_in_one_call(ops: Ops, make_pool) -> None:
+@pytest.mark.parametrize(
+    ("ops", "law", "site", "dtype", "split"),
+    [
+        *itertools.product(("torch", "numba"), LAWS, range(4), (FLOAT, BF16), (False, True)),
+        *(("triton", law, 0, FLOAT, False) for law in LAWS),
+        *(("triton", "distinct", site, dtype, False) for site, dtype in ((0, BF16), (2, HALF))),
+        *(long("triton", "distinct", site, dtype, False) for site in (1, 2) for dtype in (FLOAT, BF16)),
+    ],
+    indirect=["ops"],
+    ids=str,
+)
+def test_matches_reference(ops: Ops, law: str, site: int, dtype: torch.dtype, split: bool) -> None:
+    pool = filled(ops, dtype, split)
+    got, y = pool.check(ops, rows_by_law(law, 11 if ops.name == "triton" else 23, len(pool.placed)), site)
+    assert torch.equal(got, y) == (law == "base")
+
+
+def test_every_rank_in_one_call(ops: Ops) -> None:
     """Ranks from 1 to 256 beside each other, each adapter with a row count of its own, rows shuffled."""
     ranks = [1, 3, 8, 12, 16, 24, 64, 100, 256]
-    sites = (SiteDims(576, (96, 32, 40)),)
-    pool = make_pool(sites, torch.bfloat16, 1, PAGE, 1024)
+    pool = KernelPool((SiteDims(576, (96, 32, 40)),), BF16, 1, 12288, 1024)
     for i, rank in enumerate(ranks):
         pool.add([[rank, 0 if i % 3 == 0 else rank, max(1, rank // 2)]], [(100 * i, 100)])
     rows = np.repeat(np.arange(-1, len(ranks)), [4, 1, 2, 3, 4, 5, 6, 7, 8, 40]).astype(np.int32)
     np.random.default_rng(0).shuffle(rows)
-    segments = build_segments(rows)
-    x, y = torch.randn(len(rows), 576), torch.randn(len(rows), 168)
-    expected = sgmv_reference(y, x, segments, [a[0][0] for a in pool.dense], sites[0].out_features)
-    ops.sgmv_(y, x, pool.slabs[0], ops.plan_sgmv(segments, pool.placed, pool.dtype), 0, 0)
-    torch.testing.assert_close(y, expected, rtol=1e-4, atol=2e-2)
+    pool.check(ops, rows, 0, layer=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_shrink_then_expand_equals_both_at_once(ops: Ops, make_pool, rows_for, dtype: torch.dtype) -> None:
-    pool = _filled(make_pool, dtype, split=True)
-    segments = build_segments(rows_for("zipf:1.5", 23, len(RANKS)))
-    plan = ops.plan_sgmv(segments, pool.placed, dtype)
-    for site, dims in enumerate(SITES):
-        x, y = torch.randn(23, dims.in_features), torch.randn(23, dims.total_out)
-        whole, expected = y.clone(), sgmv_reference(
-            y, x, segments, [a[0][site] for a in pool.dense], dims.out_features
-        )  # fmt: skip
-        v = ops.shrink(x, pool.slabs[0], plan, 0, site)
-        assert v.dim() == 3
-        assert v.shape[1] == 23
-        ops.expand_(y, v, pool.slabs[0], plan, 0, site)
-        ops.sgmv_(whole, x, pool.slabs[0], plan, 0, site)
+@pytest.mark.parametrize("dtype", [FLOAT, HALF, BF16], ids=str)
+def test_shrink_then_expand_equals_both_at_once(ops: Ops, dtype: torch.dtype) -> None:
+    pool, rows = filled(ops, dtype, split=True), rows_by_law("zipf:1.5", 23, len(RANKS))
+    plan = ops.plan_sgmv(build_segments(rows), pool.placed, dtype)
+    for site in range(4):
+        whole, y = pool.check(ops, rows, site)
+        v = ops.shrink(pool.inputs(23, site)[0], pool.slabs[1], plan, 1, site)
+        assert (v.dim(), v.shape[1]) == (3, 23)
+        ops.expand_(y, v, pool.slabs[1], plan, 1, site)
         torch.testing.assert_close(y, whole, rtol=1e-5, atol=1e-3)
-        torch.testing.assert_close(y, expected, rtol=1e-4, atol=2e-2)
 
 
-def test_split_panels_give_the_same_bits(ops: Ops, make_pool, rows_for) -> None:
-    results = []
-    for split in (False, True):
-        pool = _filled(make_pool, torch.bfloat16, split)
-        torch.manual_seed(6)
-        results.append([_run(ops, pool, rows_for("uniform", 23, len(RANKS)), site, layer=1)[0] for site in range(4)])
-    if ops.name == "torch":
-        pytest.skip("one product over a run sums otherwise than several over its panels")
-    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+# Not torch: one product over a run sums otherwise than several over its panels, or than one of another shape.
 
 
-def test_a_row_does_not_depend_on_the_rows_beside_it(ops: Ops, make_pool) -> None:
-    if ops.name == "torch":
-        pytest.skip("matrix products of torch differ in the last bits by shape")
-    pool = _filled(make_pool, torch.bfloat16, split=False)
-    rows = [3, 5, -1, 3, 3, 3, 2, 0, 3, 5, 3, 3, 3, 3]
-    for site, dims in enumerate(SITES):
-        x, y = torch.randn(len(rows), dims.in_features), torch.randn(len(rows), dims.total_out)
-        together = y.clone()
-        ops.sgmv_(together, x, pool.slabs[0], ops.plan_sgmv(build_segments(rows), pool.placed, pool.dtype), 0, site)
-        for t, adapter in enumerate(rows):
-            alone = y[t : t + 1].clone()
-            plan = ops.plan_sgmv(build_segments([adapter]), pool.placed, pool.dtype)
-            ops.sgmv_(alone, x[t : t + 1], pool.slabs[0], plan, 0, site)
-            assert torch.equal(alone[0], together[t]), (site, t)
+@pytest.mark.parametrize(
+    ("ops", "site", "dtype"),
+    [*(("numba", site, BF16) for site in range(4)), ("triton", 0, BF16), long("triton", 1, FLOAT)],
+    indirect=["ops"],
+    ids=str,
+)
+def test_split_panels_have_the_bits_of_one_run(ops: Ops, site: int, dtype: torch.dtype) -> None:
+    whole, split = filled(ops, dtype), filled(ops, dtype, split=True)
+    assert len(split.placed[3].copies(1)) > 1
+    rows = [3, 0, *range(-1, len(whole.placed))]
+    x, y = whole.inputs(len(rows), site)
+    one, other = (pool.added(ops, rows, site, x, y) for pool in (whole, split))
+    assert torch.equal(one, other)
+    assert not torch.equal(one, y)
 
 
-def test_adapter_with_many_rows(ops: Ops, make_pool) -> None:
-    pool = _filled(make_pool, torch.bfloat16, split=False)
-    y, expected, _ = _run(ops, pool, [5] * 301 + [2, -1] + [3] * 77, 2, layer=0)
-    torch.testing.assert_close(y, expected, rtol=1e-4, atol=2e-2)
+@pytest.mark.parametrize(
+    ("ops", "site", "dtype"),
+    [*(("numba", site, BF16) for site in range(4)), ("triton", 0, FLOAT)],
+    indirect=["ops"],
+    ids=str,
+)
+def test_a_row_has_the_same_bits_alone_in_any_order_and_beside_any_rows(ops: Ops, site: int, dtype) -> None:
+    pool, rows = filled(ops, dtype), [3, 0, 4, 1, 3, -1, 2, 0, *[3] * 7]
+    x, y = pool.inputs(len(rows), site)
+    together = pool.added(ops, rows, site, x, y)
+    order = torch.randperm(len(rows)).tolist()
+    mixed = pool.added(ops, [rows[i] for i in order], site, x[order], y[order])
+    assert torch.equal(mixed, together[order])
+    for i in (0, 2, 3, 14) if ops.name == "triton" else range(len(rows)):
+        assert torch.equal(pool.added(ops, [rows[i]], site, x[i : i + 1], y[i : i + 1]), together[i : i + 1])
 
 
-def test_zero_length_segments_are_skipped(ops: Ops, make_pool) -> None:
-    pool = _filled(make_pool, torch.bfloat16, split=False)
-    segments = Segments(
-        np.array([1, 0], dtype=np.int32),
-        np.array([0, 0, 2, 2, 2], dtype=np.int32),
-        np.array([3, 5, 2, -1], dtype=np.int32),
-    )
-    x, y = torch.randn(2, 576), torch.randn(2, 576)
-    expected = sgmv_reference(y, x, segments, [a[0][1] for a in pool.dense], (576,))
-    ops.sgmv_(y, x, pool.slabs[0], ops.plan_sgmv(segments, pool.placed, pool.dtype), 0, 1)
-    torch.testing.assert_close(y, expected, rtol=1e-4, atol=2e-2)
+@pytest.mark.parametrize(
+    ("ops", "owners", "site", "dtype", "atol"),
+    [
+        *((name, [5] * 301 + [2, -1] + [3] * 77, 2, BF16, 2e-2) for name in ("torch", "numba")),
+        *(("triton", [0] * (rows - 2) + [4, -1], 0, FLOAT, 2e-3) for rows in (40, 290)),
+    ],
+    indirect=["ops"],
+    ids=["torch", "numba", "triton-decode-blocks", "triton-prefill-blocks"],
+)
+def test_adapters_with_many_rows(ops: Ops, owners: list[int], site: int, dtype: torch.dtype, atol: float) -> None:
+    filled(ops, dtype).check(ops, owners, site, atol=atol)
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_batch_of_any_adapters(make_pool, data: st.DataObject) -> None:
-    """Random ranks (0 included), widths that no vector divides, rows in any order, on the default kernels."""
-    ops = Ops(torch.device("cpu"))
-    widths = data.draw(st.lists(st.integers(1, 70), min_size=1, max_size=3))
-    sites = (SiteDims(data.draw(st.integers(1, 100)), tuple(widths)),)
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16]))
-    pool = make_pool(sites, dtype, 1, 1024, 2048)
-    count = data.draw(st.integers(1, 5))
-    for i in range(count):
-        pool.add(
-            [data.draw(st.lists(st.integers(0, 40), min_size=len(widths), max_size=len(widths)))], [(400 * i, 400)]
-        )
-    rows = data.draw(st.lists(st.integers(-1, count - 1), min_size=1, max_size=40))
-    segments = build_segments(rows)
-    x, y = torch.randn(len(rows), sites[0].in_features), torch.randn(len(rows), sum(widths))
-    expected = sgmv_reference(y, x, segments, [a[0][0] for a in pool.dense], tuple(widths))
-    ops.sgmv_(y, x, pool.slabs[0], ops.plan_sgmv(segments, pool.placed, dtype), 0, 0)
-    torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-2)
+def test_zero_length_segments_are_skipped(ops: Ops) -> None:
+    filled(ops, BF16).check(ops, segments_of([1, 0], [0, 0, 2, 2, 2], [3, 5, 2, -1]), 1)
 
 
-def test_base_rows_are_untouched_bit_for_bit(ops: Ops, make_pool) -> None:
-    pool = _filled(make_pool, torch.bfloat16, split=False)
-    y, _, base = _run(ops, pool, [5, -1, 2, -1, 5], 0, layer=0)
-    assert torch.equal(y[[1, 3]], base[[1, 3]])
-    assert not torch.isclose(y[[0, 2, 4]], base[[0, 2, 4]]).all(dim=1).any()
-
-
-def test_swapping_two_adapters_changes_the_rows(ops: Ops, make_pool) -> None:
-    pool = _filled(make_pool, torch.float32, split=False)
-    torch.manual_seed(3)
-    one, _, _ = _run(ops, pool, [2, 5], 0, layer=0)
-    torch.manual_seed(3)
-    other, _, _ = _run(ops, pool, [5, 2], 0, layer=0)
-    assert not torch.allclose(one, other)
-
-
-def test_linear_matches_peft(ops: Ops, make_pool) -> None:
+def test_linear_matches_peft(ops: Ops) -> None:
     from peft import LoraConfig, get_peft_model
 
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.q = torch.nn.Linear(64, 96, bias=False)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.q(x)
-
-    config = LoraConfig(r=6, lora_alpha=9, use_rslora=True, target_modules=["q"], init_lora_weights=False)
-    peft = get_peft_model(Model(), config).base_model.model.q
-    pool = make_pool((SiteDims(64, (96,)),), torch.float32, 1, 1024, 64)
-    pool.add([[6]], [(3, 20)])
+    config = LoraConfig(r=6, lora_alpha=9, use_rslora=True, target_modules=["0"], init_lora_weights=False)
+    peft = get_peft_model(torch.nn.Sequential(torch.nn.Linear(64, 96, bias=False)), config).base_model.model[0]
+    pool = one_adapter()
     dense = pool.dense[0][0][0][0]
+    x = torch.randn(5, 64)
     with torch.no_grad():
         peft.lora_A["default"].weight.copy_(dense.lora_a)
         peft.lora_B["default"].weight.copy_(dense.lora_b)
         peft.scaling["default"] = dense.scaling
-    x = torch.randn(5, 64)
-    y = peft.base_layer(x).detach()
-    base = y.clone()
-    ops.sgmv_(y, x, pool.slabs[0], ops.plan_sgmv(build_segments([0] * 5), pool.placed, torch.float32), 0, 0)
-    torch.testing.assert_close(y, peft(x).detach(), rtol=1e-4, atol=1e-4)
-    assert not torch.allclose(y, base)
+        base, want = peft.base_layer(x), peft(x)
+    torch.testing.assert_close(pool.added(ops, [0] * 5, 0, x, base, layer=0), want, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(want, base)
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"x": torch.zeros(2, 64, dtype=torch.bfloat16)}, "x must be float32|same dtype|x must be"),
+        ({"x": torch.zeros(2, 64, dtype=BF16)}, "x must be float32|same dtype|x must be"),
         ({"x": torch.zeros(2, 63)}, "x has 63 columns"),
         ({"x": torch.zeros(3, 64)}, "same rows"),
         ({"y": torch.zeros(2, 95)}, "y has 95 columns, the site has 96"),
         ({"dtype": torch.float64}, "dtype"),
-        ({"dtype": torch.bfloat16}, "packed"),
+        ({"dtype": BF16}, "packed"),
         ({"segments": build_segments([0, 1])}, "name adapter 1"),
         ({"slab": torch.zeros(2, 2, dtype=torch.uint8)}, "slab"),
         ({"slab": torch.zeros(4096, dtype=torch.uint8)}, "slab ends before"),
         ({"y": torch.zeros(2, 192)[:, ::2]}, "y must be contiguous"),
-        ({"segments": _segments([0, 0], [0, 1, 2], [0, -1])}, "every row once"),
-        ({"segments": _segments([-1, 0], [0, 1, 2], [0, -1])}, "every row once"),
+        ({"segments": segments_of([0, 0], [0, 1, 2], [0, -1])}, "every row once"),
+        ({"segments": segments_of([-1, 0], [0, 1, 2], [0, -1])}, "every row once"),
         ({"segments": replace(build_segments([0, -1]), permutation=np.arange(2))}, "int32"),
         ({"layer": -1}, "layer -1, site 0: the adapters have 1 layers, 1 sites"),
         ({"site": 1}, "layer 0, site 1"),
         ({"slab": torch.zeros(131072, dtype=torch.uint8)[::2]}, "slab must be contiguous"),
         ({"x": torch.zeros(2, 64, device="meta")}, "x is on meta"),
-        ({"segments": _segments([0, 1], [0, 2, 1], [0, -1])}, "indptr must rise"),
-        ({"segments": _segments([0, 1], [0, 1, 2], [0, -2])}, "indices, or BASE"),
+        ({"segments": segments_of([0, 1], [0, 2, 1], [0, -1])}, "indptr must rise"),
+        ({"segments": segments_of([0, 1], [0, 1, 2], [0, -2])}, "indices, or BASE"),
+        ({"adapters": [*one_adapter().placed, *one_adapter(80).placed]}, "same sites"),
     ],
 )
-def test_bad_arguments_are_named_before_anything_is_written(ops: Ops, make_pool, change: dict, message: str) -> None:
-    pool = make_pool((SiteDims(64, (96,)),), torch.float32, 1, 1024, 64)
-    pool.add([[6]], [(3, 20)])
-    arguments = {"y": torch.zeros(2, 96), "x": torch.zeros(2, 64), "slab": pool.slabs[0]}
-    planned = {"segments": build_segments([0, -1]), "adapters": pool.placed, "dtype": torch.float32}
-    planned |= {name: value for name, value in change.items() if name in planned}
-    arguments |= {"layer": 0, "site": 0}
-    arguments |= {name: value for name, value in change.items() if name in arguments}
+def test_bad_arguments_are_named_before_anything_is_written(ops: Ops, change: dict, message: str) -> None:
+    pool = one_adapter()
+    planned = {"segments": build_segments([0, -1]), "adapters": pool.placed, "dtype": FLOAT}
+    arguments = {"y": torch.zeros(2, 96), "x": torch.zeros(2, 64), "slab": pool.slabs[0], "layer": 0, "site": 0}
+    for name, value in change.items():
+        (planned if name in planned else arguments)[name] = value
     with pytest.raises(KernelArgumentError, match=message):
         ops.sgmv_(**arguments, plan=ops.plan_sgmv(**planned))
 
 
-def test_adapters_of_another_base_are_refused(ops: Ops, make_pool) -> None:
-    one = make_pool((SiteDims(64, (96,)),), torch.float32, 1, 1024, 64)
-    other = make_pool((SiteDims(64, (80,)),), torch.float32, 1, 1024, 64)
-    one.add([[6]], [(3, 20)])
-    other.add([[6]], [(3, 20)])
-    with pytest.raises(KernelArgumentError, match="same sites"):
-        ops.plan_sgmv(build_segments([0, 1]), [*one.placed, *other.placed], torch.float32)
-
-
-def test_misaligned_panels_and_ranks_over_the_limit_are_refused(ops: Ops, make_pool) -> None:
-    pool = make_pool((SiteDims(64, (96,)),), torch.float32, 1, 1024, 64)
-    pool.add([[6]], [(3, 20)])
-    moved = replace(pool.placed[0], offsets=tuple(offsets + 64 for offsets in pool.placed[0].offsets))
-    with pytest.raises(KernelArgumentError, match="misaligned"):
-        ops.plan_sgmv(build_segments([0]), [moved], torch.float32)
-    layout = AdapterLayout((SiteDims(64, (96,)),), (((257,),),), 4)
-    placed = layout.place([(0, 1000)], 1024)
-    with pytest.raises(KernelArgumentError, match="rank 257 is over the limit of 256"):
-        ops.plan_sgmv(build_segments([0]), [placed], torch.float32)
+def test_misaligned_panels_and_ranks_over_the_limit_are_refused(ops: Ops) -> None:
+    [placed] = one_adapter().placed
+    moved = replace(placed, offsets=tuple(offsets + 64 for offsets in placed.offsets))
+    large = AdapterLayout(placed.layout.sites, (((257,),),), 4).place([(0, 1000)], 1024)
+    for adapter, message in ((moved, "misaligned"), (large, "rank 257 is over the limit of 256")):
+        with pytest.raises(KernelArgumentError, match=message):
+            ops.plan_sgmv(build_segments([0]), [adapter], FLOAT)

@@ -21,14 +21,9 @@ print(ops.name, "numba" in sys.modules)
 """
 
 
-def _run(code: str, cache: Path, **env: str) -> tuple[str, str]:
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"XDG_CACHE_HOME": str(cache)} | env,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+def _run(code: str, cache: Path | str) -> tuple[str, str]:
+    env = os.environ | {"XDG_CACHE_HOME": str(cache)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     return done.stdout.strip(), done.stderr
 
 
@@ -39,12 +34,9 @@ def _stored(cache: Path) -> Path:
 
 @pytest.mark.long
 def test_the_second_start_needs_no_numba(tmp_path: Path) -> None:
-    out, log = _run(NORM, tmp_path)
-    assert out == "numba True"
-    assert "compiling pointwise.norm" in log
-    out, log = _run(NORM, tmp_path)
-    assert out == "numba False"
-    assert "compiling" not in log
+    (first, compiled), (second, loaded) = (_run(NORM, tmp_path) for _ in range(2))
+    assert (first, "compiling pointwise.norm" in compiled) == ("numba True", True)
+    assert (second, "compiling" in loaded) == ("numba False", False)
     assert _stored(tmp_path).parent.stat().st_mode & 0o777 == 0o700
 
 
@@ -58,8 +50,7 @@ def test_a_damaged_file_is_compiled_anew(tmp_path: Path, damage) -> None:
     whole = stored.read_bytes()
     stored.write_bytes(damage(whole))
     out, log = _run(NORM, tmp_path)
-    assert out == "numba True"
-    assert "compiling" in log
+    assert (out, "compiling" in log) == ("numba True", True)
     assert len(stored.read_bytes()) == len(whole)
 
 
@@ -68,8 +59,7 @@ def test_a_folder_that_others_may_write_is_not_trusted(tmp_path: Path) -> None:
     _run(NORM, tmp_path)
     _stored(tmp_path).parent.chmod(0o770)
     out, log = _run(NORM, tmp_path)
-    assert out == "numba True"
-    assert "open to other users" in log
+    assert (out, "open to other users" in log) == ("numba True", True)
 
 
 @pytest.mark.parametrize("part", ["lorasrv", "lorasrv/kernels", "lorasrv/kernels/*"])
@@ -94,42 +84,30 @@ def test_a_folder_of_somebody_else_is_not_trusted(tmp_path: Path, monkeypatch: p
     assert kernel_code.cache_directory.__wrapped__() is None
 
 
-@pytest.mark.long
-def test_a_cache_that_cannot_be_written_costs_time_only(tmp_path: Path) -> None:
-    (tmp_path / "lorasrv").write_text("a file where a folder should be")
-    out, log = _run(NORM, tmp_path)
-    assert out == "numba True"
-    assert "cannot be kept" in log
+LOST = "import pathlib\ndef lost(): raise RuntimeError('no home')\npathlib.Path.home = lost\n"
+BROKEN = "import sys\nsys.modules['numba'] = None\n"
+HIDDEN = "import importlib.metadata as m; m.version = lambda name: (_ for _ in ()).throw(m.PackageNotFoundError(name))"
+WARM = "from sgmv_kernels.formats.kv_format import KV_FORMATS\nops.warm_up(torch.float32, KV_FORMATS['float32'])\nx ="
 
 
 @pytest.mark.long
-def test_without_a_home_it_runs(tmp_path: Path) -> None:
-    lost = "import pathlib\ndef lost(): raise RuntimeError('no home')\npathlib.Path.home = lost\n"
-    out, log = _run(lost + NORM, tmp_path, XDG_CACHE_HOME="")
-    assert out == "numba True"
-    assert "cannot be kept: no home" in log
-
-
-@pytest.mark.long
-def test_a_numba_that_does_not_import_leaves_plain_torch(tmp_path: Path) -> None:
-    broken = "import sys\nsys.modules['numba'] = None\n"
-    warm_up = (
-        "from sgmv_kernels.formats.kv_format import KV_FORMATS\nops.warm_up(torch.float32, KV_FORMATS['float32'])\n"
-    )
-    warm = NORM.replace("x = torch", warm_up + "x = torch")
-    out, log = _run(broken + warm, tmp_path)
-    assert out.startswith("torch")
-    assert log.count("using plain torch") == 1
-
-
-@pytest.mark.long
-def test_without_numba_plain_torch_computes_and_says_so(tmp_path: Path) -> None:
-    hidden = (
-        "import importlib.metadata as m; m.version = lambda name: (_ for _ in ()).throw(m.PackageNotFoundError(name))"
-    )
-    out, log = _run(hidden + NORM, tmp_path)
-    assert out == "torch False"
-    assert log.count("using plain torch") == 1
+@pytest.mark.parametrize(
+    ("code", "folder", "out", "log"),
+    [
+        pytest.param(NORM, "file", "numba True", "cannot be kept", id="a folder that cannot be made costs time only"),
+        pytest.param(LOST + NORM, "", "numba True", "cannot be kept: no home", id="no home"),
+        pytest.param(BROKEN + NORM.replace("x =", WARM), "new", "torch ", "using plain torch", id="numba is broken"),
+        pytest.param(HIDDEN + NORM, "new", "torch False", "using plain torch", id="numba is not installed"),
+    ],
+)
+def test_what_is_missing_is_said_once_and_kernels_run(
+    tmp_path: Path, code: str, folder: str, out: str, log: str
+) -> None:
+    (tmp_path / "file").mkdir()
+    (tmp_path / "file/lorasrv").write_text("a file where a folder should be")
+    said, logged = _run(code, folder and tmp_path / folder)
+    assert said.startswith(out)
+    assert logged.count(log) == 1
 
 
 def test_the_version_changes_with_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:

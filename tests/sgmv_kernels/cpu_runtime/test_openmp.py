@@ -1,6 +1,6 @@
 """Kernels run on torch's own OpenMP team, and give the same bits with any number of threads."""
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,10 +28,9 @@ def test_it_is_torchs_library() -> None:
 
 
 def test_the_size_follows_torch(threads) -> None:
-    threads(3)
-    assert team.team_size() == 3
-    threads(1)
-    assert team.team_size() == 1
+    for count in (3, 1):
+        threads(count)
+        assert team.team_size() == count
 
 
 def test_same_bits_with_any_number_of_threads(threads) -> None:
@@ -56,17 +55,12 @@ def test_two_threads_of_the_process_may_run_kernels_at_once() -> None:
     ops = Ops(torch.device("cpu"))
     inputs = [torch.randn(64, 512) for _ in range(4)]
     expected = [ops.silu_mul(x) for x in inputs]
-    wrong: list[int] = []
 
-    def work(i: int) -> None:
-        wrong.extend(i for _ in range(50) if not torch.equal(ops.silu_mul(inputs[i]), expected[i]))
+    def is_right(i: int) -> bool:
+        return all(torch.equal(ops.silu_mul(inputs[i]), expected[i]) for _ in range(50))
 
-    workers = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert wrong == []
+    with ThreadPoolExecutor(4) as workers:
+        assert all(workers.map(is_right, range(4)))
 
 
 def test_a_plan_keeps_its_threads(threads) -> None:

@@ -12,12 +12,8 @@ from sgmv_kernels.formats.kv_format import ALIGNMENT_BYTES
 SITES = (SiteDims(48, (48, 16, 16)), SiteDims(48, (48,)), SiteDims(48, (96, 96)), SiteDims(96, (48,)))
 RANK = st.integers(0, 40)
 LAYER = st.tuples(st.tuples(RANK, RANK, RANK), st.tuples(RANK), st.tuples(RANK, RANK), st.tuples(RANK))
-LAYOUTS = st.builds(
-    AdapterLayout,
-    st.just(SITES),
-    st.lists(LAYER, min_size=1, max_size=4).map(tuple),
-    st.sampled_from([2, 4]),
-)
+LAYERS = st.lists(LAYER, min_size=1, max_size=4).map(tuple)
+LAYOUTS = st.builds(AdapterLayout, st.just(SITES), LAYERS, st.sampled_from([2, 4]))
 PAGE = 1024
 
 
@@ -53,10 +49,7 @@ def test_one_run_places_every_layer_without_overlap(layout: AdapterLayout, first
 
 @given(LAYOUTS, st.lists(st.integers(1, 12), min_size=1, max_size=12))
 def test_split_panels_stay_whole_inside_a_run(layout: AdapterLayout, lengths: list[int]) -> None:
-    runs, page = [], 0
-    for length in lengths:
-        runs.append((page, length))
-        page += length + 1
+    runs = [(sum(lengths[:i]) + i, length) for i, length in enumerate(lengths)]
     placed = layout.place(runs, PAGE)
     if placed is None:
         return

@@ -79,11 +79,9 @@ def is_block(n: int) -> bool:
     return n >= 16 and n & (n - 1) == 0
 
 
-@pytest.mark.parametrize("rows", [1, 256, 257, 100_000])
-@pytest.mark.parametrize("rank", [1, 48, 768])
-def test_the_default_table_has_blocks_for_every_site(rows: int, rank: int) -> None:
-    assert is_block(rows_config(DEFAULT, rows).block_m)
-    for width, out in itertools.product(WIDTHS, WIDTHS):
+def test_the_default_table_has_blocks_for_every_site() -> None:
+    for rows, rank, width, out in itertools.product((1, 256, 257, 100_000), (1, 48, 768), WIDTHS, WIDTHS):
+        assert is_block(rows_config(DEFAULT, rows).block_m)
         config = sgmv_config(DEFAULT, rows, rank, SiteDims(width, (out, out)))
         assert all(is_block(n) for n in (config.block_k, config.shrink_n, config.expand_n))
         assert config.planes in (1, config.split_k)
@@ -97,22 +95,19 @@ def test_the_order_of_additions_belongs_to_the_site() -> None:
         assert len({(config.split_k, config.block_k) for config in configs}) == 1
 
 
-@pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("dim", [16, 64, 80, 128, 256])
-def test_the_default_table_has_blocks_for_every_head(dim: int, itemsize: int) -> None:
-    config = attention_config(DEFAULT, dim, itemsize)
-    assert all(is_block(n) for n in (config.decode_n, config.prefill_m, config.prefill_n))
-    assert config.split_tokens % config.decode_n == 0
+def test_the_default_table_has_blocks_for_every_head() -> None:
+    for dim, itemsize in itertools.product((16, 64, 80, 128, 256), (2, 4)):
+        config = attention_config(DEFAULT, dim, itemsize)
+        assert all(is_block(n) for n in (config.decode_n, config.prefill_m, config.prefill_n))
+        assert config.split_tokens % config.decode_n == 0
 
 
-@pytest.mark.parametrize("bits", [8, 4, 3])
-@pytest.mark.parametrize("rows", [1, 17, 65, 100_000])
-def test_the_default_table_has_blocks_for_every_linear(bits: int, rows: int) -> None:
-    for out in WIDTHS:
+def test_the_default_table_has_blocks_for_every_linear() -> None:
+    for bits, rows, out in itertools.product((8, 4, 3), (1, 17, 65, 100_000), WIDTHS):
         config = linear_config(DEFAULT, bits, rows, out)
         assert all(is_block(n) for n in (config.block_m, config.block_n))
         assert config.split_k >= 1
-    assert dequantize_above(DEFAULT, bits) > 0
+        assert dequantize_above(DEFAULT, bits) > 0
 
 
 def test_a_device_without_a_table_takes_the_default_one() -> None:

@@ -11,14 +11,15 @@ from sgmv_kernels.triton_ops.block_sizes import LinearConfig
 from sgmv_kernels.triton_ops.weight_packing import pack_codes
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-LEVELS = [INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS]
-CLOSE = {
-    torch.float32: {"rtol": 1e-4, "atol": 1e-4},
-    torch.float16: {"rtol": 2e-3, "atol": 2e-3},
-    torch.bfloat16: {"rtol": 1e-2, "atol": 1e-2},
-}
+FLOAT, HALF, BF16 = torch.float32, torch.float16, torch.bfloat16
+CLOSE = {FLOAT: {"rtol": 1e-4, "atol": 1e-4}, HALF: {"rtol": 2e-3, "atol": 2e-3}, BF16: {"rtol": 1e-2, "atol": 1e-2}}
 FEW = LinearConfig(block_m=16, block_n=32, split_k=3, warps=4, stages=2)
 WHOLE = LinearConfig(block_m=16, block_n=64, split_k=1, warps=4, stages=2)
+every_level = pytest.mark.parametrize("levels", [INT8_LEVELS, INT4_LEVELS, Q3H_LEVELS])
+
+
+def long(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.long)
 
 
 def on_device(codes: GroupQuantizedWeight) -> GroupQuantizedWeight:
@@ -31,18 +32,15 @@ def ops(triton_ops: Ops) -> Ops:
     return triton_ops
 
 
-def product(x: torch.Tensor, codes: GroupQuantizedWeight, bias: torch.Tensor | None = None) -> torch.Tensor:
-    y = x.double() @ codes.dequantize().double().T
-    return (y if bias is None else y + bias).float()
+def check(got: torch.Tensor, x: torch.Tensor, codes: GroupQuantizedWeight, bias: torch.Tensor | None = None) -> None:
+    want = x.double() @ codes.dequantize().double().T + (0 if bias is None else bias)
+    assert got.dtype == x.dtype
+    torch.testing.assert_close(got.cpu().float(), want.float(), **CLOSE[x.dtype])
 
 
-@pytest.mark.parametrize("levels", LEVELS)
+@every_level
 @pytest.mark.parametrize(
-    ("width", "group"),
-    [
-        (576, 32),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in [(576, 64), (1024, 128), (2048, 128), (256, 32)]),
-    ],
+    ("width", "group"), [(576, 32), long(576, 64), long(1024, 128), long(2048, 128), long(256, 32)]
 )
 def test_packed_codes_are_those_that_were_packed(ops: Ops, width: int, group: int, levels: int) -> None:
     codes = random_codes(levels, group, 37, width)
@@ -61,52 +59,39 @@ def test_q3h_takes_three_and_a_half_bits() -> None:
     assert packed.nbytes == 8 * (4096 // 2 + 4096 // 128 * 4)
 
 
-@pytest.mark.parametrize("config", [FEW, pytest.param(WHOLE, marks=pytest.mark.long)], ids=["planes", "one plane"])
-@pytest.mark.parametrize("levels", LEVELS)
+@every_level
+@pytest.mark.parametrize("config", [FEW, long(WHOLE)], ids=["planes", "one plane"])
 @pytest.mark.parametrize(
-    ("rows", "out", "width", "group"),
+    ("rows", "out", "width", "group", "dtype"),
     [
-        (5, 33, 576, 64),
-        *(
-            pytest.param(*case, marks=pytest.mark.long)
-            for case in [(1, 70, 576, 32), (17, 64, 1024, 128), (3, 100, 1280, 128)]
-        ),
+        (5, 33, 576, 64, FLOAT),
+        *(long(*case, FLOAT) for case in ((1, 70, 576, 32), (17, 64, 1024, 128), (3, 100, 1280, 128))),
+        (3, 40, 576, 64, BF16),
+        long(3, 40, 576, 64, HALF),
     ],
+    ids=str,
 )
-def test_unpacked_in_registers(rows: int, out: int, width: int, group: int, levels: int, config, ops: Ops) -> None:
-    codes, x, bias = random_codes(levels, group, out, width), torch.randn(rows, width), torch.randn(out)
+def test_unpacked_in_registers(ops: Ops, rows: int, out: int, width: int, group: int, dtype, levels, config) -> None:
+    """Halves have codes as mantissas."""
+    codes, x, bias = random_codes(levels, group, out, width), torch.randn(rows, width).to(dtype), torch.randn(out)
     packed = ops.pack_linear(on_device(codes), bias.to(DEVICE))
-    got = linear_triton.through_tiles(x.to(DEVICE), packed, config)
-    torch.testing.assert_close(got.cpu(), product(x, codes, bias), **CLOSE[torch.float32])
+    check(linear_triton.through_tiles(x.to(DEVICE), packed, config), x, codes, bias)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float16, marks=pytest.mark.long), torch.bfloat16], ids=str)
-@pytest.mark.parametrize("levels", LEVELS)
-@pytest.mark.parametrize("config", [FEW, pytest.param(WHOLE, marks=pytest.mark.long)], ids=["planes", "one plane"])
-def test_halves_have_codes_as_mantissas(levels: int, dtype: torch.dtype, config: LinearConfig, ops: Ops) -> None:
-    codes, x = random_codes(levels, 64, 40, 576), torch.randn(3, 576).to(dtype)
-    got = linear_triton.through_tiles(x.to(DEVICE), ops.pack_linear(on_device(codes)), config)
-    assert got.dtype == dtype
-    torch.testing.assert_close(got.cpu().float(), product(x, codes), **CLOSE[dtype])
-
-
-@pytest.mark.parametrize("levels", LEVELS)
+@every_level
 def test_many_rows_are_left_to_blas(levels: int, ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
     codes, x, bias = random_codes(levels, 64, 40, 576), torch.randn(150, 576), torch.randn(40)
-    packed = ops.pack_linear(on_device(codes), bias.to(DEVICE))
-    used = []
+    packed, used = ops.pack_linear(on_device(codes), bias.to(DEVICE)), []
     monkeypatch.setattr(linear_triton, "dequantize_above", lambda *_: 128)
     monkeypatch.setattr(linear_triton, "through_tiles", lambda *_: used.append("tiles"))
-    whole = ops.linear(x.to(DEVICE), packed)
+    check(ops.linear(x.to(DEVICE), packed), x, codes, bias)
     monkeypatch.setattr(linear_triton, "BLAS_BYTES", 576 * 4 * 17)
-    pieces = ops.linear(x.to(DEVICE), packed)
-    for got in (whole, pieces):
-        torch.testing.assert_close(got.cpu(), product(x, codes, bias), **CLOSE[torch.float32])
+    check(ops.linear(x.to(DEVICE), packed), x, codes, bias)
     ops.linear(x[:4].to(DEVICE), packed)
     assert used == ["tiles"]
 
 
-@pytest.mark.parametrize("levels", LEVELS)
+@every_level
 def test_a_row_does_not_depend_on_the_rows_beside_it(levels: int, ops: Ops) -> None:
     codes, x = random_codes(levels, 64, 64, 512), torch.randn(9, 512)
     packed = ops.pack_linear(on_device(codes))
@@ -116,19 +101,14 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(levels: int, ops: Ops) -> N
     assert torch.equal(ops.linear(x[4:5].to(DEVICE), packed)[0], many[4])
 
 
-def test_one_scale_a_channel(ops: Ops) -> None:
+@pytest.mark.parametrize(("levels", "group", "rows", "width"), [(INT8_LEVELS, 576, 2, 576), (INT4_LEVELS, 32, 0, 64)])
+def test_one_scale_a_channel_and_no_rows(ops: Ops, levels: int, group: int, rows: int, width: int) -> None:
     """A group of int8 may be of any size that 32 divides; it is taken in tiles."""
-    codes, x = random_codes(INT8_LEVELS, 576, 20, 576), torch.randn(2, 576)
-    packed = ops.pack_linear(on_device(codes))
-    torch.testing.assert_close(ops.linear(x.to(DEVICE), packed).cpu(), product(x, codes), **CLOSE[torch.float32])
+    codes, x = random_codes(levels, group, 20, width), torch.randn(rows, width)
+    check(ops.linear(x.to(DEVICE), ops.pack_linear(on_device(codes))), x, codes)
 
 
-def test_no_rows(ops: Ops) -> None:
-    packed = ops.pack_linear(on_device(random_codes(INT4_LEVELS, 32, 20, 64)))
-    assert ops.linear(torch.zeros(0, 64, device=DEVICE), packed).shape == (0, 20)
-
-
-@pytest.mark.parametrize("levels", LEVELS)
+@every_level
 def test_groups_without_tiles_are_refused(levels: int, ops: Ops) -> None:
     with pytest.raises(KernelArgumentError, match="groups of 24"):
         ops.pack_linear(on_device(random_codes(levels, 24, 4, 48)))

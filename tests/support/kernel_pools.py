@@ -1,0 +1,122 @@
+"""Pools of random adapters for tests of SGMV, the laws by which rows choose among them; pages of keys and values."""
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from sgmv_kernels.formats.adapter_panels import AdapterLayout, PlacedAdapter, SiteDims
+from sgmv_kernels.formats.kv_pages import KvPages
+from sgmv_kernels.metadata.segments import BASE, Segments, build_segments
+from sgmv_kernels.ops import AttentionPlan, Ops
+from sgmv_kernels.reference import DenseSlice, sgmv_reference
+
+LAWS = ("distinct", "uniform", "zipf:1.5", "identical", "skewed", "base")
+"""Names after Punica's benchmark; "base": no adapter at all."""
+
+
+def rows_by_law(law: str, rows: int, adapters: int) -> np.ndarray:
+    """Draw the adapter of each row by a named popularity law, -1 for the base."""
+    rng = random.Random(1)
+    draw = {
+        "base": lambda i: -1,
+        "distinct": lambda i: i % adapters,
+        "identical": lambda i: 0,
+        "uniform": lambda i: rng.randrange(-1, adapters),
+        "skewed": lambda i: 0 if rng.random() < 0.8 else rng.randrange(-1, adapters),
+        "zipf:1.5": lambda i: rng.choices(range(adapters), weights=[(k + 1) ** -1.5 for k in range(adapters)])[0],
+    }[law]
+    return np.array([draw(i) for i in range(rows)], dtype=np.int32)
+
+
+Rows = Segments | Sequence[int] | np.ndarray
+"""The adapter of each row, or rows grouped already."""
+
+
+def _segments(rows: Rows) -> Segments:
+    return rows if isinstance(rows, Segments) else build_segments(rows)
+
+
+class KernelPool:
+    """One slab a layer with adapters written into it; every byte that no panel owns is 0xFF, a NaN in any float."""
+
+    def __init__(self, sites: tuple[SiteDims, ...], dtype: torch.dtype, layers: int, page_bytes: int, pages: int):
+        self.sites, self.dtype, self.layers, self.page_bytes = sites, dtype, layers, page_bytes
+        self.slabs = torch.full((layers, pages * page_bytes), 0xFF, dtype=torch.uint8)
+        self.placed: list[PlacedAdapter] = []
+        self.dense: list[list[list[list[DenseSlice | None]]]] = []
+
+    def add(self, ranks: Sequence[Sequence[int]], runs: Sequence[tuple[int, int]]) -> None:
+        """Write an adapter with random weights, the same ranks in every layer, on the given runs of pages."""
+        layout = AdapterLayout(self.sites, (tuple(map(tuple, ranks)),) * self.layers, self.dtype.itemsize)
+        placed = layout.place(runs, self.page_bytes)
+        assert placed is not None
+        self.placed.append(placed)
+        sites = range(len(self.sites))
+        self.dense.append([[self._write(layer, site, placed) for site in sites] for layer in range(self.layers)])
+
+    def _write(self, layer: int, site: int, placed: PlacedAdapter) -> list[DenseSlice | None]:
+        dims, panels = self.sites[site], placed.layout.panels[layer][site]
+        shapes = zip(panels.ranks, dims.out_features, strict=True)
+        slices = [self._slice(rank, dims.in_features, out) for rank, out in shapes]
+        if present := [s for s in slices if s is not None]:
+            scale = torch.cat([torch.full((s.lora_a.shape[0],), s.scaling) for s in present])
+            self._put(layer, placed, [(panels.scale, len(scale))], scale)
+            self._put(layer, placed, panels.a, torch.cat([s.lora_a for s in present]).to(self.dtype))
+        for held, dense in zip(panels.b, slices, strict=True):
+            if dense is not None:
+                self._put(layer, placed, held, dense.lora_b.T.to(self.dtype))
+        return slices
+
+    def _slice(self, rank: int, width: int, out: int) -> DenseSlice | None:
+        a, b = (torch.randn(shape).to(self.dtype).float() for shape in ((rank, width), (out, rank)))
+        return DenseSlice(a, b, float(torch.rand(()) + 0.5)) if rank else None
+
+    def _put(self, layer: int, placed: PlacedAdapter, panels, matrix: torch.Tensor) -> None:
+        for (panel, _), rows in zip(panels, matrix.split([count for _, count in panels]), strict=True):
+            at = int(placed.offsets[layer][panel])
+            dense = rows.clone(memory_format=torch.contiguous_format).view(-1)
+            self.slabs[layer, at : at + rows.nbytes] = dense.view(torch.uint8)
+
+    def inputs(self, rows: int, site: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw (x, y): the same for the same number of rows."""
+        torch.manual_seed(rows)
+        dims = self.sites[site]
+        return torch.randn(rows, dims.in_features).to(dtype), torch.randn(rows, dims.total_out).to(dtype)
+
+    def added(self, ops: Ops, rows: Rows, site: int, x: torch.Tensor, y: torch.Tensor, layer: int = 1) -> torch.Tensor:
+        """Return y with the deltas that the kernels add, on the CPU."""
+        plan, out = ops.plan_sgmv(_segments(rows), self.placed, self.dtype), y.to(ops.device, copy=True)
+        ops.sgmv_(out, x.to(ops.device), self.slabs[layer].to(ops.device), plan, layer, site)
+        return out.cpu()
+
+    def expected(self, rows: Rows, site: int, x: torch.Tensor, y: torch.Tensor, layer: int = 1) -> torch.Tensor:
+        """Return y with the deltas of the reference."""
+        adapters = [per_layer[layer][site] for per_layer in self.dense]
+        return sgmv_reference(y, x, _segments(rows), adapters, self.sites[site].out_features)
+
+    def check(
+        self, ops: Ops, rows: Rows, site: int, layer: int = 1, dtype: torch.dtype = torch.float32, **close: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compare the kernels with the reference, rows of the base bit for bit; returns (what became of y, y)."""
+        segments = _segments(rows)
+        x, y = self.inputs(segments.num_rows, site, dtype)
+        got = self.added(ops, segments, site, x, y, layer)
+        close = {"rtol": 1e-4, "atol": 2e-2, **close}
+        torch.testing.assert_close(got.float(), self.expected(segments, site, x, y, layer), **close)
+        base = [row for s in np.flatnonzero(segments.adapters == BASE) for row in segments.rows(s).tolist()]
+        assert got.dtype == dtype
+        assert torch.equal(got[base], y[base])
+        return got, y
+
+
+def pages_on(kv: KvPages, device: torch.device) -> KvPages:
+    """Return the pages on a device."""
+    return KvPages(kv.slab.to(device), kv.format, kv.num_heads, kv.page_size, kv.head_dim)
+
+
+def plan_at(ops: Ops, pages: torch.Tensor, slots: torch.Tensor, page: int, num_pages: int) -> AttentionPlan:
+    """Plan sequences of one new token each, whose keys go to these pages and slots."""
+    tables = pages.numpy().astype(np.int32)[:, None]
+    return ops.plan_attention(tables, [1] * len(tables), (slots + 1).tolist(), page, num_pages)
