@@ -1,5 +1,6 @@
 """Families as data: what the TOML files make of real configurations, and what they refuse."""
 
+import json
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -15,177 +16,113 @@ from lorasrv.engine.factory import build
 from lorasrv.errors import ConfigError, CorruptModel, UnsupportedModel
 from lorasrv.models.families import SPEC_DIR, detect, load_families, tensor_shapes, token_ids
 from lorasrv.models.loader import open_checkpoint, state_dict_fp32
-from lorasrv.models.spec import RopeSpec
+from lorasrv.models.spec import ModelSpec, RopeSpec
 from lorasrv.worker.decoder import rope_tables
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "max_position_embeddings": 256,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "bos_token_id": 1,
-    "eos_token_id": [2, 3],
-}
+LLAMA = json.loads("""{
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "bos_token_id": 1, "eos_token_id": [2, 3]}""")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "phi3")
 GEMMA = {k: v for k, v in LLAMA.items() if k != "rope_theta"} | {"head_dim": 16}
 QWEN2 = LLAMA | {"max_window_layers": 1, "sliding_window": 32}
+BARE = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rms_norm_eps", "rope_theta")}
+KINDS = ["sliding_attention", "full_attention"]
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 128}
+LLAMA3_ROPE = RopeSpec(500000.0, "llama3", 8.0, 1.0, 4.0, 128)
+DEFAULT = {"rope_type": "default", "rope_theta": 7e3}
+TWO_ROPES = {"full_attention": LINEAR | {"rope_theta": 5e5}, "sliding_attention": DEFAULT}
+GEMMA_ROPES = {"rope": RopeSpec(5e5, "linear", 8.0), "rope_local": RopeSpec(7e3)}
+OLD_ROPES = {"rope_theta": 5e5, "rope_local_base_freq": 7e3, "rope_scaling": LINEAR}
+ENDS = {"eos_token_ids": (2, 3), "bos_token_id": 1}
+LLAMA_SPEC = ModelSpec("llama", 2, 64, 96, 4, 2, 16, 100, 256, 1e-5, rope=RopeSpec(5e5), query_scalar=16.0, **ENDS)
 
 
-def llama(**changes: Any) -> dict[str, Any]:
-    return LLAMA | changes
+def of(family: str, config: dict[str, Any]) -> ModelSpec:
+    return detect(f"{family}ForCausalLM").spec_from_hf(config)
 
 
 def test_llama_config_is_read_field_by_field() -> None:
-    spec = detect("LlamaForCausalLM").spec_from_hf(LLAMA)
-    assert (spec.family, spec.num_layers, spec.hidden_size, spec.intermediate_size) == ("llama", 2, 64, 96)
-    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.vocab_size) == (4, 2, 16, 100)
-    assert (spec.norm_eps, spec.activation, spec.rope) == (1e-5, "silu", RopeSpec(theta=500000.0))
-    assert (spec.eos_token_ids, spec.bos_token_id, spec.tied_head, spec.qkv_bias) == ((2, 3), 1, False, False)
-    assert spec.sliding_window is None
-
-
-def test_absent_keys_take_the_defaults_of_the_family() -> None:
-    config = {k: v for k, v in LLAMA.items() if k not in ("num_key_value_heads", "rms_norm_eps", "rope_theta")}
-    spec = detect("LlamaForCausalLM").spec_from_hf(config)
-    assert (spec.num_kv_heads, spec.norm_eps, spec.rope.theta) == (4, 1e-6, 10_000.0)
-    assert detect("MistralForCausalLM").spec_from_hf(LLAMA).sliding_window == 4096
-
-
-def test_null_means_computed_or_none() -> None:
-    assert detect("LlamaForCausalLM").spec_from_hf(llama(head_dim=None)).head_dim == 16
-    assert detect("MistralForCausalLM").spec_from_hf(llama(sliding_window=None)).sliding_window is None
-
-
-def test_llama_biases_follow_the_config() -> None:
-    spec = detect("LlamaForCausalLM").spec_from_hf(llama(attention_bias=True, mlp_bias=True))
-    shapes = tensor_shapes(spec)
+    assert of("Llama", LLAMA) == LLAMA_SPEC
+    shapes = tensor_shapes(of("Llama", LLAMA | {"attention_bias": True, "mlp_bias": True}))
     assert shapes["model.layers.1.self_attn.k_proj.bias"] == (32,)
     assert shapes["model.layers.1.self_attn.o_proj.bias"] == shapes["model.layers.0.mlp.down_proj.bias"] == (64,)
+    assert tensor_shapes(of("Qwen3", QWEN2))["model.layers.1.self_attn.q_norm.weight"] == (128,)
 
 
-def test_qwen2_has_qkv_biases_and_its_window_only_when_switched_on() -> None:
-    family = detect("Qwen2ForCausalLM")
-    off = family.spec_from_hf(QWEN2)
-    assert (off.qkv_bias, off.attn_out_bias, off.sliding_window) == (True, False, None)
-    on = family.spec_from_hf(QWEN2 | {"use_sliding_window": True})
-    assert [on.window(layer) for layer in range(2)] == [None, 32]
-    kinds = ["sliding_attention", "full_attention"]
-    listed = family.spec_from_hf(QWEN2 | {"use_sliding_window": True, "layer_types": kinds})
-    assert [listed.window(layer) for layer in range(2)] == [32, None]
-    with pytest.raises(CorruptModel, match="layer_types has 1 entries for 2 layers"):
-        family.spec_from_hf(QWEN2 | {"use_sliding_window": True, "layer_types": kinds[:1]})
+@pytest.mark.parametrize(
+    ("family", "config", "facts"),
+    [
+        ("Llama", BARE, {"num_kv_heads": 4, "norm_eps": 1e-6, "rope": RopeSpec(10_000.0)}),
+        ("Llama", LLAMA | {"head_dim": None}, {"head_dim": 16}),
+        ("Mistral", LLAMA, {"sliding_window": 4096}),
+        ("Mistral", LLAMA | {"sliding_window": None}, {"sliding_window": None}),
+        ("Qwen2", QWEN2, {"qkv_bias": True, "attn_out_bias": False, "sliding_window": None}),
+        ("Qwen3", QWEN2, {"qk_norm": True, "head_dim": 128, "qkv_bias": False, "sliding_window": None}),
+        ("Gemma2", GEMMA, {"rope": RopeSpec(10_000.0), "rope_local": None, "qk_norm": False}),
+        ("Gemma3", GEMMA, {"rope": RopeSpec(1e6), "rope_local": RopeSpec(10_000.0), "qk_norm": True}),
+        ("Gemma3", GEMMA | {"layer_types": KINDS[1:] * 2}, {"sliding_window": None, "rope_local": None}),
+        ("Gemma3", GEMMA | OLD_ROPES, GEMMA_ROPES),
+        ("Gemma3", GEMMA | {"rope_parameters": TWO_ROPES}, GEMMA_ROPES),
+        ("Llama", LLAMA | {"rope_scaling": None}, {"rope": RopeSpec(500000.0)}),
+        ("Llama", LLAMA | {"rope_scaling": {"type": "linear", "factor": 4}}, {"rope": RopeSpec(5e5, "linear", 4.0)}),
+        ("Llama", LLAMA | {"rope_scaling": LLAMA3}, {"rope": LLAMA3_ROPE}),
+        ("Llama", LLAMA | {"rope_parameters": LLAMA3 | {"rope_theta": 7.0}}, {"rope": replace(LLAMA3_ROPE, theta=7.0)}),
+        ("Llama", LLAMA | {"rope_parameters": DEFAULT}, {"rope": RopeSpec(7e3)}),
+    ],
+)
+def test_configurations_and_defaults_of_families(family: str, config: dict[str, Any], facts: dict[str, Any]) -> None:
+    spec = of(family, config)
+    assert {name: getattr(spec, name) for name in facts} == facts
 
 
-def test_qwen3_follows_its_own_configuration() -> None:
-    spec = detect("Qwen3ForCausalLM").spec_from_hf(QWEN2)
-    assert (spec.qk_norm, spec.head_dim, spec.qkv_bias, spec.sliding_window) == (True, 128, False, None)
-    assert tensor_shapes(spec)["model.layers.1.self_attn.q_norm.weight"] == (128,)
+@pytest.mark.parametrize(
+    ("family", "config", "layers"),
+    [
+        ("Qwen2", QWEN2 | {"use_sliding_window": True}, [None, 32]),
+        ("Qwen2", QWEN2 | {"use_sliding_window": True, "layer_types": KINDS}, [32, None]),
+        ("Gemma3", GEMMA | {"num_hidden_layers": 7}, [4096] * 5 + [None, 4096]),
+        ("Gemma3", GEMMA | {"sliding_window_pattern": 2}, [4096, None]),
+    ],
+)
+def test_windows_of_layers(family: str, config: dict[str, Any], layers: list[int | None]) -> None:
+    spec = of(family, config)
+    assert [spec.window(layer) for layer in range(spec.num_layers)] == layers
 
 
 def test_gemma_defaults_are_those_of_transformers() -> None:
     from transformers import Gemma2Config, Gemma3TextConfig
 
-    two, three = (detect(f"Gemma{i}ForCausalLM").spec_from_hf(GEMMA) for i in (2, 3))
-    for spec, config in ((two, Gemma2Config(**GEMMA)), (three, Gemma3TextConfig(**GEMMA))):
+    for family, config in (("Gemma2", Gemma2Config(**GEMMA)), ("Gemma3", Gemma3TextConfig(**GEMMA))):
+        spec = of(family, GEMMA)
         assert spec.attn_softcap == config.attn_logit_softcapping
         assert spec.final_softcap == config.final_logit_softcapping
         assert (spec.query_scalar, spec.tied_head) == (config.query_pre_attn_scalar, config.tie_word_embeddings)
         assert (spec.activation, spec.sliding_window) == ("gelu_tanh", config.sliding_window)
         assert (spec.post_norms, spec.norms_less_one, spec.scaled_embedding) == (True, True, True)
-    assert (two.rope.theta, two.rope_local, two.qk_norm) == (10_000.0, None, False)
-    assert (three.rope.theta, three.rope_local, three.qk_norm) == (1e6, RopeSpec(theta=10_000.0), True)
 
 
-def test_gemma_windows_by_pattern_and_by_list() -> None:
-    family = detect("Gemma3ForCausalLM")
-    six = family.spec_from_hf(GEMMA | {"num_hidden_layers": 7})
-    assert [bool(six.window(layer)) for layer in range(7)] == [True] * 5 + [False, True]
-    two = family.spec_from_hf(GEMMA | {"sliding_window_pattern": 2})
-    assert [bool(two.window(layer)) for layer in range(2)] == [True, False]
-    full = family.spec_from_hf(GEMMA | {"layer_types": ["full_attention"] * 2})
-    assert (full.sliding_window, full.rope_local) == (None, None)
-    for changes, error, message in (
-        ({"layer_types": ["chunked_attention"] * 2}, UnsupportedModel, "'chunked_attention' .*known: sliding_"),
-        ({"sliding_window_pattern": 0}, CorruptModel, "sliding_window_pattern must be positive, not 0"),
-        ({"sliding_window": None}, UnsupportedModel, "gemma3 without a sliding window"),
-        ({"use_bidirectional_attention": True}, UnsupportedModel, "use_bidirectional_attention True .*only False"),
-        ({"rope_parameters": {"rope_type": "default"}}, UnsupportedModel, "those of full_attention and sliding_att"),
-    ):
-        with pytest.raises(error, match=message):
-            family.spec_from_hf(GEMMA | changes)
-
-
-def test_gemma3_ropes_in_either_spelling() -> None:
-    family = detect("Gemma3ForCausalLM")
-    scaling = {"rope_type": "linear", "factor": 8.0}
-    old = GEMMA | {"rope_theta": 5e5, "rope_local_base_freq": 7e3, "rope_scaling": scaling}
-    full, sliding = scaling | {"rope_theta": 5e5}, {"rope_type": "default", "rope_theta": 7e3}
-    new = GEMMA | {"rope_parameters": {"full_attention": full, "sliding_attention": sliding}}
-    for config in (old, new):
-        spec = family.spec_from_hf(config)
-        assert (spec.rope, spec.rope_local) == (RopeSpec(5e5, "linear", 8.0), RopeSpec(7e3))
-
-
-LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-
-
-def test_longrope_is_served_within_the_original_context() -> None:
-    family = detect("Phi3ForCausalLM")
-    spec = family.spec_from_hf(llama(rope_scaling=LONGROPE, original_max_position_embeddings=64))
+def test_phi3_serves_longrope_within_the_original_context_and_turns_a_part_of_a_head() -> None:
+    config = LLAMA | {"rope_scaling": LONGROPE, "original_max_position_embeddings": 64}
+    spec = of("Phi3", config)
     assert (spec.max_position, spec.rope.max_position, spec.rope.factors) == (64, 64, (1.0,) * 8)
     assert spec.rope.attention_factor == pytest.approx((1 + 1 / 3) ** 0.5)
     for kind in ("su", "yarn"):
-        changes = {"rope_scaling": LONGROPE | {"rope_type": kind}, "original_max_position_embeddings": 64}
-        assert family.spec_from_hf(llama(**changes)) == spec
-    with pytest.raises(CorruptModel, match="short_factor must be a list of 8 positive numbers"):
-        family.spec_from_hf(llama(rope_scaling=LONGROPE | {"short_factor": [1.0] * 7}))
-
-
-def test_a_part_of_a_head_turns_where_the_family_can() -> None:
-    family = detect("Phi3ForCausalLM")
-    assert family.spec_from_hf(llama(partial_rotary_factor=0.75)).rope.dims == 12
-    for partial in (0.7, 1.5, 0.0, "x"):
-        with pytest.raises(UnsupportedModel, match="partial_rotary_factor"):
-            family.spec_from_hf(llama(partial_rotary_factor=partial))
+        assert of("Phi3", config | {"rope_scaling": LONGROPE | {"rope_type": kind}}) == spec
+    assert of("Phi3", LLAMA | {"partial_rotary_factor": 0.75}).rope.dims == 12
 
 
 def test_fused_modules_are_single_slices() -> None:
-    sites = detect("Phi3ForCausalLM").spec_from_hf(LLAMA).sites()
+    sites = of("Phi3", LLAMA).sites()
     assert [(site.name, site.modules, site.out_features) for site in sites] == [
         ("qkv", ("self_attn.qkv_proj",), (128,)),
         ("o", ("self_attn.o_proj",), (64,)),
         ("gate_up", ("mlp.gate_up_proj",), (192,)),
         ("down", ("mlp.down_proj",), (64,)),
     ]
-
-
-LLAMA3_SCALING = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 128,
-}
-
-
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"rope_scaling": None}, RopeSpec(theta=500000.0)),
-        ({"rope_scaling": {"type": "linear", "factor": 4}}, RopeSpec(500000.0, "linear", 4.0)),
-        ({"rope_scaling": LLAMA3_SCALING}, RopeSpec(500000.0, "llama3", 8.0, 1.0, 4.0, 128)),
-        ({"rope_parameters": LLAMA3_SCALING | {"rope_theta": 7.0}}, RopeSpec(7.0, "llama3", 8.0, 1.0, 4.0, 128)),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 9.0}}, RopeSpec(theta=9.0)),
-    ],
-)
-def test_rope_in_either_spelling(changes: dict[str, Any], expected: RopeSpec) -> None:
-    assert detect("LlamaForCausalLM").spec_from_hf(llama(**changes)).rope == expected
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
@@ -195,7 +132,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
     "parameters",
     [
         {"rope_type": "linear", "factor": 4.0},
-        LLAMA3_SCALING,
+        LLAMA3,
         YARN,
         {"rope_type": "yarn", "factor": 40.0},
         YARN | {"beta_fast": 16.0, "beta_slow": 0.5, "truncate": False},
@@ -209,7 +146,7 @@ def test_rope_frequencies_equal_transformers(parameters: dict[str, Any]) -> None
 
     settings = {k: v for k, v in LLAMA.items() if k not in ("architectures", "rope_theta")}
     config = LlamaConfig(**settings, rope_parameters=parameters | {"rope_theta": 500000.0})
-    spec = detect("LlamaForCausalLM").spec_from_hf(config.to_dict())
+    spec = of("Llama", config.to_dict())
     positions = torch.arange(256)
     cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions[None])
     ours_cos, ours_sin = rope_tables(spec.rope, spec.head_dim, 256, torch.device("cpu"))
@@ -217,71 +154,68 @@ def test_rope_frequencies_equal_transformers(parameters: dict[str, Any]) -> None
     torch.testing.assert_close(ours_sin, sin[0, :, :8], rtol=0, atol=1e-6)
 
 
+SHORT = {"rope_scaling": LONGROPE | {"short_factor": [1.0] * 7}}
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("family", "changes", "message"),
     [
-        ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "RoPE kind 'dynamic' .*known: default, linear"),
-        ({"rope_parameters": {"full_attention": {}, "rope_theta": 1.0}}, "differ by layer"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
-        ({"hidden_act": "relu2"}, "activation 'relu2' .*known: silu"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ("Mamba", {}, "'MambaForCausalLM' is not supported; .*LlamaForCausalLM.*qwen2"),
+        ("Llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "RoPE kind 'dynamic' .*known: default, linear"),
+        ("Llama", {"rope_parameters": {"full_attention": {}, "rope_theta": 1.0}}, "differ by layer"),
+        ("Llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ by layer"),
+        ("Llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        *(("Phi3", {"partial_rotary_factor": part}, "partial_rotary_factor") for part in (0.7, 1.5, 0.0, "x")),
+        ("Llama", {"hidden_act": "relu2"}, "activation 'relu2' .*known: silu"),
+        ("Llama", {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ("Gemma3", {"layer_types": ["chunked_attention"] * 2}, "'chunked_attention' .*known: sliding_"),
+        ("Gemma3", {"sliding_window": None}, "gemma3 without a sliding window"),
+        ("Gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True .*only False"),
+        ("Gemma3", {"rope_parameters": {"rope_type": "default"}}, "those of full_attention and sliding_att"),
     ],
 )
-def test_unknown_parts_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_unknown_parts_are_refused_by_name(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModel, match=message):
-        detect("LlamaForCausalLM").spec_from_hf(llama(**changes))
+        of(family, (GEMMA if family == "Gemma3" else LLAMA) | changes)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("family", "changes", "message"),
     [
-        ({"hidden_size": None}, "config.json lacks hidden_size"),
-        ({"num_hidden_layers": "2"}, "num_hidden_layers must be a whole number, not '2'"),
-        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number, not True"),
-        ({"num_hidden_layers": 2**31}, "num_hidden_layers 2147483648 is more than 4096"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers must be positive, not 0"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be positive"),
-        ({"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
-        ({"num_key_value_heads": 3}, "multiple of key heads"),
-        ({"rope_theta": "x"}, "rope_theta must be a positive number"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "factor must be a positive number, not None"),
+        ("Llama", {"hidden_size": None}, "config.json lacks hidden_size"),
+        ("Llama", {"num_hidden_layers": "2"}, "num_hidden_layers must be a whole number, not '2'"),
+        ("Llama", {"num_hidden_layers": True}, "num_hidden_layers must be a whole number, not True"),
+        ("Llama", {"num_hidden_layers": 2**31}, "num_hidden_layers 2147483648 is more than 4096"),
+        ("Llama", {"num_hidden_layers": 0}, "num_hidden_layers must be positive, not 0"),
+        ("Llama", {"rms_norm_eps": float("nan")}, "rms_norm_eps must be positive"),
+        ("Llama", {"tie_word_embeddings": 1}, "tie_word_embeddings must be true or false"),
+        ("Llama", {"num_key_value_heads": 3}, "multiple of key heads"),
+        ("Llama", {"rope_theta": "x"}, "rope_theta must be a positive number"),
+        ("Llama", {"rope_scaling": {"rope_type": "linear"}}, "factor must be a positive number, not None"),
+        ("Phi3", SHORT, "short_factor must be a list of 8 positive numbers"),
+        ("Gemma3", {"sliding_window_pattern": 0}, "sliding_window_pattern must be positive, not 0"),
+        ("Qwen2", {"use_sliding_window": True, "layer_types": KINDS[:1]}, "layer_types has 1 entries for 2 layers"),
     ],
 )
-def test_damaged_configurations_name_the_field(changes: dict[str, Any], message: str) -> None:
+def test_damaged_configurations_name_the_field(family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(CorruptModel, match=message):
-        detect("LlamaForCausalLM").spec_from_hf(llama(**changes))
+        of(family, {"Gemma3": GEMMA, "Qwen2": QWEN2}.get(family, LLAMA) | changes)
 
 
-def test_unknown_architecture_lists_the_known_ones() -> None:
-    with pytest.raises(UnsupportedModel, match=r"'MambaForCausalLM' is not supported; .*LlamaForCausalLM.*qwen2"):
-        detect("MambaForCausalLM")
-
-
-GGUF = {
-    "general.architecture": "llama",
-    "llama.block_count": 2,
-    "llama.embedding_length": 64,
-    "llama.feed_forward_length": 96,
-    "llama.attention.head_count": 4,
-    "llama.attention.head_count_kv": 2,
-    "llama.context_length": 256,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "tokenizer.ggml.tokens": ["a"] * 100,
-    "tokenizer.ggml.eos_token_id": 2,
-    "tokenizer.ggml.eot_token_id": 3,
-    "tokenizer.ggml.bos_token_id": 1,
-}
+GGUF = json.loads("""{
+    "general.architecture": "llama", "llama.block_count": 2, "llama.embedding_length": 64, "llama.context_length": 256,
+    "llama.feed_forward_length": 96, "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5, "tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.eot_token_id": 3}""") | {"tokenizer.ggml.tokens": ["a"] * 100}
 
 
 def test_gguf_metadata_gives_the_same_spec() -> None:
-    spec = detect("llama").spec_from_gguf(GGUF | {"llama.rope.freq_base": 500000.0}, ["output.weight"])
-    assert spec == detect("LlamaForCausalLM").spec_from_hf(LLAMA)
-
-
-def test_gguf_says_ties_and_biases_by_the_tensors_it_holds() -> None:
-    spec = detect("llama").spec_from_gguf(GGUF, ["blk.0.attn_q.bias"])
+    found = detect("llama")
+    assert found.spec_from_gguf(GGUF | {"llama.rope.freq_base": 500000.0}, ["output.weight"]) == LLAMA_SPEC
+    spec = found.spec_from_gguf(GGUF, ["blk.0.attn_q.bias"])
     assert (spec.tied_head, spec.qkv_bias, spec.attn_out_bias, spec.mlp_bias) == (True, True, False, False)
+    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
+    assert found.spec_from_gguf(GGUF | scaling).rope == RopeSpec(10_000.0, "linear", 2.0)
 
 
 @pytest.mark.parametrize(
@@ -302,14 +236,9 @@ def test_gguf_metadata_is_checked(changes: dict[str, Any], error: type[Exception
         detect("llama").spec_from_gguf(GGUF | changes, [])
 
 
-def test_gguf_linear_rope() -> None:
-    scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
-    assert detect("llama").spec_from_gguf(GGUF | scaling).rope == RopeSpec(10_000.0, "linear", 2.0)
-
-
 def test_every_tensor_of_every_family_has_a_gguf_name() -> None:
     for family in load_families().families:
-        spec = family.spec_from_hf(llama(attention_bias=True, mlp_bias=True))
+        spec = family.spec_from_hf(LLAMA | {"attention_bias": True, "mlp_bias": True})
         names = [family.gguf_name(name) for name in tensor_shapes(spec)]
         assert len(set(names)) == len(names)
         query = "blk.1.attn_qkv.weight" if spec.fused else "blk.1.attn_q.weight"
@@ -333,7 +262,7 @@ architectures = ["orion"]
 def test_a_new_family_of_known_parts_is_a_toml_file(tmp_path: Path) -> None:
     (tmp_path / "orion.toml").write_text(NEW_FAMILY)
     families = load_families([tmp_path])
-    spec = families.detect("OrionForCausalLM").spec_from_hf(llama(n_blocks=5))
+    spec = families.detect("OrionForCausalLM").spec_from_hf(LLAMA | {"n_blocks": 5})
     assert (spec.family, spec.num_layers, spec.qkv_bias, spec.attn_out_bias) == ("orion", 5, True, True)
     assert families.detect("orion").gguf_name("model.layers.4.self_attn.o_proj.bias") == "blk.4.attn_output.bias"
     assert families.detect("LlamaForCausalLM").name == "llama"
@@ -371,9 +300,9 @@ def test_specs_agree_with_transformers_models(tiny_hf_checkpoints: dict[str, Any
     from transformers import AutoConfig, AutoModelForCausalLM
 
     path = tiny_hf_checkpoints[family]()
-    checkpoint = open_checkpoint(str(path))
-    config = AutoConfig.from_pretrained(path)
-    spec = checkpoint.spec
+    config, expected = AutoConfig.from_pretrained(path), AutoModelForCausalLM.from_pretrained(path).state_dict()
+    with closing(open_checkpoint(str(path))) as checkpoint:
+        spec, ours = checkpoint.spec, state_dict_fp32(checkpoint)
     assert spec.head_dim == (24 if family in ("mistral", "qwen3", "gemma2", "gemma3") else 16)
     tied = family in ("qwen2", "gemma2", "gemma3")
     assert (spec.sliding_window, spec.tied_head) == (8 if family in ("mistral", "gemma2", "gemma3") else None, tied)
@@ -382,9 +311,6 @@ def test_specs_agree_with_transformers_models(tiny_hf_checkpoints: dict[str, Any
     if family in ("gemma2", "gemma3"):
         kinds = ["sliding_attention" if spec.window(layer) else "full_attention" for layer in range(spec.num_layers)]
         assert kinds == config.layer_types
-    expected = AutoModelForCausalLM.from_pretrained(path).state_dict()
-    ours = state_dict_fp32(checkpoint)
-    checkpoint.close()
     assert ours.keys() == expected.keys()
     assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
@@ -392,11 +318,10 @@ def test_specs_agree_with_transformers_models(tiny_hf_checkpoints: dict[str, Any
 # Through the whole engine.
 
 Tiny = dict[str, Callable[..., Path]]
+LONG = [pytest.param(family, marks=pytest.mark.long) for family in ("qwen3", "gemma2", "phi3")]
 
 
-@pytest.mark.parametrize(
-    "family", ["gemma3", *(pytest.param(f, marks=pytest.mark.long) for f in ("qwen3", "gemma2", "phi3"))]
-)
+@pytest.mark.parametrize("family", ["gemma3", *LONG])
 def test_greedy_answers_are_those_of_transformers_and_peft(
     tiny_hf_checkpoints: Tiny, tmp_path: Path, family: str
 ) -> None:

@@ -5,26 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_engine import GREEDY, offline_engine
 
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
 from lorasrv.errors import ModelNotFound
-from lorasrv.llm import LLM
 from lorasrv.models.families import tensor_shapes
 from lorasrv.models.loader import open_checkpoint
-from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.tokenizer import Tokenizer
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 300,
-    "max_position_embeddings": 128,
-    "eos_token_id": 299,
-}
+CONFIG = json.loads("""{
+    "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 128,
+    "eos_token_id": 299}""")
 
 
 @pytest.fixture
@@ -37,10 +28,10 @@ def test_weights_have_the_shapes_of_the_configuration(folder: Path) -> None:
     checkpoint = open_checkpoint(str(folder), "dummy")
     for name, shape in tensor_shapes(checkpoint.spec).items():
         assert tuple(checkpoint.tensor(name).shape) == shape
-    one, other = (f"model.layers.0.mlp.{which}_proj.weight" for which in ("gate", "up"))
-    assert torch.equal(checkpoint.tensor(one), checkpoint.tensor(one))
-    assert not torch.equal(checkpoint.tensor(one), checkpoint.tensor(other))
-    assert 0.015 < float(checkpoint.tensor(one).float().std()) < 0.025
+    one, again, other = (checkpoint.tensor(f"model.layers.0.mlp.{x}_proj.weight") for x in ("gate", "gate", "up"))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)
+    assert 0.015 < float(one.float().std()) < 0.025
     assert torch.equal(checkpoint.tensor("model.norm.weight"), torch.ones(64, dtype=torch.bfloat16))
 
 
@@ -52,10 +43,8 @@ def test_a_weight_longer_than_the_random_block_is_filled(folder: Path) -> None:
 
 
 def test_it_answers(folder: Path) -> None:
-    config = EngineConfig(ModelOptions(quantization="none", load_format="dummy"), MemoryOptions(pool_bytes=1 << 22))
-    with LLM(str(folder), config) as llm:
-        answer = llm.generate(["Hello"], SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True))[0]
-    assert len(answer.token_ids) == 4
+    with offline_engine(folder, load_format="dummy") as llm:
+        assert len(llm.generate(["Hello"], GREEDY)[0].token_ids) == GREEDY.max_tokens
 
 
 def test_bytes_are_tokens_where_there_is_no_tokenizer(folder: Path) -> None:
@@ -64,12 +53,8 @@ def test_bytes_are_tokens_where_there_is_no_tokenizer(folder: Path) -> None:
     assert tokenizer.vocab_size == 300
 
 
-def test_the_built_in_shape() -> None:
-    spec = open_checkpoint("llama-3-8b", "dummy").spec
-    count = sum(torch.Size(shape).numel() for shape in tensor_shapes(spec).values())
-    assert count == 8_030_261_248
-
-
-def test_what_has_no_shape_is_refused(tmp_path: Path) -> None:
+def test_the_built_in_shape_and_what_has_none(tmp_path: Path) -> None:
+    shapes = tensor_shapes(open_checkpoint("llama-3-8b", "dummy").spec)
+    assert sum(torch.Size(shape).numel() for shape in shapes.values()) == 8_030_261_248
     with pytest.raises(ModelNotFound, match=r"has no config\.json and is not one of: llama-3-8b"):
         open_checkpoint(str(tmp_path), "dummy")

