@@ -2,31 +2,32 @@
 
 import json
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tiny_engine import GREEDY, offline_engine
 from typer.testing import CliRunner
 
 from api.cli.main import app
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions
+from lorasrv.config import ModelOptions
 from lorasrv.engine.factory import choose_format
 from lorasrv.errors import CorruptModel, ModelNotFound, UnsupportedFormat
-from lorasrv.llm import LLM
 from lorasrv.models.loader import open_checkpoint
-from lorasrv.models.loader.quantized import QuantizedCheckpoint, linear_names, write_codes
-from lorasrv.models.quantization import get_format
+from lorasrv.models.loader.quantized import FEW_LEVELS, QuantizedCheckpoint, linear_names, write_codes
+from lorasrv.models.quantization import FORMATS, get_format
+from lorasrv.models.quantization.grouped import GroupQuantFormat
 from lorasrv.offline.quantize import Quantized, moments_of_layers, quantize
-from lorasrv.sampling_params import SamplingParams
-from lorasrv.worker.weights import load_weights
+from lorasrv.worker.weights import ModelWeights, load_weights
 from sgmv_kernels.ops import INT4_LEVELS, INT8_LEVELS, Q3H_LEVELS, Ops
 
-CPU = torch.device("cpu")
+OPS = Ops(torch.device("cpu"))
 TEXTS = [[(7 * i + 3 * j) % 380 for i in range(60)] for j in range(4)]
-GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+Change = Callable[[dict[str, torch.Tensor]], object]
 
 
 @pytest.fixture(scope="module", params=["int4", "q3h"])
@@ -48,11 +49,17 @@ def file(model: Path, made: Quantized, kind: str, tmp_path_factory: pytest.TempP
     return path
 
 
+@pytest.fixture(scope="module")
+def weights(model: Path) -> ModelWeights:
+    with closing(open_checkpoint(str(model))) as checkpoint:
+        return load_weights(checkpoint, get_format("none", OPS), torch.float32)
+
+
 @pytest.fixture
 def damaged(file: Path, tmp_path: Path) -> Callable[..., Path]:
     """damaged(change of tensors, **header facts) -> another file."""
 
-    def write(change: Callable[[dict[str, torch.Tensor]], object] = lambda tensors: None, **facts: str) -> Path:
+    def write(change: Change = lambda tensors: None, **facts: str) -> Path:
         tensors = load_file(file)
         change(tensors)
         with safe_open(file, framework="pt") as reader:
@@ -68,16 +75,14 @@ def opened(model: Path, file: Path) -> QuantizedCheckpoint:
     return checkpoint
 
 
-def test_moments_are_those_of_the_inputs(model: Path) -> None:
-    with closing(open_checkpoint(str(model))) as checkpoint:
-        weights = load_weights(checkpoint, get_format("none", Ops(CPU)), torch.float32)
-        found = dict(moments_of_layers(weights, TEXTS, Ops(CPU)))
+def test_moments_are_those_of_the_inputs(model: Path, weights: ModelWeights) -> None:
     from transformers import AutoModelForCausalLM
 
+    found = dict(moments_of_layers(weights, TEXTS, OPS))
     oracle = AutoModelForCausalLM.from_pretrained(model)
     layer = oracle.model.layers[2]
-    watched = [layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.up_proj, layer.mlp.down_proj]
-    seen: list[list[torch.Tensor]] = [[] for _ in watched]
+    seen: list[list[torch.Tensor]] = [[] for _ in range(4)]
+    watched = layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.up_proj, layer.mlp.down_proj
     for module, inputs in zip(watched, seen, strict=True):
         module.register_forward_pre_hook(lambda _, args, inputs=inputs: inputs.append(args[0][0]))
     with torch.no_grad():
@@ -88,14 +93,11 @@ def test_moments_are_those_of_the_inputs(model: Path) -> None:
         torch.testing.assert_close(moments, x.T @ x, rtol=1e-4, atol=1e-3)
 
 
-def test_watching_few_layers_at_a_time_gives_the_same(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with closing(open_checkpoint(str(model))) as checkpoint:
-        weights = load_weights(checkpoint, get_format("none", Ops(CPU)), torch.float32)
-    whole = dict(moments_of_layers(weights, TEXTS, Ops(CPU)))
+def test_watching_few_layers_at_a_time_gives_the_same(weights: ModelWeights, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = dict(moments_of_layers(weights, TEXTS, OPS))
     monkeypatch.setattr("lorasrv.offline.quantize.MAX_MOMENT_BYTES", 1)
-    for layer, moments in moments_of_layers(weights, TEXTS, Ops(CPU)):
-        for one, other in zip(moments, whole[layer], strict=True):
-            assert torch.equal(one, other)
+    for layer, moments in moments_of_layers(weights, TEXTS, OPS):
+        assert all(torch.equal(one, other) for one, other in zip(moments, whole[layer], strict=True))
 
 
 def test_linears_change_less_than_by_rounding_alone(made: Quantized) -> None:
@@ -104,7 +106,7 @@ def test_linears_change_less_than_by_rounding_alone(made: Quantized) -> None:
 
 def test_what_is_served_is_what_was_rounded(model: Path, made: Quantized, file: Path, kind: str) -> None:
     with closing(opened(model, file)) as checkpoint:
-        fmt = choose_format(ModelOptions(quantized_weights=file), checkpoint, Ops(CPU))
+        fmt = choose_format(ModelOptions(quantized_weights=file), checkpoint, OPS)
         assert fmt.name == kind
         weights = load_weights(checkpoint, fmt, torch.float32)
     for name in linear_names(checkpoint.spec):
@@ -113,8 +115,8 @@ def test_what_is_served_is_what_was_rounded(model: Path, made: Quantized, file: 
 
 def test_it_answers_and_another_format_answers_otherwise(model: Path, file: Path, kind: str) -> None:
     def answers(quantized: Path | None) -> list[tuple[int, ...]]:
-        options = ModelOptions(quantization="auto" if quantized else "int8", quantized_weights=quantized)
-        with LLM(str(model), EngineConfig(options, MemoryOptions(pool_bytes=8 << 20))) as llm:
+        how = {"quantization": "auto" if quantized else "int8", "quantized_weights": quantized}
+        with offline_engine(model, **how) as llm:
             return [tuple(done.token_ids) for done in llm.generate(TEXTS, GREEDY)]
 
     assert answers(file) == answers(file)
@@ -123,77 +125,64 @@ def test_it_answers_and_another_format_answers_otherwise(model: Path, file: Path
 
 def test_another_format_than_the_files_is_refused(model: Path, file: Path, kind: str) -> None:
     with closing(opened(model, file)) as checkpoint:
-        for options in (
-            ModelOptions(quantization="int8", quantized_weights=file),
-            ModelOptions(quantization="none", quantized_weights=file),
-            ModelOptions(quantization=kind, quantization_group=128, quantized_weights=file),
-        ):
+        for name, group in (("int8", None), ("none", None), (kind, 128)):
+            options = ModelOptions(quantization=name, quantization_group=group, quantized_weights=file)
             with pytest.raises(UnsupportedFormat, match="--quantized-weights"):
-                choose_format(options, checkpoint, Ops(CPU))
+                choose_format(options, checkpoint, OPS)
         named = ModelOptions(quantization=kind, quantization_group=64, quantized_weights=file)
-        assert choose_format(named, checkpoint, Ops(CPU)).name == kind
+        assert choose_format(named, checkpoint, OPS).name == kind
+
+
+DOWN, UP = "model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.up_proj.weight"
+
+
+def cut(name: str, *parts: str, rows: int | None = None, columns: int | None = None) -> Change:
+    """Takes rows or columns away from a linear's tensors."""
+    return lambda t: t.update({f"{name}.{part}": t[f"{name}.{part}"][:rows, :columns].contiguous() for part in parts})
 
 
 class TestFiles:
     def test_of_another_model(self, file: Path, tiny_hf_checkpoints: dict[str, Callable[..., Path]]) -> None:
-        with pytest.raises(CorruptModel, match="made from other weights"):
-            opened(tiny_hf_checkpoints["llama"](seed=1), file)
-        with pytest.raises(CorruptModel, match=r"lacks \d+ linears"):
-            opened(tiny_hf_checkpoints["llama"](num_hidden_layers=4), file)
-
-    def test_that_is_not_there(self, model: Path, tmp_path: Path) -> None:
-        with pytest.raises(ModelNotFound, match=r"no file x\.safetensors"):
-            opened(model, tmp_path / "x.safetensors")
+        for changes, says in (
+            ({"seed": 1}, "made from other weights"),
+            ({"num_hidden_layers": 4}, r"lacks \d+ linears"),
+        ):
+            with pytest.raises(CorruptModel, match=says):
+                opened(tiny_hf_checkpoints["llama"](**changes), file)
 
     def test_that_is_something_else(self, model: Path, tmp_path: Path) -> None:
+        with pytest.raises(ModelNotFound, match=r"no file x\.safetensors"):
+            opened(model, tmp_path / "x.safetensors")
         with pytest.raises(CorruptModel, match="not written by lorasrv quantize"):
             opened(model, model / "model.safetensors")
-        (tmp_path / "text.safetensors").write_bytes(b"hello, this is no safetensors file")
-        with pytest.raises(CorruptModel, match="cannot be read"):
-            opened(model, tmp_path / "text.safetensors")
-        with pytest.raises(CorruptModel, match="cannot be read"):
-            opened(model, tmp_path)
 
-    def test_of_a_later_version(self, model: Path, damaged: Callable[..., Path]) -> None:
-        with pytest.raises(CorruptModel, match="another version"):
-            opened(model, damaged(kind="lorasrv codes 2"))
-
-    def test_cut_short(self, model: Path, file: Path, tmp_path: Path) -> None:
-        whole = file.read_bytes()
-        for length in (0, 7, 100, len(whole) - 1):
-            (tmp_path / "cut.safetensors").write_bytes(whole[:length])
+    @pytest.mark.parametrize("length", [None, 0, 7, 100, -1])
+    def test_that_is_no_safetensors_file(self, model: Path, file: Path, tmp_path: Path, length: int | None) -> None:
+        data = b"hello, this is no safetensors file" if length is None else file.read_bytes()[:length]
+        (tmp_path / "cut.safetensors").write_bytes(data)
+        for path in (tmp_path / "cut.safetensors", tmp_path):
             with pytest.raises(CorruptModel, match="cannot be read"):
-                opened(model, tmp_path / "cut.safetensors")
+                opened(model, path)
 
-    def test_with_wrong_shapes_or_codes(self, model: Path, damaged: Callable[..., Path], kind: str) -> None:
-        name = "model.layers.0.mlp.down_proj.weight"
+    @pytest.mark.parametrize(
+        ("change", "facts", "says"),
+        [
+            (dict, {"kind": "lorasrv codes 2"}, "another version"),
+            (cut(DOWN, "scales", columns=0), {}, "scales"),
+            *((dict, {"group": group}, "groups of") for group in ("48", "0", "x", "")),
+            (lambda tensors: tensors.update({f"{DOWN}.codes": torch.zeros(3, 3)}), {}, "codes as"),
+            (cut(UP, "codes", "scales", "minima", rows=-1), {}, "up_proj"),
+        ],
+    )
+    def test_with_wrong_facts_or_shapes(self, model: Path, damaged, change: Change, facts: Any, says: str) -> None:
+        with pytest.raises(CorruptModel, match=says):
+            opened(model, damaged(change, **facts))
 
-        def narrower(tensors: dict[str, torch.Tensor]) -> None:
-            tensors[f"{name}.scales"] = tensors[f"{name}.scales"][:, :0].contiguous()
-
-        with pytest.raises(CorruptModel, match="scales"):
-            opened(model, damaged(narrower))
-        for group in ("48", "0", "x", ""):
-            with pytest.raises(CorruptModel, match="groups of"):
-                opened(model, damaged(group=group))
-        with pytest.raises(CorruptModel, match="codes as"):
-            opened(model, damaged(lambda tensors: tensors.update({f"{name}.codes": torch.zeros(3, 3)})))
-        if kind == "q3h":
-            with (
-                closing(opened(model, damaged(lambda tensors: tensors[f"{name}.codes"].fill_(0xFF)))) as checkpoint,
-                pytest.raises(CorruptModel, match="codes above 10"),
-            ):
-                checkpoint.codes(name)
-
-    def test_of_another_shape_than_the_model(self, model: Path, damaged: Callable[..., Path]) -> None:
-        name = "model.layers.1.mlp.up_proj.weight"
-
-        def shorter(tensors: dict[str, torch.Tensor]) -> None:
-            for part in ("codes", "scales", "minima"):
-                tensors[f"{name}.{part}"] = tensors[f"{name}.{part}"][:-1].contiguous()
-
-        with pytest.raises(CorruptModel, match="up_proj"):
-            opened(model, damaged(shorter))
+    def test_with_codes_above_their_levels(self, model: Path, damaged: Callable[..., Path], kind: str) -> None:
+        path = damaged(lambda tensors: tensors[f"{DOWN}.codes"].fill_(0xFF))
+        says = pytest.raises(CorruptModel, match="codes above 10") if kind == "q3h" else nullcontext()
+        with closing(opened(model, path)) as checkpoint, says:
+            checkpoint.codes(DOWN)
 
     def test_a_disk_that_refuses_leaves_nothing(
         self, model: Path, made: Quantized, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -216,11 +205,11 @@ def test_eight_bit_files_are_rounded_where_fewer_bits_are_asked_for(
         held = checkpoint.codes("model.layers.0.mlp.down_proj.weight")
         assert held is not None
         for quantization, keeps in (("auto", True), ("int8", True), ("int4", False)):
-            fmt = choose_format(ModelOptions(quantization=quantization), checkpoint, Ops(CPU))
+            fmt = choose_format(ModelOptions(quantization=quantization), checkpoint, OPS)
             assert fmt.keeps(held) == keeps
     q4 = write_gguf(llama_dir, tmp_path / "q4.gguf", "Q4_1")
     with closing(open_checkpoint(str(q4))) as checkpoint:
-        fmt = choose_format(ModelOptions(), checkpoint, Ops(CPU))
+        fmt = choose_format(ModelOptions(), checkpoint, OPS)
         assert (fmt.name, fmt.keeps(held)) == ("int4", True)
 
 
@@ -278,19 +267,14 @@ class TestCommand:
         assert "folder" in str(run(tmp_path, "--model", model, "--force").exception)
 
     def test_texts_that_say_too_little(self, run, model: Path, tmp_path: Path) -> None:
-        (tmp_path / "short.txt").write_text("hello")
-        assert "tokens" in str(run(tmp_path / "x", "--model", model, "--text", tmp_path / "short.txt").exception)
-        (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\x00")
-        assert "UTF-8" in str(run(tmp_path / "x", "--model", model, "--text", tmp_path / "bad.txt").exception)
+        for name, data, said in (("short", b"hello", "tokens"), ("bad", b"\xff\xfe\x00", "UTF-8")):
+            (tmp_path / name).write_bytes(data)
+            assert said in str(run(tmp_path / "x", "--model", model, "--text", tmp_path / name).exception)
         missing = run(tmp_path / "x", "--model", model, "--text", tmp_path / "none.txt").exception
         assert isinstance(missing, FileNotFoundError)
 
 
 def test_levels_are_named_once() -> None:
-    from lorasrv.models.loader.quantized import FEW_LEVELS
-    from lorasrv.models.quantization import FORMATS
-    from lorasrv.models.quantization.grouped import GroupQuantFormat
-
     levels = {name: fmt.levels for name, fmt in FORMATS.items() if issubclass(fmt, GroupQuantFormat)}
     assert levels == {**FEW_LEVELS, "int8": INT8_LEVELS}
     assert set(FEW_LEVELS.values()) == {INT4_LEVELS, Q3H_LEVELS}

@@ -2,13 +2,15 @@
 
 import hashlib
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -38,46 +40,60 @@ EXACT = {"quantization": "none", "dtype": "float32"}
 ROUNDED = {"quantization": "int8", "dtype": "bfloat16"}
 
 
-@pytest.fixture(scope="module")
-def adapters(tiny_hf_checkpoints: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """PEFT's own adapter of all linears for a Hugging Face folder: random, or untrained."""
-    made: dict[tuple[Path, bool], Path] = {}
+def long(*values: object, **how: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.long, **how)
 
-    def make(model: Path, trained: bool = True) -> Path:
-        if (model, trained) not in made:
-            folder = made[model, trained] = tmp_path_factory.mktemp("adapter")
-            peft_adapter(
-                model,
-                folder,
-                seed=1,
-                strength=0.3,  # of the size of what the base computes, as a trained one, not ten times that
-                lora_alpha=6,
-                init_lora_weights=not trained,
-                rank_pattern={"layers.1.self_attn.o_proj": 7},
-                alpha_pattern={"layers.2.mlp.down_proj": 3},
-            )
-        return made[model, trained]
+
+def shapes(model: Path) -> Any:
+    with closing(open_checkpoint(str(model))) as checkpoint:
+        return base_shapes(checkpoint.spec)
+
+
+@pytest.fixture(scope="module")
+def job_of(tiny_hf_checkpoints: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., VerifyJob]:
+    """job_of(family, file of the model, options) with PEFT's own adapter of all linears: random, or untrained."""
+
+    @cache
+    def adapter(folder: Path, trained: bool) -> Path:
+        target = tmp_path_factory.mktemp("adapter")
+        peft_adapter(
+            folder,
+            target,
+            seed=1,
+            strength=0.3,  # of the size of what the base computes, as a trained one, not ten times that
+            lora_alpha=6,
+            init_lora_weights=not trained,
+            rank_pattern={"layers.1.self_attn.o_proj": 7},
+            alpha_pattern={"layers.2.mlp.down_proj": 3},
+        )
+        return target
+
+    def make(
+        family: str = "llama",
+        file: Callable[[Path], Path] = lambda folder: folder,
+        *,
+        changes: Mapping[str, Any] = MappingProxyType({}),
+        source: Path | None = None,
+        trained: bool = True,
+        **options: Any,
+    ) -> VerifyJob:
+        folder = tiny_hf_checkpoints[family](**changes)
+        source, model = source or adapter(folder, trained), file(folder)
+        config, weights = json.loads((source / "adapter_config.json").read_text()), source / "adapter_model.safetensors"
+        checked = check_files(config, weights, shapes(model), 64)
+        return VerifyJob(
+            model=ModelOptions(model=str(model), device="cpu", **{"kernels": "torch", **EXACT, **options}),
+            kv_dtype="auto",
+            max_lora_rank=64,
+            key=checked.spec.key,
+            config=config,
+            weights=weights,
+            weights_digest=checked.spec.weights_digest,
+            prompts=PROMPTS,
+            new_tokens=4,
+        )
 
     return make
-
-
-def job(model: Path, adapter: Path, **options: Any) -> VerifyJob:
-    checkpoint = open_checkpoint(str(model))
-    checkpoint.close()
-    config = json.loads((adapter / "adapter_config.json").read_text())
-    weights = adapter / "adapter_model.safetensors"
-    checked = check_files(config, weights, base_shapes(checkpoint.spec), 64)
-    return VerifyJob(
-        model=ModelOptions(model=str(model), device="cpu", **{"kernels": "torch", **EXACT, **options}),
-        kv_dtype="auto",
-        max_lora_rank=64,
-        key=checked.spec.key,
-        config=config,
-        weights=weights,
-        weights_digest=checked.spec.weights_digest,
-        prompts=PROMPTS,
-        new_tokens=4,
-    )
 
 
 def run(asked: VerifyJob) -> Verified:
@@ -86,13 +102,28 @@ def run(asked: VerifyJob) -> Verified:
     return done
 
 
+def expect(outcome: ComparisonOutcome, asked: VerifyJob) -> Verified:
+    done = run(asked)
+    assert (done.verdict.outcome, done.verdict.reasons) == (outcome, ())
+    return done
+
+
+ROPES = {
+    "linear": ("llama", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
+    "yarn": (
+        "llama",
+        {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
+    ),
+    "partial": ("phi3", {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}),
+}
+
+
 class TestRight:
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_every_family_is_exact_in_float32(self, tiny_hf_checkpoints: Tiny, adapters, family: str) -> None:
-        model = tiny_hf_checkpoints[family]()
-        verdict = run(job(model, adapters(model))).verdict
+    def test_every_family_is_exact_in_float32(self, job_of, family: str) -> None:
+        verdict = expect(ComparisonOutcome.EXACT, job_of(family)).verdict
         figures = verdict.figures
-        assert (verdict.outcome, verdict.reasons, verdict.notes) == (ComparisonOutcome.EXACT, (), ())
+        assert verdict.notes == ()
         assert figures.adapter.greedy_equal == figures.adapter.positions == 15
         assert figures.linears.compared == figures.linears.adapted
         assert figures.effect.rms > 0.1 * figures.base.spread, "the adapter was meant to change something"
@@ -100,60 +131,38 @@ class TestRight:
         assert figures.shows_in_logits
 
     @pytest.mark.parametrize(
-        "family",
+        ("family", "changes"),
         [
-            pytest.param(f, marks=() if f in ("llama", "gemma3") else pytest.mark.long)
-            for f in FAMILIES
-            if f != "mistral"
+            *((family, {}) for family in ("llama", "gemma3")),
+            *(long(family, {}) for family in ("qwen2", "qwen3", "gemma2", "phi3")),
+            *((family, {"rope_parameters": rope, "num_key_value_heads": 4}) for family, rope in ROPES.values()),
         ],
+        ids=lambda value: value if isinstance(value, str) else value.get("rope_parameters", {}).get("rope_type", ""),
     )
     def test_gguf_files_too(
-        self, tiny_hf_checkpoints: Tiny, adapters, write_gguf: Callable[..., Path], tmp_path: Path, family: str
+        self, job_of, write_gguf: Callable[..., Path], tmp_path: Path, family: str, changes
     ) -> None:
         """The oracle is built from what we read in the file: nothing of the folder is there."""
-        model = tiny_hf_checkpoints[family]()
-        file = write_gguf(model, tmp_path / "tiny.gguf", "F32")
-        verdict = run(job(file, adapters(model))).verdict
-        assert (verdict.outcome, verdict.reasons) == (ComparisonOutcome.EXACT, ())
+        asked = job_of(family, lambda folder: write_gguf(folder, tmp_path / "tiny.gguf", "F32"), changes=changes)
+        expect(ComparisonOutcome.EXACT, asked)
 
     @pytest.mark.parametrize(
-        ("family", "rope"),
+        ("family", "kernels", "quantization"),
         [
-            ("llama", {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}),
-            (
-                "llama",
-                {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16},
-            ),
-            ("phi3", {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}),
+            *((family, "numba", "int8") for family in ("llama", "qwen2", "gemma3", "phi3")),
+            *(long(family, "torch", "int8") for family in ("llama", "qwen2", "gemma3", "phi3")),
+            *(("llama", "torch", few) for few in ("int4", "q3h")),
         ],
     )
-    def test_gguf_files_with_other_ropes(
-        self, tiny_hf_checkpoints: Tiny, adapters, write_gguf, tmp_path: Path, family: str, rope: dict[str, Any]
-    ) -> None:
-        model = tiny_hf_checkpoints[family](rope_parameters=rope, num_key_value_heads=4)
-        verdict = run(job(write_gguf(model, tmp_path / "tiny.gguf", "F32"), adapters(model))).verdict
-        assert verdict.outcome is ComparisonOutcome.EXACT
-
-    @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "phi3"])
-    @pytest.mark.parametrize("kernels", [pytest.param("torch", marks=pytest.mark.long), "numba"])
-    def test_rounding_is_within(self, tiny_hf_checkpoints: Tiny, adapters, family: str, kernels: str) -> None:
-        model = tiny_hf_checkpoints[family]()
-        done = run(job(model, adapters(model), kernels=kernels, **ROUNDED))
-        assert (done.verdict.outcome, done.verdict.reasons) == (ComparisonOutcome.WITHIN, ())
-        assert (done.quantization, done.kernels) == ("int8", kernels)
+    def test_rounding_is_within(self, job_of, family: str, kernels: str, quantization: str) -> None:
+        """The oracle has the rounded weights: what they cost the base is another matter (docs/quantization.md)."""
+        asked = job_of(family, kernels=kernels, quantization=quantization, dtype="bfloat16")
+        done = expect(ComparisonOutcome.WITHIN, asked)
+        assert (done.quantization, done.kernels) == (quantization, kernels)
         assert done.verdict.figures.adapter.rms > 0
 
-    @pytest.mark.parametrize("quantization", ["int4", "q3h"])
-    def test_few_levels_are_no_error(self, tiny_hf_checkpoints: Tiny, adapters, quantization: str) -> None:
-        """The oracle has the rounded weights: what they cost the base is another matter (docs/quantization.md)."""
-        model = tiny_hf_checkpoints["llama"]()
-        verdict = run(job(model, adapters(model), quantization=quantization, dtype="bfloat16")).verdict
-        assert (verdict.outcome, verdict.reasons) == (ComparisonOutcome.WITHIN, ())
-
-    def test_an_untrained_adapter_is_told(self, tiny_hf_checkpoints: Tiny, adapters) -> None:
-        model = tiny_hf_checkpoints["llama"]()
-        verdict = run(job(model, adapters(model, trained=False))).verdict
-        assert verdict.outcome is ComparisonOutcome.EXACT
+    def test_an_untrained_adapter_is_told(self, job_of) -> None:
+        verdict = expect(ComparisonOutcome.EXACT, job_of(trained=False)).verdict
         assert verdict.figures.effect.max_abs == 0
         assert "no effect" in verdict.notes[0]
 
@@ -168,16 +177,13 @@ class TestRight:
         ids=lambda fields: max(fields),
     )
     def test_no_pattern_of_modules_is_matched(
-        self, tiny_hf_checkpoints: Tiny, adapters, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+        self, job_of, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
     ) -> None:
         """One that takes for ever would otherwise cost the whole time limit."""
-        model = tiny_hf_checkpoints["llama"]()
-        asked = job(model, adapters(model))
+        asked = job_of()
         named = {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]}
         config = {**asked.config, **named, **fields}
-        base = open_checkpoint(str(model))
-        base.close()
-        check_files(config, asked.weights, base_shapes(base.spec), 64)
+        check_files(config, asked.weights, shapes(Path(asked.model.model)), 64)
         compiled = re._compiler.compile  # type: ignore[attr-defined]
 
         def compiling(pattern: Any, flags: int) -> Any:
@@ -185,110 +191,60 @@ class TestRight:
             return compiled(pattern, flags)
 
         monkeypatch.setattr(re._compiler, "compile", compiling)  # type: ignore[attr-defined]
-        assert run(replace(asked, config=config)).verdict.outcome is ComparisonOutcome.EXACT
+        expect(ComparisonOutcome.EXACT, replace(asked, config=config))
 
-    def test_peft_is_told_what_is_honoured_and_nothing_else(self, tiny_hf_checkpoints: Tiny, adapters) -> None:
+    def test_peft_is_told_what_is_honoured_and_nothing_else(self, job_of) -> None:
         """`megatron_core` names a module to import, and what training needed PEFT might still compute."""
-        model = tiny_hf_checkpoints["llama"]()
-        asked = job(model, adapters(model))
+        asked = job_of()
         config = {**asked.config, "megatron_config": {"a": 1}, "megatron_core": "no.such.module", "runtime_config": 5}
-        assert run(replace(asked, config=config)).verdict.outcome is ComparisonOutcome.EXACT
+        expect(ComparisonOutcome.EXACT, replace(asked, config=config))
 
-    def test_the_job_survives_the_way(self, tiny_hf_checkpoints: Tiny, adapters) -> None:
-        model = tiny_hf_checkpoints["llama"]()
-        asked = job(model, adapters(model))
-        assert VerifyJob.from_line(asked.to_line()) == asked
-        other = replace(asked, model=replace(asked.model, quantized_weights=Path("x")))
-        assert VerifyJob.from_line(other.to_line()) == other
+    def test_the_job_survives_the_way(self, job_of) -> None:
+        asked = job_of()
+        for one in (asked, replace(asked, model=replace(asked.model, quantized_weights=Path("x")))):
+            assert VerifyJob.from_line(one.to_line()) == one
 
 
-def _changed(change: Callable[[tuple[int, str], LoraTensors], LoraTensors]) -> Callable[..., Any]:
-    """`pack_adapter`, given other tensors than the file has."""
-    pack = served.pack_adapter
-
-    def wrong(spec: ModelSpec, layout: Any, weights: AdapterWeights, dtype: torch.dtype) -> Any:
-        tensors = {site: change(site, weights[site]) for site in weights}
-        return pack(spec, layout, AdapterWeights(weights.spec, tensors), dtype)
-
-    return wrong
-
-
-def _twice_as_strong(_: tuple[int, str], t: LoraTensors) -> LoraTensors:
-    return replace(t, scaling=2 * t.scaling)
-
-
-def _a_transposed(_: tuple[int, str], t: LoraTensors) -> LoraTensors:
-    return replace(t, a=t.a.reshape(t.a.shape[::-1]).T.copy())
-
-
-def _one_missing(site: tuple[int, str], t: LoraTensors) -> LoraTensors:
-    return replace(t, b=0 * t.b) if site == (1, "self_attn.o_proj") else t
-
-
-def _one_without_its_alpha(site: tuple[int, str], t: LoraTensors) -> LoraTensors:
-    return replace(t, scaling=6 / 4) if site == (2, "mlp.down_proj") else t
-
-
-def _reversed_ranks_of_b(_: tuple[int, str], t: LoraTensors) -> LoraTensors:
-    return replace(t, b=t.b[:, ::-1].copy())
-
-
-SABOTAGE = {
-    "2x": _twice_as_strong,
-    "transposed": _a_transposed,
-    "missing": _one_missing,
-    "alpha": _one_without_its_alpha,
-    "ranks": _reversed_ranks_of_b,
+Site = tuple[int, str]
+SABOTAGE: dict[str, Callable[[Site, LoraTensors], LoraTensors]] = {
+    "2x": lambda _, t: replace(t, scaling=2 * t.scaling),
+    "transposed": lambda _, t: replace(t, a=t.a.reshape(t.a.shape[::-1]).T.copy()),
+    "missing": lambda site, t: replace(t, b=0 * t.b) if site == (1, "self_attn.o_proj") else t,
+    "alpha": lambda site, t: replace(t, scaling=6 / 4) if site == (2, "mlp.down_proj") else t,
+    "ranks": lambda _, t: replace(t, b=t.b[:, ::-1].copy()),
 }
+"""What may happen to an adapter's tensors, and where it happens to one linear only, which."""
+WHERE = {"missing": ("layers.1.self_attn.o_proj",), "alpha": ("layers.2.mlp.down_proj",)}
 
 
 class TestWrong:
     @pytest.mark.parametrize("sabotage", SABOTAGE)
+    @pytest.mark.parametrize("family", ["llama", long("gemma2"), long("phi3")])
     @pytest.mark.parametrize(
-        "family",
-        ["llama", pytest.param("gemma2", marks=pytest.mark.long), pytest.param("phi3", marks=pytest.mark.long)],
+        "options",
+        [pytest.param({}, id="torch-float32"), long({"kernels": "numba", **ROUNDED}, id="numba-int8-bf16")],
     )
-    @pytest.mark.parametrize(
-        ("kernels", "options"),
-        [
-            pytest.param("torch", EXACT, id="torch-float32"),
-            pytest.param("numba", ROUNDED, id="numba-int8-bf16", marks=pytest.mark.long),
-        ],
-    )
-    def test_panels(
-        self,
-        tiny_hf_checkpoints: Tiny,
-        adapters,
-        monkeypatch: pytest.MonkeyPatch,
-        sabotage: str,
-        family: str,
-        kernels: str,
-        options: dict[str, str],
-    ) -> None:
-        model = tiny_hf_checkpoints[family]()
-        monkeypatch.setattr(served, "pack_adapter", _changed(SABOTAGE[sabotage]))
-        verdict = run(job(model, adapters(model), kernels=kernels, **options)).verdict
+    def test_panels(self, job_of, monkeypatch: pytest.MonkeyPatch, sabotage: str, family: str, options: Any) -> None:
+        pack, change = served.pack_adapter, SABOTAGE[sabotage]
+
+        def wrong(spec: ModelSpec, layout: Any, weights: AdapterWeights, dtype: torch.dtype) -> Any:
+            tensors = {site: change(site, weights[site]) for site in weights}
+            return pack(spec, layout, AdapterWeights(weights.spec, tensors), dtype)
+
+        monkeypatch.setattr(served, "pack_adapter", wrong)
+        verdict = run(job_of(family, **options)).verdict
         assert verdict.outcome is ComparisonOutcome.DIFFERS
         assert "linears are off" in verdict.reasons[0]
-        wrong, where = (
-            verdict.figures.linears,
-            {"missing": "layers.1.self_attn.o_proj", "alpha": "layers.2.mlp.down_proj"},
-        )
-        if sabotage in where:
-            assert wrong.wrong == (where[sabotage],)
+        linears = verdict.figures.linears
+        if sabotage in WHERE:
+            assert linears.wrong == WHERE[sabotage]
         else:
-            assert wrong.num_wrong == wrong.compared
+            assert linears.num_wrong == linears.compared
 
     @pytest.mark.parametrize("family", ["llama", "qwen3"])
-    @pytest.mark.parametrize(("kernels", "options"), [("torch", EXACT), ("numba", ROUNDED)])
+    @pytest.mark.parametrize("options", [{}, {"kernels": "numba", **ROUNDED}], ids=["torch-float32", "numba-int8-bf16"])
     def test_a_site_that_the_forward_pass_leaves_out(
-        self,
-        tiny_hf_checkpoints: Tiny,
-        adapters,
-        monkeypatch: pytest.MonkeyPatch,
-        family: str,
-        kernels: str,
-        options: dict[str, str],
+        self, job_of, monkeypatch: pytest.MonkeyPatch, family: str, options: Any
     ) -> None:
         """Its panels are right, so that only the logits can tell."""
         linear = Decoder._linear
@@ -297,15 +253,12 @@ class TestWrong:
             return weights(x) if site == 3 else linear(self, weights, x, layer, site, tables)
 
         monkeypatch.setattr(Decoder, "_linear", without_down)
-        model = tiny_hf_checkpoints[family]()
-        verdict = run(job(model, adapters(model), kernels=kernels, **options)).verdict
+        verdict = run(job_of(family, **options)).verdict
         assert verdict.figures.linears.num_wrong == 0
         assert (verdict.outcome, len(verdict.reasons)) == (ComparisonOutcome.DIFFERS, 1)
         assert "logits with the adapter" in verdict.reasons[0]
 
-    def test_a_base_that_gets_the_adapter(
-        self, tiny_hf_checkpoints: Tiny, adapters, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_base_that_gets_the_adapter(self, job_of, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its large error is no licence for the adapter's."""
         right = served.ServedModel.logits
 
@@ -314,37 +267,31 @@ class TestWrong:
             return replace(answer, plain=answer.adapted)
 
         monkeypatch.setattr(served.ServedModel, "logits", mixed_up)
-        model = tiny_hf_checkpoints["llama"]()
-        verdict = run(job(model, adapters(model), **ROUNDED)).verdict
+        verdict = run(job_of(**ROUNDED)).verdict
         assert verdict.outcome is ComparisonOutcome.DIFFERS
         assert "the base itself" in verdict.reasons[0]
 
 
 class TestRefused:
     @pytest.mark.long
-    def test_logits_that_are_no_numbers(self, tiny_hf_checkpoints: Tiny, adapters, tmp_path: Path) -> None:
-        model = tiny_hf_checkpoints["llama"]()
-        source = adapters(model)
-        tensors = load_file(source / "adapter_model.safetensors")
-        save_file(
-            {n: t * 1e30 if "lora_B" in n else t for n, t in tensors.items()}, tmp_path / "adapter_model.safetensors"
-        )
-        (tmp_path / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
+    def test_logits_that_are_no_numbers(self, job_of, tmp_path: Path) -> None:
+        source = job_of()
+        tensors = {n: t * 1e30 if "lora_B" in n else t for n, t in load_file(source.weights).items()}
+        save_file(tensors, tmp_path / "adapter_model.safetensors")
+        (tmp_path / "adapter_config.json").write_text(json.dumps(source.config))
         with pytest.raises(CannotVerify, match="overflows"):
-            run(job(model, tmp_path))
+            run(job_of(source=tmp_path))
 
-    def test_another_file_than_was_stored(self, tiny_hf_checkpoints: Tiny, adapters, tmp_path: Path) -> None:
-        model = tiny_hf_checkpoints["llama"]()
-        asked = job(model, adapters(model))
-        damaged = tmp_path / "blob"
+    def test_another_file_than_was_stored(self, job_of, tmp_path: Path) -> None:
+        asked = job_of()
         data = bytearray(asked.weights.read_bytes())
         data[-1] ^= 1
-        damaged.write_bytes(data)
+        (tmp_path / "blob").write_bytes(data)
+        damaged = replace(asked, weights=tmp_path / "blob")
         with pytest.raises(AdapterCorrupt):
-            run(replace(asked, weights=damaged))
-        digest = hashlib.sha256(data).hexdigest()
+            run(damaged)
         with pytest.raises(AdapterCorrupt, match="not what its name says"):
-            run(replace(asked, weights=damaged, weights_digest=digest))
+            run(replace(damaged, weights_digest=hashlib.sha256(data).hexdigest()))
 
     @pytest.mark.parametrize(
         ("changes", "named"),
@@ -361,18 +308,12 @@ class TestRefused:
 
 
 @pytest.fixture
-def child(tiny_hf_checkpoints: Tiny, adapters) -> Iterator["subprocess.Popen[bytes]"]:
+def child(job_of) -> Iterator["subprocess.Popen[bytes]"]:
     """The real process, given a real job."""
-    model = tiny_hf_checkpoints["llama"]()
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-m", "lorasrv.offline.verify.worker"],
-        stdin=-1,
-        stdout=-1,
-        stderr=-1,
-        env={**os.environ},
-    )
+    command = [sys.executable, "-P", "-m", "lorasrv.offline.verify.worker"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     assert process.stdin is not None
-    process.stdin.write(job(model, adapters(model)).to_line())
+    process.stdin.write(job_of().to_line())
     process.stdin.flush()
     yield process
     process.kill()
@@ -387,7 +328,7 @@ class TestProcess:
         assert b"result" not in out
 
     @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks Linux")
-    def test_it_gives_way(self, child: "subprocess.Popen[bytes]") -> None:
+    def test_its_priority_is_the_lowest(self, child: "subprocess.Popen[bytes]") -> None:
         assert child.stdout is not None
         assert json.loads(child.stdout.readline())["progress"][1] == 0.0
         fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()

@@ -13,6 +13,8 @@ EFFECT = Effect(9.0, 2.0, 3.0, 20)
 LINEARS = LinearErrors(8, 8, 0.002, "layers.0.mlp.up_proj", (), 0)
 GOOD = ComparisonStats("bfloat16", BASE, BASE, EFFECT, LINEARS)
 EXACT = replace(BASE, rms=1e-6, max_abs=1e-5, max_relative=1e-6)
+ROUNDING_ONLY = replace(GOOD, adapter=EXACT, base=replace(EXACT, rms=0.0), effect=Effect(1e-5, 1e-5, 1e-5, 0))
+"""Nothing but float32 rounding, though it is many times the base's, which happens to have none."""
 
 
 @pytest.mark.parametrize(
@@ -28,11 +30,7 @@ EXACT = replace(BASE, rms=1e-6, max_abs=1e-5, max_relative=1e-6)
         (replace(GOOD, adapter=EXACT, base=EXACT), ComparisonOutcome.WITHIN),
         (replace(GOOD, adapter=EXACT, base=EXACT, linears=replace(LINEARS, max_error=1e-6)), ComparisonOutcome.EXACT),
         (replace(GOOD, adapter=EXACT, linears=replace(LINEARS, max_error=1e-6)), ComparisonOutcome.WITHIN),
-        # Nothing but float32 rounding, though it is many times the base's, which happens to have none.
-        (
-            replace(GOOD, adapter=EXACT, base=replace(EXACT, rms=0.0), effect=Effect(1e-5, 1e-5, 1e-5, 0)),
-            ComparisonOutcome.WITHIN,
-        ),
+        (ROUNDING_ONLY, ComparisonOutcome.WITHIN),
     ],
 )
 def test_outcomes(figures: ComparisonStats, outcome: ComparisonOutcome) -> None:
@@ -90,20 +88,19 @@ def test_effects_add_up() -> None:
 
 def test_errors_of_linears() -> None:
     one = torch.ones(4, 3)
-    cases = {
-        "right": (one, one),
-        "none": (0 * one, 0 * one),
-        "left out": (0 * one, one),
-        "too many": (one, 0 * one),
-        "twice": (2 * one, one),
-        "nan": (one * float("nan"), one),
-    }
-    wanted = {"right": 0.0, "none": 0.0, "left out": 1.0, "too many": 1.0, "twice": 0.5, "nan": 2.0}
-    for name, (served, oracle) in cases.items():
-        found = linear_errors([(name, served, oracle)], 0.01)
-        assert found.max_error == pytest.approx(wanted[name])
-        assert found.adapted == bool(oracle.any())
-        assert found.wrong == ((name,) if wanted[name] else ())
-    everything = linear_errors([(name, *pair) for name, pair in cases.items()], 0.01)
+    cases = [
+        (("right", one, one), 0.0),
+        (("none", 0 * one, 0 * one), 0.0),
+        (("left out", 0 * one, one), 1.0),
+        (("too many", one, 0 * one), 1.0),
+        (("twice", 2 * one, one), 0.5),
+        (("nan", one * float("nan"), one), 2.0),
+    ]
+    for case, error in cases:
+        found = linear_errors([case], 0.01)
+        assert found.max_error == pytest.approx(error)
+        assert found.adapted == bool(case[2].any())
+        assert found.wrong == ((case[0],) if error else ())
+    everything = linear_errors([case for case, _ in cases], 0.01)
     assert (everything.compared, everything.adapted, everything.num_wrong) == (6, 4, 4)
     assert everything.worst == everything.wrong[0] == "nan"
