@@ -1,16 +1,16 @@
-"""How likely tokens are: as transformers and PEFT say, whatever shares the batch, is cached, or had to give way."""
+"""How likely tokens are: as transformers and PEFT say, whatever shares the batch, is cached or was preempted."""
 
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mispredict import expect_short_answers
+from tiny_engine import offline_engine
 
-from lorasrv.config import EngineConfig, MemoryOptions, ModelOptions, SchedulerOptions
 from lorasrv.engine.output_processor import OutputProcessor
 from lorasrv.errors import InvalidRequest
 from lorasrv.llm import LLM
@@ -19,11 +19,10 @@ from lorasrv.sampling.logprobs import likeliest, token_logprobs
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.detokenizer import Detokenizer
 from lorasrv.text.tokenizer import Tokenizer
+from lorasrv.worker import model_runner
 
-PAGE = 16
-BLOCK = 3 * 2 * 2 * 16 * PAGE * 4
-"""Bytes of a page in all layers: 3 layers, keys and values of 2 heads of 16 in float32."""
 CLOSE = 2e-4
+GREEDY = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 LONG = [10 + (7 * i) % 300 for i in range(200)]
 NAMES = (None, "one", "two", "three")
 Oracle = Callable[[list[int], str | None], torch.Tensor]
@@ -47,17 +46,9 @@ def oracle(model: Path, adapter_dirs: dict[str, Path]) -> Oracle:
 @pytest.fixture
 def llm(model: Path, adapter_dirs: dict[str, Path], request: pytest.FixtureRequest) -> Iterator[LLM]:
     """A small engine; parametrized by pages of the pool, tokens a step and the way of preemption."""
-    pages, tokens, preemption = getattr(request, "param", (400, 512, "auto"))
-    config = EngineConfig(
-        model=ModelOptions(quantization="none", dtype="float32"),
-        memory=MemoryOptions(pool_bytes=pages * BLOCK),
-        scheduler=SchedulerOptions(
-            max_num_seqs=min(16, tokens), max_num_batched_tokens=tokens, preemption_mode=preemption, target_itl_ms=None
-        ),
-    )
-    with LLM(str(model), config) as llm:
-        for name, folder in adapter_dirs.items():
-            llm.add_adapter(name, folder)
+    pages, tokens, mode = getattr(request, "param", (400, 512, "auto"))
+    options = {"max_num_seqs": 16, "max_num_batched_tokens": tokens, "preemption_mode": mode, "target_itl_ms": None}
+    with offline_engine(model, adapter_dirs, pages, **options) as llm:
         step = llm.engine.step
 
         def checked() -> Any:
@@ -83,16 +74,15 @@ def _agrees(found: TokenLogprobs, row: torch.Tensor, token: int, top: int) -> No
 def test_prompt_and_answer_in_a_mixed_batch(llm: LLM, oracle: Oracle) -> None:
     lengths = (1, 2, 16, 17, 45, 48, 130, 200)
     work = [(LONG[i : i + n], NAMES[i % 4]) for i, n in enumerate(lengths)]
-    asked = [SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, logprobs=5, prompt_logprobs=3)] * len(work)
+    asked = [replace(GREEDY, max_tokens=6, logprobs=5, prompt_logprobs=3)] * len(work)
     # Others in the same batch ask for nothing, or for one of both.
-    asked[1] = dataclasses.replace(asked[1], logprobs=None, prompt_logprobs=None)
-    asked[3] = dataclasses.replace(asked[3], prompt_logprobs=None, temperature=0.9, seed=4)
-    asked[5] = dataclasses.replace(asked[5], logprobs=0, prompt_logprobs=0)
+    asked[1] = replace(asked[1], logprobs=None, prompt_logprobs=None)
+    asked[3] = replace(asked[3], prompt_logprobs=None, temperature=0.9, seed=4)
+    asked[5] = replace(asked[5], logprobs=0, prompt_logprobs=0)
     done = llm.generate([p for p, _ in work], asked, [n for _, n in work])
     for (prompt, name), sampling, answer in zip(work, asked, done, strict=True):
         if sampling.logprobs is None:
-            assert answer.logprobs == ()
-            assert answer.prompt_logprobs is None
+            assert (answer.logprobs, answer.prompt_logprobs) == ((), None)
             continue
         rows = oracle([*prompt, *answer.token_ids], name)
         for i, (found, token) in enumerate(zip(answer.logprobs, answer.token_ids, strict=True)):
@@ -101,33 +91,28 @@ def test_prompt_and_answer_in_a_mixed_batch(llm: LLM, oracle: Oracle) -> None:
             assert answer.prompt_logprobs is None
             continue
         assert answer.prompt_logprobs is not None
-        assert answer.prompt_logprobs[0] is None
-        assert len(answer.prompt_logprobs) == len(prompt)
-        for i, known in enumerate(answer.prompt_logprobs[1:]):
-            assert known is not None
-            _agrees(known, rows[i], prompt[i + 1], sampling.prompt_logprobs)
+        first, *known = answer.prompt_logprobs
+        assert (first, len(known)) == (None, len(prompt) - 1)
+        for i, found in enumerate(known):
+            _agrees(found, rows[i], prompt[i + 1], sampling.prompt_logprobs)
     assert abs(float(oracle(LONG[:9], "two")[3, 4] - oracle(LONG[:9], None)[3, 4])) > 10 * CLOSE, "the adapter matters"
 
 
 def test_a_cached_prompt_is_computed_again_where_it_is_asked_for(llm: LLM) -> None:
-    sampling = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, prompt_logprobs=1)
+    sampling = replace(GREEDY, prompt_logprobs=1)
     first, again = (llm.generate([LONG], sampling)[0] for _ in range(2))
     assert again.timing.num_cached_tokens == 0
     assert again.prompt_logprobs == first.prompt_logprobs
-    plain = llm.generate([LONG], dataclasses.replace(sampling, prompt_logprobs=None))[0]
+    plain = llm.generate([LONG], replace(sampling, prompt_logprobs=None))[0]
     assert plain.timing.num_cached_tokens == 192, "its pages serve others"
 
 
-@pytest.mark.parametrize(
-    "llm",
-    [
-        pytest.param((34, 64, "recompute"), id="recompute", marks=pytest.mark.long),
-        pytest.param((34, 64, "swap"), id="swap"),
-    ],
-    indirect=True,
-)
-def test_who_gives_way_says_the_same(llm: LLM, model: Path) -> None:
-    sampling = SamplingParams(max_tokens=70, temperature=0.0, ignore_eos=True, logprobs=2, prompt_logprobs=2)
+RECOMPUTE = pytest.param((34, 64, "recompute"), id="recompute", marks=pytest.mark.long)
+
+
+@pytest.mark.parametrize("llm", [RECOMPUTE, pytest.param((34, 64, "swap"), id="swap")], indirect=True)
+def test_preempted_answers_have_the_same_logprobs(llm: LLM) -> None:
+    sampling = replace(GREEDY, max_tokens=70, logprobs=2, prompt_logprobs=2)
     prompts = [LONG[i : i + 60] for i in range(8)]
     alone = [llm.generate([prompt], sampling)[0] for prompt in prompts]
     expect_short_answers(llm.engine._parts.scheduler.predictor)
@@ -144,10 +129,9 @@ def _floats(answer: Any) -> list[float]:
     return [one.logprob for one in known]
 
 
-@pytest.mark.parametrize("llm", [(400, 512, "auto")], indirect=True)
 def test_a_step_computes_few_rows_of_prompts_and_nobody_waits_for_them(llm: LLM) -> None:
-    asks = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    plain = SamplingParams(max_tokens=1, temperature=0.0)
+    plain = replace(GREEDY, max_tokens=1)
+    asks = replace(plain, prompt_logprobs=0)
     rows: list[int] = []
     names: list[list[str]] = []
     run = llm.engine._parts.executor.runner.run
@@ -167,9 +151,7 @@ def test_a_step_computes_few_rows_of_prompts_and_nobody_waits_for_them(llm: LLM)
     assert [len(answer.prompt_logprobs or ()) for answer in done] == [200, 199, 198, 0]
 
 
-def test_an_adapter_without_numbers_fails_alone(llm: LLM) -> None:
-    from lorasrv.worker import model_runner
-
+def test_an_adapter_without_numbers_fails_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = model_runner.prompt_logprobs
 
     def spoilt(logits: torch.Tensor, shares: Any) -> Any:
@@ -178,15 +160,11 @@ def test_an_adapter_without_numbers_fails_alone(llm: LLM) -> None:
             logits[:5] = math.nan
         return whole(logits, shares)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "prompt_logprobs", spoilt)
-        messages = [
-            llm._message(LONG[:9], SamplingParams(max_tokens=2, temperature=0.0, prompt_logprobs=0), name)
-            for name in (None, "one")
-        ]
-        for message in messages:
-            llm.engine.add_request(message)
-        outputs = [output for _ in range(6) for output in llm.engine.step()]
+    monkeypatch.setattr(model_runner, "prompt_logprobs", spoilt)
+    messages = [llm._message(LONG[:9], replace(GREEDY, prompt_logprobs=0), name) for name in (None, "one")]
+    for message in messages:
+        llm.engine.add_request(message)
+    outputs = [output for _ in range(6) for output in llm.engine.step()]
     ends = {o.request_id: o.finish_reason for o in outputs if o.finish_reason}
     assert ends == {messages[0].request_id: FinishReason.ERROR, messages[1].request_id: FinishReason.LENGTH}
 
@@ -195,8 +173,8 @@ def test_of_equals_the_smaller_id_comes_first() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, -0.0, 0.0, 3.0, -5.0], [-1.0, -1.0, -2.0, -1.0, -9.0, -1.0, -1.0]])
     assert likeliest(logits, 6).tolist() == [[1, 2, 5, 0, 3, 4], [0, 1, 3, 5, 6, 2]]
     [one, other] = token_logprobs(logits, [5, 4], [2, 7])
-    assert one is not None
-    assert other is not None
+    assert one
+    assert other
     assert [token for token, _ in one.top] == [1, 2]
     assert one.logprob == one.top[0][1]
     assert dict(other.top)[4] == other.logprob
@@ -205,7 +183,7 @@ def test_of_equals_the_smaller_id_comes_first() -> None:
 def test_logits_further_apart_than_a_float_reaches_are_numbers_all_the_same() -> None:
     logits = torch.tensor([[3e38, -3e38, 0.0], [math.inf, 0.0, 0.0], [0.0, math.nan, 0.0], [0.0, -math.inf, 0.0]])
     far, *others = token_logprobs(logits, [1, 0, 0, 1], [3, 3, 3, 3])
-    assert far is not None
+    assert far
     assert far.logprob == min(value for _, value in far.top) == torch.finfo(torch.float32).min
     assert others == [None, None, None]
 
@@ -231,8 +209,7 @@ def test_offsets_are_where_each_token_begins_also_while_text_is_held_back(builti
     ids = builtin_tokenizer.encode(text, add_special_tokens=False)
     sampling = SamplingParams(logprobs=0, stop=("ended", "🦜🦜"))
     processor = OutputProcessor(1, sampling, Detokenizer(builtin_tokenizer))
-    offsets: list[int] = []
-    told = ""
+    offsets, told = [], ""
     for number, token in enumerate(ids, 1):
         end = FinishReason.LENGTH if number == len(ids) else None
         one = TokenLogprobs(token, -1.0)
@@ -241,6 +218,4 @@ def test_offsets_are_where_each_token_begins_also_while_text_is_held_back(builti
         offsets += output.text_offsets
         told += output.text
     assert told == text
-    assert offsets[0] == 0
-    starts = [len(builtin_tokenizer.decode(ids[:i]).rstrip("\ufffd")) for i in range(len(ids))]
-    assert offsets == starts
+    assert offsets == [len(builtin_tokenizer.decode(ids[:i]).rstrip("\ufffd")) for i in range(len(ids))]

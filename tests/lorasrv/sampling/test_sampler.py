@@ -1,6 +1,5 @@
 """Choices: greedy is the argmax, filters keep what they should, a seed fixes the text whatever shares the batch."""
 
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from tiny_engine import offline_engine
 from transformers import TypicalLogitsWarper
 
 from lorasrv.llm import LLM
+from lorasrv.models.loader.locate import read_tokenizer
 from lorasrv.outputs import Completion, FinishReason
 from lorasrv.sampling.logits_processors import SamplingMetadata, typical
 from lorasrv.sampling.sampler import draw_together, sample, sample_finite
@@ -25,9 +25,14 @@ PROBS = torch.tensor([0.05, 0.4, 0.1, 0.25, 0.2])
 LOGITS = PROBS.log()
 
 
-def _support(draws: int = 400, **params) -> set[int]:
-    p = SamplingParams(seed=11, **params)
-    return {sample(LOGITS[None], [SamplingMetadata(p, i)])[0] for i in range(draws)}
+def _draws(count: int, logits: torch.Tensor = LOGITS, **params: Any) -> list[int]:
+    """What is drawn of one row at the first steps."""
+    sampling = SamplingParams(**params)
+    return [sample(logits[None], [SamplingMetadata(sampling, step)])[0] for step in range(count)]
+
+
+def _support(count: int = 400, logits: torch.Tensor = LOGITS, **params: Any) -> set[int]:
+    return set(_draws(count, logits, seed=11, **params))
 
 
 def test_greedy_is_the_argmax_at_any_tiny_temperature() -> None:
@@ -44,6 +49,7 @@ def test_filters_keep_exactly_what_they_should() -> None:
     assert _support(min_p=0.45) == {1, 3, 4}
     assert _support(top_k=4, top_p=0.89) == {1, 3, 4}
     assert _support(top_p=1e-6) == {1}
+    assert _support(100, temperature=0.05) == {1}
 
 
 @pytest.mark.parametrize("mass", [0.05, 0.2, 0.5, 0.9, 0.999])
@@ -54,54 +60,34 @@ def test_typical_is_that_of_transformers(mass: float, temperature: float) -> Non
     assert torch.equal(typical(torch.softmax(logits / temperature, dim=-1), mass), want)
     assert not want.all()
     sampling = SamplingParams(seed=1, typical_p=mass, temperature=temperature)
-    for together in (False, True):
-        for i, row in enumerate(logits[:3]):
-            rows = [SamplingMetadata(sampling, count) for count in range(40)]
-            many = row.expand(len(rows), -1)
-            drawn = draw_together(many, rows).tolist() if together else sample(many, rows)
-            assert set(drawn) <= set(want[i].nonzero()[:, 0].tolist())
+    rows = [SamplingMetadata(sampling, count) for count in range(40)]
+    for row, kept in zip(logits[:3], want[:3], strict=True):
+        many = row.expand(len(rows), -1)
+        assert {*draw_together(many, rows).tolist(), *sample(many, rows)} <= set(kept.nonzero()[:, 0].tolist())
 
 
 def test_typical_leaves_out_what_is_too_likely_and_works_on_what_the_others_leave() -> None:
-    probs = [0.4, *[0.05] * 12]
-    logits = torch.tensor(probs).log()[None]
-    drawn = {sample(logits, [SamplingMetadata(SamplingParams(seed=2, typical_p=0.5), i)])[0] for i in range(150)}
-    assert drawn == set(range(1, 13))
+    assert _support(150, torch.tensor([0.4, *[0.05] * 12]).log(), typical_p=0.5) == set(range(1, 13))
     assert _support(top_k=2) == {1, 3}
     assert _support(top_k=2, typical_p=0.1) == {1}  # of 0.62 and 0.38 the first is nearer to their entropy
     assert _support(temperature=1e-5, typical_p=0.1) == {1}
 
 
-def test_typical_keeps_a_token_of_any_distribution() -> None:
-    for probs in ([1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [1e-30, 1.0, 1e-38]):
-        assert typical(torch.tensor(probs), 0.9).any()
-
-
-def test_typical_keeps_nothing_that_is_filtered_out_already() -> None:
+def test_typical_is_of_the_share_of_what_is_left_and_keeps_nothing_else() -> None:
     """Also where what is left does not quite add up to the mass, by rounding."""
     probs = torch.softmax(torch.randn(50, 400, generator=torch.Generator().manual_seed(1)), dim=-1)
+    assert torch.equal(typical(probs / 4, 0.5), typical(probs, 0.5))
     probs[:, 300:] = 0.0
     assert torch.equal(typical(probs, 1 - 1e-9), probs > 0)
-
-
-def test_typical_is_of_the_share_of_what_is_left() -> None:
-    probs = torch.softmax(torch.randn(50, 40, generator=torch.Generator().manual_seed(1)), dim=-1)
-    assert torch.equal(typical(probs / 4, 0.5), typical(probs, 0.5))
+    for certain in ([1.0, 0.0, 0.0], [0.5, 0.5, 0.0], [1e-30, 1.0, 1e-38]):
+        assert typical(torch.tensor(certain), 0.9).any()
 
 
 def test_frequencies_follow_the_distribution() -> None:
     draws = 4000
-    p = SamplingParams(seed=5, temperature=1.0)
-    counts = torch.bincount(
-        torch.tensor([sample(LOGITS[None], [SamplingMetadata(p, i)])[0] for i in range(draws)]), minlength=5
-    )
+    counts = torch.bincount(torch.tensor(_draws(draws, seed=5, temperature=1.0)), minlength=5)
     sigma = (PROBS * (1 - PROBS) * draws).sqrt()
     assert ((counts - PROBS * draws).abs() < 4.5 * sigma).all()
-
-
-def test_temperature_sharpens() -> None:
-    cold = SamplingParams(seed=5, temperature=0.05)
-    assert {sample(LOGITS[None], [SamplingMetadata(cold, i)])[0] for i in range(100)} == {1}
 
 
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 5))
@@ -115,10 +101,7 @@ def test_a_seed_fixes_the_token_whatever_shares_the_batch(seed: int, row: int) -
 
 
 def test_a_nucleus_wider_than_the_candidates_is_exact() -> None:
-    logits = torch.zeros(1, 2000)
-    p = [SamplingParams(seed=1, top_p=0.9)]
-    drawn = {sample(logits, [SamplingMetadata(p[0], i)])[0] for i in range(300)}
-    assert len(drawn) > 200
+    assert len(set(_draws(300, torch.zeros(2000), seed=1, top_p=0.9))) > 200
 
 
 FILTERS = [
@@ -144,8 +127,8 @@ def test_rows_drawn_together_are_those_drawn_alone() -> None:
 
 def test_rows_drawn_together_follow_the_distribution() -> None:
     draws = 4000
-    params = [SamplingParams(seed=3)] * draws
-    tokens = draw_together(LOGITS.expand(draws, -1), [SamplingMetadata(p, i) for i, p in enumerate(params)])
+    rows = [SamplingMetadata(SamplingParams(seed=3), i) for i in range(draws)]
+    tokens = draw_together(LOGITS.expand(draws, -1), rows)
     shares = torch.bincount(tokens, minlength=5) / draws
     torch.testing.assert_close(shares, PROBS, rtol=0, atol=0.03)
 
@@ -155,8 +138,8 @@ def test_rows_that_are_no_numbers_have_no_token() -> None:
     logits[1, 7], logits[3, 0] = float("nan"), float("inf")
     params = [SamplingParams(temperature=0.0), SamplingParams(seed=1), SamplingParams(seed=2, top_p=0.5)]
     got = sample_finite(logits, [SamplingMetadata(p) for p in (*params, params[0])])
-    good = sample(logits[[0, 2]], [SamplingMetadata(params[0]), SamplingMetadata(params[2])])
-    assert got == [good[0], None, good[1], None]
+    one, other = sample(logits[[0, 2]], [SamplingMetadata(params[0]), SamplingMetadata(params[2])])
+    assert got == [one, None, other, None]
 
 
 # Through a whole engine: alone, in a mixed batch, preempted, and how answers end.
@@ -221,66 +204,48 @@ def test_penalties_against_the_loop_of_a_plain_model(llm: LLM, model: Path) -> N
         assert _ids(got) == [want.tolist()]
 
 
-def test_frequency_penalty_breaks_a_loop(llm: LLM) -> None:
-    bias = ((50, 30.0),)
-    [loop] = _ask(llm, replace(GREEDY, logit_bias=bias))
-    assert set(loop.token_ids) == {50}
-    [varied] = _ask(llm, replace(GREEDY, logit_bias=bias, frequency_penalty=2.0))
-    assert 0 < Counter(varied.token_ids)[50] < len(varied.token_ids)
+END, EOS = 60, 2
+WANTS_END = {"logit_bias": ((END, 100.0), (EOS, 90.0)), "stop_token_ids": (END,)}
+WANTS_EOS = {"logit_bias": ((EOS, 100.0),)}
 
 
-class TestMinTokens:
-    END = 60
-
-    def _run(self, llm: LLM, **fields: object) -> Completion:
-        """The model wants to end at every step."""
-        always = {"max_tokens": 12, "temperature": 0.0, "logit_bias": ((self.END, 100.0), (2, 90.0))}
-        return _ask(llm, SamplingParams(**{**always, **fields}))[0]
-
-    def test_ends_not_before_and_then_at_once(self, llm: LLM) -> None:
-        assert len(self._run(llm, stop_token_ids=(self.END,)).token_ids) == 1
-        ended = self._run(llm, stop_token_ids=(self.END,), min_tokens=7)
-        assert len(ended.token_ids) == 8
-        assert (ended.finish_reason, ended.stop_reason) == (FinishReason.STOP, self.END)
-        assert not {2, self.END} & set(ended.token_ids[:7])
-
-    def test_the_models_own_end_too(self, llm: LLM) -> None:
-        fields = {"logit_bias": ((2, 100.0),)}
-        assert len(self._run(llm, **fields).token_ids) == 1
-        assert len(self._run(llm, min_tokens=5, **fields).token_ids) == 6
-
-    def test_an_ignored_end_is_a_token_like_others(self, llm: LLM) -> None:
-        ids = self._run(llm, min_tokens=5, ignore_eos=True, logit_bias=((2, 100.0),)).token_ids
-        assert list(ids) == [2] * 12
-
-    def test_all_of_max_tokens(self, llm: LLM) -> None:
-        done = self._run(llm, min_tokens=12)
-        assert (len(done.token_ids), done.finish_reason) == (12, FinishReason.LENGTH)
+@pytest.mark.parametrize(
+    ("fields", "length", "reason", "stop"),
+    [
+        (WANTS_END, 1, FinishReason.STOP, END),
+        (WANTS_END | {"min_tokens": 7}, 8, FinishReason.STOP, END),
+        (WANTS_END | {"min_tokens": 12}, 12, FinishReason.LENGTH, None),
+        (WANTS_EOS, 1, FinishReason.STOP, None),
+        (WANTS_EOS | {"min_tokens": 5}, 6, FinishReason.STOP, None),
+        (WANTS_EOS | {"min_tokens": 5, "ignore_eos": True}, 12, FinishReason.LENGTH, None),
+    ],
+)
+def test_answers_end_not_before_min_tokens_and_then_at_once(
+    llm: LLM, fields: dict[str, Any], length: int, reason: FinishReason, stop: int | None
+) -> None:
+    """The model wants to end at every step; an end that is ignored is a token like others."""
+    [done] = _ask(llm, SamplingParams(max_tokens=12, temperature=0.0, **fields))
+    assert (len(done.token_ids), done.finish_reason, done.stop_reason) == (length, reason, stop)
+    if "ignore_eos" in fields:
+        assert list(done.token_ids) == [EOS] * 12
+    else:
+        assert not {EOS, END} & set(done.token_ids[: fields.get("min_tokens", 0)])
 
 
-def test_all_but_one_banned(llm: LLM) -> None:
-    bias = tuple((token, -100.0) for token in range(384) if token != 99)
-    assert set(_ask(llm, replace(GREEDY, logit_bias=bias))[0].token_ids) == {99}
-
-
-class TestWatermark:
-    def test_is_found_with_the_servers_key_only(self, llm: LLM) -> None:
-        sampling = SamplingParams(max_tokens=200, seed=1, temperature=1.2, ignore_eos=True)
-        plain, marked = _ids(_ask(llm, [sampling, replace(sampling, watermark=True)]))
-        assert detect(marked, MARK).verdict is WatermarkVerdict.WATERMARKED
-        assert detect(marked, Watermark()).verdict is WatermarkVerdict.NOT_WATERMARKED
-        assert detect(plain, MARK).verdict is WatermarkVerdict.NOT_WATERMARKED
-
-    def test_survives_being_text(self, llm: LLM) -> None:
-        sampling = SamplingParams(max_tokens=200, seed=1, temperature=1.2, ignore_eos=True, watermark=True)
-        [done] = _ask(llm, sampling)
-        ids = llm.tokenizer.encode(done.text, add_special_tokens=False)
-        assert detect(ids, MARK).verdict is WatermarkVerdict.WATERMARKED
+def test_a_watermark_survives_being_text_and_is_found_with_the_servers_key_only(llm: LLM) -> None:
+    sampling = SamplingParams(max_tokens=200, seed=1, temperature=1.2, ignore_eos=True)
+    plain, marked = _ask(llm, [sampling, replace(sampling, watermark=True)])
+    as_text = llm.tokenizer.encode(marked.text, add_special_tokens=False)
+    for ids, key, verdict in (
+        (marked.token_ids, MARK, WatermarkVerdict.WATERMARKED),
+        (as_text, MARK, WatermarkVerdict.WATERMARKED),
+        (marked.token_ids, Watermark(), WatermarkVerdict.NOT_WATERMARKED),
+        (plain.token_ids, MARK, WatermarkVerdict.NOT_WATERMARKED),
+    ):
+        assert detect(list(ids), key).verdict is verdict
 
 
 def test_the_read_tokenizer_is_the_models(llm: LLM, model: Path, llama_gguf: Path, corpus: list[str]) -> None:
-    from lorasrv.models.loader.locate import read_tokenizer
-
     for path in (model, llama_gguf):
         tokenizer = read_tokenizer(str(path))
         assert [tokenizer.encode(text) for text in corpus] == [llm.tokenizer.encode(text) for text in corpus]

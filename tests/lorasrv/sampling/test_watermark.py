@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -16,14 +16,13 @@ from lorasrv.sampling.watermark import WatermarkVerdict, detect, green
 from lorasrv.sampling_params import SamplingParams, Watermark
 
 V = 500
-ALL = np.arange(V, dtype=np.uint32)
+ALL, MANY = (np.arange(size, dtype=np.uint32) for size in (V, 50_000))
 
 
 def _text(length: int, watermark: Watermark | bool, seed: int = 0) -> list[int]:
     """Drawn from the same flat logits at every step."""
     logits = torch.randn(1, V, generator=torch.Generator().manual_seed(seed))
-    params = SamplingParams(seed=seed, watermark=watermark)
-    ids = [1]
+    params, ids = SamplingParams(seed=seed, watermark=watermark), [1]
     for count in range(length):
         ids += sample(logits, [SamplingMetadata(params, count, ids)])
     return ids[1:]
@@ -37,17 +36,13 @@ class TestGreen:
 
     @pytest.mark.parametrize("gamma", [0.1, 0.25, 0.5, 0.9])
     def test_is_gamma_of_the_vocabulary(self, gamma: float) -> None:
-        tokens = np.arange(50_000, dtype=np.uint32)
-        shares = [green(Watermark(gamma=gamma), previous, tokens).mean() for previous in range(30)]
-        sigma = math.sqrt(gamma * (1 - gamma) / len(tokens))
+        shares = [green(Watermark(gamma=gamma), previous, MANY).mean() for previous in range(30)]
+        sigma = math.sqrt(gamma * (1 - gamma) / len(MANY))
         assert np.abs(np.array(shares) - gamma).max() < 5 * sigma
 
     def test_depends_on_the_token_before_and_on_the_key(self) -> None:
-        tokens = np.arange(50_000, dtype=np.uint32)
-        ours = [green(Watermark(key=key), previous, tokens) for key in (1, 2) for previous in (0, 1, 2)]
-        for i, one in enumerate(ours):
-            for other in ours[:i]:
-                assert abs((one == other).mean() - 0.5) < 0.02
+        ours = [green(Watermark(key=key), previous, MANY) for key in (1, 2) for previous in (0, 1, 2)]
+        assert all(abs((one == other).mean() - 0.5) < 0.02 for one, other in combinations(ours, 2))
 
     def test_of_a_token_whatever_else_is_asked(self) -> None:
         every = green(Watermark(), 7, ALL)

@@ -11,18 +11,16 @@ import pytest
 from mispredict import expect_short_answers
 from random_schemas import random_schema
 
-from lorasrv.config import SchedulerOptions
 from lorasrv.engine.async_engine import AsyncEngine
 from lorasrv.outputs import FinishReason, RequestOutput
 from lorasrv.request import ConstraintState, Request, TokenConstraint
 from lorasrv.sampling_params import SamplingParams
 from lorasrv.text.structured_output import grammar as source
 
-NAMES = ("one", "two", "three")
 PROMPT = list(range(10, 30))
 RANDOM = SamplingParams(max_tokens=480, temperature=1.0, seed=0)
 SCHEMAS = 200
-UNPACED = SchedulerOptions(target_itl_ms=None)
+roomy = pytest.mark.engine(pages=2730, target_itl_ms=None)
 
 
 async def answer(
@@ -33,89 +31,79 @@ async def answer(
     return "".join(o.text for o in outputs), outputs[-1]
 
 
-def test_answers_to_random_schemas_validate_in_mixed_batches(serve, store) -> None:
-    async def scenario(engine: AsyncEngine) -> None:
-        keys = [None, *(store.resolve(name).key for name in NAMES)]
+@roomy
+async def test_answers_to_random_schemas_validate_in_mixed_batches(engine: AsyncEngine, keys) -> None:
+    adapters = list(keys.values())
 
-        async def check(number: int) -> None:
-            schema = random_schema(number)
-            sampling = replace(RANDOM, seed=number, temperature=(0.0, 0.7, 1.5)[number % 3])
-            grammar = source.json_of(schema, "guided_json")
-            text, last = await answer(engine, grammar, sampling, adapter=keys[number % len(keys)])
-            said.append(text)
-            if last.finish_reason is not FinishReason.STOP or not jsonschema_rs.is_valid(schema, json.loads(text)):
-                wrong.append((schema, text, last.finish_reason))
+    async def check(number: int) -> None:
+        schema = random_schema(number)
+        sampling = replace(RANDOM, seed=number, temperature=(0.0, 0.7, 1.5)[number % 3])
+        grammar = source.json_of(schema, "guided_json")
+        text, last = await answer(engine, grammar, sampling, adapter=adapters[number % len(adapters)])
+        said.append(text)
+        if last.finish_reason is not FinishReason.STOP or not jsonschema_rs.is_valid(schema, json.loads(text)):
+            wrong.append((schema, text, last.finish_reason))
 
-        said: list[str] = []
-        wrong: list[object] = []
-        free = [asyncio.create_task(answer(engine, None, replace(RANDOM, max_tokens=100))) for _ in range(4)]
-        await asyncio.gather(*map(check, range(SCHEMAS)))
-        assert wrong == []
-        assert len(set(said)) > SCHEMAS / 3, "a model that always says the same proves little"
-        assert {last.finish_reason for _, last in await asyncio.gather(*free)} <= {"stop", "length"}
-
-    serve(scenario, pages=2730, scheduler=UNPACED)
+    said: list[str] = []
+    wrong: list[object] = []
+    free = [asyncio.create_task(answer(engine, None, replace(RANDOM, max_tokens=100))) for _ in range(4)]
+    await asyncio.gather(*map(check, range(SCHEMAS)))
+    assert wrong == []
+    assert len(set(said)) > SCHEMAS / 3, "a model that always says the same proves little"
+    assert {last.finish_reason for _, last in await asyncio.gather(*free)} <= {"stop", "length"}
 
 
-def test_without_its_grammar_an_answer_does_not_validate(serve) -> None:
-    async def scenario(engine: AsyncEngine) -> None:
-        text, _ = await answer(engine, None)
-        with pytest.raises(ValueError):  # noqa: PT011 - whatever json says
-            json.loads(text)
-
-    serve(scenario, pages=2730, scheduler=UNPACED)
+@roomy
+async def test_without_its_grammar_an_answer_does_not_validate(engine: AsyncEngine) -> None:
+    text, _ = await answer(engine, None)
+    with pytest.raises(ValueError):  # noqa: PT011 - whatever json says
+        json.loads(text)
 
 
-def test_ends(serve) -> None:
-    async def scenario(engine: AsyncEngine) -> None:
-        letters = source.regex_of("[ab]{6}", "p")
-        text, last = await answer(engine, letters)
-        assert re.fullmatch("[ab]{6}", text)
-        assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, None)
-        assert not set(last.token_ids) & set(engine.spec.eos_token_ids), "the end needs no token of its own"
-        exactly, last = await answer(engine, letters, replace(RANDOM, max_tokens=last.num_generated_tokens))
-        assert (exactly, last.finish_reason) == (text, FinishReason.STOP)
-        cut, last = await answer(engine, letters, replace(RANDOM, max_tokens=2))
-        assert text.startswith(cut)
-        assert (len(cut) < 6, last.finish_reason) == (True, FinishReason.LENGTH)
-        some, last = await answer(engine, source.regex_of("xxx(-|~)yyy", "p"), replace(RANDOM, stop=("-", "~")))
-        assert (some, last.finish_reason) == ("xxx", FinishReason.STOP)
-        assert last.stop_reason in ("-", "~")
-
-    serve(scenario, pages=2730, scheduler=UNPACED)
+@roomy
+async def test_ends(engine: AsyncEngine) -> None:
+    letters = source.regex_of("[ab]{6}", "p")
+    text, last = await answer(engine, letters)
+    assert re.fullmatch("[ab]{6}", text)
+    assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, None)
+    assert not set(last.token_ids) & set(engine.spec.eos_token_ids), "the end needs no token of its own"
+    exactly, last = await answer(engine, letters, replace(RANDOM, max_tokens=last.num_generated_tokens))
+    assert (exactly, last.finish_reason) == (text, FinishReason.STOP)
+    cut, last = await answer(engine, letters, replace(RANDOM, max_tokens=2))
+    assert text.startswith(cut)
+    assert (len(cut) < 6, last.finish_reason) == (True, FinishReason.LENGTH)
+    some, last = await answer(engine, source.regex_of("xxx(-|~)yyy", "p"), replace(RANDOM, stop=("-", "~")))
+    assert (some, last.finish_reason) == ("xxx", FinishReason.STOP)
+    assert last.stop_reason in ("-", "~")
 
 
-def test_choices_have_states_of_their_own_and_text_is_whole(serve) -> None:
-    async def scenario(engine: AsyncEngine) -> None:
-        constraint = await engine.grammars.compile(source.regex_of("[가-힣]{4}😀|größe{2}", "p"))
-        streams = await engine.add_choices(PROMPT, replace(RANDOM, temperature=3.0), 8, constraint=constraint)
-        texts = []
-        for stream in streams:
-            pieces = [output.text async for output in stream]
-            assert not any("\ufffd" in piece for piece in pieces)
-            texts.append("".join(pieces))
-        assert all(re.fullmatch("[가-힣]{4}😀|größe{2}", text) for text in texts)
-        assert len(set(texts)) > 2
-
-    serve(scenario, pages=2730, scheduler=UNPACED)
+@roomy
+async def test_choices_have_states_of_their_own_and_text_is_whole(engine: AsyncEngine) -> None:
+    constraint = await engine.grammars.compile(source.regex_of("[가-힣]{4}😀|größe{2}", "p"))
+    streams = await engine.add_choices(PROMPT, replace(RANDOM, temperature=3.0), 8, constraint=constraint)
+    texts = []
+    for stream in streams:
+        pieces = [output.text async for output in stream]
+        assert not any("\ufffd" in piece for piece in pieces)
+        texts.append("".join(pieces))
+    assert all(re.fullmatch("[가-힣]{4}😀|größe{2}", text) for text in texts)
+    assert len(set(texts)) > 2
 
 
-@pytest.mark.parametrize("preemption", [pytest.param("recompute", marks=pytest.mark.long), "swap"])
-def test_preempted_answers_go_on_where_they_were(serve, preemption: str) -> None:
+@pytest.mark.parametrize("preemption_mode", [pytest.param("recompute", marks=pytest.mark.long), "swap"])
+@pytest.mark.engine("preemption_mode", pages=20, target_itl_ms=None)
+async def test_preempted_answers_go_on_where_they_were(engine: AsyncEngine, preemption_mode: str) -> None:
     """The pool holds a fraction of what they need: rows are computed again, or come back from host memory."""
     grammar = source.regex_of("([a-z]{3},){12}end", "p")
     samplings = [replace(RANDOM, seed=seed, max_tokens=100) for seed in range(8)]
 
-    async def scenario(engine: AsyncEngine) -> None:
-        expect_short_answers(engine._engine._scheduler.predictor)
-        alone = [await answer(engine, grammar, sampling) for sampling in samplings]
-        assert engine.metrics.snapshot().preemptions_total == 0
-        crowded = await asyncio.gather(*(answer(engine, grammar, sampling) for sampling in samplings))
-        assert engine.metrics.snapshot().preemptions_total > 0
-        assert [text for text, _ in crowded] == [text for text, _ in alone]
-        assert all(re.fullmatch("([a-z]{3},){12}end", text) for text, _ in crowded)
-
-    serve(scenario, pages=20, scheduler=SchedulerOptions(target_itl_ms=None, preemption_mode=preemption))
+    expect_short_answers(engine._engine._scheduler.predictor)
+    alone = [await answer(engine, grammar, sampling) for sampling in samplings]
+    assert engine.metrics.snapshot().preemptions_total == 0
+    crowded = await asyncio.gather(*(answer(engine, grammar, sampling) for sampling in samplings))
+    assert engine.metrics.snapshot().preemptions_total > 0
+    assert [text for text, _ in crowded] == [text for text, _ in alone]
+    assert all(re.fullmatch("([a-z]{3},){12}end", text) for text, _ in crowded)
 
 
 class Broken:
@@ -140,45 +128,39 @@ class Broken:
 
 
 @pytest.mark.parametrize("where", ["allowed", "advance"])
-def test_a_matcher_that_fails_ends_its_own_request(serve, where: str) -> None:
-    async def scenario(engine: AsyncEngine) -> None:
-        constraint = await engine.grammars.compile(source.regex_of("[ab]{50}", "p"))
-        broken = Broken(constraint, where)
-        other = asyncio.create_task(answer(engine, source.regex_of("[ab]{60}", "p")))
-        outputs = [o async for o in engine.generate(PROMPT, RANDOM, constraint=broken)]
-        assert outputs[-1].finish_reason is FinishReason.ERROR
-        assert "grammar cannot be followed" in (outputs[-1].error or "")
-        text, last = await other
-        assert (len(text), last.finish_reason) == (60, FinishReason.STOP)
-
-    serve(scenario, pages=2730, scheduler=UNPACED)
+@roomy
+async def test_a_matcher_that_fails_ends_its_own_request(engine: AsyncEngine, where: str) -> None:
+    constraint = await engine.grammars.compile(source.regex_of("[ab]{50}", "p"))
+    broken = Broken(constraint, where)
+    other = asyncio.create_task(answer(engine, source.regex_of("[ab]{60}", "p")))
+    outputs = [o async for o in engine.generate(PROMPT, RANDOM, constraint=broken)]
+    assert outputs[-1].finish_reason is FinishReason.ERROR
+    assert "grammar cannot be followed" in (outputs[-1].error or "")
+    text, last = await other
+    assert (len(text), last.finish_reason) == (60, FinishReason.STOP)
 
 
-def test_masks_are_bits_of_the_vocabulary(serve) -> None:
-    async def scenario(engine: AsyncEngine) -> None:
-        state = (await engine.grammars.compile(source.regex_of("a", "p"))).begin()
-        first = state.allowed()
-        assert (first.dtype, first.shape) == (np.int32, (-(-engine.spec.vocab_size // 32),))
-        assert state.allowed() is first, "one buffer for all steps"
-
-    serve(scenario, pages=2730, scheduler=UNPACED)
+@roomy
+async def test_masks_are_bits_of_the_vocabulary(engine: AsyncEngine) -> None:
+    state = (await engine.grammars.compile(source.regex_of("a", "p"))).begin()
+    first = state.allowed()
+    assert (first.dtype, first.shape) == (np.int32, (-(-engine.spec.vocab_size // 32),))
+    assert state.allowed() is first, "one buffer for all steps"
 
 
-def test_an_answer_that_has_ended_keeps_no_matcher(serve) -> None:
+@roomy
+async def test_an_answer_that_has_ended_keeps_no_matcher(engine: AsyncEngine) -> None:
     """Its deadline remembers the request, for up to a day; a matcher may take megabytes."""
 
-    async def scenario(engine: AsyncEngine) -> None:
-        deadlines = engine._engine._parts.scheduler._deadlines
-        watch, remembered = deadlines.watch, []
+    deadlines = engine._engine._parts.scheduler._deadlines
+    watch, remembered = deadlines.watch, []
 
-        def noted(request: Request) -> None:
-            assert request.constraint_state is not None
-            remembered.append(request)
-            watch(request)
+    def noted(request: Request) -> None:
+        assert request.constraint_state is not None
+        remembered.append(request)
+        watch(request)
 
-        deadlines.watch = noted
-        _, done = await answer(engine, source.choice_of(["yes", "no"], "p"), timeout_s=86400.0)
-        assert done.finish_reason is FinishReason.STOP
-        assert [request.constraint_state for request in remembered] == [None]
-
-    serve(scenario, pages=2730, scheduler=UNPACED)
+    deadlines.watch = noted
+    _, done = await answer(engine, source.choice_of(["yes", "no"], "p"), timeout_s=86400.0)
+    assert done.finish_reason is FinishReason.STOP
+    assert [request.constraint_state for request in remembered] == [None]

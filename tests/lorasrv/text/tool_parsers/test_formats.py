@@ -1,7 +1,6 @@
 """Tool calls: which format a template has, how answers are read whatever pieces they come in, and forced calls."""
 
-import asyncio
-import json
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
@@ -41,6 +40,7 @@ def _hermes(call: str) -> str:
 
 P, C = '{"name": "get_weather", "arguments": {"city": "Paris"}}', '{"name": "clock", "arguments": {}}'
 PL = P.replace("arguments", "parameters")
+NAN = '{"name": "clock", "arguments": NaN}'
 ANSWERS = [
     (HERMES, "Hello  there \n", ["Hello  there \n"]),
     (HERMES, _hermes(P), [PARIS]),
@@ -48,11 +48,7 @@ ANSWERS = [
     (HERMES, f"<tool_call>{P}", [PARIS]),
     (HERMES, "a <tool_call> is not <tool", ["a <tool_call> is not <tool"]),
     (HERMES, _hermes('{"name": "other", "arguments": {}}'), [_hermes('{"name": "other", "arguments": {}}')]),
-    (
-        HERMES,
-        _hermes('{"name": "clock", "arguments": NaN}') + " x",
-        [_hermes('{"name": "clock", "arguments": NaN}') + " x"],
-    ),
+    (HERMES, _hermes(NAN) + " x", [_hermes(NAN) + " x"]),
     (HERMES, f"{_hermes('{bad')} {_hermes(C)}", [_hermes("{bad"), CLOCK]),
     (HERMES, f"{_hermes(P)} and text", [PARIS, " and text"]),
     (HERMES, _hermes('{"name": "clock", "arguments": "{}"}'), [CLOCK]),
@@ -93,9 +89,7 @@ def test_pieces_make_no_difference(case: tuple[ToolFormat, str, list[Any]], data
 
 @settings(max_examples=300, deadline=None)
 @given(
-    words=st.lists(
-        st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "{", "}", "x", " ", "\n", "[", "<"])
-    ),
+    words=st.lists(st.sampled_from(["<tool_call>", "</tool_call>", "[TOOL_CALLS]", *"{}x \n[<"])),
     form=st.sampled_from([HERMES, LLAMA, MISTRAL]),
 )
 def test_what_is_no_call_stays_text(words: list[str], form: ToolFormat) -> None:
@@ -104,11 +98,7 @@ def test_what_is_no_call_stays_text(words: list[str], form: ToolFormat) -> None:
 
 @pytest.mark.parametrize(
     ("form", "text"),
-    [
-        (HERMES, f"{_hermes(P)}\n{_hermes(C)} tail"),
-        (LLAMA, f"{PL}; {PL}"),
-        (MISTRAL, f"[TOOL_CALLS] [{P}, {C}]"),
-    ],
+    [(HERMES, f"{_hermes(P)}\n{_hermes(C)} tail"), (LLAMA, f"{PL}; {PL}"), (MISTRAL, f"[TOOL_CALLS] [{P}, {C}]")],
 )
 def test_without_parallel_calls_there_is_one(form: ToolFormat, text: str) -> None:
     assert read(form, [text], parallel=False) == [PARIS]
@@ -126,15 +116,12 @@ def test_without_parallel_calls_there_is_one(form: ToolFormat, text: str) -> Non
         (templates.PLAIN, None),
     ],
 )
-def test_the_template_tells_the_format(template: str, form: ToolFormat | None) -> None:
+def test_the_template_tells_the_format(builtin_source: Any, template: str, form: ToolFormat | None) -> None:
     assert detect_format(template) is form
     assert ("tools" in ChatTemplate(template).variables) == (template != templates.PLAIN)
-
-
-def test_the_built_in_base_knows_no_tools(builtin_source: Any) -> None:
-    template = ChatTemplate.from_source(builtin_source)
-    assert template is not None
-    assert "tools" not in template.variables
+    built_in = ChatTemplate.from_source(builtin_source)
+    assert built_in is not None
+    assert "tools" not in built_in.variables
 
 
 def test_variables_are_the_templates_own() -> None:
@@ -149,13 +136,13 @@ def test_variables_are_the_templates_own() -> None:
         assert caught.value.param == "chat_template_kwargs"
 
 
-@pytest.mark.parametrize(
-    "form",
-    [HERMES, *(pytest.param(form, marks=pytest.mark.long) for form in (LLAMA, MISTRAL))],
-    ids=lambda form: form.name,
-)
-@pytest.mark.parametrize("parallel", [True, pytest.param(False, marks=pytest.mark.long)])
-def test_forced_calls_are_read_back(form: ToolFormat, parallel: bool, builtin_tokenizer: Tokenizer) -> None:
+def long(*values: object) -> Any:
+    return [pytest.param(value, marks=pytest.mark.long) for value in values]
+
+
+@pytest.mark.parametrize("form", [HERMES, *long(LLAMA, MISTRAL)], ids=lambda form: form.name)
+@pytest.mark.parametrize("parallel", [True, *long(False)])
+async def test_forced_calls_are_read_back(form: ToolFormat, parallel: bool, builtin_tokenizer: Tokenizer) -> None:
     """What the grammar allows is what the reader reads: tokens are chosen by chance, and two calls are tried."""
     function = templates.WEATHER["function"]
     tools = [Tool("get_weather", function["parameters"]), Tool("clock", {"type": "object", "properties": {}})]  # type: ignore[index]
@@ -168,32 +155,23 @@ def test_forced_calls_are_read_back(form: ToolFormat, parallel: bool, builtin_to
     if form.forces_marker:
         one, two = form.marker + one, form.marker + two
     expected = [ToolCall("get_weather", '{"city": "Köln"}')]
-
-    async def main() -> None:
-        compiler = GrammarCompiler(builtin_tokenizer, builtin_tokenizer.vocab_size, builtin_tokenizer.eos_token_ids)
-        try:
-            compiled = await compiler.compile(grammar)
-            with pytest.raises(InvalidRequest) as caught:
-                await compiler.compile(form.grammar([Tool("x", {"type": "strin"})], True, builtin_tokenizer))
-            assert caught.value.param == "tools"
-        finally:
-            await compiler.aclose()
-        assert _written(compiled, builtin_tokenizer, one)
-        assert not _written(compiled, builtin_tokenizer, one.replace("Köln", "Rome"))
-        assert not _written(compiled, builtin_tokenizer, one.replace("get_weather", "get_time"))
-        assert _written(compiled, builtin_tokenizer, two) == (parallel and form.between is not None)
-
-    asyncio.run(main())
+    compiled = await _compiled(builtin_tokenizer, grammar)
+    with pytest.raises(InvalidRequest) as caught:
+        await _compiled(builtin_tokenizer, form.grammar([Tool("x", {"type": "strin"})], True, builtin_tokenizer))
+    assert caught.value.param == "tools"
+    assert _written(compiled, builtin_tokenizer, one)
+    assert not _written(compiled, builtin_tokenizer, one.replace("Köln", "Rome"))
+    assert not _written(compiled, builtin_tokenizer, one.replace("get_weather", "get_time"))
+    assert _written(compiled, builtin_tokenizer, two) == (parallel and form.between is not None)
     assert read(form, [one]) == expected
     assert read(form, [two]) == expected * 2
-    assert json.loads(expected[0].arguments) == {"city": "Köln"}
 
 
 SPECIAL = replace(HERMES, marker="<|im_start|>", around=("<|im_start|>\n", "\n</tool_call>"))
 
 
 @pytest.mark.parametrize("form", [HERMES, LLAMA, MISTRAL, SPECIAL], ids=["hermes", "llama", "mistral", "special"])
-def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
+async def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
     form: ToolFormat, builtin_tokenizer: Tokenizer
 ) -> None:
     parameters: dict[str, Any] = templates.WEATHER["function"]["parameters"]  # type: ignore[index]
@@ -211,14 +189,7 @@ def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
     ]
     texts = ["", "no call", " \n", "a {b} <tool [TOOL <", "한국 😀", good, other]
 
-    async def main() -> CompiledGrammar:
-        compiler = GrammarCompiler(builtin_tokenizer, builtin_tokenizer.vocab_size, builtin_tokenizer.eos_token_ids)
-        try:
-            return await compiler.compile(form.unforced_grammar(tools, builtin_tokenizer))
-        finally:
-            await compiler.aclose()
-
-    compiled = asyncio.run(main())
+    compiled = await _compiled(builtin_tokenizer, form.unforced_grammar(tools, builtin_tokenizer))
     if form is LLAMA:
         texts += [f" {good}", f"<|python_tag|>{good}", f"text {bad[0]}", f"text <|python_tag|>{bad[0]}"]
         bad += [f"{blank}{marker}{bad[0]}" for blank in ("", " ", "\n\x1c\x85") for marker in ("", "<|python_tag|>")]
@@ -230,6 +201,12 @@ def test_calls_of_strict_tools_follow_their_schema_where_text_is_free(
         bad += [f"{good} and {bad[0]}"]
     assert [text for text in texts if not _written(compiled, builtin_tokenizer, text)] == []
     assert [text for text in bad if _written(compiled, builtin_tokenizer, text)] == []
+
+
+async def _compiled(tokenizer: Tokenizer, grammar: Any) -> CompiledGrammar:
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    async with aclosing(compiler):
+        return await compiler.compile(grammar)
 
 
 def _written(compiled: Any, tokenizer: Tokenizer, text: str) -> bool:
