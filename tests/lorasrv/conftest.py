@@ -7,6 +7,7 @@ from tiny_checkpoints import (  # noqa: F401
     builtin_source,
     builtin_tokenizer,
     corpus,
+    library,
     llama_dir,
     llama_gguf,
     model,

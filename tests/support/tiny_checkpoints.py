@@ -17,6 +17,7 @@ from tokenizers import Tokenizer as Backend
 from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.store import AdapterStore
 from lorasrv.models.loader import Checkpoint, open_checkpoint
+from lorasrv.models.loader.locate import read_model_shape
 from lorasrv.models.lora_sites import base_shapes
 from lorasrv.text.tokenizer import Tokenizer, TokenizerSource
 
@@ -294,13 +295,23 @@ def adapter_dirs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return folders
 
 
-@pytest.fixture
-def store(model: Path, adapter_dirs: dict[str, Path], tmp_path: Path) -> Iterator[AdapterStore]:
-    """A store of the tiny llama that holds them."""
-    checkpoint = open_checkpoint(str(model))
-    with AdapterStore(tmp_path / "store", base_shapes(checkpoint.spec)) as store:
-        for name, folder in adapter_dirs.items():
+def _filled(path: Path, model: Path, adapters: dict[str, Path]) -> Iterator[AdapterStore]:
+    with AdapterStore(path, base_shapes(read_model_shape(str(model)).spec)) as store:
+        for name, folder in adapters.items():
             peft = read_peft_dir(folder)
             store.register(name, peft.config, store.add_blob(peft.weights_path))
         yield store
-    checkpoint.close()
+
+
+@pytest.fixture
+def store(model: Path, adapter_dirs: dict[str, Path], tmp_path: Path) -> Iterator[AdapterStore]:
+    """A store of the tiny llama that holds them."""
+    yield from _filled(tmp_path / "store", model, adapter_dirs)
+
+
+@pytest.fixture(scope="module")
+def library(
+    model: Path, adapter_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[AdapterStore]:
+    """The same for all tests of a module, which do not change it."""
+    yield from _filled(tmp_path_factory.mktemp("library") / "store", model, adapter_dirs)

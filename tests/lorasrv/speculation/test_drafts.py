@@ -16,13 +16,10 @@ import torch
 from drafted import PAGE_SIZE, SCRIPTS, VOCAB, Ask, Drafted, guesser, liar, mixed, oracle, rude
 from mispredict import expect_short_answers
 
-from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.store import AdapterStore
 from lorasrv.errors import InvalidRequest
 from lorasrv.memory.kv_cache_manager import KVCacheManager
 from lorasrv.memory.request_allocator import RequestAllocator
-from lorasrv.models.loader import open_checkpoint
-from lorasrv.models.lora_sites import base_shapes
 from lorasrv.outputs import FinishReason, RequestId
 from lorasrv.request import TokenConstraint
 from lorasrv.sampling import draft_verification
@@ -49,17 +46,6 @@ def _alone() -> Iterator[None]:
     compute_alone()
     yield
     compute_in_parallel()
-
-
-@pytest.fixture(scope="module")
-def library(model: Path, adapter_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    checkpoint = open_checkpoint(str(model))
-    checkpoint.close()
-    with AdapterStore(tmp_path_factory.mktemp("drafts") / "store", base_shapes(checkpoint.spec)) as store:
-        for name, folder in adapter_dirs.items():
-            peft = read_peft_dir(folder)
-            store.register(name, peft.config, store.add_blob(peft.weights_path))
-        yield store
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,9 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
@@ -36,11 +38,11 @@ class Source:
         self.pins[key] += 1
         from_disk = key not in self.on_host
         self.on_host.add(key)
-        return cast(Any, type("Packed", (), {"nbytes": 7})()), from_disk
+        return SimpleNamespace(nbytes=7), from_disk
 
     def pinned(self, key: AdapterKey) -> Any:
         assert self.pins[key] > 0
-        return type("Packed", (), {"nbytes": 7})()
+        return SimpleNamespace(nbytes=7)
 
     def is_on_host(self, key: AdapterKey) -> bool:
         return key in self.on_host
@@ -65,9 +67,15 @@ def source() -> Source:
     return Source()
 
 
+def _loader(kind: str, source: Source, write: Any = lambda *_: None) -> Loader:
+    if kind == "inline":
+        return InlineLoader(cast(Any, source), write)
+    return ThreadedLoader(cast(Any, source), write, lambda: None)
+
+
 @pytest.fixture
 def threaded(source: Source) -> Any:
-    loader = ThreadedLoader(cast(Any, source), lambda packed, placed: None, lambda: None)
+    loader = _loader("threaded", source)
     yield loader
     for gate in source.gates.values():
         gate.set()
@@ -75,15 +83,13 @@ def threaded(source: Source) -> Any:
     assert not +source.pins, "a pin is left"
 
 
-@pytest.mark.parametrize("kind", ["inline", "threaded"])
+both_kinds = pytest.mark.parametrize("kind", ["inline", "threaded"])
+
+
+@both_kinds
 def test_load_then_copy_and_the_pin_in_between(source: Source, kind: str) -> None:
     written: list[Any] = []
-    write = lambda packed, placed: written.append(placed)  # noqa: E731
-    loader: Loader = (
-        InlineLoader(cast(Any, source), write)
-        if kind == "inline"
-        else ThreadedLoader(cast(Any, source), write, lambda: None)
-    )
+    loader = _loader(kind, source, lambda packed, placed: written.append(placed))
     loader.load(KEYS[0])
     (report,) = _poll(loader, 1)
     assert (report.key, report.done, report.nbytes, report.from_disk) == (KEYS[0], Done.LOADED, 7, True)
@@ -97,7 +103,7 @@ def test_load_then_copy_and_the_pin_in_between(source: Source, kind: str) -> Non
     assert not source.pins[KEYS[0]]
 
 
-@pytest.mark.parametrize("kind", ["inline", "threaded"])
+@both_kinds
 @pytest.mark.parametrize(
     ("error", "words"),
     [
@@ -107,28 +113,21 @@ def test_load_then_copy_and_the_pin_in_between(source: Source, kind: str) -> Non
     ],
 )
 def test_failures_are_reports_without_paths(source: Source, kind: str, error: Exception, words: str) -> None:
+    loader = _loader(kind, source)
     source.errors[KEYS[0]] = error
-    loader: Loader = (
-        InlineLoader(cast(Any, source), lambda *_: None)
-        if kind == "inline"
-        else ThreadedLoader(cast(Any, source), lambda *_: None, lambda: None)
-    )
     loader.load(KEYS[0])
     (report,) = _poll(loader, 1)
     assert report.done is Done.FAILED
     assert words in report.error
     assert "secret" not in report.error
-    del source.errors[KEYS[0]]
+    source.errors.clear()
     loader.load(KEYS[0])
     assert _poll(loader, 1)[0].done is Done.LOADED
     loader.close()
 
 
 def test_a_failing_copy_is_a_report_too(source: Source) -> None:
-    def broken(*_: object) -> None:
-        raise RuntimeError("out of memory")
-
-    loader = InlineLoader(cast(Any, source), broken)
+    loader = _loader("inline", source, Mock(side_effect=RuntimeError("out of memory")))
     loader.load(KEYS[0])
     loader.poll()
     loader.copy(KEYS[0], cast(Any, None))
@@ -211,8 +210,7 @@ def test_prefetching_is_bounded(threaded: ThreadedLoader, source: Source) -> Non
 
 def test_closing_unpins_what_is_loaded_and_what_waits_to_be_copied(source: Source) -> None:
     gate = threading.Event()
-    loader = ThreadedLoader(cast(Any, source), lambda *_: gate.wait(10), lambda: None)
-    inline = InlineLoader(cast(Any, source), lambda *_: None)
+    loader, inline = _loader("threaded", source, lambda *_: gate.wait(10)), _loader("inline", source)
     for key in KEYS[:3]:
         loader.load(key)
     inline.load(KEYS[3])
@@ -228,7 +226,7 @@ def test_closing_unpins_what_is_loaded_and_what_waits_to_be_copied(source: Sourc
 
 
 def test_after_the_end_nothing_is_begun(source: Source) -> None:
-    loader = ThreadedLoader(cast(Any, source), lambda *_: None, lambda: None)
+    loader = _loader("threaded", source)
     loader.close()
     loader.prefetch(KEYS[0])
     assert source.begun == []

@@ -2,7 +2,9 @@
 and are others than the base's and than those of the same weights without the field."""
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft_adapters import peft_adapter
+from safetensors.torch import load_file, save_file
 from tiny_engine import engine_config
 
 from adapter_store.errors import AdapterInvalid
@@ -37,9 +40,7 @@ class Feature:
 FEATURES = {
     "r": Feature({"r": 3, "lora_alpha": 7, "target_modules": QV}, {"r": 4}, "rank_mismatch"),
     "lora_alpha": Feature({"r": 4, "lora_alpha": 7, "target_modules": QV}, {"lora_alpha": 14}),
-    "use_rslora": Feature(
-        {"r": 5, "lora_alpha": 6, "use_rslora": True, "target_modules": ["o_proj", "up_proj"]}, {"use_rslora": False}
-    ),
+    "use_rslora": Feature({"r": 5, "lora_alpha": 6, "use_rslora": True, "target_modules": QV}, {"use_rslora": False}),
     "rank_pattern": Feature(
         {"r": 4, "lora_alpha": 6, "target_modules": ALL, "rank_pattern": {"q_proj": 2, "layers.1.mlp.up_proj": 6}},
         {"rank_pattern": {}},
@@ -81,6 +82,7 @@ class Served:
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.llm = LLM(str(directory), engine_config(directory, kernels="numba", pool_bytes=16 << 20))
+        self.close = self.llm.close
         self.rows: dict[str, list[torch.Tensor]] = {}
         self.batches: list[int] = []
         compute = ModelRunner._logits
@@ -106,15 +108,8 @@ class Served:
 
 @pytest.fixture
 def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], Served]]:
-    made: list[Served] = []
-
-    def start(directory: Path) -> Served:
-        made.append(Served(directory, monkeypatch))
-        return made[-1]
-
-    yield start
-    for served in made:
-        served.llm.close()
+    with ExitStack() as stack:
+        yield lambda directory: stack.enter_context(closing(Served(directory, monkeypatch)))
 
 
 def last_logits(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
@@ -124,10 +119,8 @@ def last_logits(model: torch.nn.Module, prompt: list[int]) -> torch.Tensor:
 
 def changed(folder: Path, target: Path, changes: dict[str, Any]) -> Path:
     """The same weights under another config."""
-    target.mkdir()
-    (target / "adapter_model.safetensors").write_bytes((folder / "adapter_model.safetensors").read_bytes())
-    config = json.loads((folder / "adapter_config.json").read_text()) | changes
-    (target / "adapter_config.json").write_text(json.dumps(config))
+    config = Path(shutil.copytree(folder, target)) / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | changes))
     return target
 
 
@@ -201,19 +194,16 @@ def test_fan_in_fan_out_is_refused_and_means_nothing_here(
 
 
 def test_an_mlx_copy_gives_the_logits_of_the_original(tiny_hf_checkpoints: Tiny, tmp_path: Path, serve: Any) -> None:
-    from safetensors.torch import load_file, save_file
-
     directory = tiny_hf_checkpoints["qwen3"]()
     served = serve(directory)
     lora = {"r": 5, "lora_alpha": 3.7 * 5, "target_modules": ALL, "layers_to_transform": [1, 2]}
     model = peft_adapter(directory, tmp_path / "peft", **lora)
     (tmp_path / "mlx").mkdir()
-    tensors = {
-        name.removeprefix("base_model.model.").replace("lora_A.weight", "lora_a").replace("lora_B.weight", "lora_b"): t
-        for name, t in load_file(tmp_path / "peft" / "adapter_model.safetensors").items()
-    }
-    transposed = {name: t.T.contiguous() for name, t in tensors.items()}
-    save_file(transposed, tmp_path / "mlx" / "adapters.safetensors", metadata={"format": "mlx"})
+    tensors = {}
+    for name, tensor in load_file(tmp_path / "peft" / "adapter_model.safetensors").items():
+        name = name.removeprefix("base_model.model.").replace("lora_A.weight", "lora_a")
+        tensors[name.replace("lora_B.weight", "lora_b")] = tensor.T.contiguous()
+    save_file(tensors, tmp_path / "mlx" / "adapters.safetensors", metadata={"format": "mlx"})
     parameters = {"rank": 5, "scale": 3.7, "dropout": 0.0}
     run = {"fine_tune_type": "lora", "lora_parameters": parameters, "num_layers": 2, "model": "someone/x"}
     (tmp_path / "mlx" / "adapter_config.json").write_text(json.dumps(run))

@@ -1,6 +1,5 @@
 """The door to store and host cache: layouts are found once, alike ones are one, damage is quarantined."""
 
-import asyncio
 import json
 import logging
 from pathlib import Path
@@ -45,6 +44,13 @@ def test_adapters_of_the_same_ranks_share_a_layout(
 # A flipped bit on the disk, seen through the application around a real engine.
 
 
+def corrupt(answer: Any) -> str:
+    """What a refusal of a damaged adapter says."""
+    assert (answer.status_code, answer.headers["x-should-retry"]) == (503, "false")
+    assert answer.json()["error"]["code"] == "adapter_corrupt"
+    return str(answer.json()["error"]["message"])
+
+
 def damage(folder: Path, digest: str) -> bytes:
     """Flip a bit of a stored file; returns what it was."""
     blob = folder / "blobs" / "sha256" / digest
@@ -53,68 +59,51 @@ def damage(folder: Path, digest: str) -> bytes:
     return whole
 
 
-def test_a_damaged_adapter_fails_at_once_says_so_and_is_repaired(
+async def test_a_damaged_adapter_fails_at_once_says_so_and_is_repaired(
     model: Path, store: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     key = store.resolve("two").key
     digest = store.spec(key).weights_digest
-    whole = damage(tmp_path / "store", digest)
-    opened: list[str] = []
-    open_blob = store._blobs.open
+    whole, opened, open_blob = damage(tmp_path / "store", digest), [], store._blobs.open
     monkeypatch.setattr(store._blobs, "open", lambda name: opened.append(name) or open_blob(name))
+    async with client(model, store) as (_, http):
 
-    async def scenario() -> None:
-        async with client(model, store) as (_, http):
+        async def ask(name: str, **fields: Any) -> Any:
+            body = {"model": name, "prompt": [10, 11, 12], "max_tokens": 3, "temperature": 0, **fields}
+            return await http.post("/v1/completions", json=body)
 
-            async def ask(name: str, **fields: Any) -> Any:
-                body = {"model": name, "prompt": [10, 11, 12], "max_tokens": 3, "temperature": 0, **fields}
-                return await http.post("/v1/completions", json=body)
+        async def quarantined() -> float:
+            text = (await http.get("/metrics")).text
+            [line] = [line for line in text.splitlines() if line.startswith("lorasrv_adapters_quarantined ")]
+            return float(line.rpartition(" ")[2])
 
-            async def metric() -> str:
-                text = (await http.get("/metrics")).text
-                return next(line for line in text.splitlines() if line.startswith("lorasrv_adapters_quarantined "))
-
-            assert (await metric()).endswith(" 0.0")
-            first = await ask("two")
-            assert (first.status_code, first.headers["x-should-retry"]) == (503, "false")
-            assert first.json()["error"]["code"] == "adapter_corrupt"
-            assert "damaged" in first.json()["error"]["message"]
-            reads = len(opened)
-            for fields in ({}, {"stream": True}, {"on_cold": "reject"}):
-                refused = await ask("two", **fields)
-                assert (refused.status_code, refused.headers["x-should-retry"]) == (503, "false")
-                assert refused.json()["error"]["code"] == "adapter_corrupt"
-                assert "upload the same file again" in refused.json()["error"]["message"]
-            for call in ("warm", "verify"):
-                refused = await http.post(f"/v1/adapters/two:{call}", json={})
-                assert (refused.status_code, refused.json()["error"]["code"]) == (503, "adapter_corrupt"), call
-            assert len(opened) == reads, "the disk was asked again"
-            assert (await metric()).endswith(" 1.0")
-            corrupt = {a["id"]: a["corrupt"] for a in (await http.get("/v1/adapters")).json()["data"]}
-            assert corrupt == {"one": False, "two": True, "three": False}
-            assert (await http.get("/v1/adapters/two")).json()["versions"][0]["corrupt"]
-            for name in ("one", "three"):
-                assert (await ask(name)).status_code == 200
-            assert (await http.put(f"/v1/blobs/sha256:{digest}", content=whole)).status_code == 200
-            assert (await ask("two")).status_code == 200
-            assert (await metric()).endswith(" 0.0")
-            assert not (await http.get("/v1/adapters/two")).json()["corrupt"]
-
-    with caplog.at_level(logging.ERROR):
-        asyncio.run(scenario())
-    [line] = [message for message in caplog.messages if "quarantine" in message]
-    assert key[:12] in line
+        assert await quarantined() == 0
+        with caplog.at_level(logging.ERROR):
+            assert "damaged" in corrupt(await ask("two"))
+        [line] = [message for message in caplog.messages if "quarantine" in message]
+        assert key[:12] in line
+        reads = len(opened)
+        for fields in ({}, {"stream": True}, {"on_cold": "reject"}):
+            assert "upload the same file again" in corrupt(await ask("two", **fields))
+        for call in ("warm", "verify"):
+            corrupt(await http.post(f"/v1/adapters/two:{call}", json={}))
+        assert len(opened) == reads, "the disk was asked again"
+        assert await quarantined() == 1
+        marked = {a["id"]: a["corrupt"] for a in (await http.get("/v1/adapters")).json()["data"]}
+        assert marked == {"one": False, "two": True, "three": False}
+        assert (await http.get("/v1/adapters/two")).json()["versions"][0]["corrupt"]
+        assert [(await ask(name)).status_code for name in ("one", "three")] == [200, 200]
+        assert (await http.put(f"/v1/blobs/sha256:{digest}", content=whole)).status_code == 200
+        assert (await ask("two")).status_code == 200
+        assert await quarantined() == 0
+        assert not (await http.get("/v1/adapters/two")).json()["corrupt"]
 
 
 @pytest.mark.parametrize("call", ["warm", "verify"])
-def test_whoever_meets_the_damage_first_is_told(model: Path, store: AdapterStore, tmp_path: Path, call: str) -> None:
+async def test_the_first_request_that_meets_the_damage_is_told(
+    model: Path, store: AdapterStore, tmp_path: Path, call: str
+) -> None:
     damage(tmp_path / "store", store.spec(store.resolve("two").key).weights_digest)
-
-    async def scenario() -> None:
-        async with client(model, store) as (_, http):
-            refused = await http.post(f"/v1/adapters/two:{call}", json={})
-            assert (refused.status_code, refused.headers["x-should-retry"]) == (503, "false")
-            assert refused.json()["error"]["code"] == "adapter_corrupt"
-            assert (await http.get("/v1/adapters/two")).json()["corrupt"]
-
-    asyncio.run(scenario())
+    async with client(model, store) as (_, http):
+        corrupt(await http.post(f"/v1/adapters/two:{call}", json={}))
+        assert (await http.get("/v1/adapters/two")).json()["corrupt"]

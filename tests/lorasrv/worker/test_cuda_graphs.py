@@ -84,13 +84,12 @@ class Served:
         for layer in range(2):
             self.memory.slab(layer).view(torch.float32).normal_()
         self.placements: dict[str, PlacedAdapter] = {}
-        end = PAGES
+        sites, self.end = site_dims(weights.spec), PAGES
         for name, rank in RANKS.items():
-            ranks = tuple(tuple(rank for _ in site.out_features) for site in site_dims(weights.spec))
-            layout = AdapterLayout(site_dims(weights.spec), (ranks,) * 2, 4)
+            layout = AdapterLayout(sites, (tuple((rank,) * len(site.out_features) for site in sites),) * 2, 4)
             count = layout.num_pages(self.memory.page_bytes)
-            end -= count
-            placed = layout.place([(end, count)], self.memory.page_bytes)
+            self.end -= count
+            placed = layout.place([(self.end, count)], self.memory.page_bytes)
             assert placed is not None
             data = torch.randn(2, layout.layer_bytes // 4).view(torch.uint8)
             self.memory.write_adapter(PackedAdapter(layout, data), placed)
@@ -105,13 +104,12 @@ class Served:
     def step(self, shares: list[Share], tokens: int = 1) -> SchedulerOutput:
         scheduled, first = [], 0
         for i, (name, before) in enumerate(shares):
-            count = -(-(before + tokens) // PAGE_SIZE)
-            pages = tuple(range(first, first + count))
-            first += count
+            pages = tuple(range(first, first - (-(before + tokens) // PAGE_SIZE)))
+            first += len(pages)
             ids = tuple((7 * i + before + j) % 40 for j in range(tokens))
             rest = (name, True, SamplingParams(), 0)
             scheduled.append(ScheduledRequest(RequestId(str(i)), ids, before, pages, *rest))
-        assert first <= PAGES - sum(placed.runs[0][1] for placed in self.placements.values())
+        assert first <= self.end
         used = {name: self.placements[name] for name, _ in shares if name is not None}
         return SchedulerOutput(tuple(scheduled), used, (), (), 0)
 
@@ -158,9 +156,9 @@ def test_steps_replayed_from_graphs_are_those_computed_without(folder: Path) -> 
 def test_adapters_matter(folder: Path) -> None:
     served = Served(folder)
     one, other = (served.graphed.compute(served.step([(name, 5), (None, 9)])) for name in ("a", None))
-    assert one is not None
-    assert other is not None
-    logits = {s.request_id: row for row, s in zip(one[0], one[1], strict=True)}
+    assert one
+    assert other
+    logits = {s.request_id: row for row, s in zip(*one, strict=True)}
     assert not torch.allclose(logits["0"], other[0][0], atol=1e-3)
     torch.testing.assert_close(logits["1"], other[0][1], rtol=1e-4, atol=1e-5)
 

@@ -2,6 +2,7 @@
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,89 +27,78 @@ from sgmv_kernels.ops import Ops
 
 PAGE_SIZE, PAGES = 4, 640
 KERNELS = ("torch", "numba")
-ROPE_LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+ROPE_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+ROPE_LLAMA3 = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0}
+ROPE_LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 ROPE_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
-ROPE_LONG = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0 + 0.25 * i for i in range(6)],
-    "long_factor": [2.0] * 6,
-    "partial_rotary_factor": 0.75,
-}
+ROPE_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+ROPE_LONG |= {"short_factor": [1.0 + 0.25 * i for i in range(6)], "long_factor": [2.0] * 6}
 GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 50000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
 }
 PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
-CASES = [
-    ("llama", {}),
-    ("llama", {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1}),
-    ("llama", {"rope_parameters": ROPE_LLAMA3}),
-    ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}),
-    ("mistral", {}),
-    ("qwen2", {}),
-    ("llama", {"rope_parameters": ROPE_YARN}),
-    ("qwen3", {"attention_bias": True}),
-    ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "tie_word_embeddings": True}),
-    ("gemma2", {}),
-    ("gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True}),
-    ("gemma3", {}),
-    ("gemma3", {"rope_parameters": GEMMA3_ROPE, "final_logit_softcapping": 10.0}),
-    ("phi3", {}),
-    ("phi3", {"sliding_window": 8, "num_key_value_heads": 4, "rope_parameters": PARTIAL}),
-    ("phi3", {"rope_parameters": ROPE_LONG, "original_max_position_embeddings": 64}),
-]
-IDS = [
-    *("llama", "llama-mqa-bias-tied", "llama3-rope", "linear-rope", "mistral-window", "qwen2-bias-tied", "yarn-rope"),
-    *("qwen3-bias", "qwen3-window-tied", "gemma2", "gemma2-uncapped-bias", "gemma3", "gemma3-ropes"),
-    *("phi3", "phi3-window-partial", "phi3-longrope"),
-]
-# One of each family and of each kind of attention; the others are for test-long.
-EVERYDAY = {
-    "llama",
-    "llama3-rope",
-    "mistral-window",
-    "qwen2-bias-tied",
-    "qwen3-window-tied",
-    "gemma2",
-    "gemma3-ropes",
-} | {"phi3-window-partial"}
+WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+UNCAPPED = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+CASES = {
+    "llama": {},
+    "llama-mqa-bias-tied": {"tie_word_embeddings": True, "attention_bias": True, "num_key_value_heads": 1},
+    "llama-llama3-rope": {"rope_parameters": ROPE_LLAMA3},
+    "llama-linear-rope": {"rope_parameters": ROPE_LINEAR},
+    "llama-yarn-rope": {"rope_parameters": ROPE_YARN},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3-bias": {"attention_bias": True},
+    "qwen3-window-tied": {**WINDOW, "tie_word_embeddings": True},
+    "gemma2": {},
+    "gemma2-uncapped-bias": {**UNCAPPED, "attention_bias": True},
+    "gemma3": {},
+    "gemma3-ropes": {"rope_parameters": GEMMA3_ROPE, "final_logit_softcapping": 10.0},
+    "phi3": {},
+    "phi3-window-partial": {"sliding_window": 8, "num_key_value_heads": 4, "rope_parameters": PARTIAL},
+    "phi3-longrope": {"rope_parameters": ROPE_LONG, "original_max_position_embeddings": 64},
+    "phi3-partial": {"rope_parameters": PARTIAL},
+}
+"""By name, which begins with the family: changes of its tiny configuration."""
+EVERYDAY = {"llama", "llama-llama3-rope", "mistral", "qwen2", "qwen3-window-tied", "gemma2", "gemma3-ropes"}
+EVERYDAY |= {"phi3-window-partial"}
+"""One of each family and of each kind of attention; the others are for test-long."""
+ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 CONFIGS = {
     "qv": {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj", "v_proj"]},
     "all": {
         "r": 20,
         "lora_alpha": 10,
-        "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+        "target_modules": [*ATTENTION, *MLP],
         "rank_pattern": {"k_proj": 3, "layers.1.mlp.down_proj": 7},
     },
     "rs": {"r": 5, "lora_alpha": 8, "use_rslora": True, "target_modules": ["o_proj", "up_proj"]},
 }
-FUSED_CONFIGS = {
-    "qv": {"r": 4, "lora_alpha": 6, "target_modules": ["qkv_proj"]},
-    "all": {
-        "r": 20,
-        "lora_alpha": 10,
-        "target_modules": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
-        "rank_pattern": {"qkv_proj": 3, "layers.1.mlp.down_proj": 7},
-    },
-    "rs": {"r": 5, "lora_alpha": 8, "use_rslora": True, "target_modules": ["o_proj", "gate_up_proj"]},
-}
+FUSED = dict.fromkeys(ATTENTION[:3], "qkv_proj") | dict.fromkeys(MLP[:2], "gate_up_proj")
+
+
+def _fused(config: dict[str, Any]) -> dict[str, Any]:
+    modules = list(dict.fromkeys(FUSED.get(name, name) for name in config["target_modules"]))
+    ranks = {FUSED.get(name, name): rank for name, rank in config.get("rank_pattern", {}).items()}
+    return config | {"target_modules": modules, "rank_pattern": ranks}
+
+
+ALL = [name for name in CASES if name != "phi3-partial"]
+
+
+def cases(kernels: str, *names: str, mark: pytest.MarkDecorator | None = None, everyday: bool = False) -> list[Any]:
+    """Parameters of (name, kernels); all but those of every day have the mark."""
+    marks = {name: mark if mark and not (everyday and name in EVERYDAY) else () for name in names}
+    return [pytest.param(name, kernels, id=f"{name}-{kernels}", marks=marks[name]) for name in names]
 
 
 def _save_adapters(directory: Path, out: Path) -> dict[str, Path]:
     from transformers import AutoConfig
 
-    configs = FUSED_CONFIGS if AutoConfig.from_pretrained(directory).model_type == "phi3" else CONFIGS
-    for i, (name, config) in enumerate(configs.items()):
-        peft_adapter(directory, out / name, seed=100 + i, **config)
-    return {name: out / name for name in configs}
+    is_fused = AutoConfig.from_pretrained(directory).model_type == "phi3"
+    for i, (name, config) in enumerate(CONFIGS.items()):
+        peft_adapter(directory, out / name, seed=100 + i, **(_fused(config) if is_fused else config))
+    return {name: out / name for name in CONFIGS}
 
 
 @lru_cache(maxsize=8)
@@ -177,30 +167,22 @@ def _register(store: AdapterStore, name: str, folder: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("family", "changes", "kernels"),
+    ("name", "kernels"),
     [
-        *(
-            pytest.param(*case, "numba", id=f"{name}-numba", marks=() if name in EVERYDAY else pytest.mark.long)
-            for case, name in zip(CASES, IDS, strict=True)
-        ),
-        *(
-            pytest.param(*case, "torch", id=f"{name}-torch", marks=() if case[0] == "llama" else pytest.mark.long)
-            for case, name in zip(CASES, IDS, strict=True)
-        ),
-        pytest.param("llama", {}, "triton", id="llama-triton", marks=pytest.mark.long),
-        pytest.param("mistral", {}, "triton", id="mistral-window-triton", marks=pytest.mark.exhaustive),
-        pytest.param("gemma2", {}, "triton", id="gemma2-triton", marks=pytest.mark.long),
-        pytest.param("gemma3", {}, "triton", id="gemma3-triton", marks=pytest.mark.exhaustive),
-        pytest.param("phi3", {"rope_parameters": PARTIAL}, "triton", id="phi3-partial-triton", marks=pytest.mark.long),
+        *cases("numba", *ALL, mark=pytest.mark.long, everyday=True),
+        *cases("torch", *(name for name in ALL if name.startswith("llama"))),
+        *cases("torch", *(name for name in ALL if not name.startswith("llama")), mark=pytest.mark.long),
+        *cases("triton", "llama", "gemma2", "phi3-partial", mark=pytest.mark.long),
+        *cases("triton", "mistral", "gemma3", mark=pytest.mark.exhaustive),
     ],
 )
 def test_mixed_batch_of_chunks_equals_transformers_and_peft(
-    tiny_hf_checkpoints, tmp_path: Path, family: str, changes: dict[str, object], kernels: str
+    tiny_hf_checkpoints, tmp_path: Path, name: str, kernels: str
 ) -> None:
     """Base and three adapters of mixed ranks, prompts in two chunks of different lengths and a token after them, all in
     the same three steps.
     """
-    directory = tiny_hf_checkpoints[family](**changes)
+    directory = tiny_hf_checkpoints[name.partition("-")[0]](**CASES[name])
     adapters = _save_adapters(directory, tmp_path)
     served = _Served(directory, adapters, tmp_path / "store", torch.float32, kernels)
     generator = torch.Generator().manual_seed(7)
@@ -221,7 +203,8 @@ def test_mixed_batch_of_chunks_equals_transformers_and_peft(
 
 
 @pytest.mark.parametrize(
-    ("family", "quantization"), [(f, "int4") for f in sorted({c[0] for c in CASES})] + [("llama", "int8")]
+    ("family", "quantization"),
+    [(family, "int4") for family in sorted({name.partition("-")[0] for name in CASES})] + [("llama", "int8")],
 )
 def test_a_recorded_pass_is_the_pass(tiny_hf_checkpoints, tmp_path: Path, family: str, quantization: str) -> None:
     """Bit for bit, logits, keys and values: prompts, single tokens, with adapters and without, in teams of any size."""

@@ -12,10 +12,7 @@ from drafted import SCRIPTS, VOCAB, Ask, Drafted, mixed, oracle
 from late_executor import LateExecutor
 from mispredict import expect_short_answers
 
-from adapter_store.formats.peft_dir import read_peft_dir
 from adapter_store.store import AdapterStore
-from lorasrv.models.loader import open_checkpoint
-from lorasrv.models.lora_sites import base_shapes
 from lorasrv.outputs import FinishReason, Refusal, RequestId
 from lorasrv.sampling_params import BeamOptions, SamplingParams
 from lorasrv.worker.device import compute_alone, compute_in_parallel
@@ -31,17 +28,6 @@ def _alone() -> Iterator[None]:
     compute_alone()
     yield
     compute_in_parallel()
-
-
-@pytest.fixture(scope="module")
-def library(model: Path, adapter_dirs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    checkpoint = open_checkpoint(str(model))
-    checkpoint.close()
-    with AdapterStore(tmp_path_factory.mktemp("late") / "store", base_shapes(checkpoint.spec)) as store:
-        for name, folder in adapter_dirs.items():
-            peft = read_peft_dir(folder)
-            store.register(name, peft.config, store.add_blob(peft.weights_path))
-        yield store
 
 
 @pytest.fixture(scope="module")
@@ -133,21 +119,23 @@ def test_beams_are_found_too(plain_engine: Drafted, late_engine: Drafted) -> Non
 class TestEnds:
     """A request that ends while a step is under way keeps its pages until the step is over, whose token is dropped."""
 
-    def _under_way(self, late: Drafted, **options: Any) -> RequestId:
-        """A request that has said some tokens, and whose next one is being computed."""
+    def _under_way(self, late: Drafted, **options: Any) -> tuple[RequestId, set[int]]:
+        """A request that has said some tokens, and whose next one is being computed, and its pages."""
         [[message]] = late.messages([Ask(PROMPT, GREEDY, "one", options=options)], "ends")
         late.engine.add_request(message)
         request = late.scheduler._queue.requests[message.request_id]
         for _ in range(40):
             late.engine.step()
             if request.num_generated_tokens >= 3 and request.num_in_flight_tokens:
-                return message.request_id
+                held = self._held(late)
+                assert held
+                return message.request_id, held
         raise AssertionError("it was never under way")
 
     def _is_over(self, late: Drafted, held: set[int]) -> list[Any]:
         """Pages stay until the step is collected; returns the outputs since."""
         late.engine.check_integrity()
-        assert {page for pages in late.scheduler._kv.holders().values() for page in pages} == held
+        assert self._held(late) == held
         assert late.engine.has_requests
         outputs = late.engine.step()
         late.engine.check_integrity()
@@ -156,13 +144,11 @@ class TestEnds:
         return outputs
 
     def _held(self, late: Drafted) -> set[int]:
-        held = {page for pages in late.scheduler._kv.holders().values() for page in pages}
-        assert held
-        return held
+        return {page for pages in late.scheduler._kv.holders().values() for page in pages}
 
     @pytest.mark.parametrize("method", ["abort", "stop"])
     def test_aborted_or_stopped(self, late_engine: Drafted, method: str) -> None:
-        rid, held = self._under_way(late_engine), self._held(late_engine)
+        rid, held = self._under_way(late_engine)
         generated = late_engine.scheduler.counters.generated_tokens
         getattr(late_engine.engine, method)(rid)
         [output] = self._is_over(late_engine, held)
@@ -183,7 +169,7 @@ class TestEnds:
 class TestFailures:
     """A step that fails with another behind it: both are planned again, one at a time."""
 
-    def test_who_cannot_be_computed_ends_and_the_others_go_on(
+    def test_a_request_that_cannot_be_computed_ends_and_the_others_go_on(
         self, plain_engine: Drafted, late_engine: Drafted, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run = late_engine.runner.run
@@ -205,7 +191,7 @@ class TestFailures:
             assert got == {rid: said for rid, said in want.items() if rid != "1.0"}
             assert not late_engine.engine._is_serial
 
-    def test_what_fails_once_costs_nobody_anything(
+    def test_what_fails_once_changes_no_answer(
         self, plain_engine: Drafted, late_engine: Drafted, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         run, count = late_engine.runner.run, iter(range(1000))
