@@ -35,6 +35,10 @@ class Served:
         return self._process.pid
 
     @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    @property
     def lives(self) -> bool:
         return self._process.poll() is None
 

@@ -1,4 +1,4 @@
-"""Bodies that are not what they should be: refused with the right status, whatever their size or shape."""
+"""Bodies that are refused for their size, shape or encoding."""
 
 import json
 import time
@@ -26,6 +26,7 @@ def post(server: Any, content: Any, headers: dict[str, str] | None = None) -> An
         (b"{", "not JSON"),
         (b"\xff\xfe{}", "UTF-8"),
         (b'{"temperature": NaN}', "NaN"),
+        (b'{"top_p": Infinity}', "Infinity"),
         (b'{"temperature": -Infinity}', "Infinity"),
         (b'{"temperature": 1e999}', "too large"),
         (b'{"seed": ' + b"9" * 5000 + b"}", "strict JSON"),
@@ -44,7 +45,7 @@ def test_malformed(server, body: bytes, says: str) -> None:
 
 
 @pytest.mark.parametrize("body", [b"[]", b'"text"', b"7", b"null", b"{}"])
-def test_json_of_another_kind(server, body: bytes) -> None:
+def test_json_of_another_type(server, body: bytes) -> None:
     response = post(server, body)
     assert (response.status_code, response.json()["error"]["code"]) == (400, "invalid_value")
 
@@ -72,16 +73,11 @@ def test_depth_up_to_the_limit_is_read() -> None:
 
 
 @pytest.mark.parametrize(
-    "headers",
-    [
-        {"content-type": "text/plain"},
-        {"content-type": "application/x-www-form-urlencoded"},
-        {"content-type": ""},
-        {"content-type": "application/jsonp"},
-    ],
+    "kind",
+    ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "", "application/jsonp"],
 )
-def test_content_type(server, headers: dict[str, str]) -> None:
-    response = post(server, GOOD, headers)
+def test_content_type(server, kind: str) -> None:
+    response = post(server, GOOD, {"content-type": kind})
     assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
@@ -98,19 +94,19 @@ def test_a_body_at_the_limit_is_served_and_parsed_off_the_loop(server) -> None:
 
 
 def test_large_bodies_are_parsed_one_at_a_time(server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each may take 26 times its bytes while it is looked at: sixty bodies of 1.5 MB took 2.3 GB."""
-    under_way: list[int] = []
-    most = [0]
+    """Each may take 26 times its bytes while it is parsed: sixty bodies of 1.5 MB took 2.3 GB."""
+    running: list[int] = []
+    counts: list[int] = []
 
     def parse(data: bytes) -> Any:
-        under_way.append(1)
-        most.append(len(under_way))
+        running.append(1)
+        counts.append(len(running))
         time.sleep(0.02)
-        under_way.pop()
+        running.pop()
         return parse_json(data)
 
     monkeypatch.setattr("api.asgi.json_body.parse_json", parse)
     large = b'{"model": "tiny-base", "prompt": "x", "y": "' + b"z" * INLINE_BYTES + b'"}'
     with ThreadPoolExecutor(8) as clients:
         assert [answer.status_code for answer in clients.map(lambda _: post(server, large), range(16))] == [200] * 16
-    assert (len(most), max(most)) == (17, 1)
+    assert counts == [1] * 16

@@ -1,0 +1,33 @@
+"""Real `lorasrv serve` processes: what the tests of one have in common."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from served import Served
+
+
+@pytest.fixture(scope="session")
+def flags(model: Path) -> tuple[object, ...]:
+    """Return the flags for the tiny llama, which is called `tiny`."""
+    return ("--model", model, "--served-model-name", "tiny", "--pool-bytes", "16MiB", "--kernels", "torch")
+
+
+@pytest.fixture
+def served(process: Served) -> Iterator[Served]:
+    """Yield the module's process; after the test it lives, answers, and holds nothing for requests that are over."""
+
+    def answers() -> None:
+        model = process.http.get("/v1/models").json()["data"][-1]["id"]
+        assert process.post("/v1/completions", model=model, prompt="a", max_tokens=1).status_code == 200
+        process.calm_down()
+
+    answers()
+    files = process.open_files
+    yield process
+    process.calm_down()
+    assert process.lives
+    answers()
+    assert "Traceback" not in process.log
+    # The client's own connection may have been made anew.
+    process.until(lambda: process.open_files <= files + 1)
